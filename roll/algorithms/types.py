@@ -1,0 +1,50 @@
+"""What passes between a strategy and a loss: scores in, one scalar share out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from torch import Tensor
+
+from roll.data.batch import Batch
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """A model's opinion of a batch's tokens; flat [T] tensors aligned with the token they describe."""
+
+    logprobs_T: Tensor | None = None
+    """float32 log p(token | prefix) at the sampling temperature; 0 where the loss mask is 0."""
+    entropy_T: Tensor | None = None
+    """float32 entropy (nats) of the distribution that the token was drawn from; 0 where the loss mask is 0."""
+    values_T: Tensor | None = None
+    """float32 value of the state in which the token was chosen (critic only); 0 where the loss mask is 0."""
+
+
+@dataclass(frozen=True)
+class LossContext:
+    """Counts over the whole optimizer step (all micro-batches, all data-parallel ranks): the loss's denominators."""
+
+    num_tokens: float
+    """Tokens with loss_mask 1."""
+    num_sequences: float
+    """Sequences with at least one such token."""
+    max_length: float
+    """Longest count of loss tokens in a sequence (the normaliser of seq-mean-token-sum-norm)."""
+    optimizer_step: int = 0
+    """Optimizer steps done before this one."""
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """One micro-batch's share of the loss; the shares of all micro-batches and ranks add up to the step's loss."""
+
+    loss: Tensor
+    """Scalar with gradient, already divided by the global denominators of ``LossContext``."""
+    metrics: dict[str, Tensor | float] = field(default_factory=dict)
+    """Scalars without gradient that add up in the same way."""
+
+
+LossFn: TypeAlias = Callable[[TokenScores, Batch, LossContext], LossOutput]

@@ -1,0 +1,167 @@
+"""The one ragged batch that crosses process boundaries.
+
+Axes: B sequences, T tokens of all sequences laid end to end (``T = lengths_B.sum()``). A ``_T`` field is aligned with
+the token it describes: ``logprobs_T[i]`` is log p(token i | the tokens before it in its sequence); ``values_T[i]`` is the
+value of the state in which token i was chosen. Such scores are 0 where the loss mask is 0. Nobody outside a strategy
+shifts by one.
+
+Example: two sequences ``[5, 6, 7]`` and ``[8, 9]`` of which the last two and the last token were sampled::
+
+    Batch(lengths_B=[3, 2], tokens_T=[5, 6, 7, 8, 9], loss_mask_T=[0, 1, 1, 0, 1], ...)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """B ragged sequences as flat tensors on the CPU. Optional fields are ``None`` until the step that computes them."""
+
+    lengths_B: Tensor
+    """int64: tokens per sequence, all at least 1."""
+    tokens_T: Tensor
+    """int64: token ids."""
+    loss_mask_T: Tensor
+    """bool: True on tokens that the policy sampled. Built where tokens are born, never guessed."""
+    turn_T: Tensor | None = None
+    """int64: the turn within the episode that a token belongs to (its prompt part included)."""
+    rewards_T: Tensor | None = None
+    """float32: reward on the last sampled token of each turn; 0 elsewhere."""
+    group_B: Tensor | None = None
+    """int64: rollout group (same start state)."""
+    traj_B: Tensor | None = None
+    """int64: trajectory, unique in the batch; rows of one trajectory are its separate turns."""
+    turn_B: Tensor | None = None
+    """int64: index of the row within its trajectory (0 when a trajectory is one row)."""
+    state_B: Tensor | None = None
+    """int64: hash of the state in which the row's first turn acted; equal within a group means the same state."""
+    tag_B: Tensor | None = None
+    """int64: index of the environment tag."""
+    scores_B: Tensor | None = None
+    """float32: undiscounted episode score of the row's trajectory."""
+    rollout_logprobs_T: Tensor | None = None
+    """float32: log-probabilities as the generation engine reported them."""
+    old_logprobs_T: Tensor | None = None
+    """float32: log-probabilities under the training engine before the update (PPO's old policy)."""
+    ref_logprobs_T: Tensor | None = None
+    """float32: log-probabilities under the reference model."""
+    values_T: Tensor | None = None
+    """float32: the critic's value predictions."""
+    advantages_T: Tensor | None = None
+    """float32: advantages; 0 where the mask is 0."""
+    returns_T: Tensor | None = None
+    """float32: value targets; 0 where the mask is 0."""
+
+    def __post_init__(self) -> None:
+        num_tokens = int(self.lengths_B.sum())
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is None:
+                continue
+            expected = num_tokens if f.name.endswith("_T") else len(self.lengths_B)
+            if value.shape != (expected,):
+                raise ValueError(f"Batch.{f.name}: shape {tuple(value.shape)}, expected ({expected},)")
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.lengths_B)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens_T)
+
+    @property
+    def offsets_B(self) -> Tensor:
+        """int64: index of each sequence's first token."""
+        return torch.cumsum(self.lengths_B, 0) - self.lengths_B
+
+    @property
+    def rows_T(self) -> Tensor:
+        """int64: the sequence that each token belongs to."""
+        return torch.repeat_interleave(torch.arange(self.num_sequences), self.lengths_B)
+
+    @property
+    def positions_T(self) -> Tensor:
+        """int64: position of each token within its sequence."""
+        return torch.arange(self.num_tokens) - torch.repeat_interleave(self.offsets_B, self.lengths_B)
+
+    def replace(self, **columns: Tensor | None) -> Batch:
+        """A copy with the given fields exchanged."""
+        return dataclasses.replace(self, **columns)  # type: ignore[arg-type]
+
+    def select(self, rows: Tensor | Sequence[int]) -> Batch:
+        """The given sequences, in the given order."""
+        rows = torch.as_tensor(rows, dtype=torch.int64)
+        lengths = self.lengths_B[rows]
+        starts = self.offsets_B[rows]
+        ends = torch.cumsum(lengths, 0)
+        token_index = torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - (ends - lengths), lengths)
+        return self._map(lambda t: t[token_index], lambda t: t[rows])
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """Joins batches end to end. A field must be set in all of them or in none."""
+        if not batches:
+            raise ValueError("Batch.concat: no batches given")
+        columns: dict[str, Tensor | None] = {}
+        for f in fields(Batch):
+            values = [getattr(b, f.name) for b in batches]
+            missing = sum(v is None for v in values)
+            if missing not in (0, len(values)):
+                raise ValueError(f"Batch.concat: {f.name} is set in {len(values) - missing} of {len(values)} batches")
+            columns[f.name] = None if missing else torch.cat(values)
+        return Batch(**columns)  # type: ignore[arg-type]
+
+    def split(self, num_parts: int) -> list[Tensor]:
+        """Row indices of ``num_parts`` parts with nearly equal tokens (longest first onto the lightest part).
+
+        Every part gets at least one sequence when there are enough; use ``select`` on each.
+        """
+        heaviest_first = torch.argsort(self.lengths_B, descending=True, stable=True).tolist()
+        loads, parts = [(0, 0)] * num_parts, [[] for _ in range(num_parts)]  # type: ignore[var-annotated]
+        for row in heaviest_first:
+            lightest = min(range(num_parts), key=lambda i: loads[i])
+            parts[lightest].append(row)
+            loads[lightest] = (loads[lightest][0] + int(self.lengths_B[row]), loads[lightest][1] + 1)
+        return [torch.tensor(sorted(part), dtype=torch.int64) for part in parts]
+
+    def padded(self, name: str, value: float = 0, *, left: bool = False) -> Tensor:
+        """A ``_T`` field as a rectangle [B, max length], padded with ``value``."""
+        flat: Tensor = getattr(self, name)
+        width = int(self.lengths_B.max())
+        columns = self.positions_T
+        if left:
+            columns = columns + torch.repeat_interleave(width - self.lengths_B, self.lengths_B)
+        out = torch.full((self.num_sequences, width), value, dtype=flat.dtype)
+        out[self.rows_T, columns] = flat
+        return out
+
+    def _map(self, on_tokens: Any, on_rows: Any) -> Batch:
+        columns = {
+            f.name: None
+            if (v := getattr(self, f.name)) is None
+            else (on_tokens if f.name.endswith("_T") else on_rows)(v)
+            for f in fields(self)
+        }
+        return Batch(**columns)  # type: ignore[arg-type]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as numpy arrays, which Ray moves through shared memory without a copy."""
+        return _from_numpy, ({f.name: v.numpy() for f in fields(self) if (v := getattr(self, f.name)) is not None},)
+
+
+def _from_numpy(columns: dict[str, np.ndarray]) -> Batch:
+    with warnings.catch_warnings():
+        # Arrays out of Ray's object store are read-only; a Batch is never written in place, so a view will do.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return Batch(**{name: torch.from_numpy(array) for name, array in columns.items()})

@@ -1,0 +1,115 @@
+"""What an engine must offer: three small protocols and the values that cross them.
+
+A strategy hides one engine. It never sees a pipeline and does no RL arithmetic: losses come in as functions of
+log-probabilities, weights go out under Hugging Face names.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+import numpy as np
+
+from roll.agentic.types import Completion, GenerateRequest
+from roll.algorithms.types import LossFn, TokenScores
+from roll.data.batch import Batch
+
+if TYPE_CHECKING:
+    from roll.configs.worker import WorkerConfig
+
+Metrics: TypeAlias = dict[str, float]
+
+
+class States(enum.Flag):
+    """What may leave the device while another role uses it."""
+
+    WEIGHTS = enum.auto()
+    GRADS = enum.auto()
+    OPTIMIZER = enum.auto()
+    ALL = WEIGHTS | GRADS | OPTIMIZER
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """A worker's place in its cluster."""
+
+    rank: int
+    world_size: int
+    dp_rank: int
+    """Which share of a split batch this worker takes; ranks with the same dp_rank take the same share."""
+    dp_size: int
+
+
+@dataclass(frozen=True)
+class WeightBucket:
+    """Some of a model's weights in one flat buffer, under Hugging Face names."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    """torch dtype names without the prefix, e.g. ``float32``."""
+    shapes: tuple[tuple[int, ...], ...]
+    data: np.ndarray
+    """uint8, the tensors end to end, each aligned to 16 bytes."""
+    checksum: int
+    """zlib.crc32 of ``data``; the receiver compares."""
+
+
+@dataclass(frozen=True)
+class StrategyContext:
+    """All that a strategy's constructor is given. Every strategy class takes exactly this one argument."""
+
+    worker: WorkerConfig
+    """The role's configuration section."""
+    role: str
+    """Cluster name, for messages: ``actor_train``, ``critic`` …"""
+    model_path: str
+    """Folder in Hugging Face format."""
+    rank: int = 0
+    world_size: int = 1
+    """Place in the role's process group; MASTER_ADDR and MASTER_PORT are set in the environment when world_size > 1."""
+    head: Literal["lm", "value"] = "lm"
+    """``value``: a scalar head on the same trunk (critic)."""
+    seed: int = 42
+    temperature: float = 1.0
+    """Sampling temperature: scores divide the logits by it."""
+    max_grad_norm: float = 1.0
+    l2: float = 0.0
+    """Coefficient of an L2 penalty on the trained weights, added to the loss."""
+    total_optimizer_steps: int = 1
+    """Horizon of the learning-rate schedule."""
+    sequence_length: int = 1024
+    """Longest prompt plus completion."""
+    max_running_requests: int = 128
+    """Most requests that a generating worker runs at once."""
+
+
+class ScoreStrategy(Protocol):
+    """Scores given tokens (hf_infer, every *_infer and every trainer)."""
+
+    def setup(self) -> RankInfo: ...
+    def logprobs(self, batch: Batch) -> TokenScores: ...
+    def offload(self, what: States) -> None: ...
+    def onload(self, what: States) -> None: ...
+
+
+class TrainStrategy(ScoreStrategy, Protocol):
+    """Takes optimizer steps (fsdp2_train; deepspeed_train and megatron_train come with their engines)."""
+
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> Metrics: ...
+    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]: ...
+    def save(self, path: Path) -> None: ...
+    def load(self, path: Path) -> None: ...
+
+
+class GenerateStrategy(Protocol):
+    """Samples completions (hf_infer; vllm and sglang come with their engines)."""
+
+    async def generate(self, request: GenerateRequest) -> Completion: ...
+    async def abort(self, request_id: str) -> None: ...
+    async def update_weights(self, buckets: AsyncIterator[WeightBucket], version: int) -> None: ...
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...

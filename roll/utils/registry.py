@@ -1,0 +1,87 @@
+"""One registry class for every kind of plug-in."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import Generic, TypeVar, cast
+
+T = TypeVar("T")
+
+
+class UnknownNameError(ValueError):
+    """A plug-in name that nobody registered and that is no importable ``module:attr``."""
+
+
+class Registry(Generic[T]):
+    """Maps short names to plug-ins; ``package.module:attr`` reaches code that is not registered.
+
+    Entries may be objects or ``module:attr`` strings, which are imported at first use, so that listing
+    the names never loads an engine.
+
+    >>> envs: Registry[type] = Registry("environment")
+    >>> envs.register("counter", "collections:Counter")
+    >>> envs.get("counter").__name__
+    'Counter'
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, T | str] = {}
+
+    def register(self, name: str, target: T | str, *, override: bool = False) -> None:
+        """Adds ``target`` (an object or ``module:attr``) under ``name``.
+
+        Raises:
+            ValueError: the name is taken by something else and ``override`` is off.
+        """
+        if not override and name in self._entries and self._entries[name] != target:
+            raise ValueError(f"{self.kind} {name!r} is already registered as {self._entries[name]!r}")
+        self._entries[name] = target
+
+    def names(self) -> list[str]:
+        return sorted(self._entries)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def check(self, name: str) -> None:
+        """Raises ``UnknownNameError`` unless ``name`` is registered or has the form ``module:attr``."""
+        if name in self._entries or _is_path(name):
+            return
+        near = difflib.get_close_matches(name, self._entries, n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        known = ", ".join(self.names()) or "nothing"
+        raise UnknownNameError(
+            f"unknown {self.kind} {name!r}.{hint} Registered: {known}; or give package.module:attribute"
+        )
+
+    def get(self, name: str) -> T:
+        """Returns the plug-in, importing it if it was given by path.
+
+        Raises:
+            UnknownNameError: no such name, module or attribute.
+        """
+        self.check(name)
+        entry = self._entries.get(name, name)
+        return cast(T, import_path(entry, self.kind)) if isinstance(entry, str) else entry
+
+
+def import_path(path: str, kind: str = "object") -> object:
+    """Imports ``package.module:attr`` (``package.module.attr`` is understood too)."""
+    module_name, _, attr = path.partition(":") if ":" in path else path.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UnknownNameError(f"{kind} {path!r}: cannot import module {module_name!r} ({error})") from error
+    try:
+        return getattr(module, attr)
+    except AttributeError as error:
+        near = difflib.get_close_matches(attr, dir(module), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UnknownNameError(f"{kind} {path!r}: module {module_name!r} has no {attr!r}{hint}") from error
+
+
+def _is_path(name: str) -> bool:
+    module_name, _, attr = name.partition(":") if ":" in name else name.rpartition(".")
+    return bool(module_name) and attr.isidentifier() and all(part.isidentifier() for part in module_name.split("."))
