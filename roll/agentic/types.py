@@ -12,11 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-IntArray = npt.NDArray[np.int64]
-FloatArray = npt.NDArray[np.float32]
+from roll.data.arrays import FloatArray, IntArray
 
 
 class FinishReason(enum.StrEnum):

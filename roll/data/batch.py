@@ -1,7 +1,7 @@
 """The one ragged batch that crosses process boundaries.
 
 Axes: B sequences, T tokens of all sequences laid end to end (``T = lengths_B.sum()``). A ``_T`` field is aligned with
-the token it describes: ``logprobs_T[i]`` is log p(token i | the tokens before it in its sequence); ``values_T[i]`` is the
+the token it describes: ``logprobs_T[i]`` is log p(token i | the tokens before it in its sequence), ``values_T[i]`` the
 value of the state in which token i was chosen. Such scores are 0 where the loss mask is 0. Nobody outside a strategy
 shifts by one.
 
@@ -102,11 +102,16 @@ class Batch:
     def select(self, rows: Tensor | Sequence[int]) -> Batch:
         """The given sequences, in the given order."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
-        lengths = self.lengths_B[rows]
-        starts = self.offsets_B[rows]
-        ends = torch.cumsum(lengths, 0)
-        token_index = torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - (ends - lengths), lengths)
+        token_index = self.token_index(rows)
         return self._map(lambda t: t[token_index], lambda t: t[rows])
+
+    def token_index(self, rows: Tensor | Sequence[int]) -> Tensor:
+        """int64: where the tokens of the given sequences lie in the flat fields, in the given order."""
+        rows = torch.as_tensor(rows, dtype=torch.int64)
+        lengths = self.lengths_B[rows]
+        ends = torch.cumsum(lengths, 0)
+        shifts = self.offsets_B[rows] - (ends - lengths)
+        return torch.arange(int(lengths.sum())) + torch.repeat_interleave(shifts, lengths)
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:

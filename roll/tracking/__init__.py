@@ -1,0 +1,20 @@
+"""Seeing a run and keeping it: trackers, the run's folder, the live display, renders, checkpoints, timing.
+
+Importing this package loads neither torch nor a tracking service; each tracker imports its service when it is made.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll.utils.registry import Registry
+
+if TYPE_CHECKING:
+    from roll.tracking.trackers import TrackerFactory
+
+TRACKERS: Registry[TrackerFactory] = Registry("tracker")
+"""What ``track_with`` may name; outside code is reached as ``package.module:Class``."""
+
+TRACKERS.register("tensorboard", "roll.tracking.trackers:TensorboardTracker")
+TRACKERS.register("wandb", "roll.tracking.trackers:WandbTracker")
+TRACKERS.register("stdout", "roll.tracking.trackers:StdoutTracker")

@@ -1,0 +1,114 @@
+"""Text environments: made by name, or by ``package.module:Class`` for a user's own.
+
+>>> import roll.agentic.env as envs
+>>> envs.register("my-env", "my_package.my_module:MyEnv")
+>>> env = envs.make("sokoban", num_boxes=1)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from roll.agentic.env.base import TextEnv
+from roll.agentic.env.config import config_problems, unknown_key
+from roll.configs.base import Config
+from roll.utils.registry import Registry, UnknownNameError
+
+__all__ = ["TextEnv", "check_env_config", "make", "path_of", "register", "registered"]
+
+EnvFactory = Callable[..., TextEnv]
+
+_ENVS: Registry[EnvFactory] = Registry("environment")
+_ENVS.register("sokoban", "roll.agentic.env.sokoban:SokobanEnv")
+_ENVS.register("frozen_lake", "roll.agentic.env.frozen_lake:FrozenLakeEnv")
+_ENVS.register("single_turn", "roll.agentic.env.single_turn:SingleTurnEnv")
+_ENVS.register("gymnasium", "roll.agentic.env.gym_adapter:GymnasiumEnv")
+
+
+def register(name: str, target: EnvFactory | str) -> None:
+    """Makes ``target`` (a class, or ``package.module:Class``) available as ``env_type: name`` in this process.
+
+    Raises:
+        ValueError: the name stands for something else already.
+    """
+    _ENVS.register(name, target)
+
+
+def registered() -> list[str]:
+    """All names, sorted."""
+    return _ENVS.names()
+
+
+def make(env_type: str, /, **env_config: Any) -> TextEnv:
+    """Builds an environment from its name or path.
+
+    Raises:
+        UnknownNameError: no such environment.
+        ValueError: the configuration is wrong (all problems, one per line), or the class is no ``TextEnv``.
+    """
+    env = _ENVS.get(env_type)(**env_config)
+    if not isinstance(env, TextEnv):
+        raise ValueError(_not_text_env(env_type, type(env)))
+    return env
+
+
+def path_of(env_type: str) -> str:
+    """``package.module:Class`` of an environment: what another process, which knows no registered names, can make.
+
+    Raises:
+        UnknownNameError: no such environment.
+        ValueError: it cannot be imported by path (defined in ``__main__`` or inside a function).
+    """
+    factory = _ENVS.get(env_type)
+    module, name = factory.__module__, factory.__qualname__
+    if module == "__main__" or "." in name:
+        raise ValueError(
+            f"env_type: {env_type!r} is {module}:{name}, expected a name at the top of an importable module"
+        )
+    return f"{module}:{name}"
+
+
+def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a ``custom_envs`` entry, as ``key: what was seen, what was expected``; never raises.
+
+    Args:
+        env_type: name or path; it is imported, not built.
+        env_config: keyword arguments of the environment.
+    """
+    try:
+        factory = _ENVS.get(env_type)
+    except UnknownNameError as error:
+        return [f"env_type: {error}"]
+    except Exception as error:  # importing a user's module may raise anything, which is then the finding
+        return [f"env_type: importing {env_type!r} raised {type(error).__name__}: {error}"]
+    if not callable(factory) or (isinstance(factory, type) and not issubclass(factory, TextEnv)):
+        return [f"env_type: {_not_text_env(env_type, factory)}"]
+    config_class = getattr(factory, "config_class", None)
+    try:
+        if isinstance(config_class, type) and issubclass(config_class, Config):
+            return config_problems(config_class, env_config)
+        return _signature_problems(factory, env_config)
+    except Exception as error:  # a user's validators may raise anything too
+        return [f"env_config: checking it raised {type(error).__name__}: {error}"]
+
+
+def _signature_problems(factory: EnvFactory, env_config: Mapping[str, Any]) -> list[str]:
+    parameters = inspect.signature(factory).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        accepted = set(env_config)
+    else:
+        accepted = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    required = [
+        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    ]
+    unknown = [unknown_key(key, sorted(accepted)) for key in env_config if key not in accepted]
+    return unknown + [f"{key}: missing, but required" for key in required if key not in env_config]
+
+
+def _not_text_env(env_type: str, seen: object) -> str:
+    return (
+        f"{env_type!r} is {seen!r}, expected a subclass of roll.agentic.env.TextEnv; "
+        "for other gymnasium environments use env_type: gymnasium"
+    )

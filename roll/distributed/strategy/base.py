@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
@@ -85,6 +85,10 @@ class StrategyContext:
     """Longest prompt plus completion."""
     max_running_requests: int = 128
     """Most requests that a generating worker runs at once."""
+
+    def at_rank(self, rank: int, world_size: int) -> StrategyContext:
+        """The same for one worker of a process group."""
+        return replace(self, rank=rank, world_size=world_size)
 
 
 class ScoreStrategy(Protocol):

@@ -1,0 +1,117 @@
+"""Generation speed of ``hf_infer`` beside ``transformers.generate`` on the same requests.
+
+    python benchmarks/generate.py [--threads 1] [--json out.json]
+
+Workloads, both on the embedded tiny model with random weights:
+
+- ``short``: 256 clients, each asking for one completion after the other (prompts of 20–30 tokens, 4–6 new tokens), as
+  environment managers do; ``transformers`` gets the same requests in padded batches of 256.
+- ``long``: 64 prompts of 8–64 tokens, 64 new tokens each, all at once.
+
+Tokens per second count new tokens only; the time includes prefill. The best of ``--repeats`` runs is reported, since
+on a shared machine only the best says what the code costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from roll.agentic.types import GenerateRequest, SamplingParams
+from roll.configs.worker import WorkerConfig
+from roll.distributed.strategy.base import StrategyContext
+from roll.distributed.strategy.hf_infer import HfInfer
+from roll.models.loading import load_causal_lm
+from roll.models.tiny import make_tiny_model
+
+
+def make_requests(count: int, prompt: tuple[int, int], new: tuple[int, int], vocab: int) -> list[GenerateRequest]:
+    """Random prompts; lengths are drawn uniformly from the closed ranges."""
+    rng = random.Random(0)
+    return [
+        GenerateRequest(
+            str(i),
+            np.array([rng.randrange(vocab) for _ in range(rng.randint(*prompt))]),
+            SamplingParams(max_new_tokens=rng.randint(*new), seed=i),
+        )
+        for i in range(count)
+    ]
+
+
+def run_engine(engine: HfInfer, requests: list[GenerateRequest], clients: int) -> float:
+    """New tokens per second with ``clients`` requests in flight."""
+
+    async def client(queue: list[GenerateRequest]) -> int:
+        total = 0
+        while queue:
+            total += len((await engine.generate(queue.pop())).token_ids)
+        return total
+
+    async def run() -> float:
+        queue = list(requests)
+        start = time.perf_counter()
+        total = sum(await asyncio.gather(*(client(queue) for _ in range(clients))))
+        return total / (time.perf_counter() - start)
+
+    return asyncio.run(run())
+
+
+def run_transformers(model: PreTrainedModel, requests: list[GenerateRequest], batch_size: int) -> float:
+    """New tokens per second of ``generate`` on left-padded batches; tokens past a request's limit do not count."""
+    start = time.perf_counter()
+    for first in range(0, len(requests), batch_size):
+        batch = requests[first : first + batch_size]
+        width = max(len(r.prompt_ids) for r in batch)
+        ids = torch.zeros(len(batch), width, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(batch):
+            ids[row, width - len(request.prompt_ids) :] = torch.from_numpy(request.prompt_ids)
+            mask[row, width - len(request.prompt_ids) :] = 1
+        new = max(r.params.max_new_tokens for r in batch)
+        model.generate(
+            ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=new, min_new_tokens=new, pad_token_id=0
+        )
+    return sum(r.params.max_new_tokens for r in requests) / (time.perf_counter() - start)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    figures: dict[str, float] = {"threads": args.threads, "load": os.getloadavg()[0]}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "tiny"
+        make_tiny_model(path, seed=0)
+        engine = HfInfer(StrategyContext(WorkerConfig(), "actor_infer", str(path), max_running_requests=256))
+        engine.setup()
+        model = load_causal_lm(str(path))
+        vocab = model.config.vocab_size
+        workloads = {
+            "short": (make_requests(2048, (20, 30), (4, 6), vocab), 256),
+            "long": (make_requests(64, (8, 64), (64, 64), vocab), 64),
+        }
+        for name, (requests, clients) in workloads.items():
+            ours = max(run_engine(engine, requests, clients) for _ in range(args.repeats))
+            theirs = max(run_transformers(model, requests, clients) for _ in range(args.repeats))
+            figures |= {f"{name}/hf_infer": ours, f"{name}/transformers": theirs, f"{name}/ratio": ours / theirs}
+            print(f"{name}: hf_infer {ours:,.0f} tok/s, transformers generate {theirs:,.0f}, ratio {ours / theirs:.2f}")
+        engine.shutdown()
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""From a model's words to an action's name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+ANSWER_PATTERN = r"<answer>(.*?)</answer>"
+
+MAX_PARSED_CHARS = 8192
+"""Only this much of a text's end is searched, which bounds what a slow pattern can cost."""
+
+
+class ActionParser:
+    """Finds the action that a text names.
+
+    The last match of ``pattern`` counts, because models think aloud before they commit; an earlier match is never a
+    fallback. Its first group, stripped of surrounding white space, must be an action's name; upper and lower case are
+    the same. ``.`` matches line breaks too. Only the last ``MAX_PARSED_CHARS`` characters are searched, so a pattern
+    anchored with ``^`` does not match a longer text.
+
+    Args:
+        actions: action name -> index.
+        pattern: regular expression with at least one group.
+
+    Raises:
+        ValueError: the pattern does not compile, has no group, or two names differ only in case.
+    """
+
+    def __init__(self, actions: Mapping[str, int], pattern: str = ANSWER_PATTERN) -> None:
+        problem = pattern_problem(pattern)
+        if problem:
+            raise ValueError(problem)
+        self.actions = dict(actions)
+        self.pattern = re.compile(pattern, re.DOTALL)
+        self._names = {name.casefold(): name for name in actions}
+        if len(self._names) < len(self.actions):
+            raise ValueError(f"actions: got {', '.join(self.actions)}, expected names that differ in more than case")
+
+    def parse(self, text: str) -> str | None:
+        """The name of the action in ``text``, spelled as in ``actions``; ``None`` if it holds no valid one."""
+        answer = self.answer(text)
+        return None if answer is None else self._names.get(answer.casefold())
+
+    def answer(self, text: str) -> str | None:
+        """What the last match captured, stripped; ``None`` without a match."""
+        last = None
+        for match in self.pattern.finditer(text, max(0, len(text) - MAX_PARSED_CHARS)):
+            last = match[1]
+        return None if last is None else last.strip()
+
+
+def pattern_problem(pattern: str, key: str = "action_pattern") -> str | None:
+    """Why ``pattern`` cannot be used, named after the configuration's ``key``; ``None`` if it can."""
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        return f"{key}: got {pattern!r}, expected a regular expression ({error})"
+    return None if groups else f"{key}: got {pattern!r}, expected a group around the answer, as in {ANSWER_PATTERN!r}"

@@ -1,0 +1,109 @@
+"""The text environment: a ``gymnasium.Env`` whose observations and actions are strings."""
+
+from __future__ import annotations
+
+import hashlib
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium
+from gymnasium.spaces import Text
+
+StepResult = tuple[str, float, bool, bool, dict[str, Any]]
+
+_MAX_TEXT = 4096
+
+
+class TextEnv(gymnasium.Env[str, str]):
+    """What an environment manager plays: text in, text out.
+
+    A subclass implements two methods of ``gymnasium.Env`` and ends ``step`` with ``step_result``:
+
+    * ``reset(*, seed, options) -> (observation, info)``; ``info["state_key"]`` names the first state. The same seed
+      gives the same episode in every process.
+    * ``step(text) -> (observation, reward, terminated, truncated, info)``, with the info of ``step_result``.
+
+    ``step`` takes any string, whatever ``action_space`` says: a language model's words fit no character set.
+    """
+
+    metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 (gymnasium's own declaration)
+    observation_space: gymnasium.Space[str] = Text(min_length=0, max_length=_MAX_TEXT, charset=string.printable)
+    action_space: gymnasium.Space[str] = Text(min_length=0, max_length=_MAX_TEXT, charset=string.printable)
+
+    env_instruction: str = ""
+    """The rules and the answer format in the environment's own words; a manager may put it into the system message."""
+
+    action_names: Sequence[str] = ()
+    """The actions that a text may name, for scripted play; empty when any text is an answer."""
+
+
+def step_result(
+    observation: str,
+    *,
+    task_reward: float,
+    penalty: float,
+    terminated: bool,
+    truncated: bool,
+    action: str | None,
+    action_is_effective: bool,
+    success: bool,
+    state_key: str,
+) -> StepResult:
+    """The five-tuple of ``TextEnv.step``.
+
+    Args:
+        observation: the text after the step.
+        task_reward: what the task pays, penalties not included.
+        penalty: zero or negative; the returned reward is ``task_reward + penalty``.
+        terminated: the task reached a final state.
+        truncated: the step limit ended the episode.
+        action: the parsed action's name, ``None`` if the text holds none.
+        action_is_effective: the action changed the state.
+        success: the task is solved.
+        state_key: hash of the state after the step; equal keys mean equal states.
+    """
+    info = {
+        "action": action,
+        "action_is_valid": action is not None,
+        "action_is_effective": action_is_effective,
+        "task_reward": task_reward,
+        "penalty": penalty,
+        "success": success,
+        "state_key": state_key,
+    }
+    return observation, task_reward + penalty, terminated, truncated, info
+
+
+class StepLimit:
+    """Counts the steps of an episode and refuses those outside of one."""
+
+    def __init__(self, max_steps: int) -> None:
+        self.max_steps = max_steps
+        self.num_steps = 0
+        self._running = False
+
+    def start(self) -> None:
+        """Begins an episode."""
+        self.num_steps = 0
+        self._running = True
+
+    def count(self) -> bool:
+        """Counts one step; True when it was the last one allowed.
+
+        Raises:
+            RuntimeError: no episode is running.
+        """
+        if not self._running:
+            raise RuntimeError("step() outside of an episode: call reset() first")
+        self.num_steps += 1
+        return self.num_steps >= self.max_steps
+
+    def stop(self) -> None:
+        """Ends the episode: further steps are refused."""
+        self._running = False
+
+
+def stable_hash(data: bytes) -> str:
+    """64 bits as 16 hexadecimal digits, the same in every process (unlike ``hash``)."""
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

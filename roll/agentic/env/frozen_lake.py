@@ -1,0 +1,159 @@
+"""Frozen lake as text: walk to the goal, not into a hole."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from gymnasium.spaces import Text
+from pydantic import Field
+
+from roll.agentic.env.actions import ActionParser, pattern_problem
+from roll.agentic.env.base import StepLimit, StepResult, TextEnv, stable_hash, step_result
+from roll.agentic.env.config import ActionEnvConfig, parse_config
+from roll.agentic.env.grid import Vocabulary, build_vocabulary, vocabulary_problem
+
+ACTIONS = {"Left": 0, "Down": 1, "Right": 2, "Up": 3}
+
+SYMBOLS = {"player": "P", "floor": "_", "hole": "O", "goal": "G", "player in hole": "X", "player on goal": "√"}
+
+_MOVES = {"Left": (0, -1), "Down": (1, 0), "Right": (0, 1), "Up": (-1, 0)}
+_ORDER = list(_MOVES)
+"""Neighbours in this circle are at right angles: the two ways in which a move may slip."""
+
+_MAX_MAPS = 10_000
+
+
+class FrozenLakeConfig(ActionEnvConfig):
+    """Keys of ``env_config`` for ``env_type: frozen_lake``."""
+
+    size: int = Field(4, ge=4, le=8, description="Rows and columns of the lake.")
+    p: float = Field(0.8, ge=0.5, le=1, description="Share of cells that are frozen; the rest are holes.")
+    is_slippery: bool = Field(
+        False, description="A move goes where it should or to either side, with a third of the chance each."
+    )
+    step_penalty: float = Field(0.0, le=0, description="Task reward of every step.")
+    goal_reward: float = Field(1.0, ge=0, description="Task reward of reaching the goal.")
+    hole_reward: float = Field(0.0, le=0, description="Task reward of falling into a hole.")
+    grid_lookup: dict[int, str] | None = Field(
+        None, description="Code -> symbol; 0 player, 1 floor, 2 hole, 3 goal, 4 player in hole, 5 player on goal."
+    )
+    grid_vocab: dict[str, str] | None = Field(None, description="Symbol -> meaning, for the instruction.")
+
+    def problems(self) -> list[str]:
+        """Rules that pydantic cannot state."""
+        found = [
+            pattern_problem(self.action_pattern),
+            vocabulary_problem(SYMBOLS, self.grid_lookup, self.grid_vocab),
+        ]
+        shortest = 2 * (self.size - 1)
+        if self.max_steps < shortest:
+            found.append(f"max_steps: got {self.max_steps}, expected at least {shortest}, the shortest way across")
+        return [problem for problem in found if problem]
+
+
+class FrozenLakeEnv(TextEnv):
+    """One solvable lake per seed, from the upper left to the lower right corner; the slips follow the seed too.
+
+    Args:
+        env_config: the keys of ``FrozenLakeConfig``.
+    """
+
+    config_class = FrozenLakeConfig
+    action_names = tuple(ACTIONS)
+
+    def __init__(self, **env_config: Any) -> None:
+        self.config = config = parse_config(FrozenLakeConfig, env_config)
+        vocabulary = build_vocabulary(SYMBOLS, config.grid_lookup, config.grid_vocab)
+        self._symbols = dict(zip(SYMBOLS, vocabulary.symbols, strict=True))
+        self._parser = ActionParser(ACTIONS, config.action_pattern)
+        self._limit = StepLimit(config.max_steps)
+        self._goal = (config.size - 1, config.size - 1)
+        self._holes: frozenset[tuple[int, int]] = frozenset()
+        self._player = (0, 0)
+        self._slips = random.Random(0)
+        self.env_instruction = _instruction(vocabulary) if config.env_instruction is None else config.env_instruction
+        self.observation_space = Text(max_length=4096, charset="".join(vocabulary.symbols) + "\n")
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Starts an episode on the seed's lake."""
+        super().reset(seed=seed)
+        rng = random.Random(seed if seed is not None else int(self.np_random.integers(2**62)))
+        self._holes = _draw_holes(rng, self.config.size, self.config.p)
+        self._slips = rng
+        self._player = (0, 0)
+        self._limit.start()
+        return self._observation(), {"state_key": self._key(), "success": False}
+
+    def step(self, action: str) -> StepResult:
+        """Walks as the text says; a text without an action leaves the player where it is."""
+        limit_reached = self._limit.count()
+        config, before = self.config, self._player
+        name = self._parser.parse(action)
+        if name is not None:
+            self._walk(name)
+        success, fell = self._player == self._goal, self._player in self._holes
+        reward = config.step_penalty + config.goal_reward * success + config.hole_reward * fell
+        terminated = success or fell
+        if terminated or limit_reached:
+            self._limit.stop()
+        return step_result(
+            self._observation(),
+            task_reward=config.reward_scale * reward,
+            penalty=config.reward_scale * config.format_penalty if name is None else 0.0,
+            terminated=terminated,
+            truncated=limit_reached and not terminated,
+            action=name,
+            action_is_effective=self._player != before,
+            success=success,
+            state_key=self._key(),
+        )
+
+    def _walk(self, name: str) -> None:
+        if self.config.is_slippery:
+            name = _ORDER[(_ORDER.index(name) + self._slips.choice((-1, 0, 1))) % 4]
+        row, column = self._player[0] + _MOVES[name][0], self._player[1] + _MOVES[name][1]
+        last = self.config.size - 1
+        self._player = (min(max(row, 0), last), min(max(column, 0), last))
+
+    def _observation(self) -> str:
+        cells = range(self.config.size)
+        return "\n".join("".join(self._symbols[self._kind((row, column))] for column in cells) for row in cells)
+
+    def _kind(self, cell: tuple[int, int]) -> str:
+        if cell == self._player:
+            return "player in hole" if cell in self._holes else "player on goal" if cell == self._goal else "player"
+        return "hole" if cell in self._holes else "goal" if cell == self._goal else "floor"
+
+    def _key(self) -> str:
+        return stable_hash(repr((self.config.size, sorted(self._holes), self._player)).encode())
+
+
+def _draw_holes(rng: random.Random, size: int, p: float) -> frozenset[tuple[int, int]]:
+    """Draws holes until the goal can be reached.
+
+    Raises:
+        ValueError: that did not happen (practically impossible for ``p`` of 0.5 and more).
+    """
+    goal = (size - 1, size - 1)
+    cells = [(row, column) for row in range(size) for column in range(size) if (row, column) not in ((0, 0), goal)]
+    for _ in range(_MAX_MAPS):
+        holes = frozenset(cell for cell in cells if rng.random() >= p)
+        reached, frontier = {(0, 0)}, [(0, 0)]
+        while frontier:
+            row, column = frontier.pop()
+            around = [(row + down, column + right) for down, right in _MOVES.values()]
+            new = [c for c in around if min(c) >= 0 and max(c) < size and c not in holes and c not in reached]
+            reached.update(new)
+            frontier.extend(new)
+        if goal in reached:
+            return holes
+    raise ValueError(f"p: got {p}, but none of {_MAX_MAPS} lakes of size {size} can be crossed; expected a higher p")
+
+
+def _instruction(vocabulary: Vocabulary) -> str:
+    return (
+        "You are the player on a frozen lake. Walk one cell at a time to the goal and stay out of the holes. "
+        f"The lake's symbols are {vocabulary.legend}. "
+        f"Answer with one of the moves {', '.join(ACTIONS)}, like this: <answer>Right</answer>"
+    )

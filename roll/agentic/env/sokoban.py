@@ -1,0 +1,261 @@
+"""Sokoban as text: push every box on a target."""
+
+from __future__ import annotations
+
+import random
+from typing import Annotated, Any
+
+from gymnasium.spaces import Text
+from pydantic import Field
+
+from roll.agentic.env.actions import ActionParser, pattern_problem
+from roll.agentic.env.base import StepLimit, StepResult, TextEnv, stable_hash, step_result
+from roll.agentic.env.config import ActionEnvConfig, parse_config
+from roll.agentic.env.grid import Vocabulary, build_vocabulary, vocabulary_problem
+from roll.agentic.env.sokoban_boards import SYMBOLS, BackwardSearch, Board, BoardSpec, Split, cell_kind, generate_board
+
+ACTIONS = {"Up": 0, "Down": 1, "Left": 2, "Right": 3}
+
+Side = Annotated[int, Field(ge=6, le=10)]
+
+
+class SokobanConfig(ActionEnvConfig):
+    """Keys of ``env_config`` for ``env_type: sokoban``."""
+
+    dim_room: tuple[Side, Side] = Field((6, 6), description="Height and width, walls included.")
+    num_boxes: int = Field(1, ge=1, le=4, description="Boxes, and as many targets.")
+    num_walls: int | None = Field(
+        None, ge=0, description="Most walls inside the border; null is a quarter of the inner cells."
+    )
+    min_solution: int = Field(1, ge=1, description="Fewest moves of the optimal solution.")
+    max_solution: int | None = Field(
+        None, ge=1, description="Most moves of the optimal solution; null is the smaller of search_depth and max_steps."
+    )
+    search_depth: int = Field(
+        100, ge=1, description="How many moves the search for a board goes back from the solved one."
+    )
+    step_penalty: float = Field(-0.1, le=0, description="Task reward of every step.")
+    box_reward: float = Field(
+        1.0, ge=0, description="Task reward of a box put on a target, and the price of taking it off."
+    )
+    solved_reward: float = Field(10.0, ge=0, description="Task reward of the step that solves the board.")
+    show_coordinates: bool = Field(False, description="Add a line such as P(2,3)X(3,3)O(4,1): (row,column) from 0.")
+    grid_lookup: dict[int, str] | None = Field(
+        None,
+        description="Code -> symbol; 0 wall, 1 floor, 2 target, 3 box on target, 4 box, 5 player, 6 player on target.",
+    )
+    grid_vocab: dict[str, str] | None = Field(None, description="Symbol -> meaning, for the instruction.")
+    split: Split = Field("all", description="Which boards are drawn: train and eval never share one.")
+    holdout_fraction: float = Field(0.1, gt=0, lt=1, description="Share of all boards that belongs to the eval split.")
+
+    def problems(self) -> list[str]:
+        """Rules between keys."""
+        found = [pattern_problem(self.action_pattern), vocabulary_problem(SYMBOLS, self.grid_lookup, self.grid_vocab)]
+        low, high = self.solution_range()
+        if low > high:
+            found.append(f"min_solution: got {low}, expected at most {high} (max_solution, search_depth and max_steps)")
+        if self.max_solution is not None and self.max_solution > min(self.search_depth, self.max_steps):
+            found.append(
+                f"max_solution: got {self.max_solution}, expected at most search_depth={self.search_depth} "
+                f"and max_steps={self.max_steps}"
+            )
+        inner = (self.dim_room[0] - 2) * (self.dim_room[1] - 2)
+        if self.most_walls() + 2 * self.num_boxes + 1 > inner:
+            found.append(
+                f"num_walls: got {self.most_walls()}, expected at most {inner - 2 * self.num_boxes - 1} "
+                f"of the {inner} inner cells with {self.num_boxes} boxes"
+            )
+        return [problem for problem in found if problem]
+
+    def solution_range(self) -> tuple[int, int]:
+        """Bounds of the optimal solution's length."""
+        return self.min_solution, self.max_solution or min(self.search_depth, self.max_steps)
+
+    def most_walls(self) -> int:
+        """``num_walls`` with its default filled in."""
+        height, width = self.dim_room
+        return (height - 2) * (width - 2) // 4 if self.num_walls is None else self.num_walls
+
+
+class SokobanEnv(TextEnv):
+    """One board per episode; every seed has its own.
+
+    ``reset(options={"board": text})`` plays a given board instead (drawn with the environment's symbols).
+
+    Args:
+        env_config: the keys of ``SokobanConfig``.
+    """
+
+    config_class = SokobanConfig
+    action_names = tuple(ACTIONS)
+
+    def __init__(self, **env_config: Any) -> None:
+        self.config = config = parse_config(SokobanConfig, env_config)
+        vocabulary = build_vocabulary(SYMBOLS, config.grid_lookup, config.grid_vocab)
+        self._symbols = vocabulary.symbols
+        self._parser = ActionParser(ACTIONS, config.action_pattern)
+        self._limit = StepLimit(config.max_steps)
+        height, width = config.dim_room
+        low, high = config.solution_range()
+        self._spec = BoardSpec(
+            height, width, config.num_boxes, config.most_walls(), low, high, config.split, config.holdout_fraction
+        )
+        scale = config.reward_scale
+        self._step_reward = scale * config.step_penalty
+        self._box_reward = scale * config.box_reward
+        self._solved_reward = scale * config.solved_reward
+        self._format_penalty = scale * config.format_penalty
+        self.env_instruction = _instruction(vocabulary) if config.env_instruction is None else config.env_instruction
+        self.observation_space = Text(max_length=4096, charset="".join(self._symbols) + "\n(,)0123456789PXO")
+        self._board: Board | None = None
+        self._search: BackwardSearch | None = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Starts an episode.
+
+        Raises:
+            ValueError: no board of the asked difficulty was found, or ``options["board"]`` is not one.
+        """
+        super().reset(seed=seed)
+        if options and "board" in options:
+            board = Board.parse(options["board"], self._symbols)
+        else:
+            drawn = seed if seed is not None else int(self.np_random.integers(2**62))
+            board = generate_board(random.Random(drawn), self._spec)
+        self._start(board)
+        return self._observation, {"state_key": self._key, "success": False}
+
+    def step(self, action: str) -> StepResult:
+        """Plays the action that the text names; a text without one leaves the board as it is."""
+        truncated = self._limit.count()
+        name = self._parser.parse(action)
+        on_target = self._num_on_target
+        effective = name is not None and self._move(self._deltas[name])
+        reward = self._step_reward + self._box_reward * (self._num_on_target - on_target)
+        solved = self._num_on_target == self._num_boxes
+        if solved:
+            reward += self._solved_reward
+        if solved or truncated:
+            self._limit.stop()
+        return step_result(
+            self._observation,
+            task_reward=reward,
+            penalty=self._format_penalty if name is None else 0.0,
+            terminated=solved,
+            truncated=truncated and not solved,
+            action=name,
+            action_is_effective=effective,
+            success=solved,
+            state_key=self._key,
+        )
+
+    @property
+    def board(self) -> Board:
+        """The position as it is now."""
+        first = self._first_board
+        return Board(first.height, first.width, first.floor, first.targets, self._boxes, self._player)
+
+    @property
+    def board_hash(self) -> str:
+        """Names the board that the episode started from; decides its split."""
+        return self._first_board.hash
+
+    def expert_actions(self) -> list[str]:
+        """All actions that an optimal solution may play next.
+
+        Empty when the board is solved, cannot be solved any more, or is too far from solved for the search.
+        """
+        distance = self._solver().distance(self._boxes, self._player)
+        if not distance:
+            return []
+        nearer = self._solver().levels[distance - 1]
+        successors = ((name, self._successor(delta)) for name, delta in self._deltas.items())
+        return [name for name, (boxes, player) in successors if nearer.get(boxes, 0) >> player & 1]
+
+    def solution_length(self) -> int | None:
+        """Fewest moves that solve the board from here; ``None`` under the conditions of ``expert_actions``."""
+        return self._solver().distance(self._boxes, self._player)
+
+    @property
+    def _first_board(self) -> Board:
+        if self._board is None:
+            raise RuntimeError("no board yet: call reset() first")
+        return self._board
+
+    def _solver(self) -> BackwardSearch:
+        board = self._first_board
+        if self._search is None:
+            self._search = BackwardSearch(board.floor, board.targets, board.stride)
+        return self._search
+
+    def _start(self, board: Board) -> None:
+        self._board = board
+        self._search = None
+        self._floor, self._targets, self._boxes, self._player = board.floor, board.targets, board.boxes, board.player
+        self._layout_bytes = board.layout_bytes
+        self._deltas = {"Up": -board.stride, "Down": board.stride, "Left": -1, "Right": 1}
+        self._num_boxes = board.boxes.bit_count()
+        self._num_on_target = (board.boxes & board.targets).bit_count()
+        self._cells = board.drawn(self._symbols)
+        places = [f"({cell // board.stride},{cell % board.stride})" for cell in range(board.height * board.stride)]
+        self._places = places
+        self._target_places = _listed("O", board.targets, places)
+        self._limit.start()
+        self._describe()
+
+    def _successor(self, delta: int) -> tuple[int, int]:
+        """Boxes and player after a move by ``delta``; the same as now if it is blocked."""
+        target = self._player + delta
+        bit = 1 << target
+        if not self._boxes & bit:
+            return self._boxes, target if self._floor & bit else self._player
+        beyond = bit << delta if delta > 0 else bit >> -delta
+        if beyond & self._floor & ~self._boxes:
+            return self._boxes ^ bit ^ beyond, target
+        return self._boxes, self._player
+
+    def _move(self, delta: int) -> bool:
+        boxes, player = self._successor(delta)
+        left = self._player
+        if player == left:
+            return False
+        self._player = player
+        self._redraw(left)
+        self._redraw(player)
+        if boxes != self._boxes:
+            self._boxes = boxes
+            self._num_on_target = (boxes & self._targets).bit_count()
+            self._redraw(player + delta)
+        self._describe()
+        return True
+
+    def _redraw(self, cell: int) -> None:
+        kind = cell_kind(cell, self._floor, self._targets, self._boxes, self._player)
+        self._cells[cell] = self._symbols[kind]
+
+    def _describe(self) -> None:
+        """Renews what is derived from the position: its text and its key."""
+        text = "".join(self._cells)
+        if self.config.show_coordinates:
+            boxes = _listed("X", self._boxes, self._places)
+            text = f"{text}\nP{self._places[self._player]}{boxes}{self._target_places}"
+        self._observation = text
+        self._key = stable_hash(self._layout_bytes + b"%x:%d" % (self._boxes, self._player))
+
+
+def _listed(letter: str, cells: int, places: list[str]) -> str:
+    """``X(1,2)X(3,3)`` for the cells of a bit set, in reading order."""
+    parts = []
+    while cells:
+        bit = cells & -cells
+        cells ^= bit
+        parts.append(letter + places[bit.bit_length() - 1])
+    return "".join(parts)
+
+
+def _instruction(vocabulary: Vocabulary) -> str:
+    return (
+        "You are the player in Sokoban. Walk one cell at a time and push every box on a target; a box moves only when "
+        f"the cell behind it is free, and it cannot be pulled. The board's symbols are {vocabulary.legend}. "
+        f"Answer with one of the moves {', '.join(ACTIONS)}, like this: <answer>Up</answer>"
+    )

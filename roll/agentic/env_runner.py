@@ -1,0 +1,106 @@
+"""Runs one environment in a thread of its own, so that a slow or hung one delays no other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from roll.agentic.env.base import TextEnv
+
+T = TypeVar("T")
+Job = tuple[Callable[[TextEnv], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
+
+
+class EnvError(RuntimeError):
+    """An environment failed; the instance must not be used again."""
+
+
+class EnvTimeoutError(EnvError):
+    """A call took longer than ``step_timeout``."""
+
+
+class EnvCrashError(EnvError):
+    """A call raised; the cause is chained."""
+
+
+class EnvRunner:
+    """Owns one ``TextEnv``; every call runs in the same daemon thread, as environments expect.
+
+    Args:
+        make: builds the environment (in the thread).
+        timeout: seconds that one call may take.
+        lock: held during each call when the environment class is not thread-safe (``use_thread_lock``).
+    """
+
+    def __init__(self, make: Callable[[], TextEnv], timeout: float, lock: threading.Lock | None = None) -> None:
+        self._make = make
+        self._timeout = timeout
+        self._lock = lock
+        self._env: TextEnv | None = None
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="env", daemon=True).start()
+
+    async def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        """Resets the environment; info has its ``env_instruction`` too."""
+
+        def job(env: TextEnv) -> tuple[str, dict[str, Any]]:
+            observation, info = env.reset(seed=seed)
+            return observation, {"env_instruction": env.env_instruction, **info}
+
+        return await self.call("reset", job)
+
+    async def step(self, text: str) -> tuple[str, Any, bool, bool, dict[str, Any]]:
+        return await self.call("step", lambda env: env.step(text))
+
+    async def call(self, what: str, job: Callable[[TextEnv], T]) -> T:
+        """Runs ``job`` in the environment's thread; the first call builds the environment there.
+
+        Raises:
+            EnvTimeoutError: it did not return in time; the thread is left behind.
+            EnvCrashError: it raised.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._jobs.put((job, loop, future))
+        try:
+            return await asyncio.wait_for(future, self._timeout)
+        except Exception as error:
+            if future.cancelled():
+                raise EnvTimeoutError(f"environment {what} took longer than step_timeout={self._timeout:g}s") from error
+            raise EnvCrashError(f"environment {what} raised {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """Ends the thread once it is idle."""
+        self._jobs.put(None)
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            work, loop, future = job
+            result: Any = None
+            error: BaseException | None = None
+            try:
+                with self._lock or contextlib.nullcontext():
+                    if self._env is None:
+                        self._env = self._make()
+                    result = work(self._env)
+            except BaseException as raised:  # handed to the caller, whatever it is
+                error = raised
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(_resolve, future, result, error)
+        if self._env is not None:
+            self._env.close()
+
+
+def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():  # the caller has given up
+        return
+    if error is None:
+        future.set_result(result)
+    elif isinstance(error, StopIteration | KeyboardInterrupt | SystemExit):  # not allowed in a future
+        future.set_exception(RuntimeError(f"the environment raised {error!r}"))
+    else:
+        future.set_exception(error)

@@ -1,0 +1,258 @@
+"""Advantage estimators: rewards (and values) in, ``advantages_T`` and ``returns_T`` out.
+
+An estimator is a function ``(batch, config) -> batch`` in ``ADVANTAGES``, or anybody's by ``package.module:function``.
+Scores of episodes are sums of ``rewards_T``, one per episode, however many rows or tokens it has: a long episode weighs
+a group's mean no more than a short one.
+
+Axes: B rows, T tokens, M sampled tokens in episode order, K turns, J episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.checks import require_columns, require_finite, require_rewards
+from roll.algorithms.episodes import Episodes, find_episodes, reverse_recurrence
+from roll.algorithms.statistics import STD_EPS, group_moments, whiten
+from roll.configs.algorithm import AlgorithmConfig
+from roll.data.batch import Batch
+from roll.utils.registry import Registry
+
+AdvantageFn: TypeAlias = Callable[[Batch, AlgorithmConfig], Batch]
+
+ADVANTAGES: Registry[AdvantageFn] = Registry("advantage estimator")
+
+
+def compute_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """Sets ``advantages_T`` and ``returns_T``: estimate, whiten, clip.
+
+    Whitening takes its mean and variance over all sampled tokens of the batch, also where the tokens of a turn share
+    one advantage, so that the loss of a token-mean is what has mean 0.
+
+    Args:
+        batch: With ``rewards_T`` and what the estimator needs (its docstring says).
+        config: Algorithm keys.
+
+    Raises:
+        ValueError: a needed column is missing, holds NaN or infinity, or has rewards on tokens that were not sampled.
+    """
+    user = f"adv_estimator {config.adv_estimator!r}"
+    estimator = ADVANTAGES.get(config.adv_estimator)
+    require_rewards(batch, user)
+    require_finite(batch, "values_T")
+    batch = estimator(batch, config)
+    require_columns(batch, "the step after " + user, "advantages_T", "returns_T")
+    require_finite(batch, "advantages_T", "returns_T")
+    assert batch.advantages_T is not None
+    advantages_T = batch.advantages_T.clone()
+    if config.whiten_advantages:
+        advantages_T[batch.loss_mask_T] = whiten(advantages_T[batch.loss_mask_T].double()).float()
+    if config.advantage_clip is not None:
+        advantages_T.clamp_(-config.advantage_clip, config.advantage_clip)
+    # A foreign estimator may have left something outside the mask.
+    return batch.replace(advantages_T=advantages_T.masked_fill_(~batch.loss_mask_T, 0.0))
+
+
+def grpo(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """Group-relative scores ``(R - mean) / (std + 1e-6)``, the same for all tokens of an episode (Shao et al. 2024).
+
+    The standard deviation is unbiased. A group of one has mean 0 and standard deviation 1. Needs ``group_B``.
+    """
+    require_columns(batch, "adv_estimator 'grpo'", "group_B")
+    episodes, reward_K = _turn_rewards(batch)
+    score_J = episodes.sum_episodes(reward_K)
+    advantage_J = _group_normalised(score_J, _group_of_episode(batch, episodes))
+    return _with_turn_columns(batch, episodes, advantage_J[episodes.episode_K], score_J[episodes.episode_K])
+
+
+def reinforce(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """Discounted reward-to-go: by ``gamma`` from token to token, by ``step_reward_gamma`` from turn to turn."""
+    assert batch.rewards_T is not None
+    episodes = find_episodes(batch)
+    discount_M = torch.full((episodes.num_tokens,), config.gamma, dtype=torch.float64)
+    discount_M[episodes.last_K] = config.step_reward_gamma
+    discount_M[episodes.last_token_J] = 0.0
+    returns_M = reverse_recurrence(episodes.gather(batch.rewards_T), discount_M)
+    returns_T = episodes.scatter(returns_M, batch.rewards_T)
+    return batch.replace(advantages_T=returns_T, returns_T=returns_T)
+
+
+def gae(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """Generalised advantage estimation (Schulman et al. 2016) with a critic; returns are advantage + value.
+
+    Over tokens: the next state is that of the next sampled token of the episode, in whichever turn or row, so ``gamma``
+    and ``lambd`` count sampled tokens only. With ``turn_level_gae``, over turns: see ``_turn_gae``. Needs ``values_T``.
+    """
+    require_columns(batch, "adv_estimator 'gae'", "values_T")
+    if config.turn_level_gae:
+        return _turn_gae(batch, config)
+    assert batch.rewards_T is not None and batch.values_T is not None
+    episodes = find_episodes(batch)
+    value_M = episodes.gather(batch.values_T)
+    rewards_M = episodes.gather(batch.rewards_T)
+    advantage_M = _gae(rewards_M, value_M, episodes.last_token_J, config.gamma, config.lambd)
+    return batch.replace(
+        advantages_T=episodes.scatter(advantage_M, batch.rewards_T),
+        returns_T=episodes.scatter(advantage_M + value_M, batch.rewards_T),
+    )
+
+
+def _turn_gae(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """GAE with turns as steps: V at a turn's first sampled token, discount ``step_reward_gamma``.
+
+    All tokens of a turn share its advantage; the value target stands on the first alone (``value_mask``).
+    """
+    assert batch.values_T is not None
+    episodes, reward_K = _turn_rewards(batch)
+    value_K = episodes.gather(batch.values_T)[episodes.first_K]
+    advantage_K = _gae(reward_K, value_K, episodes.last_turn_J, config.step_reward_gamma, config.lambd)
+    target_M = torch.zeros(episodes.num_tokens, dtype=torch.float64)
+    target_M[episodes.first_K] = advantage_K + value_K
+    return batch.replace(
+        advantages_T=episodes.scatter(advantage_K[episodes.turn_M], batch.values_T),
+        returns_T=episodes.scatter(target_M, batch.values_T),
+    )
+
+
+def step_reinforce(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """Returns of single turns against what the group got from the same state, without a critic.
+
+    ``step_reward_weight * (G - mean of G over the group's turns in the same state) * n / (n - 1)
+    + episode_reward_weight * (R - mean of R over the group)``, with G the turn's return discounted by
+    ``step_reward_gamma`` and R the episode's score. The factor makes the baseline that of the other n - 1 turns
+    (leave-one-out, Kool et al. 2019); a state that was met once has no step part. Needs ``group_B`` and ``state_B``,
+    and rows of one turn.
+    """
+    episodes, return_K, state_K, group_J, score_J = _step_returns(batch, config)
+    mean_K, _, count_K = group_moments(return_K, state_K)
+    step_K = (return_K - mean_K) * count_K / (count_K - 1).clamp(min=1)
+    episode_J = score_J - group_moments(score_J, group_J)[0]
+    return _with_turn_columns(batch, episodes, _weighted(step_K, episode_J, episodes, config), return_K)
+
+
+def gigpo(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """Group-in-group policy optimisation (Feng et al. 2025): like ``step_reinforce``, but both parts normalised.
+
+    ``episode_reward_weight * grpo(R) + step_reward_weight * (G - mean) / (std + 1e-6)`` over the group's turns in the
+    same (anchor) state; a state that was met once has no step part. Needs ``group_B`` and ``state_B``, and rows of one
+    turn.
+    """
+    episodes, return_K, state_K, group_J, score_J = _step_returns(batch, config)
+    mean_K, std_K, _ = group_moments(return_K, state_K)
+    step_K = (return_K - mean_K) / (std_K + STD_EPS)
+    episode_J = _group_normalised(score_J, group_J)
+    return _with_turn_columns(batch, episodes, _weighted(step_K, episode_J, episodes, config), return_K)
+
+
+for _estimator in (gae, gigpo, grpo, reinforce, step_reinforce):
+    ADVANTAGES.register(_estimator.__name__, _estimator)
+
+
+def value_mask(batch: Batch, config: AlgorithmConfig) -> Tensor:
+    """bool [T]: the tokens whose value the critic learns (all sampled ones, or each turn's first).
+
+    The critic's train step should be given ``batch.replace(loss_mask_T=value_mask(batch, config))``, so that the
+    engine's counts are those of the value loss.
+    """
+    if not config.turn_level_gae:
+        return batch.loss_mask_T
+    episodes = find_episodes(batch)
+    mask_T = torch.zeros_like(batch.loss_mask_T)
+    mask_T[episodes.token_M[episodes.first_K]] = True
+    return mask_T
+
+
+def advantage_metrics(batch: Batch, config: AlgorithmConfig) -> dict[str, float]:
+    """Mean, spread and extreme of the advantages over sampled tokens; with a critic, how well it explains the returns.
+
+    ``critic/explained_variance`` is 1 - var(return - value) / var(return): 1 is perfect, 0 no better than a constant.
+    """
+    require_columns(batch, "advantage_metrics", "advantages_T", "returns_T")
+    assert batch.advantages_T is not None and batch.returns_T is not None
+    advantages_M = batch.advantages_T[batch.loss_mask_T].double()
+    if len(advantages_M) == 0:
+        return {}
+    metrics = {
+        "actor/advantage_mean": float(advantages_M.mean()),
+        "actor/advantage_std": float(advantages_M.std(correction=0)),
+        "actor/advantage_max": float(advantages_M.abs().max()),
+    }
+    if batch.values_T is not None:
+        learned = value_mask(batch, config)
+        returns_N, values_N = batch.returns_T[learned].double(), batch.values_T[learned].double()
+        spread = float(returns_N.var(correction=0))
+        unexplained = float((returns_N - values_N).var(correction=0))
+        metrics["critic/return_mean"] = float(returns_N.mean())
+        metrics["critic/value_mean"] = float(values_N.mean())
+        metrics["critic/explained_variance"] = 1 - unexplained / spread if spread > 0 else 0.0
+    return metrics
+
+
+def _gae(reward_N: Tensor, value_N: Tensor, ends_J: Tensor, gamma: float, lambd: float) -> Tensor:
+    """A = delta + gamma lambda A', delta = r + gamma V' - V; the primed (next) values are 0 at the steps ``ends_J``."""
+    next_value_N = value_N.roll(-1)
+    next_value_N[ends_J] = 0.0
+    carry_N = torch.full_like(value_N, gamma * lambd)
+    carry_N[ends_J] = 0.0
+    delta_N = torch.add(reward_N, next_value_N, alpha=gamma).sub_(value_N)
+    return reverse_recurrence(delta_N, carry_N)
+
+
+def _turn_rewards(batch: Batch) -> tuple[Episodes, Tensor]:
+    """The batch's episodes and the reward of each of their turns, [K]."""
+    assert batch.rewards_T is not None
+    episodes = find_episodes(batch)
+    return episodes, episodes.sum_turns(episodes.gather(batch.rewards_T))
+
+
+def _step_returns(batch: Batch, config: AlgorithmConfig) -> tuple[Episodes, Tensor, Tensor, Tensor, Tensor]:
+    """Episodes, discounted returns [K], states within groups [K], groups [J] and scores [J]."""
+    user = f"adv_estimator {config.adv_estimator!r}"
+    require_columns(batch, user, "group_B", "state_B")
+    assert batch.group_B is not None and batch.state_B is not None
+    episodes, reward_K = _turn_rewards(batch)
+    same_row = (episodes.row_K[1:] == episodes.row_K[:-1]).nonzero()
+    if len(same_row):
+        raise ValueError(
+            f"{user}: sequence {int(episodes.row_K[same_row[0]])} holds several turns, expected one turn per sequence "
+            "(history: false), because only a sequence's first turn has a state to compare"
+        )
+    discount_K = torch.full_like(reward_K, config.step_reward_gamma)
+    discount_K[episodes.last_turn_J] = 0.0
+    return_K = reverse_recurrence(reward_K, discount_K)
+    _, state_K = torch.unique(batch.state_B[episodes.row_K], return_inverse=True)
+    _, group_K = torch.unique(batch.group_B[episodes.row_K], return_inverse=True)
+    state_in_group_K = group_K * (int(state_K.max()) + 1 if len(state_K) else 1) + state_K
+    group_J = _group_of_episode(batch, episodes)
+    return episodes, return_K, state_in_group_K, group_J, episodes.sum_episodes(reward_K)
+
+
+def _group_of_episode(batch: Batch, episodes: Episodes) -> Tensor:
+    assert batch.group_B is not None
+    return episodes.of_episode(batch.group_B)
+
+
+def _group_normalised(score_J: Tensor, group_J: Tensor) -> Tensor:
+    """(R - mean) / (std + 1e-6) within groups; a group of one has mean 0 and standard deviation 1."""
+    mean_J, std_J, count_J = group_moments(score_J, group_J)
+    alone_J = count_J == 1
+    mean_J = torch.where(alone_J, torch.zeros_like(mean_J), mean_J)
+    std_J = torch.where(alone_J, torch.ones_like(std_J), std_J)
+    return (score_J - mean_J) / (std_J + STD_EPS)
+
+
+def _weighted(step_K: Tensor, episode_J: Tensor, episodes: Episodes, config: AlgorithmConfig) -> Tensor:
+    episode_K = episode_J[episodes.episode_K]
+    return config.step_reward_weight * step_K + config.episode_reward_weight * episode_K
+
+
+def _with_turn_columns(batch: Batch, episodes: Episodes, advantage_K: Tensor, return_K: Tensor) -> Batch:
+    """The batch with advantages and returns of turns copied to their tokens."""
+    return batch.replace(
+        advantages_T=episodes.scatter(advantage_K[episodes.turn_M], batch.tokens_T),
+        returns_T=episodes.scatter(return_K[episodes.turn_M], batch.tokens_T),
+    )

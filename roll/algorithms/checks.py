@@ -1,0 +1,51 @@
+"""What an algorithm may ask of a batch before it computes anything."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from roll.data.batch import Batch
+
+
+def require_columns(batch: Batch, user: str, *names: str) -> None:
+    """Raises ``ValueError`` unless the batch has all the named columns.
+
+    Args:
+        batch: Any batch.
+        user: Who needs them, with its configuration key, for the message.
+        names: Fields of ``Batch``.
+    """
+    if missing := [name for name in names if getattr(batch, name) is None]:
+        raise ValueError(f"{user} needs Batch.{', Batch.'.join(missing)}, which is not set")
+
+
+def require_finite(batch: Batch, *names: str) -> None:
+    """Raises ``ValueError`` if a token column holds NaN or infinity, and says where. Columns that are unset pass."""
+    for name in names:
+        column = getattr(batch, name)
+        if column is None:
+            continue
+        if np.isfinite(column.numpy()).all():  # ten times faster than torch.isfinite(...).all()
+            continue
+        bad = (~torch.isfinite(column)).nonzero().squeeze(1)
+        row = int(batch.rows_T[bad[0]])
+        position = int(bad[0] - batch.offsets_B[row])
+        raise ValueError(
+            f"Batch.{name}: {len(bad)} of {len(column)} values are not finite, the first is "
+            f"{float(column[bad[0]])} at token {position} of sequence {row}; expected finite numbers"
+        )
+
+
+def require_rewards(batch: Batch, user: str) -> None:
+    """Raises ``ValueError`` unless rewards are present, finite and only on sampled tokens."""
+    require_columns(batch, user, "rewards_T")
+    require_finite(batch, "rewards_T")
+    assert batch.rewards_T is not None
+    stray = ((batch.rewards_T != 0) & ~batch.loss_mask_T).nonzero().squeeze(1)
+    if len(stray):
+        row = int(batch.rows_T[stray[0]])
+        raise ValueError(
+            f"Batch.rewards_T: {len(stray)} rewards on tokens with loss_mask 0 (the first in sequence {row}); "
+            "expected rewards on sampled tokens only, where the estimators can see them"
+        )

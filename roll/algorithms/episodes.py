@@ -1,0 +1,163 @@
+"""A batch's sampled tokens in the order in which an episode produced them, and recurrences over them.
+
+Axes: B rows, T tokens of the batch, M sampled tokens (loss mask 1) in episode order, K turns, J episodes
+(trajectories). Everything that is not sampled (prompts, observations, tool output) is absent from M, so recurrences
+pass over it unchanged. Episodes and turns without a sampled token do not exist here. Arithmetic is float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roll.data.batch import Batch
+
+_BLOCK = 64  # elements per block of a recurrence: the fastest of 32 … 1024 on 128 x 8192 tokens
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Who owns each sampled token: token m belongs to turn ``turn_M[m]`` of episode ``episode_K[turn_M[m]]``."""
+
+    token_M: Tensor
+    """int64: index into T. Episodes follow one another; within one, turns and tokens are in order of time."""
+    turn_M: Tensor
+    """int64: running number of the turn."""
+    first_K: Tensor
+    """int64: index into M of each turn's first token."""
+    last_K: Tensor
+    """int64: index into M of each turn's last token."""
+    row_K: Tensor
+    """int64: the batch row that holds each turn."""
+    episode_K: Tensor
+    """int64: running number of the episode."""
+    first_turn_J: Tensor
+    """int64: index into K of each episode's first turn."""
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_M)
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.first_K)
+
+    @property
+    def num_episodes(self) -> int:
+        return len(self.first_turn_J)
+
+    @property
+    def last_turn_J(self) -> Tensor:
+        """int64: index into K of each episode's last turn."""
+        return torch.cat([self.first_turn_J[1:], torch.tensor([self.num_turns])[: self.num_episodes]]) - 1
+
+    @property
+    def last_token_J(self) -> Tensor:
+        """int64: index into M of each episode's last sampled token."""
+        return self.last_K[self.last_turn_J]
+
+    def gather(self, column_T: Tensor) -> Tensor:
+        """float64 [M]: a token column in episode order."""
+        return column_T.index_select(0, self.token_M).double()
+
+    def scatter(self, values_M: Tensor, like_T: Tensor) -> Tensor:
+        """Values back in batch order: shape [T], float32, 0 on tokens that were not sampled."""
+        out_T = torch.zeros(len(like_T), dtype=torch.float32)
+        out_T[self.token_M] = values_M.float()
+        return out_T
+
+    def of_episode(self, column_B: Tensor) -> Tensor:
+        """[J]: a row column read at each episode's first row."""
+        return column_B[self.row_K[self.first_turn_J]]
+
+    def sum_turns(self, values_M: Tensor) -> Tensor:
+        """float64 [K]: sums over each turn's tokens."""
+        return torch.zeros(self.num_turns, dtype=torch.float64).index_add_(0, self.turn_M, values_M.double())
+
+    def sum_episodes(self, values_K: Tensor) -> Tensor:
+        """float64 [J]: sums over each episode's turns."""
+        return torch.zeros(self.num_episodes, dtype=torch.float64).index_add_(0, self.episode_K, values_K.double())
+
+
+def find_episodes(batch: Batch) -> Episodes:
+    """Sorts a batch's sampled tokens into turns and episodes.
+
+    A turn ends where the row ends or ``turn_T`` changes. Rows with the same ``traj_B`` are one episode, in the order of
+    ``turn_B``; without ``traj_B`` every row is an episode.
+    """
+    token_M = _in_episode_order(batch)
+    row_M = batch.rows_T.index_select(0, token_M)
+    is_start_M = torch.ones(len(token_M), dtype=torch.bool)
+    is_start_M[1:] = row_M[1:] != row_M[:-1]
+    if batch.turn_T is not None:
+        turn_of_M = batch.turn_T.index_select(0, token_M)
+        is_start_M[1:] |= turn_of_M[1:] != turn_of_M[:-1]
+    first_K = is_start_M.nonzero().squeeze(1)
+    last_K = torch.cat([first_K[1:], torch.tensor([len(token_M)])[: len(first_K)]]) - 1
+    row_K = row_M[first_K]
+    name_K = row_K if batch.traj_B is None else batch.traj_B[row_K]
+    starts_episode_K = torch.ones(len(first_K), dtype=torch.bool)
+    starts_episode_K[1:] = name_K[1:] != name_K[:-1]
+    return Episodes(
+        token_M=token_M,
+        turn_M=torch.repeat_interleave(torch.arange(len(first_K)), last_K - first_K + 1),
+        first_K=first_K,
+        last_K=last_K,
+        row_K=row_K,
+        episode_K=torch.cumsum(starts_episode_K, 0) - 1,
+        first_turn_J=starts_episode_K.nonzero().squeeze(1),
+    )
+
+
+def _in_episode_order(batch: Batch) -> Tensor:
+    """int64 [M]: indices of the sampled tokens, sorted by episode, row within it, position."""
+    if batch.traj_B is None:
+        return batch.loss_mask_T.nonzero().squeeze(1)
+    within_B = np.zeros(batch.num_sequences) if batch.turn_B is None else batch.turn_B.numpy()
+    rows = torch.from_numpy(np.lexsort((within_B, batch.traj_B.numpy())))
+    if torch.equal(rows, torch.arange(batch.num_sequences)):
+        return batch.loss_mask_T.nonzero().squeeze(1)
+    token_T = batch.token_index(rows)
+    return token_T[batch.loss_mask_T[token_T]]
+
+
+def reverse_recurrence(inputs_N: Tensor, carry_N: Tensor) -> Tensor:
+    """Solves ``x[i] = inputs[i] + carry[i] * x[i + 1]`` from the right, ``x[N] = 0``; float64 [N].
+
+    All sequences of a batch run in one call, end to end, with ``carry`` 0 at each one's last element. The vector is cut
+    into blocks of 64 that advance side by side, so the loop has 64 steps instead of N: a block's solution is linear in
+    the value that enters it from the right, and those values obey a recurrence of the same form, N / 64 long.
+    """
+    solution = _solve(inputs_N.double().numpy(), carry_N.double().numpy())
+    return torch.from_numpy(solution)
+
+
+def _solve(inputs: np.ndarray, carry: np.ndarray) -> np.ndarray:
+    size = len(inputs)
+    if size <= _BLOCK:
+        out = np.empty(size)
+        x = 0.0
+        for i in range(size - 1, -1, -1):
+            x = inputs[i] + carry[i] * x
+            out[i] = x
+        return out
+    blocks = -(-size // _BLOCK)
+    # Transposed, so that one step of every block lies side by side in memory; zero padding on the right is inert.
+    own = _as_columns(inputs, blocks)
+    slope = _as_columns(carry, blocks)
+    for i in range(_BLOCK - 2, -1, -1):
+        own[i] += slope[i] * own[i + 1]
+        slope[i] *= slope[i + 1]
+    entry = np.zeros(blocks)
+    entry[:-1] = _solve(own[0], slope[0])[1:]
+    own += slope * entry
+    return own.T.reshape(-1)[:size]
+
+
+def _as_columns(values: np.ndarray, blocks: int) -> np.ndarray:
+    if len(values) < blocks * _BLOCK:
+        values = np.concatenate([values, np.zeros(blocks * _BLOCK - len(values))])
+    return values.reshape(blocks, _BLOCK).T.copy()

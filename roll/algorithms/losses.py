@@ -1,0 +1,252 @@
+"""Losses of the policy, the critic and supervised warm-up, on log-probabilities and values of flat tokens.
+
+Every term is a weighted sum over sampled tokens, and the weights come from counts over the *whole* optimizer step
+(``LossContext``). So one micro-batch's loss is its exact share, and micro-batching, packing and data parallelism cannot
+change the gradient. Metrics are sums of the same kind.
+
+Axes: B rows, T tokens, M sampled tokens of the micro-batch, in batch order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.advantages import value_mask
+from roll.algorithms.checks import require_columns
+from roll.algorithms.kl import EXPONENT_BOUND, k3, kl_divergence
+from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
+from roll.configs.algorithm import AlgorithmConfig, LossAggMode
+from roll.data.batch import Batch
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """The tokens that a loss sums over, with the two kinds of weights; on the device of the scores."""
+
+    token_M: Tensor
+    """int64: index into T."""
+    row_M: Tensor
+    """int64: the row of each."""
+    mean_M: Tensor
+    """Weights of a mean over all tokens of the optimizer step (metrics)."""
+    loss_M: Tensor
+    """Weights of the chosen ``loss_agg_mode``."""
+
+    @classmethod
+    def of(cls, batch: Batch, mask_T: Tensor, mode: LossAggMode, ctx: LossContext, like: Tensor) -> SampledTokens:
+        """Finds the tokens and weighs them.
+
+        Args:
+            batch: One micro-batch, on the CPU.
+            mask_T: The tokens that count.
+            mode: ``token-mean``: sum / tokens. ``seq-mean-token-sum``: sum / sequences. ``seq-mean-token-mean``: mean
+                over sequences of their mean. ``seq-mean-token-sum-norm``: sum / (sequences * longest). A sequence is a
+                row of the batch.
+            ctx: Counts over the optimizer step.
+            like: Scores; gives device and dtype.
+
+        Raises:
+            ValueError: the optimizer step has no token or no sequence to divide by.
+        """
+        if ctx.num_tokens <= 0 or ctx.num_sequences <= 0 or ctx.max_length <= 0:
+            raise ValueError(
+                f"LossContext: {ctx.num_tokens} loss tokens in {ctx.num_sequences} sequences, longest "
+                f"{ctx.max_length}; expected at least one token in the optimizer step"
+            )
+        token_M = mask_T.nonzero().squeeze(1)
+        row_M = batch.rows_T[token_M]
+        mean_M = torch.full((len(token_M),), 1.0 / ctx.num_tokens, dtype=like.dtype)
+        if mode == "token-mean":
+            loss_M = mean_M
+        elif mode == "seq-mean-token-mean":
+            count_B = torch.bincount(row_M, minlength=batch.num_sequences)
+            loss_M = 1.0 / (ctx.num_sequences * count_B[row_M].to(like.dtype))
+        else:
+            longest = ctx.max_length if mode == "seq-mean-token-sum-norm" else 1.0
+            loss_M = torch.full_like(mean_M, 1.0 / (ctx.num_sequences * longest))
+        return cls(*(t.to(like.device) for t in (token_M, row_M, mean_M, loss_M)))
+
+    def take(self, column_T: Tensor) -> Tensor:
+        """[M]: a token column at these tokens, on the scores' device; differentiable."""
+        return column_T.to(self.token_M.device)[self.token_M]
+
+    def take_rows(self, column_B: Tensor) -> Tensor:
+        """[M]: a row column at each token's row."""
+        return column_B.to(self.row_M.device)[self.row_M]
+
+    def loss(self, values_M: Tensor) -> Tensor:
+        """Scalar: this micro-batch's share of the aggregated loss."""
+        return (self.loss_M * values_M).sum()
+
+    def mean(self, values_M: Tensor) -> Tensor:
+        """Scalar without gradient: this micro-batch's share of the mean over tokens."""
+        return (self.mean_M * values_M.detach()).sum()
+
+
+def policy_loss(
+    scores: TokenScores,
+    batch: Batch,
+    ctx: LossContext,
+    config: AlgorithmConfig,
+    total_optimizer_steps: int | None = None,
+) -> LossOutput:
+    """``rl_loss_coef * PPO + kl_loss_coef * KL + sft_loss_coef * SFT - entropy coefficient * entropy``.
+
+    Without ``old_logprobs_T`` the old policy is the current one (the first step on fresh samples): the ratio is 1 and
+    the gradient that of REINFORCE.
+
+    Args:
+        scores: ``logprobs_T``; ``entropy_T`` if there is an entropy bonus.
+        batch: One micro-batch with ``advantages_T``; ``ref_logprobs_T`` with ``use_kl_loss``; ``scores_B`` with
+            ``sft_loss_coef``.
+        ctx: Counts over the optimizer step.
+        config: Algorithm keys.
+        total_optimizer_steps: Horizon over which the entropy coefficient decays.
+
+    Raises:
+        ValueError: a column or score is missing, or the optimizer step has no loss token.
+    """
+    require_columns(batch, "policy_loss", "advantages_T")
+    assert batch.advantages_T is not None
+    logprobs_T = _require_scores(scores.logprobs_T, "policy_loss", "logprobs_T")
+    tokens = SampledTokens.of(batch, batch.loss_mask_T, config.loss_agg_mode, ctx, logprobs_T)
+    logprobs_M = tokens.take(logprobs_T)
+    old_M = logprobs_M.detach() if batch.old_logprobs_T is None else tokens.take(batch.old_logprobs_T)
+    log_ratio_M = (logprobs_M - old_M).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
+    ratio_M = log_ratio_M.exp()
+    ppo_M, clipped_M = _clipped_surrogate(ratio_M, tokens.take(batch.advantages_T), config)
+
+    pg_loss = tokens.loss(ppo_M)
+    loss = config.rl_loss_coef * pg_loss
+    metrics: dict[str, Tensor | float] = {
+        "actor/pg_loss": pg_loss.detach(),
+        "actor/clip_frac": tokens.mean(clipped_M.to(ratio_M.dtype)),
+        "actor/approx_kl": tokens.mean(k3(-log_ratio_M.detach())),
+        "actor/ratio_mean": tokens.mean(ratio_M),
+    }
+    for name, coef, term in _auxiliary_terms(scores, batch, ctx, config, tokens, logprobs_M, total_optimizer_steps):
+        loss = loss + coef * term
+        metrics[name] = term.detach()
+    if scores.entropy_T is not None:
+        metrics["actor/entropy"] = tokens.mean(tokens.take(scores.entropy_T))
+    metrics["actor/loss"] = loss.detach()
+    return LossOutput(loss, metrics)
+
+
+def build_policy_loss(config: AlgorithmConfig, total_optimizer_steps: int | None = None) -> LossFn:
+    """``policy_loss`` with its settings; travels between processes.
+
+    Raises:
+        ValueError: ``entropy_loss_coef_end`` is set, but no horizon to decay over is given.
+    """
+    if config.entropy_loss_coef_end is not None and total_optimizer_steps is None:
+        raise ValueError("entropy_loss_coef_end is set; build_policy_loss then needs total_optimizer_steps")
+    return partial(policy_loss, config=config, total_optimizer_steps=total_optimizer_steps)
+
+
+def value_loss(scores: TokenScores, batch: Batch, ctx: LossContext, config: AlgorithmConfig) -> LossOutput:
+    """``value_loss_coef * 0.5 * max((v - R)^2, (clip(v, old - c, old + c) - R)^2)``, aggregated like the policy's loss.
+
+    Args:
+        scores: ``values_T``.
+        batch: One micro-batch with ``returns_T``; ``values_T`` (before the update) with ``value_clip``. With
+            ``turn_level_gae`` only each turn's first sampled token has a target (``advantages.value_mask``).
+        ctx: Counts over the optimizer step.
+        config: Reads ``value_clip``, ``value_loss_coef``, ``loss_agg_mode``, ``turn_level_gae``.
+    """
+    require_columns(batch, "value_loss", "returns_T")
+    assert batch.returns_T is not None
+    values_T = _require_scores(scores.values_T, "value_loss", "values_T")
+    tokens = SampledTokens.of(batch, value_mask(batch, config), config.loss_agg_mode, ctx, values_T)
+    value_M, return_M = tokens.take(values_T), tokens.take(batch.returns_T)
+    error_M = (value_M - return_M).square()
+    metrics: dict[str, Tensor | float] = {"critic/value_error": tokens.mean(error_M)}
+    if config.value_clip is not None:
+        require_columns(batch, "value_clip", "values_T")
+        assert batch.values_T is not None
+        old_M = tokens.take(batch.values_T)
+        near_M = old_M + (value_M - old_M).clamp(-config.value_clip, config.value_clip)
+        clipped_error_M = (near_M - return_M).square()
+        metrics["critic/clip_frac"] = tokens.mean((clipped_error_M > error_M).to(value_M.dtype))
+        error_M = torch.maximum(error_M, clipped_error_M)
+    loss = config.value_loss_coef * 0.5 * tokens.loss(error_M)
+    return LossOutput(loss, {"critic/value_loss": loss.detach(), **metrics})
+
+
+def build_value_loss(config: AlgorithmConfig) -> LossFn:
+    """``value_loss`` with its settings; travels between processes."""
+    return partial(value_loss, config=config)
+
+
+def sft_loss(scores: TokenScores, batch: Batch, ctx: LossContext) -> LossOutput:
+    """Mean negative log-likelihood (nats) of the tokens with loss mask 1."""
+    logprobs_T = _require_scores(scores.logprobs_T, "sft_loss", "logprobs_T")
+    tokens = SampledTokens.of(batch, batch.loss_mask_T, "token-mean", ctx, logprobs_T)
+    loss = -tokens.loss(tokens.take(logprobs_T))
+    return LossOutput(loss, {"sft/loss": loss.detach()})
+
+
+def build_sft_loss() -> LossFn:
+    """``sft_loss``, for symmetry with the other builders."""
+    return sft_loss
+
+
+def entropy_coef(config: AlgorithmConfig, optimizer_step: int, total_optimizer_steps: int | None) -> float:
+    """The entropy coefficient: constant, or linear from ``entropy_loss_coef`` (first step) to its end (last step)."""
+    if config.entropy_loss_coef_end is None or total_optimizer_steps is None:
+        return config.entropy_loss_coef
+    done = min(optimizer_step / max(total_optimizer_steps - 1, 1), 1.0)
+    return config.entropy_loss_coef + done * (config.entropy_loss_coef_end - config.entropy_loss_coef)
+
+
+def _clipped_surrogate(ratio_M: Tensor, advantage_M: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """PPO's loss per token (Schulman et al. 2017), with dual clip (Ye et al. 2020); and where a clip is active."""
+    if config.use_pg_clip_range:
+        low, high = config.pg_clip_low, config.pg_clip_high
+    else:
+        low = high = config.pg_clip
+    free_M = -advantage_M * ratio_M
+    bounded_M = -advantage_M * ratio_M.clamp(1 - low, 1 + high)
+    loss_M, clipped_M = torch.maximum(free_M, bounded_M), bounded_M > free_M
+    if config.dual_clip_loss:
+        ceiling_M = -config.dual_clip_c * advantage_M
+        capped_M = (advantage_M < 0) & (ceiling_M < loss_M)
+        loss_M, clipped_M = torch.where(capped_M, ceiling_M, loss_M), clipped_M | capped_M
+    return loss_M, clipped_M
+
+
+def _auxiliary_terms(
+    scores: TokenScores,
+    batch: Batch,
+    ctx: LossContext,
+    config: AlgorithmConfig,
+    tokens: SampledTokens,
+    logprobs_M: Tensor,
+    total_optimizer_steps: int | None,
+) -> list[tuple[str, float, Tensor]]:
+    """The terms beside the policy gradient that are switched on: metric name, coefficient, scalar."""
+    terms = []
+    if config.use_kl_loss:
+        require_columns(batch, "use_kl_loss", "ref_logprobs_T")
+        assert batch.ref_logprobs_T is not None
+        kl_M = kl_divergence(logprobs_M, tokens.take(batch.ref_logprobs_T), config.kl_penalty)
+        terms.append(("actor/kl_loss", config.kl_loss_coef, tokens.loss(kl_M)))
+    if config.sft_loss_coef:
+        require_columns(batch, "sft_loss_coef", "scores_B")
+        assert batch.scores_B is not None
+        positive_M = tokens.take_rows(batch.scores_B > 0)
+        terms.append(("actor/sft_loss", config.sft_loss_coef, tokens.loss(-logprobs_M * positive_M)))
+    if coef := entropy_coef(config, ctx.optimizer_step, total_optimizer_steps):
+        entropy_T = _require_scores(scores.entropy_T, "entropy_loss_coef", "entropy_T")
+        terms.append(("actor/entropy_loss", coef, -tokens.loss(tokens.take(entropy_T))))
+    return terms
+
+
+def _require_scores(column_T: Tensor | None, user: str, name: str) -> Tensor:
+    if column_T is None:
+        raise ValueError(f"{user} needs TokenScores.{name}, which the strategy did not compute")
+    return column_T

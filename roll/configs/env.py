@@ -1,0 +1,165 @@
+"""Environments: one entry of ``custom_envs``, and the managers that play them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from roll.configs.base import Config
+from roll.configs.generating import GeneratingArguments
+from roll.configs.worker import EnvironmentVariables, WorkerConfig
+
+ALIASES = {"num_env_groups": "env_groups", "num_groups_partition": "n_groups"}
+"""Newer spellings of an environment manager's keys, by the name used here."""
+
+
+class CustomEnvConfig(Config):
+    """One environment tag: which environment, how long, and what the policy is told."""
+
+    env_type: str = Field(
+        min_length=1, description="Registered environment (sokoban, frozen_lake …) or package.module:Class."
+    )
+    max_steps: int = Field(default=10, ge=1, description="Most turns of an episode.")
+    max_tokens_per_step: int | None = Field(
+        default=None, ge=1, description="Most tokens sampled in one turn. null: generating_args.max_new_tokens."
+    )
+    env_manager_cls: str = Field(
+        default="step",
+        min_length=1,
+        description="step: each turn is a sample of its own. traj: the episode is one growing conversation and one "
+        "sample. Or package.module:Class.",
+    )
+    use_thread_lock: bool = Field(
+        default=False,
+        description="Let only one episode of the tag be inside its environment at a time (unsafe libraries).",
+    )
+    history_length: int = Field(
+        default=0, ge=0, description="Earlier turns that the prompt repeats in words (step managers only)."
+    )
+    agent_system_template: str | None = Field(
+        default=None,
+        description="System message; {env_instruction} and the placeholders below. null: the environment's own.",
+    )
+    agent_template: str | None = Field(
+        default=None,
+        description="User message of a turn; {observation}, {turn}, {max_turns}, {turns_left}, {history}. "
+        "null: the observation alone.",
+    )
+    step_timeout: float = Field(default=30.0, gt=0, description="Seconds that one reset or step may take.")
+    env_config: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of the environment's constructor."
+    )
+
+    def problems(self) -> list[str]:
+        if self.history_length and self.env_manager_cls == "traj":
+            return [
+                f"history_length: seen {self.history_length} with env_manager_cls traj, expected 0 "
+                "(the conversation already holds every turn)"
+            ]
+        return []
+
+
+class EnvManagerConfig(Config):
+    """How many environments run at once, and which."""
+
+    env_groups: int = Field(
+        default=8, ge=1, description="Groups of environments that run at the same time (alias: num_env_groups)."
+    )
+    group_size: int = Field(
+        default=1, ge=1, description="Environments of a group: same configuration, same seed, so the same start state."
+    )
+    group_size_redundancy: int = Field(
+        default=0,
+        ge=0,
+        description="Extra members that each group starts, so that slow or failed ones need not be awaited.",
+    )
+    tags: list[str] = Field(
+        default_factory=lambda: ["SimpleSokoban"], min_length=1, description="Keys of custom_envs to play."
+    )
+    n_groups: list[int] | None = Field(
+        default=None,
+        description="Groups of each tag, in the order of tags (alias: num_groups_partition). null: spread evenly.",
+    )
+    max_traj_per_env: int = Field(
+        default=-1, ge=-1, description="Most episodes that one environment plays per step; -1: any."
+    )
+    format_penalty: float = Field(
+        default=0.0,
+        le=0,
+        description="Added to the reward of a turn without a valid action, unless env_config says its own.",
+    )
+    worker_cls: str | None = Field(
+        default=None,
+        description="package.module:Class of the process that plays environments. null: the project's own.",
+    )
+    max_env_num_per_worker: int = Field(
+        default=0, ge=0, description="Environments of one process; 0 puts all of them into one."
+    )
+    env_retries: int = Field(
+        default=1,
+        ge=0,
+        description="New attempts at an episode whose environment failed, before it is dropped and counted.",
+    )
+    generating_args: GeneratingArguments | None = Field(
+        default=None, description="Sampling of these episodes. null: actor_infer.generating_args."
+    )
+    system_envs: EnvironmentVariables = Field(
+        default_factory=dict, description="Environment variables of these processes, over the global ones."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_aliases(cls, data: Any) -> Any:
+        """Renames newer spellings. Both spellings at once are left as they are, so the second is an unknown key."""
+        if not isinstance(data, dict):
+            return data
+        return {
+            ALIASES[key] if key in ALIASES and ALIASES[key] not in data else key: value for key, value in data.items()
+        }
+
+    @property
+    def num_envs(self) -> int:
+        """Environments that run at the same time, redundant ones included."""
+        return self.env_groups * (self.group_size + self.group_size_redundancy)
+
+    @property
+    def num_workers(self) -> int:
+        """Processes that play them."""
+        return math.ceil(self.env_groups * self.group_size / (self.max_env_num_per_worker or self.num_envs))
+
+    @property
+    def groups_per_tag(self) -> dict[str, int]:
+        """Groups of each tag: ``n_groups``, or an even spread with the remainder going to the first tags."""
+        if self.n_groups is not None:
+            return dict(zip(self.tags, self.n_groups, strict=True))
+        share, rest = divmod(self.env_groups, len(self.tags))
+        return {tag: share + (i < rest) for i, tag in enumerate(self.tags)}
+
+    def worker_config(self) -> WorkerConfig:
+        """The processes as a cluster of CPU workers."""
+        return WorkerConfig(world_size=self.num_workers, worker_cls=self.worker_cls, system_envs=self.system_envs)
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.max_traj_per_env == 0:
+            found.append("max_traj_per_env: seen 0, expected -1 or at least 1")
+        if len(set(self.tags)) != len(self.tags):
+            found.append(f"tags: seen {self.tags}, expected every tag once; n_groups sets their shares")
+        if self.n_groups is None:
+            if len(self.tags) > self.env_groups:
+                found.append(f"tags: seen {len(self.tags)} tags, expected at most env_groups = {self.env_groups}")
+            return found
+        if len(self.n_groups) != len(self.tags):
+            found.append(
+                f"n_groups: seen {len(self.n_groups)} entries, expected {len(self.tags)}, one for each of tags"
+            )
+        if any(groups < 1 for groups in self.n_groups):
+            found.append(f"n_groups: seen {self.n_groups}, expected at least 1 group for each tag")
+        if sum(self.n_groups) != self.env_groups:
+            found.append(
+                f"n_groups: seen {self.n_groups} (sum {sum(self.n_groups)}), expected the sum to be env_groups = "
+                f"{self.env_groups}"
+            )
+        return found

@@ -1,0 +1,38 @@
+"""``generating_args``: how completions are sampled."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from roll.configs.base import Config
+
+
+class GeneratingArguments(Config):
+    """Sampling parameters of every request."""
+
+    max_new_tokens: int | None = Field(
+        default=None, ge=1, description="Most tokens sampled in one turn. null means response_length."
+    )
+    temperature: float = Field(
+        default=1.0, ge=0, description="Softmax temperature; 0 is greedy. Training scores use the same temperature."
+    )
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="Sample only from the most likely tokens of this total mass."
+    )
+    top_k: int = Field(default=0, ge=-1, description="Sample only from the k most likely tokens; 0 or -1 keeps all.")
+    num_beams: int = Field(default=1, ge=1, le=1, description="Accepted for compatibility; beam search is no sampling.")
+    num_return_sequences: int = Field(
+        default=1,
+        ge=1,
+        le=1,
+        description="Each environment asks for one completion; group_size makes several episodes.",
+    )
+    repetition_penalty: float = Field(
+        default=1.0,
+        gt=0,
+        description="Makes tokens that were already seen less likely (CTRL, Keskar et al. 2019); 1 is off.",
+    )
+    do_sample: bool = Field(default=True, description="false is greedy decoding, the same as temperature 0.")
+    stop_strings: list[str] = Field(
+        default_factory=list, description="A completion ends once its text contains one of these."
+    )

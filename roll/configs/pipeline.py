@@ -1,0 +1,145 @@
+"""The run itself: names, folders, steps, lengths, machines. Shared by every pipeline."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from roll.configs.base import Config
+from roll.configs.worker import EnvironmentVariables
+
+
+class RayInitConfig(Config):
+    """Which Ray cluster the run joins, or how it starts its own."""
+
+    address: str | None = Field(
+        default=None,
+        description="Running cluster to join (host:port or auto). null: RAY_ADDRESS, else a local one is started.",
+    )
+    num_cpus: int | None = Field(
+        default=None, ge=1, description="CPU slots of a cluster that is started here. null: as many as the roles need."
+    )
+    object_store_memory_mb: int | None = Field(
+        default=None,
+        ge=80,
+        description="Shared memory of a cluster that is started here, in MiB. null: Ray's own choice.",
+    )
+
+
+class CheckpointConfig(Config):
+    """Where checkpoints are written."""
+
+    type: Literal["file_system"] = Field(default="file_system", description="Kind of storage.")
+    output_dir: str | None = Field(
+        default=None, description="Folder for this run's checkpoints. null: output_dir/<exp_name>/checkpoints."
+    )
+
+
+class RunConfig(Config):
+    """What every pipeline needs to know about a run."""
+
+    exp_name: str = Field(
+        default="roll",
+        pattern=r"^[\w.+-]+$",
+        description="Name of the run and of its folder under output_dir. The command line takes the configuration's "
+        "file name when none is given.",
+    )
+    seed: int = Field(default=42, ge=0, description="Every other seed is derived from it; a run repeats exactly.")
+    rpc_timeout: float = Field(default=3600.0, gt=0, description="Seconds that one call to a worker may take.")
+    output_dir: str = Field(default="./output", min_length=1, description="Parent of the run's folder.")
+    logging_dir: str | None = Field(
+        default=None, description="Folder of the log files. null: output_dir/<exp_name>/logs."
+    )
+    render_save_dir: str | None = Field(
+        default=None, description="Folder of the episodes one can watch. null: output_dir/<exp_name>/renders."
+    )
+    num_renders: int = Field(default=4, ge=0, description="Episodes rendered at each evaluation; 0 is none.")
+    system_envs: EnvironmentVariables = Field(
+        default_factory=dict, description="Environment variables of all worker processes."
+    )
+    ray_init: RayInitConfig = Field(default_factory=RayInitConfig, description="The Ray cluster.")
+
+    track_with: str | list[str] = Field(
+        default="tensorboard", description="tensorboard, wandb, stdout, package.module:Class, or a list of them."
+    )
+    tracker_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments of the tracker; with several trackers, one mapping for each tracker's name.",
+    )
+    checkpoint_config: CheckpointConfig = Field(
+        default_factory=CheckpointConfig, description="Where checkpoints are written."
+    )
+    max_ckpt_to_keep: int = Field(default=0, ge=0, description="Newest checkpoints that are kept; 0 keeps all.")
+    resume_from_checkpoint: bool | str = Field(
+        default=False, description="true: the newest whole checkpoint of this run, if any; or the path of one."
+    )
+
+    max_steps: int = Field(default=500, ge=1, description="Steps (rollout and update) of the run.")
+    save_steps: int = Field(
+        default=50, ge=1, description="Steps between two checkpoints; the last step is always saved."
+    )
+    logging_steps: int = Field(default=1, ge=1, description="Steps between two reports to the trackers.")
+    eval_steps: int = Field(
+        default=10, ge=0, description="Steps between two evaluations; 0: only before the first and after the last step."
+    )
+    max_bad_steps: int = Field(
+        default=3, ge=1, description="Steps in a row skipped for a NaN or infinite loss before the run stops."
+    )
+    max_worker_restarts: int = Field(
+        default=2, ge=0, description="Dead workers that are replaced before the run stops."
+    )
+
+    rollout_batch_size: int = Field(default=128, ge=1, description="Episodes collected per step.")
+    val_batch_size: int = Field(default=128, ge=1, description="Episodes played per evaluation.")
+    prompt_length: int = Field(
+        default=1024, ge=1, description="Most tokens of a first prompt; a longer one is an error."
+    )
+    response_length: int = Field(default=1024, ge=1, description="Most tokens sampled in one turn.")
+    sequence_length: int = Field(
+        default=2048, ge=2, description="Most tokens of a whole sample, prompts and responses."
+    )
+
+    num_nodes: int = Field(default=1, ge=1, description="Machines of the run.")
+    num_gpus_per_node: int = Field(
+        default=8, ge=1, description="GPUs (or CPU slots where there is none) of each machine."
+    )
+    model_update_buffer_size_mb: int = Field(
+        default=1024, ge=1, description="Size of one bucket when trained weights go to the generating workers, in MiB."
+    )
+
+    generate_opt_level: int = Field(
+        default=1,
+        ge=0,
+        le=1,
+        description="0: turns of all environments in lockstep batches. 1: every request on its own.",
+    )
+    max_running_requests: int = Field(
+        default=128, ge=1, description="Most requests that one generating worker runs at once."
+    )
+    is_use_additional_prompts: bool = Field(
+        default=False, description="Start more groups than the step needs; those that finish late are given up."
+    )
+    max_additional_running_prompts: int = Field(
+        default=16, ge=0, description="Most groups started beyond the step's need (with is_use_additional_prompts)."
+    )
+
+    @property
+    def trackers(self) -> list[str]:
+        """``track_with`` as a list."""
+        return [self.track_with] if isinstance(self.track_with, str) else list(self.track_with)
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.num_gpus_per_node
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.prompt_length + self.response_length > self.sequence_length:
+            found.append(
+                f"sequence_length: seen {self.sequence_length} with prompt_length {self.prompt_length} + "
+                f"response_length {self.response_length}, expected at least {self.prompt_length + self.response_length}"
+            )
+        if len(set(self.trackers)) != len(self.trackers):
+            found.append(f"track_with: seen {self.trackers}, expected every tracker once")
+        return found

@@ -1,0 +1,63 @@
+"""What is wrong with a configuration: one value per mistake, all of them raised together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SHOWN_CHARACTERS = 80
+
+
+class _Nothing:
+    def __repr__(self) -> str:
+        return "nothing"
+
+
+NOTHING = _Nothing()
+"""The value seen at a key that was not given."""
+
+
+class Words(str):
+    """A value seen that is already told in words, and so is shown without quotes."""
+
+
+@dataclass(frozen=True)
+class ConfigProblem:
+    """One mistake.
+
+    Example: ``ConfigProblem("critic.infer_batch_size", 0, "integer, at least 1")``.
+    """
+
+    path: str
+    """Dotted key, e.g. ``actor_train.training_args.learning_rate``; empty when the whole file is meant."""
+    seen: object
+    """The value found there; ``NOTHING`` when the key is absent."""
+    expected: str
+    """What would have been right."""
+    hint: str = ""
+    """The nearest valid name, or what to do instead."""
+    involves: tuple[str, ...] = ()
+    """Other keys that the rule reads. When one of them is itself wrong, the rule has nothing to say."""
+
+    def __str__(self) -> str:
+        hint = f" ({self.hint})" if self.hint else ""
+        return f"{self.path or 'configuration'}: seen {show(self.seen)}, expected {self.expected}{hint}"
+
+
+class ConfigErrors(ValueError):
+    """Every mistake of a configuration, in the order of the keys."""
+
+    def __init__(self, problems: Sequence[ConfigProblem]) -> None:
+        self.problems = list(problems)
+        count = len(self.problems)
+        noun = "problem" if count == 1 else "problems"
+        super().__init__(f"{count} {noun} in the configuration\n" + "\n".join(f"  {p}" for p in self.problems))
+
+
+def show(value: object) -> str:
+    """A value as one short line of YAML-like text."""
+    if value is NOTHING or isinstance(value, Words):
+        return str(value)
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"

@@ -1,0 +1,139 @@
+"""Reads the configuration classes themselves: types and ranges in words, the field behind a dotted path, names."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic.fields import FieldInfo
+
+from roll.configs.base import Config
+
+_SIMPLE = {int: "int", float: "float", str: "str", bool: "bool", type(None): "null", Any: "any value", object: "any"}
+
+
+@dataclass(frozen=True)
+class Described:
+    """Put into ``Annotated[...]`` where the annotation alone would read badly."""
+
+    text: str
+
+
+def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """An annotation in words: ``int``, ``list of str, or null``, ``one of: a, b``."""
+    for item in metadata:
+        if isinstance(item, Described):
+            return item.text
+    if annotation in _SIMPLE:
+        return _SIMPLE[annotation]
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_text(arguments[0], arguments[1:])
+    if origin in (Union, types.UnionType):
+        names = [type_text(argument) for argument in arguments if argument is not type(None)]
+        names += ["null"] if type(None) in arguments else []
+        return ", or ".join([", ".join(names[:-1]), names[-1]])
+    if origin is Literal:
+        return "one of: " + ", ".join(str(argument) for argument in arguments)
+    if origin is list:
+        return f"list of {type_text(arguments[0])}"
+    if origin is dict:
+        return f"mapping of {type_text(arguments[0])} to {type_text(arguments[1])}"
+    return "section" if is_section(annotation) else getattr(annotation, "__name__", str(annotation))
+
+
+def range_text(metadata: Sequence[Any]) -> str:
+    """The bounds of a field in words, e.g. ``at least 1``; empty when it has none."""
+    words = []
+    lower = next((m.ge for m in metadata if isinstance(m, annotated_types.Ge)), None)
+    upper = next((m.le for m in metadata if isinstance(m, annotated_types.Le)), None)
+    if lower is not None and lower == upper:
+        return f"only {lower}"
+    for item in metadata:
+        match item:
+            case annotated_types.Ge(ge=bound):
+                words.append(f"at least {bound}")
+            case annotated_types.Gt(gt=bound):
+                words.append(f"more than {bound}")
+            case annotated_types.Le(le=bound):
+                words.append(f"at most {bound}")
+            case annotated_types.Lt(lt=bound):
+                words.append(f"less than {bound}")
+            case annotated_types.MinLen(min_length=bound):
+                words.append(f"at least {bound} long")
+            case _ if getattr(item, "pattern", None):
+                words.append(f"matching {item.pattern}")
+    return ", ".join(words)
+
+
+def expectation(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    """Type and range together, as an error message says them."""
+    return ", ".join(text for text in (type_text(annotation, metadata), range_text(metadata)) if text)
+
+
+def is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, Config)
+
+
+def section_of(annotation: Any) -> type[Config] | None:
+    """The ``Config`` class in ``Section``, ``Section | None`` or ``Annotated[Section, ...]``."""
+    if is_section(annotation):
+        return annotation  # type: ignore[no-any-return]
+    if get_origin(annotation) in (Union, types.UnionType, Annotated):
+        return next((s for a in get_args(annotation) if (s := section_of(a))), None)
+    return None
+
+
+def element_of(annotation: Any) -> Any | None:
+    """What a list or mapping holds, looking through unions; ``None`` for anything else."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is list:
+        return arguments[0]
+    if origin is dict:
+        return arguments[1]
+    if origin in (Union, types.UnionType, Annotated):
+        return next((e for a in arguments if (e := element_of(a)) is not None), None)
+    return None
+
+
+def locate(root: type[Config], path: Sequence[str | int]) -> tuple[Any, Sequence[Any]] | None:
+    """Annotation and metadata of the field (or list element, or mapping entry) at ``path``; ``None`` if unknown."""
+    annotation: Any = root
+    metadata: Sequence[Any] = ()
+    for part in path:
+        section = section_of(annotation)
+        if section is not None:
+            field = section.model_fields.get(str(part))
+            if field is None:
+                return None
+            annotation, metadata = field.annotation, field.metadata
+        else:
+            annotation, metadata = element_of(annotation), ()
+            if annotation is None:
+                return None
+    return annotation, metadata
+
+
+def section_at(root: type[Config], path: Sequence[str | int]) -> type[Config] | None:
+    found = locate(root, path)
+    return section_of(found[0]) if found else None
+
+
+def leaf_paths(root: type[Config], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every key under ``root`` that is no section, with its dotted path; mapping entries are not entered."""
+    for name, field in root.model_fields.items():
+        section = section_of(field.annotation)
+        if section is None:
+            yield prefix + name, field
+        else:
+            yield from leaf_paths(section, f"{prefix}{name}.")
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The most similar known name, if one is similar enough."""
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return found[0] if found else None

@@ -1,0 +1,146 @@
+"""A role's section: ``actor_train``, ``actor_infer``, ``critic``, ``reference``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field
+
+from roll.configs.base import Config
+from roll.configs.data import DataArguments
+from roll.configs.devices import DeviceMapping
+from roll.configs.generating import GeneratingArguments
+from roll.configs.model import ModelArguments
+from roll.configs.schema import Described
+from roll.configs.strategy import MegatronConfig, StrategyArguments
+from roll.configs.training import TrainingArguments
+
+
+def _number_to_text(value: object) -> object:
+    return str(value) if type(value) is int else value
+
+
+EnvironmentVariables = Annotated[
+    dict[str, Annotated[str, BeforeValidator(_number_to_text)]], Described("mapping of str to str")
+]
+
+
+class WorkerConfig(Config):
+    """A cluster: worker processes of one role, each holding one strategy."""
+
+    model_args: ModelArguments = Field(default_factory=ModelArguments, description="How the model is loaded.")
+    training_args: TrainingArguments = Field(
+        default_factory=TrainingArguments, description="Optimizer and schedule; read by the trained roles."
+    )
+    data_args: DataArguments = Field(default_factory=DataArguments, description="How messages become prompts.")
+    generating_args: GeneratingArguments = Field(
+        default_factory=GeneratingArguments, description="How completions are sampled; read from actor_infer."
+    )
+    strategy_args: StrategyArguments = Field(
+        default_factory=StrategyArguments, description="The engine and its options."
+    )
+    world_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Number of workers. null: devices / num_gpus_per_worker, or 1 without device_mapping.",
+    )
+    device_mapping: DeviceMapping = Field(
+        default=None,
+        description="Devices of the role, counted over all nodes: GPUs, or CPU slots where there is none. Roles whose "
+        "mappings overlap share devices. null: one CPU process per worker, outside the device plan.",
+    )
+    num_gpus_per_worker: int = Field(
+        default=1,
+        ge=1,
+        description="Devices of one worker; more than 1 only for engines that split one model themselves.",
+    )
+    model_update_frequency: int = Field(
+        default=1, ge=1, description="Steps between two transfers of the trained weights (read from actor_train)."
+    )
+    infer_batch_size: int = Field(
+        default=16, ge=1, description="Sequences per forward pass when only log-probs are computed."
+    )
+    worker_cls: str | None = Field(
+        default=None, description="package.module:Class of the worker process. null: the role's own class."
+    )
+    system_envs: EnvironmentVariables = Field(
+        default_factory=dict, description="Environment variables of the role's processes, over the global ones."
+    )
+    use_dynamic_batching_in_train: bool = Field(
+        default=False, description="Form micro-batches by token count instead of per_device_train_batch_size."
+    )
+    max_tokens_per_microbatch_in_train: int = Field(
+        default=0, ge=0, description="Token budget of a training micro-batch; needed with dynamic batching."
+    )
+    sequence_length_round_in_train: int = Field(
+        default=1, ge=1, description="Padded lengths of training micro-batches are rounded up to a multiple of this."
+    )
+    use_dynamic_batching_in_infer: bool = Field(
+        default=False, description="Form micro-batches by token count instead of infer_batch_size."
+    )
+    max_tokens_per_microbatch_in_infer: int = Field(
+        default=0, ge=0, description="Token budget of a scoring micro-batch; needed with dynamic batching."
+    )
+    sequence_length_round_in_infer: int = Field(
+        default=1, ge=1, description="Padded lengths of scoring micro-batches are rounded up to a multiple of this."
+    )
+    use_sequence_packing: bool = Field(
+        default=False, description="Lay the sequences of a micro-batch end to end in one row instead of padding them."
+    )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the role: those of the mapping, else one CPU slot per worker."""
+        return len(self.device_mapping) if self.device_mapping else self.world_size or 1
+
+    @property
+    def num_workers(self) -> int:
+        """Processes of the role."""
+        if self.device_mapping:
+            return len(self.device_mapping) // self.num_gpus_per_worker
+        return self.world_size or 1
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the model that share a batch: the devices, over tensor × pipeline × context size for Megatron."""
+        options = self.strategy_args.typed()
+        return self.num_devices // (options.model_parallel_size if isinstance(options, MegatronConfig) else 1)
+
+    @property
+    def global_train_batch_size(self) -> int:
+        """Episodes of one optimizer step."""
+        arguments = self.training_args
+        return arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * self.data_parallel_size
+
+    def problems(self) -> list[str]:
+        found = self._placement_problems()
+        for phase in ("train", "infer"):
+            budget = getattr(self, f"max_tokens_per_microbatch_in_{phase}")
+            dynamic = getattr(self, f"use_dynamic_batching_in_{phase}")
+            if dynamic and not budget:
+                found.append(
+                    f"max_tokens_per_microbatch_in_{phase}: seen 0 with use_dynamic_batching_in_{phase}, "
+                    "expected at least 1"
+                )
+            if budget and not dynamic:
+                found.append(
+                    f"max_tokens_per_microbatch_in_{phase}: seen {budget} without use_dynamic_batching_in_{phase}, "
+                    f"expected use_dynamic_batching_in_{phase}=true or no budget"
+                )
+        return found
+
+    def _placement_problems(self) -> list[str]:
+        if not self.device_mapping:
+            return []
+        devices, per_worker = len(self.device_mapping), self.num_gpus_per_worker
+        if devices % per_worker:
+            return [
+                f"num_gpus_per_worker: seen {per_worker} for the {devices} devices of device_mapping, "
+                f"expected a divisor of {devices}"
+            ]
+        if self.world_size is not None and self.world_size * per_worker != devices:
+            return [
+                f"world_size: seen {self.world_size} with num_gpus_per_worker {per_worker} and {devices} devices in "
+                f"device_mapping, expected {devices // per_worker} or null"
+            ]
+        return []

@@ -1,0 +1,101 @@
+"""Messages to token ids, by the model's own chat template, without ever re-tokenising what was sampled."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from roll.data.arrays import IntArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message: TypeAlias = Mapping[str, str]
+
+_SENTINEL = "\u241fassistant-turn\u241f"
+_CACHE_SIZE = 20_000
+
+
+class ChatRenderer:
+    """Renders conversations with one tokenizer and one chat template.
+
+    Args:
+        tokenizer: any Hugging Face tokenizer.
+        template: ``native`` for the tokenizer's own chat template, or a path to a Jinja file, or the Jinja text itself.
+
+    Raises:
+        ValueError: ``native`` was asked for and the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "native") -> None:
+        self.tokenizer = tokenizer
+        self._template = None if template == "native" else _read_template(template)
+        if self._template is None and not getattr(tokenizer, "chat_template", None):
+            raise ValueError(
+                "data_args.template is 'native', but the tokenizer has no chat template; give one or its path"
+            )
+        self._cache: OrderedDict[tuple[str, ...], IntArray] = OrderedDict()
+
+    def prompt(self, messages: Sequence[Message]) -> IntArray:
+        """Token ids of a conversation that waits for the assistant, shape [prompt_len]."""
+        return self._encode_cached("prompt", self._text(messages, open_assistant=True))
+
+    def continuation(self, messages: Sequence[Message], completion_ids: IntArray) -> IntArray:
+        """The ids that follow a sampled assistant turn: its closing, ``messages`` and the next assistant opening.
+
+        ``completion_ids`` stay as sampled: append the result to ``prompt_ids + completion_ids``.
+
+        Args:
+            messages: what was said after the assistant turn (user or tool messages).
+            completion_ids: the sampled ids; an end-of-turn token that was sampled is not written twice.
+        """
+        # A template may look at earlier messages, so a full conversation is rendered around a placeholder answer.
+        history = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _SENTINEL}, *messages]
+        text = self._text(history, open_assistant=True)
+        _, found, suffix = text.rpartition(_SENTINEL)
+        if not found:
+            raise ValueError(
+                "the chat template drops the assistant's words, so a multi-turn history cannot be continued"
+            )
+        ids = self._encode_cached("continuation", suffix)
+        already_closed = len(ids) > 0 and len(completion_ids) > 0 and ids[0] == completion_ids[-1]
+        return ids[1:] if already_closed else ids
+
+    def decode(self, ids: IntArray) -> str:
+        """Text without special tokens."""
+        return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+    def _text(self, messages: Sequence[Message], *, open_assistant: bool) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=open_assistant,
+            )
+        )
+
+    def _encode_cached(self, kind: str, text: str) -> IntArray:
+        """Encodes, remembering recent texts: group members and repeated states render the same prompt."""
+        key = (kind, text)
+        ids = self._cache.get(key)
+        if ids is None:
+            ids = np.asarray(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+            ids.flags.writeable = False
+            self._cache[key] = ids
+            if len(self._cache) > _CACHE_SIZE:
+                self._cache.popitem(last=False)
+        return ids
+
+
+def _read_template(template: str) -> str:
+    if "{" in template:
+        return template
+    path = Path(template)
+    if not path.is_file():
+        raise ValueError(f"data_args.template: {template!r} is neither 'native', nor Jinja text, nor a readable file")
+    return path.read_text(encoding="utf-8")

@@ -1,0 +1,62 @@
+"""What can go wrong between the driver and its workers, one class per thing the caller may want to repair.
+
+Every class hands its fields to ``Exception.__init__`` so that it survives the way through Ray's serialisation.
+"""
+
+from __future__ import annotations
+
+
+class PlacementError(ValueError):
+    """The roles do not fit on the cluster."""
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        super().__init__(problems)
+        self.problems = problems
+        """Everything that is wrong, one line each: ``role: what was seen, what was expected``."""
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
+
+
+class RaySessionError(ConnectionError):
+    """No Ray cluster could be joined or started."""
+
+
+class ClusterError(RuntimeError):
+    """A worker, not the code it ran, failed. Catch this to restart workers or to stop with a checkpoint."""
+
+
+class WorkerDiedError(ClusterError):
+    """A worker's process is gone: killed, out of memory, crashed, or its node was lost."""
+
+    def __init__(self, role: str, rank: int, call: str, step: int | None, reason: str) -> None:
+        super().__init__(role, rank, call, step, reason)
+        self.role = role
+        self.rank = rank
+        self.call = call
+        self.step = step
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.role} rank {self.rank} died in {self.call}{_at(self.step)}: {self.reason}"
+
+
+class RpcTimeoutError(ClusterError, TimeoutError):
+    """Some workers gave no answer in time; their processes may still be running."""
+
+    def __init__(self, role: str, ranks: tuple[int, ...], call: str, step: int | None, seconds: float) -> None:
+        super().__init__(role, ranks, call, step, seconds)
+        self.role = role
+        self.ranks = ranks
+        self.call = call
+        self.step = step
+        self.seconds = seconds
+        """How long the caller waited."""
+
+    def __str__(self) -> str:
+        who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {', '.join(map(str, self.ranks))}"
+        return f"{self.role} {who}: {self.call}{_at(self.step)} gave no answer in {self.seconds:.1f} s (rpc_timeout)"
+
+
+def _at(step: int | None) -> str:
+    return "" if step is None else f" at step {step}"

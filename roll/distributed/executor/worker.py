@@ -1,0 +1,75 @@
+"""The base of every role's worker: one process that Ray started on its seat."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+
+class Worker:
+    """One rank of a role. Subclasses add the role's methods; a subclass with ``async`` methods runs in an event loop.
+
+    Heavy work (loading a model) belongs in a method that the cluster calls, not in ``__init__``: Ray reports what a
+    constructor raised as text only, while an error of a method keeps its type.
+    """
+
+    def __init__(self, role: str, rank: int, world_size: int, env: Mapping[str, str]) -> None:
+        """Args:
+        env: variables of this process; they were set before it imported anything, and are set again here because
+            Ray adjusts some of them in between.
+        """
+        self.role = role
+        self.rank = rank
+        self.world_size = world_size
+        os.environ.update(env)
+
+    def __repr__(self) -> str:
+        """Ray prefixes the worker's log lines with this."""
+        return f"{self.role}[{self.rank}]"
+
+    def ping(self) -> None:
+        """Returns once the worker is up and its queue has come to this call."""
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def node_ip(self) -> str:
+        """The address at which the other nodes reach this one."""
+        import ray
+
+        return ray.util.get_node_ip_address()
+
+    def free_port(self) -> int:
+        """A TCP port that was free a moment ago."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+    def set_rendezvous(self, addr: str, port: int) -> None:
+        """Sets what ``torch.distributed.init_process_group`` reads from the environment.
+
+        LOCAL_RANK is 0 everywhere: a worker sees only its own devices.
+        """
+        os.environ.update(
+            MASTER_ADDR=addr,
+            MASTER_PORT=str(port),
+            RANK=str(self.rank),
+            WORLD_SIZE=str(self.world_size),
+            LOCAL_RANK="0",
+            LOCAL_WORLD_SIZE="1",
+        )
+        if addr.startswith("127."):  # gloo would listen on the address that the host's name resolves to
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+
+    def peak_memory_mb(self) -> float:
+        """Largest resident memory of this process so far, in MiB."""
+        status = Path("/proc/self/status")
+        if status.exists():  # rusage would count what the parent held at the moment of the fork
+            line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+            return int(line.split()[1]) / 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak / 2**20 if sys.platform == "darwin" else peak / 1024

@@ -1,0 +1,94 @@
+"""Sends generation requests to engine workers, one at a time for the caller, in batches over the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ray.exceptions import RayActorError
+
+from roll.agentic.types import Completion, GenerateRequest
+
+
+class EngineUnavailableError(RuntimeError):
+    """The engine worker that held a request died; the request can be sent again once it is back."""
+
+
+class GenerationClient:
+    """``generate(request)`` for many concurrent episodes, over few remote calls.
+
+    Requests made in the same tick of the event loop travel in one call; finished completions come back through one
+    long poll per engine worker. A request goes to the worker with the fewest requests in flight.
+
+    Args:
+        engines: handles of engine workers (``roll.pipeline.workers.InferWorker``).
+    """
+
+    def __init__(self, engines: Sequence[Any]) -> None:
+        self.client_id = uuid.uuid4().hex
+        self._engines = list(engines)
+        self._outbox: list[list[GenerateRequest]] = [[] for _ in engines]
+        self._pending: list[dict[str, asyncio.Future[Completion]]] = [{} for _ in engines]
+        self._pollers: list[asyncio.Task[None] | None] = [None for _ in engines]
+        self._flush_scheduled = False
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Samples one completion.
+
+        Raises:
+            EngineUnavailableError: the worker died.
+            Exception: what the engine raised for this request.
+        """
+        engine = min(range(len(self._engines)), key=lambda i: len(self._pending[i]))
+        # Ids are the caller's and may repeat between callers, tries and pipelines that share an engine.
+        wire_id = f"{self.client_id}/{uuid.uuid4().hex}"
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._pending[engine][wire_id] = future
+        self._outbox[engine].append(replace(request, request_id=wire_id))
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+        try:
+            return replace(await future, request_id=request.request_id)
+        except asyncio.CancelledError:
+            self._engines[engine].abort.remote(wire_id)
+            raise
+        finally:
+            self._pending[engine].pop(wire_id, None)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        for engine, requests in enumerate(self._outbox):
+            if not requests:
+                continue
+            self._outbox[engine] = []
+            self._engines[engine].submit.remote(self.client_id, requests)
+            poller = self._pollers[engine]
+            if poller is None or poller.done():
+                self._pollers[engine] = asyncio.get_running_loop().create_task(self._poll(engine))
+
+    async def _poll(self, engine: int) -> None:
+        """Fetches results until nothing is pending at this worker."""
+        pending = self._pending[engine]
+        while pending:
+            try:
+                results = await self._engines[engine].poll.remote(self.client_id)
+            except RayActorError as error:
+                for future in list(pending.values()):
+                    if not future.done():
+                        future.set_exception(EngineUnavailableError(f"engine worker {engine} died: {error}"))
+                pending.clear()
+                return
+            for request_id, outcome in results:
+                waiting = pending.get(request_id)
+                if waiting is None or waiting.done():
+                    continue
+                if isinstance(outcome, BaseException):
+                    waiting.set_exception(outcome)
+                else:
+                    waiting.set_result(outcome)
+            # Woken callers run now, so that their next requests are counted before the loop condition is read.
+            await asyncio.sleep(0)

@@ -1,0 +1,321 @@
+"""Continuous batching over any decoder-only Hugging Face model: who runs next, and one step for all who run.
+
+A step is: admit waiting sequences (one forward over their prompts), then one token for every running sequence. A
+prompt's last token is not part of the prefill: it is the input of the sequence's first decode step. So logits and
+sampling exist in one place only, prompts need no mask (right padding is invisible to causal attention), and equal
+prompts (the samples of one request, the members of a group) are prefilled once and copied.
+
+Everything here is synchronous and single-threaded; ``engine_thread.py`` runs it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roll.agentic.types import Completion, FinishReason, GenerateRequest
+from roll.data.arrays import IntArray
+from roll.models.sampling import SamplerRows, sample, uniforms
+from roll.models.slot_cache import SlotCache
+from roll.models.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PADDING_ALWAYS_ALLOWED = 8  # a forward of its own costs a tiny model more than this many tokens of padding per prompt
+
+
+@dataclass(eq=False)
+class RunningSequence:
+    """One completion on its way. ``eq=False``: identity is what counts, and it makes the object hashable."""
+
+    request: GenerateRequest
+    seed: int
+    """Unsigned 64 bits."""
+    limit: int
+    """Most tokens to sample: ``max_new_tokens``, or what is left of the context."""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    weight_version: int = -1
+    """Weights of the first token; -1 before it."""
+
+    @property
+    def history(self) -> IntArray:
+        """Prompt and sampled tokens: what must be in the cache, up to the last token, before the next step."""
+        prompt = self.request.prompt_ids
+        return np.concatenate([prompt, np.array(self.tokens, dtype=np.int64)]) if self.tokens else prompt
+
+    @property
+    def length(self) -> int:
+        return len(self.request.prompt_ids) + len(self.tokens)
+
+    @property
+    def final_length(self) -> int:
+        return len(self.request.prompt_ids) + self.limit
+
+    def completion(self, reason: FinishReason, weight_version: int) -> Completion:
+        """What was sampled; ``weight_version`` is used when that is nothing."""
+        return Completion(
+            request_id=self.request.request_id,
+            token_ids=np.array(self.tokens, dtype=np.int64),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            finish_reason=reason,
+            weight_version=self.weight_version if self.tokens else weight_version,
+        )
+
+
+Finished = tuple[RunningSequence, FinishReason]
+
+
+@dataclass
+class EngineCounters:
+    """Running totals since the start."""
+
+    steps: int = 0
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    """Prompt tokens computed, padding excluded."""
+    shared_tokens: int = 0
+    """Prompt tokens that were copied from an equal prompt instead."""
+    finished: int = 0
+
+
+class ContinuousBatching:
+    """The scheduler and the step.
+
+    Args:
+        model: takes a ``Cache``, a 4D attention mask and ``position_ids``; its attention must be full and causal.
+        eos_ids: tokens that end a completion.
+        stop_strings: finds stop strings.
+        max_running: most sequences in one step.
+        max_prefill_tokens: most prompt tokens admitted in one step (a longer prompt is admitted alone).
+        max_cache_tokens: most positions of the key-value cache, slots × longest sequence; ``None``: no bound.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        eos_ids: Sequence[int],
+        stop_strings: StopStrings,
+        max_running: int,
+        max_prefill_tokens: int,
+        max_cache_tokens: int | None = None,
+    ) -> None:
+        self.weight_version = 0
+        self.counters = EngineCounters()
+        self.waiting: deque[RunningSequence] = deque()
+        self.running: list[RunningSequence] = []
+        self._model = model
+        self._eos_ids = frozenset(eos_ids)
+        self._stop_strings = stop_strings
+        self._max_running = max_running
+        self._max_prefill_tokens = max_prefill_tokens
+        self._max_cache_tokens = max_cache_tokens
+        self._cache = SlotCache(model.config.get_text_config().num_hidden_layers, max_cache_tokens)
+        self._sampler: _RowSampler | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: RunningSequence) -> None:
+        self.waiting.append(sequence)
+
+    @torch.inference_mode()
+    def step(self) -> list[Finished]:
+        """Admits what fits, samples one token for every running sequence, and returns those that are done."""
+        self._admit()
+        logits_BV = self._decode()
+        if self._sampler is None:
+            self._sampler = _RowSampler(self.running, logits_BV.device, logits_BV.shape[-1])
+        tokens, logprobs = self._sampler.draw(logits_BV, [len(s.tokens) for s in self.running])
+        self.counters.steps += 1
+        self.counters.generated_tokens += len(tokens)
+        finished = {}
+        for row, (sequence, token, logprob) in enumerate(zip(self.running, tokens, logprobs, strict=True)):
+            if not sequence.tokens:
+                sequence.weight_version = self.weight_version
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            reason = self._end(sequence, token)
+            if reason is not None:
+                finished[row] = (sequence, reason)
+        self._remove(list(finished))
+        self.counters.finished += len(finished)
+        return list(finished.values())
+
+    def remove(self, sequence: RunningSequence) -> None:
+        """Takes a sequence out wherever it is (abort)."""
+        if sequence in self.running:
+            self._remove([self.running.index(sequence)])
+        else:
+            self.waiting.remove(sequence)
+
+    def preempt(self) -> None:
+        """Puts the running sequences back at the head of the queue and frees the cache.
+
+        They keep what they sampled; when they are admitted again, keys and values are computed from their tokens.
+        """
+        self.waiting.extendleft(reversed(self.running))
+        self.running.clear()
+        self._sampler = None
+        self._cache.free()
+
+    def _end(self, sequence: RunningSequence, token: int) -> FinishReason | None:
+        stop = sequence.request.params.stop
+        if token in self._eos_ids:
+            return FinishReason.STOP
+        if stop and self._stop_strings.may_end(stop, token) and self._stop_strings.found(stop, sequence.tokens):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(sequence.tokens) >= sequence.limit else None
+
+    def _admit(self) -> None:
+        """Moves sequences from the queue to the slots, in order of arrival, and prefills them."""
+        groups: dict[bytes, list[RunningSequence]] = {}  # equal histories share one prefill
+        num_admitted, num_tokens = 0, 0
+        longest = max((s.final_length for s in self.running), default=0)
+        while self.waiting and len(self.running) + num_admitted < self._max_running:
+            sequence = self.waiting[0]
+            key = sequence.history.tobytes()
+            cost = 0 if key in groups else sequence.length - 1
+            longest = max(longest, sequence.final_length)
+            occupied = len(self.running) + num_admitted
+            if occupied and (
+                (groups and num_tokens + cost > self._max_prefill_tokens)
+                or (self._max_cache_tokens is not None and (occupied + 1) * longest > self._max_cache_tokens)
+            ):
+                break
+            groups.setdefault(key, []).append(self.waiting.popleft())
+            num_admitted, num_tokens = num_admitted + 1, num_tokens + cost
+        if groups:
+            self._sampler = None
+            lengths = [s.length for s in self.running] + [group[0].length for group in groups.values()]
+            self._cache.reserve(len(self.running) + num_admitted, max(lengths))
+            for batch in _similar_lengths(list(groups.values())):
+                self._prefill(batch)
+
+    def _prefill(self, groups: Sequence[Sequence[RunningSequence]]) -> None:
+        """One forward over one history per group, last tokens left out; fills the slots of all members."""
+        first_slot = len(self.running)
+        lengths = [group[0].length - 1 for group in groups]
+        for group in groups:
+            self.running.extend(group)
+        sizes = [len(group) for group in groups]
+        self.counters.prefill_tokens += sum(lengths)
+        self.counters.shared_tokens += sum(n * (size - 1) for n, size in zip(lengths, sizes, strict=True))
+        width = max(lengths)
+        if width == 0:
+            return
+        tokens_GL = np.zeros((len(groups), width), dtype=np.int64)
+        for row, group in enumerate(groups):
+            tokens_GL[row, : lengths[row]] = group[0].history[:-1]
+        source_B = None
+        if len(groups) < sum(sizes):
+            source_B = torch.from_numpy(np.repeat(np.arange(len(groups)), sizes)).to(self._model.device)
+        self._cache.plan_prefill(first_slot, source_B)
+        # Only keys and values are wanted: the trunk without the output layer, and no mask (see the module's docstring).
+        input_ids = torch.from_numpy(tokens_GL).to(self._model.device)
+        self._model.base_model(input_ids=input_ids, past_key_values=self._cache, use_cache=True)
+
+    def _decode(self) -> Tensor:
+        """Feeds every running sequence its last token; returns the logits [B, V] of the next one."""
+        positions = [s.length - 1 for s in self.running]
+        last = [s.tokens[-1] if s.tokens else int(s.request.prompt_ids[-1]) for s in self.running]
+        longest = max(positions)
+        self._cache.reserve(len(positions), longest + 1)
+        tokens_B, positions_B = torch.tensor([last, positions]).to(self._model.device)
+        self._cache.plan_decode(positions_B, longest + 1)
+        mask = None
+        if min(positions) < longest:
+            visible = torch.arange(longest + 1, device=positions_B.device) <= positions_B[:, None]
+            # Additive, since sdpa on the CPU converts a boolean mask again in every layer.
+            mask = torch.where(visible, 0.0, -torch.inf).to(self._model.dtype)[:, None, None]
+        output = self._model(
+            input_ids=tokens_B[:, None],
+            position_ids=positions_B[:, None],
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        logits: Tensor = output.logits
+        return logits[:, -1]
+
+    def _remove(self, rows: list[int]) -> None:
+        """Drops rows and moves the last ones into the gaps, so that the running slots stay contiguous."""
+        if not rows:
+            return
+        self._sampler = None
+        leaving, remaining = set(rows), len(self.running) - len(rows)
+        gaps = [row for row in rows if row < remaining]
+        movers = [row for row in range(remaining, len(self.running)) if row not in leaving]
+        if gaps:
+            self._move(movers, gaps)
+        del self.running[remaining:]
+
+    @torch.inference_mode()
+    def _move(self, movers: list[int], gaps: list[int]) -> None:
+        self._cache.move(movers, gaps, max(self.running[row].length for row in movers))
+        for mover, gap in zip(movers, gaps, strict=True):
+            self.running[gap] = self.running[mover]
+
+
+class _RowSampler:
+    """The sampling state of a fixed set of running rows, rebuilt when one joins or leaves."""
+
+    def __init__(self, sequences: Sequence[RunningSequence], device: torch.device, vocab_size: int) -> None:
+        params = [s.request.params for s in sequences]
+        self._device = device
+        self._seeds = np.array([s.seed for s in sequences], dtype=np.uint64)
+        self._rows = SamplerRows.build(
+            [p.temperature for p in params],
+            [p.top_k for p in params],
+            [p.top_p for p in params],
+            [p.repetition_penalty for p in params],
+            device,
+        )
+        self._seen_BV: Tensor | None = None
+        if self._rows.penalty_B is not None:
+            self._seen_BV = torch.zeros(len(sequences), vocab_size, dtype=torch.bool, device=device)
+            for row, sequence in enumerate(sequences):
+                self._seen_BV[row, torch.from_numpy(sequence.history).to(device)] = True
+
+    def draw(self, logits_BV: Tensor, num_sampled: list[int]) -> tuple[list[int], list[float]]:
+        """One token and its log-probability per row.
+
+        Raises:
+            FloatingPointError: the model's logits are not finite.
+        """
+        uniform_B = torch.from_numpy(uniforms(self._seeds, np.array(num_sampled, dtype=np.uint64))).to(self._device)
+        tokens_B, logprobs_B = sample(logits_BV, self._rows, uniform_B, self._seen_BV)
+        if self._seen_BV is not None:
+            self._seen_BV[torch.arange(len(tokens_B), device=self._device), tokens_B] = True
+        logprobs = logprobs_B.tolist()
+        if np.isnan(logprobs).any():
+            raise FloatingPointError(f"{int(np.isnan(logprobs).sum())} of {len(logprobs)} rows have NaN logits")
+        return tokens_B.tolist(), logprobs
+
+
+def _similar_lengths(
+    groups: list[list[RunningSequence]],
+) -> Iterator[list[list[RunningSequence]]]:
+    """Splits prompts into prefills such that at most a quarter of each row (or a few tokens) is padding."""
+    groups = sorted(groups, key=lambda group: -group[0].length)
+    widest = groups[0][0].length
+
+    def batch_width(group: list[RunningSequence]) -> int:
+        nonlocal widest
+        length = group[0].length
+        if length < min(0.75 * widest, widest - PADDING_ALWAYS_ALLOWED):
+            widest = length
+        return widest
+
+    for _, batch in groupby(groups, key=batch_width):
+        yield list(batch)

@@ -1,0 +1,215 @@
+"""The background thread that steps a ``ContinuousBatching`` and answers asyncio callers.
+
+Everything that touches the model runs on this thread, between two steps: so weights never change within one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from roll.agentic.types import Completion, FinishReason
+from roll.distributed.strategy.continuous_batching import ContinuousBatching, RunningSequence
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine failed or was shut down; ``__cause__`` holds the failure."""
+
+
+@dataclass(frozen=True)
+class _Ticket:
+    """Who waits for a sequence."""
+
+    sequence: RunningSequence
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Completion]
+
+
+class EngineThread:
+    """Owns the thread. All methods may be called from any thread."""
+
+    def __init__(self, batching: ContinuousBatching, name: str) -> None:
+        self._batching = batching
+        self._wake = threading.Condition()
+        self._arrivals: list[_Ticket] = []
+        self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
+        self._tickets: dict[RunningSequence, _Ticket] = {}  # written by the engine thread only
+        self._open_ids: dict[str, int] = {}
+        self._holds: set[str] = set()
+        self._closing = False
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, request_id: str, sequences: Sequence[RunningSequence]) -> list[asyncio.Future[Completion]]:
+        """Queues the sequences of one request; call it on the event loop that will await the futures.
+
+        Raises:
+            EngineStoppedError: the engine failed earlier, or was shut down.
+            ValueError: the request id is in flight already.
+        """
+        loop = asyncio.get_running_loop()
+        tickets = [_Ticket(sequence, loop, loop.create_future()) for sequence in sequences]
+        with self._wake:
+            self._check_alive()
+            if request_id in self._open_ids:
+                raise ValueError(f"request_id {request_id!r} is in flight already; expected a unique id")
+            self._open_ids[request_id] = len(tickets)
+            self._arrivals += tickets
+            self._wake.notify()
+        return [ticket.future for ticket in tickets]
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Runs ``function`` on the engine thread between two steps; its exception goes to the future only.
+
+        Raises:
+            EngineStoppedError: as ``submit``.
+        """
+        future: Future[T] = Future()
+        with self._wake:
+            self._check_alive()
+            self._commands.append((function, future))
+            self._wake.notify()
+        return future
+
+    def abort(self, request_id: str) -> Future[None]:
+        """Ends a request with what it has; does nothing when it is not in flight (it may just have finished)."""
+        return self.call(lambda: self._abort(request_id))
+
+    def hold(self, reason: str) -> Future[None]:
+        """No step starts until ``release(reason)``; the future is done when the step in progress is."""
+        return self.call(lambda: self._holds.add(reason))
+
+    def release(self, reason: str) -> Future[None]:
+        return self.call(lambda: self._holds.discard(reason))
+
+    def close(self) -> None:
+        """Stops the thread after its step; requests in flight fail with ``EngineStoppedError``."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineStoppedError(f"the generation engine failed earlier: {_describe(self._failure)}") from (
+                self._failure
+            )
+        if self._closing:
+            raise EngineStoppedError("the generation engine was shut down")
+
+    def _run(self) -> None:
+        try:
+            while self._collect():
+                if self._batching.has_work and not self._holds:
+                    done = [(s, s.completion(reason, s.weight_version)) for s, reason in self._batching.step()]
+                    self._answer(done)
+        except Exception as error:  # whatever it was, the callers learn it: nobody may wait forever
+            logger.exception("the generation engine failed; %d requests fail with it", len(self._tickets))
+            self._fail(error)
+        else:
+            self._fail(None)
+
+    def _collect(self) -> bool:
+        """Waits for work, takes in what arrived and runs the commands; False when it is time to stop."""
+        with self._wake:
+            while not (
+                self._closing or self._arrivals or self._commands or (self._batching.has_work and not self._holds)
+            ):
+                self._wake.wait()
+            if self._closing:
+                return False
+            arrivals, self._arrivals = self._arrivals, []
+            commands, self._commands = self._commands, []
+        for ticket in arrivals:
+            self._tickets[ticket.sequence] = ticket
+            self._batching.add(ticket.sequence)
+        for function, future in commands:
+            _execute(function, future)
+        return True
+
+    def _abort(self, request_id: str) -> None:
+        sequences = [s for s in self._tickets if s.request.request_id == request_id]
+        for sequence in sequences:
+            self._batching.remove(sequence)
+        version = self._batching.weight_version
+        self._answer([(s, s.completion(FinishReason.ABORT, version)) for s in sequences])
+
+    def _answer(self, finished: Sequence[tuple[RunningSequence, Completion]]) -> None:
+        """Hands completions to their event loops, with one wake-up per loop."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Completion], Completion]]]
+        by_loop = defaultdict(list)
+        with self._wake:
+            for sequence, completion in finished:
+                ticket = self._tickets.pop(sequence)
+                self._forget(sequence.request.request_id)
+                by_loop[ticket.loop].append((ticket.future, completion))
+        for loop, answers in by_loop.items():
+            _call_soon(loop, _resolve, answers)
+
+    def _forget(self, request_id: str) -> None:
+        self._open_ids[request_id] -= 1
+        if not self._open_ids[request_id]:
+            del self._open_ids[request_id]
+
+    def _fail(self, cause: BaseException | None) -> None:
+        """Fails everything in flight; ``cause`` None means an orderly shutdown."""
+        with self._wake:
+            self._closing, self._failure = True, cause
+            tickets = [*self._tickets.values(), *self._arrivals]
+            commands = self._commands
+            self._tickets, self._arrivals, self._commands, self._open_ids = {}, [], [], {}
+        what = "the generation engine " + (f"failed: {_describe(cause)}" if cause else "was shut down")
+
+        def error() -> EngineStoppedError:  # one each: a shared exception would collect every caller's traceback
+            failure = EngineStoppedError(what)
+            failure.__cause__ = cause
+            return failure
+
+        for _, future in commands:
+            future.set_exception(error())
+        for ticket in tickets:
+            _call_soon(ticket.loop, _reject, ticket.future, error())
+
+
+def _execute(function: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        result = function()
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def _resolve(answers: Sequence[tuple[asyncio.Future[Completion], Completion]]) -> None:
+    for future, completion in answers:
+        if not future.done():  # its caller may have been cancelled
+            future.set_result(completion)
+
+
+def _reject(future: asyncio.Future[Completion], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+        # The callers' event loop is gone, so nobody waits for the answer.
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,273 @@
+"""One model's parameters on several ranks: sharded by FSDP2, or one replica on each.
+
+Both classes show an optimizer the same thing: ``local``, this rank's share of every trained parameter as a plain
+tensor. Plain tensors rather than DTensors, because each foreach call on DTensors costs more than the arithmetic of a
+small model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from roll.models.scoring import TokenScorer
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    from roll.configs.strategy import Fsdp2Config
+
+
+class Weights:
+    """What sharded and replicated parameters have in common."""
+
+    copies: int
+    """Ranks that hold the same share, and after ``reduce_gradients`` the same gradient of it."""
+
+    def __init__(self, scorer: TokenScorer, device: torch.device) -> None:
+        self.scorer = scorer
+        self.device = device
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.local: dict[str, nn.Parameter] = {}
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Shapes of the whole parameters."""
+        return {name: parameter.shape for name, parameter in self.parameters.items()}
+
+    def forward_context(self) -> contextlib.AbstractContextManager[object]:
+        """Entered around every forward pass."""
+        return contextlib.nullcontext()
+
+    def after_scoring(self) -> None:
+        """Called after forward passes that no backward pass follows."""
+
+    def before_backward(self, *, last: bool) -> None:
+        """Called before each micro-batch's forward pass; ``last`` of an optimizer step."""
+
+    def reduce_gradients(self) -> list[Tensor]:
+        """After the last micro-batch: makes every share's ``.grad`` the sum over all ranks, and returns them."""
+        raise NotImplementedError
+
+    def drop_gradients(self) -> None:
+        """Forgets the gradients."""
+        raise NotImplementedError
+
+    def whole(self, name: str, share: Tensor) -> Tensor:
+        """Joins all ranks' values for a parameter's local shares (collective)."""
+        raise NotImplementedError
+
+    def share(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor shaped like the parameter."""
+        raise NotImplementedError
+
+    def move(self, device: torch.device) -> None:
+        """Moves the parameters; the optimizer's shares follow."""
+        raise NotImplementedError
+
+    def broadcast(self, name: str, whole: Tensor | None) -> Tensor:
+        """Hands rank 0's tensor for a parameter to every rank and returns this rank's part of it (collective)."""
+        parameter = self.parameters[name]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            buffer = torch.empty(parameter.shape, device=self.device) if whole is None else whole.to(self.device)
+            whole = buffer.float().contiguous()
+            dist.broadcast(whole, src=0)
+        assert whole is not None
+        return self.share(name, whole)
+
+    @torch.no_grad()
+    def fill(self, name: str, whole: Tensor | None) -> None:
+        """Sets a parameter to rank 0's ``whole`` on all ranks (collective)."""
+        self.local[name].copy_(self.broadcast(name, whole))
+
+
+class ReplicatedWeights(Weights):
+    """Every rank holds all parameters; one all-reduce of one flat buffer sums the gradients.
+
+    Args:
+        scorer: the model, in the number format that the optimizer works in.
+        device: where it computes.
+        compute_dtype: format of matrix products (autocast); float32 means as stored.
+        trained: allocate gradients.
+    """
+
+    def __init__(self, scorer: TokenScorer, device: torch.device, *, compute_dtype: torch.dtype, trained: bool) -> None:
+        super().__init__(scorer, device)
+        scorer.to(device)
+        self.copies = dist.get_world_size() if dist.is_initialized() else 1
+        self.parameters = self.local = dict(scorer.named_parameters())
+        stored = next(iter(self.parameters.values())).dtype
+        self._autocast = compute_dtype if compute_dtype != stored else None
+        self._flat_gradient = torch.empty(0)
+        if trained:
+            self._allocate_gradients()
+
+    def forward_context(self) -> contextlib.AbstractContextManager[object]:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast)
+
+    def reduce_gradients(self) -> list[Tensor]:
+        if self.copies > 1:
+            dist.all_reduce(self._flat_gradient)
+        return [cast(Tensor, parameter.grad) for parameter in self.local.values()]
+
+    def drop_gradients(self) -> None:
+        self._flat_gradient.zero_()
+
+    def whole(self, name: str, share: Tensor) -> Tensor:
+        return share.detach()
+
+    def share(self, name: str, whole: Tensor) -> Tensor:
+        return whole
+
+    def move(self, device: torch.device) -> None:
+        for parameter in self.local.values():
+            parameter.grad = None
+        self.scorer.to(device)
+        if self._flat_gradient.numel():
+            self._allocate_gradients()
+
+    def _allocate_gradients(self) -> None:
+        """Makes every ``.grad`` a view of one buffer, so that a sum over ranks is one call."""
+        sizes = [parameter.numel() for parameter in self.local.values()]
+        self._flat_gradient = torch.zeros(sum(sizes), device=next(iter(self.local.values())).device)
+        for parameter, gradient in zip(self.local.values(), self._flat_gradient.split(sizes), strict=True):
+            parameter.grad = gradient.view_as(parameter)
+
+
+class ShardedWeights(Weights):
+    """Every decoder layer, and the rest as a whole, is sharded with ``fully_shard`` (FSDP2).
+
+    Args:
+        scorer: the model, in the number format that the optimizer works in.
+        device: where it computes.
+        compute_dtype: format of the gathered weights and of activations.
+        config: sharding options; ``fsdp_size`` smaller than the world replicates groups of shards (HSDP).
+    """
+
+    def __init__(
+        self, scorer: TokenScorer, device: torch.device, *, compute_dtype: torch.dtype, config: Fsdp2Config
+    ) -> None:
+        super().__init__(scorer, device)
+        from roll.models.loading import resolve_dtype
+
+        mesh = _make_mesh(device, config.fsdp_size)
+        self.copies = 1 if mesh.ndim == 1 else mesh.size(0)
+        self._sync_always = config.reshard_after_forward
+        reduce_dtype = torch.float32 if config.reduce_dtype is None else resolve_dtype(config.reduce_dtype)
+        self._root = _shard(scorer, mesh, compute_dtype, reduce_dtype, config)
+        self.parameters = dict(scorer.named_parameters())
+        self.local = {name: nn.Parameter(_local(p), p.requires_grad) for name, p in self.parameters.items()}
+
+    def after_scoring(self) -> None:
+        # The root keeps its gathered weights after a forward pass, expecting a backward pass to free them; without
+        # one, the next forward pass would compute with stale weights if they changed in between.
+        self._root.reshard()
+
+    def before_backward(self, *, last: bool) -> None:
+        # Gradients that are not scattered at once wait unsharded, which costs the memory that reshard_after_forward
+        # is there to save.
+        self._root.set_requires_gradient_sync(self._sync_always or last)
+        self._root.set_requires_all_reduce(last)
+        self._root.set_is_last_backward(last)
+
+    def reduce_gradients(self) -> list[Tensor]:
+        for name, parameter in self.parameters.items():
+            share = self.local[name]
+            share.grad = torch.zeros_like(share) if parameter.grad is None else _local(parameter.grad)
+        return [cast(Tensor, share.grad) for share in self.local.values()]
+
+    def drop_gradients(self) -> None:
+        for name, parameter in self.parameters.items():
+            parameter.grad = self.local[name].grad = None
+
+    def whole(self, name: str, share: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        like = cast("DTensor", self.parameters[name])
+        joined = DTensor.from_local(
+            share.detach(), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+        return joined.full_tensor()
+
+    def share(self, name: str, whole: Tensor) -> Tensor:
+        from torch.distributed.tensor import distribute_tensor
+
+        like = cast("DTensor", self.parameters[name])
+        # src_data_rank=None: every rank has the whole tensor and cuts its own part, nothing is sent.
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+    def move(self, device: torch.device) -> None:
+        self.scorer.to(device)
+        self.parameters = dict(self.scorer.named_parameters())
+        for name, parameter in self.parameters.items():
+            self.local[name].data = _local(parameter)
+
+
+def whole_parameters(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter in full, one at a time (collective: every rank must go through all of it)."""
+    for name, share in weights.local.items():
+        yield name, weights.whole(name, share)
+
+
+def decoder_layers(scorer: TokenScorer) -> list[nn.Module]:
+    """The blocks that the model's own class says must not be split: each is one unit of sharding and recomputation."""
+    names = set(scorer.model._no_split_modules or ())
+    layers = [module for module in scorer.model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ValueError(f"{type(scorer.model).__name__} names no decoder layers (_no_split_modules); cannot shard it")
+    return layers
+
+
+def _shard(
+    scorer: TokenScorer,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype,
+    reduce_dtype: torch.dtype,
+    config: Fsdp2Config,
+) -> FSDPModule:
+    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    mp_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
+    pinned = torch.cuda.is_available()
+    offload_policy = CPUOffloadPolicy(pin_memory=pinned) if config.cpu_offload else OffloadPolicy()
+    for layer in decoder_layers(scorer):
+        fully_shard(
+            layer,
+            mesh=mesh,
+            reshard_after_forward=config.reshard_after_forward,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+        )
+    root = fully_shard(scorer, mesh=mesh, mp_policy=mp_policy, offload_policy=offload_policy)
+    for module in scorer.modules():
+        if isinstance(module, FSDPModule):
+            # The losses' shares already add up: sum, do not average. By default the sum is a premultiplied one, which
+            # gloo lacks.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    return cast("FSDPModule", root)
+
+
+def _make_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    world = dist.get_world_size()
+    size = world if fsdp_size == -1 else fsdp_size
+    if world % size:
+        raise ValueError(f"strategy_config.fsdp_size: {size}, expected a divisor of the {world} workers")
+    if size == world:
+        return init_device_mesh(device.type, (world,))
+    return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return cast("DTensor", tensor).to_local().detach()

@@ -1,0 +1,223 @@
+"""Opens and writes models in Hugging Face format. Weights are safetensors; code that comes with a model never runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Head = Literal["lm", "value"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "chat_template*",
+)
+
+
+def resolve_dtype(name: str | None, config: PreTrainedConfig | None = None) -> torch.dtype:
+    """``fp32``, ``bf16``, ``fp16`` or a torch name; ``None`` takes the model configuration's, else float32."""
+    if name is None:
+        stated = getattr(config, "dtype", None)
+        return stated if isinstance(stated, torch.dtype) else torch.float32
+    dtype = DTYPES.get(name) or getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"model_args.dtype: {name!r}, expected one of {', '.join(DTYPES)}")
+    return dtype
+
+
+def load_config(path: str, config_kwargs: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+    """The model's configuration, with entries replaced by ``config_kwargs``.
+
+    Raises:
+        ValueError: no such folder, no ``config.json`` in it, or an entry that the configuration does not have.
+    """
+    from transformers import AutoConfig
+
+    local = check_model_path(path)
+    config = AutoConfig.from_pretrained(path, local_files_only=local, trust_remote_code=False)
+    for key, value in (config_kwargs or {}).items():
+        if not hasattr(config, key):
+            raise ValueError(f"model_config_kwargs.{key}: {type(config).__name__} has no such entry")
+        setattr(config, key, value)
+    return config
+
+
+def load_causal_lm(
+    path: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    attn_implementation: str | None = None,
+    config_kwargs: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """A causal language model in evaluation mode.
+
+    Args:
+        path: folder in Hugging Face format, or a hub name.
+        dtype: of the weights; ``None`` takes the configuration's.
+        device: where the weights go.
+        attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2`` …; ``None`` lets transformers choose.
+        config_kwargs: entries of the model's configuration to replace.
+
+    Raises:
+        ValueError: no such folder, or nothing in it that can be loaded.
+    """
+    return _load("lm", path, dtype, device, attn_implementation, config_kwargs)
+
+
+def load_trunk(
+    path: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    attn_implementation: str | None = None,
+    config_kwargs: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """The model without its output layer: what a value head sits on. Arguments as ``load_causal_lm``."""
+    return _load("value", path, dtype, device, attn_implementation, config_kwargs)
+
+
+def make_skeleton(
+    head: Head,
+    path: str,
+    *,
+    dtype: torch.dtype,
+    attn_implementation: str | None = None,
+    config_kwargs: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
+    """The model with unset weights, for ranks that receive them: its memory is not touched until it is filled."""
+    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    kind = AutoModelForCausalLM if head == "lm" else AutoModel
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    with no_init_weights():
+        model: PreTrainedModel = kind.from_config(
+            load_config(path, config_kwargs), dtype=dtype, trust_remote_code=False, **options
+        )
+    model.tie_weights()  # initialisation would have done it
+    return model.eval()
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The model's tokenizer.
+
+    Raises:
+        ValueError: no such folder, or no tokenizer in it.
+    """
+    from transformers import AutoTokenizer
+
+    local = check_model_path(path)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, local_files_only=local, trust_remote_code=False
+        )
+    except OSError as error:
+        raise ValueError(f"model path {path!r}: no tokenizer in Hugging Face format ({error})") from error
+    return tokenizer
+
+
+def save_hf(model: PreTrainedModel, path: Path, *, tokenizer_from: str | None = None) -> None:
+    """Writes weights, configuration and generation defaults, and copies the tokenizer of ``tokenizer_from``."""
+    model.save_pretrained(path)
+    if tokenizer_from is not None:
+        copy_tokenizer(Path(tokenizer_from), path)
+
+
+def save_config(model: PreTrainedModel, path: Path, dtype: torch.dtype) -> None:
+    """Writes what belongs beside the weights: ``config.json`` (naming ``dtype``) and ``generation_config.json``."""
+    model.config.save_pretrained(path)
+    file = path / "config.json"
+    content = json.loads(file.read_text())
+    content["architectures"] = [_architecture(model)]
+    content["dtype"] = str(dtype).removeprefix("torch.")
+    file.write_text(json.dumps(content, indent=2) + "\n")
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(path)
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copies tokenizer files between model folders; a hub name as ``source`` has none to copy."""
+    if source.is_dir() and source.resolve() != target.resolve():
+        for pattern in TOKENIZER_FILES:
+            for file in source.glob(pattern):
+                if file.is_file():
+                    shutil.copy2(file, target / file.name)
+
+
+def check_model_path(path: str) -> bool:
+    """Whether ``path`` is a local folder (of a model), as opposed to a hub name.
+
+    Raises:
+        ValueError: it looks like a folder and is none, or holds no ``config.json``.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"model path {path!r}: no config.json in it; expected a model in Hugging Face format")
+        return True
+    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
+        raise ValueError(f"model path {path!r}: no such folder")
+    return False
+
+
+def _load(
+    head: Head,
+    path: str,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    attn_implementation: str | None,
+    config_kwargs: Mapping[str, Any] | None,
+) -> PreTrainedModel:
+    from transformers import AutoModel, AutoModelForCausalLM
+
+    config = load_config(path, config_kwargs)
+    kind = AutoModelForCausalLM if head == "lm" else AutoModel
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    try:
+        loaded: Any = kind.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype or resolve_dtype(None, config),
+            use_safetensors=True,
+            local_files_only=Path(path).expanduser().is_dir(),
+            trust_remote_code=False,
+            output_loading_info=True,
+            **options,
+        )
+    except OSError as error:
+        raise ValueError(f"model path {path!r}: no safetensors weights could be loaded ({error})") from error
+    model: PreTrainedModel
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        # transformers would go on with random weights in their place.
+        raise ValueError(f"model path {path!r}: {len(missing)} weights are missing, the first is {missing[0]!r}")
+    return model.to(device).eval()  # type: ignore[arg-type]
+
+
+def _architecture(model: PreTrainedModel) -> str:
+    return type(model).__name__.removeprefix("FSDP")  # fully_shard puts a subclass FSDP<name> in place
+
+
+def to_hf_weights(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """One parameter as the checkpoint format names and shapes it (fused experts become one tensor per expert)."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, {name: tensor}))

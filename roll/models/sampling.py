@@ -1,0 +1,139 @@
+"""Drawing one token per row, each row with its own parameters and its own random stream.
+
+Axes: B rows, V vocabulary. Randomness is counter-based: the uniform number behind a token is a hash of the request's
+seed and the token's index, so a request samples the same tokens whoever else is in the batch and whenever it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MASK64 = (1 << 64) - 1
+
+
+def uniforms(seeds_B: npt.NDArray[np.uint64], index_B: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
+    """One number in (0, 1) per (seed, index), from SplitMix64 (Steele, Lea and Flood 2014), the seed mixed first.
+
+    The numbers are odd multiples of 2^-24: exact in float32, never 0 and never 1.
+    """
+    bits = _mix(_mix(seeds_B + _GOLDEN) + (index_B + np.uint64(1)) * _GOLDEN)
+    return ((bits >> np.uint64(41)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of sample ``index`` of a request; sample 0 keeps the request's own seed."""
+    if index == 0:
+        return seed & _MASK64
+    return int(_mix(np.array([(seed ^ (index * 0xD1342543DE82EF95)) & _MASK64], dtype=np.uint64))[0])
+
+
+def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class SamplerRows:
+    """The sampling parameters of B rows. A field is ``None`` when no row needs it, and costs nothing then."""
+
+    temperature_B: Tensor | None
+    """float32; 1 for greedy rows. ``None``: all 1."""
+    greedy_B: Tensor | None
+    """bool: take the most likely token."""
+    truncated_R: Tensor | None
+    """int64: the rows with a top-k or a top-p."""
+    top_k_R: Tensor | None
+    top_p_R: Tensor | None
+    penalty_B: Tensor | None
+    """float32: repetition penalty."""
+
+    @staticmethod
+    def build(
+        temperature: Sequence[float],
+        top_k: Sequence[int],
+        top_p: Sequence[float],
+        penalty: Sequence[float],
+        device: torch.device,
+    ) -> SamplerRows:
+        """From one value per row; temperature 0 is greedy, top_k <= 0 and top_p >= 1 keep everything."""
+
+        def tensor(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        # A greedy row takes the maximum, which no truncation removes.
+        rows = [i for i, t in enumerate(temperature) if t > 0 and (top_k[i] > 0 or top_p[i] < 1)]
+        return SamplerRows(
+            temperature_B=tensor([t or 1.0 for t in temperature])
+            if any(t not in (0, 1) for t in temperature)
+            else None,
+            greedy_B=tensor([t == 0 for t in temperature], torch.bool) if 0 in temperature else None,
+            truncated_R=tensor(rows, torch.int64) if rows else None,
+            top_k_R=tensor([top_k[i] if top_k[i] > 0 else 1 << 40 for i in rows], torch.int64) if rows else None,
+            top_p_R=tensor([top_p[i] for i in rows]) if rows else None,
+            penalty_B=tensor(penalty) if any(p != 1 for p in penalty) else None,
+        )
+
+
+def sample(
+    logits_BV: Tensor, rows: SamplerRows, uniform_B: Tensor, seen_BV: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Draws one token per row.
+
+    Args:
+        logits_BV: the model's logits, any float dtype.
+        rows: the rows' parameters.
+        uniform_B: float32 in (0, 1), one per row.
+        seen_BV: bool, tokens of the prompt and the completion so far; needed when ``rows.penalty_B`` is set.
+
+    Returns:
+        tokens_B (int64) and logprobs_B (float32): log-softmax of logits / temperature at the token, before repetition
+        penalty, top-k and top-p, which is what a trainer computes again.
+    """
+    logits_BV = logits_BV.float()
+    logprobs_BV = _log_softmax(logits_BV, rows.temperature_B)
+    choice_BV = logprobs_BV
+    if rows.penalty_B is not None:
+        assert seen_BV is not None
+        penalty_B1 = rows.penalty_B[:, None]
+        penalised_BV = torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
+        choice_BV = _log_softmax(torch.where(seen_BV, penalised_BV, logits_BV), rows.temperature_B)
+    tokens_B = _invert_cdf(choice_BV.exp(), uniform_B)
+    if rows.truncated_R is not None:
+        drawn_R = _draw_truncated(choice_BV[rows.truncated_R], rows, uniform_B[rows.truncated_R])
+        tokens_B = tokens_B.index_copy(0, rows.truncated_R, drawn_R)
+    if rows.greedy_B is not None:
+        tokens_B = torch.where(rows.greedy_B, choice_BV.argmax(-1), tokens_B)
+    return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+
+
+def _log_softmax(logits_BV: Tensor, temperature_B: Tensor | None) -> Tensor:
+    return torch.log_softmax(logits_BV if temperature_B is None else logits_BV / temperature_B[:, None], dim=-1)
+
+
+def _invert_cdf(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """The first index whose cumulative weight exceeds u times the total: never one of weight 0, as u < 1."""
+    cdf_BV = weights_BV.cumsum(-1)
+    threshold_B1 = uniform_B[:, None] * cdf_BV[:, -1:]
+    # The clamp matters only for NaN, which must not become an index outside; its log-probability stays NaN.
+    return torch.searchsorted(cdf_BV, threshold_B1, right=True)[:, 0].clamp(max=weights_BV.shape[1] - 1)
+
+
+def _draw_truncated(logprobs_RV: Tensor, rows: SamplerRows, uniform_R: Tensor) -> Tensor:
+    """Top-k first, then top-p of what is left (the order of Hugging Face and vLLM)."""
+    assert rows.top_k_R is not None and rows.top_p_R is not None
+    sorted_RV, token_RV = logprobs_RV.sort(dim=-1, descending=True, stable=True)
+    rank_V = torch.arange(sorted_RV.shape[1], device=sorted_RV.device)
+    probs_RV = sorted_RV.exp() * (rank_V < rows.top_k_R[:, None])
+    probs_RV = probs_RV / probs_RV.sum(-1, keepdim=True)
+    more_likely_RV = probs_RV.cumsum(-1) - probs_RV
+    keep_RV = (more_likely_RV < rows.top_p_R[:, None]) | (rank_V == 0)
+    picked_R = _invert_cdf(probs_RV * keep_RV, uniform_R)
+    return token_RV.gather(1, picked_R[:, None])[:, 0]

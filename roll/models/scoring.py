@@ -1,0 +1,171 @@
+"""Log-probabilities, entropies and values of just the tokens that the loss looks at.
+
+Axes: T tokens of a batch end to end, K of them in the loss, H hidden units, V vocabulary, R x C the model's input.
+The output layer is the dear part of a small model (and the large part of the memory of any): it is applied to the K
+positions that predict a loss token, in chunks whose logits are computed again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from roll.algorithms.types import TokenScores
+from roll.data.batch import Batch
+from roll.data.packing import ModelInput, make_micro_batches, make_packs, packed_row, rectangle, take_micro_batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from roll.models.heads import ValueHead
+
+MAX_CHUNK_LOGITS = 2**25
+"""Logits held at a time (128 MiB in float32); a micro-batch with more goes through the output layer in chunks."""
+
+
+class TokenScorer(nn.Module):
+    """A causal language model, or a trunk with a value head, that scores loss tokens.
+
+    It is a module so that FSDP2's root hooks run around everything that it does.
+
+    Args:
+        model: a causal language model; with ``value_head``, its trunk (what ``AutoModel`` loads).
+        temperature: divides the logits; 0 (greedy sampling) counts as 1.
+        value_head: makes this a critic.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, temperature: float = 1.0, value_head: ValueHead | None = None
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.value_head = value_head
+        self.inverse_temperature = 1.0 / temperature if temperature > 0 else 1.0
+        if value_head is None and model.get_output_embeddings() is None:
+            raise ValueError(f"{type(model).__name__} has no output layer; expected a causal language model")
+        self._finish_logits = _logit_transform(model.config)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def forward(
+        self, input_ids_RC: Tensor, position_ids_RC: Tensor | None, source_K: Tensor, target_K: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Scores one ``ModelInput``.
+
+        Returns:
+            ``(values_K,)`` of a critic, else ``(logprobs_K, entropy_K)``; float32. A plain tuple, because FSDP2 finds
+            the tensors to hook in it.
+        """
+        trunk = self.model if self.value_head is not None else self.model.base_model
+        output = trunk(input_ids=input_ids_RC, position_ids=position_ids_RC, use_cache=False)
+        hidden_KH = output.last_hidden_state.flatten(0, 1).index_select(0, source_K)
+        if self.value_head is not None:
+            return (self.value_head(hidden_KH),)
+        return self._score(hidden_KH, target_K)
+
+    def _score(self, hidden_KH: Tensor, target_K: Tensor) -> tuple[Tensor, Tensor]:
+        rows = max(1, MAX_CHUNK_LOGITS // self.model.get_output_embeddings().weight.shape[0])
+        if len(target_K) <= rows:
+            return self._score_chunk(hidden_KH, target_K)
+        parts = [
+            checkpoint(self._score_chunk, hidden, target, use_reentrant=False)
+            for hidden, target in zip(hidden_KH.split(rows), target_K.split(rows), strict=True)
+        ]
+        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+
+    def _score_chunk(self, hidden_KH: Tensor, target_K: Tensor) -> tuple[Tensor, Tensor]:
+        logits_KV = self._finish_logits(self.model.get_output_embeddings()(hidden_KH).float())
+        if self.inverse_temperature != 1.0:
+            logits_KV = logits_KV * self.inverse_temperature
+        all_logprobs_KV = torch.log_softmax(logits_KV, dim=-1)
+        logprobs_K = all_logprobs_KV.gather(1, target_K[:, None]).squeeze(1)
+        entropy_K = -(all_logprobs_KV.exp() * all_logprobs_KV).sum(-1)
+        return logprobs_K, entropy_K
+
+
+def score_input(scorer: nn.Module, inputs: ModelInput, num_tokens: int) -> TokenScores:
+    """Runs one micro-batch; returns scores with gradient, on the model's device.
+
+    Args:
+        scorer: a ``TokenScorer``.
+        inputs: the micro-batch's layout.
+        num_tokens: the micro-batch's T.
+    """
+    device = next(scorer.parameters()).device
+    moved = inputs.to(device)
+    outputs = scorer(moved.input_ids_RC, moved.position_ids_RC, moved.source_K, moved.target_K)
+    zeros_T = torch.zeros(num_tokens, device=device)
+    flat = [zeros_T.index_put((moved.token_K,), scores_K) for scores_K in outputs]
+    return TokenScores(values_T=flat[0]) if len(flat) == 1 else TokenScores(logprobs_T=flat[0], entropy_T=flat[1])
+
+
+def split_batch(
+    batch: Batch, *, max_sequences: int | None, max_tokens: int | None, round_to: int = 1, packing: bool = False
+) -> list[Tensor]:
+    """Row indices per micro-batch, as rectangles or as packed rows."""
+    if packing:
+        return make_packs(batch.lengths_B, max_sequences=max_sequences, max_tokens=max_tokens)
+    return make_micro_batches(batch.lengths_B, max_sequences=max_sequences, max_tokens=max_tokens, round_to=round_to)
+
+
+def layout(micro_batch: Batch, *, round_to: int = 1, packing: bool = False) -> ModelInput:
+    """One micro-batch as the model's input."""
+    return packed_row(micro_batch) if packing else rectangle(micro_batch, round_to)
+
+
+@torch.no_grad()
+def score_batch(
+    scorer: TokenScorer,
+    batch: Batch,
+    *,
+    max_sequences: int | None = None,
+    max_tokens: int | None = None,
+    round_to: int = 1,
+    packing: bool = False,
+) -> TokenScores:
+    """Scores a whole batch without gradient, micro-batch by micro-batch.
+
+    Returns:
+        Flat [T] scores in the batch's own order, 0 where the loss mask is 0.
+    """
+    groups = split_batch(batch, max_sequences=max_sequences, max_tokens=max_tokens, round_to=round_to, packing=packing)
+    parts = []
+    for index in range(max(1, len(groups))):
+        micro_batch = take_micro_batch(batch, groups, index)
+        inputs = layout(micro_batch, round_to=round_to, packing=packing)
+        parts.append(score_input(scorer, inputs, micro_batch.num_tokens))
+    return gather_scores(batch, groups, parts)
+
+
+def gather_scores(batch: Batch, groups: Sequence[Tensor], parts: Sequence[TokenScores]) -> TokenScores:
+    """Puts the scores of micro-batches back into the batch's order, on the CPU.
+
+    Args:
+        batch: the whole batch.
+        groups: row indices per micro-batch.
+        parts: scores per micro-batch; at least one. Those past the last group are padding, and ignored.
+    """
+    columns = {}
+    for name in ("logprobs_T", "entropy_T", "values_T"):
+        if getattr(parts[0], name) is None:
+            continue
+        flat_T = torch.zeros(batch.num_tokens)
+        for rows, part in zip(groups, parts, strict=False):
+            flat_T[batch.token_index(rows)] = getattr(part, name).cpu()
+        columns[name] = flat_T
+    return TokenScores(**columns)
+
+
+def _logit_transform(config: object) -> Callable[[Tensor], Tensor]:
+    """What some architectures do to the output layer's result (Gemma 2, Granite, Cohere)."""
+    softcap = getattr(config, "final_logit_softcapping", None)
+    if softcap:
+        return lambda logits: torch.tanh(logits / softcap) * softcap
+    factor = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    return (lambda logits: logits * factor) if factor != 1.0 else (lambda logits: logits)

@@ -1,0 +1,75 @@
+"""The agentic pipeline: rollouts come from environments played by environment workers."""
+
+from __future__ import annotations
+
+import logging
+
+from roll.agentic.metrics import rollout_metrics
+from roll.agentic.trajectory import groups_to_batch
+from roll.agentic.types import RolloutGroup
+from roll.configs.agentic import AgenticConfig
+from roll.data.batch import Batch
+from roll.distributed.executor.signals import SignalGuard
+from roll.distributed.strategy.base import Metrics
+from roll.pipeline.agentic.env_roles import EnvRoles
+from roll.pipeline.base import RLPipeline
+from roll.pipeline.roles import Roles
+from roll.pipeline.session import RunSession
+from roll.tracking.render import save_renders
+
+logger = logging.getLogger(__name__)
+
+
+class AgenticPipeline(RLPipeline):
+    """Trains a policy on environments (see ``RLPipeline``).
+
+    Args:
+        envs: the training and validation environment managers.
+    """
+
+    def __init__(
+        self, config: AgenticConfig, session: RunSession, roles: Roles, signals: SignalGuard, envs: EnvRoles
+    ) -> None:
+        super().__init__(config, session, roles, signals)
+        self.envs = envs
+
+    def rollout(self, step: int) -> tuple[Batch, Metrics]:
+        num_groups = self.config.rollout_batch_size // self.config.train_env_manager.group_size
+        first_group_id = (step - 1) * self.envs.train.group_ids_per_batch(num_groups)
+        self.session.first_rollout()
+        groups = self.envs.train.collect(first_group_id, num_groups)
+        metrics = rollout_metrics(groups, "rollout")
+        return groups_to_batch(groups, list(self.config.custom_envs)), metrics
+
+    def evaluate(self, name: str, step: int) -> Metrics:
+        """Plays the validation episodes: the same boards each time, sampled; and greedily before and after."""
+        with self.session.phase("eval"):
+            groups = self._play_validation(greedy=False)
+        metrics = rollout_metrics(groups, "eval")
+        if name != "step":
+            with self.session.phase("eval greedy"):
+                greedy = rollout_metrics(self._play_validation(greedy=True), "eval_greedy")
+            metrics |= {f"{area}": value for area, value in greedy.items() if area.endswith(("success", "reward"))}
+            self.session.summary["eval"][name] = {
+                "success": metrics["eval/success"],
+                "success_greedy": metrics["eval_greedy/success"],
+                "valid_rate": metrics["eval/valid_rate"],
+                "reward": metrics["eval/reward"],
+                "episodes": int(metrics["eval/episodes"]),
+            }
+        self._show(name, step, groups, metrics)
+        return metrics
+
+    def _play_validation(self, *, greedy: bool) -> list[RolloutGroup]:
+        scheduler = self.envs.val_greedy if greedy else self.envs.val
+        return scheduler.collect(0, self.config.val_batch_size // self.config.val_env_manager.group_size)
+
+    def _show(self, name: str, step: int, groups: list[RolloutGroup], metrics: Metrics) -> None:
+        """Keeps what a person may want to look at: some episodes in full, some to watch."""
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        self.session.folder.write_trajectories(f"eval-{step:05d}", trajectories[:64])
+        save_renders(trajectories, self.session.renders, step, self.config.num_renders)
+        self.session.display.note(
+            f"evaluation {name} (step {step}): success {metrics['eval/success']:.1%}, "
+            f"valid actions {metrics['eval/valid_rate']:.1%} on {len(trajectories)} held-out episodes"
+        )

@@ -1,0 +1,246 @@
+"""The run: one loop, and the training step on one screen.
+
+    sync weights → rollout → log-probs → reward shaping → advantages → train → checkpoint → track
+
+A pipeline differs from another only in where its rollouts come from and in what it evaluates.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from roll.algorithms.advantages import advantage_metrics, compute_advantages
+from roll.algorithms.correction import mismatch_metrics
+from roll.algorithms.kl import KlController
+from roll.algorithms.losses import build_policy_loss, build_value_loss
+from roll.algorithms.rewards import apply_kl_penalty, shape_rewards, whiten_token_rewards
+from roll.algorithms.statistics import RunningStats
+from roll.configs.agentic import AgenticConfig
+from roll.data.batch import Batch
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.executor.signals import Interrupted, SignalGuard
+from roll.distributed.strategy.base import Metrics
+from roll.pipeline.model_cluster import plan_optimizer_steps
+from roll.pipeline.roles import Roles
+from roll.pipeline.session import RunSession
+from roll.tracking.checkpointer import Checkpointer
+from roll.tracking.rng import restore_rng_state, rng_state
+from roll.utils.seeding import derive_seed
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingDivergedError(RuntimeError):
+    """Too many optimizer steps in a row had a NaN or infinite loss."""
+
+
+class RLPipeline(ABC):
+    """Trains a policy. Subclasses bring the rollouts.
+
+    Args:
+        config: the run's configuration.
+        session: its folder, display, trackers and checkpoints.
+        roles: the model roles, set up with the starting weights.
+        signals: holds back Ctrl-C while the state could not be saved.
+    """
+
+    def __init__(self, config: AgenticConfig, session: RunSession, roles: Roles, signals: SignalGuard) -> None:
+        self.config = config
+        self.session = session
+        self.roles = roles
+        self.signals = signals
+        self.done_steps = 0
+        self.saved_steps = -1
+        self.bad_steps = 0
+        self.score_stats = RunningStats()
+        self.kl_controller = KlController.from_config(config)
+
+    @abstractmethod
+    def rollout(self, step: int) -> tuple[Batch, Metrics]:
+        """Collects the step's training batch under the current weights."""
+
+    @abstractmethod
+    def evaluate(self, name: str, step: int) -> Metrics:
+        """Measures the policy on held-out data; ``name`` is ``before``, ``after`` or ``step``."""
+
+    def run(self) -> None:
+        """Trains to ``max_steps``, from a checkpoint if there is one to resume.
+
+        Raises:
+            Interrupted: the user asked to stop; a checkpoint has been saved.
+            TrainingDivergedError: ``max_bad_steps`` steps in a row could not be taken.
+        """
+        try:
+            if self.session.resume_path is not None:
+                self.resume(self.session.resume_path)
+            else:
+                self.roles.sync_weights(0)
+                self.evaluate("before", 0)
+            self.session.display.start(self.config.max_steps, done_steps=self.done_steps)
+            for step in range(self.done_steps + 1, self.config.max_steps + 1):
+                Cluster.current_step = step
+                self.after_step(step, self.step(step))
+        except (Interrupted, TrainingDivergedError):
+            self.save_checkpoint()
+            raise
+
+    def step(self, step: int) -> Metrics:
+        """One step of reinforcement learning."""
+        phase = self.session.phase
+        with phase("sync"):
+            if (step - 1) % self.config.actor_train.model_update_frequency == 0:
+                self.roles.sync_weights(step - 1)
+        with phase("rollout") as span:
+            batch, metrics = self.rollout(step)
+            span.tokens = int(batch.loss_mask_T.sum())
+        with phase("logprobs") as span:
+            steps = self.plan_training(batch, step)
+            batch = self.score(batch, needs_old_logprobs=len(steps) > 1)
+            span.tokens = batch.num_tokens
+        with self.signals.deferred():  # a stop in here waits: half an update cannot be saved
+            with phase("advantage"):
+                batch, shaping_metrics = self.shape(batch)
+            with phase("train") as span:
+                train_metrics = self.train(batch, steps, step)
+                span.tokens = batch.num_tokens * self.config.ppo_epochs
+            self.done_steps = step
+        return metrics | shaping_metrics | train_metrics
+
+    def plan_training(self, batch: Batch, step: int) -> list[Tensor]:
+        """The rows of each optimizer step."""
+        return plan_optimizer_steps(
+            batch.num_sequences,
+            self.config.optimizer_steps_per_epoch,
+            self.config.ppo_epochs,
+            seed=derive_seed(self.config.seed, "minibatches", step),
+        )
+
+    def score(self, batch: Batch, needs_old_logprobs: bool) -> Batch:
+        """Adds the log-probabilities of the training engine and the reference, and the critic's values.
+
+        Roles on different devices work at the same time.
+        """
+        config, roles = self.config, self.roles
+        recompute = needs_old_logprobs or config.enable_old_logprobs_recompute or config.add_token_level_kl
+        wanted = {
+            "old_logprobs_T": roles.actor if recompute else None,
+            "ref_logprobs_T": roles.reference,
+            "values_T": roles.critic,
+        }
+        pending = {name: (role, role.submit_logprobs(batch)) for name, role in wanted.items() if role is not None}
+        columns: dict[str, Tensor | None] = {}
+        for name, (role, submitted) in pending.items():
+            scores = role.gather_scores(batch, *submitted)
+            columns[name] = scores.values_T if name == "values_T" else scores.logprobs_T
+        return batch.replace(**columns)
+
+    def shape(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """Normalises rewards, adds the KL penalty, computes advantages."""
+        metrics = mismatch_metrics(batch)
+        batch, reward_metrics = shape_rewards(batch, self.config, self.score_stats)
+        metrics |= reward_metrics
+        if self.config.add_token_level_kl:
+            batch, kl_metrics = apply_kl_penalty(batch, self.config, self.kl_controller.coef)
+            self.kl_controller.update(kl_metrics["reward/kl"], batch.num_sequences)
+            metrics |= kl_metrics
+        if self.config.whiten_rewards:
+            batch = whiten_token_rewards(batch)
+        batch = compute_advantages(batch, self.config)
+        return batch, metrics | advantage_metrics(batch, self.config)
+
+    def train(self, batch: Batch, steps: list[Tensor], step: int) -> Metrics:
+        """Takes the optimizer steps of the actor and the critic, side by side where they have devices of their own."""
+        trains_actor = step > self.config.critic_warmup
+        actor_refs = self.roles.actor.submit_train(batch, steps) if trains_actor else []
+        critic_refs = self.roles.critic.submit_train(batch, steps) if self.roles.critic else []
+        history = self.roles.actor.gather_train(actor_refs) if actor_refs else []
+        metrics = _mean_metrics(history)
+        if self.roles.critic and critic_refs:
+            metrics |= _mean_metrics(self.roles.critic.gather_train(critic_refs))
+        self._count_bad_steps(history)
+        return metrics
+
+    def after_step(self, step: int, metrics: Metrics) -> None:
+        """Evaluates, saves and reports when it is time to."""
+        config = self.config
+        last = step == config.max_steps
+        if last or (config.eval_steps and step % config.eval_steps == 0):
+            with self.session.phase("sync"):
+                self.roles.sync_weights(step)
+            metrics |= self.evaluate("after" if last else "step", step)
+        metrics |= self.session.timer.step_metrics()
+        self.session.log_step(step, metrics)
+        if last or step % config.save_steps == 0:
+            self.save_checkpoint()
+        self.session.write_summary()
+
+    def save_checkpoint(self) -> None:
+        """Saves the state after the last finished step, unless that was saved already."""
+        if self.saved_steps == self.done_steps:
+            return
+        with self.session.phase("checkpoint"), self.signals.deferred():
+            path = self.session.checkpointer.save(self.done_steps, self.roles.save, self.state_dict())
+        self.saved_steps = self.done_steps
+        self.session.summary["checkpoint"] = str(path)
+
+    def resume(self, path: Path) -> None:
+        """Takes up the run where ``path`` was saved."""
+        with self.session.phase("resume"):
+            self.roles.load(path)
+            self.load_state_dict(Checkpointer.load_state(path))
+            self.saved_steps = self.done_steps
+            self.roles.sync_weights(self.done_steps)
+        logger.info("resumed from %s after step %d", path, self.done_steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything outside the models that the next step depends on."""
+        return {
+            "step": self.done_steps,
+            "bad_steps": self.bad_steps,
+            "score_stats": self.score_stats.state_dict(),
+            "kl_controller": self.kl_controller.state_dict(),
+            "rng": rng_state(),
+            "eval": self.session.summary["eval"],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done_steps = state["step"]
+        self.bad_steps = state["bad_steps"]
+        self.score_stats.load_state_dict(state["score_stats"])
+        self.kl_controller.load_state_dict(state["kl_controller"])
+        restore_rng_state(state["rng"])
+        self.session.summary["eval"] = state["eval"]
+        self.session.summary["steps"] = self.done_steps
+
+    def _count_bad_steps(self, history: list[Metrics]) -> None:
+        for metrics in history:
+            self.bad_steps = self.bad_steps + 1 if metrics.get("actor/skipped_steps") else 0
+        if self.bad_steps:
+            logger.warning("the loss or its gradient was not finite: %d optimizer steps in a row skipped", self.bad_steps)
+        if self.bad_steps >= self.config.max_bad_steps:
+            raise TrainingDivergedError(
+                f"{self.bad_steps} optimizer steps in a row had a NaN or infinite loss or gradient "
+                f"(max_bad_steps={self.config.max_bad_steps}); the weights are those before them"
+            )
+
+
+def set_losses(roles: Roles, config: AgenticConfig) -> None:
+    """Gives the trained roles their losses."""
+    roles.actor.call("set_loss", build_policy_loss, config)
+    if roles.critic is not None:
+        roles.critic.call("set_loss", build_value_loss, config)
+
+
+def _mean_metrics(history: list[Metrics]) -> Metrics:
+    """Means over the optimizer steps; what counts skipped steps is summed."""
+    names = {name for metrics in history for name in metrics}
+    result = {}
+    for name in names:
+        values = [metrics[name] for metrics in history if name in metrics]
+        result[name] = sum(values) if name.endswith("skipped_steps") else sum(values) / len(values)
+    return result

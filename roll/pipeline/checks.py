@@ -1,0 +1,162 @@
+"""Checks of a configuration that need to know the plug-ins, the files and the devices. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import roll.agentic.env as envs
+from roll.configs.agentic import TINY, AgenticConfig
+from roll.configs.env import CustomEnvConfig
+from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.rules import Rule, sections
+from roll.configs.schema import nearest
+from roll.configs.strategy import GENERATORS, STRATEGY_CONFIGS, TRAINERS
+from roll.distributed.executor.errors import PlacementError
+from roll.distributed.executor.resources import RoleRequest, plan_placement, pretend_nodes
+from roll.distributed.strategy import STRATEGIES
+from roll.tracking import TRACKERS
+from roll.utils.registry import UnknownNameError
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_ENV_MANAGERS = ("step", "traj")
+
+
+def check_envs(config: AgenticConfig) -> list[ConfigProblem]:
+    """Environment types exist and understand their ``env_config``."""
+    problems: list[ConfigProblem] = []
+    for tag, env in config.custom_envs.items():
+        base = f"custom_envs.{tag}"
+        problems += [_env_problem(base, env, text) for text in envs.check_env_config(env.env_type, env.env_config)]
+        if env.env_manager_cls not in _ENV_MANAGERS:
+            problems += _path_problems(f"{base}.env_manager_cls", env.env_manager_cls, _ENV_MANAGERS)
+    return problems
+
+
+def _env_problem(base: str, env: CustomEnvConfig, text: str) -> ConfigProblem:
+    """An environment's sentence, ``key: what was seen, what was expected``, with the key's full path."""
+    key, _, rest = text.partition(": ")
+    if key == "env_type":
+        return ConfigProblem(f"{base}.env_type", env.env_type, "a known environment", rest)
+    path = f"{base}.env_config" if key == "env_config" else f"{base}.env_config.{key}"
+    involved = (f"{base}.env_config", f"{base}.env_type")
+    seen = env.env_config.get(key, NOTHING)
+    if rest.startswith("unknown key; "):
+        return ConfigProblem(path, seen, "no such key", rest.removeprefix("unknown key; "), involved)
+    return ConfigProblem(path, seen, rest.rpartition("expected ")[2], involves=involved)
+
+
+def check_strategies(config: AgenticConfig) -> list[ConfigProblem]:
+    """Strategies exist, and each does what its role needs."""
+    names = sorted({*STRATEGIES.names(), *STRATEGY_CONFIGS})
+    problems = []
+    for role, worker in sections(config):
+        name, path = worker.strategy_args.strategy_name, f"{role}.strategy_args.strategy_name"
+        if name not in names:
+            problems += _path_problems(path, name, names)
+        elif role in ("actor_train", "critic") and name in STRATEGY_CONFIGS and name not in TRAINERS:
+            problems.append(ConfigProblem(path, name, f"a strategy that trains: {', '.join(sorted(TRAINERS))}"))
+        elif role == "actor_infer" and name in STRATEGY_CONFIGS and name not in GENERATORS:
+            problems.append(ConfigProblem(path, name, f"a strategy that generates: {', '.join(sorted(GENERATORS))}"))
+    return problems
+
+
+def check_plugins(config: AgenticConfig) -> list[ConfigProblem]:
+    """Trackers are registered, and classes and functions given by path can be found."""
+    problems = []
+    for tracker in config.trackers:
+        try:
+            TRACKERS.check(tracker)
+        except UnknownNameError as error:
+            problems.append(ConfigProblem("track_with", tracker, "a known tracker", str(error)))
+    paths = {f"{role}.worker_cls": worker.worker_cls for role, worker in sections(config)}
+    paths |= {f"{key}.worker_cls": getattr(config, key).worker_cls for key in ("train_env_manager", "val_env_manager")}
+    paths |= {"adv_estimator": config.adv_estimator if ":" in config.adv_estimator else None}
+    for key, path in paths.items():
+        if path is not None:
+            problems += _path_problems(key, path, ())
+    return problems
+
+
+def check_models(config: AgenticConfig) -> list[ConfigProblem]:
+    """Models are ``tiny``, a folder in Hugging Face format, or look like a name on the hub (which is not asked)."""
+    problems = []
+    models = {"pretrain": config.pretrain}
+    if config.reward_pretrain is not None and config.uses_critic:
+        models["reward_pretrain"] = config.reward_pretrain
+    for key, model in models.items():
+        folder = Path(model)
+        if model == TINY or (folder / "config.json").is_file():
+            continue
+        if folder.exists():
+            problems.append(ConfigProblem(key, model, "a folder that holds a config.json in Hugging Face format"))
+        elif not _HUB_ID.fullmatch(model):
+            near = nearest(folder.name, [path.name for path in folder.parent.glob("*")])
+            hint = f"did you mean {folder.parent / near}?" if near else "there is nothing at this path"
+            problems.append(
+                ConfigProblem(key, model, "tiny, an existing model folder, or an org/name on the hub", hint)
+            )
+    if isinstance(config.resume_from_checkpoint, str) and not Path(config.resume_from_checkpoint).is_dir():
+        seen = config.resume_from_checkpoint
+        problems.append(ConfigProblem("resume_from_checkpoint", seen, "true, false or an existing checkpoint folder"))
+    return problems
+
+
+def check_placement(config: AgenticConfig) -> list[ConfigProblem]:
+    """Every device exists, and a worker's devices lie on one node."""
+    nodes = pretend_nodes(config.num_nodes, config.num_gpus_per_node)
+    problems = []
+    for role, worker in sections(config):
+        mapping = worker.device_mapping
+        # Division and world_size are checked with the section itself.
+        if mapping is None or len(mapping) % worker.num_gpus_per_worker:
+            continue
+        request = RoleRequest(role, tuple(mapping), worker.num_gpus_per_worker)
+        try:
+            plan_placement([request], nodes)
+        except PlacementError as error:
+            involved = ("num_nodes", "num_gpus_per_node", f"{role}.num_gpus_per_worker")
+            path = f"{role}.device_mapping"
+            expected = (
+                f"ids from 0 to {config.num_devices - 1} (num_nodes {config.num_nodes} × num_gpus_per_node "
+                f"{config.num_gpus_per_node}), each worker's on one node"
+            )
+            hint = "; ".join(error.problems)
+            problems.append(ConfigProblem(path, mapping, expected, hint, involves=involved))
+    return problems
+
+
+def describe_placement(config: AgenticConfig) -> list[str]:
+    """Where the roles would sit on the nodes that the configuration speaks of, as a table."""
+    requests = [
+        RoleRequest(
+            role,
+            None if worker.device_mapping is None else tuple(worker.device_mapping),
+            worker.num_gpus_per_worker,
+            worker.num_workers,
+        )
+        for role, worker in config.roles.items()
+    ]
+    return plan_placement(requests, pretend_nodes(config.num_nodes, config.num_gpus_per_node)).describe()
+
+
+CHECKS: tuple[Rule, ...] = (check_envs, check_strategies, check_plugins, check_models, check_placement)
+
+
+def _path_problems(key: str, path: str, names: tuple[str, ...] | list[str]) -> Iterator[ConfigProblem]:
+    """A name that is none of ``names`` must be ``package.module:attribute`` in a package that can be found."""
+    module, colon, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    known = ", ".join([*names, "package.module:attribute"])
+    near = nearest(path, names)
+    hint = f"did you mean {near}?" if near else ""
+    if not colon or not attribute.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        yield ConfigProblem(key, path, f"one of: {known}" if names else known, hint)
+    elif not _exists(module):
+        yield ConfigProblem(key, path, f"a module that can be imported; there is no {module}", hint)
+
+
+def _exists(module: str) -> bool:
+    """Whether the module's top package can be found; parents of a module are not imported to look deeper."""
+    return importlib.util.find_spec(module.partition(".")[0]) is not None

@@ -1,0 +1,118 @@
+"""A model role as the pipeline sees it: scores and trains whole batches, whatever the number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from torch import Tensor
+
+from roll.algorithms.types import TokenScores
+from roll.data.batch import Batch
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.strategy.base import Metrics, RankInfo, StrategyContext
+
+
+def plan_optimizer_steps(num_rows: int, steps_per_epoch: int, epochs: int, seed: int) -> list[Tensor]:
+    """Shuffles the rows anew in each epoch and cuts them into optimizer steps of nearly equal size; none is left out.
+
+    Returns:
+        For each optimizer step its rows, int64; fewer steps when there are fewer rows than steps.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        rows
+        for _ in range(epochs)
+        for rows in torch.randperm(num_rows, generator=generator).tensor_split(steps_per_epoch)
+        if len(rows)
+    ]
+
+
+class ModelCluster:
+    """The cluster of one scoring or training role, with its data-parallel layout."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._ranks: list[RankInfo] = []
+
+    def setup(self, context: StrategyContext) -> None:
+        """Loads the model on all workers; called again, it starts over."""
+        self.cluster.rendezvous()
+        self._ranks = self.cluster.dispatch("setup", [(context.at_rank(r, self.size),) for r in range(self.size)])
+
+    @property
+    def size(self) -> int:
+        return self.cluster.world_size
+
+    @property
+    def dp_size(self) -> int:
+        return self._ranks[0].dp_size
+
+    def logprobs(self, batch: Batch) -> TokenScores:
+        """Scores the batch, its rows spread over the data-parallel ranks."""
+        return self.gather_scores(batch, *self.submit_logprobs(batch))
+
+    def submit_logprobs(self, batch: Batch) -> tuple[list[Tensor], list[ray.ObjectRef]]:
+        """Starts scoring and returns at once, so that roles on other devices can work meanwhile."""
+        parts = batch.split(self.dp_size)
+        shares = [ray.put(batch.select(part)) for part in parts]
+        refs = self.cluster.submit_each("logprobs", [(shares[rank.dp_rank],) for rank in self._ranks])
+        return parts, refs
+
+    def gather_scores(self, batch: Batch, parts: list[Tensor], refs: list[ray.ObjectRef]) -> TokenScores:
+        """Waits for ``submit_logprobs`` and puts the scores back into the batch's order."""
+        results: list[TokenScores] = self.cluster.gather(refs, call="logprobs")
+        first = {rank.dp_rank: result for rank, result in reversed(list(zip(self._ranks, results, strict=True)))}
+        return TokenScores(
+            *(
+                _scatter(batch, parts, [getattr(first[dp_rank], name) for dp_rank in range(self.dp_size)])
+                for name in ("logprobs_T", "entropy_T", "values_T")
+            )
+        )
+
+    def submit_train(self, batch: Batch, steps: Sequence[Tensor]) -> list[ray.ObjectRef]:
+        """Starts the optimizer steps; each step's rows are spread over the data-parallel ranks by tokens."""
+        per_rank: list[list[Tensor]] = [[] for _ in range(self.dp_size)]
+        for rows in steps:
+            for dp_rank, part in enumerate(batch.select(rows).split(self.dp_size)):
+                per_rank[dp_rank].append(rows[part])
+        shares = [_own_rows(batch, rank_steps) for rank_steps in per_rank]
+        refs = [(ray.put(own), local_steps) for own, local_steps in shares]
+        return self.cluster.submit_each("train", [refs[rank.dp_rank] for rank in self._ranks])
+
+    def gather_train(self, refs: list[ray.ObjectRef]) -> list[Metrics]:
+        """Waits for ``submit_train``: the metrics of each optimizer step (every rank reports the same)."""
+        steps: list[Metrics] = self.cluster.gather(refs, call="train")[0]
+        return steps
+
+    def train(self, batch: Batch, steps: Sequence[Tensor]) -> list[Metrics]:
+        return self.gather_train(self.submit_train(batch, steps))
+
+    def save(self, path: Path) -> None:
+        self.cluster.call("save", path)
+
+    def load(self, path: Path) -> None:
+        self.cluster.call("load", path)
+
+    def call(self, method: str, *args: Any) -> list[Any]:
+        return self.cluster.call(method, *args)
+
+
+def _scatter(batch: Batch, parts: Sequence[Tensor], values: Sequence[Tensor | None]) -> Tensor | None:
+    present = [value for value in values if value is not None]
+    if not present:
+        return None
+    out = torch.zeros(batch.num_tokens, dtype=present[0].dtype)
+    for part, value in zip(parts, values, strict=True):
+        if value is not None and len(part):
+            out[batch.token_index(part)] = value
+    return out
+
+
+def _own_rows(batch: Batch, steps: Sequence[Tensor]) -> tuple[Batch, list[list[int]]]:
+    """The rows that one rank needs, and its steps in terms of them."""
+    rows, local = torch.cat(list(steps)).unique(return_inverse=True)
+    return batch.select(rows), [part.tolist() for part in local.split([len(step) for step in steps])]

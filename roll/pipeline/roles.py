@@ -1,0 +1,101 @@
+"""The model roles of a run: their clusters, the way weights travel between them, and what to do when one dies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import ray
+
+from roll.configs.agentic import AgenticConfig
+from roll.configs.training import TrainingArguments
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.strategy.base import StrategyContext
+from roll.pipeline.model_cluster import ModelCluster
+
+logger = logging.getLogger(__name__)
+
+class Roles:
+    """``actor_train`` and ``actor_infer``; ``critic`` and ``reference`` where the algorithm needs them.
+
+    Args:
+        config: the run's configuration.
+        clusters: started clusters by role name.
+    """
+
+    def __init__(self, config: AgenticConfig, clusters: Mapping[str, Cluster]) -> None:
+        self.config = config
+        self.actor = ModelCluster(clusters["actor_train"])
+        self.infer = clusters["actor_infer"]
+        self.critic = ModelCluster(clusters["critic"]) if "critic" in clusters else None
+        self.reference = ModelCluster(clusters["reference"]) if "reference" in clusters else None
+        self.version = -1
+        self._buckets: list[ray.ObjectRef] = []
+
+    def setup(self, model_path: str, critic_path: str, total_optimizer_steps: int) -> None:
+        """Loads the policy everywhere, the same weights in all its roles.
+
+        Args:
+            model_path: Hugging Face folder of the policy and the reference.
+            critic_path: Hugging Face folder whose trunk the critic starts from.
+            total_optimizer_steps: horizon of the learning-rate schedules.
+        """
+        self.setup_policy(model_path, total_optimizer_steps, self.config.actor_train.training_args)
+        if self.reference is not None:
+            self.reference.setup(self._context("reference", model_path))
+        if self.critic is not None:
+            critic = replace(self._context("critic", critic_path), head="value")
+            self.critic.setup(replace(critic, total_optimizer_steps=total_optimizer_steps))
+
+    def setup_policy(self, model_path: str, total_optimizer_steps: int, training_args: TrainingArguments) -> None:
+        """Loads the policy into the training and the generating workers, with a fresh optimizer."""
+        context = self._context("actor_train", model_path)
+        worker = context.worker.model_copy(update={"training_args": training_args})
+        self.actor.setup(replace(context, worker=worker, total_optimizer_steps=total_optimizer_steps))
+        self._infer_context = self._context("actor_infer", model_path)
+        self.infer.call("setup", self._infer_context, self.config.generate_opt_level == 1)
+        self.version = -1
+
+    def sync_weights(self, version: int) -> None:
+        """Sends the actor's weights to the generating workers, bucket by bucket, through the object store."""
+        bucket_bytes = self.config.model_update_buffer_size_mb << 20
+        self._buckets = self.actor.call("export_weights", bucket_bytes)[0]
+        self.version = version
+        self.infer.call("update_weights", self._buckets, version)
+
+    def restart_dead_generators(self) -> int:
+        """Starts dead generating workers anew with the current weights; returns how many there were."""
+        dead = [rank for rank, alive in enumerate(self.infer.alive()) if not alive]
+        for rank in dead:
+            self.infer.restart(rank)
+            self.infer.call_rank(rank, "setup", self._infer_context, self.config.generate_opt_level == 1)
+            if self.version >= 0:
+                self.infer.call_rank(rank, "update_weights", self._buckets, self.version)
+        return len(dead)
+
+    def save(self, path: Path) -> None:
+        """Writes what a resumed run needs of every trained role."""
+        self.actor.save(path / "actor_train")
+        if self.critic is not None:
+            self.critic.save(path / "critic")
+
+    def load(self, path: Path) -> None:
+        self.actor.load(path / "actor_train")
+        if self.critic is not None:
+            self.critic.load(path / "critic")
+
+    def _context(self, role: str, model_path: str) -> StrategyContext:
+        config = self.config
+        return StrategyContext(
+            worker=getattr(config, role),
+            role=role,
+            model_path=model_path,
+            seed=config.seed,
+            temperature=config.actor_infer.generating_args.temperature,
+            max_grad_norm=config.max_grad_norm,
+            l2=config.l2,
+            sequence_length=config.sequence_length,
+            max_running_requests=config.max_running_requests,
+        )

@@ -1,0 +1,105 @@
+"""What surrounds a run: its folder, terminal, trackers, timers and checkpoints, opened and closed as one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from roll.configs.pipeline import RunConfig
+from roll.tracking.checkpointer import Checkpointer
+from roll.tracking.display import Display, closing_line
+from roll.tracking.monitor import PhaseTimer, Span, peak_memory_mb
+from roll.tracking.render import render_index
+from roll.tracking.run import RunFolder
+from roll.tracking.trackers import MultiTracker
+
+logger = logging.getLogger(__name__)
+
+
+class RunSession:
+    """Use as a context manager; the summary is written whatever happens inside.
+
+    Args:
+        config: the run's configuration.
+        started: ``time.time()`` at launch, so that figures include the start-up.
+    """
+
+    def __init__(self, config: RunConfig, started: float) -> None:
+        self.config = config
+        self.folder = RunFolder(config.output_dir, config.exp_name)
+        self.display = Display(config.exp_name)
+        self.timer = PhaseTimer()
+        self.checkpointer = Checkpointer(
+            config.checkpoint_config.output_dir or self.folder.checkpoints, config.max_ckpt_to_keep
+        )
+        self.renders = Path(config.render_save_dir) if config.render_save_dir else self.folder.renders
+        self.resume_path = self.checkpointer.resolve(config.resume_from_checkpoint)
+        self.summary: dict[str, Any] = {"status": "running", "steps": 0, "eval": {}}
+        self._started = started
+        self._tracker: MultiTracker | None = None
+
+    def __enter__(self) -> RunSession:
+        plain = self.config.model_dump(mode="json")
+        resumed_step = self.checkpointer.step_of(self.resume_path) if self.resume_path else None
+        self.folder.setup_logging(self.display.log_handler())
+        self.folder.write_config(plain)
+        self.folder.truncate_metrics(resumed_step or 0)
+        self._tracker = MultiTracker(
+            self.config.trackers, self.config.tracker_kwargs, self.folder, config=plain, resumed_step=resumed_step
+        )
+        self.folder.write_summary(self.summary)
+        self.display.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
+            self.summary["status"] = "interrupted" if interrupted else "failed"
+            self.summary["error"] = f"{type(error).__name__}: {error}"
+        else:
+            self.summary["status"] = "completed"
+        self.write_summary()
+        render_index(self.folder.path)
+        if self._tracker is not None:
+            self._tracker.finish()
+        self.display.finish(closing_line(self.summary, self.folder.path))
+        self.folder.close()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[Span]:
+        """Shows and times one phase of a step; the caller may set the span's tokens."""
+        self.display.phase(name)
+        with self.timer.phase(name) as span:
+            yield span
+
+    def first_rollout(self) -> None:
+        """Notes when the first rollout of RL began."""
+        self.summary.setdefault("first_rollout_s", self.elapsed())
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Reports one finished step everywhere."""
+        self.summary["steps"] = step
+        self.folder.log_metrics(step, metrics)
+        if self._tracker is not None and (step % self.config.logging_steps == 0 or step == self.config.max_steps):
+            self._tracker.log(metrics, step)
+        self.display.step(step, metrics)
+
+    def write_summary(self) -> None:
+        self.summary |= {
+            "wall_s": round(self.elapsed(), 2),
+            "tokens_per_s": {name: round(rate, 1) for name, rate in self.timer.tokens_per_s().items()},
+            "seconds": {name: round(seconds, 2) for name, seconds in self.timer.seconds_by_phase().items()},
+            "peak_memory_mb": max(self.summary.get("peak_memory_mb", 0.0), round(peak_memory_mb(), 1)),
+        }
+        self.folder.write_summary(self.summary)
+
+    def elapsed(self) -> float:
+        """Seconds since launch."""
+        return time.time() - self._started

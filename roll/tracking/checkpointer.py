@@ -1,0 +1,354 @@
+"""Checkpoints that are whole or absent.
+
+A checkpoint is written into a hidden folder, listed in a manifest with sizes and checksums, forced to disk, read back,
+and only then renamed to ``checkpoint-N``. A kill at any moment leaves the earlier checkpoints as they were.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import re
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "pipeline_state.json"
+MANIFEST_FILE = "manifest.json"
+
+_FINAL = re.compile(r"checkpoint-(\d+)(?:\.replaced)?")
+_TEMPORARY = re.compile(r"\.tmp-checkpoint-[^-]+-(\d+)")
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL_TEXT = re.compile(r"no space left on device|storagefull|disk quota exceeded|file too large", re.IGNORECASE)
+_CHUNK = 1 << 20
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or the one that was asked for cannot be used."""
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """A folder that carries a checkpoint's name and a readable manifest."""
+
+    path: Path
+    step: int
+    saved_at: float
+    num_bytes: int
+
+
+class Checkpointer:
+    """Saves into, prunes and finds the checkpoints of one folder (a run's ``checkpoints/``).
+
+    "Newest" means saved last, not highest step: a run that was resumed from an earlier step writes lower numbers than
+    those its predecessor left behind.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], max_to_keep: int = 0) -> None:
+        """``max_to_keep`` 0 keeps everything; the newest checkpoint is never removed."""
+        if max_to_keep < 0:
+            raise ValueError(f"max_ckpt_to_keep: got {max_to_keep}, expected 0 (keep all) or more")
+        self.folder = Path(folder)
+        self.max_to_keep = max_to_keep
+
+    def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
+        """Writes ``checkpoint-<step>`` and prunes old ones.
+
+        Args:
+            step: the number of finished steps.
+            write: puts files into the folder it is given; it may let other processes on the same filesystem do so, and
+                returns when all have finished.
+            state: the pipeline's own state, JSON values only.
+
+        Raises:
+            CheckpointError: the disk is full, or what was written does not read back. Earlier checkpoints stay.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._remove_leftovers()
+        temporary = self.folder / f".tmp-checkpoint-{step}-{os.getpid()}"
+        started = time.monotonic()
+        try:
+            temporary.mkdir()
+            write(temporary)
+            _write_text(temporary / STATE_FILE, json.dumps(dict(state)))
+            _write_manifest(temporary, step, self._next_timestamp())
+            if problem := find_damage(temporary):
+                raise CheckpointError(f"checkpoint-{step}: what was written does not read back: {problem}")
+            final = self._publish(temporary, step)
+        except BaseException as error:  # whatever it is, it travels on; the half-written folder does not stay
+            numbers = self._disk_numbers(temporary) if _is_disk_full(error) else None
+            shutil.rmtree(temporary, ignore_errors=True)
+            if numbers is not None:
+                raise CheckpointError(
+                    f"checkpoint-{step}: the disk under {self.folder} is full: {numbers}; earlier checkpoints are kept"
+                ) from error
+            raise
+        logger.info("saved %s in %.1f s", final, time.monotonic() - started)
+        self._prune(keep=final)
+        return final
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint whose files match its manifest; a damaged one is named in a warning and passed by."""
+        candidates = sorted(self._folders(), key=_save_order, reverse=True)
+        for path in candidates:
+            if (problem := find_damage(path)) is None:
+                return path
+            logger.warning("ignoring checkpoint %s: %s", path, problem)
+        return None
+
+    def resolve(self, resume_from_checkpoint: bool | str) -> Path | None:
+        """The checkpoint that the ``resume_from_checkpoint`` key means, or None to start afresh.
+
+        Args:
+            resume_from_checkpoint: False; True for the newest of this folder, if any; or the path of a checkpoint, of
+                a folder of checkpoints, or of a run.
+
+        Raises:
+            CheckpointError: a path was given and there is no whole checkpoint.
+        """
+        if resume_from_checkpoint is False or resume_from_checkpoint == "":
+            return None
+        if resume_from_checkpoint is True:
+            found = self.latest()
+            if found is None:
+                logger.info("resume_from_checkpoint: no checkpoint under %s yet, starting afresh", self.folder)
+            return found
+        path = Path(resume_from_checkpoint).expanduser()
+        if not path.is_dir():
+            raise CheckpointError(f"resume_from_checkpoint: {path} is no folder")
+        if not (path / MANIFEST_FILE).exists():
+            inner = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+            if (found := Checkpointer(inner).latest()) is not None:
+                return found
+        if problem := find_damage(path):
+            raise CheckpointError(f"resume_from_checkpoint: {path} cannot be used: {problem}")
+        return path
+
+    @staticmethod
+    def load_state(path: Path) -> dict[str, Any]:
+        """The pipeline's state that ``save`` was given."""
+        state: dict[str, Any] = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        return state
+
+    @staticmethod
+    def step_of(path: Path) -> int:
+        """The number of finished steps when ``path`` was saved."""
+        return int(_read_manifest(path)["step"])
+
+    def _publish(self, temporary: Path, step: int) -> Path:
+        """Renames into place. An older folder of the same step makes room under a name that ``latest`` still finds."""
+        final = self.folder / f"checkpoint-{step}"
+        replaced = self.folder / f"checkpoint-{step}.replaced"
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            final.rename(replaced)
+        temporary.rename(final)
+        _sync_folder(self.folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+        return final
+
+    def _remove_leftovers(self) -> None:
+        """Deletes temporary folders of processes that are gone, and replaced ones whose successor is in place."""
+        for path in self.folder.iterdir():
+            owner = _TEMPORARY.fullmatch(path.name)
+            if owner and not _is_other_live_process(int(owner.group(1))):
+                logger.warning("removing %s, left by a save that did not finish", path)
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.suffix == ".replaced" and path.with_suffix("").exists():
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _folders(self) -> Iterator[Path]:
+        if self.folder.is_dir():
+            yield from (path for path in self.folder.iterdir() if _FINAL.fullmatch(path.name) and path.is_dir())
+
+    def _saved(self) -> list[_Saved]:
+        """Checkpoints with a readable manifest, oldest first; a folder without one is not ours to judge or delete."""
+        found = []
+        for path in self._folders():
+            try:
+                manifest = _read_manifest(path)
+            except CheckpointError:
+                continue
+            num_bytes = sum(int(entry["size"]) for entry in manifest["files"].values())
+            found.append(_Saved(path, int(manifest["step"]), float(manifest["saved_at"]), num_bytes))
+        return sorted(found, key=lambda saved: (saved.saved_at, saved.step))
+
+    def _next_timestamp(self) -> float:
+        """The time, but later than any saved checkpoint's even if the clock was set back."""
+        newest = max((saved.saved_at for saved in self._saved()), default=0.0)
+        return max(time.time(), newest + 1e-3)
+
+    def _prune(self, keep: Path) -> None:
+        if self.max_to_keep == 0:
+            return
+        others = [saved.path for saved in self._saved() if saved.path != keep]
+        for path in others[: max(0, len(others) - (self.max_to_keep - 1))]:
+            # Renamed first: a kill during the deletion then leaves a leftover, not a damaged checkpoint.
+            doomed = self.folder / f".tmp-{path.name}-{os.getpid()}"
+            path.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+            logger.info("removed %s (max_ckpt_to_keep=%d)", path, self.max_to_keep)
+
+    def _disk_numbers(self, temporary: Path) -> str:
+        """Taken before the temporary folder goes: what was written, what is free, what a checkpoint takes."""
+        written = sum(path.stat().st_size for path in temporary.rglob("*") if path.is_file())
+        sizes = [saved.num_bytes for saved in self._saved()]
+        needed = (
+            f"{_mib(sizes[-1])} needed (the size of the last one)" if sizes else f"more than {_mib(written)} needed"
+        )
+        free = shutil.disk_usage(self.folder).free
+        return f"{needed}, {_mib(free + written)} free of which {_mib(written)} were filled before it stopped"
+
+
+def find_damage(path: Path) -> str | None:
+    """Why ``path`` is not a whole checkpoint, or None when every file matches the manifest."""
+    try:
+        manifest = _read_manifest(path)
+    except CheckpointError as error:
+        return str(error)
+    files: dict[str, dict[str, int]] = manifest["files"]
+    sized = []
+    for name, expected in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if (size := file.stat().st_size) != expected["size"]:
+            return f"{name} has {size} bytes, expected {expected['size']}"
+        sized.append(file)
+    for file, checksum in zip(sized, _checksums(sized), strict=True):
+        name = file.relative_to(path).as_posix()
+        if checksum != files[name]["crc32"]:
+            return f"{name} has checksum {checksum:08x}, expected {files[name]['crc32']:08x}"
+        if file.suffix == ".safetensors" and (problem := _safetensors_problem(file)):
+            return f"{name} {problem}"
+    return None
+
+
+def _write_manifest(folder: Path, step: int, saved_at: float) -> None:
+    """Forces every file to disk, then lists them; the manifest is the last file to appear."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in files:
+        _sync_file(path)
+    entries = {
+        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "crc32": checksum}
+        for path, checksum in zip(files, _checksums(files), strict=True)
+    }
+    manifest = {"step": step, "saved_at": saved_at, "files": entries}
+    _write_text(folder / MANIFEST_FILE, json.dumps(manifest, indent=1))
+    _sync_file(folder / MANIFEST_FILE)
+    for sub in {path.parent for path in files} | {folder}:
+        _sync_folder(sub)
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST_FILE
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"it has no {MANIFEST_FILE} (half-written, or not a checkpoint of this library)"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"its {MANIFEST_FILE} cannot be read ({error})") from error
+    if not isinstance(manifest, dict) or not {"step", "saved_at", "files"} <= manifest.keys():
+        raise CheckpointError(f"its {MANIFEST_FILE} lacks step, saved_at or files")
+    return manifest
+
+
+def _save_order(path: Path) -> tuple[float, int]:
+    """Sort key: by time of saving; a folder whose manifest cannot be read counts as the oldest of its step."""
+    match = _FINAL.fullmatch(path.name)
+    step = int(match.group(1)) if match else 0
+    try:
+        return float(_read_manifest(path)["saved_at"]), step
+    except CheckpointError:
+        return path.stat().st_mtime, step
+
+
+def _checksums(files: list[Path]) -> list[int]:
+    """CRC-32 of each file: it finds torn and rotten data (not malice) at the speed of the disk."""
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        return list(pool.map(_crc32, files))
+
+
+def _crc32(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
+
+
+def _safetensors_problem(path: Path) -> str | None:
+    """A safetensors file announces its own length (8 bytes of header size, a JSON header, the data)."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_size = int.from_bytes(file.read(8), "little")
+        if size < 8 or header_size > size - 8:
+            return f"is cut off inside its header ({size} bytes)"
+        try:
+            header = json.loads(file.read(header_size))
+        except ValueError as error:
+            return f"has an unreadable header ({error})"
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    expected = 8 + header_size + max(ends, default=0)
+    return None if size == expected else f"has {size} bytes, its header announces {expected}"
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):  # so that the check afterwards reads the disk, not the page cache
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_other_live_process(pid: int) -> bool:
+    if pid == os.getpid():
+        return False  # a save by this process would not be running now
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _is_disk_full(error: BaseException | None) -> bool:
+    """Whether a full disk is behind ``error``.
+
+    The engines' writers are not all Python: safetensors and torch raise their own types with the system's message
+    inside, and a remote call wraps the worker's exception.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if getattr(error, "errno", None) in _DISK_FULL or _DISK_FULL_TEXT.search(str(error)):
+            return True
+        error = getattr(error, "cause", None) or error.__cause__ or error.__context__
+    return False
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

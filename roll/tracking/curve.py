@@ -1,0 +1,126 @@
+"""The learning curve as a small hand-made SVG: no plotting library at run time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import TypeAlias
+
+Points: TypeAlias = Sequence[tuple[float, float]]
+
+_COLORS = ("#2563c9", "#d9574a", "#1f8a4d", "#b0762b", "#7c4dbd", "#2a8c99")
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 18, 44, 46
+_FEW = 12
+"""Up to so many points are marked one by one and not smoothed."""
+
+
+def learning_curve_svg(
+    points: Points | Mapping[str, Points],
+    *,
+    title: str = "Success by training step",
+    x_label: str = "step",
+    y_range: tuple[float, float] = (0.0, 1.0),
+    percent: bool = True,
+    width: int = 760,
+    height: int = 380,
+) -> str:
+    """Draws one curve or several named ones; long ones get a running mean over the faint raw line.
+
+    Args:
+        points: (step, value) pairs, or name → pairs. Values that are not finite are left out.
+        y_range: lower and upper end of the vertical axis; values beyond are clipped.
+        percent: label the vertical axis in percent (values are fractions).
+    """
+    named = points if isinstance(points, Mapping) else {"": points}
+    series = {name: sorted((float(x), float(y)) for x, y in pairs if math.isfinite(y)) for name, pairs in named.items()}
+    steps = [x for pairs in series.values() for x, _ in pairs] or [0.0]
+    frame = _Frame(min(0.0, *steps), max(1.0, *steps), *y_range, width, height)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        'font-family="system-ui, Segoe UI, Roboto, Helvetica, Arial, sans-serif" font-size="13">',
+        f'<rect width="{width}" height="{height}" rx="12" fill="#ffffff"/>',
+        f'<text x="{_LEFT}" y="26" font-size="16" font-weight="600" fill="#20242c">{escape(title)}</text>',
+        _axes(frame, x_label, percent),
+    ]
+    labels = [name for name in series if name]
+    for index, (name, pairs) in enumerate(series.items()):
+        color = _COLORS[index % len(_COLORS)]
+        parts.append(_curve(frame, pairs, color))
+        if name:
+            parts.append(_legend(frame, labels, name, color))
+    return "".join(parts) + "</svg>"
+
+
+class _Frame:
+    """Maps data to pixels."""
+
+    def __init__(self, x0: float, x1: float, y0: float, y1: float, width: int, height: int) -> None:
+        self.x0, self.x1, self.y0, self.y1 = x0, x1, y0, y1
+        self.left, self.right, self.top, self.bottom = _LEFT, width - _RIGHT, _TOP, height - _BOTTOM
+
+    def x(self, value: float) -> float:
+        return self.left + (self.right - self.left) * (value - self.x0) / (self.x1 - self.x0)
+
+    def y(self, value: float) -> float:
+        inside = min(self.y1, max(self.y0, value))
+        return self.bottom - (self.bottom - self.top) * (inside - self.y0) / (self.y1 - self.y0)
+
+
+def _axes(frame: _Frame, x_label: str, percent: bool) -> str:
+    parts = []
+    for i in range(5):
+        value = frame.y0 + (frame.y1 - frame.y0) * i / 4
+        y = frame.y(value)
+        text = f"{value:.0%}" if percent else f"{value:g}"
+        stroke = "#c9c4b8" if i == 0 else "#ece8df"
+        parts.append(f'<line x1="{frame.left}" x2="{frame.right}" y1="{y:.1f}" y2="{y:.1f}" stroke="{stroke}"/>')
+        parts.append(f'<text x="{frame.left - 9}" y="{y + 4.5:.1f}" text-anchor="end" fill="#727a88">{text}</text>')
+    for value in _ticks(frame.x0, frame.x1):
+        x = frame.x(value)
+        parts.append(f'<text x="{x:.1f}" y="{frame.bottom + 20}" text-anchor="middle" fill="#727a88">{value:g}</text>')
+    middle = (frame.left + frame.right) / 2
+    parts.append(
+        f'<text x="{middle:.1f}" y="{frame.bottom + 38}" text-anchor="middle" fill="#727a88">{escape(x_label)}</text>'
+    )
+    return "".join(parts)
+
+
+def _curve(frame: _Frame, pairs: list[tuple[float, float]], color: str) -> str:
+    if len(pairs) <= _FEW:
+        dots = "".join(f'<circle cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4" fill="{color}"/>' for x, y in pairs)
+        return _polyline(frame, pairs, color, 2.5, 1.0) + dots
+    span = max(1, len(pairs) // 20)
+    smooth = []
+    for i, (x, _) in enumerate(pairs):
+        window = [y for _, y in pairs[max(0, i - span) : i + span + 1]]
+        smooth.append((x, sum(window) / len(window)))
+    return _polyline(frame, pairs, color, 1.2, 0.28) + _polyline(frame, smooth, color, 2.6, 1.0)
+
+
+def _polyline(frame: _Frame, pairs: list[tuple[float, float]], color: str, width: float, opacity: float) -> str:
+    points = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in pairs)
+    return (
+        f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{width}" stroke-opacity="{opacity}" '
+        'stroke-linejoin="round" stroke-linecap="round"/>'
+    )
+
+
+def _legend(frame: _Frame, labels: list[str], name: str, color: str) -> str:
+    """Entries from the right edge leftwards, in a row with the title."""
+    after = labels[labels.index(name) :]
+    x = frame.right - sum(30 + 7.4 * len(label) for label in after)
+    return (
+        f'<rect x="{x:.1f}" y="17" width="14" height="5" rx="2.5" fill="{color}"/>'
+        f'<text x="{x + 19:.1f}" y="24" fill="#4a505c">{escape(name)}</text>'
+    )
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """About six round numbers between ``low`` and ``high``."""
+    raw = (high - low) / 6
+    power = 10.0 ** math.floor(math.log10(raw))
+    size = next(power * factor for factor in (1, 2, 5, 10) if raw <= power * factor)
+    size = max(1.0, size)
+    first = math.ceil(low / size)
+    return [size * i for i in range(first, math.floor(high / size) + 1)]

@@ -1,0 +1,283 @@
+"""What the person at the terminal sees while a run goes on, and the line that closes it."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import logging
+import math
+import re
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, cast
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.logging import RichHandler
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+logger = logging.getLogger(__name__)
+
+SHOWN_METRICS = {
+    "success": "rollout/success",
+    "reward": "rollout/reward",
+    "valid": "rollout/valid_rate",
+    "tokens/s": "tokens_per_s/rollout",
+    "eval": "eval/success",
+}
+"""Column → name of the metric it shows; a metric that has not come yet shows nothing."""
+
+_PERCENT = ("success", "valid", "eval")
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f\x9b]")
+_QUIET_SECONDS = 20.0
+"""Off a terminal, a phase seen before is announced again only after this long without a line."""
+
+
+class Display:
+    """Phase, step, success, reward, speed and time left: a live panel on a terminal, plain lines elsewhere.
+
+    Use as a context manager: an exception or Ctrl-C passes through and the terminal is left as it was.
+    """
+
+    def __init__(self, title: str = "roll", *, stream: IO[str] | None = None) -> None:
+        """``stream`` defaults to standard output."""
+        self._stream = _ForgivingStream(stream or sys.stdout)
+        self.live = self._stream.isatty()
+        self.console = Console(file=cast(IO[str], self._stream), highlight=False)
+        self.warnings: deque[str] = deque(maxlen=3)
+        self._title = title
+        self._total_steps = 0
+        self._step = 0
+        self._phase = "starting"
+        self._values: dict[str, float] = {}
+        self._successes: list[float] = []
+        self._step_seconds: deque[float] = deque(maxlen=20)
+        self._started = self._last_step = self._last_line = time.monotonic()
+        self._announced: set[str] = set()
+        self._panel: Live | None = None
+
+    def __enter__(self) -> Display:
+        if self.live and self._panel is None:
+            self._panel = Live(get_renderable=self._render, console=self.console, refresh_per_second=4)
+            self._panel.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def start(self, total_steps: int, *, done_steps: int = 0) -> None:
+        """The training loop begins (anew); ``done_steps`` were finished before a resume. The clock of a step starts."""
+        self._total_steps, self._step = total_steps, done_steps
+        self._last_step = time.monotonic()
+        self._step_seconds.clear()
+
+    def phase(self, name: str) -> None:
+        """What is going on now: ``warm start``, ``rollout``, ``train``, ``eval`` …"""
+        self._phase = _clean(name)
+        quiet = time.monotonic() - self._last_line > _QUIET_SECONDS
+        if not self.live and (quiet or name not in self._announced):
+            self._line(f"[{_duration(time.monotonic() - self._started)}] {self._phase} …")
+        self._announced.add(name)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Step number ``step`` (counted from 1) is finished."""
+        now = time.monotonic()
+        self._step_seconds.append(now - self._last_step)
+        self._step, self._last_step = step, now
+        for label, name in SHOWN_METRICS.items():
+            if name in metrics:
+                self._values[label] = float(metrics[name])
+        if SHOWN_METRICS["success"] in metrics:
+            self._successes.append(self._values["success"])
+        if not self.live:
+            cells = [f"{label} {_value(label, value)}" for label, value in self._values.items()]
+            self._line("  ".join([f"step {step}/{self._total_steps}", *cells, f"ETA {self._eta()}"]))
+
+    def note(self, text: str) -> None:
+        """A line that stays: above the live panel, or among the plain lines."""
+        if self.live:
+            self.console.print(Text(_clean(text)))
+        else:
+            self._line(_clean(text))
+
+    def finish(self, text: str) -> None:
+        """Takes the panel down and leaves ``text`` as the last line."""
+        self._stop()
+        self.console.print(Text(_clean(text), style="bold" if self.live else ""), soft_wrap=True)
+
+    def log_handler(self) -> logging.Handler:
+        """Writes log records above the live panel (or as plain lines on stderr) and remembers the warnings."""
+        handler: logging.Handler
+        if self.live:
+            handler = RichHandler(console=self.console, show_path=False, rich_tracebacks=False)
+        else:
+            handler = logging.StreamHandler(sys.stderr)
+            handler.setFormatter(_PlainFormatter("%(levelname)s %(name)s: %(message)s"))
+        handler.addFilter(self._remember)
+        return handler
+
+    def _remember(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING:
+            self.warnings.append(_clean(record.getMessage()).splitlines()[0][:160])
+        return True
+
+    def _stop(self) -> None:
+        if self._panel is not None:
+            self._panel.stop()
+            self._panel = None
+
+    def _line(self, text: str) -> None:
+        self._stream.write(_CONTROL.sub("", text) + "\n")
+        self._stream.flush()
+        self._last_line = time.monotonic()
+
+    def _eta(self) -> str:
+        if not self._step_seconds or not self._total_steps:
+            return "–"
+        return _duration(statistics.median(self._step_seconds) * max(0, self._total_steps - self._step))
+
+    def _render(self) -> RenderableType:
+        head = Table.grid(expand=True)
+        head.add_column()
+        head.add_column(justify="right")
+        head.add_row(
+            Text.assemble(("● ", "green"), (self._phase, "bold")),
+            Text(f"{_duration(time.monotonic() - self._started)} gone · ETA {self._eta()}", style="dim"),
+        )
+        steps = Table.grid(expand=True, padding=(0, 1))
+        steps.add_column(no_wrap=True)
+        steps.add_column(ratio=1)
+        total = max(self._total_steps, 1)
+        steps.add_row(f"step {self._step}/{self._total_steps or '–'}", ProgressBar(total=total, completed=self._step))
+        figures = Table.grid(padding=(0, 3))
+        figures.add_row(
+            *(Text.assemble((f"{label} ", "dim"), (self._shown(label), "bold cyan")) for label in SHOWN_METRICS)
+        )
+        rows: list[RenderableType] = [head, steps, figures]
+        if len(self._successes) > 1:
+            width = max(10, self.console.width - 16)
+            rows.append(Text.assemble(("success  ", "dim"), (sparkline(self._successes, width), "green")))
+        rows.extend(Text(f"! {text}", style="yellow", no_wrap=True, overflow="ellipsis") for text in self.warnings)
+        return Panel(Group(*rows), title=Text(self._title, style="bold"), border_style="dim", padding=(0, 1))
+
+    def _shown(self, label: str) -> str:
+        return _value(label, self._values[label]) if label in self._values else "–"
+
+
+def sparkline(values: list[float], width: int, low: float = 0.0, high: float = 1.0) -> str:
+    """``values`` as a line of block characters, at most ``width`` of them, each the mean of its share."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) > width:
+        edges = [round(i * len(finite) / width) for i in range(width + 1)]
+        finite = [statistics.fmean(finite[a:b]) for a, b in itertools.pairwise(edges)]
+    top = len(_BLOCKS) - 1
+    return "".join(_BLOCKS[round(min(1.0, max(0.0, (value - low) / (high - low))) * top)] for value in finite)
+
+
+def closing_line(summary: Mapping[str, Any], run_dir: Path) -> str:
+    """One line that says what was learned and where to look.
+
+    Args:
+        summary: as in ``summary.json``; read are ``status``, ``steps``, ``wall_s``, ``eval.before.success``,
+            ``eval.after.success`` and ``eval.after.episodes``. Whatever is missing is not mentioned.
+        run_dir: the run's folder.
+    """
+    evals = summary.get("eval") or {}
+    before = (evals.get("before") or {}).get("success")
+    after = (evals.get("after") or {}).get("success")
+    episodes = (evals.get("after") or {}).get("episodes")
+    where = f" on {episodes} held-out episodes" if episodes else ""
+    if before is not None and after is not None:
+        gain = 100 * (after - before)
+        word = "Learned" if gain > 0 else "Nothing gained"
+        said = f"{word}: success {before:.1%} → {after:.1%} ({gain:+.1f} points){where}"
+    elif before is not None:
+        said = f"Not evaluated after training; success before was {before:.1%}{where}"
+    elif after is not None:
+        said = f"Success after training: {after:.1%}{where}"
+    else:
+        said = "No evaluation"
+    status = summary.get("status", "completed")
+    lead = "" if status == "completed" else f"{str(status).capitalize()}. "
+    steps, wall = summary.get("steps"), summary.get("wall_s")
+    work = f" in {steps} steps" if steps is not None else ""
+    work += f", {_duration(wall)}" if wall is not None else ""
+    watch = run_dir / "renders" / "index.html"
+    look = f"watch {watch}" if watch.exists() else f"see {run_dir}"
+    return f"{lead}{said}{work}; {look}"
+
+
+class _ForgivingStream(io.TextIOBase):
+    """Passes text on until the other end is gone (``| head``, a closed terminal): the training goes on unseen.
+
+    Characters that the stream's encoding lacks become question marks.
+    """
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._inner = stream
+        self._gone = False
+
+    def write(self, text: str) -> int:
+        codec = self.encoding
+        self._attempt(lambda: self._inner.write(text.encode(codec, "replace").decode(codec)))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(self._inner.flush)
+
+    def isatty(self) -> bool:
+        return self._inner.isatty()
+
+    def fileno(self) -> int:
+        return self._inner.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return getattr(self._inner, "encoding", None) or "utf-8"
+
+    def _attempt(self, action: Callable[[], object]) -> None:
+        if self._gone:
+            return
+        try:
+            action()
+        except OSError as error:
+            self._gone = True
+            logger.warning("the display's output is gone (%s); the run goes on without it", error)
+
+
+class _PlainFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return _CONTROL.sub("", super().format(record))
+
+
+def _clean(text: str) -> str:
+    """Without escape sequences and control characters: text may come from a model or another machine."""
+    return _CONTROL.sub("", text)
+
+
+def _value(label: str, value: float) -> str:
+    if not math.isfinite(value):
+        return str(value)
+    if label in _PERCENT:
+        return f"{value:.1%}"
+    return f"{value:,.0f}" if label == "tokens/s" else f"{value:.3f}"
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"

@@ -1,0 +1,145 @@
+"""A run's folder: everything that one run leaves behind, under ``output_dir/<exp_name>/``.
+
+::
+
+    config.yaml            resolved configuration, secrets removed
+    logs/roll.log          every log record, with role and rank
+    metrics.jsonl          one line of JSON per step
+    checkpoints/           checkpoint-N/ (see checkpointer.py)
+    trajectories/          chosen episodes in full, JSON lines
+    renders/               episodes to watch, index.html
+    summary.json           how the run went
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roll.agentic.types import Trajectory
+from roll.tracking.files import read_json_lines, to_json, to_plain, write_atomic
+from roll.tracking.redact import redact
+
+LOG_FORMAT = "%(asctime)s %(levelname)-7s [%(role)s:%(rank)s] %(name)s: %(message)s"
+
+
+class RunFolder:
+    """Creates the folder and writes its files. All methods may be called again after a resume."""
+
+    def __init__(self, output_dir: str | os.PathLike[str], exp_name: str) -> None:
+        """Creates ``output_dir/exp_name`` and its subfolders.
+
+        Raises:
+            ValueError: ``exp_name`` is not the plain name of a folder.
+        """
+        if not exp_name or exp_name in (".", "..") or "/" in exp_name or os.sep in exp_name or "\0" in exp_name:
+            raise ValueError(f"exp_name: got {exp_name!r}, expected the name of a folder, without separators")
+        self.path = Path(output_dir).expanduser().resolve() / exp_name
+        self.config_path = self.path / "config.yaml"
+        self.metrics_path = self.path / "metrics.jsonl"
+        self.summary_path = self.path / "summary.json"
+        self.logs = self.path / "logs"
+        self.checkpoints = self.path / "checkpoints"
+        self.trajectories = self.path / "trajectories"
+        self.renders = self.path / "renders"
+        for folder in (self.logs, self.checkpoints, self.trajectories, self.renders):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._handlers: list[logging.Handler] = []
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Writes ``config.yaml`` without the secrets in it."""
+        text = yaml.safe_dump(to_plain(redact(config)), sort_keys=False, allow_unicode=True)
+        write_atomic(self.config_path, text)
+
+    def setup_logging(
+        self, console: logging.Handler | None = None, *, level: str = "INFO", role: str = "driver", rank: int = 0
+    ) -> None:
+        """Sends the process's log records to ``logs/roll.log`` and, if given, the console; ``close`` undoes it."""
+        self.close()
+        to_file = logging.FileHandler(self.logs / "roll.log", encoding="utf-8")
+        to_file.setFormatter(logging.Formatter(LOG_FORMAT))
+        self._handlers = [to_file] if console is None else [to_file, console]
+        root = logging.getLogger()
+        threshold = logging.getLevelNamesMapping()[level]
+        for handler in self._handlers:
+            handler.addFilter(_Origin(role, rank))
+            handler.setLevel(threshold)
+            root.addHandler(handler)
+        logging.getLogger("roll").setLevel(level)
+
+    def close(self) -> None:
+        """Takes this run's log handlers down again."""
+        for handler in self._handlers:
+            logging.getLogger().removeHandler(handler)
+            handler.close()
+        self._handlers = []
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Appends one line to ``metrics.jsonl``; a value that is not finite is written as null."""
+        with self.metrics_path.open("a", encoding="utf-8") as file:
+            file.write(to_json({"step": step, **metrics}) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The lines of ``metrics.jsonl``; one that a kill cut off is left out."""
+        return read_json_lines(self.metrics_path)
+
+    def truncate_metrics(self, step: int) -> None:
+        """Drops the lines after ``step``: those of the steps that a resumed run takes again."""
+        kept = [record for record in self.read_metrics() if record["step"] <= step]
+        write_atomic(self.metrics_path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
+
+    def write_trajectories(self, name: str, trajectories: Iterable[Trajectory]) -> Path:
+        """Writes episodes in full to ``trajectories/<name>.jsonl``, one line each."""
+        path = self.trajectories / f"{name}.jsonl"
+        write_atomic(path, "".join(to_json(trajectory_record(item)) + "\n" for item in trajectories))
+        return path
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        """Replaces ``summary.json`` in one step."""
+        write_atomic(self.summary_path, to_json(summary, indent=2) + "\n")
+
+    def read_summary(self) -> dict[str, Any]:
+        """The last written summary; empty before the first."""
+        if not self.summary_path.exists():
+            return {}
+        summary: dict[str, Any] = json.loads(self.summary_path.read_text(encoding="utf-8"))
+        return summary
+
+
+def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
+    """An episode as JSON values: text, actions and rewards per turn; token ids are counted, not listed."""
+    turns = [
+        {
+            "observation": turn.observation,
+            "text": turn.text,
+            "action": turn.action,
+            "task_reward": turn.task_reward,
+            "penalty": turn.penalty,
+            "prompt_tokens": len(turn.prompt_ids),
+            "completion_tokens": len(turn.completion.token_ids),
+            "finish_reason": turn.completion.finish_reason,
+            "weight_version": turn.completion.weight_version,
+        }
+        for turn in trajectory.turns
+    ]
+    names = ("tag", "group_id", "member", "seed", "success", "score", "end", "final_observation", "info")
+    return {name: getattr(trajectory, name) for name in names} | {"turns": turns}
+
+
+class _Origin(logging.Filter):
+    """Adds ``role`` and ``rank`` to records that do not carry them."""
+
+    def __init__(self, role: str, rank: int) -> None:
+        super().__init__()
+        self.role, self.rank = role, rank
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.role = getattr(record, "role", self.role)
+        record.rank = getattr(record, "rank", self.rank)
+        return True

@@ -1,0 +1,220 @@
+"""Where metrics go: TensorBoard, Weights & Biases, plain lines; several at once."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from roll.tracking import TRACKERS
+from roll.tracking.files import to_plain
+from roll.tracking.redact import redact
+from roll.tracking.run import RunFolder
+
+logger = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Takes the metrics of a step. Names are ``area/what``: ``rollout/reward``, ``time/train``."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+    def finish(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class TrackerContext:
+    """What every tracker is told about the run; its own options come as keyword arguments."""
+
+    run: RunFolder
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved configuration, for services that show it; secrets are removed before it is sent."""
+    resumed_step: int | None = None
+    """The step of the checkpoint that the run goes on from; records after it are void."""
+
+
+class TrackerFactory(Protocol):
+    """A tracker class: the context first, then its options as keywords."""
+
+    def __call__(self, context: TrackerContext, /, **options: Any) -> Tracker: ...
+
+
+class MultiTracker:
+    """Hands every step's metrics to several trackers. One that fails is reported once and left out from then on."""
+
+    def __init__(
+        self,
+        names: str | Sequence[str],
+        kwargs: Mapping[str, Any] | None,
+        run: RunFolder,
+        *,
+        config: Mapping[str, Any] | None = None,
+        resumed_step: int | None = None,
+    ) -> None:
+        """Makes the trackers that ``track_with`` names.
+
+        Raises:
+            UnknownNameError: no such tracker.
+            ValueError: an option that a tracker does not take.
+            ImportError: a tracker's package is missing; the message says how to install it.
+        """
+        context = TrackerContext(run, config or {}, resumed_step)
+        self._trackers: dict[str, Tracker] = {}
+        for name, options in tracker_options(names, kwargs).items():
+            self._trackers[name] = TRACKERS.get(name)(context, **options)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tracker.log(metrics, step)
+            except Exception:  # a network or a disk behind a tracker must not end the training that it watches
+                logger.exception("tracker %s failed at step %d and is off for the rest of the run", name, step)
+                del self._trackers[name]
+
+    def finish(self) -> None:
+        for name, tracker in self._trackers.items():
+            try:
+                tracker.finish()
+            except Exception:  # as above: the run is over and its results are safe elsewhere
+                logger.exception("tracker %s failed to finish", name)
+        self._trackers = {}
+
+
+def tracker_options(names: str | Sequence[str], kwargs: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
+    """Splits ``tracker_kwargs`` into each tracker's options, in the order of ``track_with``, and checks them.
+
+    ``tracker_kwargs`` is either keyed by tracker (``{wandb: {project: x}}``) or, with a single tracker, flat
+    (``{project: x}``). Making no tracker, it can be asked before a run starts.
+
+    Raises:
+        UnknownNameError: no such tracker.
+        ValueError: an option that a tracker does not take, or a flat mapping with several trackers.
+    """
+    chosen = [names] if isinstance(names, str) else list(dict.fromkeys(names))
+    for name in chosen:
+        TRACKERS.check(name)
+    given = dict(kwargs or {})
+    if given and all(key in chosen or key in TRACKERS for key in given):
+        if unused := [key for key in given if key not in chosen]:
+            raise ValueError(f"tracker_kwargs.{unused[0]}: this tracker is not in track_with, which is {chosen}")
+        by_name = {name: given.get(name) or {} for name in chosen}
+    elif given and len(chosen) != 1:
+        raise ValueError(
+            f"tracker_kwargs: got keys {sorted(given)}, expected one section per tracker, keyed by {chosen}"
+        )
+    else:
+        by_name = dict.fromkeys(chosen, given)
+    for name, options in by_name.items():
+        if not isinstance(options, Mapping):
+            raise ValueError(f"tracker_kwargs.{name}: got {options!r}, expected a mapping of options")
+        _check_options(name, options)
+    return {name: dict(options) for name, options in by_name.items()}
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    parameters = list(inspect.signature(TRACKERS.get(name)).parameters.values())[1:]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters]
+    for key in options:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            expected = ", ".join(known) or "no options"
+            raise ValueError(f"tracker_kwargs: {name} does not know {key!r}, expected {expected}{hint}")
+
+
+class TensorboardTracker:
+    """Scalars as TensorBoard event files; needs the ``tensorboard`` package only, not torch."""
+
+    def __init__(self, context: TrackerContext, *, log_dir: str | None = None, flush_secs: int = 30) -> None:
+        """``log_dir`` defaults to ``logs/tensorboard`` in the run's folder."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event = Event
+        folder = log_dir or str(context.run.logs / "tensorboard")
+        self._writer = EventFileWriter(folder, flush_secs=flush_secs)
+        if context.resumed_step is not None:  # makes TensorBoard forget the steps that are taken again
+            restart = SessionLog(status=SessionLog.START)
+            self._writer.add_event(Event(wall_time=time.time(), step=context.resumed_step + 1, session_log=restart))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        event = self._event(wall_time=time.time(), step=step)
+        for name, value in metrics.items():
+            event.summary.value.add(tag=name, simple_value=float(value))
+        self._writer.add_event(event)
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """Weights & Biases. Without ``WANDB_API_KEY`` (or ``api_key``) it works offline, to be sent by ``wandb sync``."""
+
+    def __init__(
+        self,
+        context: TrackerContext,
+        *,
+        project: str = "roll",
+        name: str | None = None,
+        entity: str | None = None,
+        group: str | None = None,
+        job_type: str | None = None,
+        tags: Sequence[str] | None = None,
+        notes: str | None = None,
+        id: str | None = None,
+        mode: Literal["online", "offline", "disabled"] | None = None,
+        api_key: str | None = None,
+        log_dir: str | None = None,
+    ) -> None:
+        """Options are those of ``wandb.init``; ``log_dir`` defaults to ``logs`` in the run's folder."""
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError("track_with: wandb is not installed; run: pip install roll-rl[wandb]") from error
+        if api_key:
+            wandb.login(key=api_key)
+        if mode is None and "WANDB_MODE" not in os.environ:  # with neither, wandb would ask at the terminal
+            mode = "online" if api_key or os.environ.get("WANDB_API_KEY") else "offline"
+        self._run = wandb.init(
+            project=project,
+            name=name or context.run.path.name,
+            entity=entity,
+            group=group,
+            job_type=job_type,
+            tags=tags,
+            notes=notes,
+            id=id,
+            resume="allow" if id else None,
+            mode=mode,
+            dir=log_dir or str(context.run.logs),
+            config=to_plain(redact(context.config)),
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class StdoutTracker:
+    """One plain line per step on standard output."""
+
+    def __init__(self, context: TrackerContext) -> None:
+        del context
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        values = " ".join(f"{name}={value:.6g}" for name, value in sorted(metrics.items()))
+        sys.stdout.write(f"step={step} {values}\n")  # looked up at each call: the live display replaces sys.stdout
+        sys.stdout.flush()
+
+    def finish(self) -> None:
+        sys.stdout.flush()

@@ -1,0 +1,162 @@
+"""Writes docs/configuration.md from the configuration classes: ``python scripts/generate_config_docs.py [--check]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from pydantic.fields import FieldInfo
+
+from roll.configs.agentic import AgenticConfig, WarmStartConfig
+from roll.configs.algorithm import AlgorithmConfig, RewardNormalizationConfig
+from roll.configs.base import Config
+from roll.configs.data import DataArguments
+from roll.configs.env import ALIASES, CustomEnvConfig, EnvManagerConfig
+from roll.configs.generating import GeneratingArguments
+from roll.configs.model import ModelArguments
+from roll.configs.obsolete import OBSOLETE
+from roll.configs.pipeline import CheckpointConfig, RayInitConfig, RunConfig
+from roll.configs.schema import is_section, range_text, section_of, type_text
+from roll.configs.strategy import (
+    DeepSpeedConfig,
+    Fsdp2Config,
+    HfInferConfig,
+    MegatronConfig,
+    SglangConfig,
+    StrategyArguments,
+    VllmConfig,
+)
+from roll.configs.training import TrainingArguments
+from roll.configs.worker import WorkerConfig
+
+TARGET = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+
+Group = tuple[str, str, type[Config]]
+"""Heading, where the section stands in the file, its class."""
+
+TOP_LEVEL: list[Group] = [
+    ("Run", "top level", RunConfig),
+    ("Ray", "`ray_init`", RayInitConfig),
+    ("Checkpoint folder", "`checkpoint_config`", CheckpointConfig),
+    ("Algorithm", "top level", AlgorithmConfig),
+    ("Reward normalisation", "`reward_normalization`", RewardNormalizationConfig),
+    ("Models, environments and roles", "top level", AgenticConfig),
+    ("Warm start", "`warm_start`", WarmStartConfig),
+]
+ENVIRONMENTS: list[Group] = [
+    ("Environment manager", "`train_env_manager`, `val_env_manager`", EnvManagerConfig),
+    ("Environment tag", "`custom_envs.<Tag>`", CustomEnvConfig),
+]
+ROLES: list[Group] = [
+    ("Worker", "`actor_train`, `actor_infer`, `critic`, `reference`", WorkerConfig),
+    ("Model", "`<role>.model_args`", ModelArguments),
+    ("Training", "`actor_train.training_args`, `critic.training_args`", TrainingArguments),
+    ("Data", "`<role>.data_args`", DataArguments),
+    ("Generating", "`actor_infer.generating_args`, `<env manager>.generating_args`", GeneratingArguments),
+    ("Strategy", "`<role>.strategy_args`", StrategyArguments),
+]
+STRATEGIES: list[Group] = [
+    ("hf_infer", "`strategy_config` of `hf_infer`", HfInferConfig),
+    ("fsdp2", "`strategy_config` of `fsdp2_train` and `fsdp2_infer`", Fsdp2Config),
+    ("deepspeed", "`strategy_config` of `deepspeed_train` and `deepspeed_infer`", DeepSpeedConfig),
+    ("megatron", "`strategy_config` of `megatron_train` and `megatron_infer`", MegatronConfig),
+    ("vllm", "`strategy_config` of `vllm`", VllmConfig),
+    ("sglang", "`strategy_config` of `sglang`", SglangConfig),
+]
+
+INTRODUCTION = """\
+# Configuration
+
+<!-- Written by scripts/generate_config_docs.py from the classes in roll/configs. Do not edit. -->
+
+A configuration is a YAML file in `examples/config`, or in the folder that `--config_path` names, composed by Hydra:
+
+```bash
+python examples/start_agentic_pipeline.py --config_name agentic_sokoban \\
+    max_steps=5 actor_train.training_args.learning_rate=1e-4
+```
+
+- **Overrides** are `key=value`; no `+` is needed. `~key` takes a key back to its default. A value that Hydra's grammar
+  does not know is taken as text, so `'actor_train.device_mapping=list(range(0,4))'` works.
+- **Strictness.** Everything is checked before Ray or a model starts, and all problems are reported together (exit
+  code 2): unknown keys, wrong types, values out of range, numbers that do not divide, names of plug-ins, model paths
+  and devices that do not exist. A number in quotes is not a number; `true` is not 1.
+- **Composition.** `defaults: [traj_envs@_here_, _self_]` includes `traj_envs.yaml`; `${response_length}` refers to
+  another key. A top-level key that the tables below do not know is allowed only when some `${...}` refers to it.
+- **`custom_env`** (singular) is the library of tags that `traj_envs.yaml` defines. Only `custom_envs` (plural) is read;
+  it picks tags by `SimpleSokoban: ${custom_env.SimpleSokoban}`. Overriding a key inside such a link, as in
+  `custom_envs.SimpleSokoban.max_steps=5`, keeps the link's other keys. Likewise top-level `deepspeed_zero*` presets are
+  only read through a link.
+- **`device_mapping`** is a list of device ids or a sum of lists and ranges, `list(range(0,8)) + [12, 13]`. It is
+  parsed, never evaluated. Ids count the devices of all nodes: GPUs, or CPU slots where there is no GPU.
+- **Batch arithmetic.** `rollout_batch_size` counts episodes, in whole groups of `group_size`. The global batch of one
+  optimizer step is `per_device_train_batch_size × gradient_accumulation_steps × data-parallel size` episodes, and
+  divides `rollout_batch_size`. The data-parallel size is the number of devices of the role, for Megatron divided by
+  tensor × pipeline × context parallel size. Where each turn is a sample of its own (`env_manager_cls: step`), the turns
+  of a rollout are cut into that many optimizer steps. `--validate-only` prints the arithmetic in words.
+"""
+
+
+def render() -> str:
+    parts = [INTRODUCTION]
+    for title, groups in (
+        ("Top level", TOP_LEVEL),
+        ("Environments", ENVIRONMENTS),
+        ("Roles", ROLES),
+        ("Strategies", STRATEGIES),
+    ):
+        parts.append(f"## {title}\n")
+        parts += [_section(*group) for group in groups]
+    parts.append(_names())
+    return "\n".join(parts)
+
+
+def _section(heading: str, place: str, section: type[Config]) -> str:
+    inherited = {} if section is not AgenticConfig else AlgorithmConfig.model_fields | RunConfig.model_fields
+    lines = [f"### {heading}", "", f"{_first_line(section)} ({place})", ""]
+    lines += ["| key | type | default | range | meaning |", "|---|---|---|---|---|"]
+    lines += [_row(name, field) for name, field in section.model_fields.items() if name not in inherited]
+    if section.model_config.get("extra") == "allow":
+        lines += ["", "Further keys go to the engine as they are."]
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    cells = [f"`{name}`", type_text(field.annotation, field.metadata), _default(field), range_text(field.metadata)]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in [*cells, str(field.description)]) + " |"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if is_section(section_of(field.annotation)) and field.default_factory is not None:
+        return "its own"
+    return f"`{json.dumps(field.get_default(call_default_factory=True, validated_data={}), ensure_ascii=False)}`"
+
+
+def _first_line(section: type[Config]) -> str:
+    return (section.__doc__ or "").strip().splitlines()[0]
+
+
+def _names() -> str:
+    lines = ["## Other spellings", "", "| key | here |", "|---|---|"]
+    lines += [f"| `{alias}` | the same as `{name}`; giving both is an error |" for alias, name in ALIASES.items()]
+    lines += [f"| `{key}` | {advice} |" for key, advice in OBSOLETE.items()]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="only compare; exit code 1 when the file is out of date")
+    if parser.parse_args().check:
+        current = TARGET.is_file() and TARGET.read_text(encoding="utf-8") == render()
+        sys.stdout.write(f"{TARGET} is {'current' if current else 'out of date'}\n")
+        return 0 if current else 1
+    TARGET.write_text(render(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,471 @@
+"""``fsdp2_train``: the same step whatever the cutting, the sharding and the number of processes; exact continuation."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from roll.algorithms.types import LossContext, LossOutput, TokenScores
+from roll.configs.worker import WorkerConfig
+from roll.data.batch import Batch
+from roll.distributed.strategy.base import Metrics, States, StrategyContext
+from roll.distributed.strategy.fsdp2 import Fsdp2Infer, Fsdp2Train
+from roll.distributed.weight_sync import unpack_bucket
+
+TEMPERATURE = 0.8
+ENTROPY_COEF = 0.01
+SHARDINGS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "keep": {"reshard_after_forward": False},
+    "offload": {"cpu_offload": True},
+    "replica": {"fsdp_size": 1},
+}
+
+
+class ProbedTrain(Fsdp2Train):
+    """Keeps the whole gradient of the last step, as it is before clipping."""
+
+    gradient: dict[str, Tensor]
+
+    def _apply(self, rate: float, norm: float) -> None:
+        weights = self.weights
+        self.gradient = {n.removeprefix("model."): weights.whole(n, p.grad).clone() for n, p in weights.local.items()}
+        super()._apply(rate, norm)
+
+
+def make_model(path: Path, *, tied: bool = True, **kwargs: Any) -> Path:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+        initializer_range=0.1,
+        **kwargs,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def make_batch(num_sequences: int = 9, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 15, (num_sequences,), generator=generator)
+    num_tokens = int(lengths.sum())
+    batch = Batch(lengths, torch.randint(0, 61, (num_tokens,), generator=generator), torch.zeros(num_tokens).bool())
+    mask = (torch.rand(num_tokens, generator=generator) < 0.5) & (batch.positions_T > 0)
+    return batch.replace(loss_mask_T=mask, advantages_T=torch.randn(num_tokens, generator=generator))
+
+
+def policy_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    if scores.values_T is not None:
+        error = (scores.values_T - batch.advantages_T)[batch.loss_mask_T].square().sum() / context.num_tokens
+        return LossOutput(error, {"critic/error": error.detach()})
+    assert scores.logprobs_T is not None and scores.entropy_T is not None
+    gain_T = batch.advantages_T * scores.logprobs_T + ENTROPY_COEF * scores.entropy_T
+    loss = -gain_T[batch.loss_mask_T].sum() / context.num_tokens
+    return LossOutput(loss, {"actor/entropy": scores.entropy_T.detach().sum() / context.num_tokens})
+
+
+def nan_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    output = policy_loss(scores, batch, context)
+    return LossOutput(output.loss * math.nan if batch.num_sequences > 1 else output.loss, output.metrics)
+
+
+def make_context(model: Path, strategy: dict[str, Any] | None = None, **kwargs: Any) -> StrategyContext:
+    worker = {
+        "model_args": {"dtype": "fp32", "disable_gradient_checkpointing": True, **kwargs.pop("model_args", {})},
+        "training_args": {
+            "learning_rate": 1e-3,
+            "weight_decay": 0.1,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 1,
+            "per_device_train_batch_size": 2,
+            **kwargs.pop("training_args", {}),
+        },
+        "strategy_args": {"strategy_name": "fsdp2_train", "strategy_config": strategy or {}},
+        **kwargs.pop("worker", {}),
+    }
+    options = {"temperature": TEMPERATURE, "max_grad_norm": 0.5, "total_optimizer_steps": 10, **kwargs}
+    return StrategyContext(
+        worker=WorkerConfig.model_validate(worker), role="actor_train", model_path=str(model), **options
+    )
+
+
+def make_trainer(model: Path, strategy: dict[str, Any] | None = None, **kwargs: Any) -> ProbedTrain:
+    trainer = ProbedTrain(make_context(model, strategy, **kwargs))
+    trainer.setup()
+    return trainer
+
+
+def exported(trainer: Fsdp2Train, bucket_bytes: int = 10_000) -> dict[str, Tensor]:
+    buckets = list(trainer.export_weights(bucket_bytes))
+    return {name: tensor.clone() for bucket in buckets for name, tensor in unpack_bucket(bucket)}
+
+
+def reference_step(model_path: Path, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradient in float64, one sequence at a time, from the model's own logits."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path).double()
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(batch.num_sequences):
+        one = batch.select([row])
+        logprobs = (model(one.tokens_T[None], use_cache=False).logits[0] / TEMPERATURE).log_softmax(-1)
+        for position in one.loss_mask_T.nonzero().flatten().tolist():
+            before = logprobs[position - 1]
+            entropy = -(before.exp() * before).sum()
+            total = total - one.advantages_T[position] * before[one.tokens_T[position]] - ENTROPY_COEF * entropy
+    loss = total / batch.loss_mask_T.sum()
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name].double(), tensor.double(), rtol=0, atol=tolerance, msg=lambda m: name + m)  # noqa: B023
+
+
+CUTTINGS: dict[str, dict[str, Any]] = {
+    "one by one": {"training_args": {"per_device_train_batch_size": 1}},
+    "all at once": {"training_args": {"per_device_train_batch_size": 64}},
+    "by tokens": {"worker": {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": 30}},
+    "rounded": {"worker": {"sequence_length_round_in_train": 8}},
+    "packed": {"worker": {"use_sequence_packing": True}, "training_args": {"per_device_train_batch_size": 4}},
+    "recomputed": {"model_args": {"disable_gradient_checkpointing": False}},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tied"))
+
+
+@pytest.fixture(scope="module")
+def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.mark.parametrize("cutting", CUTTINGS)
+def test_gradient_does_not_depend_on_how_the_step_is_cut(model: Path, cutting: str) -> None:
+    batch = make_batch()
+    trainer = make_trainer(model, **json.loads(json.dumps(CUTTINGS[cutting])))
+    metrics = trainer.train_step(batch, policy_loss)
+    loss, gradient = reference_step(model, batch)
+    assert_near(trainer.gradient, gradient)
+    assert metrics["actor/loss"] == pytest.approx(loss, abs=1e-6)
+    norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
+    assert metrics["actor/grad_norm"] == pytest.approx(norm, abs=1e-6)
+    assert metrics["actor/num_tokens"] == batch.num_tokens
+
+
+# ---- two processes: one start, many scenarios; each leaves files that the tests below judge
+
+
+def shares(step: int) -> list[Batch]:
+    """Ragged shares of the two ranks: 7 and 2 sequences, 9 and 0, 2 and 7."""
+    batch = make_batch(seed=step)
+    cut = (7, 9, 2)[step % 3]
+    rows = torch.arange(batch.num_sequences)
+    return [batch.select(rows[:cut]), batch.select(rows[cut:])]
+
+
+def write(folder: Path, name: str, tensors: dict[str, Tensor], metrics: Metrics | None = None) -> None:
+    save_file({key: value.contiguous().clone() for key, value in tensors.items()}, folder / f"{name}.safetensors")
+    (folder / f"{name}.json").write_text(json.dumps(metrics or {}))
+
+
+def run_sharding(folder: Path, model: Path, name: str, rank: int) -> None:
+    options = {"rank": rank, "world_size": 2}
+    trainer = make_trainer(model, SHARDINGS[name], **options)
+    out = folder / f"{name}-{rank}"
+    out.mkdir()
+    for step in range(3):
+        write(out, f"scores{step}", {"logprobs": trainer.logprobs(shares(step)[rank]).logprobs_T})
+        metrics = trainer.train_step(shares(step)[rank], policy_loss)
+        write(out, f"gradient{step}", trainer.gradient, metrics)
+        if step == 1:
+            trainer.save(folder / f"{name}-checkpoint")
+    write(out, "final", exported(trainer))
+    metrics = trainer.train_step(shares(0)[rank], nan_loss)
+    write(out, "after_nan", exported(trainer), metrics)
+    resumed = make_trainer(model, SHARDINGS[name], **options)
+    resumed.load(folder / f"{name}-checkpoint")
+    resumed.train_step(shares(2)[rank], policy_loss)
+    write(out, "resumed", exported(resumed))
+
+
+def run_others(folder: Path, model: Path, rank: int) -> None:
+    """A critic, a reference in half precision, and a checkpoint that cannot be written."""
+    options = {"rank": rank, "world_size": 2}
+    critic = make_trainer(model, {}, head="value", **options)
+    for step in range(2):
+        critic.train_step(shares(step)[rank], policy_loss)
+    critic.save(folder / "critic")
+    write(folder, f"values{rank}", {"values": critic.logprobs(shares(1)[rank]).values_T})
+    reference = Fsdp2Infer(make_context(model, model_args={"dtype": "bf16"}, **options))
+    reference.setup()
+    write(folder, f"reference{rank}", {"logprobs": reference.logprobs(shares(0)[rank]).logprobs_T})
+    (folder / "occupied").write_text("a file, not a folder")
+    try:
+        critic.save(folder / "occupied")
+    except OSError as error:
+        (folder / f"error{rank}").write_text(str(error))
+
+
+def rank_main(rank: int, port: int, folder: Path, model: Path) -> None:
+    import os
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    for name in SHARDINGS:
+        run_sharding(folder, model, name, rank)
+    run_others(folder, model, rank)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, untied_model: Path) -> Path:
+    folder = tmp_path_factory.mktemp("two_ranks")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(rank_main, (port, folder, untied_model), nprocs=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one_process(untied_model: Path) -> dict[str, Any]:
+    trainer = make_trainer(untied_model)
+    result: dict[str, Any] = {"gradients": [], "metrics": [], "scores": []}
+    for step in range(3):
+        batch = Batch.concat(shares(step))
+        result["scores"].append(trainer.logprobs(batch).logprobs_T)
+        result["metrics"].append(trainer.train_step(batch, policy_loss))
+        result["gradients"].append(trainer.gradient)
+    return result | {"final": exported(trainer)}
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_two_ranks_take_the_same_step_as_one(two_ranks: Path, untied_model: Path, one_process: dict, name: str) -> None:
+    loss, gradient = reference_step(untied_model, Batch.concat(shares(0)))
+    assert_near(load_file(two_ranks / f"{name}-0/gradient0.safetensors"), gradient)
+    for step in range(3):
+        assert_near(load_file(two_ranks / f"{name}-1/gradient{step}.safetensors"), one_process["gradients"][step], 5e-6)
+        found = [json.loads((two_ranks / f"{name}-{rank}/gradient{step}.json").read_text()) for rank in range(2)]
+        expected = one_process["metrics"][step]
+        for key in ("actor/loss", "actor/entropy", "actor/grad_norm", "actor/num_tokens", "actor/lr"):
+            assert found[0][key] == found[1][key] == pytest.approx(expected[key], abs=2e-6), key
+    assert_near(load_file(two_ranks / f"{name}-0/final.safetensors"), one_process["final"], 2e-5)
+    assert one_process["metrics"][0]["actor/loss"] == pytest.approx(loss, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_two_ranks_score_their_shares_with_the_newest_weights(two_ranks: Path, one_process: dict, name: str) -> None:
+    for step in range(3):
+        found = [load_file(two_ranks / f"{name}-{rank}/scores{step}.safetensors")["logprobs"] for rank in range(2)]
+        torch.testing.assert_close(torch.cat(found), one_process["scores"][step], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(two_ranks: Path, name: str) -> None:
+    final, resumed = (load_file(two_ranks / f"{name}-0/{kind}.safetensors") for kind in ("final", "resumed"))
+    assert_near(resumed, final, 0.0)
+
+
+def test_checkpoint_of_two_ranks_continues_on_one(two_ranks: Path, untied_model: Path) -> None:
+    trainer = make_trainer(untied_model)
+    trainer.load(two_ranks / "full-checkpoint")
+    trainer.train_step(Batch.concat(shares(2)), policy_loss)
+    assert_near(exported(trainer), load_file(two_ranks / "full-0/final.safetensors"), 2e-5)
+
+
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_nan_on_one_rank_skips_the_step_on_both(two_ranks: Path, name: str) -> None:
+    assert_near(
+        load_file(two_ranks / f"{name}-0/after_nan.safetensors"), load_file(two_ranks / f"{name}-0/final.safetensors"), 0.0
+    )
+    for rank in range(2):
+        metrics = json.loads((two_ranks / f"{name}-{rank}/after_nan.json").read_text())
+        assert metrics["actor/skipped_steps"] == 1
+        assert "actor/loss" not in metrics
+
+
+def test_only_rank_0_receives_weight_buckets(two_ranks: Path) -> None:
+    assert not load_file(two_ranks / "full-1/final.safetensors")
+
+
+def test_critic_of_two_ranks_scores_the_same_on_one(two_ranks: Path) -> None:
+    critic = Fsdp2Infer(make_context(two_ranks / "critic", head="value"))
+    critic.setup()
+    values = critic.logprobs(Batch.concat(shares(1))).values_T
+    found = torch.cat([load_file(two_ranks / f"values{rank}.safetensors")["values"] for rank in range(2)])
+    assert values.abs().max() > 0
+    torch.testing.assert_close(values, found, rtol=0, atol=1e-5)
+
+
+def test_bf16_reference_is_near_fp32(two_ranks: Path, one_process: dict) -> None:
+    found = torch.cat([load_file(two_ranks / f"reference{rank}.safetensors")["logprobs"] for rank in range(2)])
+    torch.testing.assert_close(found, one_process["scores"][0], rtol=0, atol=0.1)
+
+
+def test_failed_write_is_an_error_on_every_rank(two_ranks: Path) -> None:
+    for rank in range(2):
+        assert "occupied" in (two_ranks / f"error{rank}").read_text()
+
+
+# ---- one process
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_saved_model_loads_in_transformers_and_continues_exactly(model: Path, tmp_path: Path, dtype: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trainer = make_trainer(model, model_args={"dtype": dtype})
+    batch = make_batch()
+    trainer.train_step(batch, policy_loss)
+    trainer.save(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    mine, theirs = exported(trainer), loaded.state_dict()
+    assert set(theirs) - set(mine) == {"lm_head.weight"}, "tied weights go out once"
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+    assert not list(tmp_path.rglob("*.pt")) + list(tmp_path.rglob("*.bin"))
+
+    resumed = make_trainer(model, model_args={"dtype": dtype})
+    resumed.load(tmp_path)
+    for each in (trainer, resumed):
+        each.train_step(make_batch(seed=1), policy_loss)
+    assert_near(exported(resumed), exported(trainer), 0.0)
+    assert resumed.optimizer_steps == 2
+
+
+def test_loading_restores_the_generator(model: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(model)
+    trainer.save(tmp_path)
+    expected = torch.rand(3)
+    trainer.load(tmp_path)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_skipped_step_leaves_weights_and_schedule(model: Path) -> None:
+    trainer = make_trainer(model)
+    before = exported(trainer)
+    metrics = trainer.train_step(make_batch(), nan_loss)
+    assert metrics["actor/skipped_steps"] == 1
+    assert trainer.optimizer_steps == 0
+    assert_near(exported(trainer), before, 0.0)
+    batch = make_batch()
+    trainer.train_step(batch, policy_loss)
+    assert_near(trainer.gradient, reference_step(model, batch)[1])
+
+
+def test_step_without_loss_tokens_is_skipped(model: Path) -> None:
+    batch = make_batch()
+    metrics = make_trainer(model).train_step(
+        batch.replace(loss_mask_T=torch.zeros_like(batch.loss_mask_T)), policy_loss
+    )
+    assert metrics["actor/skipped_steps"] == 1
+
+
+def test_l2_penalty_is_added_to_the_loss(model: Path) -> None:
+    batch = make_batch()
+    plain, penalised = make_trainer(model), make_trainer(model, l2=0.01)
+    weights = exported(plain)
+    losses = [trainer.train_step(batch, policy_loss)["actor/loss"] for trainer in (plain, penalised)]
+    square = sum(float(w.double().square().sum()) for w in weights.values())
+    assert losses[1] - losses[0] == pytest.approx(0.01 * square, rel=1e-5)
+    expected = {name: plain.gradient[name] + 0.02 * weight for name, weight in weights.items()}
+    assert_near(penalised.gradient, expected)
+
+
+def test_update_is_adamw_on_the_clipped_gradient(model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    batch = make_batch()
+    trainer = make_trainer(model, training_args={"lr_scheduler_type": "constant", "warmup_steps": 0})
+    trainer.train_step(batch, policy_loss)
+    oracle = AutoModelForCausalLM.from_pretrained(model).double()
+    _, gradient = reference_step(model, batch)
+    matrices = [parameter for parameter in oracle.parameters() if parameter.dim() == 2]
+    vectors = [parameter for parameter in oracle.parameters() if parameter.dim() == 1]
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0}])
+    for name, parameter in oracle.named_parameters():
+        parameter.grad = gradient[name]
+    torch.nn.utils.clip_grad_norm_(oracle.parameters(), 0.5)
+    optimizer.step()
+    # Adam's first step is lr * g / (|g| + eps): where |g| is near eps the float32 rounding of g shows.
+    assert_near(exported(trainer), dict(oracle.named_parameters()), 2e-5)
+
+
+def test_offloaded_states_must_come_back_before_use(model: Path) -> None:
+    trainer = make_trainer(model)
+    trainer.offload(States.OPTIMIZER)
+    trainer.logprobs(make_batch())
+    with pytest.raises(RuntimeError, match="OPTIMIZER is offloaded"):
+        trainer.train_step(make_batch(), policy_loss)
+    trainer.onload(States.ALL)
+    assert trainer.train_step(make_batch(), policy_loss)["actor/skipped_steps"] == 0
+
+
+def test_moved_parameters_are_still_the_ones_that_are_trained(model: Path) -> None:
+    trainer, moved = make_trainer(model), make_trainer(model)
+    moved.weights.move(torch.device("cpu"))
+    for each in (trainer, moved):
+        each.train_step(make_batch(), policy_loss)
+    assert_near(exported(moved), exported(trainer), 0.0)
+
+
+def test_optimizer_can_start_again(model: Path) -> None:
+    trainer = make_trainer(model)
+    first = trainer.train_step(make_batch(), policy_loss)
+    trainer.reset_optimizer()
+    assert trainer.train_step(make_batch(), policy_loss)["actor/lr"] == first["actor/lr"]
+
+
+def test_loss_falls_when_one_batch_is_learned(model: Path) -> None:
+    trainer = make_trainer(model, training_args={"learning_rate": 1e-2, "warmup_steps": 0})
+    losses = [trainer.train_step(make_batch(), sft_loss)["actor/loss"] for _ in range(8)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def sft_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    return LossOutput(-scores.logprobs_T.sum() / context.num_tokens)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (lambda folder: (folder / "trainer.json").unlink(), "no trainer.json"),
+        (lambda folder: next((folder / "optimizer").iterdir()).unlink(), "no safetensors"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no safetensors weights"),
+    ],
+)
+def test_incomplete_checkpoint_is_refused(
+    model: Path, tmp_path: Path, break_it: Callable[[Path], None], message: str
+) -> None:
+    trainer = make_trainer(model)
+    trainer.save(tmp_path)
+    break_it(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        trainer.load(tmp_path)
+
+
+def test_training_in_fp16_is_refused(model: Path) -> None:
+    with pytest.raises(ValueError, match="fp16"):
+        make_trainer(model, model_args={"dtype": "fp16"})

@@ -1,0 +1,114 @@
+"""Random episodes as nested Python lists, for oracles that share nothing with the flat layout, and their batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from roll.data.batch import Batch
+
+
+@dataclass
+class Token:
+    id: int  # unique in the batch: how an oracle's result finds its place
+    sampled: bool
+    value: float
+    old_logprob: float
+    ref_logprob: float
+    rollout_logprob: float
+
+
+@dataclass
+class Turn:
+    tokens: list[Token]
+    reward: float
+    state: int
+
+    @property
+    def sampled(self) -> list[Token]:
+        return [t for t in self.tokens if t.sampled]
+
+
+@dataclass
+class Episode:
+    group: int
+    tag: int
+    turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def score(self) -> float:
+        return sum(turn.reward for turn in self.turns if turn.sampled)
+
+
+def random_episodes(seed: int, max_episodes: int = 7, empty_masks: bool = True) -> list[Episode]:
+    """Ragged episodes: some groups of one, some with equal rewards, unsampled tokens anywhere, some turns unsampled."""
+    rng = np.random.default_rng(seed)
+    episodes, next_id = [], 0
+    equal_rewards = rng.random() < 0.2
+    for _ in range(int(rng.integers(1, max_episodes + 1))):
+        episode = Episode(group=int(rng.integers(0, 3)) * 10, tag=int(rng.integers(0, 2)))
+        for _ in range(1 if equal_rewards else int(rng.integers(1, 5))):
+            tokens = []
+            silent = empty_masks and rng.random() < 0.1
+            for _ in range(int(rng.integers(1, 7))):
+                sampled = bool(rng.random() < 0.6) and not silent
+                numbers = [float(np.float32(x)) for x in rng.normal(size=4)] if sampled else [0.0] * 4
+                tokens.append(Token(next_id, sampled, *numbers))
+                next_id += 1
+            reward = 0.1 if equal_rewards else float(np.float32(rng.normal()))
+            has_sampled = any(t.sampled for t in tokens)
+            episode.turns.append(
+                Turn(tokens, float(np.float32(reward)) if has_sampled else 0.0, int(rng.integers(0, 3)))
+            )
+        episodes.append(episode)
+    return episodes
+
+
+def to_batch(episodes: list[Episode], history: bool, shuffle_seed: int | None = None) -> Batch:
+    """One row per episode (``history``) or per turn; rows in a random order if a seed is given."""
+    rows = []
+    for index, episode in enumerate(episodes):
+        numbered = list(enumerate(episode.turns))
+        for row, turns in enumerate([numbered] if history else [[turn] for turn in numbered]):
+            rows.append((index, row, episode, turns))
+    if shuffle_seed is not None:
+        rows = [rows[i] for i in np.random.default_rng(shuffle_seed).permutation(len(rows))]
+    flat = [(turn, number, token) for _, _, _, turns in rows for number, turn in turns for token in turn.tokens]
+
+    def column(name: str) -> torch.Tensor:
+        return torch.tensor([getattr(token, name) for _, _, token in flat], dtype=torch.float32)
+
+    return Batch(
+        lengths_B=torch.tensor([sum(len(turn.tokens) for _, turn in turns) for *_, turns in rows]),
+        tokens_T=torch.tensor([token.id for _, _, token in flat]),
+        loss_mask_T=torch.tensor([token.sampled for _, _, token in flat]),
+        turn_T=torch.tensor([number for _, number, _ in flat]),
+        rewards_T=torch.tensor(
+            [turn.reward if turn.sampled and token is turn.sampled[-1] else 0.0 for turn, _, token in flat],
+            dtype=torch.float32,
+        ),
+        group_B=torch.tensor([episode.group for _, _, episode, _ in rows]),
+        traj_B=torch.tensor([index for index, *_ in rows]),
+        turn_B=torch.tensor([row for _, row, *_ in rows]),
+        state_B=torch.tensor([turns[0][1].state for *_, turns in rows]),
+        tag_B=torch.tensor([episode.tag for _, _, episode, _ in rows]),
+        scores_B=torch.tensor([episode.score for _, _, episode, _ in rows], dtype=torch.float32),
+        values_T=column("value"),
+        old_logprobs_T=column("old_logprob"),
+        ref_logprobs_T=column("ref_logprob"),
+        rollout_logprobs_T=column("rollout_logprob"),
+    )
+
+
+def by_token(batch: Batch, column_T: torch.Tensor) -> dict[int, float]:
+    """A token column as a dictionary from token id to number."""
+    return dict(zip(batch.tokens_T.tolist(), column_T.double().tolist(), strict=True))
+
+
+def assert_close(batch: Batch, column_T: torch.Tensor, expected: dict[int, float], tolerance: float = 1e-5) -> None:
+    """Every token has the expected number; tokens that the oracle does not name have 0."""
+    for token, got in by_token(batch, column_T).items():
+        want = expected.get(token, 0.0)
+        assert abs(got - want) <= tolerance * max(1.0, abs(want)), (token, got, want)

@@ -1,0 +1,34 @@
+"""docs/algorithms.md names every registered algorithm and every key of the section."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll.algorithms.advantages import ADVANTAGES
+from roll.algorithms.kl import KL_ESTIMATORS
+from roll.configs.algorithm import AlgorithmConfig, LossAggMode, RewardNormalizationConfig
+
+DOCS = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+ELSEWHERE = {"ppo_epochs", "max_grad_norm", "l2", "critic_warmup", "enable_old_logprobs_recompute"}
+"""Keys of the training loop and the optimizer, which state no formula."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *ADVANTAGES.names(),
+        *KL_ESTIMATORS.names(),
+        *LossAggMode.__args__,  # type: ignore[attr-defined]
+        *RewardNormalizationConfig.model_fields["method"].annotation.__args__,  # type: ignore[union-attr]
+        *RewardNormalizationConfig.model_fields["grouping"].annotation.__args__,  # type: ignore[union-attr]
+    ],
+)
+def test_registered_names_are_documented(name: str) -> None:
+    assert f"`{name}`" in DOCS or f": {name}`" in DOCS
+
+
+@pytest.mark.parametrize("key", sorted(AlgorithmConfig.model_fields.keys() - ELSEWHERE))
+def test_keys_are_documented(key: str) -> None:
+    assert f"`{key}" in DOCS

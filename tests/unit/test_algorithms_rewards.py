@@ -1,0 +1,205 @@
+"""Reward normalisation, clipping, KL in the reward and running statistics against loops in float64."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from algorithms_batches import Episode, Token, Turn, assert_close, by_token, random_episodes, to_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.algorithms.rewards import apply_kl_penalty, shape_rewards, whiten_token_rewards
+from roll.algorithms.statistics import RunningStats, whiten
+from roll.configs.algorithm import AlgorithmConfig
+from roll.data.batch import Batch
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def lone_turns(scores: list[float], groups: list[int] | None = None, tags: list[int] | None = None) -> Batch:
+    """One-token episodes, whose reward is their score."""
+    groups, tags = groups or [0] * len(scores), tags or [0] * len(scores)
+    columns = zip(scores, groups, tags, strict=True)
+    return to_batch(
+        [Episode(g, tag, [Turn([Token(i, True, 0, 0, 0, 0)], s, 0)]) for i, (s, g, tag) in enumerate(columns)],
+        history=False,
+    )
+
+
+def shaped(batch: Batch, **keys: Any) -> list[float]:
+    config = AlgorithmConfig(**keys)
+    assert config.problems() == []
+    return shape_rewards(batch, config, RunningStats())[0].rewards_T.tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=seeds,
+    history=st.booleans(),
+    grouping=st.sampled_from(["state", "batch", "inductive"]),
+    method=st.sampled_from(["asym_clip", "identity", "mean_std"]),
+    clip=st.sampled_from([None, 0.5]),
+)
+def test_normalised_scores_are_the_new_sums_of_rewards(
+    seed: int, history: bool, grouping: str, method: str, clip: float | None
+) -> None:
+    episodes = random_episodes(seed)
+    batch = to_batch(episodes, history, seed)
+    config = AlgorithmConfig(reward_normalization={"grouping": grouping, "method": method}, reward_clip=clip)
+    out, metrics = shape_rewards(batch, config, RunningStats())
+    live = [e for e in episodes if any(turn.sampled for turn in e.turns)]
+
+    def key(e: Episode) -> int:
+        return {"state": e.group, "inductive": e.tag, "batch": 0}[grouping]
+
+    members = defaultdict(list)
+    for e in live:
+        members[key(e)].append(e.score)
+    expected = {}
+    for e in live:
+        peers = members[key(e)]
+        mean, scale = 0.0, 1.0
+        if method != "identity":
+            spread = statistics.stdev(peers) if len(peers) > 1 else 0.0
+            mean, scale = statistics.mean(peers), spread + 1e-6 if spread > 1e-12 else 1.0
+        score = (e.score - mean) / scale
+        score = min(max(score, -1.0), 3.0) if method == "asym_clip" else score
+        score = min(max(score, -clip), clip) if clip else score
+        turns = [turn for turn in e.turns if turn.sampled]
+        for turn in turns:
+            expected[turn.sampled[-1].id] = turn.reward / scale
+        expected[turns[-1].sampled[-1].id] += score - e.score / scale
+    assert_close(out, out.rewards_T, expected, 1e-4)
+    assert torch.equal(out.scores_B, batch.scores_B)
+    if live:
+        assert metrics["reward/score_mean"] == pytest.approx(statistics.mean(e.score for e in live), abs=1e-6)
+
+
+def test_each_grouping_compares_with_its_own_peers() -> None:
+    batch = lone_turns([0.0, 2.0, 10.0, 12.0], groups=[1, 1, 2, 2], tags=[1, 2, 1, 2])
+    high = 1 / 2**0.5
+    by_state = shaped(batch, reward_normalization={"grouping": "state", "method": "mean_std"})
+    assert by_state == pytest.approx([-high, high, -high, high], rel=1e-5)
+    by_tag = shaped(batch, reward_normalization={"grouping": "inductive", "method": "mean_std"})
+    assert by_tag == pytest.approx([-high, -high, high, high], rel=1e-5)
+    std = statistics.stdev([0, 2, 10, 12])
+    by_batch = shaped(batch, reward_normalization={"grouping": "batch", "method": "mean_std"})
+    assert by_batch == pytest.approx([-6 / std, -4 / std, 4 / std, 6 / std], rel=1e-5)
+
+
+def test_asym_clip_bounds_failures_tighter_than_successes() -> None:
+    scores = [0.0] * 30 + [100.0, -100.0]
+    plain = shaped(lone_turns(scores), reward_normalization={"method": "mean_std"})
+    clipped = shaped(lone_turns(scores), reward_normalization={"method": "asym_clip"})
+    assert max(plain) > 3 and min(plain) < -1
+    assert max(clipped) == 3.0 and min(clipped) == -1.0
+
+
+def test_reward_norm_shift_and_scale_do_only_their_half() -> None:
+    batch = lone_turns([1.0, 3.0, 5.0, 9.0], groups=[1, 1, 2, 2])
+    assert shaped(batch, reward_norm="group", reward_shift=True) == pytest.approx([-1, 1, -2, 2])
+    std = statistics.stdev([1, 3]), statistics.stdev([5, 9])
+    assert shaped(batch, reward_norm="group", reward_scale=True) == pytest.approx(
+        [1 / std[0], 3 / std[0], 5 / std[1], 9 / std[1]], rel=1e-5
+    )
+    whole = statistics.stdev([1, 3, 5, 9])
+    assert shaped(batch, reward_norm="batch") == pytest.approx([(x - 4.5) / whole for x in (1, 3, 5, 9)], rel=1e-5)
+
+
+@pytest.mark.parametrize("keys", [{"reward_norm": "running"}, {"use_reward_scaling": True, "use_reward_norm": True}])
+def test_running_normalisation_uses_all_scores_so_far(keys: dict[str, Any]) -> None:
+    running = RunningStats()
+    config = AlgorithmConfig(**keys)
+    shape_rewards(lone_turns([1.0, 2.0, 6.0]), config, running)
+    out, _ = shape_rewards(lone_turns([3.0, 8.0]), config, running)
+    seen = [1.0, 2.0, 6.0, 3.0, 8.0]
+    expected = [(x - statistics.mean(seen)) / (statistics.stdev(seen) + 1e-6) for x in (3.0, 8.0)]
+    assert out.rewards_T.tolist() == pytest.approx(expected)
+
+
+def test_reward_scaling_alone_keeps_the_mean() -> None:
+    scores = [1.0, 2.0, 6.0]
+    expected = [x / (statistics.stdev(scores) + 1e-6) for x in scores]
+    assert shaped(lone_turns(scores), use_reward_scaling=True) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("keys", [{"reward_norm": "group", "reward_scale": True}, {"use_reward_scaling": True}])
+def test_equal_scores_are_not_divided_by_nothing(keys: dict[str, Any]) -> None:
+    assert shaped(lone_turns([0.1] * 7), **keys) == pytest.approx([0.1] * 7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.floats(-100, 100), max_size=6), min_size=1, max_size=5))
+def test_running_stats_equal_those_of_all_values_and_survive_a_checkpoint(parts: list[list[float]]) -> None:
+    stats = RunningStats()
+    for part in parts:
+        stats.update(torch.tensor(part, dtype=torch.float64))
+        restored = RunningStats()
+        restored.load_state_dict(json.loads(json.dumps(stats.state_dict())))
+        stats = restored
+    values = [x for part in parts for x in part]
+    assert stats.mean == pytest.approx(statistics.mean(values) if values else 0.0, abs=1e-9)
+    assert stats.std == pytest.approx(statistics.stdev(values) if len(values) > 1 else 0.0, abs=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, kind=st.sampled_from(["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]))
+def test_kl_is_taken_from_each_sampled_token(seed: int, kind: str) -> None:
+    episodes = random_episodes(seed)
+    batch = to_batch(episodes, False, seed)
+    out, metrics = apply_kl_penalty(batch, AlgorithmConfig(kl_penalty=kind), 0.3)
+    before, expected, row_means = by_token(batch, batch.rewards_T), {}, []
+    for e in episodes:
+        for turn in e.turns:
+            kls = []
+            for token in turn.sampled:
+                d = token.old_logprob - token.ref_logprob
+                if kind in ("kl", "k1"):
+                    kl = d
+                elif kind == "abs":
+                    kl = abs(d)
+                elif kind in ("mse", "k2"):
+                    kl = d * d / 2
+                else:
+                    kl = min(max(math.exp(-d) + d - 1, -10), 10)
+                kls.append(kl)
+                expected[token.id] = before[token.id] - 0.3 * kl
+            row_means += [statistics.mean(kls)] if kls else []
+    assert_close(out, out.rewards_T, expected)
+    assert metrics["reward/kl"] == pytest.approx(statistics.mean(row_means) if row_means else 0.0, abs=1e-5)
+    assert metrics["reward/kl_coef"] == 0.3
+
+
+def test_kl_falls_back_on_the_rollout_engine_and_needs_a_reference() -> None:
+    batch = to_batch(random_episodes(3), history=False)
+    fallback, _ = apply_kl_penalty(batch.replace(old_logprobs_T=None), AlgorithmConfig(), 0.1)
+    named, _ = apply_kl_penalty(batch.replace(old_logprobs_T=batch.rollout_logprobs_T), AlgorithmConfig(), 0.1)
+    assert torch.equal(fallback.rewards_T, named.rewards_T)
+    with pytest.raises(ValueError, match="ref_logprobs_T"):
+        apply_kl_penalty(batch.replace(ref_logprobs_T=None), AlgorithmConfig(), 0.1)
+
+
+def test_rewards_are_whitened_over_sampled_tokens() -> None:
+    batch = to_batch(random_episodes(9, max_episodes=20), history=False)
+    out = whiten_token_rewards(batch)
+    values = batch.rewards_T[batch.loss_mask_T].double()
+    expected = (values - values.mean()) / (values.var() + 1e-8).sqrt()
+    torch.testing.assert_close(out.rewards_T[batch.loss_mask_T].double(), expected, rtol=1e-5, atol=1e-6)
+    assert not out.rewards_T[~batch.loss_mask_T].any()
+
+
+def test_whitening_one_value_or_none_gives_zero() -> None:
+    assert whiten(torch.tensor([3.0])).tolist() == [0.0]
+    assert whiten(torch.zeros(0)).tolist() == []
+
+
+def test_rewards_that_are_not_finite_are_refused() -> None:
+    batch = lone_turns([1.0, float("nan")])
+    with pytest.raises(ValueError, match="nan at token 0 of sequence 1"):
+        shape_rewards(batch, AlgorithmConfig(), RunningStats())

@@ -1,0 +1,289 @@
+"""Checkpoints are whole or absent, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from roll.tracking.checkpointer import MANIFEST_FILE, Checkpointer, CheckpointError, find_damage
+from roll.tracking.rng import restore_rng_state, rng_state
+
+
+def write_weights(text: str = "weights"):
+    def write(folder: Path) -> None:
+        (folder / "actor").mkdir()
+        (folder / "actor" / "model.bin").write_text(text)
+
+    return write
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_saved_checkpoint_is_found_with_its_files_and_state(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path / "checkpoints")
+    saved = checkpointer.save(3, write_weights("abc"), {"step": 3, "seeds": [1, 2], "lr": 1e-4})
+    assert saved.name == "checkpoint-3" and checkpointer.latest() == saved
+    assert (saved / "actor" / "model.bin").read_text() == "abc"
+    assert checkpointer.load_state(saved) == {"step": 3, "seeds": [1, 2], "lr": 1e-4}
+    assert checkpointer.step_of(saved) == 3
+    manifest = json.loads((saved / MANIFEST_FILE).read_text())
+    assert set(manifest["files"]) == {"actor/model.bin", "pipeline_state.json"}
+    assert names(tmp_path / "checkpoints") == ["checkpoint-3"]
+
+
+def test_old_checkpoints_are_pruned_but_never_the_newest(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, max_to_keep=2)
+    for step in (8, 9, 10, 11):
+        checkpointer.save(step, write_weights(), {})
+    assert names(tmp_path) == ["checkpoint-10", "checkpoint-11"]
+    # A run resumed from an earlier step goes on with lower numbers: what it saved last is what counts.
+    checkpointer.save(4, write_weights(), {})
+    assert names(tmp_path) == ["checkpoint-11", "checkpoint-4"]
+    assert checkpointer.latest() == tmp_path / "checkpoint-4"
+
+
+def test_zero_keeps_all_and_a_negative_limit_is_refused(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, max_to_keep=0)
+    for step in range(5):
+        checkpointer.save(step, write_weights(), {})
+    assert len(names(tmp_path)) == 5
+    with pytest.raises(ValueError, match="max_ckpt_to_keep"):
+        Checkpointer(tmp_path, max_to_keep=-1)
+
+
+def test_pruning_leaves_folders_without_a_manifest_alone(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-1").mkdir()
+    checkpointer = Checkpointer(tmp_path, max_to_keep=1)
+    checkpointer.save(2, write_weights(), {})
+    checkpointer.save(3, write_weights(), {})
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-3"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(5, write_weights("old"), {})
+    checkpointer.save(5, write_weights("new"), {})
+    assert names(tmp_path) == ["checkpoint-5"]
+    assert (tmp_path / "checkpoint-5" / "actor" / "model.bin").read_text() == "new"
+
+
+def test_a_kill_between_the_renames_of_a_replacement_loses_nothing(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    saved = checkpointer.save(5, write_weights("old"), {})
+    saved.rename(tmp_path / "checkpoint-5.replaced")
+    assert checkpointer.latest() == tmp_path / "checkpoint-5.replaced"
+    checkpointer.save(5, write_weights("new"), {})
+    assert names(tmp_path) == ["checkpoint-5"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda c: (c / "actor" / "model.bin").unlink(), "actor/model.bin is missing"),
+        (lambda c: (c / "actor" / "model.bin").write_text("weigh"), "has 5 bytes, expected 7"),
+        (lambda c: (c / "actor" / "model.bin").write_text("weight5"), "checksum"),
+        (lambda c: (c / MANIFEST_FILE).unlink(), "no manifest.json"),
+        (lambda c: (c / MANIFEST_FILE).write_text('{"step": 2'), "cannot be read"),
+        (lambda c: (c / MANIFEST_FILE).write_text("[]"), "lacks step"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_by_with_the_reason(tmp_path: Path, caplog, damage, reason: str) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    good = checkpointer.save(1, write_weights(), {})
+    bad = checkpointer.save(2, write_weights(), {})
+    damage(bad)
+    assert checkpointer.latest() == good
+    assert "checkpoint-2" in caplog.text and reason in caplog.text
+
+
+def test_a_truncated_safetensors_file_is_refused_at_saving(tmp_path: Path) -> None:
+    from safetensors.numpy import save_file
+
+    def write(folder: Path, cut: int) -> None:
+        file = folder / "model.safetensors"
+        save_file({"w": np.arange(1000, dtype=np.float32)}, file)
+        os.truncate(file, file.stat().st_size - cut)
+
+    checkpointer = Checkpointer(tmp_path)
+    good = checkpointer.save(1, lambda folder: write(folder, 0), {})
+    with pytest.raises(CheckpointError, match="its header announces"):
+        checkpointer.save(2, lambda folder: write(folder, 4), {})
+    assert names(tmp_path) == [good.name]
+
+
+def test_resolve_understands_false_true_and_paths(tmp_path: Path, caplog) -> None:
+    run = tmp_path / "run"
+    checkpointer = Checkpointer(run / "checkpoints")
+    assert checkpointer.resolve(False) is None and checkpointer.resolve(True) is None
+    first = checkpointer.save(1, write_weights(), {})
+    second = checkpointer.save(2, write_weights(), {})
+    assert checkpointer.resolve(True) == second
+    assert checkpointer.resolve(str(first)) == first
+    assert checkpointer.resolve(str(run)) == second
+    assert checkpointer.resolve(str(run / "checkpoints")) == second
+    with pytest.raises(CheckpointError, match="no folder"):
+        checkpointer.resolve(str(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError, match=r"no manifest\.json"):
+        checkpointer.resolve(str(tmp_path))
+    (first / "actor" / "model.bin").write_text("w")
+    with pytest.raises(CheckpointError, match="has 1 bytes, expected 7"):
+        checkpointer.resolve(str(first))
+
+
+def test_a_failing_writer_leaves_nothing_behind_and_its_error_travels(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, write_weights(), {})
+
+    def write(folder: Path) -> None:
+        (folder / "part").write_text("x")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpointer.save(2, write, {})
+    assert names(tmp_path) == ["checkpoint-1"]
+
+
+def fill(folder: Path) -> None:
+    with (folder / "model.bin").open("wb") as file:
+        for _ in range(64):
+            file.write(os.urandom(1 << 16))
+            file.flush()
+
+
+def test_a_full_disk_is_reported_and_keeps_the_earlier_checkpoint(small_disk: Path) -> None:
+    checkpointer = Checkpointer(small_disk)
+    good = checkpointer.save(1, write_weights("x" * 200_000), {})
+    with pytest.raises(CheckpointError, match=r"the disk under .* is full: 0\.2 MiB needed .* MiB free") as caught:
+        checkpointer.save(2, fill, {})
+    assert isinstance(caught.value.__cause__, OSError)
+    assert names(small_disk) == ["checkpoint-1"] and checkpointer.latest() == good
+    checkpointer.save(3, write_weights(), {})  # and the disk has room again
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB; without the right to mount one, a limit on the size of files."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = shutil.which("mount") if os.geteuid() == 0 else None
+    if mount and subprocess.run([mount, "-t", "tmpfs", "-o", "size=1m", "none", folder], check=False).returncode == 0:
+        yield folder
+        subprocess.run(["umount", folder], check=True)
+        return
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, old[1]))
+    yield folder
+    resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    signal.signal(signal.SIGXFSZ, ignored)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Error while serializing: IoError(Os { code: 28, kind: StorageFull })"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+    ],
+)
+def test_a_full_disk_is_recognised_behind_an_engines_own_exception(tmp_path: Path, error: Exception) -> None:
+    def write(folder: Path) -> None:
+        try:
+            raise error
+        except Exception as inner:
+            raise RuntimeError("worker 3 failed") from inner
+
+    with pytest.raises(CheckpointError, match="is full"):
+        Checkpointer(tmp_path).save(1, write, {})
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from roll.tracking.checkpointer import Checkpointer
+
+def write(folder):
+    (folder / "half.bin").write_bytes(b"x" * 1000)
+    print("writing", flush=True)
+    time.sleep(60)
+
+checkpointer = Checkpointer(sys.argv[1])
+checkpointer.save(1, lambda folder: (folder / "whole.bin").write_bytes(b"y" * 1000), {"step": 1})
+checkpointer.save(2, write, {"step": 2})
+"""
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_the_earlier_checkpoint_and_the_next_save_cleans_up(
+    tmp_path: Path,
+) -> None:
+    child = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None and child.stdout.readline() == "writing\n"
+    child.send_signal(signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    child.stdout.close()
+    leftover = f".tmp-checkpoint-2-{child.pid}"
+    assert names(tmp_path) == [leftover, "checkpoint-1"]
+    checkpointer = Checkpointer(tmp_path)
+    latest = checkpointer.latest()
+    assert latest is not None and checkpointer.load_state(latest) == {"step": 1}
+    checkpointer.save(2, write_weights(), {})
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_the_temporary_folder_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as other:
+        (tmp_path / f".tmp-checkpoint-7-{other.pid}").mkdir()
+        Checkpointer(tmp_path).save(1, write_weights(), {})
+        assert names(tmp_path) == [f".tmp-checkpoint-7-{other.pid}", "checkpoint-1"]
+        other.kill()
+
+
+def test_order_survives_a_clock_that_is_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, write_weights(), {})
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    assert checkpointer.save(2, write_weights(), {}) == checkpointer.latest()
+
+
+def test_saving_needs_neither_torch_nor_pickle() -> None:
+    code = "import sys, roll.tracking.checkpointer, roll.tracking.rng; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_random_states_come_back_through_a_checkpoint(tmp_path: Path) -> None:
+    import torch
+
+    generators = {"boards": np.random.default_rng(1), "old": np.random.Generator(np.random.MT19937(2))}
+    random.gauss(0, 1), np.random.normal(), torch.rand(1)
+    for rng in generators.values():
+        rng.random(3)
+    saved = Checkpointer(tmp_path).save(1, write_weights(), {"rng": rng_state(generators)})
+
+    def draw() -> list[float]:
+        drawn = [random.random(), random.gauss(0, 1), np.random.random(), np.random.normal(), float(torch.rand(1))]
+        return drawn + [float(rng.random()) for rng in generators.values()]
+
+    expected = draw()
+    draw()
+    restore_rng_state(Checkpointer.load_state(saved)["rng"], generators)
+    assert draw() == expected
+    with pytest.raises(KeyError, match="'unknown': no saved state"):
+        restore_rng_state(rng_state(), {"unknown": np.random.default_rng()})
+
+
+def test_find_damage_says_nothing_of_a_whole_checkpoint(tmp_path: Path) -> None:
+    assert find_damage(Checkpointer(tmp_path).save(1, write_weights(), {})) is None

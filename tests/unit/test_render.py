@@ -1,0 +1,261 @@
+"""Episodes to watch: safe whatever the model says, complete, and readable by a browser and a GIF decoder."""
+
+from __future__ import annotations
+
+import io
+import json
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from roll.agentic.types import Completion, EpisodeEnd, FinishReason, Trajectory, Turn
+from roll.tracking.board import TILES, find_board, tile_svg
+from roll.tracking.render import (
+    choose_episodes,
+    learning_curve_svg,
+    render_episode_gif,
+    render_episode_html,
+    render_index,
+    save_renders,
+)
+
+SOKOBAN = "####\n#PX#\n#_O#\n####"
+LAKE = "P___\n_O_O\n___O\nO__G"
+HOSTILE = "</pre></section><script>alert(1)</script><img src=x onerror=alert(2)> & \"'\x00\x1b[31m</title>"
+
+
+def turn(observation: str, text: str, action: str | None, task: float = 0.0, penalty: float = 0.0) -> Turn:
+    completion = Completion("r", np.arange(3), np.zeros(3, np.float32), FinishReason.STOP, 0)
+    return Turn(np.arange(5), completion, text, observation, action, task, penalty, "key")
+
+
+def episode(
+    group: int = 0, member: int = 0, success: bool = True, tag: str = "Sokoban", **kwargs: object
+) -> Trajectory:
+    turns = (turn(SOKOBAN, "I go <answer>Down</answer>", "Down", -0.1), turn(SOKOBAN, "hmm", None, -0.1, -0.5))
+    values: dict = {"turns": turns, "final_observation": SOKOBAN, "end": EpisodeEnd.TERMINATED, "history": True}
+    return Trajectory(tag=tag, group_id=group, member=member, seed=7, success=success, **(values | kwargs))
+
+
+class Page(HTMLParser):
+    """Collects the elements and, per frame, the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.frames: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag == "section":
+            self.frames.append("")
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "section":
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if self.open:
+            self.frames[-1] += data + "\n"
+
+
+# Boards
+
+
+def test_a_sokoban_board_is_found_between_text() -> None:
+    board = find_board(f"Turn 3. Push the boxes.\n{SOKOBAN}\nP (1,1)")
+    assert board is not None and board.size == (4, 4)
+    assert board.cells[1] == ("wall", "player", "box", "wall") and board.cells[2][2] == "target"
+    assert board.before == "Turn 3. Push the boxes." and board.after == "P (1,1)"
+
+
+def test_the_same_letters_mean_other_things_on_a_lake() -> None:
+    board = find_board("____\n_X_O\n___√")
+    assert board is not None
+    assert board.cells[1] == ("ice", "fallen", "ice", "hole") and board.cells[2][3] == "arrived"
+
+
+def test_blanks_between_symbols_and_indentation_are_allowed() -> None:
+    board = find_board("  # # #\n  # P #\n  # # #\r\n")
+    assert board is not None and board.cells[1] == ("wall", "player", "wall")
+
+
+def test_the_last_board_counts_and_a_change_of_width_ends_a_block() -> None:
+    board = find_board("###\n#P#\n###\n####\n#_P#\n####")
+    assert board is not None and board.size == (3, 4) and board.before == "###\n#P#\n###"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no board here", "###\n#P#", "##\n#P\n##", "___\n___\n___", "SO\nSO\nSO", "abc\nabc\nabc"]
+)
+def test_other_text_is_no_board(text: str) -> None:
+    assert find_board(text) is None
+
+
+def test_the_environments_own_boards_are_found() -> None:
+    from roll.agentic.env.frozen_lake import FrozenLakeEnv
+    from roll.agentic.env.sokoban import SokobanEnv
+
+    for env, player in ((SokobanEnv(), {"player", "player_on_target"}), (FrozenLakeEnv(), {"skater"})):
+        observation, _ = env.reset(seed=3)
+        board = find_board(observation)
+        assert board is not None and any(cell in player for row in board.cells for cell in row)
+
+
+@pytest.mark.parametrize("kind", sorted(TILES))
+def test_every_tile_is_well_formed_svg(kind: str) -> None:
+    ElementTree.fromstring(f"<g>{tile_svg(kind)}</g>")
+
+
+# Pages
+
+
+def test_a_page_shows_board_words_action_and_both_rewards_of_each_turn() -> None:
+    page = Page(render_episode_html(episode()))
+    assert len(page.frames) == 3
+    assert "I go <answer>Down</answer>" in page.frames[0] and "\nDown\n" in page.frames[0] and "-0.10" in page.frames[0]
+    assert "no valid action" in page.frames[1] and "-0.50" in page.frames[1] and "-0.70" in page.frames[1]
+    assert "Solved" in page.frames[2] and "Not solved" not in page.frames[2]
+    tiles = [attrs for tag, attrs in page.elements if tag == "use"]
+    assert len(tiles) == 3 * 16
+    defined = {attrs["id"] for tag, attrs in page.elements if tag == "g"}
+    assert {str(attrs["href"])[1:] for attrs in tiles} <= defined
+    assert {"play", "back", "next", "first", "last"} <= {
+        attrs.get("id") for tag, attrs in page.elements if tag == "button"
+    }
+
+
+def test_hostile_text_stays_text() -> None:
+    hostile = episode(
+        tag=HOSTILE,
+        turns=(turn(HOSTILE, HOSTILE, HOSTILE), turn(f"{HOSTILE}\n{SOKOBAN}\n{HOSTILE}", HOSTILE, None)),
+        final_observation=HOSTILE,
+    )
+    text = render_episode_html(hostile)
+    page = Page(text)
+    tags = [tag for tag, _ in page.elements]
+    assert tags.count("script") == 1 and "img" not in tags and len(page.frames) == 3
+    assert not any(name.startswith("on") for _, attrs in page.elements for name in attrs)
+    assert "<script>alert(1)</script><img src=x onerror=alert(2)>" in page.frames[0], "shown as it was said"
+
+
+def test_a_page_needs_nothing_from_outside() -> None:
+    text = render_episode_html(episode())
+    page = Page(text)
+    assert not [attrs for tag, attrs in page.elements if tag in ("link", "iframe") or "src" in attrs]
+    assert "http" not in text.replace('http-equiv="Content-Security-Policy"', "") and "url(" not in text
+    assert "default-src 'none'" in text
+
+
+def test_an_episode_without_a_board_or_a_turn_is_shown_too() -> None:
+    math = episode(turns=(turn("What is 2 + 2?", "4", "4", 1.0),), final_observation="")
+    assert "What is 2 + 2?" in Page(render_episode_html(math)).frames[0]
+    empty = episode(turns=(), end=EpisodeEnd.CONTEXT_FULL, success=False)
+    assert "out of context after 0 turns" in Page(render_episode_html(empty)).frames[0]
+
+
+# GIFs
+
+
+def test_a_gif_has_a_picture_per_turn_and_holds_the_last(tmp_path: Path) -> None:
+    path = tmp_path / "episode.gif"
+    render_episode_gif(episode(turns=(turn(SOKOBAN, HOSTILE * 30, None), turn(LAKE, "x", "Up"))), path)
+    with Image.open(path) as gif:
+        assert gif.n_frames == 3 and gif.info["loop"] == 0
+        durations = []
+        for index in range(3):
+            gif.seek(index)
+            durations.append(gif.info["duration"])
+            assert len(gif.convert("RGB").getcolors(1 << 20)) > 20, "something is drawn"
+    assert durations[-1] > durations[0] > 0
+
+
+def test_equal_turns_keep_their_pictures_and_times(tmp_path: Path) -> None:
+    """GIF writers merge equal pictures; the time that they are shown must add up all the same."""
+    path = tmp_path / "still.gif"
+    render_episode_gif(episode(turns=(turn("no board", "a", "a"),) * 4, final_observation="no board"), path)
+    with Image.open(path) as gif:
+        assert gif.n_frames == 5
+
+
+@pytest.mark.parametrize(
+    "observation", ["", "word " * 500, "Ω 中文 🙂\t\x07", "#" * 60 + "\n#P" + "_" * 57 + "#\n" + "#" * 60]
+)
+def test_odd_observations_can_be_drawn(tmp_path: Path, observation: str) -> None:
+    render_episode_gif(episode(final_observation=observation, turns=()), tmp_path / "odd.gif")
+
+
+# Choosing, saving, listing
+
+
+def test_solved_and_unsolved_episodes_of_different_groups_are_chosen() -> None:
+    episodes = [episode(group, member, success=group < 2) for group in range(4) for member in range(3)]
+    chosen = choose_episodes(episodes, 4)
+    assert [(t.group_id, t.success) for t in chosen] == [(0, True), (2, False), (1, True), (3, False)]
+    assert len(choose_episodes(episodes, 100)) == 12 and choose_episodes(episodes, 0) == []
+    assert [t.member for t in choose_episodes([episode(0, m) for m in range(3)], 2)] == [0, 1]
+
+
+def test_saved_renders_are_listed_in_an_index_with_the_learning_curve(tmp_path: Path) -> None:
+    folder = tmp_path / "renders"
+    metrics = [{"step": step, "rollout/success": 0.1 * step, "rollout/reward": None} for step in range(5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    pages = save_renders([episode(tag="../../evil <b>"), episode(1, success=False)], folder, step=20, limit=2)
+    save_renders([episode()], folder, step=0, limit=2)
+    assert [page.name for page in pages] == ["step-000020-evil-b-g0-m0.html", "step-000020-Sokoban-g1-m0.html"]
+    save_renders([episode(1, success=False)], folder, step=20, limit=2)  # again, after a resume
+    index = render_index(tmp_path)
+    assert index == folder / "index.html"
+    text = index.read_text(encoding="utf-8")
+    links = [attrs["href"] for tag, attrs in Page(text).elements if tag == "a"]
+    assert links == [*(page.name for page in pages), "step-000000-Sokoban-g0-m0.html"]
+    images = [str(attrs["src"]) for tag, attrs in Page(text).elements if tag == "img"]
+    assert all((folder / name).exists() for name in [*links, *images]) and len(images) == 3
+    assert (
+        "Success by training step" in text
+        and "../../evil &lt;b&gt;" in text
+        and "<b>" not in text.split("evil")[1][:12]
+    )
+    ElementTree.parse(folder / "learning_curve.svg")
+
+
+def test_an_index_of_a_bare_folder_has_no_curve(tmp_path: Path) -> None:
+    save_renders([episode()], tmp_path, step=1, limit=1)
+    assert "<svg" not in render_index(tmp_path).read_text()
+
+
+# The curve
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_the_curve_maps_values_to_the_axis() -> None:
+    root = ElementTree.parse(io.StringIO(learning_curve_svg([(0, 0.0), (10, 1.0), (5, 0.5)]))).getroot()
+    dots = [(float(dot.get("cx", "")), float(dot.get("cy", ""))) for dot in root.iter(f"{SVG}circle")]
+    lines = sorted(float(line.get("y1", "")) for line in root.iter(f"{SVG}line"))
+    assert dots[0][1] == lines[-1] and dots[2][1] == lines[0], "0 % lies on the lowest line, 100 % on the highest"
+    assert dots[1] == pytest.approx(((dots[0][0] + dots[2][0]) / 2, (lines[0] + lines[-1]) / 2), abs=0.1)
+
+
+def test_several_curves_are_named_and_long_ones_are_smoothed() -> None:
+    noisy = [(step, float(step % 2)) for step in range(200)]
+    root = ElementTree.fromstring(learning_curve_svg({"seed <0>": noisy, "seed 1": [(1, 0.3), (2, float("nan"))]}))
+    texts = [element.text for element in root.iter(f"{SVG}text")]
+    assert "seed <0>" in texts and "seed 1" in texts and "100%" in texts
+    raw, smooth, short = (line.get("points", "").split() for line in root.iter(f"{SVG}polyline"))
+    assert len(raw) == len(smooth) == 200 and len(short) == 1
+    heights = [float(point.split(",")[1]) for point in smooth[20:-20]]
+    assert max(heights) - min(heights) < 20
+
+
+@pytest.mark.parametrize("points", [[], [(3, 0.5)], [(0, float("nan"))], [(-5, 0.2), (1e6, 7.0)]])
+def test_few_or_odd_points_still_make_a_picture(points: list[tuple[float, float]]) -> None:
+    ElementTree.fromstring(learning_curve_svg(points))

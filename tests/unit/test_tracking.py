@@ -1,0 +1,452 @@
+"""Trackers, the run's folder, redaction, timing and the display: what a run leaves and what a person sees."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from roll.agentic.types import Completion, EpisodeEnd, FinishReason, Trajectory, Turn
+from roll.tracking import TRACKERS
+from roll.tracking.display import Display, closing_line, sparkline
+from roll.tracking.monitor import PhaseTimer, peak_memory_mb
+from roll.tracking.redact import REDACTED, is_secret_name, redact
+from roll.tracking.run import RunFolder
+from roll.tracking.trackers import MultiTracker, TrackerContext, tracker_options
+from roll.utils.registry import UnknownNameError
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunFolder]:
+    folder = RunFolder(tmp_path, "exp")
+    yield folder
+    folder.close()
+
+
+# Trackers
+
+
+class Recorder:
+    """A tracker from outside; fails at the step it is told to."""
+
+    logged: list[tuple[str, int]] = []  # noqa: RUF012
+    finished = 0
+
+    def __init__(self, context: TrackerContext, *, fail_at: int = -1) -> None:
+        self.fail_at = fail_at
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if step == self.fail_at:
+            raise ConnectionError("the service is away")
+        self.logged.append((next(iter(metrics)), step))
+
+    def finish(self) -> None:
+        type(self).finished += 1
+
+
+RECORDER = f"{__name__}:Recorder"
+
+
+def test_importing_the_package_loads_neither_torch_nor_a_service() -> None:
+    code = (
+        "import sys, roll.tracking, roll.tracking.trackers, roll.tracking.run, roll.tracking.display, "
+        "roll.tracking.render, roll.tracking.monitor\n"
+        "heavy = {'torch', 'ray', 'transformers', 'tensorboard', 'wandb', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_tensorboard_files_read_back_with_tensorboards_own_reader(run: RunFolder) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracker = MultiTracker("tensorboard", {"flush_secs": 5}, run)
+    for step in range(1, 4):
+        tracker.log({"rollout/reward": step / 2, "time/train": float("nan")}, step)
+    tracker.finish()
+    events = EventAccumulator(str(run.logs / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("rollout/reward")] == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    assert all(math.isnan(event.value) for event in events.Scalars("time/train"))
+
+
+def test_tensorboard_forgets_the_steps_that_a_resumed_run_takes_again(run: RunFolder) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for resumed_step, steps, value in ((None, range(1, 6), 1.0), (3, range(4, 6), 2.0)):
+        tracker = MultiTracker(["tensorboard"], {}, run, resumed_step=resumed_step)
+        for step in steps:
+            tracker.log({"rollout/reward": value}, step)
+        tracker.finish()
+        time.sleep(1.1)  # a file is named by the second it was opened in
+    events = EventAccumulator(str(run.logs / "tensorboard")).Reload().Scalars("rollout/reward")
+    assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
+
+
+def test_wandb_works_offline_without_a_network_or_a_key(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    tracker = MultiTracker("wandb", {"wandb": {"project": "p"}}, run, config={"hf_token": "hf_123456789", "seed": 1})
+    tracker.log({"rollout/reward": 1.0}, 1)
+    tracker.finish()
+    files = list((run.logs / "wandb").glob("offline-run-*/*.wandb"))
+    assert len(files) == 1 and b"hf_123456789" not in files[0].read_bytes()
+
+
+def test_a_missing_package_says_how_to_install_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match=r"pip install roll-rl\[wandb\]"):
+        MultiTracker("wandb", {}, run)
+
+
+def test_stdout_writes_one_plain_line_a_step(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    MultiTracker("stdout", None, run).log({"rollout/reward": 0.25, "actor/loss": 1e-7}, 3)
+    assert capsys.readouterr().out == "step=3 actor/loss=1e-07 rollout/reward=0.25\n"
+
+
+def test_a_failing_tracker_is_reported_once_and_the_others_go_on(run: RunFolder, caplog, capsys) -> None:
+    tracker = MultiTracker([RECORDER, "stdout"], {RECORDER: {"fail_at": 2}, "stdout": {}}, run)
+    for step in (1, 2, 3):
+        tracker.log({"a/b": 1.0}, step)
+    tracker.finish()
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "failed at step 2" in caplog.text and "the service is away" in caplog.text
+    assert Recorder.logged == [("a/b", 1)] and Recorder.finished == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_options_may_be_flat_for_one_tracker_or_keyed_by_name() -> None:
+    assert tracker_options("tensorboard", {"log_dir": "x"}) == {"tensorboard": {"log_dir": "x"}}
+    assert tracker_options(["tensorboard"], {"tensorboard": {"log_dir": "x"}}) == {"tensorboard": {"log_dir": "x"}}
+    both = tracker_options(["stdout", "wandb"], {"wandb": {"project": "p"}})
+    assert both == {"stdout": {}, "wandb": {"project": "p"}}
+    assert tracker_options([], None) == {}
+
+
+@pytest.mark.parametrize(
+    ("names", "kwargs", "message"),
+    [
+        (
+            "tensorboard",
+            {"logdir": "x"},
+            "does not know 'logdir', expected log_dir, flush_secs; did you mean 'log_dir'",
+        ),
+        ("stdout", {"x": 1}, "expected no options"),
+        (["stdout", "wandb"], {"project": "p"}, "expected one section per tracker"),
+        (["stdout"], {"wandb": {}}, "tracker_kwargs.wandb: this tracker is not in track_with"),
+        (["wandb"], {"wandb": 3}, "tracker_kwargs.wandb: got 3, expected a mapping"),
+    ],
+)
+def test_wrong_options_are_clear_errors(names, kwargs, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        tracker_options(names, kwargs)
+    assert message in str(caught.value)
+
+
+def test_an_unknown_tracker_suggests_the_near_name() -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean 'tensorboard'"):
+        tracker_options("tensorbord", {})
+    assert TRACKERS.names() == ["stdout", "tensorboard", "wandb"]
+
+
+# Redaction
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["api_key", "WANDB_API_KEY", "hf_token", "HF_TOKEN", "token", "password", "db-password", "clientSecret",
+     "AWS_SECRET_ACCESS_KEY", "apiKey", "private_key", "auth_token", "credentials"],
+)  # fmt: skip
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["max_tokens", "max_new_tokens", "pad_token", "eos_token_id", "num_tokens", "tokens_per_s", "key", "tokenizer",
+     "loss_agg_mode", "keyboard", "secretary", "token_budget", "stop_token", "author", ""],
+)  # fmt: skip
+def test_names_that_only_look_like_secrets(name: str) -> None:
+    assert not is_secret_name(name)
+
+
+def test_redaction_hides_secrets_wherever_they_are_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_SERVICE_TOKEN", "from-the-environment")
+    config = {
+        "system_envs": {"WANDB_API_KEY": "0123456789abcdef", "OMP_NUM_THREADS": "1"},
+        "tracker_kwargs": {"wandb": {"api_key": "0123456789abcdef", "notes": "key is 0123456789abcdef, ok"}},
+        "proxy": "http://me:hunter2@proxy:3128/",
+        "judges": [{"password": 12345, "url": "https://judge/?q=from-the-environment"}],
+        "credentials": {"user": "me", "nested": ["a", "b"]},
+        "max_tokens": 64,
+        "pad_token": "<pad>",
+        "hf_token": None,
+        "use_auth_token": True,
+        "loss_agg_mode": "token-mean",
+    }
+    before = json.dumps(config)
+    assert redact(config) == {
+        "system_envs": {"WANDB_API_KEY": REDACTED, "OMP_NUM_THREADS": "1"},
+        "tracker_kwargs": {"wandb": {"api_key": REDACTED, "notes": f"key is {REDACTED}, ok"}},
+        "proxy": f"http://{REDACTED}@proxy:3128/",
+        "judges": [{"password": REDACTED, "url": f"https://judge/?q={REDACTED}"}],
+        "credentials": {"user": REDACTED, "nested": [REDACTED, REDACTED]},
+        "max_tokens": 64,
+        "pad_token": "<pad>",
+        "hf_token": None,
+        "use_auth_token": True,
+        "loss_agg_mode": "token-mean",
+    }
+    assert json.dumps(config) == before
+
+
+# The run's folder
+
+
+def test_the_folder_has_its_parts_and_a_config_without_secrets(run: RunFolder, tmp_path: Path) -> None:
+    run.write_config({"seed": 1, "hf_token": "hf_123456789", "path": tmp_path, "modes": ("a", "b"), "text": "schön √"})
+    expected = {"seed": 1, "hf_token": REDACTED, "path": str(tmp_path), "modes": ["a", "b"], "text": "schön √"}
+    assert yaml.safe_load(run.config_path.read_text(encoding="utf-8")) == expected
+    folders = {path.name for path in run.path.iterdir() if path.is_dir()}
+    assert run.path == tmp_path / "exp" and folders == {"logs", "checkpoints", "trajectories", "renders"}
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../x", "/etc"])
+def test_an_experiment_name_is_the_name_of_a_folder(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="exp_name"):
+        RunFolder(tmp_path, name)
+
+
+def test_metrics_are_strict_json_and_are_cut_back_to_the_resumed_step(run: RunFolder, caplog) -> None:
+    for step in range(1, 5):
+        run.log_metrics(step, {"rollout/reward": np.float32(step), "actor/loss": math.nan, "kl/max": math.inf})
+    with run.metrics_path.open("a") as file:
+        file.write('{"step": 5, "rollout/rew')  # kill -9 while writing
+    run.truncate_metrics(2)
+    assert "cut off" in caplog.text
+    run.log_metrics(3, {"rollout/reward": 7})
+    lines = [json.loads(line, parse_constant=pytest.fail) for line in run.metrics_path.read_text().splitlines()]
+    assert [(line["step"], line["rollout/reward"]) for line in lines] == [(1, 1), (2, 2), (3, 7)]
+    assert lines[0]["actor/loss"] is None and lines[0]["kl/max"] is None
+    assert run.read_metrics() == lines
+    run.truncate_metrics(-1)
+    assert run.read_metrics() == []
+
+
+def test_the_summary_is_replaced_whole(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run.read_summary() == {}
+    summary = {"status": "running", "eval": {"before": {"success": 0.28}}, "tokens_per_s": {"rollout": np.float64(9)}}
+    run.write_summary(summary)
+    assert run.read_summary() == summary
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        run.write_summary({"status": "completed"})
+    assert run.read_summary() == summary
+    assert [path.name for path in run.path.iterdir() if path.is_file()] == ["summary.json"]
+
+
+def test_a_value_that_is_no_json_is_named(run: RunFolder) -> None:
+    with pytest.raises(TypeError, match="cannot write a object as JSON"):
+        run.write_summary({"x": object()})
+
+
+def test_trajectories_are_written_turn_by_turn(run: RunFolder) -> None:
+    completion = Completion("r", np.arange(4), np.zeros(4, np.float32), FinishReason.STOP, 2)
+    turn = Turn(np.arange(9), completion, "go <b>", "#P_", None, -0.1, -0.5, "k")
+    trajectory = Trajectory("T", 1, 0, 5, (turn,), EpisodeEnd.TRUNCATED, False, "#_P", True, {"boxes": np.int64(1)})
+    path = run.write_trajectories("step-000003", [trajectory, trajectory])
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len(records) == 2 and records[0]["end"] == "truncated" and records[0]["score"] == pytest.approx(-0.6)
+    assert records[0]["info"] == {"boxes": 1}
+    assert records[0]["turns"] == [
+        {
+            "observation": "#P_",
+            "text": "go <b>",
+            "action": None,
+            "task_reward": -0.1,
+            "penalty": -0.5,
+            "prompt_tokens": 9,
+            "completion_tokens": 4,
+            "finish_reason": "stop",
+            "weight_version": 2,
+        }
+    ]
+
+
+def test_log_records_carry_role_and_rank_and_close_takes_the_handlers_down(run: RunFolder) -> None:
+    before = list(logging.getLogger().handlers)
+    console = logging.StreamHandler(io.StringIO())
+    for _ in range(2):  # twice must not log twice
+        run.setup_logging(console, role="actor_train", rank=3)
+    logging.getLogger("roll.test").info("hello")
+    logging.getLogger("roll.test").debug("not this")
+    run.close()
+    logging.getLogger("roll.test").info("not this either")
+    lines = (run.logs / "roll.log").read_text().splitlines()
+    assert len(lines) == 1 and lines[0].endswith("INFO    [actor_train:3] roll.test: hello")
+    assert console.stream.getvalue() == "hello\n"
+    assert logging.getLogger().handlers == before
+
+
+# Timing and memory
+
+
+def test_phases_are_timed_per_step_and_per_run_even_when_they_fail() -> None:
+    timer = PhaseTimer()
+    for _ in range(2):
+        with timer.phase("rollout") as span:
+            time.sleep(0.02)
+            span.tokens = 10
+    with pytest.raises(RuntimeError), timer.phase("train", tokens=5):
+        raise RuntimeError
+    metrics = timer.step_metrics()
+    assert set(metrics) == {"time/rollout", "time/train", "tokens_per_s/rollout", "tokens_per_s/train"}
+    assert metrics["time/rollout"] >= 0.04
+    assert metrics["tokens_per_s/rollout"] == pytest.approx(20 / metrics["time/rollout"])
+    assert timer.step_metrics() == {}
+    with timer.phase("rollout"):
+        time.sleep(0.02)
+    assert timer.seconds_by_phase()["rollout"] > metrics["time/rollout"]
+    assert timer.tokens_per_s()["rollout"] < metrics["tokens_per_s/rollout"]
+
+
+def test_peak_memory_counts_living_children() -> None:
+    before = peak_memory_mb()
+    assert before > 10
+    code = "x = bytearray(100_000_000); print('ready', flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"ready\n"
+        assert 100 < peak_memory_mb() - before < 200
+        child.kill()
+
+
+# The display
+
+METRICS = {"rollout/success": 0.5, "rollout/reward": 1.25, "rollout/valid_rate": 0.99, "tokens_per_s/rollout": 1234.5}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def play(display: Display) -> None:
+    with display:
+        display.phase("warm start")
+        display.start(2)
+        for step in (1, 2):
+            display.phase("rollout")
+            display.phase("train")
+            display.step(step, METRICS)
+        display.note("a \x1b[31mnote\x1b[0m")
+        display.finish("Learned it")
+
+
+def test_off_a_terminal_there_are_plain_lines_only() -> None:
+    stream = io.StringIO()
+    display = Display(stream=stream)
+    play(display)
+    text = stream.getvalue()
+    assert "\x1b" not in text and "\r" not in text
+    lines = text.splitlines()
+    assert [line.split("] ")[-1] for line in lines[:3]] == ["warm start …", "rollout …", "train …"]
+    assert lines[3] == "step 1/2  success 50.0%  reward 1.250  valid 99.0%  tokens/s 1,234  ETA 0s"
+    assert lines[4].startswith("step 2/2") and lines[5:] == ["a note", "Learned it"]
+
+
+def test_on_a_terminal_the_panel_shows_the_figures_and_goes_away_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "100")
+    stream = Terminal()
+    display = Display("exp", stream=stream)
+    logger = logging.getLogger("roll.test_display")
+    handler = display.log_handler()
+    logger.addHandler(handler)
+    with display:
+        display.start(4)
+        display.phase("train")
+        logger.warning("watch [bold]out[/bold]")
+        for step in (1, 2):
+            display.step(step, METRICS)
+        with display.console.capture() as capture:
+            display.console.print(display._render())
+        display.finish("Learned it")
+    logger.removeHandler(handler)
+    panel = capture.get()
+    for expected in ("train", "step 2/4", "50.0%", "1.250", "1,234", "ETA", "▅▅", "! watch [bold]out[/bold]"):
+        assert expected in panel, panel
+    text = stream.getvalue()
+    assert "watch [bold]out[/bold]" in text, "log records are shown as they are, above the panel"
+    assert "\x1b[?25l" in text and "\x1b[?25h" in text, "the cursor is hidden and shown again"
+    assert "Learned it" in text.rsplit("\x1b[?25h", 1)[1]
+
+
+def test_an_exception_passes_through_and_the_terminal_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    stream = Terminal()
+    stdout = sys.stdout
+    with pytest.raises(KeyboardInterrupt), Display(stream=stream):
+        raise KeyboardInterrupt
+    assert stream.getvalue().endswith("\x1b[?25h") and sys.stdout is stdout
+
+
+def test_a_reader_that_goes_away_does_not_stop_the_run() -> None:
+    code = (
+        "import sys\nfrom roll.tracking.display import Display\ndisplay = Display()\ndisplay.start(10000)\n"
+        "for step in range(10000): display.step(step, {'rollout/success': 0.5})\n"
+        "display.finish('end'); sys.stderr.write('finished'); sys.stderr.flush(); import os; os._exit(7)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stderr is not None
+        child.stdout.readline()
+        child.stdout.close()
+        errors = child.stderr.read().decode()
+    assert child.returncode == 7 and errors.endswith("finished")
+    assert errors.count("the display's output is gone") == 1
+
+
+def test_a_terminal_without_unicode_gets_question_marks() -> None:
+    raw = io.BytesIO()
+    display = Display(stream=io.TextIOWrapper(raw, encoding="ascii", line_buffering=True))
+    play(display)
+    display.finish("28% → 79%")
+    assert raw.getvalue().decode("ascii").splitlines()[-1] == "28% ? 79%"
+
+
+def test_the_sparkline_averages_down_to_its_width() -> None:
+    assert sparkline([0.0, 0.5, 1.0], 10) == "▁▅█"
+    assert sparkline([0.0, 0.0, 1.0, 1.0, math.nan], 2) == "▁█"
+    assert len(sparkline([0.3] * 1000, 40)) == 40
+    assert sparkline([], 10) == ""
+
+
+def test_the_closing_line_says_what_was_learned_and_where_to_look(tmp_path: Path) -> None:
+    summary = {
+        "status": "completed",
+        "steps": 40,
+        "wall_s": 312.4,
+        "eval": {"before": {"success": 0.284}, "after": {"success": 0.792, "episodes": 512}},
+    }
+    assert closing_line(summary, tmp_path) == (
+        f"Learned: success 28.4% → 79.2% (+50.8 points) on 512 held-out episodes in 40 steps, 5m 12s; see {tmp_path}"
+    )
+    (tmp_path / "renders").mkdir()
+    (tmp_path / "renders" / "index.html").touch()
+    worse = {"eval": {"before": {"success": 0.5}, "after": {"success": 0.4}}}
+    assert closing_line(worse, tmp_path) == (
+        f"Nothing gained: success 50.0% → 40.0% (-10.0 points); watch {tmp_path / 'renders' / 'index.html'}"
+    )
+    interrupted = closing_line({"status": "interrupted", "steps": 3, "eval": {"before": {"success": 0.3}}}, tmp_path)
+    assert interrupted.startswith("Interrupted. Not evaluated after training; success before was 30.0% in 3 steps")
+    assert closing_line({}, tmp_path).startswith("No evaluation; ")
