@@ -27,7 +27,7 @@ def scripted_policy(runner: EnvRunner, renderer: ChatRenderer, expert_share: flo
         optimal, actions = await runner.call("expert_actions", _choices)
         action = rng.choice(optimal if optimal and rng.random() < expert_share else actions)
         tokenizer = renderer.tokenizer
-        ids = tokenizer.encode(f"<answer>{action}</answer>", add_special_tokens=False) + [tokenizer.eos_token_id]
+        ids = [*tokenizer.encode(f"<answer>{action}</answer>", add_special_tokens=False), tokenizer.eos_token_id]
         token_ids = np.asarray(ids, dtype=np.int64)
         logprobs = np.zeros(len(ids), dtype=np.float32)
         return Completion(request.request_id, token_ids, logprobs, FinishReason.STOP, weight_version=-1)

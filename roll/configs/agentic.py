@@ -80,6 +80,11 @@ class AgenticConfig(AlgorithmConfig, RunConfig):
         return self.rollout_batch_size // self.actor_train.global_train_batch_size
 
     @property
+    def total_optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run: the horizon of the learning-rate schedules."""
+        return self.max_steps * self.ppo_epochs * self.optimizer_steps_per_epoch
+
+    @property
     def uses_critic(self) -> bool:
         return self.adv_estimator == "gae" or (self.critic is not None and ":" in self.adv_estimator)
 

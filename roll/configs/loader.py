@@ -164,18 +164,17 @@ def _unknown_key(
         return ConfigProblem(dotted, value, f"one spelling: it is the same key as {ALIASES[name]}, given too")
     known = [*parent.model_fields, *(ALIASES if issubclass(parent, EnvManagerConfig) else ())]
     known += variables if len(path) == 1 else ()
-    near = nearest(name, known)
     prefix = ".".join(map(str, path[:-1]))
     involves: tuple[str, ...] = ()
     if name in OBSOLETE:
         hint = OBSOLETE[name]
-    elif near:
+    elif elsewhere := _elsewhere(name):
+        hint = f"did you mean {elsewhere}?"
+    elif near := nearest(name, known):
         hint = f"did you mean {near}?"
         involves = (f"{prefix}.{near}" if prefix else near,)
     else:
-        elsewhere = _elsewhere(name)
-        listed = f"known here: {', '.join(known)}" if len(known) <= MAX_LISTED_NAMES else "see docs/configuration.md"
-        hint = f"did you mean {elsewhere}?" if elsewhere else listed
+        hint = f"known here: {', '.join(known)}" if len(known) <= MAX_LISTED_NAMES else "see docs/configuration.md"
     return ConfigProblem(dotted, value, "no such key", hint, involves)
 
 

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from roll.configs.agentic import AgenticConfig
+from roll.configs.data import DataArguments
 from roll.configs.env import EnvManagerConfig
+from roll.configs.generating import GeneratingArguments
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.schema import nearest
 from roll.configs.strategy import MegatronConfig
+from roll.configs.training import TrainingArguments
 from roll.configs.worker import WorkerConfig
 
 Rule = Callable[[AgenticConfig], list[ConfigProblem]]
@@ -120,13 +123,13 @@ def check_roles(config: AgenticConfig) -> list[ConfigProblem]:
         involved = ("add_token_level_kl", "use_kl_loss", "kl_loss_coef")
         problems.append(ConfigProblem("reference", NOTHING, expected, involves=involved))
     for role, worker in sections(config):
-        if "training_args" in worker.model_fields_set and role not in _TRAINED:
+        if worker.training_args != TrainingArguments() and role not in _TRAINED:
             problems.append(_unread(role, "training_args", "only actor_train and critic are trained"))
-        if "generating_args" in worker.model_fields_set and role != "actor_infer":
+        if worker.generating_args != GeneratingArguments() and role != "actor_infer":
             problems.append(
                 _unread(role, "generating_args", "move it to actor_infer; its temperature holds everywhere")
             )
-        if worker.data_args != config.actor_train.data_args and "data_args" in worker.model_fields_set:
+        if worker.data_args not in (DataArguments(), config.actor_train.data_args):
             template = config.actor_train.data_args.template
             expected = f"the same as actor_train.data_args.template = {template}, or nothing"
             path = f"{role}.data_args.template"
@@ -160,7 +163,7 @@ def check_parallelism(config: AgenticConfig) -> list[ConfigProblem]:
         name, options = worker.strategy_args.strategy_name, _valid_options(worker)
         base = f"{role}.strategy_args.strategy_config"
         involves = (f"{role}.device_mapping", f"{role}.world_size", f"{role}.strategy_args.strategy_name")
-        if isinstance(options, MegatronConfig) and worker.num_devices % options.model_parallel_size:
+        if isinstance(options, MegatronConfig) and _leftover_devices(worker, options):
             problems.append(
                 ConfigProblem(
                     f"{base}.tensor_model_parallel_size",
@@ -194,7 +197,8 @@ def check_batches(config: AgenticConfig) -> list[ConfigProblem]:
     problems = []
     for role in _TRAINED:
         worker = config.roles.get(role)
-        if worker is None or _valid_options(worker) is None:
+        # An uneven split of the devices is the business of check_parallelism.
+        if worker is None or (options := _valid_options(worker)) is None or _leftover_devices(worker, options):
             continue
         arguments, base = worker.training_args, f"{role}.training_args"
         batch, episodes = worker.global_train_batch_size, config.rollout_batch_size
@@ -202,7 +206,7 @@ def check_batches(config: AgenticConfig) -> list[ConfigProblem]:
             f"{arguments.per_device_train_batch_size} per device × {arguments.gradient_accumulation_steps} accumulated "
             f"× {worker.data_parallel_size} data-parallel = {batch}"
         )
-        if batch == 0 or episodes % batch:
+        if episodes % batch:
             expected = f"the global batch ({words}) to divide rollout_batch_size = {episodes}"
         elif role == "critic" and batch != config.actor_train.global_train_batch_size:
             expected = f"the global batch ({words}) to be that of actor_train"
@@ -236,6 +240,11 @@ def _valid_options(worker: WorkerConfig) -> object | None:
         return worker.strategy_args.typed()
     except ValueError:
         return None
+
+
+def _leftover_devices(worker: WorkerConfig, options: object) -> int:
+    """Devices that are too few to hold one more copy of the model."""
+    return worker.num_devices % options.model_parallel_size if isinstance(options, MegatronConfig) else 0
 
 
 def _unread(role: str, section: str, hint: str) -> ConfigProblem:

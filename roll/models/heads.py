@@ -22,7 +22,7 @@ class ValueHead(nn.Module):
     def forward(self, hidden_KH: Tensor) -> Tensor:
         """Values in float32, shape [K]."""
         values: Tensor = self.linear(hidden_KH)
-        return values.squeeze(-1).float()
+        return values.float().squeeze(-1).clone()  # no view: FSDP2 could not hook one safely
 
 
 def load_value_head(hidden_size: int, folder: Path, dtype: torch.dtype = torch.float32) -> ValueHead:

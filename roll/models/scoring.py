@@ -84,7 +84,7 @@ class TokenScorer(nn.Module):
         if self.inverse_temperature != 1.0:
             logits_KV = logits_KV * self.inverse_temperature
         all_logprobs_KV = torch.log_softmax(logits_KV, dim=-1)
-        logprobs_K = all_logprobs_KV.gather(1, target_K[:, None]).squeeze(1)
+        logprobs_K = -nn.functional.nll_loss(all_logprobs_KV, target_K, reduction="none")
         entropy_K = -(all_logprobs_KV.exp() * all_logprobs_KV).sum(-1)
         return logprobs_K, entropy_K
 

@@ -80,7 +80,7 @@ def make_tiny_model(path: Path, seed: int) -> None:
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=2048,
-        rope_theta=10000.0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
         initializer_range=0.1,
         bos_token_id=None,

@@ -23,7 +23,6 @@ from roll.algorithms.statistics import RunningStats
 from roll.configs.agentic import AgenticConfig
 from roll.data.batch import Batch
 from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.signals import Interrupted, SignalGuard
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.model_cluster import plan_optimizer_steps
 from roll.pipeline.roles import Roles
@@ -31,6 +30,7 @@ from roll.pipeline.session import RunSession
 from roll.tracking.checkpointer import Checkpointer
 from roll.tracking.rng import restore_rng_state, rng_state
 from roll.utils.seeding import derive_seed
+from roll.utils.signals import SignalGuard
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class RLPipeline(ABC):
         """Trains to ``max_steps``, from a checkpoint if there is one to resume.
 
         Raises:
-            Interrupted: the user asked to stop; a checkpoint has been saved.
+            KeyboardInterrupt: the user asked to stop; a checkpoint has been saved.
             TrainingDivergedError: ``max_bad_steps`` steps in a row could not be taken.
         """
         try:
@@ -85,7 +85,7 @@ class RLPipeline(ABC):
             for step in range(self.done_steps + 1, self.config.max_steps + 1):
                 Cluster.current_step = step
                 self.after_step(step, self.step(step))
-        except (Interrupted, TrainingDivergedError):
+        except (KeyboardInterrupt, TrainingDivergedError):  # Ray re-raises Interrupted as its base class
             self.save_checkpoint()
             raise
 
@@ -221,7 +221,9 @@ class RLPipeline(ABC):
         for metrics in history:
             self.bad_steps = self.bad_steps + 1 if metrics.get("actor/skipped_steps") else 0
         if self.bad_steps:
-            logger.warning("the loss or its gradient was not finite: %d optimizer steps in a row skipped", self.bad_steps)
+            logger.warning(
+                "the loss or its gradient was not finite: %d optimizer steps in a row skipped", self.bad_steps
+            )
         if self.bad_steps >= self.config.max_bad_steps:
             raise TrainingDivergedError(
                 f"{self.bad_steps} optimizer steps in a row had a NaN or infinite loss or gradient "
@@ -231,7 +233,7 @@ class RLPipeline(ABC):
 
 def set_losses(roles: Roles, config: AgenticConfig) -> None:
     """Gives the trained roles their losses."""
-    roles.actor.call("set_loss", build_policy_loss, config)
+    roles.actor.call("set_loss", build_policy_loss, config, config.total_optimizer_steps)
     if roles.critic is not None:
         roles.critic.call("set_loss", build_value_loss, config)
 

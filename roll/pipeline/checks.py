@@ -20,7 +20,7 @@ from roll.distributed.strategy import STRATEGIES
 from roll.tracking import TRACKERS
 from roll.utils.registry import UnknownNameError
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ENV_MANAGERS = ("step", "traj")
 
 
@@ -51,7 +51,7 @@ def _env_problem(base: str, env: CustomEnvConfig, text: str) -> ConfigProblem:
 def check_strategies(config: AgenticConfig) -> list[ConfigProblem]:
     """Strategies exist, and each does what its role needs."""
     names = sorted({*STRATEGIES.names(), *STRATEGY_CONFIGS})
-    problems = []
+    problems: list[ConfigProblem] = []
     for role, worker in sections(config):
         name, path = worker.strategy_args.strategy_name, f"{role}.strategy_args.strategy_name"
         if name not in names:

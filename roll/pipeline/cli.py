@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.validate_only:
         sys.stdout.write("\n".join([f"{options.config_name}: valid", *_summary(config)]) + "\n")
         return 0
-    from roll.pipeline.agentic.pipeline import run_agentic
+    from roll.pipeline.agentic.launch import run_agentic
 
     return run_agentic(config)
 

@@ -17,6 +17,7 @@ from roll.pipeline.model_cluster import ModelCluster
 
 logger = logging.getLogger(__name__)
 
+
 class Roles:
     """``actor_train`` and ``actor_infer``; ``critic`` and ``reference`` where the algorithm needs them.
 

@@ -137,8 +137,8 @@ def reference_step(model_path: Path, batch: Batch) -> tuple[float, dict[str, Ten
 
 def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6) -> None:
     assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(found[name].double(), tensor.double(), rtol=0, atol=tolerance, msg=lambda m: name + m)  # noqa: B023
+    worst = max(((found[name].double() - expected[name].double()).abs().max().item(), name) for name in expected)
+    assert worst[0] <= tolerance, worst
 
 
 CUTTINGS: dict[str, dict[str, Any]] = {
@@ -205,6 +205,7 @@ def run_sharding(folder: Path, model: Path, name: str, rank: int) -> None:
     metrics = trainer.train_step(shares(0)[rank], nan_loss)
     write(out, "after_nan", exported(trainer), metrics)
     resumed = make_trainer(model, SHARDINGS[name], **options)
+    resumed.logprobs(shares(0)[rank])  # must leave no stale gathered weights behind
     resumed.load(folder / f"{name}-checkpoint")
     resumed.train_step(shares(2)[rank], policy_loss)
     write(out, "resumed", exported(resumed))
@@ -298,7 +299,9 @@ def test_checkpoint_of_two_ranks_continues_on_one(two_ranks: Path, untied_model:
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_nan_on_one_rank_skips_the_step_on_both(two_ranks: Path, name: str) -> None:
     assert_near(
-        load_file(two_ranks / f"{name}-0/after_nan.safetensors"), load_file(two_ranks / f"{name}-0/final.safetensors"), 0.0
+        load_file(two_ranks / f"{name}-0/after_nan.safetensors"),
+        load_file(two_ranks / f"{name}-0/final.safetensors"),
+        0.0,
     )
     for rank in range(2):
         metrics = json.loads((two_ranks / f"{name}-{rank}/after_nan.json").read_text())

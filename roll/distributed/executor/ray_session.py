@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.distributed.executor.errors import RaySessionError
+from roll.distributed.executor.reaper import MARK, Reaper
 
 logger = logging.getLogger(__name__)
 
@@ -66,12 +67,12 @@ def ray_session(
     options.setdefault("logging_level", logging.ERROR)
     if ray.is_initialized():
         yield RaySession(ray.get_runtime_context().gcs_address, joined=True)
-    elif address == "local":
-        with _local_cluster(options, log_dir):
-            yield RaySession(ray.get_runtime_context().gcs_address, joined=False)
-    else:
-        with _joined_cluster(address, options):
-            yield RaySession(ray.get_runtime_context().gcs_address, joined=True)
+        return
+    local = address == "local"
+    # When one rank fails, its peers' errors stay uncollected; Ray would print each of them once more.
+    cluster = _local_cluster(options, log_dir) if local else _joined_cluster(address, options)
+    with _environment({"RAY_IGNORE_UNHANDLED_ERRORS": "1"}), cluster:
+        yield RaySession(ray.get_runtime_context().gcs_address, joined=not local)
 
 
 @contextmanager
@@ -106,16 +107,20 @@ def _local_cluster(options: Mapping[str, Any], log_dir: Path | None) -> Iterator
         # Ray gives workers niceness 15; on a busy machine they then starve and miss their start-up deadline.
         "_system_config": {"worker_niceness": 0},
     }
+    reaper = Reaper(temp_dir)
     try:
-        with _own_sigterm(), _loopback_only(), _environment({"RAY_USAGE_STATS_ENABLED": "0"}):
+        marks = {MARK: str(temp_dir), "RAY_USAGE_STATS_ENABLED": "0"}
+        with _own_sigterm(), _loopback_only(), _environment(marks):
             ray.init(address="local", **{**defaults, **options})
         logger.info("started a local Ray cluster in %s", temp_dir)
         yield
     finally:
-        ray.shutdown()
-        if log_dir is not None:
-            _keep_worker_logs(temp_dir, log_dir)
-        shutil.rmtree(temp_dir, ignore_errors=True)
+        try:
+            ray.shutdown()
+            if log_dir is not None:
+                _keep_worker_logs(temp_dir, log_dir)
+        finally:
+            reaper.finish()
 
 
 def _runtime_env(given: Mapping[str, Any], system_envs: Mapping[str, str]) -> dict[str, Any]:
@@ -179,14 +184,17 @@ def _own_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables that are not set, for the length of the block."""
-    added = [key for key in values if key not in os.environ]
-    os.environ.update({key: values[key] for key in added})
+    """Sets variables for the length of the block."""
+    previous = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
     try:
         yield
     finally:
-        for key in added:
-            os.environ.pop(key, None)
+        for key, value in previous.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
 
 
 def _keep_worker_logs(temp_dir: Path, log_dir: Path) -> None:

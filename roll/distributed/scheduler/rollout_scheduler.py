@@ -115,7 +115,7 @@ class RolloutScheduler:
             for ref in ready:
                 spec, _, _ = running.pop(ref)
                 try:
-                    group = ray.get(ref)
+                    group: RolloutGroup = ray.get(ref)
                 except (ray.exceptions.RayActorError, EngineUnavailableError) as error:
                     logger.warning("group %d was lost (%s); it is played again", spec.group_id, error)
                     waiting.append(spec)
@@ -139,7 +139,7 @@ class RolloutScheduler:
         for _, worker, _ in running.values():
             loads[worker] += 1
         worker = loads.index(min(loads))
-        ref = self.workers.handles[worker].run_group.remote(spec)
+        ref: ray.ObjectRef = self.workers.handles[worker].run_group.remote(spec)
         running[ref] = (spec, worker, time.monotonic())
 
     def _reclaim(self, running: dict[ray.ObjectRef, tuple[GroupSpec, int, float]]) -> list[GroupSpec]:

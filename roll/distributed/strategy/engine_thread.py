@@ -177,12 +177,15 @@ class EngineThread:
             return failure
 
         for _, future in commands:
-            future.set_exception(error())
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error())
         for ticket in tickets:
             _call_soon(ticket.loop, _reject, ticket.future, error())
 
 
 def _execute(function: Callable[[], Any], future: Future[Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return  # its caller was cancelled
     try:
         result = function()
     except Exception as error:

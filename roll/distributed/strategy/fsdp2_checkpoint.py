@@ -207,9 +207,10 @@ def hf_weights(weights: Weights, dtype: torch.dtype) -> Iterator[tuple[str, Tens
 
 def all_gather(row: Tensor) -> Tensor:
     """Every rank's ``row``, stacked in order of rank (collective)."""
-    flat = row.new_empty(dist.get_world_size() * len(row))
-    dist.all_gather_into_tensor(flat, row)
-    return flat.view(-1, len(row))
+    rows = row.new_zeros((dist.get_world_size(), len(row)))
+    rows[dist.get_rank()] = row
+    dist.all_reduce(rows)
+    return rows
 
 
 class _StoredTensors:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from roll.models.scoring import TokenScorer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
     from roll.configs.strategy import Fsdp2Config
@@ -168,9 +168,12 @@ class ShardedWeights(Weights):
         self.local = {name: nn.Parameter(_local(p), p.requires_grad) for name, p in self.parameters.items()}
 
     def after_scoring(self) -> None:
-        # The root keeps its gathered weights after a forward pass, expecting a backward pass to free them; without
-        # one, the next forward pass would compute with stale weights if they changed in between.
-        self._root.reshard()
+        # The root (and without reshard_after_forward, each layer) keeps its gathered weights after a forward pass,
+        # expecting a backward pass to free them; without one, the next forward pass would compute with stale weights
+        # if they changed in between.
+        for module in self.scorer.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def before_backward(self, *, last: bool) -> None:
         # Gradients that are not scattered at once wait unsharded, which costs the memory that reshard_after_forward
@@ -234,7 +237,7 @@ def _shard(
     reduce_dtype: torch.dtype,
     config: Fsdp2Config,
 ) -> FSDPModule:
-    from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     mp_policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     pinned = torch.cuda.is_available()
@@ -254,7 +257,7 @@ def _shard(
             # gloo lacks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return cast("FSDPModule", root)
+    return cast(FSDPModule, root)
 
 
 def _make_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:

@@ -142,8 +142,9 @@ class HfInfer:
         """
         tensors: dict[str, Tensor] = {}
         async for bucket in buckets:
-            tensors.update(unpack_bucket(bucket))
-        update = WeightUpdate(self._model, tensors)
+            # Checksums of a large model take seconds, in which this loop must go on serving requests.
+            tensors.update(await asyncio.to_thread(lambda b: list(unpack_bucket(b)), bucket))
+        update = await asyncio.to_thread(WeightUpdate, self._model, tensors)
 
         def apply() -> None:
             update.apply()
@@ -251,12 +252,12 @@ def _attention(name: str) -> str:
 
 def _check_model(model: PreTrainedModel, sequence_length: int) -> None:
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None)
-    if kinds == {"sliding_attention", "full_attention"} or kinds == {"sliding_attention"}:
-        # A window that the context never fills hides nothing.
-        kinds = kinds if window is not None and window < sequence_length else {"full_attention"}
-    if kinds != {"full_attention"}:
+    default = "full_attention" if window is None else "sliding_attention"
+    kinds = set(getattr(config, "layer_types", None) or [default])
+    if window is not None and window >= sequence_length:
+        kinds.discard("sliding_attention")  # a window that the context never fills hides nothing
+    if kinds - {"full_attention"}:
         raise ValueError(
             f"hf_infer: {type(model).__name__} has layers of kind {', '.join(sorted(kinds))} (window {window}) at "
             f"sequence_length {sequence_length}, expected full attention; use vllm or sglang for this model"

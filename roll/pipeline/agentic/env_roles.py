@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from roll.agentic.env import path_of
 from roll.agentic.env_manager import Limits
 from roll.agentic.types import SamplingParams
 from roll.configs.agentic import AgenticConfig
@@ -112,7 +113,7 @@ def _worker_context(config: AgenticConfig, manager: EnvManagerConfig, tokenizer_
     sampling = config.sampling(manager)
     assert sampling.max_new_tokens is not None, "AgenticConfig.sampling fills it in"
     return EnvWorkerContext(
-        envs={tag: _with_penalty(config.custom_envs[tag], manager.format_penalty) for tag in manager.tags},
+        envs={tag: _for_workers(config.custom_envs[tag], manager.format_penalty) for tag in manager.tags},
         tokenizer_path=tokenizer_path,
         template=config.actor_train.data_args.template,
         params=SamplingParams(
@@ -128,8 +129,10 @@ def _worker_context(config: AgenticConfig, manager: EnvManagerConfig, tokenizer_
     )
 
 
-def _with_penalty(env: CustomEnvConfig, format_penalty: float) -> CustomEnvConfig:
-    """The manager's penalty, unless the tag's own ``env_config`` names one."""
-    if not format_penalty or "format_penalty" in env.env_config:
-        return env
-    return env.model_copy(update={"env_config": {**env.env_config, "format_penalty": format_penalty}})
+def _for_workers(env: CustomEnvConfig, format_penalty: float) -> CustomEnvConfig:
+    """The tag's entry as another process needs it: registered names are known in this one only.
+
+    The manager's ``format_penalty`` holds unless the tag's own ``env_config`` names one.
+    """
+    env_config = {"format_penalty": format_penalty, **env.env_config} if format_penalty else env.env_config
+    return env.model_copy(update={"env_type": path_of(env.env_type), "env_config": env_config})

@@ -122,9 +122,7 @@ class EnvironmentWorker(Worker):
         manager = self.managers[spec.tag]
         if spec.expert_share is None:
             return await manager.run_episode(runner, self.client.generate, episode)
-        return await manager.run_episode(
-            runner, scripted_policy(runner, manager.renderer, spec.expert_share), episode
-        )
+        return await manager.run_episode(runner, scripted_policy(runner, manager.renderer, spec.expert_share), episode)
 
     def _take_runner(self, tag: str) -> EnvRunner:
         if self._idle[tag]:

@@ -15,7 +15,6 @@ from roll.distributed.executor.errors import ClusterError, PlacementError, RaySe
 from roll.distributed.executor.placement import create_placement, discover_nodes
 from roll.distributed.executor.ray_session import ray_session
 from roll.distributed.executor.resources import PlacementPlan, RoleRequest, plan_placement
-from roll.distributed.executor.signals import Interrupted, SignalGuard
 from roll.distributed.executor.worker import Worker
 from roll.models.tiny import TINY
 from roll.pipeline.agentic.env_roles import MANAGERS, EnvRoles
@@ -28,6 +27,7 @@ from roll.pipeline.session import RunSession
 from roll.pipeline.workers import InferWorker, ScoreWorker, TrainWorker
 from roll.tracking.checkpointer import CheckpointError
 from roll.utils.registry import UnknownNameError, import_path
+from roll.utils.signals import Interrupted, SignalGuard
 
 logger = logging.getLogger(__name__)
 
@@ -162,5 +162,3 @@ def _worker_class(role: str, worker: WorkerConfig) -> type[Worker]:
     if not (isinstance(chosen, type) and issubclass(chosen, WORKERS[role])):
         raise UnknownNameError(f"{role}.worker_cls: {worker.worker_cls} is no subclass of {WORKERS[role].__name__}")
     return cast(type[Worker], chosen)
-
-

@@ -9,13 +9,13 @@ from roll.agentic.trajectory import groups_to_batch
 from roll.agentic.types import RolloutGroup
 from roll.configs.agentic import AgenticConfig
 from roll.data.batch import Batch
-from roll.distributed.executor.signals import SignalGuard
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.agentic.env_roles import EnvRoles
 from roll.pipeline.base import RLPipeline
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
 from roll.tracking.render import save_renders
+from roll.utils.signals import SignalGuard
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class AgenticPipeline(RLPipeline):
                 "valid_rate": metrics["eval/valid_rate"],
                 "reward": metrics["eval/reward"],
                 "episodes": int(metrics["eval/episodes"]),
+                "distinct_starts": len({t.turns[0].state_key for group in groups for t in group.trajectories}),
             }
         self._show(name, step, groups, metrics)
         return metrics

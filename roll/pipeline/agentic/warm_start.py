@@ -15,8 +15,10 @@ from pathlib import Path
 
 from roll.agentic.metrics import rollout_metrics
 from roll.agentic.trajectory import groups_to_batch
+from roll.agentic.types import RolloutGroup
 from roll.algorithms.losses import build_sft_loss
 from roll.configs.agentic import AgenticConfig
+from roll.configs.training import TrainingArguments
 from roll.data.batch import Batch
 from roll.models.tiny import RECIPE_VERSION, make_tiny_model
 from roll.pipeline.agentic.env_roles import EnvRoles
@@ -75,7 +77,7 @@ def ensure_warm(config: AgenticConfig, session: RunSession, roles: Roles, envs: 
         return warm
     settings = config.warm_start
     with session.phase("warm start"):
-        roles.setup_policy(str(init), settings.max_steps, settings.training_args())
+        roles.setup_policy(str(init), settings.max_steps, _training_args(config))
         roles.actor.call("set_loss", build_sft_loss)
         report = _train(config, session, roles, envs, _demonstrate(config, envs))
         building = warm.with_name("warm.building")
@@ -85,6 +87,20 @@ def ensure_warm(config: AgenticConfig, session: RunSession, roles: Roles, envs: 
         shutil.rmtree(warm, ignore_errors=True)
         building.rename(warm)
     return warm
+
+
+def _training_args(config: AgenticConfig) -> TrainingArguments:
+    """The actor's, with the warm start's learning rate and the schedule that suits a short run."""
+    return config.actor_train.training_args.model_copy(
+        update={
+            "learning_rate": config.warm_start.learning_rate,
+            "weight_decay": 0.01,
+            "adam_beta2": 0.98,
+            "lr_scheduler_type": "linear",
+            "warmup_steps": 20,
+            "min_lr_ratio": 0.1,
+        }
+    )
 
 
 def _demonstrate(config: AgenticConfig, envs: EnvRoles) -> Batch:
@@ -98,7 +114,8 @@ def _demonstrate(config: AgenticConfig, envs: EnvRoles) -> Batch:
         slots_per_tag=tuple(groups * manager.group_size for groups in manager.groups_per_tag.values()),
         expert_share=config.warm_start.expert_share,
     )
-    groups, turns = [], 0
+    groups: list[RolloutGroup] = []
+    turns = 0
     while turns < config.warm_start.demonstrations:
         played = scheduler.collect(len(groups), scheduler.plan.num_slots)
         groups += played
@@ -135,7 +152,10 @@ def _train(
         )
         if report["success"] >= goal and report["valid_rate"] >= settings.min_valid:
             break
-    if not settings.min_success <= report["success"] <= settings.max_success or report["valid_rate"] < settings.min_valid:
+    if (
+        not settings.min_success <= report["success"] <= settings.max_success
+        or report["valid_rate"] < settings.min_valid
+    ):
         raise WarmStartError(
             f"after {report['steps']:.0f} steps success is {report['success']:.1%} and valid actions are "
             f"{report['valid_rate']:.1%}; expected {settings.min_success:.0%} to {settings.max_success:.0%} and at "

@@ -1,0 +1,79 @@
+"""Ctrl-C and SIGTERM as an exception, held back while the state of the run could not be saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any
+
+_SAME_PRESS_S = 1.0
+"""``timeout`` and some shells deliver one signal twice, to the process and to its group."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The run was asked to stop. ``exit_code`` is 130 after SIGINT and 143 after SIGTERM."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return f"stopped by {signal.Signals(self.exit_code - 128).name}"
+
+
+class SignalGuard:
+    """Raises ``Interrupted`` in the main thread at the first SIGINT or SIGTERM; a second one ends the process at once.
+
+    Use as a context manager. Outside the main thread, where Python cannot handle signals, it changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._exit_code = 0
+        self._first = 0.0
+        self._deferred = 0
+        self._raised = False
+        self._previous: dict[signal.Signals, Callable[..., Any] | int | None] = {}
+
+    def __enter__(self) -> SignalGuard:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {
+                number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+            }
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        # Ray turns our exception into a plain KeyboardInterrupt when the signal arrives during one of its calls.
+        if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted) and self._exit_code:
+            raise Interrupted(self._exit_code) from error
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Within the block a signal is only noted; ``Interrupted`` is raised when the outermost block ends well."""
+        self._deferred += 1
+        try:
+            yield
+        finally:
+            self._deferred -= 1
+        self.check()
+
+    def check(self) -> None:
+        """Raises ``Interrupted`` if a signal has been noted and may be acted on."""
+        if self._exit_code and not self._raised and not self._deferred:
+            self._raised = True
+            raise Interrupted(self._exit_code)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if not self._exit_code:
+            self._exit_code, self._first = 128 + number, time.monotonic()
+            self.check()
+        elif time.monotonic() - self._first > _SAME_PRESS_S:
+            os._exit(128 + number)

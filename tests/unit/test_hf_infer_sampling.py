@@ -1,0 +1,154 @@
+"""Sampling and stop strings: distributions against exact probabilities, the hash against plain integers."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from roll.models.sampling import SamplerRows, child_seed, sample, uniforms
+from roll.models.stop_strings import StopStrings
+from roll.models.tiny import make_tokenizer
+
+NUM_DRAWS = 20_000
+CPU = torch.device("cpu")
+
+
+def rows_of(
+    count: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, penalty: float = 1.0
+) -> SamplerRows:
+    return SamplerRows.build([temperature] * count, [top_k] * count, [top_p] * count, [penalty] * count, CPU)
+
+
+def draws_uniform(count: int) -> Tensor:
+    """One uniform per (seed, index), over several indices as in a real run."""
+    seeds = np.arange(count, dtype=np.uint64) // np.uint64(4)
+    return torch.from_numpy(uniforms(seeds, np.arange(count, dtype=np.uint64) % np.uint64(4)))
+
+
+def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> tuple[float, float]:
+    """Pearson's statistic over the possible outcomes, and a bound that it exceeds about once in 100,000 times."""
+    possible = probabilities > 0
+    assert counts[~possible].sum() == 0
+    expected = probabilities[possible] * counts.sum()
+    statistic = float(((counts[possible] - expected) ** 2 / expected).sum())
+    freedom = max(1, possible.sum() - 1)
+    # Wilson and Hilferty 1931: the cube root of chi-square is nearly normal.
+    bound = freedom * (1 - 2 / (9 * freedom) + 4.27 * (2 / (9 * freedom)) ** 0.5) ** 3
+    return statistic, bound
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "penalty"),
+    [(1.0, 0, 1.0, 1.0), (0.6, 0, 1.0, 1.0), (1.7, 4, 1.0, 1.0), (1.0, 0, 0.7, 1.0), (0.9, 6, 0.8, 1.3)],
+)
+def test_tokens_follow_the_distribution_of_transformers_warpers(
+    temperature: float, top_k: int, top_p: float, penalty: float
+) -> None:
+    logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 0.3, 1.2])
+    seen = torch.tensor([[0, 3, 6]])
+    warped = logits[None].double()
+    if penalty != 1:
+        warped = RepetitionPenaltyLogitsProcessor(penalty)(seen, warped)
+    warped = TemperatureLogitsWarper(temperature)(seen, warped)
+    if top_k:
+        warped = TopKLogitsWarper(top_k)(seen, warped)
+    if top_p < 1:
+        warped = TopPLogitsWarper(top_p)(seen, warped)
+    seen_BV = torch.zeros(NUM_DRAWS, 10, dtype=torch.bool)
+    seen_BV[:, seen[0]] = True
+
+    rows = rows_of(NUM_DRAWS, temperature, top_k, top_p, penalty)
+    tokens_B, logprobs_B = sample(logits.expand(NUM_DRAWS, -1), rows, draws_uniform(NUM_DRAWS), seen_BV)
+
+    counts = torch.bincount(tokens_B, minlength=10).numpy()
+    statistic, bound = chi_square(counts, warped.softmax(-1)[0].numpy())
+    assert statistic < bound
+    full = torch.log_softmax(logits.double() / temperature, -1)  # before penalty, top-k and top-p
+    torch.testing.assert_close(logprobs_B.double(), full[tokens_B], atol=1e-6, rtol=0)
+
+
+def test_consecutive_tokens_of_one_seed_are_independent() -> None:
+    seeds = np.arange(NUM_DRAWS, dtype=np.uint64)
+    first, second = (uniforms(seeds, np.full(NUM_DRAWS, i, dtype=np.uint64)) for i in (0, 1))
+    pairs = (first * 8).astype(int) * 8 + (second * 8).astype(int)
+    statistic, bound = chi_square(np.bincount(pairs, minlength=64), np.full(64, 1 / 64))
+    assert statistic < bound
+
+
+def test_rows_with_different_parameters_do_not_disturb_each_other() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, 50)
+    parameters = [(1.0, 0, 1.0, 1.0), (0.0, 0, 1.0, 1.0), (0.5, 3, 1.0, 1.0), (2.0, 0, 0.5, 1.0), (1.0, 5, 0.9, 1.8)]
+    parameters.append((0.0, 2, 0.1, 1.5))
+    seen = torch.rand(6, 50) < 0.3
+    uniform = draws_uniform(6)
+    together, _ = sample(logits, SamplerRows.build(*zip(*parameters, strict=True), CPU), uniform, seen)
+    for row, (temperature, top_k, top_p, penalty) in enumerate(parameters):
+        part = slice(row, row + 1)
+        alone, _ = sample(logits[part], rows_of(1, temperature, top_k, top_p, penalty), uniform[part], seen[part])
+        assert together[row] == alone[0]
+
+
+def test_greedy_takes_the_maximum_and_reports_temperature_one() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(20, 30)
+    tokens_B, logprobs_B = sample(logits, rows_of(20, temperature=0.0), draws_uniform(20))
+    assert torch.equal(tokens_B, logits.argmax(-1))
+    torch.testing.assert_close(logprobs_B, torch.log_softmax(logits, -1).max(-1).values)
+
+
+def test_the_ends_of_the_unit_interval_pick_possible_tokens() -> None:
+    logits = torch.tensor([[-torch.inf, 0.0, 1.0, -torch.inf]] * 2)
+    ends = torch.tensor([2.0**-24, 1 - 2.0**-24])
+    for rows in (rows_of(2), rows_of(2, top_k=3)):
+        tokens_B, _ = sample(logits, rows, ends)
+        assert set(tokens_B.tolist()) == {1, 2}
+
+
+def test_uniforms_are_split_mix_64_in_plain_integers() -> None:
+    def mix(z: int) -> int:
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+        return z ^ (z >> 31)
+
+    golden = 0x9E3779B97F4A7C15
+    rng = random.Random(0)
+    cases = [(rng.getrandbits(64), rng.randrange(5000)) for _ in range(200)] + [(0, 0), (2**64 - 1, 0)]
+    found = uniforms(*(np.array(column, dtype=np.uint64) for column in zip(*cases, strict=True)))
+    for (seed, index), value in zip(cases, found, strict=True):
+        bits = mix((mix((seed + golden) % 2**64) + (index + 1) * golden) % 2**64) >> 41
+        assert value == (bits + 0.5) / 2**23
+        assert 0 < value < 1
+
+
+def test_child_seeds_differ_and_sample_zero_keeps_the_seed() -> None:
+    assert child_seed(42, 0) == 42
+    seeds = {child_seed(seed, index) for seed in range(50) for index in range(50)}
+    assert len(seeds) == 2500
+    assert all(0 <= seed < 2**64 for seed in seeds | {child_seed(-1, 0), child_seed(2**70, 3)})
+
+
+@pytest.mark.parametrize("stop", ["</answer>", "世", "界!", "\n", "er>", "<|im_end|>", " "])
+def test_stop_strings_are_found_at_the_token_that_completes_them(stop: str) -> None:
+    """The tokenizer is byte-level: a Chinese character takes three tokens, and is whole only at the third."""
+    tokenizer = make_tokenizer()
+    finder = StopStrings(tokenizer)
+    text = "Hello 世界! I go\n<answer>Up</answer><|im_end|>\n"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    found = [
+        n for n in range(1, len(ids) + 1) if finder.may_end((stop,), ids[n - 1]) and finder.found((stop,), ids[:n])
+    ]
+    assert found[0] == next(n for n in range(1, len(ids) + 1) if stop in tokenizer.decode(ids[:n]))
+
+
+def test_few_tokens_ask_for_a_look_at_the_text() -> None:
+    tokenizer = make_tokenizer()
+    finder = StopStrings(tokenizer)
+    asked = sum(finder.may_end(("</answer>",), token) for token in range(len(tokenizer)))
+    assert 0 < asked < 0.25 * len(tokenizer)
+    assert not finder.may_end(("</answer>",), len(tokenizer) + 5)  # a model may have more rows than the tokenizer

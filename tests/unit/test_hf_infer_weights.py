@@ -1,0 +1,174 @@
+"""Weight buckets and updates: bit-exact round trips, refusals, and models whose checkpoint names are not their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from roll.distributed.weight_sync import (
+    ALIGNMENT,
+    WeightChecksumError,
+    WeightMismatchError,
+    WeightUpdate,
+    pack_buckets,
+    unpack_bucket,
+)
+from roll.models.loading import to_hf_weights
+
+DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64),
+)
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+
+
+def as_bytes(tensor: Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_round_trips_bit_for_bit(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    sources = {
+        "matrix": (torch.randn(7, 5) * 3).to(dtype),
+        "scalar": torch.ones(()).to(dtype),
+        "empty": torch.empty(0, 4).to(dtype),
+        "transposed": (torch.randn(3, 9) * 3).to(dtype).t(),
+        "vector": (torch.randn(13) * 3).to(dtype),
+    }
+    received = dict(item for bucket in pack_buckets(sources.items(), 1 << 20) for item in unpack_bucket(bucket))
+    assert list(received) == list(sources)
+    for name, tensor in sources.items():
+        assert received[name].dtype == dtype
+        assert received[name].shape == tensor.shape
+        assert as_bytes(received[name]) == as_bytes(tensor)
+
+
+def test_buckets_respect_their_size_except_for_a_larger_tensor() -> None:
+    lengths = [10, 10, 300, 1, 40, 24, 1]
+    tensors = [(f"w{i}", torch.full((n,), float(i))) for i, n in enumerate(lengths)]
+    buckets = list(pack_buckets(iter(tensors), 256))
+    assert [bucket.names for bucket in buckets] == [("w0", "w1"), ("w2",), ("w3", "w4"), ("w5", "w6")]
+    assert [len(bucket.data) % ALIGNMENT for bucket in buckets] == [0] * 4
+    assert all(len(bucket.data) <= 256 for bucket in buckets if bucket.names != ("w2",))
+    received = [item for bucket in buckets for item in unpack_bucket(bucket)]
+    assert all(name == n and torch.equal(t, s) for (name, t), (n, s) in zip(received, tensors, strict=True))
+    assert list(pack_buckets([], 256)) == []
+    with pytest.raises(ValueError, match="bucket_bytes: 0"):
+        list(pack_buckets(tensors, 0))
+
+
+def test_unpacking_copies_nothing_and_reads_read_only_arrays(recwarn: pytest.WarningsRecorder) -> None:
+    (bucket,) = pack_buckets([("w", torch.arange(8.0)), ("v", torch.arange(3))], 1 << 10)
+    bucket.data.setflags(write=False)
+    base = bucket.data.__array_interface__["data"][0]
+    addresses = [tensor.data_ptr() for _, tensor in unpack_bucket(bucket)]
+    assert addresses == [base, base + 32]
+    assert not recwarn.list
+
+
+def test_damage_is_noticed() -> None:
+    (bucket,) = pack_buckets([("w", torch.arange(64.0))], 1 << 10)
+    data = bucket.data.copy()
+    data[77] ^= 4
+    with pytest.raises(WeightChecksumError, match=r"1 tensors \(w …\): crc32 0x.*, expected 0x"):
+        list(unpack_bucket(dataclasses.replace(bucket, data=data)))
+    with pytest.raises(ValueError, match="w ends at byte 400, the data has 256"):
+        list(unpack_bucket(dataclasses.replace(bucket, shapes=((100,),))))
+    with pytest.raises(ValueError, match="dtype 'float31'"):
+        list(unpack_bucket(dataclasses.replace(bucket, dtypes=("float31",))))
+
+
+def pair(kind: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Two models of one architecture with different weights."""
+
+    def make(seed: int) -> PreTrainedModel:
+        torch.manual_seed(seed)
+        experts: dict[str, Any] = {"num_key_value_heads": 2, "initializer_range": 0.2}
+        if kind == "mixtral":
+            return MixtralForCausalLM(MixtralConfig(**SIZES, **experts, num_local_experts=4)).eval()
+        if kind == "qwen3_moe":
+            moe = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 16}
+            return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **experts, **moe)).eval()
+        return Qwen2ForCausalLM(Qwen2Config(**SIZES, **experts, tie_word_embeddings=kind == "tied")).eval()
+
+    return make(0), make(1)
+
+
+def exported(model: PreTrainedModel) -> dict[str, Tensor]:
+    return {
+        part: tensor.detach()
+        for name, parameter in model.named_parameters()
+        for part, tensor in to_hf_weights(model, name, parameter).items()
+    }
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied", "mixtral", "qwen3_moe"])
+def test_an_update_makes_the_receiver_equal_to_the_sender(kind: str) -> None:
+    receiver, sender = pair(kind)
+    buckets = pack_buckets(exported(sender).items(), 4096)
+    update = WeightUpdate(receiver, dict(item for bucket in buckets for item in unpack_bucket(bucket)))
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        expected, before = sender(ids).logits, receiver(ids).logits
+        assert not torch.equal(before, expected)
+        assert torch.equal(receiver(ids).logits, before), "nothing may change before apply"
+        update.apply()
+        assert torch.equal(receiver(ids).logits, expected)
+
+
+def test_weights_are_cast_to_the_receivers_dtype() -> None:
+    receiver, sender = pair("untied")
+    WeightUpdate(receiver.to(torch.bfloat16), exported(sender)).apply()
+    for name, parameter in receiver.named_parameters():
+        assert torch.equal(parameter, sender.get_parameter(name).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("names", [("lm_head.weight",), ("model.embed_tokens.weight", "lm_head.weight")])
+def test_tied_weights_may_come_under_any_of_their_names(names: tuple[str, ...]) -> None:
+    receiver, sender = pair("tied")
+    weights = exported(sender)
+    table = weights.pop("model.embed_tokens.weight")
+    WeightUpdate(receiver, weights | dict.fromkeys(names, table)).apply()
+    assert torch.equal(receiver.get_input_embeddings().weight, table)
+    assert torch.equal(receiver.get_output_embeddings().weight, table)
+
+
+def test_all_that_does_not_match_is_listed_at_once() -> None:
+    receiver, sender = pair("qwen3_moe")
+    weights = exported(sender)
+    expert = "model.layers.1.mlp.experts.2.up_proj.weight"
+    del weights[expert]
+    weights |= {"model.norm.weight": torch.ones(3), "model.extra": torch.ones(1)}
+    before = {name: value.clone() for name, value in receiver.state_dict().items()}
+    with pytest.raises(WeightMismatchError) as caught:
+        WeightUpdate(receiver, weights)
+    for part in (
+        f"missing name {expert}",
+        "model.norm.weight has shape (3,), expected (32,)",
+        "unknown name model.extra",
+    ):
+        assert part in str(caught.value)
+    with pytest.raises(WeightMismatchError, match=r"and [0-9]+ more"):
+        WeightUpdate(receiver, {})
+    assert all(torch.equal(value, before[name]) for name, value in receiver.state_dict().items())
+
+
+def test_bucket_data_is_plain_bytes() -> None:
+    (bucket,) = pack_buckets([("w", torch.arange(4, dtype=torch.bfloat16))], 1 << 10)
+    assert bucket.data.dtype == np.uint8
+    assert bucket.dtypes == ("bfloat16",)
