@@ -20,12 +20,10 @@ _BLOCK = 64  # elements per block of a recurrence: the fastest of 32 … 1024 on
 
 @dataclass(frozen=True)
 class Episodes:
-    """Who owns each sampled token: token m belongs to turn ``turn_M[m]`` of episode ``episode_K[turn_M[m]]``."""
+    """Where turns and episodes begin and end: turn k of episode ``episode_K[k]`` is ``token_M[first_K[k]:last_K[k] + 1]``."""
 
     token_M: Tensor
     """int64: index into T. Episodes follow one another; within one, turns and tokens are in order of time."""
-    turn_M: Tensor
-    """int64: running number of the turn."""
     first_K: Tensor
     """int64: index into M of each turn's first token."""
     last_K: Tensor
@@ -48,6 +46,11 @@ class Episodes:
     @property
     def num_episodes(self) -> int:
         return len(self.first_turn_J)
+
+    @property
+    def turn_M(self) -> Tensor:
+        """int64: running number of the turn that each token belongs to."""
+        return torch.repeat_interleave(self.last_K - self.first_K + 1)
 
     @property
     def last_turn_J(self) -> Tensor:
@@ -103,7 +106,6 @@ def find_episodes(batch: Batch) -> Episodes:
     starts_episode_K[1:] = name_K[1:] != name_K[:-1]
     return Episodes(
         token_M=token_M,
-        turn_M=torch.repeat_interleave(torch.arange(len(first_K)), last_K - first_K + 1),
         first_K=first_K,
         last_K=last_K,
         row_K=row_K,

@@ -125,6 +125,9 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     local = check_model_path(path)
+    if local and not any(any(Path(path).expanduser().glob(pattern)) for pattern in TOKENIZER_FILES):
+        # transformers would make an empty one from the model's configuration.
+        raise ValueError(f"model path {path!r}: no tokenizer files in it, such as tokenizer.json")
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, local_files_only=local, trust_remote_code=False
@@ -146,7 +149,7 @@ def save_config(model: PreTrainedModel, path: Path, dtype: torch.dtype) -> None:
     model.config.save_pretrained(path)
     file = path / "config.json"
     content = json.loads(file.read_text())
-    content["architectures"] = [_architecture(model)]
+    content["architectures"] = [type(model).__name__]
     content["dtype"] = str(dtype).removeprefix("torch.")
     file.write_text(json.dumps(content, indent=2) + "\n")
     if model.can_generate() and model.generation_config is not None:
@@ -210,10 +213,6 @@ def _load(
         # transformers would go on with random weights in their place.
         raise ValueError(f"model path {path!r}: {len(missing)} weights are missing, the first is {missing[0]!r}")
     return model.to(device).eval()  # type: ignore[arg-type]
-
-
-def _architecture(model: PreTrainedModel) -> str:
-    return type(model).__name__.removeprefix("FSDP")  # fully_shard puts a subclass FSDP<name> in place
 
 
 def to_hf_weights(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:

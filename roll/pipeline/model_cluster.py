@@ -40,8 +40,15 @@ class ModelCluster:
 
     def setup(self, context: StrategyContext) -> None:
         """Loads the model on all workers; called again, it starts over."""
+        self.gather_setup(self.submit_setup(context))
+
+    def submit_setup(self, context: StrategyContext) -> list[ray.ObjectRef]:
+        """Starts loading and returns at once, so that roles load side by side."""
         self.cluster.rendezvous()
-        self._ranks = self.cluster.dispatch("setup", [(context.at_rank(r, self.size),) for r in range(self.size)])
+        return self.cluster.submit_each("setup", [(context.at_rank(rank, self.size),) for rank in range(self.size)])
+
+    def gather_setup(self, refs: list[ray.ObjectRef]) -> None:
+        self._ranks = self.cluster.gather(refs, call="setup")
 
     @property
     def size(self) -> int:

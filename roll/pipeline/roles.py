@@ -43,20 +43,25 @@ class Roles:
             critic_path: Hugging Face folder whose trunk the critic starts from.
             total_optimizer_steps: horizon of the learning-rate schedules.
         """
-        self.setup_policy(model_path, total_optimizer_steps, self.config.actor_train.training_args)
+        loading = []
         if self.reference is not None:
-            self.reference.setup(self._context("reference", model_path))
+            loading.append((self.reference, self.reference.submit_setup(self._context("reference", model_path))))
         if self.critic is not None:
             critic = replace(self._context("critic", critic_path), head="value")
-            self.critic.setup(replace(critic, total_optimizer_steps=total_optimizer_steps))
+            critic = replace(critic, total_optimizer_steps=total_optimizer_steps)
+            loading.append((self.critic, self.critic.submit_setup(critic)))
+        self.setup_policy(model_path, total_optimizer_steps, self.config.actor_train.training_args)
+        for role, refs in loading:
+            role.gather_setup(refs)
 
     def setup_policy(self, model_path: str, total_optimizer_steps: int, training_args: TrainingArguments) -> None:
         """Loads the policy into the training and the generating workers, with a fresh optimizer."""
         context = self._context("actor_train", model_path)
         worker = context.worker.model_copy(update={"training_args": training_args})
-        self.actor.setup(replace(context, worker=worker, total_optimizer_steps=total_optimizer_steps))
+        refs = self.actor.submit_setup(replace(context, worker=worker, total_optimizer_steps=total_optimizer_steps))
         self._infer_context = self._context("actor_infer", model_path)
         self.infer.call("setup", self._infer_context, self.config.generate_opt_level == 1)
+        self.actor.gather_setup(refs)
         self.version = -1
 
     def sync_weights(self, version: int) -> None:

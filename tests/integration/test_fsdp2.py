@@ -191,8 +191,9 @@ def write(folder: Path, name: str, tensors: dict[str, Tensor], metrics: Metrics 
 
 
 def run_sharding(folder: Path, model: Path, name: str, rank: int) -> None:
-    options = {"rank": rank, "world_size": 2}
-    trainer = make_trainer(model, SHARDINGS[name], **options)
+    options: dict[str, Any] = {"rank": rank, "world_size": 2}
+    recompute = {"disable_gradient_checkpointing": name == "replica"}
+    trainer = make_trainer(model, SHARDINGS[name], model_args=recompute, **options)
     out = folder / f"{name}-{rank}"
     out.mkdir()
     for step in range(3):
@@ -204,7 +205,7 @@ def run_sharding(folder: Path, model: Path, name: str, rank: int) -> None:
     write(out, "final", exported(trainer))
     metrics = trainer.train_step(shares(0)[rank], nan_loss)
     write(out, "after_nan", exported(trainer), metrics)
-    resumed = make_trainer(model, SHARDINGS[name], **options)
+    resumed = make_trainer(model, SHARDINGS[name], model_args=recompute, **options)
     resumed.logprobs(shares(0)[rank])  # must leave no stale gathered weights behind
     resumed.load(folder / f"{name}-checkpoint")
     resumed.train_step(shares(2)[rank], policy_loss)

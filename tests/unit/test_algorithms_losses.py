@@ -132,6 +132,16 @@ def test_value_loss_is_the_loop(seed: int, mode: LossAggMode, turns: bool, clip:
     assert got == pytest.approx(0.7 * 0.5 * aggregate(per_token, rows, mode), rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_with_turn_level_gae_only_first_tokens_of_turns_teach_the_critic(mode: LossAggMode) -> None:
+    batch, scores = make_batch(1, max_episodes=20)
+    config = AlgorithmConfig(turn_level_gae=True, loss_agg_mode=mode)
+    _, grads = gradient(build_value_loss(config), scores, batch, context(batch))
+    learned = value_mask(batch, config)
+    assert learned.sum() < batch.loss_mask_T.sum()
+    assert torch.equal(grads[2] != 0, learned)
+
+
 def test_sft_loss_is_the_mean_negative_log_likelihood() -> None:
     batch, scores = make_batch(5)
     out = build_sft_loss()(scores, batch, context(batch))

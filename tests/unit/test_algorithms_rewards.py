@@ -203,3 +203,13 @@ def test_rewards_that_are_not_finite_are_refused() -> None:
     batch = lone_turns([1.0, float("nan")])
     with pytest.raises(ValueError, match="nan at token 0 of sequence 1"):
         shape_rewards(batch, AlgorithmConfig(), RunningStats())
+
+
+def test_log_probabilities_of_unsampled_tokens_cost_nothing() -> None:
+    batch = to_batch(random_episodes(3), history=False)
+    noise = torch.where(batch.loss_mask_T, 0.0, -5.0)
+    clean, clean_metrics = apply_kl_penalty(batch, AlgorithmConfig(), 0.1)
+    noisy, noisy_metrics = apply_kl_penalty(
+        batch.replace(ref_logprobs_T=batch.ref_logprobs_T + noise), AlgorithmConfig(), 0.1
+    )
+    assert torch.equal(clean.rewards_T, noisy.rewards_T) and clean_metrics == noisy_metrics

@@ -57,9 +57,7 @@ class GroupPlan:
         slot = group_id % self.num_slots
         tag = next(tag for tag, end in zip(self.tags, _running_sum(self.slots_per_tag), strict=True) if slot < end)
         env_seed = derive_seed(self.seed, self.name, group_id)
-        return GroupSpec(
-            group_id, tag, env_seed, self.group_size, self.redundancy, self.greedy, self.expert_share
-        )
+        return GroupSpec(group_id, tag, env_seed, self.group_size, self.redundancy, self.greedy, self.expert_share)
 
 
 class RolloutScheduler:

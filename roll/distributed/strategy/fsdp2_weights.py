@@ -224,7 +224,8 @@ def whole_parameters(weights: Weights) -> Iterator[tuple[str, Tensor]]:
 def decoder_layers(scorer: TokenScorer) -> list[nn.Module]:
     """The blocks that the model's own class says must not be split: each is one unit of sharding and recomputation."""
     names = set(scorer.model._no_split_modules or ())
-    layers = [module for module in scorer.model.modules() if type(module).__name__ in names]
+    # By base classes too: fully_shard makes a QwenLayer an FSDPQwenLayer.
+    layers = [module for module in scorer.model.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
     if not layers:
         raise ValueError(f"{type(scorer.model).__name__} names no decoder layers (_no_split_modules); cannot shard it")
     return layers

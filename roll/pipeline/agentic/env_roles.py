@@ -79,10 +79,14 @@ class EnvRoles:
             self._on_tick,
         )
 
-    def setup(self) -> None:
-        """Builds the environment managers in their workers and connects them to the engines."""
+    def begin_setup(self) -> None:
+        """Starts building the environment managers in their workers and returns at once."""
+        self._setup = {name: cluster.submit("setup", self._contexts[name]) for name, cluster in self._clusters.items()}
+
+    def wait_ready(self) -> None:
+        """Waits for ``begin_setup`` and connects the workers to the engines."""
         for name, cluster in self._clusters.items():
-            cluster.call("setup", self._contexts[name])
+            cluster.gather(self._setup[name], call="setup")
         self._connect()
 
     def recover(self, error: BaseException) -> None:

@@ -88,13 +88,13 @@ def _run(config: AgenticConfig, session: RunSession, signals: SignalGuard) -> No
     with ray, start_clusters(config, session) as clusters:
         roles = Roles(config, clusters)
         envs = EnvRoles(config, clusters, roles, model_path, on_tick=signals.check)
-        with session.phase("setup"):
-            envs.setup()
+        envs.begin_setup()
         if tiny:
             model_path = str(ensure_warm(config, session, roles, envs))
         with session.phase("setup"):
             roles.setup(model_path, config.reward_pretrain or model_path, config.total_optimizer_steps)
             set_losses(roles, config)
+            envs.wait_ready()
         AgenticPipeline(config, session, roles, signals, envs).run()
 
 

@@ -66,7 +66,7 @@ def ensure_warm(config: AgenticConfig, session: RunSession, roles: Roles, envs: 
         config: the run's configuration.
         session: shows and times the phases.
         roles: the run's roles; they are set up anew afterwards.
-        envs: the environment managers, set up and connected.
+        envs: the environment managers, being set up.
 
     Raises:
         WarmStartError: success or valid actions ended outside the window of ``warm_start``.
@@ -79,6 +79,7 @@ def ensure_warm(config: AgenticConfig, session: RunSession, roles: Roles, envs: 
     with session.phase("warm start"):
         roles.setup_policy(str(init), settings.max_steps, _training_args(config))
         roles.actor.call("set_loss", build_sft_loss)
+        envs.wait_ready()
         report = _train(config, session, roles, envs, _demonstrate(config, envs))
         building = warm.with_name("warm.building")
         shutil.rmtree(building, ignore_errors=True)

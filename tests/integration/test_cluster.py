@@ -1,0 +1,229 @@
+"""Clusters on a real local Ray with eight pretended GPUs: places, calls, and every way a worker can fail."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.executor.errors import PlacementError, RpcTimeoutError, WorkerDiedError
+from roll.distributed.executor.placement import Placement, create_placement, discover_nodes
+from roll.distributed.executor.ray_session import ray_session
+from roll.distributed.executor.resources import RoleRequest, plan_placement, pretend_nodes
+from roll.distributed.executor.worker import Worker
+
+ROLES = [RoleRequest("train", (2, 3, 4, 5), 2), RoleRequest("infer", (6, 4)), RoleRequest("env", None, world_size=2)]
+
+
+class Probe(Worker):
+    """Says what it sees and fails on request."""
+
+    def __init__(self, role: str, rank: int, world_size: int, env: dict[str, str], greeting: str = "") -> None:
+        super().__init__(role, rank, world_size, env)
+        if greeting == "fail":
+            raise FileNotFoundError("no such greeting")
+        self.greeting = greeting
+
+    def variables(self, *names: str) -> list[str | None]:
+        return [os.environ.get(name) for name in names]
+
+    def torch_threads(self) -> int:
+        import torch
+
+        return torch.get_num_threads()
+
+    def nap(self, seconds: float) -> tuple[float, float]:
+        started = time.time()
+        time.sleep(seconds)
+        return started, time.time()
+
+    def fail(self, key: str) -> None:
+        raise KeyError(key)
+
+    def add(self, array: np.ndarray, number: int) -> tuple[float, bool]:
+        return float(array.sum()) + number + self.rank, array.flags.writeable
+
+    def exit(self, code: int) -> None:
+        os._exit(code)
+
+    def relay(self, handle: Any) -> None:
+        import ray
+
+        ray.get(handle.exit.remote(1))
+
+    def join(self) -> float:
+        import torch
+
+        torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+        one = torch.ones(1)
+        torch.distributed.all_reduce(one)
+        return one.item()
+
+    def reduce_for_ever(self) -> None:
+        import torch
+
+        while True:
+            torch.distributed.all_reduce(torch.ones(1))
+
+
+@pytest.fixture(scope="module")
+def placement() -> Iterator[Placement]:
+    with ray_session({"num_cpus": 4, "num_gpus": 8, "object_store_memory": 2**27}, {"EVERYWHERE": "1"}):
+        placement = create_placement(plan_placement(ROLES, discover_nodes()))
+        yield placement
+        placement.remove()
+
+
+@pytest.fixture
+def start(placement: Placement) -> Iterator[Callable[..., Cluster]]:
+    running: list[Cluster] = []
+
+    def start(role: str, **options: Any) -> Cluster:
+        cluster = Cluster(role, Probe, placement, **options)
+        running.append(cluster)
+        cluster.start()
+        return cluster
+
+    yield start
+    Cluster.current_step = None
+    for cluster in running:
+        cluster.shutdown()
+
+
+def test_overlapping_roles_see_the_same_device_and_their_own_variables(start: Callable[..., Cluster]) -> None:
+    names = ("CUDA_VISIBLE_DEVICES", "EVERYWHERE", "OWN")
+    train = start("train", system_envs={"OWN": "yes", "CUDA_VISIBLE_DEVICES": "99"}).call("variables", *names)
+    infer = start("infer", system_envs={"OWN": 3}).call("variables", *names)
+    env = start("env").call("variables", *names)
+    # Devices 2 to 6 are reserved; Ray gives them the real ids 0 to 4.
+    assert train == [["0,1", "1", "yes"], ["2,3", "1", "yes"]]
+    assert infer == [["4", "1", "3"], ["2", "1", "3"]]
+    assert env == [["", "1", None]] * 2
+
+
+def test_torch_gets_the_threads_of_its_share_unless_told_otherwise(start: Callable[..., Cluster]) -> None:
+    assert start("infer", system_envs={"OMP_NUM_THREADS": "3"}).call_rank(0, "torch_threads") == 3
+    cores = min(4, len(os.sched_getaffinity(0)))
+    assert start("train").call("variables", "OMP_NUM_THREADS") == [[str(max(1, cores * 2 // 5))]] * 2
+
+
+def test_roles_apart_work_at_the_same_time(start: Callable[..., Cluster]) -> None:
+    train, env = start("train"), start("env")
+    assert not train.placement.plan.shares_devices("train", "env")
+    refs = train.submit("nap", 1.0), env.submit("nap", 1.0)
+    spans = [*train.gather(refs[0], call="nap"), *env.gather(refs[1], call="nap")]
+    assert max(begin for begin, _ in spans) < min(end for _, end in spans)
+
+
+def test_arguments_reach_all_ranks_or_each_its_own(start: Callable[..., Cluster]) -> None:
+    train = start("train", init_kwargs={"greeting": "hello"})
+    array = np.arange(10.0)
+    assert train.call("add", array, number=1) == [(46.0, False), (47.0, False)]
+    assert [total for total, _ in train.dispatch("add", [(array, 0), (array * 2, 5)])] == [45.0, 96.0]
+    assert train.call_rank(1, "add", array, 0)[0] == 46.0
+    with pytest.raises(ValueError, match=r"train.add: 1 argument tuples for 2 workers"):
+        train.dispatch("add", [(array, 0)])
+    assert all(10 < megabytes < 2000 for megabytes in train.call("peak_memory_mb"))
+
+
+def test_an_error_keeps_its_type_and_says_where(start: Callable[..., Cluster]) -> None:
+    train = start("train")
+    Cluster.current_step = 7
+    with pytest.raises(KeyError, match="missing") as caught:
+        train.call("fail", "missing")
+    assert type(caught.value) is KeyError
+    notes = "\n".join(caught.value.__notes__)
+    assert "in train rank " in notes
+    assert "call fail, step 7" in notes
+    assert "raise KeyError(key)" in notes
+
+
+def test_an_error_in_the_constructor_is_told(start: Callable[..., Cluster]) -> None:
+    with pytest.raises(WorkerDiedError, match="no such greeting"):
+        start("train", init_kwargs={"greeting": "fail"})
+
+
+def test_a_hung_call_names_worker_call_step_and_time(start: Callable[..., Cluster]) -> None:
+    train = start("train", rpc_timeout=1.0)
+    Cluster.current_step = 3
+    refs = train.submit_each("nap", [(0.1,), (4.0,)])
+    with pytest.raises(RpcTimeoutError) as caught:
+        train.gather(refs, call="nap")
+    assert str(caught.value) == "train rank 1: nap at step 3 gave no answer in 1.0 s (rpc_timeout)"
+    assert train.alive() == [True, True]  # rank 1 is busy, not dead
+
+
+def test_a_killed_worker_is_noticed_at_once_and_can_be_replaced(start: Callable[..., Cluster]) -> None:
+    train = start("train", system_envs={"OWN": "yes"})
+    Cluster.current_step = 4
+    pids = train.call("pid")
+    refs = train.submit("nap", 30.0)
+    time.sleep(0.3)
+    killed = time.monotonic()
+    os.kill(pids[1], 9)
+    with pytest.raises(WorkerDiedError) as caught:
+        train.gather(refs, call="nap")
+    assert time.monotonic() - killed < 5
+    assert (caught.value.role, caught.value.rank, caught.value.call, caught.value.step) == ("train", 1, "nap", 4)
+    assert f"process {pids[1]} " in str(caught.value)
+    assert train.alive() == [True, False]
+
+    train.restart(0)  # still napping
+    train.restart(1)
+    assert train.restarts == [1, 1]
+    assert train.call("variables", "CUDA_VISIBLE_DEVICES", "OWN") == [["0,1", "yes"], ["2,3", "yes"]]
+    assert not set(pids) & set(train.call("pid"))
+
+
+def test_a_death_is_reported_rather_than_the_broken_connection_it_causes(start: Callable[..., Cluster]) -> None:
+    train = start("train")
+    train.rendezvous()
+    assert train.call("join") == [2.0, 2.0]
+    pids = train.call("pid")
+    refs = train.submit("reduce_for_ever")
+    time.sleep(0.3)
+    killed = time.monotonic()
+    os.kill(pids[1], 9)
+    with pytest.raises(WorkerDiedError) as caught:
+        train.gather(refs, call="train_step")
+    assert caught.value.rank == 1
+    assert time.monotonic() - killed < 10
+
+
+def test_a_death_seen_by_another_worker_names_the_dead_one(start: Callable[..., Cluster]) -> None:
+    infer, env = start("infer"), start("env")
+    with pytest.raises(WorkerDiedError) as caught:
+        env.call_rank(0, "relay", infer.handles[1])
+    assert (caught.value.role, caught.value.rank) == ("infer", 1)
+
+
+def test_devices_that_are_taken_are_not_given_twice(placement: Placement) -> None:
+    begun = time.monotonic()
+    with pytest.raises(PlacementError, match=r"other: 4 GPU.*within 1 s; the cluster has 8 GPU \(3 free\)") as caught:
+        other = plan_placement([RoleRequest("other", (0, 1, 2, 3), num_cpus=0.1)], discover_nodes())
+        create_placement(other, timeout=1.0)
+    assert time.monotonic() - begun < 10
+    assert len(caught.value.problems) == 1
+
+
+def test_a_plan_for_pretended_nodes_is_refused_on_a_real_cluster(placement: Placement) -> None:
+    with pytest.raises(PlacementError, match="pretended-0"):
+        create_placement(plan_placement([RoleRequest("role", (0,))], pretend_nodes(1, 8)))
+
+
+def test_too_few_devices_are_reported_before_anything_starts(placement: Placement) -> None:
+    with pytest.raises(PlacementError, match=r"names device 8, but the cluster has 8 GPUs on 1 node \(ids 0–7\)"):
+        plan_placement([RoleRequest("infer", (7, 8))], discover_nodes())
+
+
+def test_a_cluster_can_be_stopped_twice_and_says_when_it_is_not_running(start: Callable[..., Cluster]) -> None:
+    train = start("train")
+    train.shutdown()
+    train.shutdown()
+    assert train.alive() == [False, False]
+    with pytest.raises(RuntimeError, match="train is not running"):
+        train.call("ping")

@@ -1,0 +1,216 @@
+"""Scores of loss tokens equal those from the model's own full logits, however the batch is cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, PreTrainedModel, Qwen2Config
+
+import roll.models.scoring as scoring
+from roll.data.batch import Batch
+from roll.data.packing import packed_row, rectangle
+from roll.models.heads import VALUE_HEAD_FILE, ValueHead, load_value_head
+from roll.models.loading import load_causal_lm, load_tokenizer, load_trunk, to_hf_weights
+from roll.models.scoring import TokenScorer, score_batch, score_input
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.3,
+}
+CONFIGS = {
+    "qwen2": Qwen2Config(**SMALL),
+    "gemma2 (soft cap)": Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=2.0),
+    "granite (scaled logits)": GraniteConfig(**SMALL, logits_scaling=4.0),
+}
+CUTTINGS: dict[str, dict[str, Any]] = {
+    "one rectangle": {},
+    "two rows": {"max_sequences": 2},
+    "tokens": {"max_tokens": 20},
+    "rounded": {"max_tokens": 32, "round_to": 8},
+    "packed": {"packing": True, "max_tokens": 20},
+}
+
+
+def make_model(config: Any = CONFIGS["qwen2"]) -> PreTrainedModel:
+    torch.manual_seed(1)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model.eval()
+
+
+def make_batch(num_sequences: int = 7) -> Batch:
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(2, 12, (num_sequences,), generator=generator)
+    num_tokens = int(lengths.sum())
+    batch = Batch(lengths, torch.randint(0, 37, (num_tokens,), generator=generator), torch.zeros(num_tokens).bool())
+    return batch.replace(loss_mask_T=(torch.rand(num_tokens, generator=generator) < 0.6) & (batch.positions_T > 0))
+
+
+def full_scores(model: PreTrainedModel, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies in float64 from all logits of one sequence at a time."""
+    logprobs, entropy = torch.zeros(2, batch.num_tokens, dtype=torch.float64)
+    for row in range(batch.num_sequences):
+        tokens = batch.token_index([row])
+        logits = model(batch.tokens_T[tokens][None], use_cache=False).logits[0].double() / temperature
+        all_logprobs = torch.log_softmax(logits, -1)
+        for position in range(1, len(tokens)):
+            before = all_logprobs[position - 1]
+            logprobs[tokens[position]] = before[batch.tokens_T[tokens[position]]]
+            entropy[tokens[position]] = -(before.exp() * before).sum()
+    return logprobs * batch.loss_mask_T, entropy * batch.loss_mask_T
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_scores_equal_those_of_the_full_logits(name: str) -> None:
+    model, batch = make_model(CONFIGS[name]), make_batch()
+    with torch.no_grad():
+        logprobs, entropy = full_scores(model, batch, 0.7)
+    scores = score_batch(TokenScorer(model, temperature=0.7), batch)
+    torch.testing.assert_close(scores.logprobs_T.double(), logprobs, rtol=0, atol=5e-6)
+    torch.testing.assert_close(scores.entropy_T.double(), entropy, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("cutting", CUTTINGS)
+def test_scores_do_not_depend_on_the_cutting(cutting: str) -> None:
+    scorer, batch = TokenScorer(make_model()), make_batch()
+    expected = score_batch(scorer, batch)
+    found = score_batch(scorer, batch, **CUTTINGS[cutting])
+    torch.testing.assert_close(found.logprobs_T, expected.logprobs_T, rtol=0, atol=2e-6)
+    torch.testing.assert_close(found.entropy_T, expected.entropy_T, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_sequences_see_only_themselves(attention: str) -> None:
+    model, batch = make_model(), make_batch()
+    model.set_attn_implementation(attention)
+    scorer = TokenScorer(model)
+    middle = batch.token_index([3])
+    tokens = batch.tokens_T.clone()
+    tokens[middle] = (tokens[middle] + 5) % 37
+    before, after = (score_input(scorer, packed_row(b), b.num_tokens) for b in (batch, batch.replace(tokens_T=tokens)))
+    others = torch.ones(batch.num_tokens).bool()
+    others[middle] = False
+    assert torch.equal(before.logprobs_T[others], after.logprobs_T[others])
+    assert not torch.equal(before.logprobs_T[middle], after.logprobs_T[middle])
+
+
+def test_temperature_zero_scores_as_temperature_one() -> None:
+    model, batch = make_model(), make_batch()
+    greedy, plain = (score_batch(TokenScorer(model, temperature=t), batch) for t in (0.0, 1.0))
+    assert torch.equal(greedy.logprobs_T, plain.logprobs_T)
+
+
+def test_chunked_output_layer_gives_the_same_scores_and_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, results = make_batch(), []
+    for budget in (2**25, 37 * 4):
+        monkeypatch.setattr(scoring, "MAX_CHUNK_LOGITS", budget)
+        model = make_model()
+        scores = score_input(TokenScorer(model), rectangle(batch), batch.num_tokens)
+        (scores.logprobs_T.sum() - 0.1 * scores.entropy_T.square().sum()).backward()
+        results.append([scores.logprobs_T, scores.entropy_T, *(p.grad for p in model.parameters())])
+    for whole, chunked in zip(*results, strict=True):
+        torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_output_layer_sees_only_positions_that_predict_loss_tokens() -> None:
+    model, batch, seen = make_model(), make_batch(), []
+    model.get_output_embeddings().register_forward_hook(lambda _m, args, _o: seen.append(args[0].shape[0]))
+    score_batch(TokenScorer(model), batch)
+    assert seen == [int(batch.loss_mask_T.sum())]
+
+
+def test_empty_batch_scores_to_nothing() -> None:
+    scores = score_batch(TokenScorer(make_model()), make_batch().select([]))
+    assert scores.logprobs_T.shape == (0,)
+
+
+def test_batch_without_loss_tokens_scores_to_zeros() -> None:
+    batch = make_batch()
+    batch = batch.replace(loss_mask_T=torch.zeros_like(batch.loss_mask_T))
+    assert not score_batch(TokenScorer(make_model()), batch).logprobs_T.any()
+
+
+def test_value_of_a_token_comes_from_the_state_before_it() -> None:
+    model, batch = make_model().base_model, make_batch()
+    head = ValueHead(16)
+    torch.nn.init.normal_(head.linear.weight)
+    values = score_batch(TokenScorer(model, value_head=head), batch, max_sequences=3).values_T
+    row = batch.token_index([2])
+    hidden = model(batch.tokens_T[row][None], use_cache=False).last_hidden_state[0]
+    expected = torch.cat([torch.zeros(1), head(hidden[:-1])]) * batch.loss_mask_T[row]
+    torch.testing.assert_close(values[row], expected.detach(), rtol=0, atol=2e-6)
+
+
+def test_fresh_value_head_predicts_zero_and_a_saved_one_is_found(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    assert not load_value_head(4, tmp_path)(torch.randn(3, 4)).any()
+    save_file({"linear.weight": torch.ones(1, 4), "linear.bias": torch.ones(1)}, tmp_path / VALUE_HEAD_FILE)
+    assert load_value_head(4, tmp_path)(torch.ones(1, 4)).item() == 5
+
+
+def test_model_without_output_layer_is_refused() -> None:
+    with pytest.raises(ValueError, match="no output layer"):
+        TokenScorer(make_model().base_model)
+
+
+def test_trunk_and_causal_lm_load_from_one_folder(tmp_path: Path) -> None:
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    loaded, trunk = load_causal_lm(str(tmp_path), dtype=torch.float32), load_trunk(str(tmp_path), dtype=torch.float32)
+    for name, parameter in trunk.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(f"model.{name}"))
+        assert torch.equal(parameter, loaded.get_parameter(f"model.{name}"))
+
+
+def test_model_config_entries_can_be_replaced(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    model = load_causal_lm(str(tmp_path), config_kwargs={"rms_norm_eps": 0.5})
+    assert model.config.rms_norm_eps == 0.5
+    with pytest.raises(ValueError, match="rms_norm_epsilon"):
+        load_causal_lm(str(tmp_path), config_kwargs={"rms_norm_epsilon": 0.5})
+
+
+def test_unusable_model_folders_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such folder"):
+        load_causal_lm(str(tmp_path / "missing"))
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        load_causal_lm(str(tmp_path))
+    model = make_model()
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no safetensors weights"):
+        load_causal_lm(str(tmp_path))
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="no safetensors weights"):
+        load_causal_lm(str(tmp_path))
+    with pytest.raises(ValueError, match="no tokenizer"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_missing_weights_are_refused_not_invented(tmp_path: Path) -> None:
+    make_model(Qwen2Config(**SMALL, tie_word_embeddings=False)).base_model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"1 weights are missing, the first is 'lm_head\.weight'"):
+        load_causal_lm(str(tmp_path))
+
+
+def test_fused_experts_go_out_as_the_checkpoint_names_them(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(**SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8, head_dim=8)
+    make_model(config).save_pretrained(tmp_path)
+    model = load_causal_lm(str(tmp_path))
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        found |= to_hf_weights(model, name, parameter.detach())
+    expected = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
