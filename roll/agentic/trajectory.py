@@ -31,7 +31,7 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str]) -> Batc
     """The training batch of some rollout groups, rows in the order of groups, members and turns.
 
     Args:
-        groups: finished groups; trajectories without turns are left out.
+        groups: finished groups; trajectories and turns in which nothing was sampled are left out.
         tags: all tags; ``tag_B`` indexes into it.
 
     Raises:
@@ -41,7 +41,7 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str]) -> Batc
     trajectory_index = 0
     for group in groups:
         for trajectory in group.trajectories:
-            if not trajectory.turns:
+            if not any(len(turn.completion.token_ids) for turn in trajectory.turns):
                 continue
             _append(columns, trajectory, trajectory_index, tags.index(trajectory.tag))
             trajectory_index += 1
@@ -65,7 +65,8 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str]) -> Batc
 
 
 def _append(columns: _Columns, trajectory: Trajectory, traj: int, tag: int) -> None:
-    spans = [trajectory.turns] if trajectory.history else [(turn,) for turn in trajectory.turns]
+    sampled = [turn for turn in trajectory.turns if len(turn.completion.token_ids)]
+    spans = [sampled] if trajectory.history else [[turn] for turn in sampled]
     first_turn = 0
     for row, turns in enumerate(spans):
         _append_row(columns, turns, first_turn)

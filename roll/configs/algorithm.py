@@ -12,6 +12,9 @@ from roll.configs.base import Config
 ADV_ESTIMATORS: tuple[str, ...] = ("gae", "gigpo", "grpo", "reinforce", "step_reinforce")
 """Names that ``adv_estimator`` accepts besides ``package.module:function``."""
 
+STATE_ESTIMATORS: tuple[str, ...] = ("gigpo", "step_reinforce")
+"""Those that compare turns which start from the same state; every turn must be a sample of its own."""
+
 KlPenalty = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from roll.configs.agentic import AgenticConfig
+from roll.configs.algorithm import STATE_ESTIMATORS
 from roll.configs.data import DataArguments
 from roll.configs.env import EnvManagerConfig
 from roll.configs.generating import GeneratingArguments
@@ -86,6 +87,22 @@ def check_groups(config: AgenticConfig) -> list[ConfigProblem]:
                 )
             )
     return problems
+
+
+def check_samples(config: AgenticConfig) -> list[ConfigProblem]:
+    """Estimators that compare states need one state per sample."""
+    if config.adv_estimator not in STATE_ESTIMATORS:
+        return []
+    return [
+        ConfigProblem(
+            f"custom_envs.{tag}.env_manager_cls",
+            "traj",
+            f"step with adv_estimator {config.adv_estimator}, which compares the states that turns start from",
+            involves=("adv_estimator",),
+        )
+        for tag in config.train_env_manager.tags
+        if tag in config.custom_envs and config.custom_envs[tag].env_manager_cls == "traj"
+    ]
 
 
 def check_lengths(config: AgenticConfig) -> list[ConfigProblem]:
@@ -226,6 +243,7 @@ def check_batches(config: AgenticConfig) -> list[ConfigProblem]:
 RULES: tuple[Rule, ...] = (
     check_tags,
     check_groups,
+    check_samples,
     check_lengths,
     check_roles,
     check_temperature,

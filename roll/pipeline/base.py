@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from roll.algorithms.advantages import advantage_metrics, compute_advantages
+from roll.algorithms.advantages import advantage_metrics, compute_advantages, value_mask
 from roll.algorithms.correction import mismatch_metrics
 from roll.algorithms.kl import KlController
 from roll.algorithms.losses import build_policy_loss, build_value_loss
@@ -157,7 +157,8 @@ class RLPipeline(ABC):
         """Takes the optimizer steps of the actor and the critic, side by side where they have devices of their own."""
         trains_actor = step > self.config.critic_warmup
         actor_refs = self.roles.actor.submit_train(batch, steps) if trains_actor else []
-        critic_refs = self.roles.critic.submit_train(batch, steps) if self.roles.critic else []
+        value_batch = batch.replace(loss_mask_T=value_mask(batch, self.config))
+        critic_refs = self.roles.critic.submit_train(value_batch, steps) if self.roles.critic else []
         history = self.roles.actor.gather_train(actor_refs) if actor_refs else []
         metrics = _mean_metrics(history)
         if self.roles.critic and critic_refs:

@@ -31,7 +31,7 @@ class RunSession:
 
     def __init__(self, config: RunConfig, started: float) -> None:
         self.config = config
-        self.folder = RunFolder(config.output_dir, config.exp_name)
+        self.folder = RunFolder(config.output_dir, config.exp_name, logs=config.logging_dir)
         self.display = Display(config.exp_name)
         self.timer = PhaseTimer()
         self.checkpointer = Checkpointer(

@@ -32,8 +32,10 @@ LOG_FORMAT = "%(asctime)s %(levelname)-7s [%(role)s:%(rank)s] %(name)s: %(messag
 class RunFolder:
     """Creates the folder and writes its files. All methods may be called again after a resume."""
 
-    def __init__(self, output_dir: str | os.PathLike[str], exp_name: str) -> None:
-        """Creates ``output_dir/exp_name`` and its subfolders.
+    def __init__(
+        self, output_dir: str | os.PathLike[str], exp_name: str, *, logs: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Creates ``output_dir/exp_name`` and its subfolders; ``logs`` may lie elsewhere.
 
         Raises:
             ValueError: ``exp_name`` is not the plain name of a folder.
@@ -44,7 +46,7 @@ class RunFolder:
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
         self.summary_path = self.path / "summary.json"
-        self.logs = self.path / "logs"
+        self.logs = self.path / "logs" if logs is None else Path(logs).expanduser().resolve()
         self.checkpoints = self.path / "checkpoints"
         self.trajectories = self.path / "trajectories"
         self.renders = self.path / "renders"

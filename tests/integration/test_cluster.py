@@ -16,7 +16,12 @@ from roll.distributed.executor.ray_session import ray_session
 from roll.distributed.executor.resources import RoleRequest, plan_placement, pretend_nodes
 from roll.distributed.executor.worker import Worker
 
-ROLES = [RoleRequest("train", (2, 3, 4, 5), 2), RoleRequest("infer", (6, 4)), RoleRequest("env", None, world_size=2)]
+ROLES = [
+    RoleRequest("train", (2, 3, 4, 5), 2),
+    RoleRequest("infer", (6, 4)),
+    RoleRequest("critic", (6,)),
+    RoleRequest("env", None, world_size=2),
+]
 
 
 class Probe(Worker):
@@ -106,16 +111,16 @@ def test_overlapping_roles_see_the_same_device_and_their_own_variables(start: Ca
 
 
 def test_torch_gets_the_threads_of_its_share_unless_told_otherwise(start: Callable[..., Cluster]) -> None:
-    assert start("infer", system_envs={"OMP_NUM_THREADS": "3"}).call_rank(0, "torch_threads") == 3
+    assert start("critic", system_envs={"OMP_NUM_THREADS": "1"}).call("torch_threads") == [1]
     cores = min(4, len(os.sched_getaffinity(0)))
     assert start("train").call("variables", "OMP_NUM_THREADS") == [[str(max(1, cores * 2 // 5))]] * 2
 
 
 def test_roles_apart_work_at_the_same_time(start: Callable[..., Cluster]) -> None:
-    train, env = start("train"), start("env")
-    assert not train.placement.plan.shares_devices("train", "env")
-    refs = train.submit("nap", 1.0), env.submit("nap", 1.0)
-    spans = [*train.gather(refs[0], call="nap"), *env.gather(refs[1], call="nap")]
+    train, critic = start("train"), start("critic")
+    assert not train.placement.plan.shares_devices("train", "critic")
+    refs = train.submit("nap", 1.0), critic.submit("nap", 1.0)
+    spans = [*train.gather(refs[0], call="nap"), *critic.gather(refs[1], call="nap")]
     assert max(begin for begin, _ in spans) < min(end for _, end in spans)
 
 
@@ -203,7 +208,9 @@ def test_a_death_seen_by_another_worker_names_the_dead_one(start: Callable[..., 
 
 def test_devices_that_are_taken_are_not_given_twice(placement: Placement) -> None:
     begun = time.monotonic()
-    with pytest.raises(PlacementError, match=r"other: 4 GPU.*within 1 s; the cluster has 8 GPU \(3 free\)") as caught:
+    with pytest.raises(
+        PlacementError, match=r"other: 1 CPU, 4 GPU on node 0.*1 s; the cluster has 8 GPU \(3 free\)"
+    ) as caught:
         other = plan_placement([RoleRequest("other", (0, 1, 2, 3), num_cpus=0.1)], discover_nodes())
         create_placement(other, timeout=1.0)
     assert time.monotonic() - begun < 10

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +191,22 @@ def write(folder: Path, name: str, tensors: dict[str, Tensor], metrics: Metrics 
     (folder / f"{name}.json").write_text(json.dumps(metrics or {}))
 
 
+def join(port: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+
+
+def hybrid_main(rank: int, port: int, folder: Path, model: Path) -> None:
+    """Two copies of two shards each; one of the four ranks has nothing to do."""
+    join(port)
+    trainer = make_trainer(model, {"fsdp_size": 2}, rank=rank, world_size=4)
+    batch = make_batch()
+    rows = torch.arange(batch.num_sequences).tensor_split(torch.tensor([4, 4, 6]))[rank]
+    metrics = trainer.train_step(batch.select(rows), policy_loss)
+    write(folder, f"hybrid{rank}", trainer.gradient, metrics)
+    torch.distributed.destroy_process_group()
+
+
 def run_sharding(folder: Path, model: Path, name: str, rank: int) -> None:
     options: dict[str, Any] = {"rank": rank, "world_size": 2}
     recompute = {"disable_gradient_checkpointing": name == "replica"}
@@ -231,23 +248,24 @@ def run_others(folder: Path, model: Path, rank: int) -> None:
 
 
 def rank_main(rank: int, port: int, folder: Path, model: Path) -> None:
-    import os
-
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
+    join(port)
     for name in SHARDINGS:
         run_sharding(folder, model, name, rank)
     run_others(folder, model, rank)
     torch.distributed.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory, untied_model: Path) -> Path:
-    folder = tmp_path_factory.mktemp("two_ranks")
+def start_ranks(main: Callable[..., None], world_size: int, *args: Any) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(rank_main, (port, folder, untied_model), nprocs=2)
+    torch.multiprocessing.spawn(main, (port, *args), nprocs=world_size)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory, untied_model: Path) -> Path:
+    folder = tmp_path_factory.mktemp("two_ranks")
+    start_ranks(rank_main, 2, folder, untied_model)
     return folder
 
 
@@ -331,6 +349,17 @@ def test_bf16_reference_is_near_fp32(two_ranks: Path, one_process: dict) -> None
 def test_failed_write_is_an_error_on_every_rank(two_ranks: Path) -> None:
     for rank in range(2):
         assert "occupied" in (two_ranks / f"error{rank}").read_text()
+
+
+@pytest.mark.slow
+def test_replicated_shards_take_the_same_step(tmp_path: Path, model: Path) -> None:
+    start_ranks(hybrid_main, 4, tmp_path, model)
+    _, gradient = reference_step(model, make_batch())
+    norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
+    for rank in range(4):
+        assert_near(load_file(tmp_path / f"hybrid{rank}.safetensors"), gradient)
+        metrics = json.loads((tmp_path / f"hybrid{rank}.json").read_text())
+        assert metrics["actor/grad_norm"] == pytest.approx(norm, abs=1e-6)
 
 
 # ---- one process
@@ -450,6 +479,21 @@ def test_loss_falls_when_one_batch_is_learned(model: Path) -> None:
 
 def sft_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
     return LossOutput(-scores.logprobs_T.sum() / context.num_tokens)
+
+
+def failing_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    output = policy_loss(scores, batch, context)
+    if batch.num_sequences == 1:  # the last micro-batch: gradients of the others wait already
+        raise RuntimeError("the loss broke")
+    return output
+
+
+def test_failed_step_leaves_no_gradient_behind(model: Path) -> None:
+    trainer, batch = make_trainer(model), make_batch()
+    with pytest.raises(RuntimeError, match="the loss broke"):
+        trainer.train_step(batch, failing_loss)
+    trainer.train_step(batch, policy_loss)
+    assert_near(trainer.gradient, reference_step(model, batch)[1])
 
 
 @pytest.mark.parametrize(

@@ -148,10 +148,10 @@ def test_the_description_names_places_and_partners() -> None:
         pretend_nodes(2, 2, num_cpus=4),
     )
     assert plan.describe() == [
-        "role   workers  devices each  where                                       shares devices with",
-        "train  4        1             node 0: GPU 0, 1; node 1: GPU 2, 3          infer",
-        "infer  1        2             node 1: GPU 2, 3                            train",
-        "env    2        -             node 0: 1 on the CPU; node 1: 1 on the CPU  -",
+        "role   workers  devices each  where                               shares devices with",
+        "train  4        1             node 0: GPU 0, 1; node 1: GPU 2, 3  infer",
+        "infer  1        2             node 1: GPU 2, 3                    train",
+        "env    2        -             node 0: 2 on the CPU                -",
     ]
 
 

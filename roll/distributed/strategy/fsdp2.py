@@ -61,6 +61,8 @@ class Limits:
 class Fsdp2Infer:
     """Scores tokens with a model that is sharded over the role's workers."""
 
+    _trained = False
+
     def __init__(self, context: StrategyContext) -> None:
         self.context = context
         self.area = "critic" if context.head == "value" else "actor"
@@ -131,29 +133,23 @@ class Fsdp2Infer:
     def _strategy_config(self) -> Fsdp2Config:
         return Fsdp2Config.model_validate(self.context.worker.strategy_args.strategy_config)
 
-    def _model_dtype(self) -> torch.dtype:
-        """The number format in which weights leave: exports and saved models."""
-        args = self.context.worker.model_args
-        return resolve_dtype(args.dtype, load_config(self.context.model_path, args.model_config_kwargs))
-
-    def _compute_dtype(self, config: Fsdp2Config) -> torch.dtype:
-        return self._model_dtype() if config.param_dtype is None else resolve_dtype(config.param_dtype)
-
-    def _stored_dtype(self, config: Fsdp2Config) -> torch.dtype:
-        return self._compute_dtype(config)
+    def _stored_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+        """The number format in which the parameters are kept."""
+        return compute_dtype
 
     def _load(self, config: Fsdp2Config) -> Weights:
-        compute, stored = self._compute_dtype(config), self._stored_dtype(config)
-        scorer = self._make_scorer(stored)
+        args, path = self.context.worker.model_args, self.context.model_path
+        # The format in which weights leave: exports and saved models.
+        self._model_dtype = resolve_dtype(args.dtype, load_config(path, args.model_config_kwargs))
+        compute = self._model_dtype if config.param_dtype is None else resolve_dtype(config.param_dtype)
+        scorer = self._make_scorer(self._stored_dtype(compute))
         weights: Weights
         if _replicated(config, self.context.world_size):
             weights = ReplicatedWeights(scorer, self._device, compute_dtype=compute, trained=self._trained)
         else:
             weights = ShardedWeights(scorer, self._device, compute_dtype=compute, config=config)
-        load_weights(Path(self.context.model_path), weights, self.context.head)
+        load_weights(Path(path), weights, self.context.head, args.model_config_kwargs)
         return weights
-
-    _trained = False
 
     def _make_scorer(self, dtype: torch.dtype) -> TokenScorer:
         args = self.context.worker.model_args
@@ -214,8 +210,9 @@ class Fsdp2Train(Fsdp2Infer):
 
         Returns:
             The loss's metrics summed over micro-batches and ranks (the same on every rank), and ``loss``,
-            ``grad_norm`` before clipping, ``lr``, ``num_tokens``, ``padding_waste``, ``skipped_steps``. A step with a
-            NaN or infinite loss or gradient, or without loss tokens, changes nothing and reports only finite values.
+            ``grad_norm`` before clipping, ``lr``, ``num_tokens``, ``skipped_steps``; of this rank alone,
+            ``padding_waste`` and the time. A step with a NaN or infinite loss or gradient, or without loss tokens,
+            changes nothing and reports only finite values.
         """
         start = time.perf_counter()
         self._require(States.ALL)
@@ -227,11 +224,13 @@ class Fsdp2Train(Fsdp2Infer):
         if not limits.packing:
             metrics[f"{self.area}/padding_waste"] = padding_waste(batch.lengths_B, groups, limits.round_to)
         taken = False
-        if context.num_tokens > 0:
-            metrics |= self._reduce(self._accumulate(batch, groups, rounds, limits, loss_fn, context))
-            loss, norm = metrics[self._loss_name], metrics[f"{self.area}/grad_norm"]
-            if taken := math.isfinite(loss) and math.isfinite(norm):
-                self._apply(rate, norm)
+        try:
+            if context.num_tokens > 0:
+                metrics |= self._reduce(self._accumulate(batch, groups, rounds, limits, loss_fn, context))
+                loss, norm = metrics[self._loss_name], metrics[f"{self.area}/grad_norm"]
+                if taken := math.isfinite(loss) and math.isfinite(norm):
+                    self._apply(rate, norm)
+        finally:
             self.weights.drop_gradients()
         if not taken:
             logger.warning("%s: optimizer step %d skipped: %s", self.context.role, self.optimizer_steps, metrics)
@@ -247,7 +246,7 @@ class Fsdp2Train(Fsdp2Infer):
         from roll.distributed.weight_sync import pack_buckets
 
         self._require(States.WEIGHTS)
-        named = hf_weights(self.weights, self._model_dtype())
+        named = hf_weights(self.weights, self._model_dtype)
         if self.context.rank == 0:
             yield from pack_buckets(named, bucket_bytes)
         else:
@@ -262,7 +261,7 @@ class Fsdp2Train(Fsdp2Infer):
             self.weights,
             self._optimizer,
             self._state,
-            dtype=self._model_dtype(),
+            dtype=self._model_dtype,
             tokenizer_from=self.context.model_path,
         )
 
@@ -287,8 +286,8 @@ class Fsdp2Train(Fsdp2Infer):
     def _horizon(self) -> int:
         return self.context.total_optimizer_steps
 
-    def _stored_dtype(self, config: Fsdp2Config) -> torch.dtype:
-        if self._compute_dtype(config) == torch.float16:
+    def _stored_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+        if compute_dtype == torch.float16:
             raise ValueError(f"{self.context.role}: training in fp16 needs loss scaling; expected bf16 or fp32")
         return torch.float32
 

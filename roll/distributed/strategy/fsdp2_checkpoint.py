@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -180,11 +180,13 @@ def load_checkpoint(path: Path, weights: Weights, optimizer: torch.optim.Optimiz
     return state
 
 
-def load_weights(path: Path, weights: Weights, head: Head) -> None:
+def load_weights(path: Path, weights: Weights, head: Head, config_kwargs: Mapping[str, Any] | None = None) -> None:
     """Fills the parameters from a model folder that rank 0 reads (collective)."""
     whole: dict[str, Tensor] = {}
     if _rank() == 0:
-        model = (load_causal_lm if head == "lm" else load_trunk)(str(path), dtype=torch.float32)
+        model = (load_causal_lm if head == "lm" else load_trunk)(
+            str(path), dtype=torch.float32, config_kwargs=config_kwargs
+        )
         whole = {MODEL_PREFIX + name: parameter.detach() for name, parameter in model.named_parameters()}
         if head == "value":
             value_head = load_value_head(model.config.get_text_config().hidden_size, path)

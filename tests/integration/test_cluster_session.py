@@ -1,0 +1,206 @@
+"""How a Ray session begins and ends, seen from outside: each test runs a driver in a process of its own."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from roll.distributed.executor.errors import RaySessionError
+from roll.distributed.executor.ray_session import ray_session
+from roll.distributed.executor.reaper import marked_processes
+
+LOCAL_DRIVER = """
+import os, pathlib, subprocess, sys, time
+import ray
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.executor.placement import create_placement, discover_nodes
+from roll.distributed.executor.ray_session import ray_session
+from roll.distributed.executor.resources import RoleRequest, plan_placement
+from roll.distributed.executor.worker import Worker
+from roll.utils.signals import Interrupted, SignalGuard
+
+class Sleeper(Worker):
+    def nap(self):
+        print("words of a worker", flush=True)
+        subprocess.Popen(["sleep", "300"])  # a child that nobody waits for
+        time.sleep(300)
+
+def run():
+    with ray_session({"num_cpus": 2, "object_store_memory": 2**27}, log_dir=pathlib.Path(sys.argv[2])) as session:
+        assert not session.joined and session.address.startswith("127.0.0.1:"), session
+        placement = create_placement(plan_placement([RoleRequest("train", (1,))], discover_nodes()))
+        cluster = Cluster("train", Sleeper, placement)
+        cluster.start()
+        ref = cluster.submit("nap")
+        print("ready", ray._private.worker._global_node.get_temp_dir_path(), flush=True)
+        if sys.argv[1] == "raise":
+            raise ValueError("on purpose")
+        try:
+            cluster.gather(ref, call="nap")
+        except KeyboardInterrupt:
+            print("workers alive:", cluster.alive(), flush=True)
+            raise
+
+try:
+    with SignalGuard():
+        run()
+except Interrupted as stop:
+    sys.exit(stop.exit_code)
+"""
+
+JOINING_DRIVER = """
+import os, sys
+import ray
+from ray.cluster_utils import Cluster as Machines
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.executor.placement import create_placement, discover_nodes
+from roll.distributed.executor.ray_session import ray_session
+from roll.distributed.executor.resources import RoleRequest, plan_placement
+from roll.distributed.executor.worker import Worker
+
+class Sees(Worker):
+    def seen(self):
+        return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
+
+machines = Machines()
+for _ in range(3):
+    machines.add_node(num_cpus=1, num_gpus=2, object_store_memory=2**27, include_dashboard=False)
+os.environ["RAY_ADDRESS"] = machines.address
+roles = [
+    RoleRequest("train", (0, 1, 2, 3, 4, 5), 2), RoleRequest("infer", (3,)), RoleRequest("env", None, world_size=3)
+]
+with ray_session() as session:
+    assert session.joined, session
+    nodes = discover_nodes()
+    assert [(node.kind, node.num_devices) for node in nodes] == [("gpu", 2)] * 3, nodes
+    placement = create_placement(plan_placement(roles, nodes))
+    clusters = {role.name: Cluster(role.name, Sees, placement) for role in roles}
+    for cluster in clusters.values():
+        cluster.launch()
+    for cluster in clusters.values():
+        cluster.wait_ready()
+    ids = [node.node_id for node in nodes]
+    assert clusters["train"].call("seen") == [(node_id, "0,1") for node_id in ids]
+    assert clusters["infer"].call("seen") == [(ids[1], "1")]
+    places = [ids[slot.node] for slot in placement.plan.workers("env")]
+    assert len(set(places)) > 1
+    assert clusters["env"].call("seen") == [(node_id, "") for node_id in places]
+    for cluster in clusters.values():
+        cluster.shutdown()
+    placement.remove()
+with ray_session({"address": machines.address}) as session:
+    assert session.joined and len(discover_nodes()) == 3, "the joined cluster must survive the first session"
+    with ray_session() as inner:
+        assert inner.joined
+    assert ray.is_initialized(), "an inner session must not end the outer one"
+machines.shutdown()
+print("three nodes are fine")
+"""
+
+
+def start_driver(tmp_path: Path, mode: str) -> tuple[subprocess.Popen[str], str]:
+    """Starts the local driver in a process group of its own; returns it and its Ray folder once its worker is busy."""
+    script = tmp_path / "driver.py"
+    script.write_text(LOCAL_DRIVER)
+    driver = subprocess.Popen(
+        [sys.executable, str(script), mode, str(tmp_path / "logs")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"},
+    )
+    assert driver.stdout is not None
+    seen = ""
+    for line in driver.stdout:
+        seen += line
+        if line.startswith("ready"):
+            return driver, line.split()[1]
+    raise AssertionError(f"the driver did not come up:\n{seen}")
+
+
+def assert_nothing_stays(folder: str, seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and (marked_processes(folder) or os.path.exists(folder)):
+        time.sleep(0.1)
+    names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in marked_processes(folder)]
+    assert not names
+    assert not os.path.exists(folder)
+
+
+def test_a_local_cluster_is_gone_after_an_exception_and_keeps_the_logs(tmp_path: Path) -> None:
+    driver, folder = start_driver(tmp_path, "raise")
+    output, _ = driver.communicate(timeout=60)
+    assert driver.returncode == 1
+    assert "ValueError: on purpose" in output
+    assert_nothing_stays(folder)
+    assert any("words of a worker" in path.read_text() for path in (tmp_path / "logs").iterdir())
+
+
+def test_a_local_cluster_listens_on_loopback_only_and_follows_a_killed_driver(tmp_path: Path) -> None:
+    driver, folder = start_driver(tmp_path, "wait")
+    members = marked_processes(folder)
+    assert len(members) >= 4  # gcs, raylet, its agent, the worker and its child
+    addresses = listening_addresses(members)
+    assert addresses
+    assert not [address for address in addresses if not address.endswith("0100007F")], addresses
+    driver.kill()
+    driver.wait()
+    assert_nothing_stays(folder)
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_the_whole_group_leaves_the_workers_for_saving_and_nothing_afterwards(
+    tmp_path: Path, number: signal.Signals, exit_code: int
+) -> None:
+    driver, folder = start_driver(tmp_path, "wait")
+    time.sleep(0.3)
+    if number == signal.SIGINT:
+        os.killpg(driver.pid, number)  # as a terminal does
+    else:
+        driver.send_signal(number)
+    output, _ = driver.communicate(timeout=60)
+    assert driver.returncode == exit_code, output
+    assert "workers alive: [True]" in output
+    assert_nothing_stays(folder)
+
+
+def test_a_running_three_node_cluster_is_joined_used_and_left_running(tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(JOINING_DRIVER)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "three nodes are fine" in done.stdout
+
+
+def test_an_address_where_nothing_answers_is_an_error_within_seconds() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(RaySessionError, match=re.escape(address)), ray_session({"address": address}):
+            pass
+
+
+def listening_addresses(pids: list[int]) -> set[str]:
+    """Addresses (as /proc/net writes them, IPv4 in the last 8 digits) on which these processes accept connections."""
+    owned = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                owned.add(os.readlink(entry))
+            except FileNotFoundError:
+                continue
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for row in Path(table).read_text().splitlines()[1:]:
+            columns = row.split()
+            local, state, inode = columns[1], columns[3], columns[9]
+            if state == "0A" and f"socket:[{inode}]" in owned:  # 0A: listening
+                found.add(local.partition(":")[0])
+    return found
