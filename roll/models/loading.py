@@ -137,13 +137,6 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def save_hf(model: PreTrainedModel, path: Path, *, tokenizer_from: str | None = None) -> None:
-    """Writes weights, configuration and generation defaults, and copies the tokenizer of ``tokenizer_from``."""
-    model.save_pretrained(path)
-    if tokenizer_from is not None:
-        copy_tokenizer(Path(tokenizer_from), path)
-
-
 def save_config(model: PreTrainedModel, path: Path, dtype: torch.dtype) -> None:
     """Writes what belongs beside the weights: ``config.json`` (naming ``dtype``) and ``generation_config.json``."""
     model.config.save_pretrained(path)

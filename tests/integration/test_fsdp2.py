@@ -517,3 +517,13 @@ def test_incomplete_checkpoint_is_refused(
 def test_training_in_fp16_is_refused(model: Path) -> None:
     with pytest.raises(ValueError, match="fp16"):
         make_trainer(model, model_args={"dtype": "fp16"})
+
+
+def test_lone_worker_can_offload_to_the_cpu(model: Path) -> None:
+    trainer = make_trainer(model, {"cpu_offload": True})
+    try:
+        batch = make_batch()
+        trainer.train_step(batch, policy_loss)
+        assert_near(trainer.gradient, reference_step(model, batch)[1])
+    finally:
+        torch.distributed.destroy_process_group()
