@@ -16,6 +16,9 @@ TINY = "tiny"
 """The value of ``pretrain`` that makes a small model on the spot."""
 
 
+MANAGERS = ("train_env_manager", "val_env_manager")
+
+
 class WarmStartConfig(Config):
     """Supervised start of the tiny model on generated demonstrations, before any reinforcement learning."""
 
@@ -101,6 +104,12 @@ class AgenticConfig(AlgorithmConfig, RunConfig):
         if self.uses_reference and self.reference is not None:
             roles["reference"] = self.reference
         return roles
+
+    @property
+    def clusters(self) -> dict[str, WorkerConfig]:
+        """Everything that gets worker processes: the model roles and the environment managers."""
+        managers = {name: getattr(self, name).worker_config() for name in MANAGERS}
+        return {**self.roles, **managers}
 
     def sampling(self, manager: EnvManagerConfig) -> GeneratingArguments:
         """How the manager's episodes are sampled: its own arguments or those of ``actor_infer``, bounds filled in."""

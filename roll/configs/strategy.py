@@ -25,7 +25,8 @@ class Fsdp2Config(Config):
     fsdp_size: int = Field(
         default=-1,
         ge=-1,
-        description="Ranks over which the weights are sharded; -1 means all. Must divide the world size.",
+        description="Ranks over which the weights are sharded; must divide the world size. -1: all of them. 1: no "
+        "sharding, a replica on each rank (fastest for small models).",
     )
     cpu_offload: bool = Field(default=False, description="Keep weights and optimizer states in host memory.")
     reshard_after_forward: bool = Field(
@@ -34,7 +35,7 @@ class Fsdp2Config(Config):
     param_dtype: Dtype | None = Field(
         default=None, description="Number format of computation. null: that of the weights."
     )
-    reduce_dtype: Dtype | None = Field(default=None, description="Number format of gradient sums. null: param_dtype.")
+    reduce_dtype: Dtype | None = Field(default=None, description="Number format of gradient sums. null: fp32.")
 
     def problems(self) -> list[str]:
         return ["fsdp_size: seen 0, expected -1 or at least 1"] if self.fsdp_size == 0 else []

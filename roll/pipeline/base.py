@@ -80,7 +80,8 @@ class RLPipeline(ABC):
                 self.resume(self.session.resume_path)
             else:
                 self.roles.sync_weights(0)
-                self.evaluate("before", 0)
+                metrics = self.evaluate("before", 0)
+                self.session.log_step(0, metrics | self.session.timer.step_metrics())
             self.session.display.start(self.config.max_steps, done_steps=self.done_steps)
             for step in range(self.done_steps + 1, self.config.max_steps + 1):
                 Cluster.current_step = step

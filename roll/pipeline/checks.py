@@ -128,18 +128,37 @@ def check_placement(config: AgenticConfig) -> list[ConfigProblem]:
     return problems
 
 
-def describe_placement(config: AgenticConfig) -> list[str]:
-    """Where the roles would sit on the nodes that the configuration speaks of, as a table."""
-    requests = [
-        RoleRequest(
-            role,
-            None if worker.device_mapping is None else tuple(worker.device_mapping),
-            worker.num_gpus_per_worker,
-            worker.num_workers,
+def missing_engines(config: AgenticConfig) -> list[ConfigProblem]:
+    """Strategies whose configuration is understood but whose engine this version cannot start."""
+    return [
+        ConfigProblem(
+            f"{role}.strategy_args.strategy_name",
+            name,
+            f"an engine of this version: {', '.join(STRATEGIES.names())}",
+            "the configuration is valid and can be checked with --validate-only, but not run yet",
         )
         for role, worker in config.roles.items()
+        if (name := worker.strategy_args.strategy_name) in STRATEGY_CONFIGS and name not in STRATEGIES
     ]
-    return plan_placement(requests, pretend_nodes(config.num_nodes, config.num_gpus_per_node)).describe()
+
+
+def role_requests(config: AgenticConfig) -> list[RoleRequest]:
+    """What each cluster asks of the machines."""
+    return [
+        RoleRequest(
+            name=name,
+            device_mapping=tuple(worker.device_mapping) if worker.device_mapping else None,
+            num_gpus_per_worker=worker.num_gpus_per_worker,
+            world_size=worker.num_workers,
+        )
+        for name, worker in config.clusters.items()
+    ]
+
+
+def describe_placement(config: AgenticConfig) -> list[str]:
+    """Where the roles would sit on the nodes that the configuration speaks of, as a table."""
+    nodes = pretend_nodes(config.num_nodes, config.num_gpus_per_node)
+    return plan_placement(role_requests(config), nodes).describe()
 
 
 CHECKS: tuple[Rule, ...] = (check_envs, check_strategies, check_plugins, check_models, check_placement)

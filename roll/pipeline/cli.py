@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(argv)
     # Imported here: --help answers at once, and neither torch nor Ray is loaded for a configuration that is wrong.
     from roll.configs.loader import load_config
-    from roll.pipeline.checks import CHECKS
+    from roll.pipeline.checks import CHECKS, missing_engines
 
     try:
         config = load_config(options.config_name, Path(options.config_path).expanduser(), options.overrides, CHECKS)
@@ -50,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.validate_only:
         sys.stdout.write("\n".join([f"{options.config_name}: valid", *_summary(config)]) + "\n")
         return 0
+    if missing := missing_engines(config):
+        sys.stderr.write(report(ConfigErrors(missing), options.config_name))
+        return EXIT_CONFIG
     from roll.pipeline.agentic.launch import run_agentic
 
     return run_agentic(config)

@@ -48,7 +48,7 @@ class RunSession:
         resumed_step = self.checkpointer.step_of(self.resume_path) if self.resume_path else None
         self.folder.setup_logging(self.display.log_handler())
         self.folder.write_config(plain)
-        self.folder.truncate_metrics(resumed_step or 0)
+        self.folder.truncate_metrics(-1 if resumed_step is None else resumed_step)
         self._tracker = MultiTracker(
             self.config.trackers, self.config.tracker_kwargs, self.folder, config=plain, resumed_step=resumed_step
         )
@@ -84,12 +84,13 @@ class RunSession:
         self.summary.setdefault("first_rollout_s", self.elapsed())
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Reports one finished step everywhere."""
+        """Reports one finished step everywhere; step 0 holds what was measured before training."""
         self.summary["steps"] = step
         self.folder.log_metrics(step, metrics)
         if self._tracker is not None and (step % self.config.logging_steps == 0 or step == self.config.max_steps):
             self._tracker.log(metrics, step)
-        self.display.step(step, metrics)
+        if step:
+            self.display.step(step, metrics)
 
     def write_summary(self) -> None:
         self.summary |= {

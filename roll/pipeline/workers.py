@@ -20,7 +20,6 @@ from roll.distributed.strategy.base import (
     Metrics,
     RankInfo,
     ScoreStrategy,
-    States,
     StrategyContext,
     TrainStrategy,
     WeightBucket,
@@ -44,12 +43,6 @@ class ScoreWorker(Worker):
 
     def logprobs(self, batch: Batch) -> TokenScores:
         return self.strategy.logprobs(batch)
-
-    def offload(self, what: States) -> None:
-        self.strategy.offload(what)
-
-    def onload(self, what: States) -> None:
-        self.strategy.onload(what)
 
 
 class TrainWorker(ScoreWorker):
@@ -98,9 +91,9 @@ class InferWorker(Worker):
                 the one before has finished (``0``).
         """
         if hasattr(self, "strategy"):
-            self.strategy.shutdown()  # type: ignore[attr-defined]
+            self.strategy.shutdown()
         self.strategy = STRATEGIES.get(context.worker.strategy_args.strategy_name)(context)
-        self.strategy.setup()  # type: ignore[attr-defined]
+        self.strategy.setup()
         self._continuous = continuous
         self._waiting: list[tuple[str, GenerateRequest]] = []
         self._running: set[asyncio.Task[None]] = set()
@@ -133,21 +126,6 @@ class InferWorker(Worker):
                 yield await ref
 
         await self.strategy.update_weights(buckets(), version)
-
-    async def pause(self) -> None:
-        await self.strategy.pause()
-
-    async def resume(self) -> None:
-        await self.strategy.resume()
-
-    async def stats(self) -> dict[str, float]:
-        return self.strategy.stats()  # type: ignore[attr-defined, no-any-return]
-
-    async def offload(self, what: States) -> None:
-        self.strategy.offload(what)  # type: ignore[attr-defined]
-
-    async def onload(self, what: States) -> None:
-        self.strategy.onload(what)  # type: ignore[attr-defined]
 
     def _admit(self) -> None:
         if not self._continuous and self._running:

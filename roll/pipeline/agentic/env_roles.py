@@ -10,7 +10,7 @@ from typing import Any
 from roll.agentic.env import path_of
 from roll.agentic.env_manager import Limits
 from roll.agentic.types import SamplingParams
-from roll.configs.agentic import AgenticConfig
+from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.env import CustomEnvConfig, EnvManagerConfig
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.scheduler.rollout_scheduler import GroupPlan, RolloutScheduler
@@ -18,8 +18,6 @@ from roll.pipeline.agentic.env_worker import EnvWorkerContext
 from roll.pipeline.roles import Roles
 
 logger = logging.getLogger(__name__)
-
-MANAGERS = ("train_env_manager", "val_env_manager")
 
 
 class EnvRoles:

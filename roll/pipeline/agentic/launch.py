@@ -9,19 +9,21 @@ from contextlib import contextmanager
 from typing import cast
 
 from roll.configs.agentic import AgenticConfig
+from roll.configs.batches import describe_batches
 from roll.configs.worker import WorkerConfig
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.executor.errors import ClusterError, PlacementError, RaySessionError
 from roll.distributed.executor.placement import create_placement, discover_nodes
 from roll.distributed.executor.ray_session import ray_session
-from roll.distributed.executor.resources import PlacementPlan, RoleRequest, plan_placement
+from roll.distributed.executor.resources import plan_placement
 from roll.distributed.executor.worker import Worker
 from roll.models.tiny import TINY
-from roll.pipeline.agentic.env_roles import MANAGERS, EnvRoles
+from roll.pipeline.agentic.env_roles import EnvRoles
 from roll.pipeline.agentic.env_worker import EnvironmentWorker
 from roll.pipeline.agentic.pipeline import AgenticPipeline
 from roll.pipeline.agentic.warm_start import WarmStartError, ensure_init, ensure_warm
 from roll.pipeline.base import TrainingDivergedError, set_losses
+from roll.pipeline.checks import role_requests
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
 from roll.pipeline.workers import InferWorker, ScoreWorker, TrainWorker
@@ -81,6 +83,8 @@ def run_agentic(config: AgenticConfig, started: float | None = None) -> int:
 
 
 def _run(config: AgenticConfig, session: RunSession, signals: SignalGuard) -> None:
+    for line in describe_batches(config):
+        session.display.note(line)
     tiny = config.pretrain == TINY
     model_path = str(ensure_init(config)) if tiny else config.pretrain
     with session.phase("start"):
@@ -106,19 +110,6 @@ def ray_options(config: AgenticConfig) -> dict[str, object]:
     return options
 
 
-def plan_roles(config: AgenticConfig) -> list[RoleRequest]:
-    """What each role asks of the cluster."""
-    return [
-        RoleRequest(
-            name=name,
-            device_mapping=tuple(worker.device_mapping) if worker.device_mapping else None,
-            num_gpus_per_worker=worker.num_gpus_per_worker,
-            world_size=worker.num_workers,
-        )
-        for name, worker in _worker_configs(config).items()
-    ]
-
-
 @contextmanager
 def start_clusters(config: AgenticConfig, session: RunSession) -> Iterator[Mapping[str, Cluster]]:
     """Places and starts the workers of all roles; they are gone when the block is left.
@@ -126,14 +117,14 @@ def start_clusters(config: AgenticConfig, session: RunSession) -> Iterator[Mappi
     Raises:
         PlacementError: the Ray cluster has too few devices.
     """
-    plan: PlacementPlan = plan_placement(plan_roles(config), discover_nodes())
+    plan = plan_placement(role_requests(config), discover_nodes())
     for line in plan.describe():
         logger.info("%s", line)
     placement = create_placement(plan)
     clusters: dict[str, Cluster] = {}
     try:
         with session.phase("start workers"):
-            for name, worker in _worker_configs(config).items():
+            for name, worker in config.clusters.items():
                 clusters[name] = Cluster(
                     name,
                     _worker_class(name, worker),
@@ -149,10 +140,6 @@ def start_clusters(config: AgenticConfig, session: RunSession) -> Iterator[Mappi
         for cluster in clusters.values():
             cluster.shutdown()
         placement.remove()
-
-
-def _worker_configs(config: AgenticConfig) -> dict[str, WorkerConfig]:
-    return {**config.roles, **{name: getattr(config, name).worker_config() for name in MANAGERS}}
 
 
 def _worker_class(role: str, worker: WorkerConfig) -> type[Worker]:
