@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.base import Config
 from roll.configs.env import CustomEnvConfig, EnvManagerConfig
 from roll.configs.generating import GeneratingArguments
-from roll.configs.pipeline import RunConfig
-from roll.configs.strategy import StrategyArguments
+from roll.configs.rl import RLConfig
 from roll.configs.worker import WorkerConfig
-
-TINY = "tiny"
-"""The value of ``pretrain`` that makes a small model on the spot."""
-
 
 MANAGERS = ("train_env_manager", "val_env_manager")
 
@@ -43,16 +37,9 @@ class WarmStartConfig(Config):
         return []
 
 
-class AgenticConfig(AlgorithmConfig, RunConfig):
+class AgenticConfig(RLConfig):
     """Everything that ``examples/start_agentic_pipeline.py`` reads."""
 
-    pretrain: str = Field(
-        default=TINY,
-        min_length=1,
-        description="Model to train: a folder in Hugging Face format, an org/name on the hub, or tiny, which makes a "
-        "small one and warm-starts it.",
-    )
-    reward_pretrain: str | None = Field(default=None, description="Model that the critic starts from. null: pretrain.")
     warm_start: WarmStartConfig = Field(
         default_factory=WarmStartConfig, description="Supervised start of the tiny model; read when pretrain is tiny."
     )
@@ -67,49 +54,11 @@ class AgenticConfig(AlgorithmConfig, RunConfig):
         default_factory=EnvManagerConfig, description="Environments of the evaluations."
     )
 
-    actor_train: WorkerConfig = Field(default_factory=WorkerConfig, description="The policy being trained.")
-    actor_infer: WorkerConfig = Field(
-        default_factory=lambda: WorkerConfig(strategy_args=StrategyArguments(strategy_name="hf_infer")),
-        description="The policy that generates.",
-    )
-    critic: WorkerConfig | None = Field(default=None, description="The value model; needed by adv_estimator gae.")
-    reference: WorkerConfig | None = Field(
-        default=None, description="The frozen starting policy; needed by any KL term (use_kl_loss, add_token_level_kl)."
-    )
-
-    @property
-    def optimizer_steps_per_epoch(self) -> int:
-        """Optimizer steps of one pass over a rollout."""
-        return self.rollout_batch_size // self.actor_train.global_train_batch_size
-
-    @property
-    def total_optimizer_steps(self) -> int:
-        """Optimizer steps of the whole run: the horizon of the learning-rate schedules."""
-        return self.max_steps * self.ppo_epochs * self.optimizer_steps_per_epoch
-
-    @property
-    def uses_critic(self) -> bool:
-        return self.adv_estimator == "gae" or (self.critic is not None and ":" in self.adv_estimator)
-
-    @property
-    def uses_reference(self) -> bool:
-        return self.add_token_level_kl or (self.use_kl_loss and self.kl_loss_coef > 0)
-
-    @property
-    def roles(self) -> dict[str, WorkerConfig]:
-        """The clusters that this run starts, by name."""
-        roles = {"actor_train": self.actor_train, "actor_infer": self.actor_infer}
-        if self.uses_critic and self.critic is not None:
-            roles["critic"] = self.critic
-        if self.uses_reference and self.reference is not None:
-            roles["reference"] = self.reference
-        return roles
-
     @property
     def clusters(self) -> dict[str, WorkerConfig]:
         """Everything that gets worker processes: the model roles and the environment managers."""
         managers = {name: getattr(self, name).worker_config() for name in MANAGERS}
-        return {**self.roles, **managers}
+        return {**super().clusters, **managers}
 
     def sampling(self, manager: EnvManagerConfig) -> GeneratingArguments:
         """How the manager's episodes are sampled: its own arguments or those of ``actor_infer``, bounds filled in."""

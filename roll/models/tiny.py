@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-TINY = "tiny"
-"""``pretrain: tiny`` asks for this model."""
 
 RECIPE_VERSION = 1
 """Part of the cache key: raise it when the tokenizer or the architecture changes."""

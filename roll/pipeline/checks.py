@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import roll.agentic.env as envs
-from roll.configs.agentic import TINY, AgenticConfig
+from roll.configs.agentic import AgenticConfig
 from roll.configs.env import CustomEnvConfig
 from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.rl import TINY
 from roll.configs.rules import Rule, sections
 from roll.configs.schema import nearest
 from roll.configs.strategy import GENERATORS, STRATEGY_CONFIGS, TRAINERS

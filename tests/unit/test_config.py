@@ -97,7 +97,7 @@ def test_an_override_inside_a_linked_section_keeps_its_other_keys():
     config = load_config("agentic_sokoban", CONFIGS, overrides)
     tag = config.custom_envs["SimpleSokoban"]
     assert (tag.max_steps, tag.step_timeout, tag.env_type) == (7, 9.5, "sokoban")
-    assert config.custom_envs["SimpleSokobanHeldOut"].max_steps == 10
+    assert config.custom_envs["SimpleSokobanHeldOut"].max_steps == 6
 
 
 def test_included_files_are_found_under_both_spellings(tmp_path):
