@@ -36,5 +36,7 @@ def scripted_policy(runner: EnvRunner, renderer: ChatRenderer, expert_share: flo
 
 
 def _choices(env: TextEnv) -> tuple[Sequence[str], Sequence[str]]:
+    if not env.action_names:
+        raise ValueError(f"{type(env).__name__} has no action_names, which `pretrain: tiny` needs to demonstrate play")
     expert = getattr(env, "expert_actions", None)
     return (expert() if expert else []), env.action_names

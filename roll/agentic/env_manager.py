@@ -108,7 +108,7 @@ class EnvManager:
             success=bool(info.get("success", False)),
             final_observation=observation,
             history=self.history,
-            info={key: value for key, value in info.items() if isinstance(value, bool | int | float | str)},
+            info=_scalars(info),
         )
 
     def prompt(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
@@ -171,7 +171,7 @@ class EnvManager:
         return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), template)
 
     def _history_text(self, turns: list[Turn]) -> str:
-        shown = turns[len(turns) - self.config.history_length :] if self.config.history_length else []
+        shown = turns[max(0, len(turns) - self.config.history_length) :]
         return "\n".join(f"{turn.observation}\n{turn.text}" for turn in shown)
 
     def _opening(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> list[dict[str, str]]:
@@ -201,6 +201,15 @@ class TrajEnvManager(EnvManager):
         user = self._fill(_or(self.config.agent_template, "{observation}"), observation, info, turns)
         added = self.renderer.continuation([{"role": "user", "content": user}], last.completion.token_ids)
         return np.concatenate([last.prompt_ids, last.completion.token_ids, added])
+
+
+def _scalars(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What a trajectory keeps of an info: small values, and not the instruction, which is the same in every one."""
+    return {
+        key: value
+        for key, value in info.items()
+        if isinstance(value, bool | int | float | str) and key != "env_instruction"
+    }
 
 
 def _or(template: str | None, default: str) -> str:

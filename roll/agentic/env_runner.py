@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import queue
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from roll.agentic.env.base import TextEnv
+from roll.agentic.env.base import StepResult, TextEnv
 
 T = TypeVar("T")
 Job = tuple[Callable[[TextEnv], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
@@ -42,7 +43,8 @@ class EnvRunner:
         self._lock = lock
         self._env: TextEnv | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="env", daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, name="env", daemon=True)
+        self._thread.start()
 
     async def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """Resets the environment; info has its ``env_instruction`` too."""
@@ -53,14 +55,20 @@ class EnvRunner:
 
         return await self.call("reset", job)
 
-    async def step(self, text: str) -> tuple[str, Any, bool, bool, dict[str, Any]]:
-        return await self.call("step", lambda env: env.step(text))
+    async def step(self, text: str) -> StepResult:
+        """Steps the environment; info has its ``env_instruction`` here too."""
+
+        def job(env: TextEnv) -> StepResult:
+            observation, reward, terminated, truncated, info = env.step(text)
+            return observation, float(reward), terminated, truncated, {"env_instruction": env.env_instruction, **info}
+
+        return await self.call("step", job)
 
     async def call(self, what: str, job: Callable[[TextEnv], T]) -> T:
         """Runs ``job`` in the environment's thread; the first call builds the environment there.
 
         Raises:
-            EnvTimeoutError: it did not return in time; the thread is left behind.
+            EnvTimeoutError: it did not return in time; its thread ends as soon as it runs Python code again.
             EnvCrashError: it raised.
         """
         loop = asyncio.get_running_loop()
@@ -70,12 +78,18 @@ class EnvRunner:
             return await asyncio.wait_for(future, self._timeout)
         except Exception as error:
             if future.cancelled():
+                self._abandon()
                 raise EnvTimeoutError(f"environment {what} took longer than step_timeout={self._timeout:g}s") from error
             raise EnvCrashError(f"environment {what} raised {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """Ends the thread once it is idle."""
         self._jobs.put(None)
+
+    def _abandon(self) -> None:
+        """Raises SystemExit in the thread: a busy loop would slow every other environment down for ever."""
+        thread = ctypes.c_ulong(self._thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(SystemExit))
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -100,7 +114,7 @@ def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | No
         return
     if error is None:
         future.set_result(result)
-    elif isinstance(error, StopIteration | KeyboardInterrupt | SystemExit):  # not allowed in a future
-        future.set_exception(RuntimeError(f"the environment raised {error!r}"))
-    else:
+    elif isinstance(error, Exception) and not isinstance(error, StopIteration):
         future.set_exception(error)
+    else:  # a future does not take StopIteration, and the others would end the caller's loop or cancel its task
+        future.set_exception(RuntimeError(f"the environment raised {error!r}"))

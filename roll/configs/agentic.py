@@ -60,6 +60,15 @@ class AgenticConfig(RLConfig):
         managers = {name: getattr(self, name).worker_config() for name in MANAGERS}
         return {**super().clusters, **managers}
 
+    def played_envs(self, manager: EnvManagerConfig) -> dict[str, CustomEnvConfig]:
+        """The manager's tags as it plays them: its ``format_penalty`` holds where ``env_config`` names none."""
+        penalty = {"format_penalty": manager.format_penalty} if manager.format_penalty else {}
+        return {
+            tag: env.model_copy(update={"env_config": {**penalty, **env.env_config}})
+            for tag in manager.tags
+            if (env := self.custom_envs.get(tag)) is not None
+        }
+
     def sampling(self, manager: EnvManagerConfig) -> GeneratingArguments:
         """How the manager's episodes are sampled: its own arguments or those of ``actor_infer``, bounds filled in."""
         arguments = manager.generating_args or self.actor_infer.generating_args

@@ -18,7 +18,7 @@ class RayInitConfig(Config):
         description="Running cluster to join (host:port or auto). null: RAY_ADDRESS, else a local one is started.",
     )
     num_cpus: int | None = Field(
-        default=None, ge=1, description="CPU slots of a cluster that is started here. null: as many as the roles need."
+        default=None, ge=1, description="CPU slots of a cluster that is started here. null: the cores of this machine."
     )
     object_store_memory_mb: int | None = Field(
         default=None,

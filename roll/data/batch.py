@@ -143,7 +143,7 @@ class Batch:
     def padded(self, name: str, value: float = 0, *, left: bool = False) -> Tensor:
         """A ``_T`` field as a rectangle [B, max length], padded with ``value``."""
         flat: Tensor = getattr(self, name)
-        width = int(self.lengths_B.max())
+        width = int(self.lengths_B.max()) if self.num_sequences else 0
         columns = self.positions_T
         if left:
             columns = columns + torch.repeat_interleave(width - self.lengths_B, self.lengths_B)

@@ -56,7 +56,7 @@ class ChatRenderer:
         # A template may look at earlier messages, so a full conversation is rendered around a placeholder answer.
         history = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _SENTINEL}, *messages]
         text = self._text(history, open_assistant=True)
-        _, found, suffix = text.rpartition(_SENTINEL)
+        _, found, suffix = text.partition(_SENTINEL)
         if not found:
             raise ValueError(
                 "the chat template drops the assistant's words, so a multi-turn history cannot be continued"

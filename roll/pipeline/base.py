@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,21 @@ from roll.algorithms.statistics import RunningStats
 from roll.configs.agentic import AgenticConfig
 from roll.data.batch import Batch
 from roll.distributed.executor.cluster import Cluster
+from roll.distributed.executor.errors import ClusterError, RpcTimeoutError, WorkerDiedError
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.model_cluster import plan_optimizer_steps
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
-from roll.tracking.checkpointer import Checkpointer
+from roll.tracking.checkpointer import Checkpointer, CheckpointError
 from roll.tracking.rng import restore_rng_state, rng_state
 from roll.utils.seeding import derive_seed
 from roll.utils.signals import SignalGuard
 
 logger = logging.getLogger(__name__)
+
+
+SKIPPED = "/skipped_steps"
+"""End of the names of the metrics that count optimizer steps with a NaN or infinite loss or gradient."""
 
 
 class TrainingDivergedError(RuntimeError):
@@ -55,7 +61,11 @@ class RLPipeline(ABC):
         self.roles = roles
         self.signals = signals
         self.done_steps = 0
-        self.saved_steps = -1
+        self.saved_steps = 0
+        self.intact = True
+        """False while the trained state is half changed and must not be saved."""
+        self.unreported: Metrics = {}
+        """Metrics of the last finished step until they have been logged."""
         self.bad_steps = 0
         self.score_stats = RunningStats()
         self.kl_controller = KlController.from_config(config)
@@ -71,8 +81,10 @@ class RLPipeline(ABC):
     def run(self) -> None:
         """Trains to ``max_steps``, from a checkpoint if there is one to resume.
 
+        Whatever ends it early, the steps done so far have been saved where that was possible.
+
         Raises:
-            KeyboardInterrupt: the user asked to stop; a checkpoint has been saved.
+            KeyboardInterrupt: the user asked to stop.
             TrainingDivergedError: ``max_bad_steps`` steps in a row could not be taken.
         """
         try:
@@ -85,13 +97,14 @@ class RLPipeline(ABC):
             self.session.display.start(self.config.max_steps, done_steps=self.done_steps)
             for step in range(self.done_steps + 1, self.config.max_steps + 1):
                 Cluster.current_step = step
-                self.after_step(step, self.step(step))
-        except (KeyboardInterrupt, TrainingDivergedError):  # Ray re-raises Interrupted as its base class
-            self.save_checkpoint()
+                self.step(step)
+                self.after_step()
+        except (KeyboardInterrupt, Exception) as error:
+            self.rescue(error)
             raise
 
-    def step(self, step: int) -> Metrics:
-        """One step of reinforcement learning."""
+    def step(self, step: int) -> None:
+        """One step of reinforcement learning; its metrics are left in ``unreported``."""
         phase = self.session.phase
         with phase("sync"):
             if (step - 1) % self.config.actor_train.model_update_frequency == 0:
@@ -106,11 +119,12 @@ class RLPipeline(ABC):
         with self.signals.deferred():  # a stop in here waits: half an update cannot be saved
             with phase("advantage"):
                 batch, shaping_metrics = self.shape(batch)
+            self.intact = False
             with phase("train") as span:
                 train_metrics = self.train(batch, steps, step)
                 span.tokens = batch.num_tokens * self.config.ppo_epochs
-            self.done_steps = step
-        return metrics | shaping_metrics | train_metrics
+            self.done_steps, self.unreported = step, metrics | shaping_metrics | train_metrics
+            self.intact = True
 
     def plan_training(self, batch: Batch, step: int) -> list[Tensor]:
         """The rows of each optimizer step."""
@@ -161,22 +175,26 @@ class RLPipeline(ABC):
         value_batch = batch.replace(loss_mask_T=value_mask(batch, self.config))
         critic_refs = self.roles.critic.submit_train(value_batch, steps) if self.roles.critic else []
         history = self.roles.actor.gather_train(actor_refs) if actor_refs else []
-        metrics = _mean_metrics(history)
-        if self.roles.critic and critic_refs:
-            metrics |= _mean_metrics(self.roles.critic.gather_train(critic_refs))
-        self._count_bad_steps(history)
-        return metrics
+        critic_history = self.roles.critic.gather_train(critic_refs) if self.roles.critic else []
+        self._count_bad_steps(history, critic_history)
+        return _mean_metrics(history) | _mean_metrics(critic_history)
 
-    def after_step(self, step: int, metrics: Metrics) -> None:
-        """Evaluates, saves and reports when it is time to."""
-        config = self.config
+    def after_step(self) -> None:
+        """Evaluates, reports and saves when it is time to.
+
+        Raises:
+            TrainingDivergedError: see ``run``.
+        """
+        step, config = self.done_steps, self.config
         last = step == config.max_steps
         if last or (config.eval_steps and step % config.eval_steps == 0):
             with self.session.phase("sync"):
                 self.roles.sync_weights(step)
-            metrics |= self.evaluate("after" if last else "step", step)
-        metrics |= self.session.timer.step_metrics()
-        self.session.log_step(step, metrics)
+            self.unreported |= self.evaluate("after" if last else "step", step)
+        with self.signals.deferred():  # each step is reported once, also by a run that is stopped here and resumed
+            self.session.log_step(step, self.unreported | self.session.timer.step_metrics())
+            self.unreported = {}
+        self._check_divergence()
         if last or step % config.save_steps == 0:
             self.save_checkpoint()
         self.session.write_summary()
@@ -188,21 +206,37 @@ class RLPipeline(ABC):
         with self.session.phase("checkpoint"), self.signals.deferred():
             path = self.session.checkpointer.save(self.done_steps, self.roles.save, self.state_dict())
         self.saved_steps = self.done_steps
-        self.session.summary["checkpoint"] = str(path)
+        self.session.summary |= {"checkpoint": str(path), "steps": self.done_steps}
+
+    def rescue(self, error: BaseException) -> None:
+        """Saves the steps done so far before ``error`` ends the run, unless they are gone or half changed."""
+        role = error.role if isinstance(error, WorkerDiedError | RpcTimeoutError) else None
+        if isinstance(error, CheckpointError) or role in ("actor_train", "critic") or not self.intact:
+            return
+        try:
+            self.save_checkpoint()
+        except (CheckpointError, ClusterError) as second:
+            logger.error("the steps after the last checkpoint could not be saved: %s", second)
 
     def resume(self, path: Path) -> None:
         """Takes up the run where ``path`` was saved."""
         with self.session.phase("resume"):
+            self.intact = False
             self.roles.load(path)
             self.load_state_dict(Checkpointer.load_state(path))
+            self.intact = True
             self.saved_steps = self.done_steps
+            self.session.summary["checkpoint"] = str(path)
             self.roles.sync_weights(self.done_steps)
         logger.info("resumed from %s after step %d", path, self.done_steps)
+        if self.unreported:
+            self.after_step()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything outside the models that the next step depends on."""
         return {
             "step": self.done_steps,
+            "unreported": self.unreported,
             "bad_steps": self.bad_steps,
             "score_stats": self.score_stats.state_dict(),
             "kl_controller": self.kl_controller.state_dict(),
@@ -212,6 +246,7 @@ class RLPipeline(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.done_steps = state["step"]
+        self.unreported = state["unreported"]
         self.bad_steps = state["bad_steps"]
         self.score_stats.load_state_dict(state["score_stats"])
         self.kl_controller.load_state_dict(state["kl_controller"])
@@ -219,16 +254,21 @@ class RLPipeline(ABC):
         self.session.summary["eval"] = state["eval"]
         self.session.summary["steps"] = self.done_steps
 
-    def _count_bad_steps(self, history: list[Metrics]) -> None:
-        for metrics in history:
-            self.bad_steps = self.bad_steps + 1 if metrics.get("actor/skipped_steps") else 0
+    def _count_bad_steps(self, *histories: list[Metrics]) -> None:
+        """Counts the optimizer steps in a row that some trained role had to skip."""
+        for metrics in zip_longest(*histories, fillvalue={}):
+            skipped = any(value for of_role in metrics for name, value in of_role.items() if name.endswith(SKIPPED))
+            self.bad_steps = self.bad_steps + 1 if skipped else 0
         if self.bad_steps:
             logger.warning(
                 "the loss or its gradient was not finite: %d optimizer steps in a row skipped", self.bad_steps
             )
+
+    def _check_divergence(self) -> None:
         if self.bad_steps >= self.config.max_bad_steps:
+            bad_steps, self.bad_steps = self.bad_steps, 0  # whoever resumes, with a change, has all tries again
             raise TrainingDivergedError(
-                f"{self.bad_steps} optimizer steps in a row had a NaN or infinite loss or gradient "
+                f"{bad_steps} optimizer steps in a row had a NaN or infinite loss or gradient "
                 f"(max_bad_steps={self.config.max_bad_steps}); the weights are those before them"
             )
 
@@ -246,5 +286,5 @@ def _mean_metrics(history: list[Metrics]) -> Metrics:
     result = {}
     for name in names:
         values = [metrics[name] for metrics in history if name in metrics]
-        result[name] = sum(values) if name.endswith("skipped_steps") else sum(values) / len(values)
+        result[name] = sum(values) if name.endswith(SKIPPED) else sum(values) / len(values)
     return result

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import roll.agentic.env as envs
-from roll.configs.agentic import AgenticConfig
+from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.env import CustomEnvConfig
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.rl import TINY
@@ -33,6 +33,13 @@ def check_envs(config: AgenticConfig) -> list[ConfigProblem]:
         problems += [_env_problem(base, env, text) for text in envs.check_env_config(env.env_type, env.env_config)]
         if env.env_manager_cls not in _ENV_MANAGERS:
             problems += _path_problems(f"{base}.env_manager_cls", env.env_manager_cls, _ENV_MANAGERS)
+    for name in MANAGERS:
+        manager = getattr(config, name)
+        for tag, env in config.played_envs(manager).items():
+            for text in envs.check_env_config(env.env_type, env.env_config) if manager.format_penalty else ():
+                if text.startswith("format_penalty: "):
+                    hint = f"{tag} ({env.env_type}) takes no format_penalty"
+                    problems.append(ConfigProblem(f"{name}.format_penalty", manager.format_penalty, "0", hint))
     return problems
 
 

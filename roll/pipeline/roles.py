@@ -71,15 +71,12 @@ class Roles:
         self.version = version
         self.infer.call("update_weights", self._buckets, version)
 
-    def restart_dead_generators(self) -> int:
-        """Starts dead generating workers anew with the current weights; returns how many there were."""
-        dead = [rank for rank, alive in enumerate(self.infer.alive()) if not alive]
-        for rank in dead:
-            self.infer.restart(rank)
-            self.infer.call_rank(rank, "setup", self._infer_context, self.config.generate_opt_level == 1)
-            if self.version >= 0:
-                self.infer.call_rank(rank, "update_weights", self._buckets, self.version)
-        return len(dead)
+    def restart_generator(self, rank: int) -> None:
+        """Starts a dead generating worker anew with the current weights."""
+        self.infer.restart(rank)
+        self.infer.call_rank(rank, "setup", self._infer_context, self.config.generate_opt_level == 1)
+        if self.version >= 0:
+            self.infer.call_rank(rank, "update_weights", self._buckets, self.version)
 
     def save(self, path: Path) -> None:
         """Writes what a resumed run needs of every trained role."""

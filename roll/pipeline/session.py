@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import traceback as tracebacks
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,6 +64,7 @@ class RunSession:
             interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
             self.summary["status"] = "interrupted" if interrupted else "failed"
             self.summary["error"] = f"{type(error).__name__}: {error}"
+            self._leave_word(error, interrupted)
         else:
             self.summary["status"] = "completed"
         self.write_summary()
@@ -71,6 +73,15 @@ class RunSession:
             self._tracker.finish()
         self.display.finish(closing_line(self.summary, self.folder.path))
         self.folder.close()
+
+    def _leave_word(self, error: BaseException, interrupted: bool) -> None:
+        """Says how to go on after an early end; what failed is kept with its remote traceback for whoever looks."""
+        if not interrupted:
+            path = self.folder.logs / "traceback.txt"
+            path.write_text("".join(tracebacks.format_exception(error)), encoding="utf-8")
+            self.display.note(f"where it failed: {path}")
+        if checkpoint := self.summary.get("checkpoint"):
+            self.display.note(f"to go on from {checkpoint}: resume_from_checkpoint=true")
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Span]:

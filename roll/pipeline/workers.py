@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from roll.agentic.types import Completion, GenerateRequest
 from roll.algorithms.types import LossFn, TokenScores
 from roll.data.batch import Batch
 from roll.distributed.executor.worker import Worker
+from roll.distributed.scheduler.router import GenerationError
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import (
     GenerateStrategy,
@@ -97,7 +99,7 @@ class InferWorker(Worker):
         self._continuous = continuous
         self._waiting: list[tuple[str, GenerateRequest]] = []
         self._running: set[asyncio.Task[None]] = set()
-        self._results: dict[str, list[tuple[str, Completion | BaseException]]] = {}
+        self._results: dict[str, list[tuple[str, Completion | GenerationError]]] = {}
         self._arrived: dict[str, asyncio.Event] = {}
 
     async def submit(self, client_id: str, requests: Sequence[GenerateRequest]) -> None:
@@ -105,7 +107,7 @@ class InferWorker(Worker):
         self._waiting += [(client_id, request) for request in requests]
         self._admit()
 
-    async def poll(self, client_id: str) -> list[tuple[str, Completion | BaseException]]:
+    async def poll(self, client_id: str) -> list[tuple[str, Completion | GenerationError]]:
         """Results that finished since the last poll; waits up to a second for the first."""
         arrived = self._arrived.setdefault(client_id, asyncio.Event())
         try:
@@ -116,6 +118,8 @@ class InferWorker(Worker):
         return self._results.pop(client_id, [])
 
     async def abort(self, request_id: str) -> None:
+        """Stops the request; whoever made it no longer waits for a result."""
+        self._waiting = [entry for entry in self._waiting if entry[1].request_id != request_id]
         await self.strategy.abort(request_id)
 
     async def update_weights(self, bucket_refs: Sequence[ray.ObjectRef], version: int) -> None:
@@ -137,11 +141,12 @@ class InferWorker(Worker):
             task.add_done_callback(self._finished)
 
     async def _run(self, client_id: str, request: GenerateRequest) -> None:
-        outcome: Completion | BaseException
+        outcome: Completion | GenerationError
         try:
             outcome = await self.strategy.generate(request)
-        except Exception as error:  # belongs to the request's caller, who re-raises it
-            outcome = error
+        except Exception as error:  # belongs to the request's caller, who raises it
+            outcome = GenerationError(f"{self!r} could not generate: {type(error).__name__}: {error}")
+            outcome.add_note("".join(traceback.format_exception(error)))
         self._results.setdefault(client_id, []).append((request.request_id, outcome))
         self._arrived.setdefault(client_id, asyncio.Event()).set()
 

@@ -12,7 +12,7 @@ import sysconfig
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,9 @@ def _joined_cluster(address: str, options: Mapping[str, Any]) -> Iterator[None]:
     import ray
 
     _check_reachable(address)
+    own_side = _loopback_only() if _listens_on_loopback_alone(address) else nullcontext()
     try:
-        with _own_sigterm():
+        with _own_sigterm(), own_side:
             ray.init(address=address, **options)
     except ConnectionError as error:
         raise RaySessionError(f"no Ray cluster found at {address!r} (ray_init.address or RAY_ADDRESS)") from error
@@ -149,6 +150,23 @@ def _check_reachable(address: str) -> None:
         raise RaySessionError(
             f"no Ray cluster answers at {address} (ray_init.address or RAY_ADDRESS): {error}"
         ) from error
+
+
+def _listens_on_loopback_alone(address: str) -> bool:
+    """Whether the cluster, which answers at this loopback address, does not at this machine's public one.
+
+    Ray would take the public one in its place and wait for minutes.
+    """
+    import ray
+
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or not (host.startswith("127.") or host == "localhost"):
+        return False
+    try:
+        socket.create_connection((ray.util.get_node_ip_address(), int(port)), timeout=1.0).close()
+    except OSError:
+        return True
+    return False
 
 
 def _object_store_bytes() -> int:

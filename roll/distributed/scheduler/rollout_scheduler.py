@@ -11,7 +11,7 @@ import ray
 
 from roll.agentic.types import RolloutGroup
 from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.errors import RpcTimeoutError
+from roll.distributed.executor.errors import RpcTimeoutError, WorkerDiedError
 from roll.distributed.scheduler.router import EngineUnavailableError
 from roll.utils.seeding import derive_seed
 
@@ -101,6 +101,11 @@ class RolloutScheduler:
             first_group_id: the groups are numbered from here; ``group_ids_per_batch`` ids are taken.
             num_groups: how many complete groups make the batch.
             on_group: called as each group arrives, for progress.
+
+        Raises:
+            WorkerDiedError: a worker died and ``recover`` could not bring it back.
+            RpcTimeoutError: a group took longer than ``rpc_timeout``.
+            Exception: what a worker's own code raised, such as ``PromptTooLongError``.
         """
         total = self.group_ids_per_batch(num_groups)
         waiting = [self.plan.spec(first_group_id + i) for i in range(total)][::-1]
@@ -111,10 +116,10 @@ class RolloutScheduler:
                 self._start(waiting.pop(), running)
             ready, _ = ray.wait(list(running), timeout=1.0)
             for ref in ready:
-                spec, _, _ = running.pop(ref)
+                spec, worker, _ = running.pop(ref)
                 try:
-                    group: RolloutGroup = ray.get(ref)
-                except (ray.exceptions.RayActorError, EngineUnavailableError) as error:
+                    group: RolloutGroup = self.workers.gather([ref], call=_call(spec), ranks=[worker])[0]
+                except (WorkerDiedError, EngineUnavailableError) as error:
                     logger.warning("group %d was lost (%s); it is played again", spec.group_id, error)
                     waiting.append(spec)
                     self._recover(error)
@@ -152,9 +157,11 @@ class RolloutScheduler:
         for spec, worker, started in running.values():
             seconds = time.monotonic() - started
             if seconds > self._rpc_timeout:
-                raise RpcTimeoutError(
-                    self.workers.name, (worker,), f"run_group({spec.group_id})", Cluster.current_step, seconds
-                )
+                raise RpcTimeoutError(self.workers.name, (worker,), _call(spec), Cluster.current_step, seconds)
+
+
+def _call(spec: GroupSpec) -> str:
+    return f"run_group({spec.group_id})"
 
 
 def _running_sum(values: Sequence[int]) -> list[int]:

@@ -8,13 +8,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayError
 
 from roll.agentic.types import Completion, GenerateRequest
 
 
 class EngineUnavailableError(RuntimeError):
     """The engine worker that held a request died; the request can be sent again once it is back."""
+
+
+class GenerationError(RuntimeError):
+    """What the engine raised for one request, in words: its own error may not survive the way between processes."""
 
 
 class GenerationClient:
@@ -40,7 +44,7 @@ class GenerationClient:
 
         Raises:
             EngineUnavailableError: the worker died.
-            Exception: what the engine raised for this request.
+            GenerationError: the engine raised for this request.
         """
         engine = min(range(len(self._engines)), key=lambda i: len(self._pending[i]))
         # Ids are the caller's and may repeat between callers, tries and pipelines that share an engine.
@@ -61,10 +65,11 @@ class GenerationClient:
 
     def _flush(self) -> None:
         self._flush_scheduled = False
-        for engine, requests in enumerate(self._outbox):
-            if not requests:
-                continue
+        for engine, outbox in enumerate(self._outbox):
             self._outbox[engine] = []
+            requests = [request for request in outbox if request.request_id in self._pending[engine]]
+            if not requests:  # or all have been given up in the same tick
+                continue
             self._engines[engine].submit.remote(self.client_id, requests)
             poller = self._pollers[engine]
             if poller is None or poller.done():
@@ -76,17 +81,20 @@ class GenerationClient:
         while pending:
             try:
                 results = await self._engines[engine].poll.remote(self.client_id)
-            except RayActorError as error:
-                for future in list(pending.values()):
+            except RayError as error:
+                failure: Exception = error
+                if isinstance(error, RayActorError):
+                    failure = EngineUnavailableError(f"engine worker {engine} died: {error}")
+                for future in pending.values():
                     if not future.done():
-                        future.set_exception(EngineUnavailableError(f"engine worker {engine} died: {error}"))
+                        future.set_exception(failure)
                 pending.clear()
                 return
             for request_id, outcome in results:
                 waiting = pending.get(request_id)
                 if waiting is None or waiting.done():
                     continue
-                if isinstance(outcome, BaseException):
+                if isinstance(outcome, GenerationError):
                     waiting.set_exception(outcome)
                 else:
                     waiting.set_result(outcome)

@@ -11,8 +11,9 @@ from roll.agentic.env import path_of
 from roll.agentic.env_manager import Limits
 from roll.agentic.types import SamplingParams
 from roll.configs.agentic import MANAGERS, AgenticConfig
-from roll.configs.env import CustomEnvConfig, EnvManagerConfig
+from roll.configs.env import EnvManagerConfig
 from roll.distributed.executor.cluster import Cluster
+from roll.distributed.executor.errors import WorkerDiedError
 from roll.distributed.scheduler.rollout_scheduler import GroupPlan, RolloutScheduler
 from roll.pipeline.agentic.env_worker import EnvWorkerContext
 from roll.pipeline.roles import Roles
@@ -91,20 +92,29 @@ class EnvRoles:
         """Brings dead generating and environment workers back.
 
         Raises:
-            BaseException: ``error`` itself, when nothing is dead or ``max_worker_restarts`` is used up.
+            WorkerDiedError: ``max_worker_restarts`` is used up.
+            BaseException: ``error`` itself, when nothing is dead.
         """
-        restarted = self._roles.restart_dead_generators()
-        for name, cluster in self._clusters.items():
-            for rank, alive in enumerate(cluster.alive()):
-                if not alive:
-                    cluster.restart(rank)
-                    cluster.call_rank(rank, "setup", self._contexts[name])
-                    restarted += 1
-        self._restarts += restarted
-        if restarted == 0 or self._restarts > self._config.max_worker_restarts:
+        clusters = [self._roles.infer, *self._clusters.values()]
+        dead = [(cluster, rank) for cluster in clusters for rank, alive in enumerate(cluster.alive()) if not alive]
+        if not dead:
             raise error
-        logger.warning("restarted %d dead rollout worker(s) after: %s", restarted, error)
+        self._restarts += len(dead)
+        if self._restarts > (limit := self._config.max_worker_restarts):
+            cluster, rank = dead[0]
+            reason = f"max_worker_restarts={limit} {'is' if limit else 'allows no restart; it is'} used up ({error})"
+            raise WorkerDiedError(cluster.name, rank, "the rollout", Cluster.current_step, reason) from error
+        for cluster, rank in dead:
+            logger.warning("%s rank %d died in a rollout and is replaced: %s", cluster.name, rank, error)
+            self._restart(cluster, rank)
         self._connect()
+
+    def _restart(self, cluster: Cluster, rank: int) -> None:
+        if cluster is self._roles.infer:
+            self._roles.restart_generator(rank)
+        else:
+            cluster.restart(rank)
+            cluster.call_rank(rank, "setup", self._contexts[cluster.name])
 
     def _connect(self) -> None:
         for cluster in self._clusters.values():
@@ -115,7 +125,11 @@ def _worker_context(config: AgenticConfig, manager: EnvManagerConfig, tokenizer_
     sampling = config.sampling(manager)
     assert sampling.max_new_tokens is not None, "AgenticConfig.sampling fills it in"
     return EnvWorkerContext(
-        envs={tag: _for_workers(config.custom_envs[tag], manager.format_penalty) for tag in manager.tags},
+        # Registered names are known in this process only.
+        envs={
+            tag: env.model_copy(update={"env_type": path_of(env.env_type)})
+            for tag, env in config.played_envs(manager).items()
+        },
         tokenizer_path=tokenizer_path,
         template=config.actor_train.data_args.template,
         params=SamplingParams(
@@ -129,12 +143,3 @@ def _worker_context(config: AgenticConfig, manager: EnvManagerConfig, tokenizer_
         limits=Limits(config.prompt_length, config.sequence_length),
         retries=manager.env_retries,
     )
-
-
-def _for_workers(env: CustomEnvConfig, format_penalty: float) -> CustomEnvConfig:
-    """The tag's entry as another process needs it: registered names are known in this one only.
-
-    The manager's ``format_penalty`` holds unless the tag's own ``env_config`` names one.
-    """
-    env_config = {"format_penalty": format_penalty, **env.env_config} if format_penalty else env.env_config
-    return env.model_copy(update={"env_type": path_of(env.env_type), "env_config": env_config})

@@ -74,13 +74,10 @@ class EnvironmentWorker(Worker):
             for member in range(spec.group_size + spec.redundancy)
         ]
         finished: list[Trajectory] = []
-        lost = 0
         try:
             for task in asyncio.as_completed(tasks):
                 trajectory = await task
-                if trajectory is None:
-                    lost += 1
-                else:
+                if trajectory is not None:
                     finished.append(trajectory)
                 if len(finished) == spec.group_size:
                     break

@@ -10,6 +10,7 @@ from typing import cast
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.batches import describe_batches
+from roll.configs.rl import TINY
 from roll.configs.worker import WorkerConfig
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.executor.errors import ClusterError, PlacementError, RaySessionError
@@ -17,7 +18,6 @@ from roll.distributed.executor.placement import create_placement, discover_nodes
 from roll.distributed.executor.ray_session import ray_session
 from roll.distributed.executor.resources import plan_placement
 from roll.distributed.executor.worker import Worker
-from roll.models.tiny import TINY
 from roll.pipeline.agentic.env_roles import EnvRoles
 from roll.pipeline.agentic.env_worker import EnvironmentWorker
 from roll.pipeline.agentic.pipeline import AgenticPipeline
@@ -77,7 +77,6 @@ def run_agentic(config: AgenticConfig, started: float | None = None) -> int:
         return EXIT_USAGE
     except EXPECTED_ERRORS as error:
         logger.error("%s: %s", type(error).__name__, error)
-        logger.debug("where it happened", exc_info=True)
         return EXIT_FAILED
     return EXIT_OK
 

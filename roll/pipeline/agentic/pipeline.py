@@ -38,6 +38,7 @@ class AgenticPipeline(RLPipeline):
         first_group_id = (step - 1) * self.envs.train.group_ids_per_batch(num_groups)
         self.session.first_rollout()
         groups = self.envs.train.collect(first_group_id, num_groups)
+        self._check_any_played(groups, "train on")
         metrics = rollout_metrics(groups, "rollout")
         return groups_to_batch(groups, list(self.config.custom_envs)), metrics
 
@@ -63,7 +64,23 @@ class AgenticPipeline(RLPipeline):
 
     def _play_validation(self, *, greedy: bool) -> list[RolloutGroup]:
         scheduler = self.envs.val_greedy if greedy else self.envs.val
-        return scheduler.collect(0, self.config.val_batch_size // self.config.val_env_manager.group_size)
+        groups = scheduler.collect(0, self.config.val_batch_size // self.config.val_env_manager.group_size)
+        self._check_any_played(groups, "evaluate")
+        return groups
+
+    @staticmethod
+    def _check_any_played(groups: list[RolloutGroup], what: str) -> None:
+        """Tells of failed environments.
+
+        Raises:
+            ValueError: nothing is left of the whole batch.
+        """
+        last_errors = {group.tag: group.errors[-1] for group in groups if group.errors}
+        summary = "\n".join(last_errors.values())
+        if not any(group.trajectories for group in groups):
+            raise ValueError(f"no episode to {what}: all {len(groups)} groups were dropped; last errors:\n{summary}")
+        if last_errors:
+            logger.warning("environments failed (rollout/env_errors counts them); last errors:\n%s", summary)
 
     def _show(self, name: str, step: int, groups: list[RolloutGroup], metrics: Metrics) -> None:
         """Keeps what a person may want to look at: some episodes in full, some to watch."""

@@ -120,6 +120,8 @@ def _demonstrate(config: AgenticConfig, envs: EnvRoles) -> Batch:
     while turns < config.warm_start.demonstrations:
         played = scheduler.collect(len(groups), scheduler.plan.num_slots)
         groups += played
+        if not any(group.trajectories for group in played):
+            raise WarmStartError(f"no demonstration could be played: {played[-1].errors[-1]}")
         turns += sum(len(trajectory.turns) for group in played for trajectory in group.trajectories)
     return groups_to_batch(groups, list(config.custom_envs))
 

@@ -1,0 +1,114 @@
+"""Draws the learning curves of finished runs, one line per seed, and copies one of their episodes.
+
+    python scripts/learning_curves.py output/agentic_sokoban output/seed1 output/seed2
+
+Writes ``docs/images/learning_curve.svg`` and ``docs/images/episode.gif``, and prints the rows of the README's table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roll.tracking.curve import learning_curve_svg
+from roll.tracking.files import read_json_lines, write_atomic
+
+IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is left of one run."""
+
+    path: Path
+    seed: int
+    metrics: list[dict[str, Any]]
+    summary: dict[str, Any]
+
+    @classmethod
+    def read(cls, path: Path) -> Run:
+        """Reads a run's folder.
+
+        Raises:
+            ValueError: it is none, or the run did not end well.
+        """
+        summary_path = path / "summary.json"
+        if not summary_path.is_file():
+            raise ValueError(f"{path}: no summary.json in it, expected the folder of a run")
+        summary = json.loads(summary_path.read_text(encoding="utf-8"))
+        if summary["status"] != "completed":
+            raise ValueError(f"{path}: status is {summary['status']!r}, expected 'completed'")
+        config = yaml.safe_load((path / "config.yaml").read_text(encoding="utf-8"))
+        return cls(path, config["seed"], read_json_lines(path / "metrics.jsonl"), summary)
+
+    def points(self, metric: str) -> list[tuple[float, float]]:
+        """(step, value) of the steps that have the metric.
+
+        Raises:
+            ValueError: none has.
+        """
+        points = [(record["step"], record[metric]) for record in self.metrics if record.get(metric) is not None]
+        if not points:
+            raise ValueError(f"{self.path / 'metrics.jsonl'}: no step has {metric}")
+        return points
+
+    def row(self) -> str:
+        """Sampled and greedy success before and after, and the minutes from the first rollout to the end."""
+        before, after = self.summary["eval"]["before"], self.summary["eval"]["after"]
+        minutes = (self.summary["wall_s"] - self.summary["first_rollout_s"]) / 60
+        greedy = f"{before['success_greedy']:.1%} → {after['success_greedy']:.1%}"
+        return f"| {self.seed} | {before['success']:.1%} | {after['success']:.1%} | {greedy} | {minutes:.1f} |"
+
+
+def named(runs: list[Run]) -> dict[str, Run]:
+    """Runs by the name of their line: their seed, or their folder where a seed occurs twice."""
+    seeds = [run.seed for run in runs]
+    return {f"seed {run.seed}" if seeds.count(run.seed) == 1 else run.path.name: run for run in runs}
+
+
+def longest_solved_episode(run: Run) -> Path:
+    """The GIF of the solved episode with the most turns among those of the last step that has one.
+
+    Raises:
+        ValueError: no solved episode was rendered.
+    """
+    renders = run.path / "renders"
+    solved = [record for record in read_json_lines(renders / "episodes.jsonl") if record["success"]]
+    if not solved:
+        raise ValueError(f"{renders}: no solved episode in episodes.jsonl; choose one with --episode")
+    chosen = max(solved, key=lambda record: (record["step"], record["turns"]))
+    return renders / Path(chosen["page"]).with_suffix(".gif")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs, <output_dir>/<exp_name>")
+    parser.add_argument("--metric", default="eval/success", help="name in metrics.jsonl (default: %(default)s)")
+    parser.add_argument("--title", default="Success on held-out boards", help="default: %(default)s")
+    parser.add_argument("--episode", type=Path, help="GIF to copy (default: a solved episode of the first run)")
+    parser.add_argument("--out", type=Path, default=IMAGES, help="folder of the pictures (default: %(default)s)")
+    options = parser.parse_args()
+    try:
+        runs = [Run.read(path.resolve()) for path in options.runs]
+        curve = learning_curve_svg(
+            {name: run.points(options.metric) for name, run in named(runs).items()}, title=options.title
+        )
+        episode = options.episode or longest_solved_episode(runs[0])
+        options.out.mkdir(parents=True, exist_ok=True)
+        write_atomic(options.out / "learning_curve.svg", curve)
+        shutil.copyfile(episode, options.out / "episode.gif")
+    except (OSError, ValueError) as error:
+        parser.exit(1, f"{error}\n")
+    print(*(run.row() for run in sorted(runs, key=lambda run: run.seed)), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""Runs of the real pipeline as a user starts them: a process with a command line, a folder, an exit code.
+
+Runs join one Ray cluster that lives as long as the tests, which saves its start; ``local=True`` lets a run start and
+end its own. Every process of a run carries its ``ROLL_FAULTS`` variable, so one that stays behind is found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHER = ROOT / "examples" / "start_agentic_pipeline.py"
+CONFIGS = Path(__file__).parent / "config"
+FAULTS = "ROLL_FAULTS"
+START_S = 150.0
+"""How long a run may take to get somewhere, on a machine that others use too."""
+
+CLUSTER = """
+import json, sys
+import ray
+from roll.distributed.executor.ray_session import ray_session
+with ray_session({"address": "local", "num_cpus": 8, "object_store_memory": 2**28}) as session:
+    print(session.address, flush=True)
+    for _ in sys.stdin:
+        groups = ray.util.placement_group_table().values()
+        print(json.dumps([group["state"] for group in groups if group["state"] != "REMOVED"]), flush=True)
+"""
+
+AUTHENTICATED = {"RAY_AUTH_MODE": "token"}
+"""Ray protects a local cluster with a token; whoever joins it by address has to say so too."""
+
+VOLATILE = re.compile(r"time/|tokens_per_s/|mismatch/")
+"""Metrics that time or the composition of batches may change."""
+
+
+@dataclass
+class Run:
+    """One launch of the pipeline."""
+
+    path: Path
+    """The run's folder."""
+    faults: Path
+    """Where the processes of the run take their orders from, see ``tests/faults.py``."""
+    process: subprocess.Popen[str]
+    output: str = field(default="", init=False)
+
+    def wait(self) -> int:
+        """The exit code; the output is then in ``output``."""
+        self.output, _ = self.process.communicate(timeout=START_S)
+        return self.process.returncode
+
+    def pid_at(self, gate: str) -> int:
+        """Waits until a process has come to the gate, and returns its id."""
+        file = self.faults / f"at-{gate}"
+        deadline = time.monotonic() + START_S
+        while not (file.exists() and (text := file.read_text())):
+            assert self.process.poll() is None, f"ended before {gate}:\n{self.process.communicate()[0]}"
+            assert time.monotonic() < deadline, f"nothing came to {gate}"
+            time.sleep(0.05)
+        return int(text)
+
+    def order(self, name: str) -> None:
+        (self.faults / name).touch()
+
+    def release(self, name: str) -> None:
+        (self.faults / name).unlink()
+
+    def processes(self) -> list[int]:
+        """Ids of the processes that belong to the run, its driver and Ray's own included."""
+        mark = f"{FAULTS}={self.faults}".encode()
+        found = []
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if mark in entry.read_bytes().split(b"\0"):
+                    found.append(int(entry.parent.name))
+            except OSError:  # ended in between
+                continue
+        return found
+
+    def assert_nothing_left(self, seconds: float = 15.0) -> None:
+        deadline = time.monotonic() + seconds
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left, [Path(f"/proc/{pid}/cmdline").read_text()[:200] for pid in left]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.path / "summary.json").read_text())
+
+    @property
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """``metrics.jsonl`` by step, each step once."""
+        records = [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+        steps = [record["step"] for record in records]
+        assert steps == sorted(set(steps)), f"steps reported twice or out of order: {steps}"
+        return {record.pop("step"): record for record in records}
+
+    def repeatable_metrics(self) -> dict[int, dict[str, float]]:
+        return {
+            step: {name: value for name, value in record.items() if not VOLATILE.match(name)}
+            for step, record in self.metrics.items()
+        }
+
+    def checkpoint(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"checkpoint-{step}"
+
+    def tensors(self, step: int) -> dict[str, Tensor]:
+        """Everything trained in a checkpoint: weights and optimizer states of all roles."""
+        from safetensors.torch import load_file
+
+        folder = self.checkpoint(step)
+        files = [file for file in sorted(folder.rglob("*.safetensors")) if file.name != "rng.safetensors"]
+        assert files
+        return {
+            f"{file.relative_to(folder)}:{name}": value for file in files for name, value in load_file(file).items()
+        }
+
+
+def assert_same_tensors(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    different = {
+        name: float((left[name] - right[name]).abs().max()) for name in left if not left[name].equal(right[name])
+    }
+    assert not different
+
+
+@dataclass
+class RayCluster:
+    """A Ray cluster of its own, that runs join."""
+
+    process: subprocess.Popen[str]
+    address: str
+
+    def placement_groups(self) -> list[str]:
+        """States of those that runs have left behind; also shows that the cluster is alive."""
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[RayCluster]:
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | AUTHENTICATED
+    process = subprocess.Popen(
+        [sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stdout
+    yield RayCluster(process, process.stdout.readline().strip())
+    process.communicate(timeout=60)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained tiny model in Hugging Face format."""
+    from roll.models.tiny import make_tiny_model
+
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_model(path, seed=1)
+    return path
+
+
+Launch = Callable[..., Run]
+
+
+@pytest.fixture
+def launch(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Iterator[Launch]:
+    """``launch(*overrides, local=False, …)`` starts a run; what is still there at the end of the test is killed."""
+    runs: list[Run] = []
+
+    def start(
+        *overrides: str,
+        config: str = "small",
+        local: bool = False,
+        output: str = "out",
+        orders: tuple[str, ...] = (),
+        script: Path = LAUNCHER,
+    ) -> Run:
+        faults = tmp_path / f"faults-{len(runs)}"
+        faults.mkdir()
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), FAULTS: str(faults), "OMP_NUM_THREADS": "1"}
+        environment.pop("RAY_ADDRESS", None)
+        if not local:
+            environment |= {"RAY_ADDRESS": request.getfixturevalue("ray_cluster").address, **AUTHENTICATED}
+        for name in orders:
+            (faults / name).touch()
+        # The last of two values for a key wins, so a test may replace any of these.
+        arguments = {
+            "pretrain": str(model),
+            "output_dir": str(tmp_path / output),
+            "system_envs": f"{{{FAULTS}: '{faults}', OMP_NUM_THREADS: '1'}}",
+        }
+        arguments |= dict(override.split("=", 1) for override in overrides)
+        arguments.setdefault("exp_name", "run")
+        process = subprocess.Popen(
+            [sys.executable, str(script), "--config_path", str(CONFIGS), "--config_name", config]
+            + [f"{key}={value}" for key, value in arguments.items()],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            cwd=tmp_path,
+            start_new_session=True,
+        )
+        runs.append(Run(tmp_path / output / "run", faults, process))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        for pid in run.processes():
+            os.kill(pid, signal.SIGKILL)
+        run.process.wait()

@@ -1,0 +1,190 @@
+"""What the documents tell a user to do, done: environments of one's own, gymnasium's, and the README's pictures."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from roll.models.tiny import make_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "custom_environment.py"
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+
+CONFIG = """\
+custom_envs:
+  ByPath: {env_type: "custom_environment:GuessNumber", env_manager_cls: traj, max_steps: 4}
+  ByName: {env_type: guess_number, max_steps: 4}
+  Cliff:
+    env_type: gymnasium
+    max_steps: 4
+    env_config: {env_id: CliffWalking-v1, action_names: [Up, Right, Down, Left], success_return: -13}
+train_env_manager: {env_groups: 3, group_size: 4, tags: [ByPath, ByName, Cliff]}
+val_env_manager: {env_groups: 3, group_size: 1, tags: [ByPath, ByName, Cliff]}
+rollout_batch_size: 12
+val_batch_size: 3
+prompt_length: 300
+response_length: 8
+sequence_length: 400
+max_steps: 1
+num_renders: 0
+num_gpus_per_node: 2
+adv_estimator: grpo
+actor_train:
+  training_args: {per_device_train_batch_size: 12, gradient_accumulation_steps: 1}
+  strategy_args: {strategy_name: fsdp2_train}
+  device_mapping: [0]
+actor_infer:
+  strategy_args: {strategy_name: hf_infer}
+  device_mapping: [1]
+"""
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("custom_environment", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_guessing_game_is_won_by_following_its_hints(example):
+    env = example.GuessNumber()
+    for seed in range(9):
+        assert env.reset(seed=seed) == ("Guess.", {})
+        low, high, solved = 1, 9, False
+        while not solved:
+            guess = (low + high) // 2
+            hint, reward, solved, truncated, info = env.step(f" {guess}\n")
+            assert (reward, info["success"], info["action"], truncated) == (float(solved), solved, str(guess), False)
+            low, high = (guess + 1, high) if hint == "Higher." else (low, guess - 1)
+
+
+def test_the_guessing_game_takes_any_text_and_repeats_with_its_seed(example):
+    env = example.GuessNumber()
+    env.reset(seed=3)
+    for text in ("", "ten", "0", "10", "²", "5 or 6"):
+        assert env.step(text) == ("Not a number.", 0.0, False, False, {"action": None, "success": False})
+    numbers = [(env.reset(seed=seed), env.number)[1] for seed in [*range(30), *range(30)]]
+    assert numbers[:30] == numbers[30:] and len(set(numbers)) > 4
+
+
+def test_the_readme_shows_the_example_as_it_is():
+    source = EXAMPLE.read_text(encoding="utf-8")
+    shown = source[source.index("class GuessNumber") : source.index("if __name__")].strip()
+    assert shown in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_between_documents_lead_somewhere(document):
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text(encoding="utf-8"))
+    missing = [link for link in links if not (document.parent / link).exists() and not link.startswith("docs/images/")]
+    assert not missing
+
+
+def test_the_architecture_names_code_that_exists():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    mentions = re.findall(r"`(roll/[\w/]+\.py)`((?: `[\w.]+`)*)", text)
+    assert len(mentions) > 30
+    wrong = [
+        f"{path} {name}"
+        for path, names in mentions
+        for name in re.findall(r"`([\w.]+)`", names)
+        if name not in defined_names(ROOT / path)
+    ]
+    assert not wrong
+
+
+def test_environments_by_path_by_registered_name_and_of_gymnasium_run_in_the_pipeline(tmp_path):
+    model, configs = tmp_path / "model", tmp_path / "config"
+    make_tiny_model(model, seed=0)
+    configs.mkdir()
+    (configs / "mine.yaml").write_text(CONFIG, encoding="utf-8")
+    command = [sys.executable, str(EXAMPLE), "--config_path", str(configs), "--config_name", "mine"]
+    command += [f"pretrain={model}", f"output_dir={tmp_path}", "exp_name=run"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    run = tmp_path / "run"
+    episodes = [json.loads(line) for line in (run / "trajectories" / "eval-00001.jsonl").read_text().splitlines()]
+    seen = {episode["tag"]: {turn["observation"] for turn in episode["turns"]} for episode in episodes}
+    assert seen.keys() == {"ByPath", "ByName", "Cliff"}
+    assert "Guess." in seen["ByPath"] and "Guess." in seen["ByName"]
+    assert all("x" in observation and "T" in observation for observation in seen["Cliff"])
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in metrics] == [0, 1]
+    assert (metrics[1]["rollout/episodes"], metrics[1]["rollout/dropped"]) == (12, 0)
+    assert metrics[1]["actor/grad_norm"] >= 0
+
+
+def test_learning_curves_draws_a_line_per_seed_and_copies_the_longest_solved_episode(tmp_path):
+    for seed in (0, 1):
+        fake_run(tmp_path / f"run{seed}", seed)
+    done = draw(tmp_path / "run1", tmp_path / "run0", "--out", tmp_path / "images")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "| 0 | 25.0% | 75.0% | 20.0% → 80.0% | 1.5 |",
+        "| 1 | 25.0% | 75.0% | 20.0% → 80.0% | 1.5 |",
+    ]
+    curve = (tmp_path / "images" / "learning_curve.svg").read_text(encoding="utf-8")
+    assert curve.count("<polyline") == 2 and ">seed 0<" in curve and ">seed 1<" in curve
+    assert (tmp_path / "images" / "episode.gif").read_bytes() == b"step 2, 5 turns"
+
+
+def test_learning_curves_refuses_a_run_that_did_not_finish(tmp_path):
+    fake_run(tmp_path / "run", 0, status="interrupted")
+    done = draw(tmp_path / "run", "--out", tmp_path / "images")
+    assert done.returncode == 1
+    assert "status is 'interrupted', expected 'completed'" in done.stderr
+    assert not (tmp_path / "images").exists()
+
+
+def defined_names(path: Path) -> set[str]:
+    """What a module defines at its top level, and the methods of its classes as ``Class.method``."""
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {target.id for target in targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.ClassDef):
+            methods = (item for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef))
+            names |= {f"{node.name}.{method.name}" for method in methods}
+    return names
+
+
+def draw(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "learning_curves.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def fake_run(path: Path, seed: int, status: str = "completed") -> None:
+    """The files of a run that ``learning_curves.py`` reads."""
+    (path / "renders").mkdir(parents=True)
+    evals = {"before": {"success": 0.25, "success_greedy": 0.2}, "after": {"success": 0.75, "success_greedy": 0.8}}
+    summary = {"status": status, "eval": evals, "wall_s": 100.0, "first_rollout_s": 10.0}
+    (path / "summary.json").write_text(json.dumps(summary))
+    (path / "config.yaml").write_text(f"seed: {seed}\n")
+    records: list[dict[str, float]] = [
+        {"step": 0, "eval/success": 0.25},
+        {"step": 1, "loss": 2.0},
+        {"step": 2, "eval/success": 0.75},
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    episodes = [(0, True, 9), (2, True, 3), (2, True, 5), (2, False, 9)]
+    lines = []
+    for step, success, turns in episodes:
+        stem = f"{step}-{success}-{turns}"
+        (path / "renders" / f"{stem}.gif").write_text(f"step {step}, {turns} turns")
+        lines.append(json.dumps({"page": f"{stem}.html", "step": step, "success": success, "turns": turns}) + "\n")
+    (path / "renders" / "episodes.jsonl").write_text("".join(lines))

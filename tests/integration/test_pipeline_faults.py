@@ -1,0 +1,173 @@
+"""What goes wrong in a run, by really doing it: a clear message, the right exit code, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import Launch, RayCluster, Run, assert_same_tensors
+
+from roll.tracking.checkpointer import find_damage
+
+
+def assert_failed(run: Run, *messages: str, steps: int) -> None:
+    """Exit code 1, the messages, a checkpoint of the last finished step, and no process left behind."""
+    assert run.wait() == 1, run.output
+    missing = [message for message in messages if message not in " ".join(run.output.split())]
+    assert not missing, f"{missing} not in:\n{run.output}"
+    assert "Traceback" not in run.output
+    assert run.summary["status"] == "failed"
+    assert run.summary["steps"] == steps == max(run.metrics)
+    if steps:
+        checkpoint = Path(run.summary["checkpoint"])
+        assert checkpoint.name == f"checkpoint-{steps}" and find_damage(checkpoint) is None
+        assert f"to go on from {checkpoint}: resume_from_checkpoint=true" in run.output
+    run.assert_nothing_left()
+
+
+def test_a_wrong_configuration_is_told_at_once_and_whole_before_ray_starts(launch: Launch) -> None:
+    started = time.monotonic()
+    run = launch(
+        "train_env_manager.tags=[Conting]",
+        "actor_train.strategy_args.strategy_name=fsdp3_train",
+        "track_with=tensorbord",
+        "adv_estimator=grop",
+        "pretrain=/no/such/model",
+        "actor_infer.device_mapping=[7]",
+        "custom_envs.Board.env_type=sokobann",
+    )
+    assert run.wait() == 2, run.output
+    assert time.monotonic() - started < 20  # 5 s when nothing else uses the machine
+    hints = ("Counting", "fsdp2_train", "tensorboard", "'grpo'", "/no/such/model", "ids from 0 to 1", "'sokoban'")
+    assert not [hint for hint in hints if hint not in run.output], run.output
+    assert not run.path.exists(), "nothing was started"
+
+
+def test_two_workers_of_each_kind_and_the_death_of_a_trainer(launch: Launch, ray_cluster: RayCluster) -> None:
+    run = launch(
+        "max_steps=4",
+        "actor_train.device_mapping=[0,1]",
+        "actor_infer.device_mapping=[0,1]",
+        "train_env_manager.max_env_num_per_worker=4",
+        "train_env_manager.group_size_redundancy=1",
+        "custom_envs.Counting.env_manager_cls=traj",
+        "is_use_additional_prompts=true",
+        "max_additional_running_prompts=1",
+        "generate_opt_level=0",
+        orders=("die-actor_train-1-train-3",),
+    )
+    assert_failed(run, "WorkerDiedError: actor_train rank 1 died in train at step 3", steps=2)
+    for step in (1, 2):
+        assert run.metrics[step]["rollout/episodes"] == 8
+        assert run.metrics[step]["rollout/turns"] == 3
+        assert run.metrics[step]["actor/grad_norm"] > 0
+    workers = [
+        run.faults / f"at-{role}-{rank}-{call}-1"
+        for role, call in (("actor_train", "train"), ("actor_infer", "generate"))
+        for rank in (0, 1)
+    ]
+    assert all(worker.exists() for worker in workers)
+    assert len({path.read_text() for path in run.faults.glob("at-train_env_manager-group-*")}) == 2
+    assert ray_cluster.placement_groups() == []
+
+
+def test_a_dead_rollout_worker_that_may_not_be_replaced_ends_the_run_with_a_checkpoint(launch: Launch) -> None:
+    run = launch("max_worker_restarts=0", "save_steps=50", orders=("die-train_env_manager-mid-2",))
+    assert_failed(run, "train_env_manager rank 0 died in", "step 2", "max_worker_restarts=0", steps=1)
+
+
+def test_steps_with_a_nan_loss_are_skipped_and_counted_and_too_many_end_the_run(launch: Launch) -> None:
+    run = launch("max_steps=6", "max_bad_steps=4", orders=("nan-2", "nan-4", "nan-5"))
+    assert_failed(run, "TrainingDivergedError: 4 optimizer steps in a row", "max_bad_steps=4", steps=5)
+    assert [run.metrics[step]["actor/skipped_steps"] for step in range(1, 6)] == [0, 2, 0, 2, 2]
+    assert_same_tensors(run.tensors(2), run.tensors(1))
+    assert_same_tensors(run.tensors(5), run.tensors(3))
+    assert all(tensor.isfinite().all() for tensor in run.tensors(5).values())
+
+
+def test_environments_fail_alone(launch: Launch) -> None:
+    run = launch(config="faulty_envs", orders=("hold-actor_train-0-train-1", "hold-actor_train-0-train-2"))
+    run.pid_at("actor_train-0-train-1")
+    turns = [json.loads(line) for line in (run.faults / "turns.jsonl").read_text().splitlines()]
+    last = {name: max(turn["time"] for turn in turns if turn["name"] == name) for name in ("fine", "slow")}
+    first_slow = min(turn["time"] for turn in turns if turn["name"] == "slow")
+    assert last["fine"] < first_slow + 0.5 < last["slow"], "a slow environment delayed the others"
+
+    run.order("faulty")
+    run.release("hold-actor_train-0-train-1")
+    run.pid_at("actor_train-0-train-2")
+    run.order("all")
+    run.release("hold-actor_train-0-train-2")
+    messages = ("RuntimeError: the floor gave way", "Spinning group 14 member 1: environment step took longer than")
+    assert_failed(run, "no episode to train on", *messages, steps=2)
+    assert [run.metrics[step]["rollout/dropped"] for step in (1, 2)] == [0, 6]
+    assert [run.metrics[step]["rollout/env_errors"] for step in (1, 2)] == [0, 12]
+    assert [run.metrics[step]["rollout/episodes"] for step in (1, 2)] == [10, 4]
+    log = (run.path / "logs" / "traceback.txt").read_text()
+    assert "no episode to train on" in log
+
+
+LAUNCHING_SCRIPT = """
+import sys
+import roll.agentic.env as envs
+from roll.pipeline.cli import main
+envs.register("my-env", "tests.faults:CountingEnv")
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+def test_a_registered_and_a_third_party_environment_and_a_prompt_that_is_too_long(
+    launch: Launch, tmp_path: Path
+) -> None:
+    script = tmp_path / "my_script.py"
+    script.write_text(LAUNCHING_SCRIPT)
+    inner = "{env_id: Blackjack-v1, formatter: values, action_names: [Stick, Hit], success_return: 1, max_steps: 3}"
+    blackjack = f"{{env_type: gymnasium, max_steps: 3, agent_system_template: '', env_config: {inner}}}"
+    run = launch(
+        "custom_envs.Counting.env_type=my-env",
+        "custom_envs.Counting.env_config={padding: 60}",
+        f"custom_envs.Blackjack={blackjack}",
+        "train_env_manager.tags=[Counting,Blackjack]",
+        script=script,
+        orders=("hold-actor_train-0-train-2",),
+    )
+    run.pid_at("actor_train-0-train-2")
+    run.order("long")
+    run.release("hold-actor_train-0-train-2")
+    assert_failed(run, "PromptTooLongError: Counting: the first prompt has", "prompt_length is 64", steps=2)
+    assert {"rollout/Counting/reward", "rollout/Blackjack/reward"} <= run.metrics[2].keys()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 3 MB: one checkpoint fits, a second does not."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(path)], capture_output=True, text=True
+    )
+    if mount.returncode:
+        pytest.skip(f"cannot mount a small filesystem: {mount.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint(launch: Launch, small_disk: Path) -> None:
+    run = launch(f"checkpoint_config.output_dir={small_disk}/checkpoints")
+    assert run.wait() == 1, run.output
+    assert f"the disk under {small_disk}/checkpoints is full" in " ".join(run.output.split())
+    assert run.summary["status"] == "failed" and run.summary["steps"] == 2
+    assert [path.name for path in (small_disk / "checkpoints").iterdir()] == ["checkpoint-1"]
+    assert find_damage(small_disk / "checkpoints" / "checkpoint-1") is None
+    run.assert_nothing_left()
+
+
+def test_a_hung_call_is_named_after_rpc_timeout(launch: Launch) -> None:
+    run = launch("rpc_timeout=40", orders=("hold-actor_train-0-logprobs",))
+    run.pid_at("actor_train-0-logprobs")
+    assert_failed(run, "RpcTimeoutError: actor_train rank 0: logprobs at step 1 gave no answer", steps=0)

@@ -1,0 +1,134 @@
+"""A run that is stopped in every way and taken up again ends where an undisturbed one does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import Launch, Run, assert_same_tensors
+
+STEPS = 5
+FULL = (
+    f"max_steps={STEPS}",
+    "eval_steps=2",
+    "adv_estimator=gae",
+    "ppo_epochs=2",
+    "add_token_level_kl=true",
+    "target_kl=0.001",
+    "reward_norm=running",
+)
+"""A critic, an adaptive KL in the reward, running statistics: all the state that a resumed run needs."""
+
+
+def resumed(launch: Launch, *overrides: str, **options: object) -> Run:
+    return launch(*FULL, "resume_from_checkpoint=true", *overrides, output="disturbed", **options)
+
+
+def assert_stopped(run: Run, exit_code: int, steps: int) -> None:
+    assert run.wait() == exit_code, run.output
+    assert run.summary["status"] == "interrupted"
+    assert run.summary["steps"] == steps
+    assert run.summary["checkpoint"] == str(run.checkpoint(steps))
+    assert "resume_from_checkpoint=true" in run.output
+    run.assert_nothing_left()
+
+
+def plant_half_written_checkpoints(run: Run) -> None:
+    """One without its manifest, one with a file cut short, and a temporary folder of a dead process."""
+    good = run.checkpoint(2)
+    for name in ("checkpoint-98", "checkpoint-99", ".tmp-checkpoint-100-999999"):
+        folder = good.with_name(name)
+        (folder / "actor_train").mkdir(parents=True)
+        weights = (good / "actor_train" / "model.safetensors").read_bytes()
+        (folder / "actor_train" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    manifest = (good / "manifest.json").read_text()
+    good.with_name("checkpoint-99").joinpath("manifest.json").write_text(manifest)
+
+
+def check_run_folder(run: Run, model: Path) -> None:
+    """What a completed run leaves behind."""
+    summary = run.summary
+    assert summary["status"] == "completed" and summary["steps"] == STEPS
+    for when in ("before", "after"):
+        assert 0 <= summary["eval"][when]["success"] <= 1 and summary["eval"][when]["episodes"] == 4
+    assert 0 < summary["first_rollout_s"] < summary["wall_s"]
+    assert {"rollout", "train"} <= summary["tokens_per_s"].keys()
+    assert summary["peak_memory_mb"] > 100
+    assert list(run.metrics) == list(range(STEPS + 1))
+    config = yaml.safe_load((run.path / "config.yaml").read_text())
+    assert config["max_steps"] == STEPS and config["pretrain"] == str(model)
+    for file in (run.path / "config.yaml", run.path / "logs" / "roll.log"):
+        assert "hunter2" not in file.read_text()
+    assert (run.path / "trajectories" / f"eval-{STEPS:05d}.jsonl").stat().st_size
+    assert (run.path / "renders" / "index.html").stat().st_size
+    assert list((run.path / "renders").rglob("*.gif")) or list((run.path / "renders").rglob("*-*.html"))
+    assert "ended" not in run.output and "Traceback" not in run.output
+
+
+def check_checkpoint_is_a_hugging_face_model(run: Run) -> None:
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = run.checkpoint(STEPS) / "actor_train"
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    assert stored.keys() <= model.state_dict().keys()
+    for name, tensor in stored.items():
+        assert model.state_dict()[name].equal(tensor)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "3 0"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )["input_ids"]
+    with torch.no_grad():
+        logits = model(ids).logits
+    assert logits.isfinite().all() and logits.shape == (1, ids.shape[1], len(tokenizer))
+
+
+@pytest.mark.timeout(600)
+def test_a_run_stopped_in_every_way_ends_where_an_undisturbed_one_does(launch: Launch, model: Path) -> None:
+    whole = launch(*FULL, "num_renders=1", "track_with=[stdout]", "system_envs.API_TOKEN=hunter2", local=True)
+    first = launch(*FULL, output="disturbed", local=True, orders=("hold-train_env_manager-group-3",))
+
+    # Ctrl-C in the rollout of step 2, to the whole process group as a terminal does.
+    first.pid_at("train_env_manager-group-3")
+    os.killpg(first.process.pid, signal.SIGINT)
+    assert_stopped(first, 130, steps=1)
+    assert whole.wait() == 0, whole.output
+    whole.assert_nothing_left()
+    check_run_folder(whole, model)
+    check_checkpoint_is_a_hugging_face_model(whole)
+
+    # SIGTERM in the training of step 2: the update is finished first.
+    second = resumed(launch, orders=("hold-actor_train-0-train-1",))
+    second.pid_at("actor_train-0-train-1")
+    second.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    second.release("hold-actor_train-0-train-1")
+    assert_stopped(second, 143, steps=2)
+    assert_same_tensors(second.tensors(2), whole.tensors(2))
+
+    # kill -9 in the rollout of step 4, and half-written checkpoints.
+    third = resumed(launch, local=True, orders=("hold-train_env_manager-group-7",))
+    third.pid_at("train_env_manager-group-7")
+    third.process.kill()
+    third.process.wait()
+    third.assert_nothing_left()
+    plant_half_written_checkpoints(third)
+
+    # Both kinds of rollout workers die on the way to the end.
+    orders = ("die-train_env_manager-mid-6", "die-actor_infer-0-generate-9")
+    fourth = resumed(launch, "max_worker_restarts=2", orders=orders)
+    assert fourth.wait() == 0, fourth.output
+    assert f"ignoring checkpoint {third.checkpoint(99)}" in fourth.output
+    assert f"resumed from {third.checkpoint(3)}" in (fourth.path / "logs" / "roll.log").read_text()
+    assert not any((fourth.faults / order).exists() for order in orders), "nobody died"
+    assert fourth.summary["status"] == "completed"
+    assert fourth.summary["eval"] == whole.summary["eval"]
+    assert fourth.repeatable_metrics() == whole.repeatable_metrics()
+    assert_same_tensors(fourth.tensors(STEPS), whole.tensors(STEPS))
+    fourth.assert_nothing_left()

@@ -1,0 +1,284 @@
+"""Rollouts as a run makes them: environment workers and an engine with an untrained tiny model on a local Ray."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from roll.agentic.env.base import StepResult, TextEnv, step_result
+from roll.agentic.env_manager import Limits, PromptTooLongError
+from roll.agentic.trajectory import groups_to_batch
+from roll.agentic.types import EpisodeEnd, RolloutGroup, SamplingParams
+from roll.configs.env import CustomEnvConfig
+from roll.configs.model import ModelArguments
+from roll.configs.strategy import StrategyArguments
+from roll.configs.worker import WorkerConfig
+from roll.data.batch import Batch
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.executor.placement import create_placement, discover_nodes
+from roll.distributed.executor.ray_session import ray_session
+from roll.distributed.executor.resources import RoleRequest, plan_placement
+from roll.distributed.scheduler.rollout_scheduler import GroupPlan, GroupSpec, RolloutScheduler
+from roll.distributed.strategy.base import StrategyContext
+from roll.models.tiny import make_tiny_model
+from roll.pipeline.agentic.env_worker import EnvironmentWorker, EnvWorkerContext
+from roll.pipeline.workers import InferWorker
+
+BOARD = {"min_solution": 1, "max_solution": 4, "num_walls": 4, "max_steps": 4}
+
+
+class FaultyEnv(TextEnv):
+    """Three turns.
+
+    Args:
+        fault: what the second step does: ``crash``, ``hang`` (a second and a half), ``kill`` (the process), or nothing.
+        once: this file, while it is there, is removed by the first fault; without it there is none.
+        slow: seconds of a step.
+    """
+
+    def __init__(self, fault: str = "", once: str = "", slow: float = 0.0) -> None:
+        self.fault, self.once, self.slow = fault, once, slow
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        self.num_steps = 0
+        return f"{seed}", {"state_key": f"{seed}"}
+
+    def step(self, action: str) -> StepResult:
+        self.num_steps += 1
+        time.sleep(self.slow)
+        if self.num_steps == 2 and self.fault and self._now():
+            if self.fault == "kill":
+                os._exit(1)
+            elif self.fault == "crash":
+                raise RuntimeError("the floor gave way")
+            time.sleep(1.5)
+        return step_result(
+            f"step {self.num_steps}",
+            task_reward=0.0,
+            penalty=0.0,
+            terminated=self.num_steps == 3,
+            truncated=False,
+            action=action,
+            action_is_effective=True,
+            success=True,
+            state_key=action,
+        )
+
+    def _now(self) -> bool:
+        if not self.once:
+            return True
+        if Path(self.once).exists():
+            Path(self.once).unlink()
+            return True
+        return False
+
+
+def faulty(**env_config: Any) -> CustomEnvConfig:
+    return CustomEnvConfig(env_type=f"{__name__}:FaultyEnv", step_timeout=0.5, env_config=env_config)
+
+
+def sokoban(**config: Any) -> CustomEnvConfig:
+    return CustomEnvConfig(env_type="sokoban", max_steps=4, agent_system_template="Sokoban", env_config=BOARD, **config)
+
+
+@pytest.fixture(scope="module")
+def orders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("orders")
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory, orders: Path) -> EnvWorkerContext:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_model(path, seed=1)
+    return EnvWorkerContext(
+        envs={
+            "Step": sokoban(env_manager_cls="step"),
+            "Traj": sokoban(env_manager_cls="traj"),
+            "Crash": faulty(fault="crash"),
+            "CrashOnce": faulty(fault="crash", once=str(orders / "crash")),
+            "HangOnce": faulty(fault="hang", once=str(orders / "hang")),
+            "KillOnce": faulty(fault="kill", once=str(orders / "kill")),
+            "Unequal": faulty(slow=0.05),
+            "Broken": CustomEnvConfig(env_type=f"{__name__}:FaultyEnv", env_config={"no_such_key": 1}),
+            "Long": sokoban().model_copy(update={"agent_template": "{observation}" + "word " * 200}),
+        },
+        tokenizer_path=str(path),
+        template="native",
+        params=SamplingParams(max_new_tokens=6, temperature=1.0),
+        limits=Limits(prompt_length=200, sequence_length=400),
+        retries=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def clusters(context: EnvWorkerContext) -> Iterator[tuple[Cluster, Cluster]]:
+    requests = [RoleRequest("envs", None, world_size=1), RoleRequest("infer", None, world_size=1)]
+    with ray_session({"num_cpus": 2, "object_store_memory": 2**27}):
+        placement = create_placement(plan_placement(requests, discover_nodes()))
+        threads = {"OMP_NUM_THREADS": "1"}
+        envs = Cluster("envs", EnvironmentWorker, placement, system_envs=threads)
+        infer = Cluster("infer", InferWorker, placement, system_envs=threads)
+        for cluster in (envs, infer):
+            cluster.launch()
+        config = WorkerConfig(
+            model_args=ModelArguments(dtype="fp32", attn_implementation="sdpa"),
+            strategy_args=StrategyArguments(strategy_name="hf_infer"),
+        )
+        refs = (
+            envs.submit("setup", context),
+            infer.submit("setup", StrategyContext(config, "infer", context.tokenizer_path, sequence_length=400)),
+        )
+        envs.gather(refs[0], call="setup")
+        infer.gather(refs[1], call="setup")
+        envs.call("set_engines", infer.handles)
+        yield envs, infer
+        for cluster in (envs, infer):
+            cluster.shutdown()
+        placement.remove()
+
+
+@pytest.fixture
+def play(clusters: tuple[Cluster, Cluster]) -> Callable[..., list[RolloutGroup]]:
+    """Plays groups side by side."""
+
+    def play(*specs: GroupSpec) -> list[RolloutGroup]:
+        envs, _ = clusters
+        refs = [envs.handles[0].run_group.remote(spec) for spec in specs]
+        return envs.gather(refs, call="run_group", ranks=[0] * len(refs), timeout=60)
+
+    return play
+
+
+def tokens(group: RolloutGroup) -> list[list[list[int]]]:
+    return [[turn.completion.token_ids.tolist() for turn in t.turns] for t in group.trajectories]
+
+
+@pytest.mark.parametrize("tag", ["Step", "Traj"])
+def test_a_group_shares_its_start_and_repeats_itself(tag: str, play: Callable[..., list[RolloutGroup]]) -> None:
+    spec = GroupSpec(3, tag, env_seed=11, group_size=4)
+    (alone,) = play(spec)
+    company = [GroupSpec(n, "Step", env_seed=n, group_size=4) for n in range(4, 8)]
+    again, *_ = play(spec, *company)
+    assert (alone.group_id, alone.tag, alone.dropped, alone.errors) == (3, tag, 0, ())
+    assert [t.member for t in alone.trajectories] == [0, 1, 2, 3]
+    assert len({t.turns[0].observation for t in alone.trajectories}) == 1
+    assert len({str(member) for member in tokens(alone)}) == 4  # members sample on their own
+    assert tokens(again) == tokens(alone)  # whatever else the engine has in its batch
+    greedy, greedy_again = play(replace(spec, greedy=True), replace(spec, greedy=True))
+    assert tokens(greedy) == tokens(greedy_again)
+    assert len({str(member) for member in tokens(greedy)}) == 1
+
+
+def test_the_rows_of_a_real_rollout_hold_what_was_sampled(play: Callable[..., list[RolloutGroup]]) -> None:
+    groups = play(GroupSpec(0, "Step", 5, 2), GroupSpec(1, "Traj", 5, 2))
+    batch = groups_to_batch(groups, ["Traj", "Step"])
+    sampled = [token for group in groups for member in tokens(group) for turn in member for token in turn]
+    assert batch.tokens_T[batch.loss_mask_T].tolist() == sampled
+    assert batch.tag_B is not None and batch.traj_B is not None and batch.rollout_logprobs_T is not None
+    assert batch.tag_B.unique().tolist() == [0, 1]
+    assert batch.traj_B.unique().tolist() == [0, 1, 2, 3]
+    assert (batch.rollout_logprobs_T[batch.loss_mask_T] < 0).all()
+    trajectory = groups[1].trajectories[0]
+    assert trajectory.history and trajectory.end in (EpisodeEnd.TRUNCATED, EpisodeEnd.TERMINATED)
+    for earlier, later in zip(trajectory.turns, trajectory.turns[1:], strict=False):
+        prefix = [*earlier.prompt_ids, *earlier.completion.token_ids]
+        assert later.prompt_ids[: len(prefix)].tolist() == prefix
+
+
+def test_with_redundancy_the_first_to_finish_count(play: Callable[..., list[RolloutGroup]]) -> None:
+    (group,) = play(GroupSpec(0, "Unequal", 5, group_size=2, redundancy=3))
+    members = [trajectory.member for trajectory in group.trajectories]
+    assert len(members) == 2 and members == sorted(members) and set(members) <= set(range(5))
+    assert (group.dropped, group.errors) == (0, ())
+
+
+def test_an_environment_that_keeps_failing_is_dropped_and_counted(play: Callable[..., list[RolloutGroup]]) -> None:
+    broken, built, fine = play(GroupSpec(8, "Crash", 0, 2), GroupSpec(9, "Broken", 0, 1), GroupSpec(10, "Step", 0, 2))
+    assert (len(broken.trajectories), broken.dropped) == (0, 2)
+    assert sorted(broken.errors) == [
+        f"Crash group 8 member {member}: environment step raised RuntimeError: the floor gave way"
+        for member in (0, 0, 1, 1)  # the first attempt and one more
+    ]
+    assert built.dropped == 1
+    assert "environment reset raised TypeError" in built.errors[0] and "no_such_key" in built.errors[0]
+    assert (len(fine.trajectories), fine.dropped) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("tag", "message"),
+    [("CrashOnce", "raised RuntimeError: the floor gave way"), ("HangOnce", "took longer than step_timeout=0.5s")],
+)
+def test_a_fault_that_passes_costs_one_more_attempt(
+    tag: str, message: str, orders: Path, play: Callable[..., list[RolloutGroup]]
+) -> None:
+    (orders / tag.removesuffix("Once").lower()).touch()
+    (group,) = play(GroupSpec(4, tag, 0, 3))
+    assert [t.member for t in group.trajectories] == [0, 1, 2]
+    assert all(t.success and len(t.turns) == 3 for t in group.trajectories)
+    assert group.dropped == 0
+    (error,) = group.errors
+    assert error.endswith(f"environment step {message}")
+
+
+def test_a_prompt_that_never_fits_ends_the_run_with_its_length(play: Callable[..., list[RolloutGroup]]) -> None:
+    with pytest.raises(PromptTooLongError, match=r"Long: the first prompt has \d+ tokens, but prompt_length is 200"):
+        play(GroupSpec(0, "Long", 0, 2))
+
+
+def test_scripted_groups_solve_their_boards_without_the_engine(play: Callable[..., list[RolloutGroup]]) -> None:
+    (group,) = play(GroupSpec(0, "Step", 5, group_size=6, expert_share=1.0))
+    assert all(t.success and t.end is EpisodeEnd.TERMINATED for t in group.trajectories)
+    assert {turn.completion.weight_version for t in group.trajectories for turn in t.turns} == {-1}
+
+
+def test_groups_of_a_worker_that_died_are_played_again_alike(
+    clusters: tuple[Cluster, Cluster], context: EnvWorkerContext, orders: Path, play: Callable[..., list[RolloutGroup]]
+) -> None:
+    envs, infer = clusters
+    recovered: list[BaseException] = []
+
+    def recover(error: BaseException) -> None:
+        recovered.append(error)
+        envs.restart(0)
+        envs.call("setup", context)
+        envs.call("set_engines", infer.handles)
+
+    plan = GroupPlan(("Step", "KillOnce"), (2, 1), group_size=2, redundancy=0, seed=0, name="train")
+    undisturbed = [play(plan.spec(n))[0] for n in range(6)]
+    (orders / "kill").touch()
+    groups = RolloutScheduler(plan, envs, recover, rpc_timeout=60.0).collect(0, 6)
+    assert len(recovered) == 1
+    assert [group.group_id for group in groups] == list(range(6))
+    assert [tokens(group) for group in groups] == [tokens(group) for group in undisturbed]
+
+
+def test_a_batch_travels_through_the_object_store_without_a_copy(clusters: tuple[Cluster, Cluster]) -> None:
+    @ray.remote(num_cpus=0)
+    def look(refs: list[ray.ObjectRef]) -> tuple[bool, int, int]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return _share_memory(*refs), int(ray.get(refs[0]).tokens_T.sum()), len(ray.get(refs[0]).split(2)[0])
+
+    lengths = torch.full((4000,), 250)
+    batch = Batch(lengths, torch.arange(1_000_000), torch.ones(1_000_000, dtype=torch.bool))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ref = ray.put(batch)
+        assert _share_memory(ref)
+    assert torch.equal(ray.get(ref).tokens_T, batch.tokens_T)
+    assert ray.get(look.remote([ref])) == (True, 499_999_500_000, 2000)
+
+
+def _share_memory(ref: ray.ObjectRef) -> bool:
+    """Whether what two readers get is the same piece of memory: the store's own."""
+    first, second = ray.get(ref), ray.get(ref)
+    return bool(first.tokens_T.data_ptr() == second.tokens_T.data_ptr())

@@ -1,0 +1,165 @@
+"""The ragged batch against plain lists of sequences."""
+
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.data.batch import Batch
+
+Sequences = list[list[int]]
+sequences_strategy = st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=7), min_size=0, max_size=9)
+
+
+def make_batch(sequences: Sequences) -> Batch:
+    """Every kind of column: ids, a mask and a score per token, an index and a score per sequence."""
+    tokens = torch.tensor([token for tokens in sequences for token in tokens], dtype=torch.int64)
+    return Batch(
+        lengths_B=torch.tensor([len(tokens) for tokens in sequences], dtype=torch.int64),
+        tokens_T=tokens,
+        loss_mask_T=tokens % 2 == 0,
+        rewards_T=tokens.float() / 2,
+        group_B=torch.tensor([tokens[0] for tokens in sequences], dtype=torch.int64),
+        scores_B=torch.tensor([sum(tokens) for tokens in sequences], dtype=torch.float32),
+    )
+
+
+def lists(batch: Batch) -> Sequences:
+    """Back to one list per sequence, after a check that the other columns moved along."""
+    assert torch.equal(batch.loss_mask_T, batch.tokens_T % 2 == 0)
+    assert batch.rewards_T is not None and batch.group_B is not None and batch.scores_B is not None
+    assert torch.equal(batch.rewards_T, batch.tokens_T.float() / 2)
+    found = [part.tolist() for part in batch.tokens_T.split(batch.lengths_B.tolist())] if len(batch.lengths_B) else []
+    assert batch.group_B.tolist() == [tokens[0] for tokens in found]
+    assert batch.scores_B.tolist() == [sum(tokens) for tokens in found]
+    return found
+
+
+@settings(deadline=None)
+@given(sequences_strategy)
+def test_positions_and_rows_count_as_lists_do(sequences: Sequences) -> None:
+    batch = make_batch(sequences)
+    assert lists(batch) == sequences
+    assert batch.num_sequences == len(sequences)
+    assert batch.num_tokens == sum(map(len, sequences))
+    assert batch.positions_T.tolist() == [i for tokens in sequences for i in range(len(tokens))]
+    assert batch.rows_T.tolist() == [row for row, tokens in enumerate(sequences) for _ in tokens]
+    assert batch.offsets_B.tolist() == [sum(map(len, sequences[:row])) for row in range(len(sequences))]
+
+
+@settings(deadline=None)
+@given(sequences_strategy, st.data())
+def test_select_takes_any_rows_in_any_order(sequences: Sequences, data: st.DataObject) -> None:
+    batch = make_batch(sequences)
+    rows = data.draw(st.lists(st.sampled_from(range(len(sequences))), max_size=12)) if sequences else []
+    expected = [sequences[row] for row in rows]
+    assert lists(batch.select(rows)) == expected
+    assert lists(batch.select(torch.tensor(rows, dtype=torch.int64))) == expected
+    assert batch.tokens_T[batch.token_index(rows)].tolist() == [token for tokens in expected for token in tokens]
+
+
+@settings(deadline=None)
+@given(st.lists(sequences_strategy, min_size=1, max_size=4))
+def test_concat_joins_end_to_end(parts: list[Sequences]) -> None:
+    assert lists(Batch.concat([make_batch(part) for part in parts])) == [tokens for part in parts for tokens in part]
+
+
+@settings(deadline=None)
+@given(sequences_strategy, st.booleans())
+def test_padded_is_a_rectangle(sequences: Sequences, left: bool) -> None:
+    width = max(map(len, sequences), default=0)
+    padding = [[-1] * (width - len(tokens)) for tokens in sequences]
+    expected = [pad + tokens if left else tokens + pad for pad, tokens in zip(padding, sequences, strict=True)]
+    rectangle = make_batch(sequences).padded("tokens_T", -1, left=left)
+    assert rectangle.shape == (len(sequences), width)
+    assert rectangle.tolist() == expected
+
+
+def test_padded_keeps_the_type() -> None:
+    batch = make_batch([[2, 3], [4]])
+    mask = batch.padded("loss_mask_T", False)
+    assert mask.dtype == torch.bool
+    assert mask.tolist() == [[True, False], [True, False]]
+    assert batch.padded("rewards_T").dtype == torch.float32
+
+
+@settings(deadline=None)
+@given(sequences_strategy, st.integers(1, 6))
+def test_split_gives_every_row_to_one_part_and_balances_tokens(sequences: Sequences, num_parts: int) -> None:
+    batch = make_batch(sequences)
+    parts = batch.split(num_parts)
+    assert len(parts) == num_parts
+    assert sorted(row for part in parts for row in part.tolist()) == list(range(len(sequences)))
+    assert sum(len(part) > 0 for part in parts) == min(num_parts, len(sequences))
+    loads = [sum(len(sequences[row]) for row in part.tolist()) for part in parts]
+    # Longest first onto the lightest: no two parts differ by more than the longest sequence.
+    assert max(loads) - min(loads) <= max(map(len, sequences), default=0)
+    assert all(part.dtype == torch.int64 for part in parts)
+
+
+def test_an_empty_share_goes_through_every_method() -> None:
+    full = make_batch([[1, 2, 3], [4]])
+    empty = full.select([])
+    assert (empty.num_sequences, empty.num_tokens) == (0, 0)
+    assert [name for name, value in vars(empty).items() if value is not None] == [
+        name for name, value in vars(full).items() if value is not None
+    ]
+    assert [len(part) for part in empty.split(3)] == [0, 0, 0]
+    assert lists(Batch.concat([empty, full, empty])) == [[1, 2, 3], [4]]
+    assert empty.padded("tokens_T").shape == (0, 0)
+    assert empty.padded("rewards_T", left=True).shape == (0, 0)
+    assert empty.select([]).token_index([]).tolist() == []
+    assert (len(empty.offsets_B), len(empty.rows_T), len(empty.positions_T)) == (0, 0, 0)
+    assert pickle.loads(pickle.dumps(empty)).num_sequences == 0
+
+
+def test_a_wrong_shape_names_the_field() -> None:
+    batch = make_batch([[1, 2, 3], [4]])
+    with pytest.raises(ValueError, match=r"Batch.loss_mask_T: shape \(3,\), expected \(4,\)"):
+        batch.replace(loss_mask_T=torch.ones(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"Batch.group_B: shape \(4,\), expected \(2,\)"):
+        batch.replace(group_B=torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"Batch.values_T: shape \(2, 2\), expected \(4,\)"):
+        batch.replace(values_T=torch.zeros(2, 2))
+
+
+def test_concat_refuses_batches_that_hold_different_things() -> None:
+    batch = make_batch([[1]])
+    with pytest.raises(ValueError, match=r"Batch.concat: rewards_T is set in 1 of 2 batches"):
+        Batch.concat([batch, batch.replace(rewards_T=None)])
+    with pytest.raises(ValueError, match="no batches"):
+        Batch.concat([])
+
+
+def test_a_batch_does_not_change() -> None:
+    batch = make_batch([[1, 2]])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        batch.tokens_T = torch.zeros(2)  # type: ignore[misc]
+    assert batch.replace(rewards_T=None).rewards_T is None
+    assert batch.rewards_T is not None
+
+
+def test_pickles_out_of_band_without_a_copy() -> None:
+    batch = make_batch([[1, 2, 3], [4]])
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
+    assert len(buffers) == 6  # one per column that is set
+    again = pickle.loads(data, buffers=buffers)
+    assert lists(again) == [[1, 2, 3], [4]]
+    assert again.tokens_T.data_ptr() == batch.tokens_T.data_ptr()
+
+
+@pytest.mark.filterwarnings("error")
+def test_read_only_memory_gives_a_usable_batch_without_a_warning() -> None:
+    """As out of Ray's object store, where arrays are read-only."""
+    batch = make_batch([[1, 2, 3], [4]])
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
+    again = pickle.loads(data, buffers=[bytes(buffer) for buffer in buffers])
+    assert not np.shares_memory(again.tokens_T.numpy(), batch.tokens_T.numpy())
+    assert lists(again.select([1, 0])) == [[4], [1, 2, 3]]
+    assert lists(pickle.loads(pickle.dumps(again))) == [[1, 2, 3], [4]]

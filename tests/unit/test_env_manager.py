@@ -1,0 +1,354 @@
+"""Episodes with a scripted policy: what it is shown, what it is asked for, what is kept."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roll.agentic.demonstrations import scripted_policy
+from roll.agentic.env import make
+from roll.agentic.env.base import StepResult, TextEnv, step_result
+from roll.agentic.env_manager import (
+    ENV_MANAGERS,
+    EnvManager,
+    EpisodeAbortedError,
+    EpisodeSpec,
+    Limits,
+    PromptTooLongError,
+    StepEnvManager,
+    TrajEnvManager,
+)
+from roll.agentic.env_runner import EnvCrashError, EnvRunner
+from roll.agentic.trajectory import groups_to_batch
+from roll.agentic.types import (
+    Completion,
+    EpisodeEnd,
+    FinishReason,
+    GenerateFn,
+    GenerateRequest,
+    RolloutGroup,
+    SamplingParams,
+    Trajectory,
+    Turn,
+)
+from roll.configs.env import CustomEnvConfig
+from roll.data.renderer import ChatRenderer
+from roll.models.tiny import make_tokenizer
+
+TOKENIZER = make_tokenizer()
+RENDERER = ChatRenderer(TOKENIZER)
+SPEC = EpisodeSpec("Echo", group_id=4, member=1, env_seed=9, sampling_seed=77)
+ROOMY = Limits(prompt_length=4000, sequence_length=8000)
+PLAIN = SamplingParams()
+MODES = pytest.mark.parametrize("mode", ["step", "traj"])
+
+
+class EchoEnv(TextEnv):
+    """Repeats the words; ``bad`` is no action, ``win`` ends with success, ``late`` truncates, ``crash`` raises."""
+
+    env_instruction = "Repeat after me."
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        self.num_steps = 0
+        return f"seed {seed}", {"state_key": f"start {seed}"}
+
+    def step(self, action: str) -> StepResult:
+        self.num_steps += 1
+        if action == "crash":
+            raise ZeroDivisionError
+        valid = action != "bad"
+        return step_result(
+            f"{action} {self.num_steps}",
+            task_reward=float(self.num_steps),
+            penalty=0.0 if valid else -0.5,
+            terminated=action == "win",
+            truncated=action == "late",
+            action=action if valid else None,
+            action_is_effective=valid,
+            success=action == "win",
+            state_key=f"after {self.num_steps}",
+        )
+
+
+class BareEnv(TextEnv):
+    """A user's environment that gives no info at all."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        return "start", {}
+
+    def step(self, action: str) -> StepResult:
+        return "next", 0.5, False, False, {"board": np.zeros(3), "depth": 2, "level": "cave"}
+
+
+class Policy:
+    """Says its words one turn after the other and keeps the requests."""
+
+    def __init__(self, *words: str, end: str = "<|im_end|>") -> None:
+        self.words = words
+        self.end = end
+        self.requests: list[GenerateRequest] = []
+
+    async def __call__(self, request: GenerateRequest) -> Completion:
+        words = self.words[min(len(self.requests), len(self.words) - 1)]
+        self.requests.append(request)
+        ids = np.asarray(TOKENIZER.encode(words + self.end, add_special_tokens=False), dtype=np.int64)
+        ids = ids[: request.params.max_new_tokens]
+        logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
+        reason = FinishReason.ABORT if words == "abort" else FinishReason.STOP
+        return Completion(request.request_id, ids, logprobs, reason, weight_version=3)
+
+
+def manager(mode: str, limits: Limits = ROOMY, params: SamplingParams = PLAIN, **config: Any) -> EnvManager:
+    tag = CustomEnvConfig(env_type="echo", env_manager_cls=mode, **config)
+    return ENV_MANAGERS.get(mode)(tag, RENDERER, params, limits)
+
+
+def play(
+    manager: EnvManager,
+    policy: GenerateFn,
+    spec: EpisodeSpec = SPEC,
+    make_env: Callable[[], TextEnv] = EchoEnv,
+) -> Trajectory:
+    async def episode() -> Trajectory:
+        runner = EnvRunner(make_env, timeout=5)
+        try:
+            return await manager.run_episode(runner, policy, spec)
+        finally:
+            runner.close()
+
+    return asyncio.run(episode())
+
+
+def shown(turn: Turn) -> str:
+    return TOKENIZER.decode(turn.prompt_ids)
+
+
+def test_step_mode_shows_each_turn_afresh() -> None:
+    trajectory = play(manager("step", max_steps=3), Policy("a", "b", "c"))
+    head = "<|im_start|>system\nRepeat after me.<|im_end|>\n<|im_start|>user\n"
+    tail = "<|im_end|>\n<|im_start|>assistant\n"
+    assert [shown(turn) for turn in trajectory.turns] == [
+        f"{head}{observation}{tail}" for observation in ("seed 9", "a 1", "b 2")
+    ]
+    assert not trajectory.history
+    assert [turn.observation for turn in trajectory.turns] == ["seed 9", "a 1", "b 2"]
+    assert trajectory.final_observation == "c 3"
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", ""])
+def test_traj_mode_is_one_growing_conversation(end: str) -> None:
+    trajectory = play(manager("traj", max_steps=3), Policy("a", "b", "c", end=end))
+    assert trajectory.history
+    for earlier, later in zip(trajectory.turns, trajectory.turns[1:], strict=False):
+        prefix = np.concatenate([earlier.prompt_ids, earlier.completion.token_ids])
+        assert (later.prompt_ids[: len(prefix)] == prefix).all()
+        assert len(later.prompt_ids) > len(prefix)
+    assert shown(trajectory.turns[2]) == (
+        "<|im_start|>system\nRepeat after me.<|im_end|>\n<|im_start|>user\nseed 9<|im_end|>\n"
+        "<|im_start|>assistant\na<|im_end|>\n<|im_start|>user\na 1<|im_end|>\n"
+        "<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nb 2<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_turn_keeps_what_happened_in_it() -> None:
+    trajectory = play(manager("step", max_steps=4), Policy("a", "bad", "win"))
+    assert (trajectory.tag, trajectory.group_id, trajectory.member, trajectory.seed) == ("Echo", 4, 1, 9)
+    assert [turn.text for turn in trajectory.turns] == ["a", "bad", "win"]
+    assert [turn.action for turn in trajectory.turns] == ["a", None, "win"]
+    assert [turn.task_reward for turn in trajectory.turns] == [1.0, 2.0, 3.0]
+    assert [turn.penalty for turn in trajectory.turns] == [0.0, -0.5, 0.0]
+    assert [turn.reward for turn in trajectory.turns] == [1.0, 1.5, 3.0]
+    assert trajectory.score == 5.5
+    assert [turn.state_key for turn in trajectory.turns] == ["start 9", "after 1", "after 2"]
+    assert trajectory.turns[0].completion.weight_version == 3
+
+
+@pytest.mark.parametrize(
+    ("last", "end", "success"),
+    [
+        ("win", EpisodeEnd.TERMINATED, True),
+        ("late", EpisodeEnd.TRUNCATED, False),
+        ("more", EpisodeEnd.TRUNCATED, False),  # the manager's own limit
+    ],
+)
+def test_how_an_episode_ends(last: str, end: EpisodeEnd, success: bool) -> None:
+    trajectory = play(manager("step", max_steps=2), Policy("a", last))
+    assert (len(trajectory.turns), trajectory.end, trajectory.success) == (2, end, success)
+    assert trajectory.info["state_key"] == "after 2"
+    assert "env_instruction" not in trajectory.info
+
+
+@MODES
+def test_the_loss_mask_covers_the_sampled_tokens_and_no_other(mode: str) -> None:
+    trajectory = play(manager(mode, max_steps=3), Policy("a", "bad", "c"))
+    batch = groups_to_batch([RolloutGroup(4, "Echo", (trajectory,))], ["Echo"])
+    assert batch.num_sequences == (1 if mode == "traj" else 3)
+    sampled = batch.tokens_T[batch.loss_mask_T]
+    assert TOKENIZER.decode(sampled) == "a<|im_end|>bad<|im_end|>c<|im_end|>"
+    assert batch.rollout_logprobs_T is not None
+    assert batch.rollout_logprobs_T[batch.loss_mask_T].tolist() == [-1, -2, -1, -2, -3, -4, -1, -2]
+    assert not batch.rollout_logprobs_T[~batch.loss_mask_T].any()
+    last = trajectory.turns[-1]
+    final = np.concatenate([last.prompt_ids, last.completion.token_ids])
+    assert batch.tokens_T[int(batch.offsets_B[-1]) :].tolist() == final.tolist()
+
+
+def test_traj_mode_stops_when_the_next_prompt_leaves_no_room() -> None:
+    prompts = [len(turn.prompt_ids) for turn in play(manager("traj", max_steps=6), Policy("a")).turns]
+    full = play(manager("traj", Limits(4000, prompts[3]), max_steps=6), Policy("a"))
+    assert (len(full.turns), full.end, full.success) == (3, EpisodeEnd.CONTEXT_FULL, False)
+    assert full.final_observation == "a 3"
+    one_more = play(manager("traj", Limits(4000, prompts[3] + 1), max_steps=6), Policy("a"))
+    assert (len(one_more.turns), one_more.end) == (4, EpisodeEnd.CONTEXT_FULL)
+    assert len(one_more.turns[-1].completion.token_ids) == 1  # cut to the room that was left
+
+
+def test_step_mode_stops_too_when_an_observation_does_not_fit() -> None:
+    config = {"max_steps": 6, "agent_template": "{observation}{observation}"}
+    first = len(play(manager("step", **config), Policy("a")).turns[0].prompt_ids)
+    trajectory = play(manager("step", Limits(4000, first + 10), **config), Policy("x" * 20))
+    assert len(trajectory.turns) == 1
+    assert trajectory.turns[0].text == "x" * 10
+    assert trajectory.end is EpisodeEnd.CONTEXT_FULL
+
+
+@MODES
+def test_a_first_prompt_that_cannot_fit_is_an_error(mode: str) -> None:
+    length = len(play(manager(mode, max_steps=1), Policy("a")).turns[0].prompt_ids)
+    expected = rf"Echo: the first prompt has {length} tokens, but prompt_length is "
+    with pytest.raises(PromptTooLongError, match=rf"{expected}{length - 1} and sequence_length 8000"):
+        play(manager(mode, Limits(length - 1, 8000)), Policy("a"))
+    with pytest.raises(PromptTooLongError, match=rf"{expected}4000 and sequence_length {length}"):
+        play(manager(mode, Limits(4000, length)), Policy("a"))
+    assert len(play(manager(mode, Limits(length, length + 1), max_steps=1), Policy("a")).turns) == 1
+
+
+@pytest.mark.parametrize(
+    ("history_length", "expected"),
+    [
+        (0, ["", "", "", ""]),
+        (1, ["", "seed 9\na", "a 1\nb", "b 2\nc"]),
+        (3, ["", "seed 9\na", "seed 9\na\na 1\nb", "seed 9\na\na 1\nb\nb 2\nc"]),
+        (10, ["", "seed 9\na", "seed 9\na\na 1\nb", "seed 9\na\na 1\nb\nb 2\nc"]),
+    ],
+)
+def test_step_mode_repeats_the_last_turns_in_words(history_length: int, expected: list[str]) -> None:
+    config = {"history_length": history_length, "agent_system_template": "", "agent_template": "{history}"}
+    trajectory = play(manager("step", max_steps=4, **config), Policy("a", "b", "c", "d"))
+    opened = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    assert [shown(turn) for turn in trajectory.turns] == [opened.format(text) for text in expected]
+
+
+@MODES
+def test_placeholders_are_filled_at_every_turn(mode: str) -> None:
+    trajectory = play(
+        manager(
+            mode,
+            max_steps=3,
+            agent_system_template="{env_instruction} Turns: {max_turns}.",
+            agent_template="{turn}/{max_turns}, {turns_left} left: {observation} {unknown} {} {env_instruction}",
+        ),
+        Policy("a", "b", "c"),
+    )
+    for number, (turn, observation) in enumerate(zip(trajectory.turns, ["seed 9", "a 1", "b 2"], strict=True), 1):
+        text = shown(turn)
+        user = f"user\n{number}/3, {4 - number} left: {observation} {{unknown}} {{}} Repeat after me.<|im_end|>"
+        assert text.count("<|im_start|>system\nRepeat after me. Turns: 3.<|im_end|>") == 1
+        assert text.endswith(f"{user}\n<|im_start|>assistant\n")
+
+
+@MODES
+def test_braces_in_what_the_environment_or_the_policy_says_are_left_alone(mode: str) -> None:
+    words = '{"move": {"turn": 1}} {turn} {observation}'
+    trajectory = play(manager(mode, max_steps=2, agent_template="{turn}. {observation}"), Policy(words))
+    assert f"user\n2. {words} 1<|im_end|>" in shown(trajectory.turns[1])
+
+
+def test_an_empty_system_text_makes_no_system_message() -> None:
+    trajectory = play(manager("traj", max_steps=1, agent_system_template=""), Policy("a"))
+    assert shown(trajectory.turns[0]) == "<|im_start|>user\nseed 9<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_an_environment_without_info_will_do() -> None:
+    trajectory = play(manager("step", max_steps=2), Policy("a"), make_env=BareEnv)
+    turn = trajectory.turns[0]
+    assert (turn.task_reward, turn.penalty, turn.action, turn.state_key) == (0.5, 0.0, None, "start")
+    assert (trajectory.score, trajectory.success) == (1.0, False)
+    assert trajectory.info == {"depth": 2, "level": "cave"}  # arrays stay behind
+    assert not shown(turn).startswith("<|im_start|>system")
+
+
+def test_requests_carry_the_sampling_of_the_tag() -> None:
+    params = SamplingParams(max_new_tokens=50, temperature=0.7, top_p=0.9, top_k=5, stop=("!",))
+    policy = Policy("a")
+    play(manager("step", params=params, max_steps=2), policy)
+    asked = policy.requests[0].params
+    assert (asked.max_new_tokens, asked.temperature, asked.top_p, asked.top_k, asked.stop) == (50, 0.7, 0.9, 5, ("!",))
+    for tokens, expected in ((8, 8), (80, 50)):
+        policy = Policy("a")
+        play(manager("step", params=params, max_tokens_per_step=tokens, max_steps=1), policy)
+        assert policy.requests[0].params.max_new_tokens == expected
+
+
+def test_greedy_takes_the_likeliest_token() -> None:
+    policy = Policy("a")
+    params = SamplingParams(temperature=0.7)
+    play(manager("step", params=params, max_steps=1), policy, EpisodeSpec("Echo", 0, 0, 9, 77, greedy=True))
+    assert policy.requests[0].params.temperature == 0.0
+
+
+def test_seeds_differ_between_turns_and_members_and_repeat_themselves() -> None:
+    def seeds(sampling_seed: int) -> list[int | None]:
+        policy = Policy("a", "b", "c")
+        play(manager("traj", max_steps=3), policy, EpisodeSpec("Echo", 0, 0, 9, sampling_seed))
+        return [request.params.seed for request in policy.requests]
+
+    one, two = seeds(1), seeds(2)
+    assert len({*one, *two}) == 6
+    assert seeds(1) == one
+
+
+def test_request_ids_are_unique_among_members_and_turns() -> None:
+    policy = Policy("a")
+    for member in range(2):
+        play(manager("step", max_steps=2), policy, EpisodeSpec("Echo", 4, member, 9, member))
+    assert len({request.request_id for request in policy.requests}) == 4
+
+
+def test_an_aborted_request_and_a_crash_end_the_episode() -> None:
+    with pytest.raises(EpisodeAbortedError, match="request Echo-4-1-1 was aborted"):
+        play(manager("step"), Policy("a", "abort"))
+    with pytest.raises(EnvCrashError, match="environment step raised ZeroDivisionError"):
+        play(manager("step"), Policy("a", "crash"))
+
+
+@pytest.mark.parametrize("mode", ["step", "traj"])
+def test_equal_specs_give_equal_episodes_in_a_real_environment(mode: str) -> None:
+    """Sokoban, played by the script that makes the demonstrations."""
+    environment = {"min_solution": 3, "max_solution": 8, "max_steps": 8}
+
+    async def episode(expert_share: float) -> Trajectory:
+        runner = EnvRunner(lambda: make("sokoban", **environment), timeout=5)
+        try:
+            policy = scripted_policy(runner, RENDERER, expert_share)
+            return await manager(mode, max_steps=8).run_episode(runner, policy, SPEC)
+        finally:
+            runner.close()
+
+    first, second = (asyncio.run(episode(0.5)) for _ in range(2))
+    assert [turn.text for turn in first.turns] == [turn.text for turn in second.turns]
+    assert [turn.prompt_ids.tolist() for turn in first.turns] == [turn.prompt_ids.tolist() for turn in second.turns]
+    assert all(turn.action is not None for turn in first.turns)
+    expert = asyncio.run(episode(1.0))
+    assert expert.success
+    assert expert.end is EpisodeEnd.TERMINATED
+    assert all(len(turn.completion.token_ids) == 4 for turn in expert.turns)
+
+
+def test_managers_have_names() -> None:
+    assert ENV_MANAGERS.get("step") is StepEnvManager
+    assert ENV_MANAGERS.get("traj") is TrajEnvManager

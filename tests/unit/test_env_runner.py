@@ -1,0 +1,263 @@
+"""An environment in a thread of its own, and everything it may do wrong there."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from roll.agentic.env.base import StepResult, TextEnv, step_result
+from roll.agentic.env_runner import EnvCrashError, EnvRunner, EnvTimeoutError
+
+
+class OddEnv(TextEnv):
+    """Does what ``step`` is told; the gate holds ``hang`` until the test lets go."""
+
+    env_instruction = "Be odd."
+
+    def __init__(self, gate: threading.Event | None = None) -> None:
+        self.gate = gate or threading.Event()
+        self.threads = [threading.get_ident()]
+        self.closed = False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        self.threads.append(threading.get_ident())
+        return f"seed {seed}", {"state_key": str(seed)}
+
+    def step(self, action: str) -> StepResult:
+        self.threads.append(threading.get_ident())
+        if action == "hang":
+            self.gate.wait(30)
+        if action == "short":
+            return "one", 0.0  # type: ignore[return-value]
+        if action in ERRORS:
+            raise ERRORS[action]
+        return step_result(
+            action,
+            task_reward=1.0,
+            penalty=-0.25,
+            terminated=False,
+            truncated=True,
+            action=action,
+            action_is_effective=True,
+            success=True,
+            state_key=action,
+        )
+
+    def close(self) -> None:
+        self.closed = True
+
+
+ERRORS: dict[str, BaseException] = {
+    "crash": ZeroDivisionError("by nought"),
+    "own timeout": TimeoutError("the game server is slow"),
+    "ctrl-c": KeyboardInterrupt(),
+    "stop": StopIteration("no more levels"),
+    "exit": SystemExit(3),
+    "cancel": asyncio.CancelledError("not yours"),
+    "generator": GeneratorExit(),
+}
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never happened")
+
+
+def test_every_call_runs_in_one_thread_that_is_not_the_callers() -> None:
+    async def play() -> OddEnv:
+        runner = EnvRunner(lambda: built[0], timeout=5)
+        built.append(await asyncio.to_thread(OddEnv))
+        built[0].threads.clear()
+        observation, info = await runner.reset(7)
+        assert (observation, info) == ("seed 7", {"state_key": "7", "env_instruction": "Be odd."})
+        observation, reward, terminated, truncated, info = await runner.step("left")
+        assert (observation, reward, terminated, truncated) == ("left", 0.75, False, True)
+        assert (info["task_reward"], info["penalty"], info["success"]) == (1.0, -0.25, True)
+        assert info["env_instruction"] == "Be odd."  # prompts of later turns are filled from the last info
+        assert await runner.call("peek", lambda env: env.env_instruction) == "Be odd."
+        runner.close()
+        return built[0]
+
+    built: list[OddEnv] = []
+    env = asyncio.run(play())
+    assert len(set(env.threads)) == 1
+    assert threading.get_ident() not in env.threads
+    wait_until(lambda: env.closed)
+
+
+def test_the_environment_is_built_in_the_thread_and_once() -> None:
+    built: list[int] = []
+
+    def make() -> OddEnv:
+        built.append(threading.get_ident())
+        return OddEnv()
+
+    async def play() -> list[int]:
+        runner = EnvRunner(make, timeout=5)
+        assert built == []
+        threads = [await runner.call("peek", lambda env: threading.get_ident()) for _ in range(3)]
+        runner.close()
+        return threads
+
+    assert set(asyncio.run(play())) == set(built)
+    assert len(built) == 1
+
+
+@pytest.mark.parametrize("name", sorted(ERRORS))
+def test_whatever_a_step_raises_is_a_crash_that_says_so(name: str) -> None:
+    async def play() -> EnvCrashError:
+        runner = EnvRunner(OddEnv, timeout=5)
+        await runner.reset(0)
+        with pytest.raises(EnvCrashError) as caught:
+            await runner.step(name)
+        assert (await runner.step("left"))[0] == "left"  # the thread lives on
+        runner.close()
+        return caught.value
+
+    error = asyncio.run(play())
+    assert str(error).startswith("environment step raised ")
+    assert type(ERRORS[name]).__name__ in str(error)
+    assert error.__cause__ is not None
+
+
+def test_a_step_of_the_wrong_form_is_a_crash() -> None:
+    async def play() -> None:
+        runner = EnvRunner(OddEnv, timeout=5)
+        with pytest.raises(EnvCrashError, match="environment step raised ValueError: not enough values to unpack"):
+            await runner.step("short")
+        runner.close()
+
+    asyncio.run(play())
+
+
+def test_an_environment_that_cannot_be_built_is_a_crash() -> None:
+    def make() -> OddEnv:
+        raise FileNotFoundError("levels.txt")
+
+    async def play() -> None:
+        runner = EnvRunner(make, timeout=5)
+        for _ in range(2):  # the second call tries again
+            with pytest.raises(EnvCrashError, match=r"environment reset raised FileNotFoundError: levels.txt"):
+                await runner.reset(0)
+        runner.close()
+
+    asyncio.run(play())
+
+
+def test_a_hung_environment_is_given_up_and_delays_no_other(gate: threading.Event) -> None:
+    async def play() -> float:
+        hung, other = EnvRunner(lambda: OddEnv(gate), timeout=1.0), EnvRunner(OddEnv, timeout=5)
+        await asyncio.gather(hung.reset(0), other.reset(0))
+        hanging = asyncio.create_task(hung.step("hang"))
+        started = time.monotonic()
+        for _ in range(20):
+            await other.step("left")
+        spent = time.monotonic() - started
+        assert not hanging.done()
+        with pytest.raises(EnvTimeoutError, match=r"environment step took longer than step_timeout=1s"):
+            await hanging
+        hung.close()
+        other.close()
+        return spent
+
+    assert asyncio.run(play()) < 1.0
+
+
+def test_a_late_answer_to_a_call_given_up_is_dropped(gate: threading.Event) -> None:
+    async def play() -> None:
+        runner = EnvRunner(lambda: OddEnv(gate), timeout=0.1)
+        with pytest.raises(EnvTimeoutError):
+            await runner.step("hang")
+        gate.set()
+        assert (await runner.step("left"))[0] == "left"
+        runner.close()
+
+    asyncio.run(play())
+
+
+def test_a_late_answer_to_a_loop_that_is_gone_harms_nobody(gate: threading.Event) -> None:
+    failures: list[threading.ExceptHookArgs] = []
+    env = OddEnv(gate)
+
+    async def play() -> EnvRunner:
+        runner = EnvRunner(lambda: env, timeout=0.1)
+        with pytest.raises(EnvTimeoutError):
+            await runner.step("hang")
+        return runner
+
+    hook, threading.excepthook = threading.excepthook, failures.append
+    try:
+        runner = asyncio.run(play())
+        runner.close()
+        gate.set()
+        wait_until(lambda: env.closed)
+    finally:
+        threading.excepthook = hook
+    assert failures == []
+
+
+def test_cancelling_the_caller_is_no_failure_of_the_environment(gate: threading.Event) -> None:
+    async def play() -> None:
+        runner = EnvRunner(lambda: OddEnv(gate), timeout=5)
+        hanging = asyncio.create_task(runner.step("hang"))
+        await asyncio.sleep(0.05)
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+        runner.close()
+
+    asyncio.run(play())
+
+
+def test_with_a_lock_one_call_runs_at_a_time() -> None:
+    inside = 0
+    most = 0
+
+    def job(env: TextEnv) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.01)
+        inside -= 1
+
+    async def play(lock: threading.Lock | None) -> int:
+        nonlocal most
+        most = 0
+        runners = [EnvRunner(OddEnv, timeout=5, lock=lock) for _ in range(6)]
+        await asyncio.gather(*(runner.call("job", job) for runner in runners for _ in range(2)))
+        for runner in runners:
+            runner.close()
+        return most
+
+    assert asyncio.run(play(threading.Lock())) == 1
+    assert asyncio.run(play(None)) > 1
+
+
+def test_closing_ends_the_thread_after_its_work() -> None:
+    before = threading.active_count()
+
+    async def play() -> list[Any]:
+        runners = [EnvRunner(OddEnv, timeout=5) for _ in range(5)]
+        results = [asyncio.create_task(runner.step("left")) for runner in runners]
+        await asyncio.sleep(0)
+        for runner in runners:
+            runner.close()
+        return await asyncio.gather(*results)
+
+    assert [result[0] for result in asyncio.run(play())] == ["left"] * 5
+    wait_until(lambda: threading.active_count() <= before)

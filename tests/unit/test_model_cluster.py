@@ -1,0 +1,193 @@
+"""How a batch is spread over the ranks of a model role and how its results come back together.
+
+The ranks run in this process, behind the same pickling as over Ray; real clusters: ``tests/integration``.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import ray
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from roll.algorithms.types import LossFn, TokenScores
+from roll.configs.strategy import StrategyArguments
+from roll.configs.worker import WorkerConfig
+from roll.data.batch import Batch
+from roll.distributed.strategy.base import Metrics, RankInfo, StrategyContext
+from roll.pipeline.model_cluster import ModelCluster, plan_optimizer_steps
+from roll.pipeline.workers import TrainWorker
+
+
+class EchoStrategy:
+    """Scores a token by its id, and writes down what it is given to train on.
+
+    ``copies`` ranks next to each other share a ``dp_rank``, as the parts of one split model do; only the first of them
+    tells the truth, as nobody should read the others.
+    """
+
+    copies = 1
+    scores_values = False
+
+    def __init__(self, context: StrategyContext) -> None:
+        self.context = context
+        self.trained: list[list[int]] = []
+        self.scored: list[int] = []
+
+    def setup(self) -> RankInfo:
+        rank, world_size = self.context.rank, self.context.world_size
+        return RankInfo(rank, world_size, rank // self.copies, world_size // self.copies)
+
+    def logprobs(self, batch: Batch) -> TokenScores:
+        assert batch.group_B is not None
+        self.scored = batch.group_B.tolist()
+        scale = 1.0 if self.context.rank % self.copies == 0 else float("nan")
+        scores = batch.tokens_T * scale
+        return TokenScores(values_T=scores) if self.scores_values else TokenScores(-scores, scores / 2)
+
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> Metrics:
+        assert batch.group_B is not None
+        assert batch.tokens_T.tolist() == [
+            10 * group + position
+            for group, length in zip(batch.group_B.tolist(), batch.lengths_B.tolist(), strict=True)
+            for position in range(length)
+        ]
+        self.trained.append(batch.group_B.tolist())
+        return {"steps": float(len(self.trained))}
+
+
+class InProcessCluster:
+    """Stands in for ``Cluster``: the same calls, in this process, one after the other."""
+
+    name = "actor_train"
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.workers = [TrainWorker("actor_train", rank, world_size, {}) for rank in range(world_size)]
+        self.received: list[int] = []
+        """Tokens that the last call sent to each rank."""
+
+    def rendezvous(self) -> None: ...
+
+    def submit_each(self, method: str, per_rank_args: Sequence[tuple[Any, ...]]) -> list[Any]:
+        assert len(per_rank_args) == self.world_size
+        self.received = [args[0].num_tokens for args in per_rank_args if isinstance(args[0], Batch)]
+        return [
+            getattr(worker, method)(*pickle.loads(pickle.dumps(args)))
+            for worker, args in zip(self.workers, per_rank_args, strict=True)
+        ]
+
+    def gather(self, refs: list[Any], *, call: str) -> list[Any]:
+        return refs
+
+
+def make_model(world_size: int, *, copies: int = 1, values: bool = False) -> tuple[ModelCluster, list[EchoStrategy]]:
+    EchoStrategy.copies, EchoStrategy.scores_values = copies, values
+    cluster = InProcessCluster(world_size)
+    model = ModelCluster(cluster)  # type: ignore[arg-type]
+    config = WorkerConfig(strategy_args=StrategyArguments(strategy_name=f"{__name__}:EchoStrategy"))
+    model.setup(StrategyContext(config, "actor_train", ""))
+    for worker in cluster.workers:
+        worker.set_loss(lambda: lambda *_: None)  # type: ignore[arg-type, return-value]
+    return model, [worker.strategy for worker in cluster.workers]  # type: ignore[misc]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_object_store() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ray, "put", lambda value: value)
+        yield
+
+
+def make_batch(lengths: Sequence[int]) -> Batch:
+    """Sequence g holds the tokens 10 g, 10 g + 1, …"""
+    lengths_B = torch.tensor(lengths, dtype=torch.int64)
+    rows = range(len(lengths))
+    tokens = torch.tensor([10 * row + i for row in rows for i in range(lengths[row])], dtype=torch.int64)
+    return Batch(lengths_B, tokens, tokens > 0, group_B=torch.arange(len(lengths)))
+
+
+lengths_strategy = st.lists(st.integers(1, 10), min_size=1, max_size=12)
+
+
+@settings(deadline=None)
+@given(lengths_strategy, st.integers(1, 5), st.integers(1, 3), st.booleans())
+def test_scores_come_back_in_the_order_of_the_batch(
+    lengths: list[int], dp_size: int, copies: int, values: bool
+) -> None:
+    batch = make_batch(lengths)
+    model, strategies = make_model(dp_size * copies, copies=copies, values=values)
+    assert (model.size, model.dp_size) == (dp_size * copies, dp_size)
+    scores = model.logprobs(batch)
+    if values:
+        assert scores.logprobs_T is None and scores.entropy_T is None and scores.values_T is not None
+        assert torch.equal(scores.values_T, batch.tokens_T.float())
+    else:
+        assert scores.values_T is None and scores.logprobs_T is not None and scores.entropy_T is not None
+        assert torch.equal(scores.logprobs_T, -batch.tokens_T.float())
+        assert torch.equal(scores.entropy_T, batch.tokens_T.float() / 2)
+    shares = [strategy.scored for strategy in strategies]
+    assert all(shares[rank] == shares[rank - rank % copies] for rank in range(model.size))
+    assert sorted(row for share in shares[::copies] for row in share) == list(range(len(lengths)))
+
+
+@settings(deadline=None)
+@given(lengths_strategy, st.integers(1, 5), st.integers(1, 2), st.integers(1, 6), st.integers(1, 2))
+def test_each_optimizer_step_reaches_the_ranks_in_disjoint_shares(
+    lengths: list[int], dp_size: int, copies: int, steps_per_epoch: int, epochs: int
+) -> None:
+    batch = make_batch(lengths)
+    model, strategies = make_model(dp_size * copies, copies=copies)
+    steps = plan_optimizer_steps(len(lengths), steps_per_epoch, epochs, seed=0)
+    history = model.train(batch, steps)
+    assert history == [{"steps": float(number)} for number in range(1, len(steps) + 1)]
+    for strategy in strategies:
+        # Ranks without rows take part as well: a step is a collective act.
+        assert len(strategy.trained) == len(steps)
+    for number, rows in enumerate(steps):
+        shares = [strategy.trained[number] for strategy in strategies]
+        assert all(shares[rank] == shares[rank - rank % copies] for rank in range(model.size))
+        assert sorted(row for share in shares[::copies] for row in share) == sorted(rows.tolist())
+
+
+@settings(deadline=None)
+@given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 4), st.integers(0, 3))
+def test_every_epoch_sees_every_row_once_in_steps_of_nearly_equal_size(
+    num_rows: int, steps_per_epoch: int, epochs: int, seed: int
+) -> None:
+    steps = plan_optimizer_steps(num_rows, steps_per_epoch, epochs, seed)
+    per_epoch = min(num_rows, steps_per_epoch)
+    assert len(steps) == per_epoch * epochs
+    for epoch in range(epochs):
+        part = steps[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert Counter(row for rows in part for row in rows.tolist()) == Counter(range(num_rows))
+        sizes = [len(rows) for rows in part]
+        assert not sizes or max(sizes) - min(sizes) <= 1
+
+
+def test_epochs_are_shuffled_anew_and_the_seed_repeats_them() -> None:
+    def orders(seed: int) -> list[list[int]]:
+        return [rows.tolist() for rows in plan_optimizer_steps(50, 1, 3, seed)]
+
+    first = orders(1)
+    assert len({tuple(order) for order in first}) == 3
+    assert orders(1) == first
+    assert orders(2) != first
+    state = torch.random.get_rng_state()
+    orders(1)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_rank_gets_only_the_rows_that_it_trains_on() -> None:
+    """What travels is its share, once, however many epochs there are."""
+    model, _ = make_model(4)
+    steps: list[Tensor] = [torch.arange(8)] * 3
+    model.train(make_batch([5] * 8), steps)
+    assert model.cluster.received == [10] * 4  # type: ignore[attr-defined]

@@ -1,0 +1,99 @@
+"""The registry and derived seeds."""
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from roll.utils.registry import Registry, UnknownNameError, import_path
+from roll.utils.seeding import derive_seed
+
+
+@pytest.fixture
+def counters() -> Registry[type]:
+    registry: Registry[type] = Registry("counter")
+    registry.register("plain", Counter)
+    registry.register("by_path", "collections:Counter")
+    return registry
+
+
+def test_objects_and_paths_give_the_same(counters: Registry[type]) -> None:
+    assert counters.get("plain") is counters.get("by_path") is counters.get("collections:Counter") is Counter
+    assert counters.get("collections.Counter") is Counter
+    assert counters.names() == ["by_path", "plain"]
+    assert "plain" in counters
+    assert "collections:Counter" not in counters
+
+
+def test_a_path_is_imported_at_first_use_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "late_plugin.py").write_text("thing = object()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry: Registry[object] = Registry("thing")
+    registry.register("late", "late_plugin:thing")
+    registry.check("late")
+    assert registry.names() == ["late"]
+    assert "late_plugin" not in sys.modules
+    registry.get("late")
+    assert "late_plugin" in sys.modules
+
+
+def test_a_wrong_name_is_answered_with_a_suggestion(counters: Registry[type]) -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown counter 'plian'. Did you mean 'plain'\?") as caught:
+        counters.get("plian")
+    assert "Registered: by_path, plain; or give package.module:attribute" in str(caught.value)
+    with pytest.raises(UnknownNameError) as caught:
+        counters.check("xyz")
+    assert "Did you mean" not in str(caught.value)
+    with pytest.raises(UnknownNameError, match="Registered: nothing"):
+        Registry("engine").check("any")
+
+
+@pytest.mark.parametrize(
+    "name", ["", ":", "collections:", ":Counter", ".Counter", "a-b:c", "a:b-c", "a..b:c", "os:a.b"]
+)
+def test_what_is_no_path_is_never_imported(counters: Registry[type], name: str) -> None:
+    with pytest.raises(UnknownNameError, match="unknown counter"):
+        counters.get(name)
+
+
+def test_a_path_that_leads_nowhere_says_how_far_it_led() -> None:
+    with pytest.raises(UnknownNameError, match="cannot import module 'no_such_module'"):
+        import_path("no_such_module:thing", "reward")
+    with pytest.raises(
+        UnknownNameError, match=r"reward 'collections:Countr': module 'collections' has no 'Countr'; did you mean"
+    ):
+        import_path("collections:Countr", "reward")
+
+
+def test_a_name_is_not_taken_twice(counters: Registry[type]) -> None:
+    counters.register("plain", Counter)  # the same thing again is harmless: modules are imported twice in tests
+    with pytest.raises(ValueError, match="counter 'plain' is already registered as"):
+        counters.register("plain", dict)
+    counters.register("plain", dict, override=True)
+    assert counters.get("plain") is dict
+
+
+def test_seeds_depend_on_every_part_and_on_nothing_else() -> None:
+    seeds = [derive_seed(*parts) for parts in [(0,), (1,), (0, 0), (0, "train", 1), (0, "train", 2), (0, "val", 1)]]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert derive_seed("a", "bc") != derive_seed("ab", "c")
+    code = "from roll.utils.seeding import derive_seed; print(derive_seed(0, 'train', 1))"
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": hash_seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert outputs == {f"{seeds[3]}\n"}
+
+
+def test_importing_roll_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, roll, roll.configs.agentic, roll.utils.registry\n"
+        "print(sorted({'torch', 'ray', 'transformers'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

@@ -1,0 +1,190 @@
+"""Conversations to token ids, against the tokenizer's own rendering of the whole conversation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from roll.data.arrays import IntArray
+from roll.data.renderer import _SENTINEL, ChatRenderer, Message
+from roll.models.tiny import make_tokenizer
+
+# ChatML with a system message of its own, as Qwen2.5 writes it.
+QWEN_LIKE = (
+    "{%- if messages[0].role != 'system' -%}{{ '<|im_start|>system\nBe helpful.<|im_end|>\n' }}{%- endif -%}"
+    "{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
+# A token at the very start, two line feeds after each header, no line feed after a turn, as Llama 3 writes it.
+LLAMA_LIKE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+CORPUS = ["the player walks left and right", "another answer is another move", "left left right answer player walks"]
+
+
+def merging_tokenizer(template: str, specials: list[str], eos: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with real merges, so that re-tokenising sampled ids can change them."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.train_from_iterator(
+        CORPUS * 4,
+        trainers.BpeTrainer(vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False),
+    )
+    core.add_special_tokens([AddedToken(text, special=True) for text in specials])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token=specials[0], eos_token=eos)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+TOKENIZERS = {
+    "tiny": make_tokenizer(),
+    "qwen": merging_tokenizer(QWEN_LIKE, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], "<|im_end|>"),
+    "llama": merging_tokenizer(
+        LLAMA_LIKE, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "<|eot_id|>"
+    ),
+}
+FAMILIES = pytest.mark.parametrize("family", sorted(TOKENIZERS))
+# Words whose ends a template does not trim, and which hold no chat marker.
+words = st.text(st.characters(exclude_categories=["Cs", "Cc", "Z"]), min_size=1, max_size=6)
+sentences = st.lists(st.one_of(words, st.sampled_from(CORPUS)), min_size=1, max_size=3).map(" ".join)
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> IntArray:
+    return np.asarray(tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+
+
+def whole(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> list[int]:
+    """The oracle: the whole conversation in one go, tokenised by transformers."""
+    ids: list[int] = tokenizer.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=False
+    )
+    return ids
+
+
+@FAMILIES
+@settings(deadline=None, max_examples=30)
+@given(system=st.none() | sentences, user=sentences)
+def test_a_prompt_is_what_transformers_makes_of_it(family: str, system: str | None, user: str) -> None:
+    tokenizer = TOKENIZERS[family]
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages.append({"role": "user", "content": user})
+    assert ChatRenderer(tokenizer).prompt(messages).tolist() == whole(tokenizer, messages)
+
+
+@FAMILIES
+@settings(deadline=None, max_examples=30)
+@given(turns=st.lists(st.tuples(sentences, sentences), min_size=1, max_size=4), closed=st.booleans())
+def test_a_grown_conversation_is_the_whole_one(family: str, turns: list[tuple[str, str]], closed: bool) -> None:
+    """Whether the answers end with the end-of-turn token or were cut off before it."""
+    tokenizer = TOKENIZERS[family]
+    renderer = ChatRenderer(tokenizer)
+    messages: list[Message] = [{"role": "system", "content": "Play."}, {"role": "user", "content": "Go."}]
+    ids = renderer.prompt(messages)
+    for answer, observation in turns:
+        completion = encode(tokenizer, answer + (tokenizer.eos_token if closed else ""))
+        said: list[Message] = [{"role": "user", "content": observation}]
+        ids = np.concatenate([ids, completion, renderer.continuation(said, completion)])
+        messages += [{"role": "assistant", "content": answer}, *said]
+    assert ids.tolist() == whole(tokenizer, messages)
+
+
+@FAMILIES
+def test_several_messages_may_follow_an_answer(family: str) -> None:
+    tokenizer = TOKENIZERS[family]
+    renderer = ChatRenderer(tokenizer)
+    messages: list[Message] = [{"role": "user", "content": "a"}]
+    said: list[Message] = [{"role": "tool", "content": "42"}, {"role": "user", "content": "and now?"}]
+    completion = encode(tokenizer, "call" + tokenizer.eos_token)
+    ids = [*renderer.prompt(messages), *completion, *renderer.continuation(said, completion)]
+    assert ids == whole(tokenizer, [*messages, {"role": "assistant", "content": "call"}, *said])
+
+
+def test_sampled_ids_stay_although_the_tokenizer_would_merge_them() -> None:
+    tokenizer = TOKENIZERS["llama"]
+    renderer = ChatRenderer(tokenizer)
+    by_letter = np.concatenate([encode(tokenizer, letter) for letter in "another answer"])
+    assert len(by_letter) > len(encode(tokenizer, "another answer"))
+    sampled = by_letter.copy()
+    prompt = renderer.prompt([{"role": "user", "content": "a"}])
+    added = renderer.continuation([{"role": "user", "content": "b"}], sampled)
+    assert (sampled == by_letter).all()
+    history = np.concatenate([prompt, sampled, added])
+    assert (history[len(prompt) : len(prompt) + len(sampled)] == by_letter).all()
+    # The text is that of the whole conversation, only its tokens differ.
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "another answer"},
+        {"role": "user", "content": "b"},
+    ]
+    assert tokenizer.decode(history) == tokenizer.decode(whole(tokenizer, messages))
+    assert len(history) > len(whole(tokenizer, messages))
+
+
+def test_nothing_sampled_is_closed_too() -> None:
+    renderer = ChatRenderer(TOKENIZERS["tiny"])
+    added = renderer.continuation([{"role": "user", "content": "b"}], np.zeros(0, dtype=np.int64))
+    assert TOKENIZERS["tiny"].decode(added).startswith("<|im_end|>\n<|im_start|>user\n")
+
+
+def test_words_that_look_like_the_placeholder_are_ordinary_words() -> None:
+    tokenizer = TOKENIZERS["tiny"]
+    renderer = ChatRenderer(tokenizer)
+    nasty = _SENTINEL
+    completion = encode(tokenizer, nasty + "!")
+    said: list[Message] = [{"role": "user", "content": nasty + "?"}]
+    ids = [*renderer.prompt(said), *completion, *renderer.continuation(said, completion)]
+    assert ids == whole(tokenizer, [*said, {"role": "assistant", "content": nasty + "!"}, *said])
+
+
+def test_a_template_may_be_given_as_text_or_file(tmp_path: Path) -> None:
+    tokenizer = TOKENIZERS["qwen"]
+    messages = [{"role": "user", "content": "left or right"}]
+    inline = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant]"
+    path = tmp_path / "plain.jinja"
+    path.write_text(inline, encoding="utf-8")
+    expected = tokenizer.encode("[user] left or right\n[assistant]", add_special_tokens=False)
+    assert ChatRenderer(tokenizer, inline).prompt(messages).tolist() == expected
+    assert ChatRenderer(tokenizer, str(path)).prompt(messages).tolist() == expected
+    assert tokenizer.chat_template == QWEN_LIKE  # the tokenizer is not changed
+    bare = make_tokenizer()
+    bare.chat_template = None
+    assert bare.decode(ChatRenderer(bare, inline).prompt(messages)) == "[user] left or right\n[assistant]"
+
+
+def test_a_missing_template_is_told_at_once() -> None:
+    bare = make_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(ValueError, match=r"data_args.template is 'native', but the tokenizer has no chat template"):
+        ChatRenderer(bare)
+    with pytest.raises(ValueError, match=r"data_args.template: 'no/such/file' is neither"):
+        ChatRenderer(TOKENIZERS["tiny"], "no/such/file")
+
+
+def test_a_template_without_the_assistants_words_cannot_be_continued() -> None:
+    renderer = ChatRenderer(
+        TOKENIZERS["tiny"], "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    )
+    with pytest.raises(ValueError, match="drops the assistant's words"):
+        renderer.continuation([{"role": "user", "content": "b"}], np.zeros(0, dtype=np.int64))
+
+
+def test_decode_leaves_out_the_markers() -> None:
+    tokenizer = TOKENIZERS["llama"]
+    assert ChatRenderer(tokenizer).decode(encode(tokenizer, " left , right <|eot_id|>")) == " left , right "
+
+
+def test_a_rendered_prompt_is_remembered_and_cannot_be_changed() -> None:
+    renderer = ChatRenderer(TOKENIZERS["tiny"])
+    first, second = (renderer.prompt([{"role": "user", "content": "a"}]) for _ in range(2))
+    assert first is second
+    with pytest.raises(ValueError, match="read-only"):
+        first[0] = 0

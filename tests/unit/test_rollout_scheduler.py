@@ -1,0 +1,216 @@
+"""Which groups there are, and how they are collected from workers that die, hang and dawdle, on a local Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.agentic.types import RolloutGroup
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.executor.errors import RpcTimeoutError, WorkerDiedError
+from roll.distributed.executor.placement import create_placement, discover_nodes
+from roll.distributed.executor.ray_session import ray_session
+from roll.distributed.executor.resources import RoleRequest, plan_placement
+from roll.distributed.executor.worker import Worker
+from roll.distributed.scheduler.rollout_scheduler import GroupPlan, GroupSpec, RolloutScheduler
+from roll.distributed.scheduler.router import EngineUnavailableError
+
+PLAN = GroupPlan(tags=("A", "B"), slots_per_tag=(2, 1), group_size=4, redundancy=1, seed=7, name="train")
+
+
+class ScriptedPlayer(Worker):
+    """Plays a group by noting it in the folder and obeying the file ``<order>-<group_id>`` there, once."""
+
+    def __init__(self, role: str, rank: int, world_size: int, env: dict[str, str], folder: str = "") -> None:
+        super().__init__(role, rank, world_size, env)
+        self.folder = Path(folder)
+        self.playing = 0
+
+    async def run_group(self, spec: GroupSpec) -> RolloutGroup:
+        self.playing += 1
+        self.note(f"play {spec.group_id} {self.rank} {self.playing}")
+        try:
+            await self.obey(spec.group_id)
+            await asyncio.sleep(0.02)
+        except asyncio.CancelledError:
+            self.note(f"cancelled {spec.group_id} {self.rank} {self.playing}")
+            raise
+        finally:
+            self.playing -= 1
+        return RolloutGroup(spec.group_id, spec.tag, (), errors=(repr(spec),))
+
+    async def obey(self, group_id: int) -> None:
+        for path in list(self.folder.glob(f"*-{group_id}")):
+            path.unlink()
+            order = path.name.partition("-")[0]
+            if order == "die":
+                os._exit(1)
+            elif order == "engine":
+                raise EngineUnavailableError("engine worker 0 died")
+            elif order == "fail":
+                raise ValueError("no such level")
+            elif order == "hang":
+                await asyncio.sleep(60)
+
+    def note(self, line: str) -> None:
+        with (self.folder / "notes").open("a") as file:
+            file.write(line + "\n")
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = str(tmp_path_factory.mktemp("orders"))
+    with ray_session({"num_cpus": 2, "object_store_memory": 2**27}):
+        placement = create_placement(plan_placement([RoleRequest("envs", None, world_size=2)], discover_nodes()))
+        cluster = Cluster("envs", ScriptedPlayer, placement, init_kwargs={"folder": folder})
+        cluster.start()
+        cluster.folder = Path(folder)  # type: ignore[attr-defined]
+        yield cluster
+        cluster.shutdown()
+        placement.remove()
+
+
+@pytest.fixture
+def folder(started: Cluster) -> Path:
+    folder: Path = started.folder  # type: ignore[attr-defined]
+    for path in folder.iterdir():
+        path.unlink()
+    return folder
+
+
+@pytest.fixture
+def scheduler(started: Cluster, folder: Path) -> Callable[..., RolloutScheduler]:
+    def make(**options: Any) -> RolloutScheduler:
+        def recover(error: BaseException) -> None:
+            make.errors.append(error)  # type: ignore[attr-defined]
+            for rank, alive in enumerate(started.alive()):
+                if not alive:
+                    started.restart(rank)
+
+        make.errors = []  # type: ignore[attr-defined]
+        return RolloutScheduler(PLAN, started, **{"recover": recover, "rpc_timeout": 30.0, **options})
+
+    return make
+
+
+def notes(folder: Path) -> list[list[str]]:
+    return [line.split() for line in (folder / "notes").read_text().splitlines()]
+
+
+def test_a_group_id_decides_tag_and_seed() -> None:
+    specs = [PLAN.spec(group_id) for group_id in range(300)]
+    assert [spec.tag for spec in specs[:6]] == ["A", "A", "B", "A", "A", "B"]
+    assert {(spec.group_size, spec.redundancy, spec.greedy, spec.expert_share) for spec in specs} == {
+        (4, 1, False, None)
+    }
+    assert len({spec.env_seed for spec in specs}) == 300
+    assert [PLAN.spec(group_id) for group_id in range(300)] == specs
+    other = GroupPlan(tags=("A", "B"), slots_per_tag=(2, 1), group_size=4, redundancy=1, seed=7, name="val")
+    again = GroupPlan(tags=("A", "B"), slots_per_tag=(2, 1), group_size=4, redundancy=1, seed=8, name="train")
+    seeds = [{plan.spec(group_id).env_seed for group_id in range(300)} for plan in (PLAN, other, again)]
+    assert len(set.union(*seeds)) == 900
+
+
+def test_greedy_validation_plays_the_boards_of_sampled_validation() -> None:
+    options = {"tags": ("A",), "slots_per_tag": (1,), "group_size": 1, "redundancy": 0, "seed": 7, "name": "val"}
+    sampled, greedy = GroupPlan(**options), GroupPlan(**options, greedy=True)  # type: ignore[arg-type]
+    assert [greedy.spec(n).env_seed for n in range(9)] == [sampled.spec(n).env_seed for n in range(9)]
+    assert greedy.spec(0).greedy
+
+
+def test_groups_come_in_order_from_all_workers_and_never_too_many_at_once(
+    scheduler: Callable[..., RolloutScheduler], folder: Path
+) -> None:
+    arrived: list[int] = []
+    groups = scheduler().collect(10, 12, lambda group: arrived.append(group.group_id))
+    assert [group.group_id for group in groups] == list(range(10, 22))
+    assert [group.errors for group in groups] == [(repr(PLAN.spec(n)),) for n in range(10, 22)]
+    assert sorted(arrived) == list(range(10, 22))
+    played = notes(folder)
+    assert {rank for _, _, rank, _ in played} == {"0", "1"}
+    # Three slots over two workers: at most two groups at one of them.
+    assert max(int(playing) for *_, playing in played) <= 2
+
+
+def test_extra_groups_make_up_for_stragglers(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
+    (folder / "hang-1").touch()
+    collecting = scheduler(extra_groups=2)
+    started_at = time.monotonic()
+    groups = collecting.collect(0, 4)
+    assert time.monotonic() - started_at < 20
+    ids = [group.group_id for group in groups]
+    assert len(ids) == 4 and ids == sorted(ids) and set(ids) <= {0, 2, 3, 4, 5}
+    assert collecting.group_ids_per_batch(4) == 6
+    wait_for(lambda: ["cancelled", "1"] in [note[:2] for note in notes(folder)])
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.02)
+    raise AssertionError("it never happened")
+
+
+def test_groups_of_a_dead_worker_are_played_again(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
+    for order in ("die-2", "die-5"):
+        (folder / order).touch()
+    collecting = scheduler()
+    groups = collecting.collect(0, 9)
+    assert [group.errors for group in groups] == [(repr(PLAN.spec(n)),) for n in range(9)]
+    errors = scheduler.errors  # type: ignore[attr-defined]
+    assert {type(error) for error in errors} == {WorkerDiedError}
+    assert len(errors) <= 2  # one recovery when both died at once
+    assert {error.role for error in errors} == {"envs"}
+    assert {error.call for error in errors} <= {f"run_group({n})" for n in range(9)}
+    counts = Counter(int(note[1]) for note in notes(folder) if note[0] == "play")
+    assert min(counts[2], counts[5]) >= 2
+
+
+def test_groups_that_lost_their_engine_are_played_again(
+    scheduler: Callable[..., RolloutScheduler], folder: Path
+) -> None:
+    (folder / "engine-1").touch()
+    groups = scheduler().collect(0, 3)
+    assert [group.group_id for group in groups] == [0, 1, 2]
+    (error,) = scheduler.errors  # type: ignore[attr-defined]
+    assert isinstance(error, EngineUnavailableError)
+
+
+def test_what_cannot_be_recovered_ends_the_rollout(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
+    def give_up(error: BaseException) -> None:
+        raise error
+
+    (folder / "engine-1").touch()
+    with pytest.raises(EngineUnavailableError):
+        scheduler(recover=give_up).collect(0, 3)
+    (folder / "fail-1").touch()
+    with pytest.raises(ValueError, match="no such level"):
+        scheduler().collect(0, 3)
+
+
+def test_a_hung_group_is_an_error_that_names_it(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
+    (folder / "hang-2").touch()
+    with pytest.raises(RpcTimeoutError, match=r"envs rank \d: run_group\(2\) gave no answer in [12]\.\d s"):
+        scheduler(rpc_timeout=1.0).collect(0, 3)
+
+
+def test_a_tick_may_stop_the_rollout(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
+    def stop() -> None:
+        ticks.append(time.monotonic())
+        if len(ticks) == 4:
+            raise KeyboardInterrupt
+
+    (folder / "hang-0").touch()
+    ticks: list[float] = []
+    with pytest.raises(KeyboardInterrupt):
+        scheduler(on_tick=stop).collect(0, 3)
+    # Two groups arrive, then nothing does, and the ticks go on.
+    assert 0.9 < ticks[3] - ticks[2] < 5

@@ -1,0 +1,295 @@
+"""The generation client against real engine workers on a local Ray, with an engine that does what its prompts say."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from roll.agentic.types import Completion, FinishReason, GenerateRequest
+from roll.configs.strategy import StrategyArguments
+from roll.configs.worker import WorkerConfig
+from roll.distributed.executor.ray_session import ray_session
+from roll.distributed.scheduler.router import EngineUnavailableError, GenerationClient, GenerationError
+from roll.distributed.strategy.base import StrategyContext
+from roll.pipeline.workers import InferWorker
+
+SAY, WAIT, FAIL, FAIL_ODDLY, DIE = range(5)
+"""First token of a prompt: what the engine does with it."""
+
+
+class OddError(Exception):
+    """Goes into a pickle and does not come out again: its constructor wants two arguments."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+
+
+class ScriptedEngine:
+    """Answers with the prompt reversed."""
+
+    def __init__(self, context: StrategyContext) -> None:
+        self.aborted: dict[str, asyncio.Event] = {}
+        self.running = 0
+        self.most = 0
+
+    def setup(self) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+    def stats(self) -> dict[str, float]:
+        return {"running": self.running, "most": self.most, "aborted": sum(e.is_set() for e in self.aborted.values())}
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            return await self._answer(request)
+        finally:
+            self.running -= 1
+
+    async def _answer(self, request: GenerateRequest) -> Completion:
+        order, number = request.prompt_ids[:2].tolist()
+        ids, reason = request.prompt_ids[::-1], FinishReason.STOP
+        if order == WAIT:
+            await self.aborted.setdefault(request.request_id, asyncio.Event()).wait()
+            reason = FinishReason.ABORT
+        elif order == FAIL:
+            raise KeyError(number)
+        elif order == FAIL_ODDLY:
+            raise OddError(number, "odd")
+        elif order == DIE:
+            os._exit(1)
+        await asyncio.sleep(0.001 * (number % 7))  # answers come out of order
+        return Completion(request.request_id, ids, np.zeros(len(ids), dtype=np.float32), reason, weight_version=5)
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.setdefault(request_id, asyncio.Event()).set()
+
+
+class CountingWorker(InferWorker):
+    """Counts the calls that reach it."""
+
+    submits = 0
+    polls = 0
+    broken = False
+
+    async def submit(self, client_id: str, requests: Sequence[GenerateRequest]) -> None:
+        self.submits += 1
+        await super().submit(client_id, requests)
+
+    async def poll(self, client_id: str) -> Any:
+        self.polls += 1
+        if self.broken:
+            raise ZeroDivisionError
+        return await super().poll(client_id)
+
+    async def break_polls(self) -> None:
+        self.broken = True
+
+    async def stats(self) -> dict[str, float]:
+        return self.strategy.stats()  # type: ignore[attr-defined, no-any-return]
+
+    async def take_counts(self) -> tuple[int, int]:
+        counts = self.submits, self.polls
+        self.submits = self.polls = 0
+        return counts
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[None]:
+    with ray_session({"num_cpus": 4, "object_store_memory": 2**27}):
+        yield
+
+
+def start_engine(continuous: bool = True) -> Any:
+    worker = ray.remote(CountingWorker).options(num_cpus=0.1).remote("infer", 0, 1, {})
+    config = WorkerConfig(strategy_args=StrategyArguments(strategy_name=f"{__name__}:ScriptedEngine"))
+    ray.get(worker.setup.remote(StrategyContext(config, "infer", ""), continuous), timeout=60)
+    return worker
+
+
+@pytest.fixture(scope="module")
+def engines(session: None) -> list[Any]:
+    return [start_engine(), start_engine()]
+
+
+def request(order: int, number: int, name: str = "same") -> GenerateRequest:
+    return GenerateRequest(name, np.array([order, number], dtype=np.int64))
+
+
+def within(seconds: float, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+    return asyncio.run(asyncio.wait_for(work(), seconds))
+
+
+def test_many_requests_travel_in_few_calls_and_each_answer_finds_its_caller(engines: list[Any]) -> None:
+    async def work() -> list[Completion]:
+        client = GenerationClient(engines)
+        return await asyncio.gather(*(client.generate(request(SAY, number)) for number in range(400)))
+
+    ray.get([engine.take_counts.remote() for engine in engines])
+    completions = within(30, work)
+    assert [completion.token_ids.tolist() for completion in completions] == [[number, SAY] for number in range(400)]
+    # Ids repeat between episodes of different groups; on the wire they do not, and the caller gets its own back.
+    assert {completion.request_id for completion in completions} == {"same"}
+    assert {completion.weight_version for completion in completions} == {5}
+    counts = ray.get([engine.take_counts.remote() for engine in engines])
+    assert [submits for submits, _ in counts] == [1, 1]
+    assert all(polls < 40 for _, polls in counts)
+
+
+def test_requests_go_to_the_engine_with_the_fewest_in_flight(engines: list[Any]) -> None:
+    async def work() -> list[float]:
+        client = GenerationClient(engines)
+        waiting = [asyncio.create_task(client.generate(request(WAIT, 0))) for _ in range(10)]
+        while sum(running := await running_at(engines)) < 10:
+            await asyncio.sleep(0.01)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        return running
+
+    assert within(30, work) == [5, 5]
+
+
+async def running_at(engines: Sequence[Any]) -> list[float]:
+    return [(await engine.stats.remote())["running"] for engine in engines]
+
+
+def test_episodes_that_ask_turn_after_turn_share_the_line(engines: list[Any]) -> None:
+    async def episode(client: GenerationClient, number: int) -> list[int]:
+        return [int((await client.generate(request(SAY, 10 * number + turn))).token_ids[0]) for turn in range(5)]
+
+    async def work() -> list[list[int]]:
+        client = GenerationClient(engines)
+        return await asyncio.gather(*(episode(client, number) for number in range(20)))
+
+    assert within(30, work) == [[10 * number + turn for turn in range(5)] for number in range(20)]
+
+
+def test_two_clients_of_one_engine_do_not_meet(engines: list[Any]) -> None:
+    async def work() -> list[Completion]:
+        clients = [GenerationClient(engines[:1]) for _ in range(3)]
+        return await asyncio.gather(*(clients[n % 3].generate(request(SAY, n)) for n in range(30)))
+
+    assert [completion.token_ids[0] for completion in within(30, work)] == list(range(30))
+
+
+def test_an_error_of_the_engine_reaches_its_caller_and_no_other(engines: list[Any]) -> None:
+    async def work() -> list[Any]:
+        client = GenerationClient(engines[:1])
+        orders = [SAY, FAIL, SAY, FAIL_ODDLY, SAY]
+        calls = [client.generate(request(order, number)) for number, order in enumerate(orders)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    first, second, third, fourth, fifth = within(10, work)
+    assert [completion.token_ids[0] for completion in (first, third, fifth)] == [0, 2, 4]
+    assert (type(second), str(second)) == (GenerationError, "infer[0] could not generate: KeyError: 1")
+    assert "raise KeyError(number)" in second.__notes__[0]
+    assert (type(fourth), str(fourth)) == (GenerationError, "infer[0] could not generate: OddError: 3: odd")
+
+
+def test_a_line_that_breaks_leaves_nobody_waiting() -> None:
+    async def work() -> list[Any]:
+        client = GenerationClient([engine])
+        waiting = [asyncio.create_task(client.generate(request(WAIT, n))) for n in range(3)]
+        return await asyncio.gather(*waiting, return_exceptions=True)
+
+    engine = start_engine()
+    ray.get(engine.break_polls.remote())
+    errors = within(10, work)
+    assert [isinstance(error, ZeroDivisionError) for error in errors] == [True] * 3
+    ray.kill(engine)
+
+
+def test_cancelling_a_caller_aborts_its_request(engines: list[Any]) -> None:
+    async def work() -> Completion:
+        client = GenerationClient(engines[:1])
+        before = (await engines[0].stats.remote())["aborted"]
+        waiting = asyncio.create_task(client.generate(request(WAIT, 0)))
+        while await running_at(engines) != [1, 0]:
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        while await running_at(engines) != [0, 0]:
+            await asyncio.sleep(0.01)
+        assert (await engines[0].stats.remote())["aborted"] == before + 1
+        return await client.generate(request(SAY, 8))
+
+    assert within(30, work).token_ids[0] == 8  # the aborted request's late answer disturbs nobody
+
+
+def test_a_request_given_up_in_the_tick_it_was_made_is_never_sent(engines: list[Any]) -> None:
+    async def work() -> Completion:
+        client = GenerationClient(engines[:1])
+        kept = asyncio.create_task(client.generate(request(SAY, 3)))
+        dropped = asyncio.create_task(client.generate(request(WAIT, 0)))
+        asyncio.get_running_loop().call_soon(dropped.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await dropped
+        return await kept
+
+    assert within(30, work).token_ids[0] == 3
+    assert ray.get(engines[0].stats.remote())["running"] == 0
+
+
+def test_a_dead_engine_fails_what_it_held_and_nothing_else(engines: list[Any]) -> None:
+    async def work() -> tuple[list[Any], float]:
+        client = GenerationClient([engines[0], dying])
+        calls = [client.generate(request(order, n)) for n, order in enumerate([SAY, WAIT, SAY, WAIT])]
+        tasks = [asyncio.create_task(call) for call in calls]
+        await asyncio.sleep(0.3)
+        started = time.monotonic()
+        ray.kill(dying)
+        return await asyncio.gather(*tasks, return_exceptions=True), time.monotonic() - started
+
+    dying = start_engine()
+    results, seconds = within(30, work)
+    assert [type(result) for result in results] == [Completion, EngineUnavailableError] * 2
+    assert "engine worker 1 died" in str(results[1])
+    assert seconds < 5
+
+    async def again() -> list[Any]:
+        client = GenerationClient([dying, dying])
+        calls = [client.generate(request(SAY, n)) for n in range(3)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    assert [type(result) for result in within(30, again)] == [EngineUnavailableError] * 3
+
+
+def test_an_engine_that_kills_itself_is_noticed() -> None:
+    async def work() -> Completion:
+        return await GenerationClient([dying]).generate(request(DIE, 0))
+
+    dying = start_engine()
+    with pytest.raises(EngineUnavailableError, match="engine worker 0 died"):
+        within(30, work)
+
+
+def test_without_continuous_batching_a_new_batch_waits_for_the_one_before() -> None:
+    """``generate_opt_level: 0``."""
+
+    async def work() -> list[int]:
+        client = GenerationClient([engine])
+        first = [asyncio.create_task(client.generate(request(WAIT, 6))) for _ in range(3)]
+        while (await engine.stats.remote())["running"] < 3:
+            await asyncio.sleep(0.01)
+        second = [asyncio.create_task(client.generate(request(SAY, 5))) for _ in range(4)]
+        await asyncio.sleep(0.05)
+        assert (await engine.stats.remote())["running"] == 3
+        second.pop().cancel()  # given up while it waits: it is never begun
+        for task in first:
+            task.cancel()
+        return [int(completion.token_ids[0]) for completion in await asyncio.gather(*second)]
+
+    engine = start_engine(continuous=False)
+    assert within(30, work) == [5] * 3
+    assert ray.get(engine.stats.remote()) == {"running": 0, "most": 3, "aborted": 4}
+    ray.kill(engine)

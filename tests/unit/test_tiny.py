@@ -1,0 +1,101 @@
+"""The embedded model: its tokenizer on any text, its files, its seed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+import roll.agentic.env as envs
+from roll.data.renderer import ChatRenderer
+from roll.models.tiny import END, PAD, TURN_END, TURN_START, domain_tokens, make_tiny_model, make_tokenizer
+
+TOKENIZER = make_tokenizer()
+
+# Any text that UTF-8 can write, with the tokens of the games and the chat markers thrown in.
+pieces = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    st.sampled_from([*domain_tokens(), PAD, END, TURN_START, TURN_END, "√", " ", "\n"]),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(pieces, max_size=8).map("".join))
+def test_any_text_comes_back(text: str) -> None:
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    assert TOKENIZER.decode(ids) == text
+    assert all(0 <= index < len(TOKENIZER) for index in ids)
+
+
+def test_what_games_say_often_is_one_token() -> None:
+    for text in domain_tokens():
+        ids = TOKENIZER.encode(text, add_special_tokens=False)
+        assert (len(ids), TOKENIZER.decode(ids, skip_special_tokens=True)) == (1, text)
+
+
+def test_tokens_are_distinct_and_chat_markers_special() -> None:
+    assert len(domain_tokens()) == len(set(domain_tokens()))
+    assert len(TOKENIZER) == len(TOKENIZER.get_vocab()) == 256 + 4 + len(domain_tokens())
+    assert TOKENIZER.decode(TOKENIZER.encode(f"{TURN_START}a{TURN_END}{END}{PAD}"), skip_special_tokens=True) == "a"
+    assert TOKENIZER.eos_token == TURN_END
+    assert TOKENIZER.pad_token_id != TOKENIZER.eos_token_id  # else the end of a turn would count as padding
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_sokoban_turn_costs_23_prompt_and_4_answer_tokens(seed: int) -> None:
+    env = envs.make("sokoban", min_solution=1, max_solution=4, num_walls=4, show_coordinates=True)
+    observation, _ = env.reset(seed=seed)
+    renderer = ChatRenderer(TOKENIZER)
+    assert len(_opening(renderer, observation)) == 23
+    answer = TOKENIZER.encode(f"<answer>Up</answer>{TURN_END}", add_special_tokens=False)
+    assert len(answer) == 4
+    # The longest board text: every glyph of another kind, whatever is played.
+    for name in ("Up", "Left", "Left", "Down", "Right", "Up", "Right", "Down"):
+        observation, _, terminated, truncated, _ = env.step(f"<answer>{name}</answer>")
+        assert len(_opening(renderer, observation)) <= 23
+        if terminated or truncated:
+            break
+
+
+def _opening(renderer: ChatRenderer, observation: str) -> list[int]:
+    ids: list[int] = renderer.prompt(
+        [{"role": "system", "content": "Sokoban"}, {"role": "user", "content": observation}]
+    ).tolist()
+    return ids
+
+
+def test_the_model_loads_as_any_other_and_keeps_its_tokenizer(tmp_path: Path) -> None:
+    path = tmp_path / "tiny"
+    make_tiny_model(path, seed=3)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    text = f"{TURN_START}user\n##P_X#\n(3,4) é√{TURN_END}"
+    assert tokenizer.encode(text) == TOKENIZER.encode(text)
+    assert tokenizer.chat_template == TOKENIZER.chat_template
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (TOKENIZER.eos_token_id, TOKENIZER.pad_token_id)
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    logits = model(torch.tensor([tokenizer.encode(text)])).logits
+    assert logits.isfinite().all()
+    assert [child.name for child in tmp_path.iterdir()] == ["tiny"]  # nothing half-built is left
+
+
+def test_the_seed_decides_the_weights_and_disturbs_nobody(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    weights = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        make_tiny_model(tmp_path / name, seed)
+        weights.append((tmp_path / name / "model.safetensors").read_bytes())
+    assert torch.equal(torch.rand(3), expected)
+    assert weights[0] == weights[1] != weights[2]
+    make_tiny_model(tmp_path / "a", 2)  # replaced
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == weights[2]

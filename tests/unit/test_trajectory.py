@@ -1,0 +1,182 @@
+"""Trajectories to rows of the batch, and what is told about them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.agentic.metrics import rollout_metrics
+from roll.agentic.trajectory import groups_to_batch
+from roll.agentic.types import Completion, EpisodeEnd, FinishReason, RolloutGroup, Trajectory, Turn
+from roll.data.batch import Batch
+from roll.utils.seeding import derive_seed
+
+
+def make_turn(prompt: list[int], sampled: list[int], reward: float = 0.0, penalty: float = 0.0, key: str = "s") -> Turn:
+    completion = Completion(
+        request_id="r",
+        token_ids=np.array(sampled, dtype=np.int64),
+        logprobs=-np.array(sampled, dtype=np.float32) / 8,
+        finish_reason=FinishReason.STOP,
+        weight_version=0,
+    )
+    action = None if penalty else "Up"
+    return Turn(np.array(prompt, dtype=np.int64), completion, "", "", action, reward, penalty, key)
+
+
+def make_trajectory(turns: list[Turn], *, history: bool, tag: str = "A", group: int = 0, member: int = 0) -> Trajectory:
+    return Trajectory(
+        tag=tag,
+        group_id=group,
+        member=member,
+        seed=0,
+        turns=tuple(turns),
+        end=EpisodeEnd.TERMINATED,
+        success=bool(turns and turns[-1].task_reward > 0),
+        final_observation="",
+        history=history,
+    )
+
+
+def conversation(turns: list[tuple[list[int], list[int], float]]) -> list[Turn]:
+    """Turns of one growing conversation from what each adds."""
+    prompt: list[int] = []
+    made = []
+    for added, sampled, reward in turns:
+        prompt = prompt + added
+        made.append(make_turn(prompt, sampled, reward))
+        prompt = prompt + sampled
+    return made
+
+
+def test_separate_turns_are_a_row_each() -> None:
+    turns = [make_turn([1, 2], [3, 4], 0.5, key="s0"), make_turn([5], [6], 1.0, -0.25, key="s1")]
+    batch = groups_to_batch(
+        [RolloutGroup(7, "B", (make_trajectory(turns, history=False, tag="B", group=7),))], ["A", "B"]
+    )
+    expected: dict[str, list[float]] = {
+        "lengths_B": [4, 2],
+        "tokens_T": [1, 2, 3, 4, 5, 6],
+        "loss_mask_T": [0, 0, 1, 1, 0, 1],
+        "turn_T": [0, 0, 0, 0, 1, 1],
+        "rewards_T": [0, 0, 0, 0.5, 0, 0.75],
+        "rollout_logprobs_T": [0, 0, -3 / 8, -4 / 8, 0, -6 / 8],
+        "group_B": [7, 7],
+        "traj_B": [0, 0],
+        "turn_B": [0, 1],
+        "state_B": [derive_seed("s0"), derive_seed("s1")],
+        "tag_B": [1, 1],
+        "scores_B": [1.25, 1.25],
+    }
+    assert {name: getattr(batch, name).tolist() for name in expected} == expected
+
+
+def test_a_conversation_is_one_row() -> None:
+    turns = conversation([([1, 2], [3], 0.5), ([4], [5, 6], 0.0), ([7], [8], 2.0)])
+    batch = groups_to_batch([RolloutGroup(0, "A", (make_trajectory(turns, history=True),))], ["A"])
+    assert batch.lengths_B.tolist() == [8]
+    assert batch.tokens_T.tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert batch.loss_mask_T.tolist() == [False, False, True, False, True, True, False, True]
+    assert batch.turn_T is not None and batch.turn_T.tolist() == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert batch.rewards_T is not None and batch.rewards_T.tolist() == [0, 0, 0.5, 0, 0, 0, 0, 2.0]
+    assert batch.state_B is not None and batch.state_B.tolist() == [derive_seed("s")]
+    assert batch.scores_B is not None and batch.scores_B.tolist() == [2.5]
+
+
+added = st.tuples(
+    st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    st.lists(st.integers(0, 9), max_size=3),
+    st.sampled_from([0.0, 0.5, -1.0]),
+)
+episodes = st.tuples(st.lists(added, min_size=1, max_size=4), st.booleans())
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(episodes, max_size=3), min_size=1, max_size=3))
+def test_rows_against_a_plain_loop(groups: list[list[tuple[list[tuple[list[int], list[int], float]], bool]]]) -> None:
+    made = []
+    rows: list[tuple[int, int, list[int], list[bool], list[float]]] = []
+    traj = 0
+    for group_id, members in enumerate(groups):
+        trajectories = []
+        for member, (parts, history) in enumerate(members):
+            turns = conversation(parts)
+            trajectories.append(make_trajectory(turns, history=history, group=group_id, member=member))
+            if not any(sampled for _, sampled, _ in parts):
+                continue
+            if history:
+                # What follows the last sampled token was never part of a training sample.
+                last = max(index for index, (_, sampled, _) in enumerate(parts) if sampled)
+                tokens, mask, rewards = [], [], []
+                for prompt, sampled, reward in parts[: last + 1]:
+                    tokens += prompt + sampled
+                    mask += [False] * len(prompt) + [True] * len(sampled)
+                    rewards += [0.0] * (len(prompt) + len(sampled))
+                    if sampled:
+                        rewards[-1] = reward
+                rows.append((group_id, traj, tokens, mask, rewards))
+            else:
+                for turn in turns:
+                    prompt, sampled = turn.prompt_ids.tolist(), turn.completion.token_ids.tolist()
+                    if sampled:
+                        mask = [False] * len(prompt) + [True] * len(sampled)
+                        rewards = [0.0] * (len(mask) - 1) + [turn.reward]
+                        rows.append((group_id, traj, prompt + sampled, mask, rewards))
+            traj += 1
+        made.append(RolloutGroup(group_id, "A", tuple(trajectories)))
+    if not rows:
+        with pytest.raises(ValueError, match="no trajectory to train on"):
+            groups_to_batch(made, ["A"])
+        return
+    assert _rows(groups_to_batch(made, ["A"])) == rows
+
+
+def _rows(batch: Batch) -> list[tuple[int, int, list[int], list[bool], list[float]]]:
+    assert batch.rewards_T is not None and batch.group_B is not None and batch.traj_B is not None
+    columns = [
+        [part.tolist() for part in column.split(batch.lengths_B.tolist())]
+        for column in (batch.tokens_T, batch.loss_mask_T, batch.rewards_T)
+    ]
+    return list(zip(batch.group_B.tolist(), batch.traj_B.tolist(), *columns, strict=True))
+
+
+def test_a_turn_in_which_nothing_was_sampled_is_no_row() -> None:
+    turns = [make_turn([1], []), make_turn([2], [3], 1.0), make_turn([4], [])]
+    empty = make_trajectory([make_turn([9], [])], history=False)
+    batch = groups_to_batch([RolloutGroup(0, "A", (empty, make_trajectory(turns, history=False)))], ["A"])
+    assert batch.tokens_T.tolist() == [2, 3]
+    assert batch.traj_B is not None and batch.traj_B.tolist() == [0]
+    with pytest.raises(ValueError, match="no trajectory to train on"):
+        groups_to_batch([RolloutGroup(0, "A", (empty,), dropped=1)], ["A"])
+
+
+def test_metrics_are_means_over_episodes_and_turns() -> None:
+    won = make_trajectory([make_turn([1, 2], [3], 0.0), make_turn([1], [3, 4], 1.0)], history=False, tag="A")
+    lost = make_trajectory([make_turn([1, 2, 3], [3], -1.0, -0.5)], history=False, tag="B")
+    groups = [RolloutGroup(0, "A", (won,), dropped=1, errors=("x", "y")), RolloutGroup(1, "B", (lost,))]
+    assert rollout_metrics(groups, "rollout") == {
+        "rollout/episodes": 2,
+        "rollout/dropped": 1,
+        "rollout/env_errors": 2,
+        "rollout/success": 0.5,
+        "rollout/reward": -0.25,
+        "rollout/task_reward": 0.0,
+        "rollout/penalty": -0.25,
+        "rollout/turns": 1.5,
+        "rollout/valid_rate": 2 / 3,
+        "rollout/response_tokens": 4 / 3,
+        "rollout/prompt_tokens": 2.0,
+        "rollout/context_full": 0.0,
+        "rollout/A/success": 1.0,
+        "rollout/A/reward": 1.0,
+        "rollout/B/success": 0.0,
+        "rollout/B/reward": -1.5,
+    }
+    assert "rollout/A/success" not in rollout_metrics(groups[:1], "rollout")
+    assert rollout_metrics([RolloutGroup(0, "A", (), dropped=2)], "val") == {
+        "val/episodes": 0,
+        "val/dropped": 2,
+        "val/env_errors": 0,
+    }
