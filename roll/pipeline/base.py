@@ -21,14 +21,14 @@ from roll.algorithms.kl import KlController
 from roll.algorithms.losses import build_policy_loss, build_value_loss
 from roll.algorithms.rewards import apply_kl_penalty, shape_rewards, whiten_token_rewards
 from roll.algorithms.statistics import RunningStats
-from roll.configs.agentic import AgenticConfig
+from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.executor.errors import ClusterError, RpcTimeoutError, WorkerDiedError
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.model_cluster import plan_optimizer_steps
 from roll.pipeline.roles import Roles
-from roll.pipeline.session import RunSession
+from roll.pipeline.session import RunFailedError, RunSession
 from roll.tracking.checkpointer import Checkpointer, CheckpointError
 from roll.tracking.rng import restore_rng_state, rng_state
 from roll.utils.seeding import derive_seed
@@ -41,7 +41,7 @@ SKIPPED = "/skipped_steps"
 """End of the names of the metrics that count optimizer steps with a NaN or infinite loss or gradient."""
 
 
-class TrainingDivergedError(RuntimeError):
+class TrainingDivergedError(RunFailedError):
     """Too many optimizer steps in a row had a NaN or infinite loss."""
 
 
@@ -55,7 +55,7 @@ class RLPipeline(ABC):
         signals: holds back Ctrl-C while the state could not be saved.
     """
 
-    def __init__(self, config: AgenticConfig, session: RunSession, roles: Roles, signals: SignalGuard) -> None:
+    def __init__(self, config: RLConfig, session: RunSession, roles: Roles, signals: SignalGuard) -> None:
         self.config = config
         self.session = session
         self.roles = roles
@@ -273,7 +273,7 @@ class RLPipeline(ABC):
             )
 
 
-def set_losses(roles: Roles, config: AgenticConfig) -> None:
+def set_losses(roles: Roles, config: RLConfig) -> None:
     """Gives the trained roles their losses."""
     roles.actor.call("set_loss", build_policy_loss, config, config.total_optimizer_steps)
     if roles.critic is not None:

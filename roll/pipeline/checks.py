@@ -11,7 +11,7 @@ import roll.agentic.env as envs
 from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.env import CustomEnvConfig
 from roll.configs.problems import NOTHING, ConfigProblem
-from roll.configs.rl import TINY
+from roll.configs.rl import TINY, RLConfig
 from roll.configs.rules import Rule, sections
 from roll.configs.schema import nearest
 from roll.configs.strategy import GENERATORS, STRATEGY_CONFIGS, TRAINERS
@@ -150,7 +150,7 @@ def missing_engines(config: AgenticConfig) -> list[ConfigProblem]:
     ]
 
 
-def role_requests(config: AgenticConfig) -> list[RoleRequest]:
+def role_requests(config: RLConfig) -> list[RoleRequest]:
     """What each cluster asks of the machines."""
     return [
         RoleRequest(

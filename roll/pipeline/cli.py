@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0 when the run (or the check) succeeded, 2 for a wrong configuration, otherwise the pipeline's own code.
     """
+    started = time.time()
     parser = _parser()
     options = parser.parse_intermixed_args(argv)
     # Imported here: --help answers at once, and neither torch nor Ray is loaded for a configuration that is wrong.
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_CONFIG
     from roll.pipeline.agentic.launch import run_agentic
 
-    return run_agentic(config)
+    return run_agentic(config, started)
 
 
 def report(errors: ConfigErrors, config_name: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import ray
 
-from roll.configs.agentic import AgenticConfig
+from roll.configs.rl import RLConfig
 from roll.configs.training import TrainingArguments
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.strategy.base import StrategyContext
@@ -26,7 +26,7 @@ class Roles:
         clusters: started clusters by role name.
     """
 
-    def __init__(self, config: AgenticConfig, clusters: Mapping[str, Cluster]) -> None:
+    def __init__(self, config: RLConfig, clusters: Mapping[str, Cluster]) -> None:
         self.config = config
         self.actor = ModelCluster(clusters["actor_train"])
         self.infer = clusters["actor_infer"]

@@ -22,6 +22,10 @@ from roll.tracking.trackers import MultiTracker
 logger = logging.getLogger(__name__)
 
 
+class RunFailedError(RuntimeError):
+    """The run cannot go on, for a reason that its user can act on."""
+
+
 class RunSession:
     """Use as a context manager; the summary is written whatever happens inside.
 
@@ -110,6 +114,8 @@ class RunSession:
             "seconds": {name: round(seconds, 2) for name, seconds in self.timer.seconds_by_phase().items()},
             "peak_memory_mb": max(self.summary.get("peak_memory_mb", 0.0), round(peak_memory_mb(), 1)),
         }
+        if "first_rollout_s" in self.summary:
+            self.summary["rl_s"] = round(self.elapsed() - self.summary["first_rollout_s"], 2)
         self.folder.write_summary(self.summary)
 
     def elapsed(self) -> float:

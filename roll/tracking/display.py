@@ -57,7 +57,7 @@ class Display:
         self._title = title
         self._total_steps = 0
         self._step = 0
-        self._phase = "starting"
+        self._phase, self._progress = "starting", ""
         self._values: dict[str, float] = {}
         self._successes: list[float] = []
         self._step_seconds: deque[float] = deque(maxlen=20)
@@ -84,11 +84,17 @@ class Display:
 
     def phase(self, name: str) -> None:
         """What is going on now: ``warm start``, ``rollout``, ``train``, ``eval`` …"""
-        self._phase = _clean(name)
+        self._phase, self._progress = _clean(name), ""
         quiet = time.monotonic() - self._last_line > _QUIET_SECONDS
         if not self.live and (quiet or name not in self._announced):
             self._line(f"[{_duration(time.monotonic() - self._started)}] {self._phase} …")
         self._announced.add(name)
+
+    def progress(self, done: int, total: int, unit: str) -> None:
+        """How far the present phase has come; off a terminal it is said only after a long silence."""
+        self._progress = f"{done}/{total} {unit}"
+        if not self.live and time.monotonic() - self._last_line > _QUIET_SECONDS:
+            self._line(f"[{_duration(time.monotonic() - self._started)}] {self._phase}: {self._progress}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step number ``step`` (counted from 1) is finished."""
@@ -152,7 +158,7 @@ class Display:
         head.add_column()
         head.add_column(justify="right")
         head.add_row(
-            Text.assemble(("● ", "green"), (self._phase, "bold")),
+            Text.assemble(("● ", "green"), (self._phase, "bold"), (f"  {self._progress}", "dim")),
             Text(f"{_duration(time.monotonic() - self._started)} gone · ETA {self._eta()}", style="dim"),
         )
         steps = Table.grid(expand=True, padding=(0, 1))

@@ -124,7 +124,7 @@ def play(
 
 
 def shown(turn: Turn) -> str:
-    return TOKENIZER.decode(turn.prompt_ids)
+    return str(TOKENIZER.decode(turn.prompt_ids))
 
 
 def test_step_mode_shows_each_turn_afresh() -> None:
@@ -208,7 +208,7 @@ def test_traj_mode_stops_when_the_next_prompt_leaves_no_room() -> None:
 
 
 def test_step_mode_stops_too_when_an_observation_does_not_fit() -> None:
-    config = {"max_steps": 6, "agent_template": "{observation}{observation}"}
+    config: dict[str, Any] = {"max_steps": 6, "agent_template": "{observation}{observation}"}
     first = len(play(manager("step", **config), Policy("a")).turns[0].prompt_ids)
     trajectory = play(manager("step", Limits(4000, first + 10), **config), Policy("x" * 20))
     assert len(trajectory.turns) == 1
@@ -237,7 +237,11 @@ def test_a_first_prompt_that_cannot_fit_is_an_error(mode: str) -> None:
     ],
 )
 def test_step_mode_repeats_the_last_turns_in_words(history_length: int, expected: list[str]) -> None:
-    config = {"history_length": history_length, "agent_system_template": "", "agent_template": "{history}"}
+    config: dict[str, Any] = {
+        "history_length": history_length,
+        "agent_system_template": "",
+        "agent_template": "{history}",
+    }
     trajectory = play(manager("step", max_steps=4, **config), Policy("a", "b", "c", "d"))
     opened = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     assert [shown(turn) for turn in trajectory.turns] == [opened.format(text) for text in expected]

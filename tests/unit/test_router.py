@@ -109,7 +109,8 @@ def session() -> Iterator[None]:
 
 
 def start_engine(continuous: bool = True) -> Any:
-    worker = ray.remote(CountingWorker).options(num_cpus=0.1).remote("infer", 0, 1, {})
+    actor_cls: Any = ray.remote(CountingWorker).options(num_cpus=0.1)
+    worker = actor_cls.remote("infer", 0, 1, {})
     config = WorkerConfig(strategy_args=StrategyArguments(strategy_name=f"{__name__}:ScriptedEngine"))
     ray.get(worker.setup.remote(StrategyContext(config, "infer", ""), continuous), timeout=60)
     return worker

@@ -450,3 +450,15 @@ def test_the_closing_line_says_what_was_learned_and_where_to_look(tmp_path: Path
     interrupted = closing_line({"status": "interrupted", "steps": 3, "eval": {"before": {"success": 0.3}}}, tmp_path)
     assert interrupted.startswith("Interrupted. Not evaluated after training; success before was 30.0% in 3 steps")
     assert closing_line({}, tmp_path).startswith("No evaluation; ")
+
+
+def test_progress_is_silent_off_a_terminal_until_nothing_was_said_for_long(monkeypatch):
+    out = io.StringIO()
+    display = Display("run", stream=out)
+    display.phase("rollout")
+    said = out.getvalue()
+    display.progress(1, 32, "groups")
+    assert out.getvalue() == said
+    monkeypatch.setattr(display, "_last_line", display._last_line - 60)
+    display.progress(2, 32, "groups")
+    assert out.getvalue().endswith("rollout: 2/32 groups\n")

@@ -18,7 +18,7 @@ def make_turn(prompt: list[int], sampled: list[int], reward: float = 0.0, penalt
     completion = Completion(
         request_id="r",
         token_ids=np.array(sampled, dtype=np.int64),
-        logprobs=-np.array(sampled, dtype=np.float32) / 8,
+        logprobs=np.array(sampled, dtype=np.float32) / np.float32(-8),
         finish_reason=FinishReason.STOP,
         weight_version=0,
     )

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 10.0
 _LOOPBACK = "127.0.0.1"
+_OF_A_NEW_CLUSTER = ("num_cpus", "num_gpus", "object_store_memory")
+"""Arguments that a cluster which is joined has settled already; Ray would refuse them."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def ray_session(
     process be killed, Ray's processes follow it.
 
     Args:
-        ray_init: arguments of ``ray.init``.
+        ray_init: arguments of ``ray.init``; the sizes of a new cluster are left out when one is joined.
         system_envs: environment variables of every worker.
         log_dir: where the workers' output is kept when a local cluster ends; ``None`` drops it.
 
@@ -80,6 +82,7 @@ def _joined_cluster(address: str, options: Mapping[str, Any]) -> Iterator[None]:
     import ray
 
     _check_reachable(address)
+    options = {key: value for key, value in options.items() if key not in _OF_A_NEW_CLUSTER}
     own_side = _loopback_only() if _listens_on_loopback_alone(address) else nullcontext()
     try:
         with _own_sigterm(), own_side:

@@ -110,6 +110,24 @@ class RolloutScheduler:
         total = self.group_ids_per_batch(num_groups)
         waiting = [self.plan.spec(first_group_id + i) for i in range(total)][::-1]
         running: dict[ray.ObjectRef, tuple[GroupSpec, int, float]] = {}
+        try:
+            done = self._collect(num_groups, waiting, running, on_group)
+        finally:
+            for ref in running:  # extra groups, or all of them when an error or a stop ends the batch
+                ray.cancel(ref)
+        return sorted(done, key=lambda group: group.group_id)
+
+    def group_ids_per_batch(self, num_groups: int) -> int:
+        """How many group ids one batch takes up: the extra groups have ids too."""
+        return num_groups + self._extra_groups
+
+    def _collect(
+        self,
+        num_groups: int,
+        waiting: list[GroupSpec],
+        running: dict[ray.ObjectRef, tuple[GroupSpec, int, float]],
+        on_group: Callable[[RolloutGroup], None],
+    ) -> list[RolloutGroup]:
         done: list[RolloutGroup] = []
         while len(done) < num_groups:
             while waiting and len(running) < self.plan.num_slots:
@@ -129,13 +147,7 @@ class RolloutScheduler:
                     on_group(group)
             self._check_time(running)
             self._on_tick()
-        for ref in running:
-            ray.cancel(ref)
-        return sorted(done, key=lambda group: group.group_id)[:num_groups]
-
-    def group_ids_per_batch(self, num_groups: int) -> int:
-        """How many group ids one batch takes up: the extra groups have ids too."""
-        return num_groups + self._extra_groups
+        return done
 
     def _start(self, spec: GroupSpec, running: dict[ray.ObjectRef, tuple[GroupSpec, int, float]]) -> None:
         loads = [0] * self.workers.world_size

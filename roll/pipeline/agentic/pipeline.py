@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 from roll.agentic.metrics import rollout_metrics
@@ -9,6 +10,7 @@ from roll.agentic.trajectory import groups_to_batch
 from roll.agentic.types import RolloutGroup
 from roll.configs.agentic import AgenticConfig
 from roll.data.batch import Batch
+from roll.distributed.scheduler.rollout_scheduler import RolloutScheduler
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.agentic.env_roles import EnvRoles
 from roll.pipeline.base import RLPipeline
@@ -27,6 +29,8 @@ class AgenticPipeline(RLPipeline):
         envs: the training and validation environment managers.
     """
 
+    config: AgenticConfig
+
     def __init__(
         self, config: AgenticConfig, session: RunSession, roles: Roles, signals: SignalGuard, envs: EnvRoles
     ) -> None:
@@ -37,7 +41,7 @@ class AgenticPipeline(RLPipeline):
         num_groups = self.config.rollout_batch_size // self.config.train_env_manager.group_size
         first_group_id = (step - 1) * self.envs.train.group_ids_per_batch(num_groups)
         self.session.first_rollout()
-        groups = self.envs.train.collect(first_group_id, num_groups)
+        groups = self._collect(self.envs.train, first_group_id, num_groups)
         self._check_any_played(groups, "train on")
         metrics = rollout_metrics(groups, "rollout")
         return groups_to_batch(groups, list(self.config.custom_envs)), metrics
@@ -64,9 +68,16 @@ class AgenticPipeline(RLPipeline):
 
     def _play_validation(self, *, greedy: bool) -> list[RolloutGroup]:
         scheduler = self.envs.val_greedy if greedy else self.envs.val
-        groups = scheduler.collect(0, self.config.val_batch_size // self.config.val_env_manager.group_size)
+        num_groups = self.config.val_batch_size // self.config.val_env_manager.group_size
+        groups = self._collect(scheduler, 0, num_groups)
         self._check_any_played(groups, "evaluate")
         return groups
+
+    def _collect(self, scheduler: RolloutScheduler, first_group_id: int, num_groups: int) -> list[RolloutGroup]:
+        """Collects groups and shows how many have come in."""
+        arrived = itertools.count(1)
+        progress = self.session.display.progress
+        return scheduler.collect(first_group_id, num_groups, lambda _: progress(next(arrived), num_groups, "groups"))
 
     @staticmethod
     def _check_any_played(groups: list[RolloutGroup], what: str) -> None:

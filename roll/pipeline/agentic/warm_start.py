@@ -24,7 +24,7 @@ from roll.models.tiny import RECIPE_VERSION, make_tiny_model
 from roll.pipeline.agentic.env_roles import EnvRoles
 from roll.pipeline.model_cluster import plan_optimizer_steps
 from roll.pipeline.roles import Roles
-from roll.pipeline.session import RunSession
+from roll.pipeline.session import RunFailedError, RunSession
 from roll.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 REPORT = "warm_start.json"
 
 
-class WarmStartError(RuntimeError):
+class WarmStartError(RunFailedError):
     """The warm start missed the window of success that the configuration asks for."""
 
 

@@ -1,0 +1,137 @@
+"""From a checked configuration to an exit code: Ray, clusters, and leaving nothing behind, for any pipeline."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar, cast
+
+from roll.configs.rl import RLConfig
+from roll.configs.worker import WorkerConfig
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.executor.errors import ClusterError, PlacementError, RaySessionError
+from roll.distributed.executor.placement import create_placement, discover_nodes
+from roll.distributed.executor.ray_session import ray_session
+from roll.distributed.executor.resources import plan_placement
+from roll.distributed.executor.worker import Worker
+from roll.pipeline.checks import role_requests
+from roll.pipeline.session import RunFailedError, RunSession
+from roll.pipeline.workers import InferWorker, ScoreWorker, TrainWorker
+from roll.tracking.checkpointer import CheckpointError
+from roll.utils.registry import UnknownNameError, import_path
+from roll.utils.signals import Interrupted, SignalGuard
+
+logger = logging.getLogger(__name__)
+
+ConfigT = TypeVar("ConfigT", bound=RLConfig)
+WorkerClasses = Mapping[str, type[Worker]]
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+MODEL_WORKERS: WorkerClasses = {
+    "actor_train": TrainWorker,
+    "actor_infer": InferWorker,
+    "critic": TrainWorker,
+    "reference": ScoreWorker,
+}
+
+EXPECTED_ERRORS = (
+    CheckpointError,
+    ClusterError,
+    RaySessionError,
+    RunFailedError,
+    UnknownNameError,
+    FileNotFoundError,
+    ValueError,
+)
+"""What a user can cause or must be told without a traceback; anything else is a bug and shows one."""
+
+
+def launch(
+    config: ConfigT,
+    body: Callable[[ConfigT, RunSession, SignalGuard, Mapping[str, Cluster]], None],
+    workers: WorkerClasses,
+    *,
+    notes: Sequence[str] = (),
+    started: float | None = None,
+) -> int:
+    """Starts the clusters of a configuration and runs ``body`` with them.
+
+    Args:
+        config: a checked configuration.
+        body: the pipeline's own part; gets the configuration, the session, the signals and the started clusters.
+        workers: the process class of every cluster.
+        notes: lines to show first, such as the batch arithmetic in words.
+        started: ``time.time()`` at launch; now, if not given.
+
+    Returns:
+        The process's exit code: 0, 1 (failed), 2 (this cluster cannot hold the roles), 130 or 143 (interrupted).
+    """
+    try:
+        with SignalGuard() as signals, RunSession(config, started or time.time()) as session:
+            for line in notes:
+                session.display.note(line)
+            with session.phase("start"):
+                ray = ray_session(ray_options(config), config.system_envs, log_dir=session.folder.logs / "workers")
+            with ray, start_clusters(config, session, workers) as clusters:
+                body(config, session, signals, clusters)
+    except Interrupted as stop:
+        return stop.exit_code
+    except PlacementError as error:
+        logger.error("%s", error)
+        return EXIT_USAGE
+    except EXPECTED_ERRORS as error:
+        logger.error("%s: %s", type(error).__name__, error)
+        return EXIT_FAILED
+    return EXIT_OK
+
+
+def ray_options(config: RLConfig) -> dict[str, object]:
+    """``ray_init`` as arguments of ``ray.init``."""
+    options = config.ray_init.model_dump(exclude_none=True)
+    if "object_store_memory_mb" in options:
+        options["object_store_memory"] = options.pop("object_store_memory_mb") << 20
+    return options
+
+
+@contextmanager
+def start_clusters(config: RLConfig, session: RunSession, workers: WorkerClasses) -> Iterator[Mapping[str, Cluster]]:
+    """Places and starts the workers of all roles; they are gone when the block is left.
+
+    Raises:
+        PlacementError: the Ray cluster has too few devices.
+    """
+    plan = plan_placement(role_requests(config), discover_nodes())
+    for line in plan.describe():
+        logger.info("%s", line)
+    placement = create_placement(plan)
+    clusters: dict[str, Cluster] = {}
+    try:
+        with session.phase("start workers"):
+            for name, worker in config.clusters.items():
+                clusters[name] = Cluster(
+                    name,
+                    _worker_class(name, worker, workers[name]),
+                    placement,
+                    system_envs={**config.system_envs, **worker.system_envs},
+                    rpc_timeout=config.rpc_timeout,
+                )
+                clusters[name].launch()
+            for cluster in clusters.values():
+                cluster.wait_ready()
+        yield clusters
+    finally:
+        for cluster in clusters.values():
+            cluster.shutdown()
+        placement.remove()
+
+
+def _worker_class(role: str, worker: WorkerConfig, default: type[Worker]) -> type[Worker]:
+    if worker.worker_cls is None:
+        return default
+    chosen = import_path(worker.worker_cls, f"{role}.worker_cls")
+    if not (isinstance(chosen, type) and issubclass(chosen, default)):
+        raise UnknownNameError(f"{role}.worker_cls: {worker.worker_cls} is no subclass of {default.__name__}")
+    return cast(type[Worker], chosen)

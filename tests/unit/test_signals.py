@@ -1,0 +1,92 @@
+"""Ctrl-C and SIGTERM: when they act, when they wait, and what the second one does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from roll.utils import signals
+from roll.utils.signals import Interrupted, SignalGuard
+
+
+def kill_self(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(0.01)  # Python runs the handler between two instructions of the main thread
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_raises_with_the_exit_code_and_the_old_handlers_return(number: signal.Signals, exit_code: int) -> None:
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(Interrupted, match=f"stopped by {number.name}") as caught, SignalGuard():
+        kill_self(number)
+        pytest.fail("the signal did nothing")
+    assert caught.value.exit_code == exit_code
+    assert isinstance(caught.value, KeyboardInterrupt)
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_within_deferred_blocks_a_signal_waits_for_the_end_of_the_outermost() -> None:
+    steps = []
+    with pytest.raises(Interrupted), SignalGuard() as guard:
+        with guard.deferred():
+            with guard.deferred():
+                kill_self(signal.SIGTERM)
+                guard.check()
+                steps.append("inner")
+            steps.append("outer")
+        steps.append("never")
+    assert steps == ["inner", "outer"]
+
+
+def test_an_error_in_a_deferred_block_is_not_replaced_by_the_signal() -> None:
+    with pytest.raises(ValueError, match="broken"), SignalGuard() as guard, guard.deferred():
+        kill_self(signal.SIGTERM)
+        raise ValueError("broken")
+
+
+def test_one_signal_delivered_twice_counts_once() -> None:
+    with pytest.raises(Interrupted), SignalGuard():
+        try:
+            kill_self(signal.SIGINT)
+        finally:
+            kill_self(signal.SIGINT)  # while the first one unwinds
+
+
+def test_a_plain_keyboard_interrupt_after_a_signal_gets_its_exit_code() -> None:
+    with pytest.raises(Interrupted) as caught, SignalGuard() as guard, guard.deferred():
+        kill_self(signal.SIGTERM)
+        raise KeyboardInterrupt  # as Ray does when the signal arrives in one of its calls
+    assert caught.value.exit_code == 143
+
+
+def test_a_second_press_ends_the_process_at_once() -> None:
+    program = f"""
+import os, signal, time
+from roll.utils.signals import SignalGuard
+with SignalGuard() as guard, guard.deferred():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep({signals._SAME_PRESS_S} + 0.1)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=30, check=False).returncode == 130
+
+
+def test_outside_the_main_thread_it_changes_nothing() -> None:
+    seen = []
+
+    def run() -> None:
+        with SignalGuard():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [before]
