@@ -72,7 +72,7 @@ def main() -> int:
         *(run_figures(options.run) if options.run else []),
     ]
     for label, value in rows:
-        print(f"{label:40} {value:8.3f} s")
+        print(f"{label:40} {1000 * value:9.1f} ms")
     print(f"{'loaded by import roll':40} {', '.join(loaded) or 'none of ' + ', '.join(HEAVY)}")
     return int(seconds >= IMPORT_LIMIT_S or bool(loaded))
 

@@ -150,8 +150,11 @@ class CountingEnv(TextEnv):
             raise RuntimeError("the floor gave way")
         while self.fault == "sleep":
             time.sleep(1)
-        while self.fault == "spin":
-            pass
+        try:
+            while self.fault == "spin":
+                pass
+        finally:
+            arrive("spin-ended")
 
     def _log(self) -> None:
         if FOLDER in os.environ:

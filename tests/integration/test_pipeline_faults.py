@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -47,6 +48,18 @@ def test_a_wrong_configuration_is_told_at_once_and_whole_before_ray_starts(launc
     assert not run.path.exists(), "nothing was started"
 
 
+def test_a_signal_while_ray_starts_leaves_nothing_behind(launch: Launch) -> None:
+    run = launch(local=True)
+    assert run.process.stdout
+    while "start …" not in run.process.stdout.readline():
+        pass
+    time.sleep(0.7)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 143, run.output
+    assert run.summary["status"] == "interrupted"
+    run.assert_nothing_left()
+
+
 def test_two_workers_of_each_kind_and_the_death_of_a_trainer(launch: Launch, ray_cluster: RayCluster) -> None:
     run = launch(
         "max_steps=4",
@@ -58,6 +71,7 @@ def test_two_workers_of_each_kind_and_the_death_of_a_trainer(launch: Launch, ray
         "is_use_additional_prompts=true",
         "max_additional_running_prompts=1",
         "generate_opt_level=0",
+        "ray_init={num_cpus: 4, object_store_memory_mb: 128}",  # of a cluster that is started, so of no use here
         orders=("die-actor_train-1-train-3",),
     )
     assert_failed(run, "WorkerDiedError: actor_train rank 1 died in train at step 3", steps=2)
@@ -107,6 +121,7 @@ def test_environments_fail_alone(launch: Launch) -> None:
     assert [run.metrics[step]["rollout/dropped"] for step in (1, 2)] == [0, 6]
     assert [run.metrics[step]["rollout/env_errors"] for step in (1, 2)] == [0, 12]
     assert [run.metrics[step]["rollout/episodes"] for step in (1, 2)] == [10, 4]
+    assert (run.faults / "at-spin-ended").exists(), "the busy loop goes on"
     log = (run.path / "logs" / "traceback.txt").read_text()
     assert "no episode to train on" in log
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -46,8 +47,9 @@ def plant_half_written_checkpoints(run: Run) -> None:
         (folder / "actor_train").mkdir(parents=True)
         weights = (good / "actor_train" / "model.safetensors").read_bytes()
         (folder / "actor_train" / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    manifest = (good / "manifest.json").read_text()
-    good.with_name("checkpoint-99").joinpath("manifest.json").write_text(manifest)
+    manifest = json.loads((good / "manifest.json").read_text())
+    manifest["saved_at"] += 1000  # newer than every whole one
+    good.with_name("checkpoint-99").joinpath("manifest.json").write_text(json.dumps(manifest))
 
 
 def check_run_folder(run: Run, model: Path) -> None:
@@ -67,7 +69,7 @@ def check_run_folder(run: Run, model: Path) -> None:
     assert (run.path / "trajectories" / f"eval-{STEPS:05d}.jsonl").stat().st_size
     assert (run.path / "renders" / "index.html").stat().st_size
     assert list((run.path / "renders").rglob("*.gif")) or list((run.path / "renders").rglob("*-*.html"))
-    assert "ended" not in run.output and "Traceback" not in run.output
+    assert "Traceback" not in run.output
 
 
 def check_checkpoint_is_a_hugging_face_model(run: Run) -> None:
@@ -120,11 +122,11 @@ def test_a_run_stopped_in_every_way_ends_where_an_undisturbed_one_does(launch: L
     third.assert_nothing_left()
     plant_half_written_checkpoints(third)
 
-    # Both kinds of rollout workers die on the way to the end.
+    # On the way to the end both kinds of rollout workers die; what they played is played again.
     orders = ("die-train_env_manager-mid-6", "die-actor_infer-0-generate-9")
     fourth = resumed(launch, "max_worker_restarts=2", orders=orders)
     assert fourth.wait() == 0, fourth.output
-    assert f"ignoring checkpoint {third.checkpoint(99)}" in fourth.output
+    assert all(f"ignoring checkpoint {third.checkpoint(step)}" in fourth.output for step in (98, 99))
     assert f"resumed from {third.checkpoint(3)}" in (fourth.path / "logs" / "roll.log").read_text()
     assert not any((fourth.faults / order).exists() for order in orders), "nobody died"
     assert fourth.summary["status"] == "completed"

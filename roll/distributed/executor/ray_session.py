@@ -197,6 +197,10 @@ def _own_sigterm() -> Iterator[None]:
     previous = signal.getsignal(signal.SIGTERM)
     try:
         yield
+    except SystemExit as stop:
+        if stop.code == signal.SIGTERM and callable(previous):  # it arrived while Ray's handler was in place
+            previous(signal.SIGTERM, None)
+        raise
     finally:
         in_main_thread = threading.current_thread() is threading.main_thread()
         if in_main_thread and previous not in (None, signal.SIG_DFL):
