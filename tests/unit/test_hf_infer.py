@@ -185,6 +185,24 @@ async def held_at(engine: HfInfer, num_tokens: int) -> None:
         await held.wait()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU depend on the batch's shape")
+def test_on_a_cpu_the_rest_of_the_batch_changes_not_one_bit(model_path: Callable[..., str]) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with engine_of(model_path()) as engine:
+            requests = requests_of(prompts(40, seed=3), max_new_tokens=6, seed=7)
+            together = asyncio.run(burst(engine, requests))
+            alone = [asyncio.run(engine.generate(request)) for request in requests]
+            mixed = asyncio.run(staggered(engine, requests))
+    finally:
+        torch.set_num_threads(threads)
+    for other in (alone, mixed):
+        for a, b in zip(together, other, strict=True):
+            assert a.token_ids.tolist() == b.token_ids.tolist()
+            assert a.logprobs.tobytes() == b.logprobs.tobytes()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_staggered_greedy_requests_equal_transformers_generate(family: str, model_path: Callable[..., str]) -> None:
     path = model_path(family)

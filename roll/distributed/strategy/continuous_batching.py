@@ -5,11 +5,17 @@ prompt's last token is not part of the prefill: it is the input of the sequence'
 sampling exist in one place only, prompts need no mask (right padding is invisible to causal attention), and equal
 prompts (the samples of one request, the members of a group) are prefilled once and copied.
 
+On a CPU a sequence's logits do not depend, to the last bit, on what else is in the batch, so a run repeats exactly
+although requests arrive in another order each time. Three habits make it so: a decode step always has a mask and at
+least ``MIN_ROWS`` rows (kernels for fewer add up in another order), and attention widths are multiples of
+``WIDTH_BLOCK`` (vectorised sums then see the same lanes, followed by zeros).
+
 Everything here is synchronous and single-threaded; ``engine_thread.py`` runs it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +35,8 @@ from roll.models.stop_strings import StopStrings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+MIN_ROWS = 4
+WIDTH_BLOCK = 16
 PADDING_ALWAYS_ALLOWED = 8  # a forward of its own costs a tiny model more than this many tokens of padding per prompt
 
 
@@ -120,6 +128,7 @@ class ContinuousBatching:
         self._max_prefill_tokens = max_prefill_tokens
         self._max_cache_tokens = max_cache_tokens
         self._cache = SlotCache(model.config.get_text_config().num_hidden_layers, max_cache_tokens)
+        self._max_width = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
         self._sampler: _RowSampler | None = None
 
     @property
@@ -211,9 +220,9 @@ class ContinuousBatching:
         sizes = [len(group) for group in groups]
         self.counters.prefill_tokens += sum(lengths)
         self.counters.shared_tokens += sum(n * (size - 1) for n, size in zip(lengths, sizes, strict=True))
-        width = max(lengths)
-        if width == 0:
+        if max(lengths) == 0:
             return
+        width = max(max(lengths), min(_round_up(max(lengths)), self._max_width))
         tokens_GL = np.zeros((len(groups), width), dtype=np.int64)
         for row, group in enumerate(groups):
             tokens_GL[row, : lengths[row]] = group[0].history[:-1]
@@ -227,17 +236,16 @@ class ContinuousBatching:
 
     def _decode(self) -> Tensor:
         """Feeds every running sequence its last token; returns the logits [B, V] of the next one."""
-        positions = [s.length - 1 for s in self.running]
-        last = [s.tokens[-1] if s.tokens else int(s.request.prompt_ids[-1]) for s in self.running]
-        longest = max(positions)
-        self._cache.reserve(len(positions), longest + 1)
+        idle = [0] * (MIN_ROWS - len(self.running))
+        positions = [s.length - 1 for s in self.running] + idle
+        last = [s.tokens[-1] if s.tokens else int(s.request.prompt_ids[-1]) for s in self.running] + idle
+        width = _round_up(max(positions) + 1)
+        self._cache.reserve(len(positions), width)
         tokens_B, positions_B = torch.tensor([last, positions]).to(self._model.device)
-        self._cache.plan_decode(positions_B, longest + 1)
-        mask = None
-        if min(positions) < longest:
-            visible = torch.arange(longest + 1, device=positions_B.device) <= positions_B[:, None]
-            # Additive, since sdpa on the CPU converts a boolean mask again in every layer.
-            mask = torch.where(visible, 0.0, -torch.inf).to(self._model.dtype)[:, None, None]
+        self._cache.plan_decode(positions_B, width)
+        visible = torch.arange(width, device=positions_B.device) <= positions_B[:, None]
+        # Additive, since sdpa on the CPU converts a boolean mask again in every layer.
+        mask = torch.where(visible, 0.0, -torch.inf).to(self._model.dtype)[:, None, None]
         output = self._model(
             input_ids=tokens_B[:, None],
             position_ids=positions_B[:, None],
@@ -246,7 +254,7 @@ class ContinuousBatching:
             use_cache=True,
         )
         logits: Tensor = output.logits
-        return logits[:, -1]
+        return logits[: len(self.running), -1]
 
     def _remove(self, rows: list[int]) -> None:
         """Drops rows and moves the last ones into the gaps, so that the running slots stay contiguous."""
@@ -301,6 +309,10 @@ class _RowSampler:
         if np.isnan(logprobs).any():
             raise FloatingPointError(f"{int(np.isnan(logprobs).sum())} of {len(logprobs)} rows have NaN logits")
         return tokens_B.tolist(), logprobs
+
+
+def _round_up(width: int) -> int:
+    return -(-width // WIDTH_BLOCK) * WIDTH_BLOCK
 
 
 def _similar_lengths(
