@@ -5,7 +5,7 @@ prompt's last token is not part of the prefill: it is the input of the sequence'
 sampling exist in one place only, prompts need no mask (right padding is invisible to causal attention), and equal
 prompts (the samples of one request, the members of a group) are prefilled once and copied.
 
-On a CPU a sequence's logits do not depend, to the last bit, on what else is in the batch, so a run repeats exactly
+With one thread on a CPU, logits do not depend, to the last bit, on what else is in the batch, so a run repeats exactly
 although requests arrive in another order each time. Three habits make it so: a decode step always has a mask and at
 least ``MIN_ROWS`` rows (kernels for fewer add up in another order), and attention widths are multiples of
 ``WIDTH_BLOCK`` (vectorised sums then see the same lanes, followed by zeros).
