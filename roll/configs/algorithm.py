@@ -9,7 +9,19 @@ from pydantic import Field
 
 from roll.configs.base import Config
 
-ADV_ESTIMATORS: tuple[str, ...] = ("gae", "gigpo", "grpo", "reinforce", "step_reinforce")
+ADV_ESTIMATORS: tuple[str, ...] = (
+    "gae",
+    "gigpo",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "opo",
+    "reinforce",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "step_reinforce",
+)
 """Names that ``adv_estimator`` accepts besides ``package.module:function``."""
 
 STATE_ESTIMATORS: tuple[str, ...] = ("gigpo", "step_reinforce")
@@ -47,6 +59,10 @@ class AlgorithmConfig(Config):
     adv_estimator: str = Field(
         "gae",
         description=f"Advantage estimator: {', '.join(ADV_ESTIMATORS)}, or `package.module:function`.",
+    )
+    norm_adv_by_std_in_grpo: bool = Field(
+        True,
+        description="`grpo` and `grpo_passk` divide by the group's standard deviation; false is Dr. GRPO.",
     )
     gamma: float = Field(1.0, ge=0, le=1, description="Discount per sampled token.")
     lambd: float = Field(0.95, ge=0, le=1, description="GAE's lambda; 1 gives Monte Carlo returns, 0 one-step TD.")
@@ -149,6 +165,11 @@ class AlgorithmConfig(Config):
             )
         if self.turn_level_gae and self.adv_estimator != "gae":
             found.append(f"turn_level_gae: true, expected false with adv_estimator {self.adv_estimator!r}")
+        if not self.norm_adv_by_std_in_grpo and self.adv_estimator not in ("grpo", "grpo_passk"):
+            found.append(
+                f"norm_adv_by_std_in_grpo: false, expected true with adv_estimator {self.adv_estimator!r}, which does "
+                "not read it"
+            )
         if self.critic_warmup and self.adv_estimator in ADV_ESTIMATORS and self.adv_estimator != "gae":
             found.append(
                 f"critic_warmup: {self.critic_warmup}, expected 0: adv_estimator {self.adv_estimator!r} has no critic"

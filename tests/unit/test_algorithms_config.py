@@ -26,6 +26,7 @@ def test_known_and_foreign_estimators_are_accepted(estimator: str) -> None:
     [
         ({"adv_estimator": "gpro"}, "adv_estimator", "did you mean 'grpo'"),
         ({"adv_estimator": "grpo", "turn_level_gae": True}, "turn_level_gae", "expected false"),
+        ({"adv_estimator": "rloo", "norm_adv_by_std_in_grpo": False}, "norm_adv_by_std_in_grpo", "expected true"),
         ({"adv_estimator": "grpo", "critic_warmup": 3}, "critic_warmup", "has no critic"),
         ({"use_reward_norm": True}, "use_reward_norm", "use_reward_scaling"),
         ({"reward_norm": "batch", "reward_shift": True, "reward_scale": True}, "reward_scale", "one of them"),
