@@ -28,6 +28,7 @@ STATE_ESTIMATORS: tuple[str, ...] = ("gigpo", "step_reinforce")
 """Those that compare turns which start from the same state; every turn must be a sample of its own."""
 
 KlPenalty = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+NormType = Literal["batch", "group", "running"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -88,7 +89,17 @@ class AlgorithmConfig(Config):
         default_factory=RewardNormalizationConfig,
         description="Normalisation of episode scores by named grouping.",
     )
-    reward_norm: Literal["batch", "group", "running"] | None = Field(
+    norm_mean_type: NormType | None = Field(
+        None,
+        description="Subtract from episode scores the mean of the `batch`, the rollout `group`, or all scores so far "
+        "(`running`); null is off. Newer name of `reward_norm` with `reward_shift`.",
+    )
+    norm_std_type: NormType | None = Field(
+        None,
+        description="Divide episode scores by the standard deviation of the `batch`, the rollout `group`, or all "
+        "scores so far (`running`); null is off. Newer name of `reward_norm` with `reward_scale`.",
+    )
+    reward_norm: NormType | None = Field(
         None,
         description="Normalise episode scores by the statistics of the `batch`, the rollout `group`, or all scores so "
         "far (`running`); null is off.",
@@ -188,7 +199,9 @@ class AlgorithmConfig(Config):
         for key in ("reward_shift", "reward_scale"):
             if getattr(self, key) and self.reward_norm is None:
                 found.append(f"{key}: true, expected false unless reward_norm is set")
+        newer = "norm_std_type" if self.norm_mean_type is None else "norm_mean_type"
         normalisers = {
+            newer: getattr(self, newer) is not None,
             "reward_norm": self.reward_norm is not None,
             "use_reward_scaling": self.use_reward_scaling,
             "reward_normalization.method": self.reward_normalization.method != "identity",

@@ -33,6 +33,8 @@ def test_known_and_foreign_estimators_are_accepted(estimator: str) -> None:
         ({"reward_shift": True}, "reward_shift", "reward_norm"),
         ({"reward_scale": True}, "reward_scale", "reward_norm"),
         ({"reward_norm": "batch", "use_reward_scaling": True}, "use_reward_scaling", "at most one"),
+        ({"norm_mean_type": "batch", "reward_norm": "group"}, "reward_norm", "beside norm_mean_type"),
+        ({"norm_std_type": "group", "use_reward_scaling": True}, "use_reward_scaling", "beside norm_std_type"),
         (
             {"reward_norm": "batch", "reward_normalization": {"method": "mean_std"}},
             "reward_normalization.method",
@@ -55,6 +57,7 @@ def test_rules_between_keys(keys: dict[str, Any], key: str, hint: str) -> None:
         {"advantage_clip": 0.0},
         {"ppo_epochs": 0},
         {"kl_penalty": "full"},
+        {"norm_mean_type": "tag"},
         {"loss_agg_mode": "mean"},
         {"reward_normalization": {"grouping": "tags"}},
         {"reward_normalisation": {}},
