@@ -157,10 +157,11 @@ class RLPipeline(ABC):
 
     def train(self, batch: Batch, steps: list[Tensor], step: int) -> Metrics:
         """Takes the optimizer steps of the actor and the critic, side by side where they have devices of their own."""
-        trains_actor = step > self.config.critic_warmup
         policy_batch, selection_metrics = select_for_policy(
             batch, self.config, seed=derive_seed(self.config.seed, "selection", step)
         )
+        # Masks may leave nothing, e.g. when every group is solved: that is no failed step.
+        trains_actor = step > self.config.critic_warmup and bool(policy_batch.loss_mask_T.any())
         actor_refs = self.roles.actor.submit_train(policy_batch, steps) if trains_actor else []
         value_batch = batch.replace(loss_mask_T=value_mask(batch, self.config))
         critic_refs = self.roles.critic.submit_train(value_batch, steps) if self.roles.critic else []
