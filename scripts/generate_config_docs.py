@@ -10,8 +10,9 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from roll.configs.agentic import AgenticConfig, WarmStartConfig
-from roll.configs.algorithm import AlgorithmConfig, RewardNormalizationConfig
+from roll.configs.algorithm import AlgorithmConfig, PfPpoConfig, RewardNormalizationConfig
 from roll.configs.base import Config
+from roll.configs.correction import IsWeightConfig, TrainInferCorrectionConfig, TrainInferFilterConfig
 from roll.configs.data import DataArguments
 from roll.configs.env import ALIASES, CustomEnvConfig, EnvManagerConfig
 from roll.configs.generating import GeneratingArguments
@@ -42,6 +43,10 @@ TOP_LEVEL: list[Group] = [
     ("Checkpoint folder", "`checkpoint_config`", CheckpointConfig),
     ("Algorithm", "top level", AlgorithmConfig),
     ("Reward normalisation", "`reward_normalization`", RewardNormalizationConfig),
+    ("PF-PPO", "`pf_ppo`", PfPpoConfig),
+    ("Train/infer correction", "`train_infer_correction`", TrainInferCorrectionConfig),
+    ("Importance weights", "`train_infer_correction.is_weight`", IsWeightConfig),
+    ("Rejection", "each of `train_infer_correction.filters`", TrainInferFilterConfig),
     ("Models, environments and roles", "top level", AgenticConfig),
     ("Warm start", "`warm_start`", WarmStartConfig),
 ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,13 +61,79 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
 def grpo(batch: Batch, config: AlgorithmConfig) -> Batch:
     """Group-relative scores ``(R - mean) / (std + 1e-6)``, the same for all tokens of an episode (Shao et al. 2024).
 
-    The standard deviation is unbiased. A group of one has mean 0 and standard deviation 1. Needs ``group_B``.
+    The standard deviation is unbiased. A group of one has mean 0 and standard deviation 1. Without
+    ``norm_adv_by_std_in_grpo`` nothing is divided by (Dr. GRPO, Liu et al. 2025). Needs ``group_B``.
     """
-    require_columns(batch, "adv_estimator 'grpo'", "group_B")
-    episodes, reward_K = _turn_rewards(batch)
-    score_J = episodes.sum_episodes(reward_K)
-    advantage_J = _group_normalised(score_J, _group_of_episode(batch, episodes))
-    return _with_turn_columns(batch, episodes, advantage_J[episodes.episode_K], score_J[episodes.episode_K])
+    episodes, score_J, group_J = _grouped_scores(batch, config)
+    if config.norm_adv_by_std_in_grpo:
+        advantage_J = _group_normalised(score_J, group_J)
+    else:
+        advantage_J = score_J - _group_mean(score_J, group_J)
+    return _with_scores(batch, episodes, advantage_J, score_J)
+
+
+def grpo_passk(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """Only the group's best episode learns, by its lead over the second best (Tang et al. 2025).
+
+    ``(R_best - R_second) / (std + 1e-6)``, undivided without ``norm_adv_by_std_in_grpo``; 0 when two share the first
+    place. An episode alone in its group leads over 0 and is divided by 1 + 1e-6. Needs ``group_B``.
+    """
+    episodes, score_J, group_J = _grouped_scores(batch, config)
+    _, std_J, count_J = group_moments(score_J, group_J)
+    order = torch.from_numpy(np.lexsort((-score_J.numpy(), group_J.numpy())))  # groups together, best first
+    ranked_J, in_order_J = score_J[order], group_J[order]
+    first = torch.ones(len(order), dtype=torch.bool)
+    first[1:] = in_order_J[1:] != in_order_J[:-1]
+    has_second = count_J[order] > 1
+    second_J = torch.where(has_second, ranked_J.roll(-1), torch.zeros_like(ranked_J))
+    advantage_J = torch.zeros_like(score_J)
+    advantage_J[order] = torch.where(first, ranked_J - second_J, torch.zeros_like(ranked_J))
+    if config.norm_adv_by_std_in_grpo:
+        advantage_J = advantage_J / (torch.where(count_J > 1, std_J, torch.ones_like(std_J)) + STD_EPS)
+    return _with_scores(batch, episodes, advantage_J, score_J)
+
+
+def rloo(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """Scores against the mean of the group's *other* episodes (Kool et al. 2019; Ahmadian et al. 2024).
+
+    ``(n R - sum of the group's R) / (n - 1)``; a group of one keeps its score. Needs ``group_B``.
+    """
+    episodes, score_J, group_J = _grouped_scores(batch, config)
+    _, _, count_J = group_moments(score_J, group_J)
+    # The mean is taken out first, so that equal scores give exactly 0.
+    advantage_J = (score_J - _group_mean(score_J, group_J)) * count_J / (count_J - 1).clamp(min=1)
+    return _with_scores(batch, episodes, advantage_J, score_J)
+
+
+def opo(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """Scores against the length-weighted mean of the group, the baseline of least variance (Hao et al. 2025).
+
+    ``R - sum(length * R) / sum(length)`` with lengths in sampled tokens; a group of one keeps its score. Needs
+    ``group_B``.
+    """
+    episodes, score_J, group_J = _grouped_scores(batch, config)
+    _, member_J, count_J = torch.unique(group_J, return_inverse=True, return_counts=True)
+    length_J = episodes.sum_episodes((episodes.last_K - episodes.first_K + 1).double())
+    mean_J, _, _ = group_moments(score_J, group_J)
+
+    def total(values_J: Tensor) -> Tensor:
+        return torch.zeros(len(count_J), dtype=torch.float64).index_add_(0, member_J, values_J)[member_J]
+
+    # Sums relative to the plain mean: rounding cannot make equal scores differ from their baseline.
+    baseline_J = mean_J + total(length_J * (score_J - mean_J)) / total(length_J)
+    baseline_J = torch.where(count_J[member_J] == 1, torch.zeros_like(baseline_J), baseline_J)
+    return _with_scores(batch, episodes, score_J - baseline_J, score_J)
+
+
+def gpg(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """Group policy gradient (Chu et al. 2025): ``(episodes / episodes with R != 0) * (R - mean)``.
+
+    The factor, one for the batch, makes up for episodes whose score of 0 says nothing. A group of one has mean 0.
+    Needs ``group_B``.
+    """
+    episodes, score_J, group_J = _grouped_scores(batch, config)
+    scale = len(score_J) / max(int(torch.count_nonzero(score_J)), 1)
+    return _with_scores(batch, episodes, scale * (score_J - _group_mean(score_J, group_J)), score_J)
 
 
 def reinforce(batch: Batch, config: AlgorithmConfig) -> Batch:
@@ -79,6 +146,36 @@ def reinforce(batch: Batch, config: AlgorithmConfig) -> Batch:
     returns_M = reverse_recurrence(episodes.gather(batch.rewards_T), discount_M)
     returns_T = episodes.scatter(returns_M, batch.rewards_T)
     return batch.replace(advantages_T=returns_T, returns_T=returns_T)
+
+
+def reinforce_plus_plus(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """REINFORCE++ (Hu 2025): the reward-to-go ``G_t = r_t + gamma G_{t+1}``, whitened over all sampled tokens.
+
+    ``t + 1`` is the next sampled token of the episode, in whichever turn or row. Returns are G before whitening.
+    """
+    assert batch.rewards_T is not None
+    episodes = find_episodes(batch)
+    discount_M = torch.full((episodes.num_tokens,), config.gamma, dtype=torch.float64)
+    discount_M[episodes.last_token_J] = 0.0
+    returns_M = reverse_recurrence(episodes.gather(batch.rewards_T), discount_M)
+    return batch.replace(
+        advantages_T=episodes.scatter(whiten(returns_M), batch.rewards_T),
+        returns_T=episodes.scatter(returns_M, batch.rewards_T),
+    )
+
+
+def reinforce_plus_plus_baseline(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """REINFORCE++ with a group baseline (Hu 2025): ``R - mean`` on every token, then whitened over all sampled tokens.
+
+    A group of one has mean 0. Needs ``group_B``.
+    """
+    episodes, score_J, group_J = _grouped_scores(batch, config)
+    episode_M = episodes.episode_K[episodes.turn_M]
+    advantage_M = whiten((score_J - _group_mean(score_J, group_J))[episode_M])
+    return batch.replace(
+        advantages_T=episodes.scatter(advantage_M, batch.tokens_T),
+        returns_T=episodes.scatter(score_J[episode_M], batch.tokens_T),
+    )
 
 
 def gae(batch: Batch, config: AlgorithmConfig) -> Batch:
@@ -148,7 +245,19 @@ def gigpo(batch: Batch, config: AlgorithmConfig) -> Batch:
     return _with_turn_columns(batch, episodes, _weighted(step_K, episode_J, episodes, config), return_K)
 
 
-for _estimator in (gae, gigpo, grpo, reinforce, step_reinforce):
+for _estimator in (
+    gae,
+    gigpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    opo,
+    reinforce,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    rloo,
+    step_reinforce,
+):
     ADVANTAGES.register(_estimator.__name__, _estimator)
 
 
@@ -231,23 +340,39 @@ def _step_returns(batch: Batch, config: AlgorithmConfig) -> tuple[Episodes, Tens
     return episodes, return_K, state_in_group_K, group_J, episodes.sum_episodes(reward_K)
 
 
+def _grouped_scores(batch: Batch, config: AlgorithmConfig) -> tuple[Episodes, Tensor, Tensor]:
+    """Episodes, their scores [J] and their groups [J]."""
+    require_columns(batch, f"adv_estimator {config.adv_estimator!r}", "group_B")
+    episodes, reward_K = _turn_rewards(batch)
+    return episodes, episodes.sum_episodes(reward_K), _group_of_episode(batch, episodes)
+
+
 def _group_of_episode(batch: Batch, episodes: Episodes) -> Tensor:
     assert batch.group_B is not None
     return episodes.of_episode(batch.group_B)
 
 
+def _group_mean(score_J: Tensor, group_J: Tensor) -> Tensor:
+    """Mean score of each episode's group, 0 for an episode alone in it: nothing to compare with."""
+    mean_J, _, count_J = group_moments(score_J, group_J)
+    return torch.where(count_J == 1, torch.zeros_like(mean_J), mean_J)
+
+
 def _group_normalised(score_J: Tensor, group_J: Tensor) -> Tensor:
     """(R - mean) / (std + 1e-6) within groups; a group of one has mean 0 and standard deviation 1."""
-    mean_J, std_J, count_J = group_moments(score_J, group_J)
-    alone_J = count_J == 1
-    mean_J = torch.where(alone_J, torch.zeros_like(mean_J), mean_J)
-    std_J = torch.where(alone_J, torch.ones_like(std_J), std_J)
-    return (score_J - mean_J) / (std_J + STD_EPS)
+    _, std_J, count_J = group_moments(score_J, group_J)
+    std_J = torch.where(count_J == 1, torch.ones_like(std_J), std_J)
+    return (score_J - _group_mean(score_J, group_J)) / (std_J + STD_EPS)
 
 
 def _weighted(step_K: Tensor, episode_J: Tensor, episodes: Episodes, config: AlgorithmConfig) -> Tensor:
     episode_K = episode_J[episodes.episode_K]
     return config.step_reward_weight * step_K + config.episode_reward_weight * episode_K
+
+
+def _with_scores(batch: Batch, episodes: Episodes, advantage_J: Tensor, score_J: Tensor) -> Batch:
+    """The batch with advantages and returns of episodes copied to their tokens."""
+    return _with_turn_columns(batch, episodes, advantage_J[episodes.episode_K], score_J[episodes.episode_K])
 
 
 def _with_turn_columns(batch: Batch, episodes: Episodes, advantage_K: Tensor, return_K: Tensor) -> Batch:

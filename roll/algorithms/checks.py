@@ -21,7 +21,7 @@ def require_columns(batch: Batch, user: str, *names: str) -> None:
 
 
 def require_finite(batch: Batch, *names: str) -> None:
-    """Raises ``ValueError`` if a token column holds NaN or infinity, and says where. Columns that are unset pass."""
+    """Raises ``ValueError`` if a column holds NaN or infinity, and says where. Columns that are unset pass."""
     for name in names:
         column = getattr(batch, name)
         if column is None:
@@ -29,11 +29,14 @@ def require_finite(batch: Batch, *names: str) -> None:
         if np.isfinite(column.numpy()).all():  # ten times faster than torch.isfinite(...).all()
             continue
         bad = (~torch.isfinite(column)).nonzero().squeeze(1)
-        row = int(batch.rows_T[bad[0]])
-        position = int(bad[0] - batch.offsets_B[row])
+        if name.endswith("_B"):
+            place = f"in sequence {int(bad[0])}"
+        else:
+            row = int(batch.rows_T[bad[0]])
+            place = f"at token {int(bad[0] - batch.offsets_B[row])} of sequence {row}"
         raise ValueError(
             f"Batch.{name}: {len(bad)} of {len(column)} values are not finite, the first is "
-            f"{float(column[bad[0]])} at token {position} of sequence {row}; expected finite numbers"
+            f"{float(column[bad[0]])} {place}; expected finite numbers"
         )
 
 

@@ -1,12 +1,101 @@
-"""How far the generation engine's log-probabilities are from the training engine's."""
+"""How far the generating engine's log-probabilities are from the training engine's, and what is done about it.
+
+Axes: B rows, T tokens, M sampled tokens, in batch order.
+"""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
 
-from roll.algorithms.checks import require_finite
-from roll.algorithms.kl import k3
+import torch
+from torch import Tensor
+
+from roll.algorithms.checks import require_columns, require_finite
+from roll.algorithms.kl import EXPONENT_BOUND, k3
+from roll.configs.correction import AggregationLevel, IsWeightConfig, TrainInferFilterConfig
 from roll.data.batch import Batch
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Which sampled tokens belong together; all on one device."""
+
+    row_M: Tensor
+    """int64: the row of each token."""
+    segment_M: Tensor
+    """int64: running number of the turn within its row that each token belongs to; rows do not share any."""
+
+    @classmethod
+    def of(cls, batch: Batch, token_M: Tensor) -> Levels:
+        """Of the tokens at ``token_M`` (ascending). Without ``turn_T`` a row is one segment."""
+        row_M = batch.rows_T[token_M]
+        starts_M = torch.ones(len(token_M), dtype=torch.bool)
+        starts_M[1:] = row_M[1:] != row_M[:-1]
+        if batch.turn_T is not None:
+            turn_M = batch.turn_T[token_M]
+            starts_M[1:] |= turn_M[1:] != turn_M[:-1]
+        return cls(row_M, torch.cumsum(starts_M, 0) - 1)
+
+    def to(self, device: torch.device) -> Levels:
+        return Levels(self.row_M.to(device), self.segment_M.to(device))
+
+    def aggregate(self, values_M: Tensor, level: AggregationLevel) -> Tensor:
+        """[M]: the value itself, its mean over the segment or the row, or its sum over the row; differentiable."""
+        if level == "token":
+            return values_M
+        index_M = self.segment_M if level == "segment" else self.row_M
+        count_N = torch.bincount(index_M)
+        sum_N = torch.zeros(len(count_N), dtype=values_M.dtype, device=values_M.device).index_add(0, index_M, values_M)
+        return sum_N[index_M] if level == "sequence" else (sum_N / count_N.clamp(min=1))[index_M]
+
+
+def importance_ratio(log_ratio_M: Tensor, levels: Levels, level: AggregationLevel) -> Tensor:
+    """[M]: exponential of the aggregated log ratio, which is clamped to [-20, 20] first; differentiable."""
+    return levels.aggregate(log_ratio_M, level).clamp(-EXPONENT_BOUND, EXPONENT_BOUND).exp()
+
+
+def importance_weights(log_ratio_M: Tensor, levels: Levels, config: IsWeightConfig) -> Tensor:
+    """[M]: truncated importance weights ``min(ratio, upper_bound)`` (Ionides 2008; Yao et al. 2025).
+
+    Args:
+        log_ratio_M: log p of the training engine minus that of the generating one.
+        levels: Which tokens belong together.
+        config: Reads ``weight_type`` and ``upper_bound``.
+    """
+    ratio_M = importance_ratio(log_ratio_M, levels, config.weight_type)
+    return ratio_M if config.upper_bound is None else ratio_M.clamp(max=config.upper_bound)
+
+
+def passes_filter(trained_M: Tensor, generated_M: Tensor, levels: Levels, config: TrainInferFilterConfig) -> Tensor:
+    """bool [M]: the tokens whose engines agree well enough; both bounds belong to the interval.
+
+    Args:
+        trained_M: log p under the training engine.
+        generated_M: log p as the generating engine reported it.
+        levels: Which tokens belong together.
+        config: Reads all but ``enabled``.
+    """
+    keep_M = torch.ones(len(trained_M), dtype=torch.bool)
+    if config.ratio_enabled:
+        ratio_M = importance_ratio(trained_M - generated_M, levels, config.agg_type)
+        keep_M &= (ratio_M >= config.ratio_low) & (ratio_M <= config.ratio_high)
+    if config.diff_enabled:
+        diff_M = levels.aggregate(trained_M.exp() - generated_M.exp(), config.agg_type)
+        keep_M &= (diff_M >= config.diff_low) & (diff_M <= config.diff_high)
+    return keep_M
+
+
+def engine_logprobs(batch: Batch, user: str) -> tuple[Tensor, Tensor]:
+    """float64 [M] each: log-probabilities of the sampled tokens under the training and the generating engine.
+
+    Raises:
+        ValueError: a column is missing or holds NaN or infinity.
+    """
+    require_columns(batch, user, "old_logprobs_T", "rollout_logprobs_T")
+    require_finite(batch, "old_logprobs_T", "rollout_logprobs_T")
+    assert batch.old_logprobs_T is not None and batch.rollout_logprobs_T is not None
+    mask_T = batch.loss_mask_T
+    return batch.old_logprobs_T[mask_T].double(), batch.rollout_logprobs_T[mask_T].double()
 
 
 def mismatch_metrics(batch: Batch) -> dict[str, float]:
@@ -19,8 +108,8 @@ def mismatch_metrics(batch: Batch) -> dict[str, float]:
     """
     if batch.rollout_logprobs_T is None or batch.old_logprobs_T is None:
         return {}
-    require_finite(batch, "rollout_logprobs_T", "old_logprobs_T")
-    d_M = (batch.rollout_logprobs_T.double() - batch.old_logprobs_T.double())[batch.loss_mask_T]
+    trained_M, generated_M = engine_logprobs(batch, "mismatch_metrics")
+    d_M = generated_M - trained_M
     if len(d_M) == 0:
         return {}
     return {

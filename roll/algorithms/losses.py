@@ -17,9 +17,12 @@ from torch import Tensor
 
 from roll.algorithms.advantages import value_mask
 from roll.algorithms.checks import require_columns
-from roll.algorithms.kl import EXPONENT_BOUND, k3, kl_divergence
+from roll.algorithms.correction import Levels, importance_weights
+from roll.algorithms.kl import k3, kl_divergence
+from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyTokens
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
 from roll.configs.algorithm import AlgorithmConfig, LossAggMode
+from roll.configs.correction import IsWeightConfig
 from roll.data.batch import Batch
 
 
@@ -94,10 +97,11 @@ def policy_loss(
     config: AlgorithmConfig,
     total_optimizer_steps: int | None = None,
 ) -> LossOutput:
-    """``rl_loss_coef * PPO + kl_loss_coef * KL + sft_loss_coef * SFT - entropy coefficient * entropy``.
+    """``rl_loss_coef * PG + kl_loss_coef * KL + sft_loss_coef * SFT - entropy coefficient * entropy``.
 
-    Without ``old_logprobs_T`` the old policy is the current one (the first step on fresh samples): the ratio is 1 and
-    the gradient that of REINFORCE.
+    PG is the loss that ``pg_variant`` names in ``POLICY_LOSSES``, times ``weights_T`` where the batch has them.
+    Without ``old_logprobs_T`` the old policy is the current one (the first step on fresh samples): ratios are 1 and
+    PPO's gradient is that of REINFORCE.
 
     Args:
         scores: ``logprobs_T``; ``entropy_T`` if there is an entropy bonus.
@@ -116,17 +120,23 @@ def policy_loss(
     tokens = SampledTokens.of(batch, batch.loss_mask_T, config.loss_agg_mode, ctx, logprobs_T)
     logprobs_M = tokens.take(logprobs_T)
     old_M = logprobs_M.detach() if batch.old_logprobs_T is None else tokens.take(batch.old_logprobs_T)
-    log_ratio_M = (logprobs_M - old_M).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
-    ratio_M = log_ratio_M.exp()
-    ppo_M, clipped_M = _clipped_surrogate(ratio_M, tokens.take(batch.advantages_T), config)
+    policy = PolicyTokens(
+        logprobs_M, old_M, tokens.take(batch.advantages_T).to(logprobs_M.dtype), tokens.row_M, batch.num_sequences
+    )
+    pg_M, clipped_M = POLICY_LOSSES.get(config.policy_loss)(policy, config)
+    if batch.weights_T is not None:
+        pg_M = pg_M * tokens.take(batch.weights_T)
+    is_weight = config.train_infer_correction.is_weight
+    if is_weight.enabled and not is_weight.detach:
+        pg_M = pg_M * _live_importance_weights(batch, tokens, logprobs_M, is_weight)
 
-    pg_loss = tokens.loss(ppo_M)
+    pg_loss = tokens.loss(pg_M)
     loss = config.rl_loss_coef * pg_loss
     metrics: dict[str, Tensor | float] = {
         "actor/pg_loss": pg_loss.detach(),
-        "actor/clip_frac": tokens.mean(clipped_M.to(ratio_M.dtype)),
-        "actor/approx_kl": tokens.mean(k3(-log_ratio_M.detach())),
-        "actor/ratio_mean": tokens.mean(ratio_M),
+        "actor/clip_frac": tokens.mean(clipped_M.to(logprobs_M.dtype)),
+        "actor/approx_kl": tokens.mean(k3(-policy.log_ratio_M.detach())),
+        "actor/ratio_mean": tokens.mean(policy.ratio(config)),
     }
     for name, coef, term in _auxiliary_terms(scores, batch, ctx, config, tokens, logprobs_M, total_optimizer_steps):
         loss = loss + coef * term
@@ -203,20 +213,12 @@ def entropy_coef(config: AlgorithmConfig, optimizer_step: int, total_optimizer_s
     return config.entropy_loss_coef + done * (config.entropy_loss_coef_end - config.entropy_loss_coef)
 
 
-def _clipped_surrogate(ratio_M: Tensor, advantage_M: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """PPO's loss per token (Schulman et al. 2017), with dual clip (Ye et al. 2020); and where a clip is active."""
-    if config.use_pg_clip_range:
-        low, high = config.pg_clip_low, config.pg_clip_high
-    else:
-        low = high = config.pg_clip
-    free_M = -advantage_M * ratio_M
-    bounded_M = -advantage_M * ratio_M.clamp(1 - low, 1 + high)
-    loss_M, clipped_M = torch.maximum(free_M, bounded_M), bounded_M > free_M
-    if config.dual_clip_loss:
-        ceiling_M = -config.dual_clip_c * advantage_M
-        capped_M = (advantage_M < 0) & (ceiling_M < loss_M)
-        loss_M, clipped_M = torch.where(capped_M, ceiling_M, loss_M), clipped_M | capped_M
-    return loss_M, clipped_M
+def _live_importance_weights(batch: Batch, tokens: SampledTokens, logprobs_M: Tensor, config: IsWeightConfig) -> Tensor:
+    """[M]: truncated importance weights of the policy being trained, with gradient (``detach: false``)."""
+    require_columns(batch, "train_infer_correction.is_weight", "rollout_logprobs_T")
+    assert batch.rollout_logprobs_T is not None
+    levels = Levels.of(batch, tokens.token_M.cpu()).to(logprobs_M.device)
+    return importance_weights(logprobs_M - tokens.take(batch.rollout_logprobs_T), levels, config)
 
 
 def _auxiliary_terms(

@@ -48,6 +48,8 @@ class ScoreNormaliser:
         """The one normalisation that the configuration asks for (``AlgorithmConfig.problems`` rejects two)."""
         if config.use_reward_scaling:
             return cls("running" if config.use_reward_norm else None, "running")
+        if config.norm_mean_type is not None or config.norm_std_type is not None:
+            return cls(config.norm_mean_type, config.norm_std_type)
         if config.reward_norm is not None:
             over: Scope = config.reward_norm
             return cls(None if config.reward_scale else over, None if config.reward_shift else over)
@@ -66,8 +68,8 @@ def shape_rewards(batch: Batch, config: AlgorithmConfig, running: RunningStats) 
 
     Args:
         batch: With ``rewards_T``, and ``group_B`` or ``tag_B`` if the configuration groups by them.
-        config: Reads ``reward_normalization``, ``reward_norm``, ``reward_shift``, ``reward_scale``,
-            ``use_reward_scaling``, ``use_reward_norm`` and ``reward_clip``.
+        config: Reads ``reward_normalization``, ``norm_mean_type``, ``norm_std_type``, ``reward_norm``,
+            ``reward_shift``, ``reward_scale``, ``use_reward_scaling``, ``use_reward_norm`` and ``reward_clip``.
         running: Statistics of the scores so far; takes in this batch first if the configuration uses them.
 
     Returns:

@@ -8,14 +8,41 @@ from typing import Literal
 from pydantic import Field
 
 from roll.configs.base import Config
+from roll.configs.correction import TrainInferCorrectionConfig
 
-ADV_ESTIMATORS: tuple[str, ...] = ("gae", "gigpo", "grpo", "reinforce", "step_reinforce")
+ADV_ESTIMATORS: tuple[str, ...] = (
+    "gae",
+    "gigpo",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "opo",
+    "reinforce",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "step_reinforce",
+)
 """Names that ``adv_estimator`` accepts besides ``package.module:function``."""
 
 STATE_ESTIMATORS: tuple[str, ...] = ("gigpo", "step_reinforce")
 """Those that compare turns which start from the same state; every turn must be a sample of its own."""
 
+PG_VARIANTS: tuple[str, ...] = (
+    "cispo",
+    "clip_cov",
+    "gmpo",
+    "kimi15",
+    "ppo",
+    "sapo",
+    "tis",
+    "topr",
+    "vanilla",
+)
+"""Names that ``pg_variant`` accepts besides ``package.module:function``."""
+
 KlPenalty = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+NormType = Literal["batch", "group", "running"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -34,6 +61,17 @@ class RewardNormalizationConfig(Config):
     )
 
 
+class PfPpoConfig(Config):
+    """How PF-PPO draws the samples that the policy learns from."""
+
+    reweight_method: Literal["pow", "max_min", "max_random"] = Field(
+        default="pow",
+        description="A sample's weight by its score s: `pow` |s| to the power `weight_pow`, `max_min` 1 for the "
+        "highest and lowest scores and else 0, `max_random` 0.4 for the highest and else 0.1.",
+    )
+    weight_pow: float = Field(default=2.0, ge=0, description="Exponent of `pow`.")
+
+
 class AlgorithmConfig(Config):
     """Algorithm keys that every pipeline shares; pipelines inherit from it so that they stay at the top level."""
 
@@ -47,6 +85,10 @@ class AlgorithmConfig(Config):
     adv_estimator: str = Field(
         "gae",
         description=f"Advantage estimator: {', '.join(ADV_ESTIMATORS)}, or `package.module:function`.",
+    )
+    norm_adv_by_std_in_grpo: bool = Field(
+        True,
+        description="`grpo` and `grpo_passk` divide by the group's standard deviation; false is Dr. GRPO.",
     )
     gamma: float = Field(1.0, ge=0, le=1, description="Discount per sampled token.")
     lambd: float = Field(0.95, ge=0, le=1, description="GAE's lambda; 1 gives Monte Carlo returns, 0 one-step TD.")
@@ -72,7 +114,17 @@ class AlgorithmConfig(Config):
         default_factory=RewardNormalizationConfig,
         description="Normalisation of episode scores by named grouping.",
     )
-    reward_norm: Literal["batch", "group", "running"] | None = Field(
+    norm_mean_type: NormType | None = Field(
+        None,
+        description="Subtract from episode scores the mean of the `batch`, the rollout `group`, or all scores so far "
+        "(`running`); null is off. Newer name of `reward_norm` with `reward_shift`.",
+    )
+    norm_std_type: NormType | None = Field(
+        None,
+        description="Divide episode scores by the standard deviation of the `batch`, the rollout `group`, or all "
+        "scores so far (`running`); null is off. Newer name of `reward_norm` with `reward_scale`.",
+    )
+    reward_norm: NormType | None = Field(
         None,
         description="Normalise episode scores by the statistics of the `batch`, the rollout `group`, or all scores so "
         "far (`running`); null is off.",
@@ -107,12 +159,34 @@ class AlgorithmConfig(Config):
 
     # Policy loss
     rl_loss_coef: float = Field(1.0, ge=0, description="Coefficient of the policy-gradient term.")
+    pg_variant: str = Field("ppo", description=f"Policy loss: {', '.join(PG_VARIANTS)}, or `package.module:function`.")
+    use_topr_loss: bool = Field(False, description="Older spelling of `pg_variant: topr`.")
+    importance_sampling: Literal["token", "seq"] = Field(
+        "token",
+        description="Probability ratio of each `token`, or of the sequence (`seq`): the geometric mean over its "
+        "sampled tokens, shared by all of them. With `pg_variant: ppo` the latter is GSPO.",
+    )
     pg_clip: float = Field(0.2, gt=0, description="PPO clips the probability ratio to [1 - x, 1 + x].")
     use_pg_clip_range: bool = Field(False, description="Use `pg_clip_low` and `pg_clip_high` instead of `pg_clip`.")
     pg_clip_low: float = Field(0.2, gt=0, le=1, description="Lower clip range: the ratio stays above 1 - x.")
     pg_clip_high: float = Field(0.2, gt=0, description="Upper clip range: the ratio stays below 1 + x.")
     dual_clip_loss: bool = Field(False, description="Bound the loss of negative advantages by `dual_clip_c`.")
     dual_clip_c: float = Field(3.0, gt=1, description="Dual clip: the loss is at most -c * advantage.")
+    topr_positive_weight: float = Field(1.0, ge=0, description="TOPR's weight of tokens with positive advantage.")
+    topr_negative_weight: float = Field(1.0, ge=0, description="TOPR's weight of the other tokens.")
+    tis_lower_bound: float = Field(0.0, ge=0, description="TIS keeps the ratio at or above this.")
+    tis_upper_bound: float = Field(1.0, gt=0, description="TIS keeps the ratio at or below this.")
+    cispo_epsilon_low: float = Field(0.1, ge=0, le=1, description="CISPO keeps the ratio at or above 1 - x.")
+    cispo_epsilon_high: float = Field(0.1, ge=0, description="CISPO keeps the ratio at or below 1 + x.")
+    cispo_use_unified_mask: bool = Field(
+        False, description="CISPO drops the tokens that PPO would clip: beyond a bound, on the side that gains."
+    )
+    kimi15_tau: float = Field(0.1, ge=0, description="Kimi k1.5's coefficient of the squared log ratio.")
+    sapo_tau_pos: float = Field(1.0, gt=0, description="SAPO's gate steepness for positive advantages.")
+    sapo_tau_neg: float = Field(1.05, gt=0, description="SAPO's gate steepness for the other tokens.")
+    clip_cov_ratio: float = Field(0.0002, gt=0, le=1, description="Share of tokens that Clip-Cov takes out.")
+    clip_cov_lb: float = Field(1.0, description="Clip-Cov picks among tokens whose covariance is above this …")
+    clip_cov_ub: float = Field(5.0, description="… and below this.")
     entropy_loss_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
     entropy_loss_coef_end: float | None = Field(
         None, ge=0, description="Value that `entropy_loss_coef` reaches linearly at the run's end; null: constant."
@@ -123,6 +197,37 @@ class AlgorithmConfig(Config):
     loss_agg_mode: LossAggMode = Field(
         "seq-mean-token-mean", description="How token losses become one number, over the whole optimizer step."
     )
+    difficulty_loss_weight: bool = Field(
+        False,
+        description="Weigh samples from 0.5 (the batch's easiest group, by mean score) to 1.5 (its hardest) in the "
+        "policy-gradient term.",
+    )
+    length_loss_weight: bool = Field(
+        False,
+        description="Weigh samples from 1.5 (fewest sampled tokens in the batch) to 0.5 (most) in the policy-gradient "
+        "term.",
+    )
+    difficulty_mask: bool = Field(
+        False,
+        description="Keep only groups whose mean score lies between `difficulty_low_threshold` and "
+        "`difficulty_high_threshold` in the policy's loss.",
+    )
+    difficulty_low_threshold: float = Field(0.0, description="Groups with at most this mean score are masked.")
+    difficulty_high_threshold: float = Field(1.0, description="Groups with at least this mean score are masked.")
+    error_max_len_clip: bool = Field(
+        False,
+        description="Mask failed samples (score at most 0) of more than `error_max_len_threshold` sampled tokens in "
+        "the policy's loss.",
+    )
+    error_max_len_threshold: int = Field(9999999999, ge=0, description="Longest failed sample that is kept.")
+    train_infer_correction: TrainInferCorrectionConfig = Field(
+        default_factory=TrainInferCorrectionConfig,
+        description="Correction of the mismatch between the training and the generating engine.",
+    )
+    use_pf_ppo: bool = Field(
+        False, description="PF-PPO: the policy learns from samples that are redrawn, with replacement, by their score."
+    )
+    pf_ppo: PfPpoConfig = Field(default_factory=PfPpoConfig, description="How PF-PPO redraws.")
     enable_old_logprobs_recompute: bool = Field(
         False,
         description="Recompute the old log-probabilities with the training engine even when one optimizer step per "
@@ -135,20 +240,37 @@ class AlgorithmConfig(Config):
     )
     value_loss_coef: float = Field(1.0, ge=0, description="Coefficient of the critic's loss.")
 
+    @property
+    def policy_loss(self) -> str:
+        """The name of the policy loss, whichever key chose it."""
+        return "topr" if self.use_topr_loss else self.pg_variant
+
+    @property
+    def wants_old_logprobs(self) -> bool:
+        """Whether the training engine must score the rollouts even where a first optimizer step could do without."""
+        return (
+            self.enable_old_logprobs_recompute
+            or self.add_token_level_kl
+            or self.train_infer_correction.uses_old_logprobs
+        )
+
     def problems(self) -> list[str]:
-        return [*super().problems(), *self._advantage_problems(), *self._reward_problems()]
+        return [
+            *super().problems(),
+            *self._advantage_problems(),
+            *self._reward_problems(),
+            *self._policy_problems(),
+        ]
 
     def _advantage_problems(self) -> list[str]:
-        found = []
-        if self.adv_estimator not in ADV_ESTIMATORS and ":" not in self.adv_estimator:
-            near = difflib.get_close_matches(self.adv_estimator, ADV_ESTIMATORS, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            found.append(
-                f"adv_estimator: {self.adv_estimator!r}, expected one of {', '.join(ADV_ESTIMATORS)} "
-                f"or package.module:function{hint}"
-            )
+        found = _name_problems("adv_estimator", self.adv_estimator, ADV_ESTIMATORS)
         if self.turn_level_gae and self.adv_estimator != "gae":
             found.append(f"turn_level_gae: true, expected false with adv_estimator {self.adv_estimator!r}")
+        if not self.norm_adv_by_std_in_grpo and self.adv_estimator not in ("grpo", "grpo_passk"):
+            found.append(
+                f"norm_adv_by_std_in_grpo: false, expected true with adv_estimator {self.adv_estimator!r}, which does "
+                "not read it"
+            )
         if self.critic_warmup and self.adv_estimator in ADV_ESTIMATORS and self.adv_estimator != "gae":
             found.append(
                 f"critic_warmup: {self.critic_warmup}, expected 0: adv_estimator {self.adv_estimator!r} has no critic"
@@ -167,7 +289,9 @@ class AlgorithmConfig(Config):
         for key in ("reward_shift", "reward_scale"):
             if getattr(self, key) and self.reward_norm is None:
                 found.append(f"{key}: true, expected false unless reward_norm is set")
+        newer = "norm_std_type" if self.norm_mean_type is None else "norm_mean_type"
         normalisers = {
+            newer: getattr(self, newer) is not None,
             "reward_norm": self.reward_norm is not None,
             "use_reward_scaling": self.use_reward_scaling,
             "reward_normalization.method": self.reward_normalization.method != "identity",
@@ -177,3 +301,31 @@ class AlgorithmConfig(Config):
         if self.target_kl is not None and not self.add_token_level_kl:
             found.append(f"target_kl: {self.target_kl}, expected null unless add_token_level_kl is true")
         return found
+
+    def _policy_problems(self) -> list[str]:
+        found = _name_problems("pg_variant", self.pg_variant, PG_VARIANTS)
+        if self.use_topr_loss and self.pg_variant not in ("ppo", "topr"):
+            found.append(f"pg_variant: {self.pg_variant!r}, expected 'topr' or nothing beside use_topr_loss: true")
+        if self.importance_sampling == "seq" and self.policy_loss in ("gmpo", "kimi15", "vanilla"):
+            found.append(
+                f"importance_sampling: 'seq', expected 'token' with pg_variant {self.policy_loss!r}, which does not "
+                "read it"
+            )
+        if self.dual_clip_loss and self.policy_loss in set(PG_VARIANTS) - {"ppo", "clip_cov"}:
+            found.append(f"dual_clip_loss: true, expected false with pg_variant {self.policy_loss!r}")
+        for low, high in (
+            ("tis_lower_bound", "tis_upper_bound"),
+            ("clip_cov_lb", "clip_cov_ub"),
+            ("difficulty_low_threshold", "difficulty_high_threshold"),
+        ):
+            if getattr(self, low) > getattr(self, high):
+                found.append(f"{low}: {getattr(self, low)}, expected at most {high} = {getattr(self, high)}")
+        return found
+
+
+def _name_problems(key: str, name: str, known: tuple[str, ...]) -> list[str]:
+    if name in known or ":" in name:
+        return []
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return [f"{key}: {name!r}, expected one of {', '.join(known)} or package.module:function{hint}"]

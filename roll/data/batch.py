@@ -61,6 +61,8 @@ class Batch:
     """float32: advantages; 0 where the mask is 0."""
     returns_T: Tensor | None = None
     """float32: value targets; 0 where the mask is 0."""
+    weights_T: Tensor | None = None
+    """float32: weight of each token's policy-gradient loss; ``None`` is 1 everywhere."""
 
     def __post_init__(self) -> None:
         num_tokens = int(self.lengths_B.sum())

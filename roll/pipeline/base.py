@@ -20,6 +20,7 @@ from roll.algorithms.correction import mismatch_metrics
 from roll.algorithms.kl import KlController
 from roll.algorithms.losses import build_policy_loss, build_value_loss
 from roll.algorithms.rewards import apply_kl_penalty, shape_rewards, whiten_token_rewards
+from roll.algorithms.selection import select_for_policy
 from roll.algorithms.statistics import RunningStats
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
@@ -141,7 +142,7 @@ class RLPipeline(ABC):
         Roles on different devices work at the same time.
         """
         config, roles = self.config, self.roles
-        recompute = needs_old_logprobs or config.enable_old_logprobs_recompute or config.add_token_level_kl
+        recompute = needs_old_logprobs or config.wants_old_logprobs
         wanted = {
             "old_logprobs_T": roles.actor if recompute else None,
             "ref_logprobs_T": roles.reference,
@@ -170,14 +171,18 @@ class RLPipeline(ABC):
 
     def train(self, batch: Batch, steps: list[Tensor], step: int) -> Metrics:
         """Takes the optimizer steps of the actor and the critic, side by side where they have devices of their own."""
-        trains_actor = step > self.config.critic_warmup
-        actor_refs = self.roles.actor.submit_train(batch, steps) if trains_actor else []
+        policy_batch, selection_metrics = select_for_policy(
+            batch, self.config, seed=derive_seed(self.config.seed, "selection", step)
+        )
+        # Masks may leave nothing, e.g. when every group is solved: that is no failed step.
+        trains_actor = step > self.config.critic_warmup and bool(policy_batch.loss_mask_T.any())
+        actor_refs = self.roles.actor.submit_train(policy_batch, steps) if trains_actor else []
         value_batch = batch.replace(loss_mask_T=value_mask(batch, self.config))
         critic_refs = self.roles.critic.submit_train(value_batch, steps) if self.roles.critic else []
         history = self.roles.actor.gather_train(actor_refs) if actor_refs else []
         critic_history = self.roles.critic.gather_train(critic_refs) if self.roles.critic else []
         self._count_bad_steps(history, critic_history)
-        return _mean_metrics(history) | _mean_metrics(critic_history)
+        return _mean_metrics(history) | _mean_metrics(critic_history) | selection_metrics
 
     def after_step(self) -> None:
         """Evaluates, reports and saves when it is time to.

@@ -81,7 +81,8 @@ def check_plugins(config: AgenticConfig) -> list[ConfigProblem]:
             problems.append(ConfigProblem("track_with", tracker, "a known tracker", str(error)))
     paths = {f"{role}.worker_cls": worker.worker_cls for role, worker in sections(config)}
     paths |= {f"{key}.worker_cls": getattr(config, key).worker_cls for key in ("train_env_manager", "val_env_manager")}
-    paths |= {"adv_estimator": config.adv_estimator if ":" in config.adv_estimator else None}
+    plug_ins = {"adv_estimator": config.adv_estimator, "pg_variant": config.pg_variant}
+    paths |= {key: name if ":" in name else None for key, name in plug_ins.items()}
     for key, path in paths.items():
         if path is not None:
             problems += _path_problems(key, path, ())

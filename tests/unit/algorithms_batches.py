@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import torch
+from torch import Tensor
 
+from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
 from roll.data.batch import Batch
 
 
@@ -112,3 +115,79 @@ def assert_close(batch: Batch, column_T: torch.Tensor, expected: dict[int, float
     for token, got in by_token(batch, column_T).items():
         want = expected.get(token, 0.0)
         assert abs(got - want) <= tolerance * max(1.0, abs(want)), (token, got, want)
+
+
+def make_batch(seed: int, history: bool = True, max_episodes: int = 7) -> tuple[Batch, TokenScores]:
+    """A batch with float64 columns and a policy's scores; ratios on both sides of every clip."""
+    batch = to_batch(random_episodes(seed, max_episodes), history, seed)
+    generator = torch.Generator().manual_seed(seed % 2**31)
+    mask = batch.loss_mask_T
+
+    def column(scale: float) -> Tensor:
+        return torch.randn(batch.num_tokens, generator=generator, dtype=torch.float64) * scale * mask
+
+    batch = batch.replace(
+        advantages_T=column(1.0),
+        returns_T=column(1.0),
+        old_logprobs_T=column(0.7),
+        ref_logprobs_T=column(0.7),
+        values_T=column(1.0),
+    )
+    return batch, TokenScores(column(0.7), column(1.0).abs(), column(1.0))
+
+
+def context(batch: Batch, mask_T: Tensor | None = None) -> LossContext:
+    mask_T = batch.loss_mask_T if mask_T is None else mask_T
+    counts = torch.zeros(batch.num_sequences).index_add(0, batch.rows_T, mask_T.float())
+    return LossContext(float(mask_T.sum()), float((counts > 0).sum()), float(counts.max()))
+
+
+def rows_of(batch: Batch, mask_T: Tensor) -> list[list[int]]:
+    """Token indices of each row that count."""
+    ends = np.cumsum(batch.lengths_B.tolist()).tolist()
+    starts = [0, *ends[:-1]]
+    return [[i for i in range(a, b) if mask_T[i]] for a, b in zip(starts, ends, strict=True)]
+
+
+def aggregate(per_token: dict[int, float], rows: list[list[int]], mode: str) -> float:
+    sums = [(sum(per_token[i] for i in row), len(row)) for row in rows if row]
+    num_tokens, num_rows, longest = sum(n for _, n in sums), len(sums), max(n for _, n in sums)
+    if mode == "token-mean":
+        return sum(s for s, _ in sums) / num_tokens
+    if mode == "seq-mean-token-sum":
+        return sum(s for s, _ in sums) / num_rows
+    if mode == "seq-mean-token-mean":
+        return sum(s / n for s, n in sums) / num_rows
+    return sum(s for s, _ in sums) / longest / num_rows
+
+
+def gradient(loss_fn: LossFn, scores: TokenScores, batch: Batch, ctx: LossContext) -> tuple[LossOutput, Tensor]:
+    """The loss and its gradient with respect to all scores, [3, T]."""
+    leaves = [t.clone().requires_grad_() for t in (scores.logprobs_T, scores.entropy_T, scores.values_T)]
+    out = loss_fn(TokenScores(*leaves), batch, ctx)
+    out.loss.backward()
+    return out, torch.stack([torch.zeros_like(x) if x.grad is None else x.grad for x in leaves])
+
+
+def assert_any_split_adds_up(loss_fn: LossFn, scores: TokenScores, batch: Batch, parts: int, seed: int) -> None:
+    """Rows dealt at random into parts have shares whose sum is the whole's loss, gradient and metrics."""
+    ctx = context(batch)
+    whole, whole_gradient = gradient(loss_fn, scores, batch, ctx)
+    owner = np.random.default_rng(seed).integers(0, parts, batch.num_sequences)
+    total, sums = 0.0, dict.fromkeys(whole.metrics, 0.0)
+    pieces = torch.zeros_like(whole_gradient)
+    for part in range(parts):
+        rows = torch.from_numpy(np.flatnonzero(owner == part))
+        if len(rows) == 0:
+            continue
+        index = batch.token_index(rows)
+        share = TokenScores(*(t[index] for t in (scores.logprobs_T, scores.entropy_T, scores.values_T)))
+        out, piece = gradient(loss_fn, share, batch.select(rows), ctx)
+        total += out.loss.item()
+        pieces[:, index] += piece
+        assert out.metrics.keys() == sums.keys()
+        for name, value in out.metrics.items():
+            sums[name] += float(value)
+    assert total == pytest.approx(whole.loss.item(), rel=1e-10, abs=1e-12)
+    torch.testing.assert_close(pieces, whole_gradient, rtol=1e-12, atol=1e-14)
+    assert sums == pytest.approx({k: float(v) for k, v in whole.metrics.items()}, rel=1e-9, abs=1e-12)

@@ -92,6 +92,104 @@ def test_grpo_weighs_a_long_episode_once() -> None:
     assert advantages[10].item() == pytest.approx(-2 / 8**0.5, rel=1e-5)
 
 
+def group_mean(members: list[float]) -> float:
+    return statistics.mean(members) if len(members) > 1 else 0.0
+
+
+def oracle_group_advantage(name: str, members: list[Episode], index: int, everyone: list[Episode]) -> float:
+    """One estimator for one episode of a group, by its definition."""
+    scores = [e.score for e in members]
+    lengths = [sum(len(turn.sampled) for turn in e.turns) for e in members]
+    own, others = scores[index], [x for i, x in enumerate(scores) if i != index]
+    if name == "grpo":  # without division
+        return own - group_mean(scores)
+    if name == "rloo":
+        return own - (statistics.mean(others) if others else 0.0)
+    if name == "opo":
+        weighted = sum(length * x for length, x in zip(lengths, scores, strict=True)) / sum(lengths)
+        return own - (weighted if others else 0.0)
+    if name == "gpg":
+        nonzero = sum(e.score != 0 for e in everyone)
+        return len(everyone) / max(nonzero, 1) * (own - group_mean(scores))
+    assert name == "grpo_passk"
+    return max(own - max(others, default=0.0), 0.0) if others else own
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=seeds,
+    history=st.booleans(),
+    rounded=st.booleans(),
+    estimator=st.sampled_from(["grpo", "grpo_passk", "rloo", "opo", "gpg"]),
+)
+def test_group_estimators_are_their_definitions(seed: int, history: bool, rounded: bool, estimator: str) -> None:
+    episodes = random_episodes(seed, max_episodes=10)
+    if rounded:  # zeros and ties
+        for turn in (turn for e in episodes for turn in e.turns):
+            turn.reward = float(round(turn.reward))
+    batch = to_batch(episodes, history, seed)
+    keys = {"norm_adv_by_std_in_grpo": False} if "grpo" in estimator else {}
+    out = compute_advantages(batch, AlgorithmConfig(adv_estimator=estimator, **keys))
+    live, members = played(episodes), defaultdict(list)
+    for e in live:
+        members[e.group].append(e)
+    expected = {}
+    for e in live:
+        peers = members[e.group]
+        index = next(i for i, peer in enumerate(peers) if peer is e)
+        advantage = oracle_group_advantage(estimator, peers, index, live)
+        expected |= {token.id: advantage for turn in e.turns for token in turn.sampled}
+    assert_close(out, out.advantages_T, expected, 1e-5)
+    assert_close(out, out.returns_T, {t.id: e.score for e in live for turn in e.turns for t in turn.sampled})
+
+
+def lone(group: int, token: int, reward: float) -> Episode:
+    return Episode(group, 0, [Turn([Token(token, True, 0, 0, 0, 0)], reward, 0)])
+
+
+def test_grpo_passk_divides_the_lead_by_the_spread() -> None:
+    batch = to_batch([lone(0, 0, 1.0), lone(0, 1, 4.0), lone(0, 2, 3.0), lone(5, 3, 7.0)], history=False)
+    advantages = compute_advantages(batch, AlgorithmConfig(adv_estimator="grpo_passk")).advantages_T
+    spread_of_three = statistics.stdev([1.0, 4.0, 3.0]) + 1e-6
+    assert advantages.tolist() == pytest.approx([0.0, 1.0 / spread_of_three, 0.0, 7.0 / (1 + 1e-6)])
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("keys", [{}, {"norm_adv_by_std_in_grpo": False}])
+def test_equal_rewards_of_a_group_teach_exactly_nothing(estimator: str, keys: dict[str, bool]) -> None:
+    episodes = [
+        Episode(0, 0, [Turn([Token(10 * i + j, True, 0, 0, 0, 0) for j in range(i + 1)], 0.1, 0)]) for i in range(7)
+    ]
+    out = compute_advantages(to_batch(episodes, history=False), AlgorithmConfig(adv_estimator=estimator, **keys))
+    assert not out.advantages_T.any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, history=st.booleans(), gamma=unit, baseline=st.booleans())
+def test_reinforce_plus_plus_whitens_returns_over_sampled_tokens(
+    seed: int, history: bool, gamma: float, baseline: bool
+) -> None:
+    episodes = random_episodes(seed)
+    batch = to_batch(episodes, history, seed)
+    name = "reinforce_plus_plus_baseline" if baseline else "reinforce_plus_plus"
+    out = compute_advantages(batch, AlgorithmConfig(adv_estimator=name, gamma=gamma, step_reward_gamma=0.123))
+    live, plain, returns, members = played(episodes), {}, {}, defaultdict(list)
+    for e in live:
+        members[e.group].append(e.score)
+    for e in live:
+        following = 0.0
+        for turn in reversed(e.turns):
+            for token in reversed(turn.sampled):
+                following = (turn.reward if token is turn.sampled[-1] else 0.0) + gamma * following
+                returns[token.id] = e.score if baseline else following
+                plain[token.id] = e.score - group_mean(members[e.group]) if baseline else following
+    assert_close(out, out.returns_T, returns)
+    if len(plain) < 2 or 0 < (var := statistics.variance(plain.values())) < 1e-6:
+        return  # rounding would be blown up
+    mean = statistics.mean(plain.values())
+    assert_close(out, out.advantages_T, {i: (x - mean) / (var + 1e-8) ** 0.5 for i, x in plain.items()}, 1e-3)
+
+
 @settings(max_examples=60, deadline=None)
 @given(seed=seeds, history=st.booleans(), gamma=unit, step_gamma=unit)
 def test_reinforce_discounts_within_and_across_turns(seed: int, history: bool, gamma: float, step_gamma: float) -> None:
@@ -256,6 +354,7 @@ def test_values_that_are_not_finite_and_stray_rewards_are_refused() -> None:
         ("gae", "values_T"),
         ("gigpo", "state_B"),
         ("step_reinforce", "group_B"),
+        *((name, "group_B") for name in ("rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline")),
         ("grpo", "rewards_T"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pydantic
 import pytest
 
-from roll.configs.algorithm import ADV_ESTIMATORS, AlgorithmConfig
+from roll.configs.algorithm import ADV_ESTIMATORS, PG_VARIANTS, AlgorithmConfig
 
 
 def test_defaults_have_no_problems() -> None:
@@ -26,23 +26,53 @@ def test_known_and_foreign_estimators_are_accepted(estimator: str) -> None:
     [
         ({"adv_estimator": "gpro"}, "adv_estimator", "did you mean 'grpo'"),
         ({"adv_estimator": "grpo", "turn_level_gae": True}, "turn_level_gae", "expected false"),
+        ({"adv_estimator": "rloo", "norm_adv_by_std_in_grpo": False}, "norm_adv_by_std_in_grpo", "expected true"),
         ({"adv_estimator": "grpo", "critic_warmup": 3}, "critic_warmup", "has no critic"),
         ({"use_reward_norm": True}, "use_reward_norm", "use_reward_scaling"),
         ({"reward_norm": "batch", "reward_shift": True, "reward_scale": True}, "reward_scale", "one of them"),
         ({"reward_shift": True}, "reward_shift", "reward_norm"),
         ({"reward_scale": True}, "reward_scale", "reward_norm"),
         ({"reward_norm": "batch", "use_reward_scaling": True}, "use_reward_scaling", "at most one"),
+        ({"norm_mean_type": "batch", "reward_norm": "group"}, "reward_norm", "beside norm_mean_type"),
+        ({"norm_std_type": "group", "use_reward_scaling": True}, "use_reward_scaling", "beside norm_std_type"),
         (
             {"reward_norm": "batch", "reward_normalization": {"method": "mean_std"}},
             "reward_normalization.method",
             "at most one",
         ),
         ({"target_kl": 0.1}, "target_kl", "add_token_level_kl"),
+        ({"pg_variant": "gspo"}, "pg_variant", "expected one of cispo"),
+        ({"pg_variant": "topl"}, "pg_variant", "did you mean 'topr'"),
+        ({"pg_variant": "tis", "use_topr_loss": True}, "pg_variant", "use_topr_loss"),
+        ({"pg_variant": "vanilla", "importance_sampling": "seq"}, "importance_sampling", "'vanilla'"),
+        ({"use_topr_loss": True, "dual_clip_loss": True}, "dual_clip_loss", "'topr'"),
+        ({"tis_lower_bound": 1.5}, "tis_lower_bound", "at most tis_upper_bound"),
+        ({"clip_cov_lb": 6.0}, "clip_cov_lb", "at most clip_cov_ub"),
+        ({"difficulty_low_threshold": 2.0}, "difficulty_low_threshold", "at most difficulty_high_threshold"),
     ],
 )
 def test_rules_between_keys(keys: dict[str, Any], key: str, hint: str) -> None:
     (problem,) = AlgorithmConfig(**keys).problems()
     assert problem.startswith(f"{key}: ") and hint in problem
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "hint"),
+    [
+        ({"ratio_low": 2.0}, "filters.1.ratio_low", "at most ratio_high = 1.2"),
+        ({"diff_high": -1.0}, "filters.1.diff_low", "at most diff_high = -1.0"),
+        ({"enabled": True, "ratio_enabled": False}, "filters.1.ratio_enabled", "one of them"),
+    ],
+)
+def test_rules_of_train_infer_filters(keys: dict[str, Any], key: str, hint: str) -> None:
+    correction = AlgorithmConfig(train_infer_correction={"filters": [{}, keys]}).train_infer_correction
+    (problem,) = correction.problems()
+    assert problem.startswith(f"{key}: ") and hint in problem
+
+
+@pytest.mark.parametrize("name", [*PG_VARIANTS, "my.module:loss"])
+def test_known_and_foreign_policy_losses_are_accepted(name: str) -> None:
+    assert AlgorithmConfig(pg_variant=name).problems() == []
 
 
 @pytest.mark.parametrize(
@@ -54,6 +84,12 @@ def test_rules_between_keys(keys: dict[str, Any], key: str, hint: str) -> None:
         {"advantage_clip": 0.0},
         {"ppo_epochs": 0},
         {"kl_penalty": "full"},
+        {"importance_sampling": "sequence"},
+        {"clip_cov_ratio": 0.0},
+        {"pf_ppo": {"reweight_method": "max"}},
+        {"train_infer_correction": {"is_weight": {"weight_type": "turn"}}},
+        {"train_infer_correction": {"filters": [{"ratio": 1.0}]}},
+        {"norm_mean_type": "tag"},
         {"loss_agg_mode": "mean"},
         {"reward_normalization": {"grouping": "tags"}},
         {"reward_normalisation": {}},

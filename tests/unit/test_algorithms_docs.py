@@ -9,7 +9,14 @@ import pytest
 
 from roll.algorithms.advantages import ADVANTAGES
 from roll.algorithms.kl import KL_ESTIMATORS
-from roll.configs.algorithm import AlgorithmConfig, LossAggMode, RewardNormalizationConfig
+from roll.algorithms.policy_losses import POLICY_LOSSES
+from roll.configs.algorithm import AlgorithmConfig, LossAggMode, PfPpoConfig, RewardNormalizationConfig
+from roll.configs.correction import (
+    AggregationLevel,
+    IsWeightConfig,
+    TrainInferCorrectionConfig,
+    TrainInferFilterConfig,
+)
 
 DOCS = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 ELSEWHERE = {"ppo_epochs", "max_grad_norm", "l2", "critic_warmup", "enable_old_logprobs_recompute"}
@@ -21,6 +28,9 @@ ELSEWHERE = {"ppo_epochs", "max_grad_norm", "l2", "critic_warmup", "enable_old_l
     [
         *ADVANTAGES.names(),
         *KL_ESTIMATORS.names(),
+        *POLICY_LOSSES.names(),
+        *AggregationLevel.__args__,  # type: ignore[attr-defined]
+        *PfPpoConfig.model_fields["reweight_method"].annotation.__args__,  # type: ignore[union-attr]
         *LossAggMode.__args__,  # type: ignore[attr-defined]
         *RewardNormalizationConfig.model_fields["method"].annotation.__args__,  # type: ignore[union-attr]
         *RewardNormalizationConfig.model_fields["grouping"].annotation.__args__,  # type: ignore[union-attr]
@@ -30,6 +40,9 @@ def test_registered_names_are_documented(name: str) -> None:
     assert f"`{name}`" in DOCS or f": {name}`" in DOCS
 
 
-@pytest.mark.parametrize("key", sorted(AlgorithmConfig.model_fields.keys() - ELSEWHERE))
+SECTIONS = (AlgorithmConfig, PfPpoConfig, TrainInferCorrectionConfig, IsWeightConfig, TrainInferFilterConfig)
+
+
+@pytest.mark.parametrize("key", sorted({key for section in SECTIONS for key in section.model_fields} - ELSEWHERE))
 def test_keys_are_documented(key: str) -> None:
     assert re.search(rf"\b{key}\b", DOCS)

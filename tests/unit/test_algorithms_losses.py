@@ -6,17 +6,16 @@ import math
 import pickle
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from algorithms_batches import random_episodes, to_batch
+from algorithms_batches import aggregate, assert_any_split_adds_up, context, gradient, make_batch, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from roll.algorithms.advantages import value_mask
 from roll.algorithms.losses import build_policy_loss, build_sft_loss, build_value_loss, entropy_coef
-from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
+from roll.algorithms.types import LossContext, TokenScores
 from roll.configs.algorithm import AlgorithmConfig, LossAggMode
 from roll.data.batch import Batch
 
@@ -35,50 +34,6 @@ EVERYTHING: dict[str, Any] = {
     "pg_clip_low": 0.1,
     "pg_clip_high": 0.3,
 }
-
-
-def make_batch(seed: int, history: bool = True, max_episodes: int = 7) -> tuple[Batch, TokenScores]:
-    """A batch with float64 columns and a policy's scores; ratios on both sides of every clip."""
-    batch = to_batch(random_episodes(seed, max_episodes), history, seed)
-    generator = torch.Generator().manual_seed(seed % 2**31)
-    mask = batch.loss_mask_T
-
-    def column(scale: float) -> Tensor:
-        return torch.randn(batch.num_tokens, generator=generator, dtype=torch.float64) * scale * mask
-
-    batch = batch.replace(
-        advantages_T=column(1.0),
-        returns_T=column(1.0),
-        old_logprobs_T=column(0.7),
-        ref_logprobs_T=column(0.7),
-        values_T=column(1.0),
-    )
-    return batch, TokenScores(column(0.7), column(1.0).abs(), column(1.0))
-
-
-def context(batch: Batch, mask_T: Tensor | None = None) -> LossContext:
-    mask_T = batch.loss_mask_T if mask_T is None else mask_T
-    counts = torch.zeros(batch.num_sequences).index_add(0, batch.rows_T, mask_T.float())
-    return LossContext(float(mask_T.sum()), float((counts > 0).sum()), float(counts.max()))
-
-
-def rows_of(batch: Batch, mask_T: Tensor) -> list[list[int]]:
-    """Token indices of each row that count."""
-    ends = np.cumsum(batch.lengths_B.tolist()).tolist()
-    starts = [0, *ends[:-1]]
-    return [[i for i in range(a, b) if mask_T[i]] for a, b in zip(starts, ends, strict=True)]
-
-
-def aggregate(per_token: dict[int, float], rows: list[list[int]], mode: str) -> float:
-    sums = [(sum(per_token[i] for i in row), len(row)) for row in rows if row]
-    num_tokens, num_rows, longest = sum(n for _, n in sums), len(sums), max(n for _, n in sums)
-    if mode == "token-mean":
-        return sum(s for s, _ in sums) / num_tokens
-    if mode == "seq-mean-token-sum":
-        return sum(s for s, _ in sums) / num_rows
-    if mode == "seq-mean-token-mean":
-        return sum(s / n for s, n in sums) / num_rows
-    return sum(s for s, _ in sums) / longest / num_rows
 
 
 def oracle_policy_loss(scores: TokenScores, batch: Batch, config: AlgorithmConfig) -> float:
@@ -149,14 +104,6 @@ def test_sft_loss_is_the_mean_negative_log_likelihood() -> None:
     assert out.metrics["sft/loss"].item() == out.loss.item()
 
 
-def gradient(loss_fn: LossFn, scores: TokenScores, batch: Batch, ctx: LossContext) -> tuple[LossOutput, Tensor]:
-    """The loss and its gradient with respect to all scores, [3, T]."""
-    leaves = [t.clone().requires_grad_() for t in (scores.logprobs_T, scores.entropy_T, scores.values_T)]
-    out = loss_fn(TokenScores(*leaves), batch, ctx)
-    out.loss.backward()
-    return out, torch.stack([torch.zeros_like(x) if x.grad is None else x.grad for x in leaves])
-
-
 @settings(max_examples=40, deadline=None)
 @given(seed=seeds, mode=st.sampled_from(MODES), parts=st.integers(1, 6), critic=st.booleans(), turns=st.booleans())
 def test_any_split_adds_up_to_the_same_loss_gradient_and_metrics(
@@ -170,26 +117,7 @@ def test_any_split_adds_up_to_the_same_loss_gradient_and_metrics(
         loss_fn = build_value_loss(config)
     else:
         loss_fn = build_policy_loss(AlgorithmConfig(loss_agg_mode=mode, **EVERYTHING))
-    ctx = context(batch)
-    whole, whole_gradient = gradient(loss_fn, scores, batch, ctx)
-    owner = np.random.default_rng(seed).integers(0, parts, batch.num_sequences)
-    total, sums = 0.0, dict.fromkeys(whole.metrics, 0.0)
-    pieces = torch.zeros_like(whole_gradient)
-    for part in range(parts):
-        rows = torch.from_numpy(np.flatnonzero(owner == part))
-        if len(rows) == 0:
-            continue
-        index = batch.token_index(rows)
-        share = TokenScores(*(t[index] for t in (scores.logprobs_T, scores.entropy_T, scores.values_T)))
-        out, piece = gradient(loss_fn, share, batch.select(rows), ctx)
-        total += out.loss.item()
-        pieces[:, index] += piece
-        assert out.metrics.keys() == sums.keys()
-        for name, value in out.metrics.items():
-            sums[name] += float(value)
-    assert total == pytest.approx(whole.loss.item(), rel=1e-10, abs=1e-12)
-    torch.testing.assert_close(pieces, whole_gradient, rtol=1e-12, atol=1e-14)
-    assert sums == pytest.approx({k: float(v) for k, v in whole.metrics.items()}, rel=1e-9, abs=1e-12)
+    assert_any_split_adds_up(loss_fn, scores, batch, parts, seed)
 
 
 @pytest.mark.parametrize("mode", MODES)

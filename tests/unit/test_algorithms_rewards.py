@@ -112,6 +112,36 @@ def test_reward_norm_shift_and_scale_do_only_their_half() -> None:
     assert shaped(batch, reward_norm="batch") == pytest.approx([(x - 4.5) / whole for x in (1, 3, 5, 9)], rel=1e-5)
 
 
+NORM_TYPES = st.sampled_from([None, "batch", "group", "running"])
+
+
+@settings(max_examples=80, deadline=None)
+@given(mean_type=NORM_TYPES, std_type=NORM_TYPES, scores=st.lists(st.integers(-9, 9), min_size=1, max_size=8))
+def test_mean_and_spread_may_come_from_different_peers(
+    mean_type: str | None, std_type: str | None, scores: list[int]
+) -> None:
+    groups = [i % 3 for i in range(len(scores))]
+    earlier = [2.0, 7.0, -4.0]
+    running = RunningStats()
+    running.update(torch.tensor(earlier))
+    config = AlgorithmConfig(norm_mean_type=mean_type, norm_std_type=std_type)
+    assert config.problems() == []
+    out, _ = shape_rewards(lone_turns([float(x) for x in scores], groups), config, running)
+
+    def peers(scope: str, group: int) -> list[float]:
+        if scope == "running":
+            return [*earlier, *scores]
+        return [x for x, g in zip(scores, groups, strict=True) if scope == "batch" or g == group]
+
+    for got, score, group in zip(out.rewards_T.tolist(), scores, groups, strict=True):
+        mean = statistics.mean(peers(mean_type, group)) if mean_type else 0.0
+        members = peers(std_type, group) if std_type else []
+        spread = statistics.stdev(members) if len(members) > 1 else 0.0
+        assert got == pytest.approx((score - mean) / (spread + 1e-6 if spread else 1.0), rel=1e-5, abs=1e-6)
+    used = "running" in (mean_type, std_type)
+    assert running.count == len(earlier) + (len(scores) if used else 0)
+
+
 @pytest.mark.parametrize("keys", [{"reward_norm": "running"}, {"use_reward_scaling": True, "use_reward_norm": True}])
 def test_running_normalisation_uses_all_scores_so_far(keys: dict[str, Any]) -> None:
     running = RunningStats()

@@ -1,0 +1,168 @@
+"""The policy-gradient losses: what one sampled token costs, before weights, aggregation and the other terms.
+
+A loss is a pure function ``(tokens, config) -> (loss_M, clipped_M)`` in ``POLICY_LOSSES``, or anybody's by
+``package.module:function``. It divides by no count of the batch: ``roll.algorithms.losses`` aggregates. It may use a
+token's own row, which a micro-batch always holds whole, but no other row.
+
+Axes: B rows, M sampled tokens of the micro-batch, in batch order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.kl import EXPONENT_BOUND
+from roll.configs.algorithm import AlgorithmConfig
+from roll.utils.registry import Registry
+
+SEQUENCE_EXPONENT_BOUND = 10.0
+"""The log of a sequence ratio is clamped to at most this before the exponential."""
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """What a policy loss knows of the sampled tokens; all [M], on one device."""
+
+    logprobs_M: Tensor
+    """log p under the policy being trained; gradients flow through it."""
+    old_M: Tensor
+    """log p under the old policy; constant."""
+    advantage_M: Tensor
+    row_M: Tensor
+    """int64: the row of each token."""
+    num_rows: int
+
+    @property
+    def log_ratio_M(self) -> Tensor:
+        """Log ratio of each token, clamped to [-20, 20]."""
+        return (self.logprobs_M - self.old_M).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
+
+    @property
+    def sequence_log_ratio_M(self) -> Tensor:
+        """Mean log ratio of the token's row, at most 10; each token's gradient is that of its own log p (GSPO-token).
+
+        So the tokens of a row share a ratio, and the row's mean loss has the gradient of the sequence's loss.
+        """
+        mean_M = self.row_mean(self.logprobs_M.detach() - self.old_M)
+        return (self.logprobs_M - self.logprobs_M.detach() + mean_M).clamp(max=SEQUENCE_EXPONENT_BOUND)
+
+    def ratio(self, config: AlgorithmConfig) -> Tensor:
+        """[M]: probability ratio by ``importance_sampling``, per token or shared by a row's tokens."""
+        log_ratio_M = self.log_ratio_M if config.importance_sampling == "token" else self.sequence_log_ratio_M
+        return log_ratio_M.exp()
+
+    def row_mean(self, values_M: Tensor) -> Tensor:
+        """[M]: mean over the sampled tokens of each token's row; differentiable."""
+        count_B = torch.bincount(self.row_M, minlength=self.num_rows)
+        sum_B = torch.zeros(self.num_rows, dtype=values_M.dtype, device=values_M.device)
+        return (sum_B.index_add(0, self.row_M, values_M) / count_B.clamp(min=1))[self.row_M]
+
+
+PolicyLossFn: TypeAlias = Callable[[PolicyTokens, AlgorithmConfig], tuple[Tensor, Tensor]]
+"""Gives each token's loss and where a clip bounds it (bool, for the metric alone)."""
+
+POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss")
+
+
+def clip_range(config: AlgorithmConfig) -> tuple[float, float]:
+    """How far below and above 1 the ratio may go."""
+    if config.use_pg_clip_range:
+        return config.pg_clip_low, config.pg_clip_high
+    return config.pg_clip, config.pg_clip
+
+
+def vanilla(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """``-A log p``: the policy gradient as it is, without correction for old samples (Williams 1992)."""
+    return -tokens.advantage_M * tokens.logprobs_M, _nowhere(tokens)
+
+
+def ppo(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """The clipped surrogate (Schulman et al. 2017), with dual clip (Ye et al. 2020) if ``dual_clip_loss``.
+
+    With ``importance_sampling: seq`` this is GSPO (Zheng et al. 2025).
+    """
+    low, high = clip_range(config)
+    ratio_M = tokens.ratio(config)
+    free_M = -tokens.advantage_M * ratio_M
+    bounded_M = -tokens.advantage_M * ratio_M.clamp(1 - low, 1 + high)
+    loss_M, clipped_M = torch.maximum(free_M, bounded_M), bounded_M > free_M
+    if config.dual_clip_loss:
+        ceiling_M = -config.dual_clip_c * tokens.advantage_M
+        capped_M = (tokens.advantage_M < 0) & (ceiling_M < loss_M)
+        loss_M, clipped_M = torch.where(capped_M, ceiling_M, loss_M), clipped_M | capped_M
+    return loss_M, clipped_M
+
+
+def topr(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Tapered off-policy REINFORCE (Le Roux et al. 2025): good tokens at full weight, bad ones by min(ratio, 1)."""
+    ratio_M = tokens.ratio(config).detach()
+    good_M = tokens.advantage_M > 0
+    weight_M = torch.where(good_M, config.topr_positive_weight, config.topr_negative_weight * ratio_M.clamp(0.0, 1.0))
+    return -weight_M * tokens.advantage_M * tokens.logprobs_M, ~good_M & (ratio_M > 1)
+
+
+def tis(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """REINFORCE with truncated importance sampling (Ionides 2008): the ratio is a constant weight within bounds."""
+    ratio_M = tokens.ratio(config).detach()
+    weight_M = ratio_M.clamp(config.tis_lower_bound, config.tis_upper_bound)
+    return -weight_M * tokens.advantage_M * tokens.logprobs_M, weight_M != ratio_M
+
+
+def cispo(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """CISPO (MiniMax 2025): as ``tis`` with bounds around 1, so that every token keeps a gradient.
+
+    With ``cispo_use_unified_mask`` tokens that PPO's clip would stop get none.
+    """
+    low, high = 1 - config.cispo_epsilon_low, 1 + config.cispo_epsilon_high
+    ratio_M = tokens.ratio(config).detach()
+    weight_M = ratio_M.clamp(low, high)
+    if config.cispo_use_unified_mask:
+        outside_M = torch.where(tokens.advantage_M > 0, ratio_M > high, ratio_M < low)
+        weight_M = weight_M.masked_fill(outside_M, 0.0)
+    return -weight_M * tokens.advantage_M * tokens.logprobs_M, weight_M != ratio_M
+
+
+def kimi15(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Kimi k1.5 (Kimi Team 2025): ``-A log p + tau / 2 * (log ratio)^2``, which keeps near the old policy."""
+    stay_M = 0.5 * config.kimi15_tau * tokens.log_ratio_M.square()
+    return -tokens.advantage_M * tokens.logprobs_M + stay_M, _nowhere(tokens)
+
+
+def gmpo(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Geometric-mean policy optimisation (Zhao et al. 2025): ``-A * geometric mean of the row's clipped ratios``.
+
+    A is the mean of the row's advantages. Clipping is pessimistic per token and in the log: to [-low, high] of the log
+    ratio. Every token of a row has the row's loss.
+    """
+    low, high = clip_range(config)
+    advantage_M = tokens.row_mean(tokens.advantage_M)
+    log_ratio_M = tokens.log_ratio_M
+    bounded_M = log_ratio_M.clamp(-low, high)
+    kept_M = torch.where(advantage_M > 0, torch.minimum(log_ratio_M, bounded_M), torch.maximum(log_ratio_M, bounded_M))
+    return -advantage_M * tokens.row_mean(kept_M).exp(), kept_M != log_ratio_M
+
+
+def sapo(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Soft adaptive policy optimisation (Gao et al. 2025): ``-A * 4 / tau * sigmoid(tau * (ratio - 1))``.
+
+    The gate fades a token's gradient out instead of cutting it; tau is larger for bad tokens.
+    """
+    tau_M = torch.full_like(tokens.advantage_M, config.sapo_tau_neg)
+    tau_M = tau_M.masked_fill(tokens.advantage_M > 0, config.sapo_tau_pos)
+    gate_M = torch.sigmoid(tau_M * (tokens.ratio(config) - 1)) * 4 / tau_M
+    return -tokens.advantage_M * gate_M, _nowhere(tokens)
+
+
+def _nowhere(tokens: PolicyTokens) -> Tensor:
+    return torch.zeros_like(tokens.advantage_M, dtype=torch.bool)
+
+
+for _loss in (cispo, gmpo, kimi15, ppo, sapo, tis, topr, vanilla):
+    POLICY_LOSSES.register(_loss.__name__, _loss)
+# Clip-Cov is PPO's loss without the tokens that ``roll.algorithms.selection`` picks, over the whole rollout.
+POLICY_LOSSES.register("clip_cov", ppo)

@@ -1,0 +1,215 @@
+"""What the policy's loss counts, and how much: sample masks, rejection, token weights, resampling.
+
+All of it is decided once per rollout, after the advantages and over the whole batch, so no way of cutting the batch
+into optimizer steps, micro-batches or ranks can change it. What is masked leaves ``loss_mask_T`` and with it the loss's
+denominators; it was part of the baselines. ``weights_T`` multiplies the policy-gradient term alone and leaves the
+denominators. The critic learns from everything.
+
+Axes: B rows, T tokens, M sampled tokens in batch order, J episodes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.checks import require_columns, require_finite
+from roll.algorithms.correction import Levels, engine_logprobs, importance_weights, passes_filter
+from roll.algorithms.episodes import find_episodes
+from roll.algorithms.statistics import group_moments
+from roll.configs.algorithm import AlgorithmConfig
+from roll.data.batch import Batch
+
+RESAMPLE_EPS = 1e-8
+"""Added to the weights that PF-PPO draws rows by, so that they never add up to 0."""
+
+
+def select_for_policy(batch: Batch, config: AlgorithmConfig, seed: int) -> tuple[Batch, dict[str, float]]:
+    """The batch as the policy's loss should see it; the same batch if nothing is switched on.
+
+    Args:
+        batch: With ``advantages_T`` and what the chosen options need (their functions say).
+        config: Reads ``train_infer_correction``, ``difficulty_mask``, ``error_max_len_clip``,
+            ``difficulty_loss_weight``, ``length_loss_weight``, ``pg_variant`` (``clip_cov``), ``use_pf_ppo`` and what
+            belongs to them.
+        seed: Of the draws of ``clip_cov`` and PF-PPO.
+
+    Returns:
+        A batch of as many rows with ``loss_mask_T`` and ``weights_T``, and metrics: shares of masked, rejected and
+        uncounted tokens or rows.
+
+    Raises:
+        ValueError: a needed column is missing or not finite.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    weights_T, metrics = _token_weights(batch, config, generator)
+    keep_T, keep_metrics = _kept_tokens(batch, config)
+    batch = batch.replace(weights_T=weights_T, loss_mask_T=batch.loss_mask_T & keep_T)
+    metrics |= keep_metrics
+    if config.use_pf_ppo:
+        rows = pf_ppo_rows(batch, config, generator)
+        metrics["actor/pf_ppo_distinct_frac"] = len(rows.unique()) / max(len(rows), 1)
+        batch = batch.select(rows)
+    return batch, metrics
+
+
+def _token_weights(
+    batch: Batch, config: AlgorithmConfig, generator: torch.Generator
+) -> tuple[Tensor | None, dict[str, float]]:
+    """Product of all weights that are switched on, float32 [T] (``None`` if none is), and metrics."""
+    mask_T, metrics = batch.loss_mask_T, {}
+    factors: list[Tensor] = []  # float64 [M]
+    is_weight = config.train_infer_correction.is_weight
+    if is_weight.enabled and is_weight.detach:
+        trained_M, generated_M = engine_logprobs(batch, "train_infer_correction.is_weight")
+        levels = Levels.of(batch, mask_T.nonzero().squeeze(1))
+        weight_M = importance_weights(trained_M - generated_M, levels, is_weight)
+        capped_M = weight_M == (torch.inf if is_weight.upper_bound is None else is_weight.upper_bound)
+        metrics["mismatch/is_weight_mean"] = _mean(weight_M)
+        metrics["mismatch/is_weight_capped_frac"] = _mean(capped_M)
+        factors.append(weight_M)
+    if config.difficulty_loss_weight:
+        factors.append(difficulty_weights(batch)[batch.rows_T[mask_T]])
+    if config.length_loss_weight:
+        factors.append(length_weights(batch)[batch.rows_T[mask_T]])
+    if config.policy_loss == "clip_cov":
+        outlier_M = covariance_outliers(batch, config, generator)
+        metrics["actor/clip_cov_frac"] = _mean(outlier_M)
+        factors.append((~outlier_M).double())
+    if not factors:
+        return None, metrics
+    weights_T = torch.zeros(batch.num_tokens, dtype=torch.float32)
+    weights_T[mask_T] = torch.stack(factors).prod(0).float()
+    metrics["actor/weight_mean"] = _mean(weights_T[mask_T])
+    return weights_T, metrics
+
+
+def _kept_tokens(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, dict[str, float]]:
+    """bool [T], True where nothing was sampled; and the share of sampled tokens that each kind of mask takes out."""
+    mask_T, metrics = batch.loss_mask_T, {}
+    keep_T = torch.ones_like(mask_T)
+    if filters := [f for f in config.train_infer_correction.filters if f.enabled]:
+        trained_M, generated_M = engine_logprobs(batch, "train_infer_correction.filters")
+        levels = Levels.of(batch, mask_T.nonzero().squeeze(1))
+        keep_M = torch.stack([passes_filter(trained_M, generated_M, levels, f) for f in filters]).all(0)
+        metrics["mismatch/rejected_frac"] = _mean(~keep_M)
+        keep_T[mask_T] = keep_M
+    for name, is_on, kept_rows in (
+        ("difficulty", config.difficulty_mask, rows_of_medium_difficulty),
+        ("error_max_len", config.error_max_len_clip, rows_without_long_errors),
+    ):
+        if is_on:
+            row_keep_T = kept_rows(batch, config)[batch.rows_T]
+            metrics[f"actor/{name}_masked_frac"] = _mean(~row_keep_T[mask_T])
+            keep_T &= row_keep_T
+    return keep_T, metrics
+
+
+def difficulty_weights(batch: Batch) -> Tensor:
+    """float64 [B]: 0.5 for the easiest group of the batch to 1.5 for the hardest, linear in the group's mean score.
+
+    1 where all groups score the same. Needs ``group_B`` and ``scores_B``.
+    """
+    mean_B = group_scores(batch, "difficulty_loss_weight")
+    return 1.5 - _position(mean_B, mean_B.isfinite())
+
+
+def length_weights(batch: Batch) -> Tensor:
+    """float64 [B]: 1.5 for the row with the fewest sampled tokens to 0.5 for that with the most; 1 if all are equal."""
+    length_B = _sampled_lengths(batch)
+    return 1.5 - _position(length_B, length_B > 0)
+
+
+def rows_of_medium_difficulty(batch: Batch, config: AlgorithmConfig) -> Tensor:
+    """bool [B]: rows whose group's mean score lies strictly between ``difficulty_low_threshold`` and ``…_high_…``.
+
+    At or below the low one a group is too hard to learn from, at or above the high one too easy. Needs ``group_B`` and
+    ``scores_B``.
+    """
+    mean_B = group_scores(batch, "difficulty_mask")
+    return (mean_B > config.difficulty_low_threshold) & (mean_B < config.difficulty_high_threshold)
+
+
+def rows_without_long_errors(batch: Batch, config: AlgorithmConfig) -> Tensor:
+    """bool [B]: all rows but those of failed episodes (score at most 0) that are longer than allowed.
+
+    Length counts the row's sampled tokens, the limit is ``error_max_len_threshold``. Needs ``scores_B``.
+    """
+    require_columns(batch, "error_max_len_clip", "scores_B")
+    assert batch.scores_B is not None
+    return (batch.scores_B > 0) | (_sampled_lengths(batch) <= config.error_max_len_threshold)
+
+
+def covariance_outliers(batch: Batch, config: AlgorithmConfig, generator: torch.Generator) -> Tensor:
+    """bool [M]: the tokens that Clip-Cov takes out of the policy gradient (Cui et al. 2025).
+
+    ``max(1, floor(clip_cov_ratio * M))`` tokens, drawn from those with ``clip_cov_lb < cov < clip_cov_ub``, where
+    ``cov = (A - mean A) * (log p - mean log p)`` over the sampled tokens of the rollout and p is the policy before the
+    update (``old_logprobs_T``, else ``rollout_logprobs_T``).
+    """
+    column = "rollout_logprobs_T" if batch.old_logprobs_T is None else "old_logprobs_T"
+    require_columns(batch, "pg_variant 'clip_cov'", "advantages_T", column)
+    require_finite(batch, "advantages_T", column)
+    assert batch.advantages_T is not None
+    advantage_M = batch.advantages_T[batch.loss_mask_T].double()
+    logprobs_M = getattr(batch, column)[batch.loss_mask_T].double()
+    outlier_M = torch.zeros(len(advantage_M), dtype=torch.bool)
+    if len(advantage_M) == 0:
+        return outlier_M
+    covariance_M = (advantage_M - advantage_M.mean()) * (logprobs_M - logprobs_M.mean())
+    candidates = ((covariance_M > config.clip_cov_lb) & (covariance_M < config.clip_cov_ub)).nonzero().squeeze(1)
+    wanted = max(1, int(config.clip_cov_ratio * len(advantage_M)))
+    outlier_M[candidates[torch.randperm(len(candidates), generator=generator)[:wanted]]] = True
+    return outlier_M
+
+
+def pf_ppo_rows(batch: Batch, config: AlgorithmConfig, generator: torch.Generator) -> Tensor:
+    """int64 [B]: rows drawn with replacement by what their score is worth (PF-PPO, Shen and Zhang 2024).
+
+    The weight of score s is ``|s| ** weight_pow`` (``pow``), 1 for the batch's highest and lowest scores and else 0
+    (``max_min``), or 0.4 for the highest and else 0.1 (``max_random``); 1e-8 is added to each. Needs ``scores_B``.
+    """
+    require_columns(batch, "use_pf_ppo", "scores_B")
+    require_finite(batch, "scores_B")
+    assert batch.scores_B is not None
+    score_B = batch.scores_B.double()
+    if len(score_B) == 0:
+        return torch.zeros(0, dtype=torch.int64)
+    highest_B, lowest_B = score_B == score_B.max(), score_B == score_B.min()
+    if config.pf_ppo.reweight_method == "pow":
+        weight_B = score_B.abs() ** config.pf_ppo.weight_pow
+    elif config.pf_ppo.reweight_method == "max_min":
+        weight_B = (highest_B | lowest_B).double()
+    else:
+        weight_B = torch.where(highest_B, 0.4, 0.1).double()
+    return torch.multinomial(weight_B + RESAMPLE_EPS, len(score_B), replacement=True, generator=generator)
+
+
+def group_scores(batch: Batch, user: str) -> Tensor:
+    """float64 [B]: mean score of the episodes in each row's group, each once; NaN where none has a sampled token."""
+    require_columns(batch, user, "group_B", "scores_B")
+    require_finite(batch, "scores_B")
+    assert batch.group_B is not None and batch.scores_B is not None
+    episodes = find_episodes(batch)
+    mean_J, _, _ = group_moments(episodes.of_episode(batch.scores_B), group_J := episodes.of_episode(batch.group_B))
+    names, number_B = torch.unique(batch.group_B, return_inverse=True)
+    mean_G = torch.full((len(names),), torch.nan, dtype=torch.float64)
+    mean_G[torch.searchsorted(names, group_J)] = mean_J
+    return mean_G[number_B]
+
+
+def _sampled_lengths(batch: Batch) -> Tensor:
+    """float64 [B]: sampled tokens per row."""
+    return torch.zeros(batch.num_sequences, dtype=torch.float64).index_add_(0, batch.rows_T, batch.loss_mask_T.double())
+
+
+def _position(values_B: Tensor, counts_B: Tensor) -> Tensor:
+    """Where each value lies between the least (0) and the greatest (1) of those that count; 0.5 if all are equal."""
+    counted = values_B[counts_B]
+    if len(counted) == 0 or counted.max() == counted.min():
+        return torch.full_like(values_B, 0.5)
+    return (values_B - counted.min()) / (counted.max() - counted.min())
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.double().mean()) if len(values) else 0.0

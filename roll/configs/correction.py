@@ -1,0 +1,79 @@
+"""``train_infer_correction``: what to do where the training engine disagrees with the engine that generated."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from roll.configs.base import Config
+
+AggregationLevel = Literal["token", "segment", "geometric", "sequence"]
+
+_LEVELS = (
+    "of each `token`; `segment`: mean over a turn's sampled tokens; `geometric`: mean over the sequence's; `sequence`: "
+    "sum over the sequence's"
+)
+
+
+class IsWeightConfig(Config):
+    """Truncated importance weights on the policy-gradient term."""
+
+    enabled: bool = Field(default=False, description="Multiply each token's policy-gradient loss by its weight.")
+    weight_type: AggregationLevel = Field(
+        default="token",
+        description=f"The weight is the exponential of the log ratio, training to generating engine, {_LEVELS}.",
+    )
+    upper_bound: float | None = Field(default=1.2, gt=0, description="Weights are cut to this; null: not cut.")
+    detach: bool = Field(
+        default=True,
+        description="The weight is a constant, from the old log-probabilities. false: from the policy being trained, "
+        "and gradients flow through it.",
+    )
+
+
+class TrainInferFilterConfig(Config):
+    """Rejection: tokens outside the bounds take no part in the policy's loss."""
+
+    enabled: bool = Field(default=False, description="Use this filter.")
+    agg_type: AggregationLevel = Field(
+        default="token", description=f"What is compared with the bounds: the value {_LEVELS}."
+    )
+    ratio_enabled: bool = Field(default=True, description="Bound the probability ratio, training to generating engine.")
+    ratio_low: float = Field(default=0.8, ge=0, description="Smallest ratio that is kept.")
+    ratio_high: float = Field(default=1.2, ge=0, description="Largest ratio that is kept.")
+    diff_enabled: bool = Field(
+        default=False, description="Bound the difference of probabilities, training minus generating."
+    )
+    diff_low: float = Field(default=-0.2, description="Smallest difference that is kept.")
+    diff_high: float = Field(default=0.2, description="Largest difference that is kept.")
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        if self.enabled and not (self.ratio_enabled or self.diff_enabled):
+            found.append("ratio_enabled: false beside diff_enabled: false, expected one of them to be true")
+        for key in ("ratio", "diff"):
+            low, high = getattr(self, f"{key}_low"), getattr(self, f"{key}_high")
+            if low > high:
+                found.append(f"{key}_low: {low}, expected at most {key}_high = {high}")
+        return found
+
+
+class TrainInferCorrectionConfig(Config):
+    """Correction of the mismatch between the training and the generating engine."""
+
+    is_weight: IsWeightConfig = Field(default_factory=IsWeightConfig, description="Importance weights.")
+    filters: list[TrainInferFilterConfig] = Field(
+        default_factory=list, description="Rejections; a token must pass all that are enabled."
+    )
+
+    @property
+    def uses_old_logprobs(self) -> bool:
+        """Whether it compares the old log-probabilities, which then must be computed by the training engine."""
+        return (self.is_weight.enabled and self.is_weight.detach) or any(f.enabled for f in self.filters)
+
+    def problems(self) -> list[str]:
+        found = super().problems()
+        for index, entry in enumerate(self.filters):
+            found += [f"filters.{index}.{problem}" for problem in entry.problems()]
+        return found
