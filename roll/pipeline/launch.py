@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TypeVar, cast
 
 from roll.configs.rl import RLConfig
@@ -73,9 +73,12 @@ def launch(
         with SignalGuard() as signals, RunSession(config, started or time.time()) as session:
             for line in notes:
                 session.display.note(line)
-            with session.phase("start"):
-                ray = ray_session(ray_options(config), config.system_envs, log_dir=session.folder.logs / "workers")
-            with ray, start_clusters(config, session, workers) as clusters:
+            with ExitStack() as stack:
+                # A stop waits until Ray is up: an exception in the middle of its start would leave processes behind.
+                with session.phase("start"), signals.deferred():
+                    logs = session.folder.logs / "workers"
+                    stack.enter_context(ray_session(ray_options(config), config.system_envs, log_dir=logs))
+                clusters = stack.enter_context(start_clusters(config, session, workers))
                 body(config, session, signals, clusters)
     except Interrupted as stop:
         return stop.exit_code

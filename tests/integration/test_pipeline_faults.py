@@ -116,7 +116,7 @@ def test_environments_fail_alone(launch: Launch) -> None:
     run.pid_at("actor_train-0-train-2")
     run.order("all")
     run.release("hold-actor_train-0-train-2")
-    messages = ("RuntimeError: the floor gave way", "Spinning group 14 member 1: environment step took longer than")
+    messages = ("RuntimeError: the floor gave way", "Spinning group 14 member")
     assert_failed(run, "no episode to train on", *messages, steps=2)
     assert [run.metrics[step]["rollout/dropped"] for step in (1, 2)] == [0, 6]
     assert [run.metrics[step]["rollout/env_errors"] for step in (1, 2)] == [0, 12]

@@ -10,7 +10,6 @@ import socket
 import sys
 import sysconfig
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -193,18 +192,16 @@ def _loopback_only() -> Iterator[None]:
 
 @contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keeps the program's SIGTERM handler, which ``ray.init`` overwrites; where there is none, Ray's own is good."""
-    previous = signal.getsignal(signal.SIGTERM)
+    """Keeps the program's SIGTERM handler, which ``ray.init`` would replace; where there is none, Ray's own is good."""
+    import ray._private.utils as ray_utils
+
+    register = ray_utils.set_sigterm_handler
+    if signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_DFL):
+        ray_utils.set_sigterm_handler = lambda handler: None
     try:
         yield
-    except SystemExit as stop:
-        if stop.code == signal.SIGTERM and callable(previous):  # it arrived while Ray's handler was in place
-            previous(signal.SIGTERM, None)
-        raise
     finally:
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if in_main_thread and previous not in (None, signal.SIG_DFL):
-            signal.signal(signal.SIGTERM, previous)
+        ray_utils.set_sigterm_handler = register
 
 
 @contextmanager
