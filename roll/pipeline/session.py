@@ -51,7 +51,10 @@ class RunSession:
     def __enter__(self) -> RunSession:
         plain = self.config.model_dump(mode="json")
         resumed_step = self.checkpointer.step_of(self.resume_path) if self.resume_path else None
+        aside = self.folder.claim(fresh=self.resume_path is None)
         self.folder.setup_logging(self.display.log_handler())
+        if aside is not None:
+            logger.info("an earlier run of this name is now in %s", aside)
         self.folder.write_config(plain)
         self.folder.truncate_metrics(-1 if resumed_step is None else resumed_step)
         self._tracker = MultiTracker(

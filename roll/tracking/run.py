@@ -13,12 +13,15 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import itertools
 import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -50,9 +53,38 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.trajectories = self.path / "trajectories"
         self.renders = self.path / "renders"
+        self._handlers: list[logging.Handler] = []
+        self._lock: IO[bytes] | None = None
+        self._make_folders()
+
+    def claim(self, *, fresh: bool) -> Path | None:
+        """Makes the folder this process's own until ``close``.
+
+        Args:
+            fresh: the run starts from the beginning. What an earlier run of the same name left is then moved aside, to
+                ``<exp_name>.1`` or the next free number, so that neither its figures nor its checkpoints are mistaken
+                for this run's.
+
+        Returns:
+            Where the earlier run's folder is now, if there was one.
+
+        Raises:
+            ValueError: another process runs in this folder.
+        """
+        self._lock = _locked(self.path)
+        if not fresh or not self.summary_path.exists():
+            return None
+        numbers = (self.path.with_name(f"{self.path.name}.{number}") for number in itertools.count(1))
+        aside = next(path for path in numbers if not path.exists())
+        self.path.rename(aside)
+        self._make_folders()
+        self._lock.close()
+        self._lock = _locked(self.path)
+        return aside
+
+    def _make_folders(self) -> None:
         for folder in (self.logs, self.checkpoints, self.trajectories, self.renders):
             folder.mkdir(parents=True, exist_ok=True)
-        self._handlers: list[logging.Handler] = []
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes ``config.yaml`` without the secrets in it."""
@@ -63,7 +95,7 @@ class RunFolder:
         self, console: logging.Handler | None = None, *, level: str = "INFO", role: str = "driver", rank: int = 0
     ) -> None:
         """Sends the process's log records to ``logs/roll.log`` and, if given, the console; ``close`` undoes it."""
-        self.close()
+        self._remove_handlers()
         to_file = logging.FileHandler(self.logs / "roll.log", encoding="utf-8")
         to_file.setFormatter(logging.Formatter(LOG_FORMAT))
         self._handlers = [to_file] if console is None else [to_file, console]
@@ -76,7 +108,13 @@ class RunFolder:
         logging.getLogger("roll").setLevel(level)
 
     def close(self) -> None:
-        """Takes this run's log handlers down again."""
+        """Takes this run's log handlers down and lets go of the folder."""
+        self._remove_handlers()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def _remove_handlers(self) -> None:
         for handler in self._handlers:
             logging.getLogger().removeHandler(handler)
             handler.close()
@@ -132,6 +170,21 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
     ]
     names = ("tag", "group_id", "member", "seed", "success", "score", "end", "final_observation", "info")
     return {name: getattr(trajectory, name) for name in names} | {"turns": turns}
+
+
+def _locked(folder: Path) -> IO[bytes]:
+    """An open file that locks ``folder`` for as long as it is open; the system lets go of it when the process ends."""
+    file = (folder / ".lock").open("wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        raise ValueError(
+            f"{folder} is in use by another run; wait for it, or give this one another exp_name"
+        ) from error
+    return file
 
 
 class _Origin(logging.Filter):

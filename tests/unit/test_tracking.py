@@ -462,3 +462,35 @@ def test_progress_is_silent_off_a_terminal_until_nothing_was_said_for_long(monke
     monkeypatch.setattr(display, "_last_line", display._last_line - 60)
     display.progress(2, 32, "groups")
     assert out.getvalue().endswith("rollout: 2/32 groups\n")
+
+
+def test_a_fresh_run_moves_what_an_earlier_one_left_aside(tmp_path: Path) -> None:
+    for number in range(3):
+        run = RunFolder(tmp_path, "demo")
+        aside = run.claim(fresh=True)
+        assert aside == (tmp_path / f"demo.{number}" if number else None)
+        assert run.read_metrics() == []
+        run.log_metrics(number, {"rollout/success": 0.5})
+        run.write_summary({"status": "completed"})
+        run.close()
+    assert [record["step"] for record in RunFolder(tmp_path, "demo.2").read_metrics()] == [1]
+
+
+def test_a_resumed_run_stays_in_its_folder(tmp_path: Path) -> None:
+    first = RunFolder(tmp_path, "demo")
+    first.claim(fresh=True)
+    first.write_summary({"status": "interrupted"})
+    first.close()
+    second = RunFolder(tmp_path, "demo")
+    assert second.claim(fresh=False) is None
+    assert second.read_summary() == {"status": "interrupted"}
+    second.close()
+
+
+def test_a_folder_that_another_run_holds_is_refused(tmp_path: Path) -> None:
+    holder = RunFolder(tmp_path, "demo")
+    holder.claim(fresh=True)
+    with pytest.raises(ValueError, match=r"demo is in use by another run"):
+        RunFolder(tmp_path, "demo").claim(fresh=False)
+    holder.close()
+    RunFolder(tmp_path, "demo").claim(fresh=False)
