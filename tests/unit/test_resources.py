@@ -80,7 +80,7 @@ def test_spreading_avoids_the_node_whose_devices_are_in_use() -> None:
 
 def test_a_device_outside_the_cluster_is_named_with_what_there_is() -> None:
     assert problems_of([RoleRequest("actor_infer", (8, 9, 7))], pretend_nodes(1, 8)) == (
-        "actor_infer: device_mapping names devices 8, 9, but the cluster has 8 GPUs on 1 node (ids 0–7)",
+        "actor_infer: device_mapping names devices 8, 9, but the cluster has 8 devices on 1 node (ids 0–7)",
     )
     assert problems_of([RoleRequest("critic", (2,))], nodes_from_resources([("laptop", 0, 2)])) == (
         "critic: device_mapping names device 2, but the cluster has 2 CPU slots on 1 node (ids 0, 1)",
@@ -109,7 +109,7 @@ def test_all_problems_of_all_roles_are_reported_at_once() -> None:
         "d: world_size is 2, but 1 devices at 1 per worker make 1 workers",
         "e: num_gpus_per_worker is 0, expected at least 1",
         "f: device_mapping is empty, expected at least 1 device id",
-        "f: device_mapping names device -1, but the cluster has 8 GPUs on 2 nodes (ids 0–7)",
+        "f: device_mapping names device -1, but the cluster has 8 devices on 2 nodes (ids 0–7)",
     )
 
 
@@ -148,10 +148,10 @@ def test_the_description_names_places_and_partners() -> None:
         pretend_nodes(2, 2, num_cpus=4),
     )
     assert plan.describe() == [
-        "role   workers  devices each  where                               shares devices with",
-        "train  4        1             node 0: GPU 0, 1; node 1: GPU 2, 3  infer",
-        "infer  1        2             node 1: GPU 2, 3                    train",
-        "env    2        -             node 0: 2 on the CPU                -",
+        "role   workers  devices each  where                                     shares devices with",
+        "train  4        1             node 0: device 0, 1; node 1: device 2, 3  infer",
+        "infer  1        2             node 1: device 2, 3                       train",
+        "env    2        -             node 0: 2 on the CPU                      -",
     ]
 
 

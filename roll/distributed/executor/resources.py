@@ -19,7 +19,8 @@ from typing import Literal
 
 from roll.distributed.executor.errors import PlacementError
 
-NodeKind = Literal["gpu", "cpu"]
+NodeKind = Literal["gpu", "cpu", "planned"]
+NOUNS: dict[NodeKind, str] = {"gpu": "GPU", "cpu": "CPU slot", "planned": "device"}
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class NodeInfo:
     node_id: str
     """Ray's id, or any unique name for a pretended node."""
     kind: NodeKind
-    """What its devices are: GPUs or CPU slots."""
+    """What its devices are: GPUs, CPU slots, or not known yet on a machine that only a plan speaks of."""
     num_devices: int
     num_cpus: float
     """CPU cores that Ray may hand out."""
@@ -134,8 +135,9 @@ class PlacementPlan:
         for node, info in enumerate(self.nodes):
             here = [slot for slot in slots if slot.node == node]
             if here and here[0].devices:
-                noun = "GPU" if info.kind == "gpu" else "slot"
-                places.append(f"node {node}: {noun} {format_ids(device for slot in here for device in slot.devices)}")
+                places.append(
+                    f"node {node}: {NOUNS[info.kind]} {format_ids(device for slot in here for device in slot.devices)}"
+                )
             elif here:
                 places.append(f"node {node}: {len(here)} on the CPU")
         partners = [other for other in self.slots if other != role and self.shares_devices(role, other)]
@@ -156,7 +158,7 @@ def nodes_from_resources(resources: Sequence[tuple[str, float, float]]) -> list[
 
 def pretend_nodes(num_nodes: int, num_gpus_per_node: int, num_cpus: float = 64.0) -> list[NodeInfo]:
     """Nodes that do not exist, for planning only: an 8-GPU configuration can be checked on a laptop."""
-    return nodes_from_resources([(f"pretended-{i}", float(num_gpus_per_node), num_cpus) for i in range(num_nodes)])
+    return [NodeInfo(f"pretended-{i}", "planned", num_gpus_per_node, num_cpus) for i in range(num_nodes)]
 
 
 def plan_placement(requests: Sequence[RoleRequest], nodes: Sequence[NodeInfo]) -> PlacementPlan:
@@ -254,10 +256,10 @@ def _split_workers(request: RoleRequest, mapping: tuple[int, ...], node_of: Sequ
 
 
 def format_devices(nodes: Sequence[NodeInfo]) -> str:
-    """``8 GPUs on 1 node (ids 0–7)``."""
+    """``8 GPUs on 1 node (ids 0–7)``; nodes are all of one kind."""
     total = sum(node.num_devices for node in nodes)
     hosts = [node for node in nodes if node.num_devices] or list(nodes)
-    noun = "GPU" if any(node.kind == "gpu" for node in nodes) else "CPU slot"
+    noun = NOUNS[nodes[0].kind] if nodes else "device"
     ids = f" (ids {format_ids(range(total))})" if total else ""
     return f"{total} {noun}{'s' * (total != 1)} on {len(hosts)} node{'s' * (len(hosts) != 1)}{ids}"
 
