@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,7 +55,7 @@ class Limits:
     """Longest prompt plus completion."""
 
 
-class EnvManager:
+class EnvManager(ABC):
     """Plays episodes of one tag. Subclasses say what the policy sees at each turn.
 
     Args:
@@ -111,9 +112,9 @@ class EnvManager:
             info=_scalars(info),
         )
 
+    @abstractmethod
     def prompt(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
         """Token ids that the policy sees next."""
-        raise NotImplementedError
 
     async def _turn(
         self,

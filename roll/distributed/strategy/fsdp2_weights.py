@@ -8,6 +8,7 @@ small model.
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from roll.configs.strategy import Fsdp2Config
 
 
-class Weights:
+class Weights(ABC):
     """What sharded and replicated parameters have in common."""
 
     copies: int
@@ -46,31 +47,31 @@ class Weights:
         """Entered around every forward pass."""
         return contextlib.nullcontext()
 
-    def after_scoring(self) -> None:
+    def after_scoring(self) -> None:  # noqa: B027 (optional to override)
         """Called after forward passes that no backward pass follows."""
 
-    def before_backward(self, *, last: bool) -> None:
+    def before_backward(self, *, last: bool) -> None:  # noqa: B027 (optional to override)
         """Called before each micro-batch's forward pass; ``last`` of an optimizer step."""
 
+    @abstractmethod
     def reduce_gradients(self) -> list[Tensor]:
         """After the last micro-batch: makes every share's ``.grad`` the sum over all ranks, and returns them."""
-        raise NotImplementedError
 
+    @abstractmethod
     def drop_gradients(self) -> None:
         """Forgets the gradients."""
-        raise NotImplementedError
 
+    @abstractmethod
     def whole(self, name: str, share: Tensor) -> Tensor:
         """Joins all ranks' values for a parameter's local shares (collective)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def share(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a tensor shaped like the parameter."""
-        raise NotImplementedError
 
+    @abstractmethod
     def move(self, device: torch.device) -> None:
         """Moves the parameters; the optimizer's shares follow."""
-        raise NotImplementedError
 
     def broadcast(self, name: str, whole: Tensor | None) -> Tensor:
         """Hands rank 0's tensor for a parameter to every rank and returns this rank's part of it (collective)."""
