@@ -44,15 +44,31 @@ class Reaper:
 
 
 def marked_processes(folder: str) -> list[int]:
-    """Ids of the running processes that carry the mark of this session's folder."""
-    entry = f"{MARK}={folder}".encode()
+    """Ids of the running processes that belong to this session's folder."""
     found = []
     for name in os.listdir("/proc") if os.path.isdir("/proc") else []:
         if name.isdigit():
             with contextlib.suppress(OSError):  # ended in between, or another user's
-                if entry in Path("/proc", name, "environ").read_bytes().split(b"\0"):
+                if _belongs(Path("/proc", name), folder):
                     found.append(int(name))
     return found
+
+
+def _belongs(process: Path, folder: str) -> bool:
+    """Whether the process carries the mark, or is one of Ray's that has files open in the session's folder.
+
+    Ray's agents give themselves a title, which is written over a part of the environment that /proc shows, and now and
+    then over the mark.
+    """
+    if f"{MARK}={folder}".encode() in (process / "environ").read_bytes().split(b"\0"):
+        return True
+    if not (process / "cmdline").read_bytes().startswith(b"ray::"):
+        return False
+    for descriptor in (process / "fd").iterdir():
+        with contextlib.suppress(OSError):  # closed in between
+            if os.readlink(descriptor).startswith(f"{folder}/"):
+                return True
+    return False
 
 
 def _sweep(folder: str) -> None:
