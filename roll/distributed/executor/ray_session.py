@@ -10,6 +10,7 @@ import socket
 import sys
 import sysconfig
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -195,13 +196,18 @@ def _own_sigterm() -> Iterator[None]:
     """Keeps the program's SIGTERM handler, which ``ray.init`` would replace; where there is none, Ray's own is good."""
     import ray._private.utils as ray_utils
 
-    register = ray_utils.set_sigterm_handler
-    if signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_DFL):
-        ray_utils.set_sigterm_handler = lambda handler: None
+    register, previous = ray_utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or previous in (None, signal.SIG_DFL):
+        yield
+        return
+    # Ray's C++ core installs a handler too, one that aborts: ours has to be set anew, not merely kept.
+    ray_utils.set_sigterm_handler = lambda handler: signal.signal(signal.SIGTERM, previous)
     try:
         yield
     finally:
         ray_utils.set_sigterm_handler = register
+        signal.signal(signal.SIGTERM, previous)
 
 
 @contextmanager
