@@ -2,7 +2,8 @@
 
 Ray's daemons follow a killed driver, but its agents take a minute to notice, a worker's own children may never, and
 the session's folder stays. So every process of the cluster carries a mark in its environment, and the reaper, a child
-of the driver that waits for the end of a pipe, then kills whatever carries it and removes the folder. An ordinary end
+of the driver that waits for the end of a pipe, then kills whatever carries it (and Ray's own processes that have files
+open in the session's folder, see ``_belongs``) and removes the folder. An ordinary end
 takes the same way. Looking for marks needs ``/proc``: elsewhere only the folder is removed.
 
 Run as a script by ``Reaper``; it imports nothing but the standard library, to be small and quick.
