@@ -1,0 +1,87 @@
+"""``rewards``: which verifiers score which domain, and the workers that they run in."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from roll.configs.base import Config
+from roll.configs.devices import DeviceMapping
+from roll.configs.worker import EnvironmentVariables, WorkerConfig
+
+
+class VerifierConfig(Config):
+    """One verifier of a domain."""
+
+    name: str = Field(min_length=1, description="Registered verifier (math, gsm8k, format …) or package.module:Class.")
+    weight: float = Field(default=1.0, description="Factor of its score in the domain's sum.")
+    decides: bool | None = Field(
+        default=None,
+        description="Whether a sample counts as solved only if this verifier says so. null: the first of the list "
+        "decides, the others only add to the score.",
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="The verifier's own keys.")
+
+
+class RewardFilterConfig(Config):
+    """Which prompts are worth training on, by the scores of their group."""
+
+    type: Literal["no_filter", "mean_filter", "std_filter"] = Field(
+        default="no_filter",
+        description="`mean_filter` keeps groups whose mean score lies strictly between `low` and `high`; `std_filter` "
+        "those whose standard deviation lies strictly between them.",
+    )
+    low: float = Field(default=0.0, description="Lower bound.")
+    high: float | None = Field(default=None, description="Upper bound; null is none.")
+
+    def problems(self) -> list[str]:
+        if self.high is not None and self.high <= self.low:
+            return [f"high: seen {self.high}, expected more than low = {self.low}"]
+        return []
+
+
+class RewardConfig(Config):
+    """A reward domain: the tags it scores, its verifiers and its worker cluster."""
+
+    tag_included: list[str] = Field(min_length=1, description="Tags of the prompts that this domain scores.")
+    verifiers: list[VerifierConfig] = Field(min_length=1, description="The reward is the weighted sum of their scores.")
+    timeout: float = Field(default=30.0, gt=0, description="Seconds that one verifier may take for one sample.")
+    retries: int = Field(default=1, ge=0, description="New attempts at a verifier that failed or timed out.")
+    max_concurrency: int = Field(default=64, ge=1, description="Samples that one worker scores at the same time.")
+    max_error_rate: float = Field(
+        default=0.2,
+        ge=0,
+        le=1,
+        description="The run stops when more than this share of a step's samples could not be scored.",
+    )
+    query_filter_config: RewardFilterConfig = Field(
+        default_factory=RewardFilterConfig, description="Dynamic sampling: groups outside are replaced by new prompts."
+    )
+    world_size: int | None = Field(default=None, ge=1, description="Worker processes. null: devices, else 1.")
+    device_mapping: DeviceMapping = Field(
+        default=None, description="Devices of the workers, for reward models. null: CPU processes."
+    )
+    num_gpus_per_worker: int = Field(default=1, ge=1, description="Devices of one worker.")
+    worker_cls: str | None = Field(
+        default=None, description="package.module:Class of the worker process. null: the project's own."
+    )
+    system_envs: EnvironmentVariables = Field(
+        default_factory=dict, description="Environment variables of these processes, over the global ones."
+    )
+
+    def worker_config(self) -> WorkerConfig:
+        """The processes as a cluster."""
+        return WorkerConfig(
+            world_size=self.world_size,
+            device_mapping=self.device_mapping,
+            num_gpus_per_worker=self.num_gpus_per_worker,
+            worker_cls=self.worker_cls,
+            system_envs=self.system_envs,
+        )
+
+    def problems(self) -> list[str]:
+        found = []
+        if len(set(self.tag_included)) != len(self.tag_included):
+            found.append(f"tag_included: seen {self.tag_included}, expected every tag once")
+        return found

@@ -1,0 +1,23 @@
+"""Rewards of answers to prompts: verifiers by name, or by ``package.module:Class`` for a user's own.
+
+>>> from roll.rewards import VERIFIERS
+>>> VERIFIERS.register("mine", "my_package.rewards:MyVerifier")
+"""
+
+from __future__ import annotations
+
+from roll.rewards.types import RewardError, RuleVerifier, Sample, Verdict, Verifier
+from roll.utils.registry import Registry
+
+__all__ = ["VERIFIERS", "RewardError", "RuleVerifier", "Sample", "Verdict", "Verifier"]
+
+VERIFIERS: Registry[type[Verifier]] = Registry("verifier")
+VERIFIERS.register("math", "roll.rewards.rules:MathVerifier")
+VERIFIERS.register("gsm8k", "roll.rewards.rules:FinalAnswerVerifier")
+VERIFIERS.register("multiple_choice", "roll.rewards.rules:MultipleChoiceVerifier")
+VERIFIERS.register("format", "roll.rewards.rules:FormatVerifier")
+VERIFIERS.register("instruction", "roll.rewards.instructions:InstructionVerifier")
+VERIFIERS.register("code", "roll.rewards.code:CodeVerifier")
+VERIFIERS.register("judge", "roll.rewards.judge:JudgeVerifier")
+VERIFIERS.register("reward_model", "roll.rewards.reward_model:RewardModelVerifier")
+VERIFIERS.register("custom", "roll.rewards.rules:CustomVerifier")

@@ -1,0 +1,96 @@
+"""The vocabulary of rewards: what is scored, what a verifier says, and what a verifier is.
+
+A worked example: the dataset's row ``{"prompt": "47+85=", "response": "132", "tag": "arithmetic"}`` was answered with
+``<think>…</think><answer>132</answer>``. The two make a ``Sample``; the verifier ``gsm8k`` returns
+``Verdict(score=1.0, correct=True, answer="132")``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from roll.configs.base import Config
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer of the policy, and what is known about its question. Plain data: it crosses processes as JSON."""
+
+    prompt: str
+    """Text of the last user message."""
+    response: str
+    """What the policy said, special tokens removed."""
+    ground_truth: Any
+    """The row's reference answer (the column ``data_args.response``), any JSON value; ``None`` where there is none."""
+    data_source: str
+    """The row's tag (domain)."""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    """The row's other columns, JSON values."""
+    messages: tuple[Mapping[str, str], ...] = ()
+    """The whole conversation before the answer, as ``{"role": …, "content": …}``."""
+    num_tokens: int = 0
+    """Sampled tokens."""
+    truncated: bool = False
+    """The answer was cut off by the length limit."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one verifier, or a domain's weighted sum of several, says about a sample."""
+
+    score: float
+    """Finite."""
+    correct: bool
+    """Whether it counts as solved (accuracy, pass@n)."""
+    answer: str | None = None
+    """The answer that was found in the response, normalised so that equal answers are equal strings (maj@n); ``None``
+    where none was found."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers worth a metric, e.g. ``{"format": 1.0}``."""
+
+
+class RewardError(RuntimeError):
+    """A verifier could not tell: it failed, timed out or returned no finite number. The sample has no reward."""
+
+
+class Verifier(ABC):
+    """Scores the answers of one kind of task. One instance serves many concurrent calls in a reward worker.
+
+    ``config_class`` holds the keys of ``args`` in the configuration; all checks of them are made before the run.
+    """
+
+    config_class: ClassVar[type[Config]] = Config
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    @abstractmethod
+    async def score(self, sample: Sample) -> Verdict:
+        """Judges one sample.
+
+        Raises:
+            Exception: it could not tell; whoever asked tries again, then counts an error.
+        """
+
+    async def close(self) -> None:
+        """Frees what the verifier holds (processes, connections)."""
+        return None
+
+
+class RuleVerifier(Verifier):
+    """A verifier that is a plain function of the sample.
+
+    ``check`` runs in a child process that is killed when it takes too long: symbolic algebra and regular expressions
+    may hang on a text that a policy wrote. So it must be at the top of an importable module.
+    """
+
+    @abstractmethod
+    def check(self, sample: Sample) -> Verdict:
+        """Judges one sample; may take any time and raise anything."""
+
+    async def score(self, sample: Sample) -> Verdict:
+        """Runs ``check`` in this process (tests; reward workers use ``roll.rewards.isolation``)."""
+        return self.check(sample)
