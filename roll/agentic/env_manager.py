@@ -6,11 +6,11 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from roll.agentic.env_runner import EnvRunner
+from roll.agentic.env.base import StepResult
 from roll.agentic.types import EpisodeEnd, FinishReason, GenerateFn, GenerateRequest, SamplingParams, Trajectory, Turn
 from roll.configs.env import CustomEnvConfig
 from roll.data.arrays import IntArray
@@ -55,6 +55,13 @@ class Limits:
     """Longest prompt plus completion."""
 
 
+class AsyncEnv(Protocol):
+    """What an episode is played with: an ``EnvRunner``, or a prompt whose answer is scored elsewhere."""
+
+    async def reset(self, seed: int) -> tuple[str, dict[str, Any]]: ...
+    async def step(self, text: str) -> StepResult: ...
+
+
 class EnvManager(ABC):
     """Plays episodes of one tag. Subclasses say what the policy sees at each turn.
 
@@ -75,7 +82,7 @@ class EnvManager(ABC):
         self.params = replace(params, max_new_tokens=max_new_tokens)
         self.limits = limits
 
-    async def run_episode(self, env: EnvRunner, generate: GenerateFn, spec: EpisodeSpec) -> Trajectory:
+    async def run_episode(self, env: AsyncEnv, generate: GenerateFn, spec: EpisodeSpec) -> Trajectory:
         """Plays one episode to its end.
 
         Raises:
@@ -118,7 +125,7 @@ class EnvManager(ABC):
 
     async def _turn(
         self,
-        env: EnvRunner,
+        env: AsyncEnv,
         generate: GenerateFn,
         spec: EpisodeSpec,
         turns: list[Turn],

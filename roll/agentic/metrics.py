@@ -18,6 +18,9 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
         f"{prefix}/dropped": float(sum(group.dropped for group in groups)),
         f"{prefix}/env_errors": float(sum(len(group.errors) for group in groups)),
     }
+    if baselines := [group.baseline.score for group in groups if group.baseline is not None]:
+        metrics[f"{prefix}/baseline"] = _mean(baselines)
+        metrics[f"{prefix}/no_baseline"] = float(len(groups) - len(baselines))
     if not trajectories:
         return metrics
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]

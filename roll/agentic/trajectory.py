@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from roll.agentic.types import RolloutGroup, Trajectory, Turn
+from roll.agentic.types import EpisodeEnd, FinishReason, RolloutGroup, Trajectory, Turn
 from roll.data.batch import Batch
 from roll.utils.seeding import derive_seed
 
@@ -25,13 +25,16 @@ class _Columns:
     logprobs: list[np.ndarray] = field(default_factory=list)
     rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
+    baselines: list[float] = field(default_factory=list)
+    truncated: list[bool] = field(default_factory=list)
 
 
 def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str]) -> Batch:
     """The training batch of some rollout groups, rows in the order of groups, members and turns.
 
     Args:
-        groups: finished groups; trajectories and turns in which nothing was sampled are left out.
+        groups: finished groups; trajectories and turns in which nothing was sampled are left out. So are groups without
+            a ``baseline`` where others have one (``rollout/no_baseline`` counts them): 0 would be a wrong one.
         tags: all tags; ``tag_B`` indexes into it.
 
     Raises:
@@ -39,11 +42,16 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str]) -> Batc
     """
     columns = _Columns()
     trajectory_index = 0
+    has_baselines = any(group.baseline is not None for group in groups)
     for group in groups:
+        if has_baselines and group.baseline is None:
+            continue
         for trajectory in group.trajectories:
             if not any(len(turn.completion.token_ids) for turn in trajectory.turns):
                 continue
-            _append(columns, trajectory, trajectory_index, tags.index(trajectory.tag))
+            num_rows = _append(columns, trajectory, trajectory_index, tags.index(trajectory.tag))
+            if group.baseline is not None:
+                columns.baselines += [group.baseline.score] * num_rows
             trajectory_index += 1
     if not columns.lengths:
         raise ValueError("no trajectory to train on: every episode of this step was dropped")
@@ -60,11 +68,14 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str]) -> Batc
         state_B=state_B.contiguous(),
         tag_B=tag_B.contiguous(),
         scores_B=torch.tensor(columns.scores, dtype=torch.float32),
+        baseline_B=torch.tensor(columns.baselines, dtype=torch.float32) if has_baselines else None,
+        truncated_B=torch.tensor(columns.truncated),
         rollout_logprobs_T=_join(columns.logprobs),
     )
 
 
-def _append(columns: _Columns, trajectory: Trajectory, traj: int, tag: int) -> None:
+def _append(columns: _Columns, trajectory: Trajectory, traj: int, tag: int) -> int:
+    """Adds the episode's rows; returns how many."""
     sampled = [turn for turn in trajectory.turns if len(turn.completion.token_ids)]
     spans = [sampled] if trajectory.history else [[turn] for turn in sampled]
     first_turn = 0
@@ -73,7 +84,10 @@ def _append(columns: _Columns, trajectory: Trajectory, traj: int, tag: int) -> N
         state = derive_seed(turns[0].state_key)
         columns.rows.append((trajectory.group_id, traj, row, state, tag))
         columns.scores.append(trajectory.score)
+        cut_off = turns[-1].completion.finish_reason is FinishReason.LENGTH
+        columns.truncated.append(cut_off or trajectory.end is EpisodeEnd.CONTEXT_FULL)
         first_turn += len(turns)
+    return len(spans)
 
 
 def _append_row(columns: _Columns, turns: Sequence[Turn], first_turn: int) -> None:

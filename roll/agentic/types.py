@@ -147,3 +147,6 @@ class RolloutGroup:
     """Members lost to environment failures after retries (counted, never silently zero)."""
     errors: tuple[str, ...] = ()
     """One line per failed attempt: which environment, which step, what was raised."""
+    baseline: Trajectory | None = None
+    """One more member, played greedily, whose score the others are compared with (``adv_estimator: remax``). Nobody
+    learns from it."""

@@ -178,6 +178,26 @@ def reinforce_plus_plus_baseline(batch: Batch, config: AlgorithmConfig) -> Batch
     )
 
 
+def remax(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """ReMax (Li et al. 2024): the undiscounted reward-to-go less the score of the group's greedy episode.
+
+    The sum runs over the sampled tokens of the episode, in whichever turn or row. Returns are the reward-to-go. Needs
+    ``baseline_B``.
+    """
+    require_columns(batch, "adv_estimator 'remax'", "baseline_B")
+    require_finite(batch, "baseline_B")
+    assert batch.rewards_T is not None and batch.baseline_B is not None
+    episodes = find_episodes(batch)
+    carry_M = torch.ones(episodes.num_tokens, dtype=torch.float64)
+    carry_M[episodes.last_token_J] = 0.0
+    returns_M = reverse_recurrence(episodes.gather(batch.rewards_T), carry_M)
+    baseline_M = episodes.of_episode(batch.baseline_B).double()[episodes.episode_K][episodes.turn_M]
+    return batch.replace(
+        advantages_T=episodes.scatter(returns_M - baseline_M, batch.rewards_T),
+        returns_T=episodes.scatter(returns_M, batch.rewards_T),
+    )
+
+
 def gae(batch: Batch, config: AlgorithmConfig) -> Batch:
     """Generalised advantage estimation (Schulman et al. 2016) with a critic; returns are advantage + value.
 
@@ -255,6 +275,7 @@ for _estimator in (
     reinforce,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
+    remax,
     rloo,
     step_reinforce,
 ):

@@ -2,7 +2,8 @@
 
 With d = log p - log q (p the policy that sampled, q the reference) the estimators are those of Schulman,
 "Approximating KL Divergence" (2020): k1 = d is unbiased, k2 = d^2 / 2 has low variance, k3 = exp(-d) - 1 + d has both
-and is never negative.
+and is never negative. ``kl_penalty: full`` is none of them: the KL over the vocabulary comes from the model
+(``TokenScores.kl_T``), where all log-probabilities are.
 """
 
 from __future__ import annotations

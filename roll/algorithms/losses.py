@@ -104,9 +104,10 @@ def policy_loss(
     PPO's gradient is that of REINFORCE.
 
     Args:
-        scores: ``logprobs_T``; ``entropy_T`` if there is an entropy bonus.
-        batch: One micro-batch with ``advantages_T``; ``ref_logprobs_T`` with ``use_kl_loss``; ``scores_B`` with
-            ``sft_loss_coef``.
+        scores: ``logprobs_T``; ``entropy_T`` if there is an entropy bonus; ``kl_T`` if ``use_kl_loss`` takes the KL
+            over the vocabulary.
+        batch: One micro-batch with ``advantages_T``; ``ref_logprobs_T`` with ``use_kl_loss`` by an estimator;
+            ``scores_B`` with ``sft_loss_coef``; ``marked_T`` with ``pg_variant: kl_cov``.
         ctx: Counts over the optimizer step.
         config: Algorithm keys.
         total_optimizer_steps: Horizon over which the entropy coefficient decays.
@@ -121,7 +122,12 @@ def policy_loss(
     logprobs_M = tokens.take(logprobs_T)
     old_M = logprobs_M.detach() if batch.old_logprobs_T is None else tokens.take(batch.old_logprobs_T)
     policy = PolicyTokens(
-        logprobs_M, old_M, tokens.take(batch.advantages_T).to(logprobs_M.dtype), tokens.row_M, batch.num_sequences
+        logprobs_M,
+        old_M,
+        tokens.take(batch.advantages_T).to(logprobs_M.dtype),
+        tokens.row_M,
+        batch.num_sequences,
+        None if batch.marked_T is None else tokens.take(batch.marked_T),
     )
     pg_M, clipped_M = POLICY_LOSSES.get(config.policy_loss)(policy, config)
     if batch.weights_T is not None:
@@ -233,9 +239,7 @@ def _auxiliary_terms(
     """The terms beside the policy gradient that are switched on: metric name, coefficient, scalar."""
     terms = []
     if config.use_kl_loss:
-        require_columns(batch, "use_kl_loss", "ref_logprobs_T")
-        assert batch.ref_logprobs_T is not None
-        kl_M = kl_divergence(logprobs_M, tokens.take(batch.ref_logprobs_T), config.kl_penalty)
+        kl_M = _kl_to_reference(scores, batch, config, tokens, logprobs_M)
         terms.append(("actor/kl_loss", config.kl_loss_coef, tokens.loss(kl_M)))
     if config.sft_loss_coef:
         require_columns(batch, "sft_loss_coef", "scores_B")
@@ -246,6 +250,17 @@ def _auxiliary_terms(
         entropy_T = _require_scores(scores.entropy_T, "entropy_loss_coef", "entropy_T")
         terms.append(("actor/entropy_loss", coef, -tokens.loss(tokens.take(entropy_T))))
     return terms
+
+
+def _kl_to_reference(
+    scores: TokenScores, batch: Batch, config: AlgorithmConfig, tokens: SampledTokens, logprobs_M: Tensor
+) -> Tensor:
+    """[M]: the estimate of ``kl_penalty``, or the KL over the vocabulary as the strategy computed it."""
+    if config.kl_penalty == "full":
+        return tokens.take(_require_scores(scores.kl_T, "kl_penalty 'full' in use_kl_loss", "kl_T"))
+    require_columns(batch, "use_kl_loss", "ref_logprobs_T")
+    assert batch.ref_logprobs_T is not None
+    return kl_divergence(logprobs_M, tokens.take(batch.ref_logprobs_T), config.kl_penalty)
 
 
 def _require_scores(column_T: Tensor | None, user: str, name: str) -> Tensor:

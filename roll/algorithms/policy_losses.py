@@ -36,6 +36,8 @@ class PolicyTokens:
     row_M: Tensor
     """int64: the row of each token."""
     num_rows: int
+    marked_M: Tensor | None = None
+    """bool: the tokens that ``roll.algorithms.selection`` picked for ``kl_cov``."""
 
     @property
     def log_ratio_M(self) -> Tensor:
@@ -96,6 +98,18 @@ def ppo(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
         capped_M = (tokens.advantage_M < 0) & (ceiling_M < loss_M)
         loss_M, clipped_M = torch.where(capped_M, ceiling_M, loss_M), clipped_M | capped_M
     return loss_M, clipped_M
+
+
+def kl_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """KL-Cov (Cui et al. 2025): ``-A * ratio``, and ``+ ppo_kl_coef * |log ratio|`` on the marked tokens.
+
+    Raises:
+        ValueError: no tokens were marked, which ``select_for_policy`` does.
+    """
+    if tokens.marked_M is None:
+        raise ValueError("pg_variant 'kl_cov' needs Batch.marked_T, which is not set")
+    stay_M = config.ppo_kl_coef * tokens.log_ratio_M.abs() * tokens.marked_M
+    return -tokens.advantage_M * tokens.ratio(config) + stay_M, _nowhere(tokens)
 
 
 def topr(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
@@ -162,7 +176,7 @@ def _nowhere(tokens: PolicyTokens) -> Tensor:
     return torch.zeros_like(tokens.advantage_M, dtype=torch.bool)
 
 
-for _loss in (cispo, gmpo, kimi15, ppo, sapo, tis, topr, vanilla):
+for _loss in (cispo, gmpo, kimi15, kl_cov, ppo, sapo, tis, topr, vanilla):
     POLICY_LOSSES.register(_loss.__name__, _loss)
 # Clip-Cov is PPO's loss without the tokens that ``roll.algorithms.selection`` picks, over the whole rollout.
 POLICY_LOSSES.register("clip_cov", ppo)

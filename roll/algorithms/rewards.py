@@ -1,9 +1,10 @@
-"""From an environment's rewards to the rewards that advantages are computed from: normalise, clip, KL penalty, whiten.
+"""From an environment's rewards to those that advantages are computed from: lengths, normalise, clip, KL, whiten.
 
 Normalising and clipping act on an episode's score, the sum of its rewards: each of its rewards is divided by the spread
 and what is left of the change goes to its last sampled token, so that the rewards again add up to the new score. For
-one-turn episodes that is the textbook formula; for longer ones the rewards keep their place and proportion. The batch's
-``scores_B`` stay as the environment gave them.
+one-turn episodes that is the textbook formula; for longer ones the rewards keep their place and proportion. The score
+of a greedy episode (``baseline_B``) moves with those of its group. The batch's ``scores_B`` stay as the environment
+gave them.
 
 Axes: B rows, T tokens, M sampled tokens in episode order, K turns, J episodes.
 """
@@ -64,25 +65,30 @@ class ScoreNormaliser:
 
 
 def shape_rewards(batch: Batch, config: AlgorithmConfig, running: RunningStats) -> tuple[Batch, dict[str, float]]:
-    """Normalises and clips episode scores, and moves ``rewards_T`` accordingly.
+    """Adds length terms to episode scores, normalises and clips them, and moves ``rewards_T`` accordingly.
 
     Args:
         batch: With ``rewards_T``, and ``group_B`` or ``tag_B`` if the configuration groups by them.
-        config: Reads ``reward_normalization``, ``norm_mean_type``, ``norm_std_type``, ``reward_norm``,
-            ``reward_shift``, ``reward_scale``, ``use_reward_scaling``, ``use_reward_norm`` and ``reward_clip``.
+        config: Reads ``overlong_buffer``, ``add_len_reward``, ``len_reward_coef``, ``reward_normalization``,
+            ``norm_mean_type``, ``norm_std_type``, ``reward_norm``, ``reward_shift``, ``reward_scale``,
+            ``use_reward_scaling``, ``use_reward_norm`` and ``reward_clip``.
         running: Statistics of the scores so far; takes in this batch first if the configuration uses them.
 
     Returns:
         The batch with new rewards, and metrics ``reward/score_mean``, ``reward/score_std`` (before),
-        ``reward/shaped_mean``, ``reward/clip_frac`` (share of episodes whose score was clipped).
+        ``reward/shaped_mean``, ``reward/clip_frac`` (share of episodes whose score was clipped); where they are on,
+        means over episodes ``reward/overlong_penalty``, ``reward/overlong_frac`` and ``reward/len_reward``.
 
     Raises:
-        ValueError: rewards are missing, not finite, or on tokens that were not sampled.
+        ValueError: rewards are missing, not finite, or on tokens that were not sampled; a needed column is missing;
+            ``overlong_buffer`` knows no limit.
     """
     require_rewards(batch, "reward shaping")
     assert batch.rewards_T is not None
     episodes = find_episodes(batch)
     rewards_M = episodes.gather(batch.rewards_T)
+    given_J = episodes.sum_episodes(episodes.sum_turns(rewards_M))
+    rewards_M, length_metrics = _add_length_terms(rewards_M, given_J, batch, episodes, config)
     score_J = episodes.sum_episodes(episodes.sum_turns(rewards_M))
     normaliser = ScoreNormaliser.from_config(config)
     if normaliser.uses("running"):
@@ -90,18 +96,88 @@ def shape_rewards(batch: Batch, config: AlgorithmConfig, running: RunningStats) 
 
     mean_J, divisor_J = _location_and_scale(score_J, normaliser, batch, episodes, running)
     normalised_J = (score_J - mean_J) / divisor_J
-    shaped_J = normalised_J if normaliser.bounds is None else normalised_J.clamp(*normaliser.bounds)
-    if config.reward_clip is not None:
-        shaped_J = shaped_J.clamp(-config.reward_clip, config.reward_clip)
+    bounds = _tighter(normaliser.bounds, config.reward_clip)
+    shaped_J = normalised_J.clamp(*bounds)
     rewards_M = rewards_M / divisor_J[episodes.episode_K][episodes.turn_M]
     rewards_M[episodes.last_token_J] += shaped_J - score_J / divisor_J
-    metrics = {
-        "reward/score_mean": _mean(score_J),
-        "reward/score_std": float(score_J.std()) if len(score_J) > 1 else 0.0,
+    if batch.baseline_B is not None:
+        require_finite(batch, "baseline_B")
+        baseline_J = (episodes.of_episode(batch.baseline_B).double() - mean_J) / divisor_J
+        batch = batch.replace(baseline_B=_to_rows(baseline_J.clamp(*bounds), batch, episodes))
+    metrics = length_metrics | {
+        "reward/score_mean": _mean(given_J),
+        "reward/score_std": float(given_J.std()) if len(given_J) > 1 else 0.0,
         "reward/shaped_mean": _mean(shaped_J),
         "reward/clip_frac": _mean((shaped_J != normalised_J).double()),
     }
-    return batch.replace(rewards_T=episodes.scatter(rewards_M, batch.rewards_T)), metrics
+    return batch.replace(rewards_T=episodes.scatter(rewards_M, batch.tokens_T)), metrics
+
+
+def overlong_penalties(lengths: Tensor, config: AlgorithmConfig) -> Tensor:
+    """float64: ``min(0, -(n - (max - len)) / len * penalty_factor)`` for lengths n (DAPO, Yu et al. 2025).
+
+    Raises:
+        ValueError: neither ``overlong_buffer.max_length`` nor the run says how long an answer may be.
+    """
+    buffer, limit = config.overlong_buffer, config.overlong_max_length
+    if limit is None or buffer.len < 1:
+        raise ValueError(
+            f"overlong_buffer: seen max_length {limit} and len {buffer.len}, expected a limit and at least 1 token "
+            "before it"
+        )
+    return -(lengths.double() - (limit - buffer.len)).clamp(min=0) / buffer.len * buffer.penalty_factor
+
+
+def length_rewards(length_J: Tensor, score_J: Tensor, group_J: Tensor) -> Tensor:
+    """float64 [J]: ``w = 0.5 - (n - min n) / (max n - min n)`` within the group (Kimi k1.5, Kimi Team 2025).
+
+    A success (score above 0) gets w, another episode ``min(0, w)``; all get 0 where all are equally long.
+    """
+    _, index_J = torch.unique(group_J, return_inverse=True)
+    length_J = length_J.double()
+    zeros_G = torch.zeros(int(index_J.max()) + 1 if len(index_J) else 0, dtype=torch.float64)
+    least_J, most_J = (
+        zeros_G.scatter_reduce(0, index_J, length_J, kind, include_self=False)[index_J] for kind in ("amin", "amax")
+    )
+    spread_J = most_J - least_J
+    reward_J = 0.5 - (length_J - least_J) / spread_J.clamp(min=1)
+    reward_J = torch.where(score_J > 0, reward_J, reward_J.clamp(max=0))
+    return torch.where(spread_J > 0, reward_J, torch.zeros_like(reward_J))
+
+
+def _add_length_terms(
+    rewards_M: Tensor, score_J: Tensor, batch: Batch, episodes: Episodes, config: AlgorithmConfig
+) -> tuple[Tensor, dict[str, float]]:
+    """Rewards with the overlong penalty of each turn on its last token, the length reward on that of the episode."""
+    metrics: dict[str, float] = {}
+    length_K = episodes.last_K - episodes.first_K + 1
+    if config.overlong_buffer.enable:
+        penalty_K = overlong_penalties(length_K, config)
+        rewards_M = rewards_M.index_add(0, episodes.last_K, penalty_K)
+        penalty_J = episodes.sum_episodes(penalty_K)
+        metrics["reward/overlong_penalty"] = _mean(penalty_J)
+        metrics["reward/overlong_frac"] = _mean((penalty_J < 0).double())
+    if config.add_len_reward:
+        require_columns(batch, "add_len_reward", "group_B")
+        assert batch.group_B is not None
+        length_J = episodes.sum_episodes(length_K)
+        reward_J = config.len_reward_coef * length_rewards(length_J, score_J, episodes.of_episode(batch.group_B))
+        rewards_M = rewards_M.index_add(0, episodes.last_token_J, reward_J)
+        metrics["reward/len_reward"] = _mean(reward_J)
+    return rewards_M, metrics
+
+
+def _tighter(bounds: tuple[float, float] | None, clip: float | None) -> tuple[float, float]:
+    """What is left of the real numbers after the normaliser's bounds and ``reward_clip``."""
+    low, high = bounds or (-torch.inf, torch.inf)
+    return (low, high) if clip is None else (max(low, -clip), min(high, clip))
+
+
+def _to_rows(values_J: Tensor, batch: Batch, episodes: Episodes) -> Tensor:
+    """float32 [B]: each episode's value on all of its rows; 0 on rows of no episode."""
+    values_B = torch.zeros(batch.num_sequences, dtype=torch.float32)
+    values_B[episodes.row_K] = values_J[episodes.episode_K].float()
+    return values_B
 
 
 def _location_and_scale(
@@ -130,7 +206,8 @@ def apply_kl_penalty(batch: Batch, config: AlgorithmConfig, coef: float) -> tupl
     """Subtracts ``coef`` times the KL to the reference from each sampled token's reward (``add_token_level_kl``).
 
     Args:
-        batch: With ``rewards_T``, ``ref_logprobs_T`` and ``old_logprobs_T`` (else ``rollout_logprobs_T``).
+        batch: With ``rewards_T``, and ``ref_logprobs_T`` and ``old_logprobs_T`` (else ``rollout_logprobs_T``); with
+            ``kl_penalty: full``, ``kl_T``.
         config: Reads ``kl_penalty``.
         coef: The controller's current coefficient.
 
@@ -138,11 +215,10 @@ def apply_kl_penalty(batch: Batch, config: AlgorithmConfig, coef: float) -> tupl
         The batch with new rewards, and metrics ``reward/kl`` (mean over sequences of their mean over sampled tokens:
         what ``KlController.update`` wants) and ``reward/kl_coef``.
     """
-    policy = "rollout_logprobs_T" if batch.old_logprobs_T is None else "old_logprobs_T"
-    require_columns(batch, "add_token_level_kl", "rewards_T", "ref_logprobs_T", policy)
-    require_finite(batch, "rewards_T", "ref_logprobs_T", policy)
-    assert batch.rewards_T is not None and batch.ref_logprobs_T is not None
-    kl_T = kl_divergence(getattr(batch, policy).double(), batch.ref_logprobs_T.double(), config.kl_penalty)
+    require_columns(batch, "add_token_level_kl", "rewards_T")
+    require_finite(batch, "rewards_T")
+    assert batch.rewards_T is not None
+    kl_T = _old_kl(batch, config)
     kl_T = torch.where(batch.loss_mask_T, kl_T, torch.zeros_like(kl_T))
     zeros_B = torch.zeros(batch.num_sequences, dtype=torch.float64)
     sums_B = zeros_B.index_add(0, batch.rows_T, kl_T)
@@ -150,6 +226,20 @@ def apply_kl_penalty(batch: Batch, config: AlgorithmConfig, coef: float) -> tupl
     means_B = (sums_B / counts_B)[counts_B > 0]
     rewards_T = (batch.rewards_T.double() - coef * kl_T).float()
     return batch.replace(rewards_T=rewards_T), {"reward/kl": _mean(means_B), "reward/kl_coef": coef}
+
+
+def _old_kl(batch: Batch, config: AlgorithmConfig) -> Tensor:
+    """float64 [T]: KL of the policy before the update to the reference."""
+    if config.kl_penalty == "full":
+        require_columns(batch, "add_token_level_kl with kl_penalty 'full'", "kl_T")
+        require_finite(batch, "kl_T")
+        assert batch.kl_T is not None
+        return batch.kl_T.double()
+    policy = "rollout_logprobs_T" if batch.old_logprobs_T is None else "old_logprobs_T"
+    require_columns(batch, "add_token_level_kl", "ref_logprobs_T", policy)
+    require_finite(batch, "ref_logprobs_T", policy)
+    assert batch.ref_logprobs_T is not None
+    return kl_divergence(getattr(batch, policy).double(), batch.ref_logprobs_T.double(), config.kl_penalty)
 
 
 def whiten_token_rewards(batch: Batch) -> Batch:

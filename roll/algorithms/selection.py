@@ -29,20 +29,26 @@ def select_for_policy(batch: Batch, config: AlgorithmConfig, seed: int) -> tuple
 
     Args:
         batch: With ``advantages_T`` and what the chosen options need (their functions say).
-        config: Reads ``train_infer_correction``, ``difficulty_mask``, ``error_max_len_clip``,
-            ``difficulty_loss_weight``, ``length_loss_weight``, ``pg_variant`` (``clip_cov``), ``use_pf_ppo`` and what
-            belongs to them.
+        config: Reads ``train_infer_correction``, ``max_len_mask``, ``difficulty_mask``, ``error_max_len_clip``,
+            ``mask_type``, ``difficulty_loss_weight``, ``length_loss_weight``, ``pg_variant`` (``clip_cov`` and
+            ``kl_cov``), ``use_pf_ppo`` and what belongs to them.
         seed: Of the draws of ``clip_cov`` and PF-PPO.
 
     Returns:
-        A batch of as many rows with ``loss_mask_T`` and ``weights_T``, and metrics: shares of masked, rejected and
-        uncounted tokens or rows.
+        A batch of as many rows with ``loss_mask_T``, ``weights_T`` and ``marked_T``, and metrics: shares of masked,
+        rejected, uncounted and marked tokens or rows.
 
     Raises:
         ValueError: a needed column is missing or not finite.
     """
+    require_finite(batch, "advantages_T", "old_logprobs_T", "ref_logprobs_T", "scores_B")  # what the losses read
     generator = torch.Generator().manual_seed(seed)
     weights_T, metrics = _token_weights(batch, config, generator)
+    if config.policy_loss == "kl_cov":
+        marked_T = torch.zeros_like(batch.loss_mask_T)
+        marked_T[batch.loss_mask_T] = largest_covariances(batch, config)
+        metrics["actor/kl_cov_frac"] = _mean(marked_T[batch.loss_mask_T])
+        batch = batch.replace(marked_T=marked_T)
     keep_T, keep_metrics = _kept_tokens(batch, config)
     batch = batch.replace(weights_T=weights_T, loss_mask_T=batch.loss_mask_T & keep_T)
     metrics |= keep_metrics
@@ -51,6 +57,25 @@ def select_for_policy(batch: Batch, config: AlgorithmConfig, seed: int) -> tuple
         metrics["actor/pf_ppo_distinct_frac"] = len(rows.unique()) / max(len(rows), 1)
         batch = batch.select(rows)
     return batch, metrics
+
+
+def drop_masked_episodes(batch: Batch, config: AlgorithmConfig) -> tuple[Batch, dict[str, float]]:
+    """With ``mask_type: all``, takes episodes out of the whole step, before reward shaping; else the same batch.
+
+    An episode goes, with all of its rows, if any of them is masked: nothing of it counts as sampled any more, and its
+    rewards are 0.
+    """
+    if config.mask_type != "all":
+        return batch, {}
+    keep_B, metrics = _kept_rows(batch, config)
+    if batch.traj_B is not None:
+        names, index_B = torch.unique(batch.traj_B, return_inverse=True)
+        lost_J = torch.zeros(len(names), dtype=torch.int64).index_add_(0, index_B, (~keep_B).long())
+        keep_B = lost_J[index_B] == 0
+    keep_T = keep_B[batch.rows_T]
+    metrics["actor/dropped_frac"] = _mean(~keep_T[batch.loss_mask_T])
+    rewards_T = None if batch.rewards_T is None else batch.rewards_T * keep_T
+    return batch.replace(loss_mask_T=batch.loss_mask_T & keep_T, rewards_T=rewards_T), metrics
 
 
 def _token_weights(
@@ -94,15 +119,27 @@ def _kept_tokens(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, dict[st
         keep_M = torch.stack([passes_filter(trained_M, generated_M, levels, f) for f in filters]).all(0)
         metrics["mismatch/rejected_frac"] = _mean(~keep_M)
         keep_T[mask_T] = keep_M
+    if config.mask_type == "loss":
+        keep_B, row_metrics = _kept_rows(batch, config)
+        keep_T &= keep_B[batch.rows_T]
+        metrics |= row_metrics
+    return keep_T, metrics
+
+
+def _kept_rows(batch: Batch, config: AlgorithmConfig) -> tuple[Tensor, dict[str, float]]:
+    """bool [B]: the samples that no mask takes out; and the share of sampled tokens that each kind of mask does."""
+    mask_T, metrics = batch.loss_mask_T, {}
+    all_keep_B = torch.ones(batch.num_sequences, dtype=torch.bool)
     for name, is_on, kept_rows in (
+        ("max_len", config.max_len_mask, rows_not_cut_off),
         ("difficulty", config.difficulty_mask, rows_of_medium_difficulty),
         ("error_max_len", config.error_max_len_clip, rows_without_long_errors),
     ):
         if is_on:
-            row_keep_T = kept_rows(batch, config)[batch.rows_T]
-            metrics[f"actor/{name}_masked_frac"] = _mean(~row_keep_T[mask_T])
-            keep_T &= row_keep_T
-    return keep_T, metrics
+            keep_B = kept_rows(batch, config)
+            metrics[f"actor/{name}_masked_frac"] = _mean(~keep_B[batch.rows_T][mask_T])
+            all_keep_B &= keep_B
+    return all_keep_B, metrics
 
 
 def difficulty_weights(batch: Batch) -> Tensor:
@@ -118,6 +155,16 @@ def length_weights(batch: Batch) -> Tensor:
     """float64 [B]: 1.5 for the row with the fewest sampled tokens to 0.5 for that with the most; 1 if all are equal."""
     length_B = _sampled_lengths(batch)
     return 1.5 - _position(length_B, length_B > 0)
+
+
+def rows_not_cut_off(batch: Batch, config: AlgorithmConfig) -> Tensor:
+    """bool [B]: rows that ended by themselves, not at a length limit (DAPO's overlong filtering, Yu et al. 2025).
+
+    Needs ``truncated_B``.
+    """
+    require_columns(batch, "max_len_mask", "truncated_B")
+    assert batch.truncated_B is not None
+    return ~batch.truncated_B
 
 
 def rows_of_medium_difficulty(batch: Batch, config: AlgorithmConfig) -> Tensor:
@@ -147,20 +194,37 @@ def covariance_outliers(batch: Batch, config: AlgorithmConfig, generator: torch.
     ``cov = (A - mean A) * (log p - mean log p)`` over the sampled tokens of the rollout and p is the policy before the
     update (``old_logprobs_T``, else ``rollout_logprobs_T``).
     """
+    covariance_M = _covariances(batch, "clip_cov")
+    outlier_M = torch.zeros(len(covariance_M), dtype=torch.bool)
+    if len(covariance_M) == 0:
+        return outlier_M
+    candidates = ((covariance_M > config.clip_cov_lb) & (covariance_M < config.clip_cov_ub)).nonzero().squeeze(1)
+    wanted = max(1, int(config.clip_cov_ratio * len(covariance_M)))
+    outlier_M[candidates[torch.randperm(len(candidates), generator=generator)[:wanted]]] = True
+    return outlier_M
+
+
+def largest_covariances(batch: Batch, config: AlgorithmConfig) -> Tensor:
+    """bool [M]: the ``max(1, floor(kl_cov_ratio * M))`` tokens of the largest covariance (KL-Cov, Cui et al. 2025).
+
+    The covariance is that of ``covariance_outliers``.
+    """
+    covariance_M = _covariances(batch, "kl_cov")
+    largest_M = torch.zeros(len(covariance_M), dtype=torch.bool)
+    if len(covariance_M):
+        largest_M[covariance_M.topk(max(1, int(config.kl_cov_ratio * len(covariance_M)))).indices] = True
+    return largest_M
+
+
+def _covariances(batch: Batch, variant: str) -> Tensor:
+    """float64 [M]: ``(A - mean A) * (log p - mean log p)`` of the policy before the update."""
     column = "rollout_logprobs_T" if batch.old_logprobs_T is None else "old_logprobs_T"
-    require_columns(batch, "pg_variant 'clip_cov'", "advantages_T", column)
+    require_columns(batch, f"pg_variant {variant!r}", "advantages_T", column)
     require_finite(batch, "advantages_T", column)
     assert batch.advantages_T is not None
     advantage_M = batch.advantages_T[batch.loss_mask_T].double()
     logprobs_M = getattr(batch, column)[batch.loss_mask_T].double()
-    outlier_M = torch.zeros(len(advantage_M), dtype=torch.bool)
-    if len(advantage_M) == 0:
-        return outlier_M
-    covariance_M = (advantage_M - advantage_M.mean()) * (logprobs_M - logprobs_M.mean())
-    candidates = ((covariance_M > config.clip_cov_lb) & (covariance_M < config.clip_cov_ub)).nonzero().squeeze(1)
-    wanted = max(1, int(config.clip_cov_ratio * len(advantage_M)))
-    outlier_M[candidates[torch.randperm(len(candidates), generator=generator)[:wanted]]] = True
-    return outlier_M
+    return (advantage_M - advantage_M.mean()) * (logprobs_M - logprobs_M.mean())
 
 
 def pf_ppo_rows(batch: Batch, config: AlgorithmConfig, generator: torch.Generator) -> Tensor:

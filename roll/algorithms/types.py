@@ -21,6 +21,11 @@ class TokenScores:
     """float32 entropy (nats) of the distribution that the token was drawn from; 0 where the loss mask is 0."""
     values_T: Tensor | None = None
     """float32 value of the state in which the token was chosen (critic only); 0 where the loss mask is 0."""
+    kl_T: Tensor | None = None
+    """float32 KL (nats) of the model's distribution to the reference's, over the vocabulary; 0 where the loss mask
+    is 0."""
+    hidden_TH: Tensor | None = None
+    """float32 [T, H] final hidden state that predicts the token (a reference's); 0 where the loss mask is 0."""
 
 
 @dataclass(frozen=True)

@@ -4,37 +4,23 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from roll.configs.base import Config
 from roll.configs.env import CustomEnvConfig, EnvManagerConfig
 from roll.configs.generating import GeneratingArguments
 from roll.configs.rl import RLConfig
+from roll.configs.warm_start import SupervisedStartConfig
 from roll.configs.worker import WorkerConfig
 
 MANAGERS = ("train_env_manager", "val_env_manager")
 
 
-class WarmStartConfig(Config):
+class WarmStartConfig(SupervisedStartConfig):
     """Supervised start of the tiny model on generated demonstrations, before any reinforcement learning."""
 
     demonstrations: int = Field(default=2000, ge=1, description="Turns of generated play to learn from.")
     expert_share: float = Field(
         default=0.5, ge=0, le=1, description="Share of them played by the solver; the others are random but valid."
     )
-    min_success: float = Field(default=0.15, ge=0, le=1, description="Training goes on until success reaches this …")
-    max_success: float = Field(
-        default=0.40, ge=0, le=1, description="… and a start beyond this is an error: nothing to learn."
-    )
     min_valid: float = Field(default=0.90, ge=0, le=1, description="Least share of turns with a valid action.")
-    learning_rate: float = Field(default=2e-3, gt=0, description="Peak learning rate.")
-    batch_size: int = Field(default=32, ge=1, description="Turns per optimizer step.")
-    max_steps: int = Field(default=220, ge=1, description="Most optimizer steps.")
-    eval_steps: int = Field(default=20, ge=1, description="Optimizer steps between two measurements of success.")
-    eval_episodes: int = Field(default=256, ge=1, description="Episodes of one measurement.")
-
-    def problems(self) -> list[str]:
-        if self.min_success >= self.max_success:
-            return [f"min_success: seen {self.min_success}, expected less than max_success = {self.max_success}"]
-        return []
 
 
 class AgenticConfig(RLConfig):

@@ -20,6 +20,7 @@ ADV_ESTIMATORS: tuple[str, ...] = (
     "reinforce",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
+    "remax",
     "rloo",
     "step_reinforce",
 )
@@ -33,6 +34,7 @@ PG_VARIANTS: tuple[str, ...] = (
     "clip_cov",
     "gmpo",
     "kimi15",
+    "kl_cov",
     "ppo",
     "sapo",
     "tis",
@@ -41,7 +43,7 @@ PG_VARIANTS: tuple[str, ...] = (
 )
 """Names that ``pg_variant`` accepts besides ``package.module:function``."""
 
-KlPenalty = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+KlPenalty = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full"]
 NormType = Literal["batch", "group", "running"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -58,6 +60,19 @@ class RewardNormalizationConfig(Config):
         default="identity",
         description="`identity` changes nothing, `mean_std` gives (score - mean) / (std + 1e-6), `asym_clip` clips "
         "the latter to [-1, 3].",
+    )
+
+
+class OverlongBufferConfig(Config):
+    """Soft punishment of answers that come close to the length limit (DAPO)."""
+
+    enable: bool = Field(default=False, description="Lower the score of answers that reach into the buffer.")
+    len: int = Field(
+        default=0, ge=0, description="Tokens before the limit in which the penalty grows from 0 to `penalty_factor`."
+    )
+    penalty_factor: float = Field(default=1.0, ge=0, description="Penalty of an answer as long as the limit.")
+    max_length: int | None = Field(
+        default=None, ge=1, description="The limit, in sampled tokens of a turn; null is `response_length`."
     )
 
 
@@ -136,6 +151,15 @@ class AlgorithmConfig(Config):
     reward_clip: float | None = Field(
         None, gt=0, description="Episode scores are clipped to [-x, x], after normalisation; null is off."
     )
+    overlong_buffer: OverlongBufferConfig = Field(
+        default_factory=OverlongBufferConfig, description="Penalty of overlong answers, added to episode scores."
+    )
+    add_len_reward: bool = Field(
+        False,
+        description="Add Kimi k1.5's length reward to episode scores: among a group's successes the shorter gain, among "
+        "its failures the longer lose.",
+    )
+    len_reward_coef: float = Field(1.0, ge=0, description="Coefficient of the length reward.")
     whiten_rewards: bool = Field(
         False, description="Token rewards to mean 0 and variance 1 over all sampled tokens, before advantages."
     )
@@ -144,7 +168,8 @@ class AlgorithmConfig(Config):
     kl_penalty: KlPenalty = Field(
         "kl",
         description="KL estimator: `kl` (= `k1`) log ratio, `abs` its absolute value, `mse` (= `k2`) half its square, "
-        "`low_var_kl` (= `k3`) ratio - 1 - log ratio.",
+        "`low_var_kl` (= `k3`) ratio - 1 - log ratio. `full` is no estimate: it sums over the vocabulary, for which the "
+        "reference sends its final hidden states.",
     )
     add_token_level_kl: bool = Field(False, description="Subtract KL to the reference from each token's reward.")
     init_kl_coef: float = Field(0.2, ge=0, description="Coefficient of the KL in the reward (its start if adaptive).")
@@ -187,6 +212,12 @@ class AlgorithmConfig(Config):
     clip_cov_ratio: float = Field(0.0002, gt=0, le=1, description="Share of tokens that Clip-Cov takes out.")
     clip_cov_lb: float = Field(1.0, description="Clip-Cov picks among tokens whose covariance is above this …")
     clip_cov_ub: float = Field(5.0, description="… and below this.")
+    kl_cov_ratio: float = Field(
+        0.0002, gt=0, le=1, description="Share of tokens, those of the largest covariance, that KL-Cov holds back."
+    )
+    ppo_kl_coef: float = Field(
+        0.1, ge=0, description="KL-Cov's coefficient of the absolute log ratio to the old policy on those tokens."
+    )
     entropy_loss_coef: float = Field(0.0, ge=0, description="Coefficient of the entropy bonus.")
     entropy_loss_coef_end: float | None = Field(
         None, ge=0, description="Value that `entropy_loss_coef` reaches linearly at the run's end; null: constant."
@@ -206,6 +237,17 @@ class AlgorithmConfig(Config):
         False,
         description="Weigh samples from 1.5 (fewest sampled tokens in the batch) to 0.5 (most) in the policy-gradient "
         "term.",
+    )
+    max_len_mask: bool = Field(
+        False,
+        description="Mask samples that the length limit cut off: the last answer hit its limit, or the episode ended "
+        "because its context was full.",
+    )
+    mask_type: Literal["all", "loss"] = Field(
+        "loss",
+        description="What `max_len_mask`, `difficulty_mask` and `error_max_len_clip` take a sample out of: `loss` the "
+        "policy's loss alone; `all` the whole step, with all samples of its episode: reward statistics, baselines, "
+        "the critic.",
     )
     difficulty_mask: bool = Field(
         False,
@@ -246,6 +288,26 @@ class AlgorithmConfig(Config):
         return "topr" if self.use_topr_loss else self.pg_variant
 
     @property
+    def masks_samples(self) -> bool:
+        """Whether whole samples may be masked."""
+        return self.max_len_mask or self.difficulty_mask or self.error_max_len_clip
+
+    @property
+    def needs_greedy_baseline(self) -> bool:
+        """Whether every rollout group needs one more, greedy episode (``RolloutGroup.baseline``)."""
+        return self.adv_estimator == "remax"
+
+    @property
+    def uses_full_kl(self) -> bool:
+        """Whether the KL over the vocabulary is computed, so that the reference's hidden states have to travel."""
+        return self.kl_penalty == "full" and (self.add_token_level_kl or self.use_kl_loss)
+
+    @property
+    def overlong_max_length(self) -> int | None:
+        """The limit that ``overlong_buffer`` counts from; a run's configuration knows it also without the key."""
+        return self.overlong_buffer.max_length
+
+    @property
     def wants_old_logprobs(self) -> bool:
         """Whether the training engine must score the rollouts even where a first optimizer step could do without."""
         return (
@@ -270,6 +332,10 @@ class AlgorithmConfig(Config):
             found.append(
                 f"norm_adv_by_std_in_grpo: false, expected true with adv_estimator {self.adv_estimator!r}, which does "
                 "not read it"
+            )
+        if self.adv_estimator == "remax" and self.whiten_rewards:
+            found.append(
+                "whiten_rewards: true, expected false with adv_estimator 'remax', whose baseline is a score as it is"
             )
         if self.critic_warmup and self.adv_estimator in ADV_ESTIMATORS and self.adv_estimator != "gae":
             found.append(
@@ -298,6 +364,11 @@ class AlgorithmConfig(Config):
         }
         if len(chosen := [key for key, on in normalisers.items() if on]) > 1:
             found.append(f"{chosen[1]}: set beside {chosen[0]}, expected at most one normalisation of the rewards")
+        buffer, limit = self.overlong_buffer, self.overlong_max_length
+        if buffer.enable and buffer.len < 1:
+            found.append(f"overlong_buffer.len: {buffer.len}, expected at least 1 with overlong_buffer.enable: true")
+        elif buffer.enable and limit is not None and buffer.len > limit:
+            found.append(f"overlong_buffer.len: {buffer.len}, expected at most the limit of {limit} tokens")
         if self.target_kl is not None and not self.add_token_level_kl:
             found.append(f"target_kl: {self.target_kl}, expected null unless add_token_level_kl is true")
         return found
@@ -313,6 +384,12 @@ class AlgorithmConfig(Config):
             )
         if self.dual_clip_loss and self.policy_loss in set(PG_VARIANTS) - {"ppo", "clip_cov"}:
             found.append(f"dual_clip_loss: true, expected false with pg_variant {self.policy_loss!r}")
+        if self.use_kl_loss and not self.kl_loss_coef:
+            found.append("kl_loss_coef: 0.0, expected above 0 with use_kl_loss: true")
+        if self.mask_type == "all" and not self.masks_samples:
+            found.append(
+                "mask_type: 'all', expected 'loss' unless max_len_mask, difficulty_mask or error_max_len_clip is true"
+            )
         for low, high in (
             ("tis_lower_bound", "tis_upper_bound"),
             ("clip_cov_lb", "clip_cov_ub"),

@@ -2,20 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from roll.configs.agentic import AgenticConfig
 from roll.configs.env import EnvManagerConfig
+from roll.configs.rl import RLConfig
+from roll.configs.rlvr import RLVRConfig
+from roll.configs.worker import WorkerConfig
 
 
-def describe_batches(config: AgenticConfig) -> list[str]:
+def describe_batches(config: RLConfig) -> list[str]:
     """How episodes are collected and how they become optimizer steps, one sentence each."""
-    return [
-        _rollout_line("each step", config.rollout_batch_size, config.train_env_manager),
-        _rollout_line("each evaluation", config.val_batch_size, config.val_env_manager),
-        *(_train_line(config, role) for role in ("actor_train", "critic") if role in config.roles),
-    ]
+    if isinstance(config, RLVRConfig):
+        lines = list(_prompt_lines(config))
+        if config.eval_only:
+            return lines
+    else:
+        assert isinstance(config, AgenticConfig)
+        lines = [
+            _episodes_line("each step", config.rollout_batch_size, config.train_env_manager),
+            _episodes_line("each evaluation", config.val_batch_size, config.val_env_manager),
+        ]
+    lines += [_train_line(config, role) for role in ("actor_train", "critic") if role in config.roles]
+    return lines
 
 
-def _rollout_line(when: str, episodes: int, manager: EnvManagerConfig) -> str:
+def _prompt_lines(config: RLVRConfig) -> Iterator[str]:
+    prompts, answers = config.rollout_batch_size, config.num_return_sequences_in_group
+    if not config.eval_only:
+        yield (
+            f"each step: {_count(prompts, 'prompt')} × {_count(answers, 'answer')} = "
+            f"{_count(config.samples_per_step, 'sample')} of at most {config.prompt_length} prompt + "
+            f"{config.train_sampling.max_new_tokens} answer tokens: at most "
+            f"{config.samples_per_step * _longest(config):,} tokens"
+        )
+    if config.validation is not None:
+        samples = config.val_batch_size * config.num_val_samples
+        yield (
+            f"each evaluation: at most {_count(config.val_batch_size, 'prompt')} × "
+            f"{_count(config.num_val_samples, 'answer')} = {_count(samples, 'sample')}"
+        )
+
+
+def _longest(config: RLVRConfig) -> int:
+    return min(config.sequence_length, config.prompt_length + (config.train_sampling.max_new_tokens or 0))
+
+
+def _episodes_line(when: str, episodes: int, manager: EnvManagerConfig) -> str:
     spread = ", ".join(f"{count} {tag}" for tag, count in manager.groups_per_tag.items())
     redundant = f" ({manager.group_size_redundancy} redundant)" if manager.group_size_redundancy else ""
     members = manager.group_size + manager.group_size_redundancy
@@ -26,16 +59,26 @@ def _rollout_line(when: str, episodes: int, manager: EnvManagerConfig) -> str:
     )
 
 
-def _train_line(config: AgenticConfig, role: str) -> str:
+def _train_line(config: RLConfig, role: str) -> str:
     worker, arguments = config.roles[role], config.roles[role].training_args
     steps = config.optimizer_steps_per_epoch
     epochs = "" if config.ppo_epochs == 1 else f" × {config.ppo_epochs} epochs = {steps * config.ppo_epochs}"
     return (
         f"{role}: global batch {worker.global_train_batch_size} episodes = {arguments.per_device_train_batch_size} per "
         f"device × {arguments.gradient_accumulation_steps} accumulated × {worker.data_parallel_size} data-parallel; "
-        f"{config.rollout_batch_size} episodes make {_count(steps, 'optimizer step')}{epochs} per step"
+        f"{config.samples_per_step} episodes make {_count(steps, 'optimizer step')}{epochs} per step, "
+        f"{config.total_optimizer_steps} in all; {_micro_batches(worker)}"
     )
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _micro_batches(worker: WorkerConfig) -> str:
+    arguments = worker.training_args
+    per_device = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+    if worker.use_dynamic_batching_in_train:
+        return f"micro-batches of at most {worker.max_tokens_per_microbatch_in_train} tokens"
+    count = arguments.gradient_accumulation_steps
+    return f"{_count(count, 'micro-batch', 'es')} per device and optimizer step, {per_device} episodes"
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"

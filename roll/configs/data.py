@@ -1,18 +1,139 @@
-"""``data_args``: how messages become prompts."""
+"""``data_args``: the dataset of prompts, and how messages become prompts."""
 
 from __future__ import annotations
+
+import math
+import re
+from typing import Literal
 
 from pydantic import Field
 
 from roll.configs.base import Config
 
+_ATTRIBUTE_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+class DatasetFilterConfig(Config):
+    """Which rows of the dataset are used."""
+
+    source: str | list[str] | None = Field(
+        default=None, description="Keeps rows whose `source_column` is this, or one of these. null: all."
+    )
+    source_column: str = Field(default="source", min_length=1, description="Column that `source` speaks of.")
+    min_difficulty: float | None = Field(default=None, description="Lowest difficulty that is kept.")
+    max_difficulty: float | None = Field(default=None, description="Highest difficulty that is kept.")
+    difficulty_column: str = Field(
+        default="difficulty", min_length=1, description="Column of numbers that the two bounds speak of."
+    )
+    num_samples: int = Field(
+        default=0,
+        ge=0,
+        description="Rows used, at most, of those that are kept: drawn by the seed with `shuffle`, else the first. "
+        "0: all.",
+    )
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.source == [] or "" in (self.source if isinstance(self.source, list) else [self.source]):
+            found.append(f"source: seen {self.source!r}, expected null, a name or a list of names")
+        low, high = self.min_difficulty, self.max_difficulty
+        if low is not None and high is not None and low > high:
+            found.append(f"min_difficulty: seen {low}, expected at most max_difficulty = {high}")
+        return found
+
 
 class DataArguments(Config):
-    """The environments are the data; only the chat template is left to choose."""
+    """The dataset of prompts and the chat template. Columns may be dotted paths, `reward_model.ground_truth`."""
 
     template: str = Field(
         default="native",
         min_length=1,
-        description="Chat template: native takes the tokenizer's own, else a path to a Jinja file or the template "
-        "itself.",
+        description="Chat template: native takes the tokenizer's own, else a name (chatml, qwen2, qwen2_5, llama3, "
+        "gemma, plain), a path to a Jinja file or the template itself.",
     )
+    file_name: str | list[str] | None = Field(
+        default=None,
+        description="Files of the dataset: json, jsonl, csv, parquet, arrow; a folder of them or one that Hugging "
+        "Face datasets saved; globs. Relative to the working directory.",
+    )
+    dataset_cls: str | None = Field(
+        default=None,
+        description="package.module:attribute, called with (data_args, seed), returns rows as mappings; takes the "
+        "place of reading files.",
+    )
+    prompt: str | None = Field(default=None, min_length=1, description="Column with the question as text.")
+    messages: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Column with the conversation as a list of role and content; in place of `prompt`.",
+    )
+    system_prompt: str | None = Field(
+        default=None, min_length=1, description="System message of the conversations that do not begin with one."
+    )
+    response: str | None = Field(
+        default="solution", min_length=1, description="Column with the reference answer. null: there is none."
+    )
+    id: str | None = Field(
+        default="id",
+        min_length=1,
+        description="Column that names the rows. null, or no column `id`: rows are named file:row.",
+    )
+    tag: str = Field(default="tag", min_length=1, description="Column with the row's domain.")
+    default_tag: str | None = Field(default=None, min_length=1, description="Domain of rows whose tag is missing.")
+    domain_interleave_probs: dict[str, float] | None = Field(
+        default=None,
+        description="Share of each domain among the prompts drawn; all positive, sum 1. null: each prompt once per "
+        "epoch.",
+    )
+    shuffle: bool = Field(default=True, description="New order in every epoch, by the seed. false: as in the files.")
+    prompt_overflow: Literal["error", "left", "right", "drop"] = Field(
+        default="error",
+        description="A prompt of more than prompt_length tokens stops the run, loses tokens on its left or right, or "
+        "is left out.",
+    )
+    dataset_filter: DatasetFilterConfig = Field(default_factory=DatasetFilterConfig, description="Which rows are used.")
+    preprocessing_num_workers: int | None = Field(
+        default=None,
+        ge=1,
+        description="Processes that render and tokenise the prompts, at most, of 20,000 prompts or more each. null: "
+        "this one, whose tokenizer has threads.",
+    )
+
+    @property
+    def file_names(self) -> list[str]:
+        """``file_name`` as a list."""
+        return [self.file_name] if isinstance(self.file_name, str) else list(self.file_name or [])
+
+    @property
+    def has_dataset(self) -> bool:
+        """Whether prompts come from files or a dataset class."""
+        return bool(self.file_names or self.dataset_cls)
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.file_name == [] or "" in self.file_names:
+            found.append(f"file_name: seen {self.file_name!r}, expected null, a path or a list of paths")
+        if self.prompt is not None and self.messages is not None:
+            found.append(f"messages: seen {self.messages!r} beside prompt = {self.prompt!r}, expected one of the two")
+        if self.has_dataset and self.prompt is None and self.messages is None:
+            given = "file_name" if self.file_names else "dataset_cls"
+            found.append(
+                f"prompt: seen null, expected the column of the question, or messages that of the conversation, "
+                f"since {given} is set"
+            )
+        if self.dataset_cls is not None and not _ATTRIBUTE_PATH.fullmatch(self.dataset_cls):
+            found.append(f"dataset_cls: seen {self.dataset_cls!r}, expected package.module:attribute")
+        if self.domain_interleave_probs is not None:
+            found += probability_problems(self.domain_interleave_probs)
+        return found
+
+
+def probability_problems(probs: dict[str, float]) -> list[str]:
+    """What is wrong with ``domain_interleave_probs``."""
+    wrong = {domain: share for domain, share in probs.items() if not (math.isfinite(share) and share > 0)}
+    if wrong:
+        return [f"domain_interleave_probs: seen {wrong}, expected positive shares; leave out what is not wanted"]
+    total = math.fsum(probs.values())
+    if abs(total - 1) > 1e-6:
+        return [f"domain_interleave_probs: seen a sum of {total:g}, expected 1"]
+    return []

@@ -24,8 +24,8 @@ class GeneratingArguments(Config):
     num_return_sequences: int = Field(
         default=1,
         ge=1,
-        le=1,
-        description="Each environment asks for one completion; group_size makes several episodes.",
+        description="Answers to each prompt (validation.generating_args). Training takes num_return_sequences_in_group "
+        "(RLVR) or group_size (agentic), and this is 1 or the same.",
     )
     repetition_penalty: float = Field(
         default=1.0,

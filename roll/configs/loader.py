@@ -1,4 +1,4 @@
-"""From a configuration's name to a checked ``AgenticConfig``, or to the list of everything that is wrong with it."""
+"""From a configuration's name to the checked configuration of a pipeline, or to the list of all that is wrong."""
 
 from __future__ import annotations
 
@@ -6,19 +6,27 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from roll.configs.agentic import AgenticConfig
+from roll.configs.agentic_rules import AGENTIC_RULES
 from roll.configs.base import Config
 from roll.configs.compose import compose_config
 from roll.configs.env import ALIASES, CustomEnvConfig, EnvManagerConfig
 from roll.configs.obsolete import OBSOLETE
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem, Words
+from roll.configs.rl import RLConfig
+from roll.configs.rlvr import RLVRConfig
+from roll.configs.rlvr_rules import RLVR_RULES
 from roll.configs.rules import RULES, Rule, sections
 from roll.configs.schema import expectation, leaf_paths, locate, nearest, section_at
 from roll.configs.strategy import STRATEGY_CONFIGS
+
+ConfigT = TypeVar("ConfigT", bound=RLConfig)
+
+PIPELINE_RULES: dict[type[RLConfig], tuple[Rule, ...]] = {AgenticConfig: AGENTIC_RULES, RLVRConfig: RLVR_RULES}
 
 LIBRARY = "custom_env"
 """Top-level mapping of tags that an included file defines and ``custom_envs`` picks from."""
@@ -32,14 +40,16 @@ _SENTENCE = re.compile(r"(?P<key>[\w.]+): (?:seen )?(?P<seen>.*?),? expected (?P
 
 
 def load_config(
+    schema: type[ConfigT],
     config_name: str,
     config_path: str | Path = "examples/config",
     overrides: Sequence[str] = (),
     extra_checks: Sequence[Rule] = (),
-) -> AgenticConfig:
+) -> ConfigT:
     """Composes and validates a configuration.
 
     Args:
+        schema: ``AgenticConfig`` or ``RLVRConfig``.
         config_name: file in ``config_path``, with or without ``.yaml``.
         config_path: folder of configurations.
         overrides: ``key=value`` texts in Hydra's syntax; ``+`` is not needed.
@@ -54,20 +64,22 @@ def load_config(
     problems = list(composed.problems)
     problems += _library_problems(values.pop(LIBRARY, {}), values.get("custom_envs", {}))
     # A scalar that only serves interpolation is read, by whatever refers to it.
-    variables = composed.referenced - set(AgenticConfig.model_fields)
+    variables = composed.referenced - set(schema.model_fields)
     values = {k: v for k, v in values.items() if k not in variables and not _ENGINE_LIBRARY.fullmatch(k)}
-    return validate(values, extra_checks, problems, variables)
+    return validate(schema, values, extra_checks, problems, variables)
 
 
 def validate(
+    schema: type[ConfigT],
     values: Mapping[str, Any],
     extra_checks: Sequence[Rule] = (),
     problems: Sequence[ConfigProblem] = (),
     variables: Sequence[str] | frozenset[str] = (),
-) -> AgenticConfig:
+) -> ConfigT:
     """Checks plain values against the classes, their own rules, the rules across sections, and ``extra_checks``.
 
     Args:
+        schema: ``AgenticConfig`` or ``RLVRConfig``.
         values: what the configuration says, by top-level key.
         extra_checks: rules of upper layers.
         problems: those already known.
@@ -77,12 +89,12 @@ def validate(
         ConfigErrors: everything that is wrong, all at once.
     """
     found = list(problems)
-    config, wrong = _parse(AgenticConfig, values, variables)
+    config, wrong = _parse(schema, values, variables)
     unknown_options, option_rules = _strategy_problems(config)
     found += wrong + unknown_options
     broken = _broken_paths(found)
     later = [*_section_problems(config), *option_rules]
-    for rule in (*RULES, *extra_checks):
+    for rule in (*RULES, *PIPELINE_RULES[schema], *extra_checks):
         later += rule(config)
     # A value that is wrong by itself counts as broken for the rules that combine it with others.
     alone = [problem for problem in later if set(problem.involves) <= {problem.path}]
@@ -168,7 +180,7 @@ def _unknown_key(
     involves: tuple[str, ...] = ()
     if name in OBSOLETE:
         hint = OBSOLETE[name]
-    elif elsewhere := _elsewhere(name):
+    elif elsewhere := _elsewhere(schema, name):
         hint = f"did you mean {elsewhere}?"
     elif near := nearest(name, known):
         hint = f"did you mean {near}?"
@@ -178,9 +190,9 @@ def _unknown_key(
     return ConfigProblem(dotted, value, "no such key", hint, involves)
 
 
-def _elsewhere(name: str) -> str | None:
+def _elsewhere(schema: type[Config], name: str) -> str | None:
     """A key of this name in another section: the one that is read, where several roles have it."""
-    paths = [path for path, _ in leaf_paths(AgenticConfig) if path.rpartition(".")[2] == name]
+    paths = [path for path, _ in leaf_paths(schema) if path.rpartition(".")[2] == name]
     read = [path for path in paths if path.startswith("actor_infer" if ".generating_args." in path else "actor_train")]
     return next(iter([*read, *paths]), None)
 
@@ -206,7 +218,7 @@ def _parse_entry(entry: Mapping[str, Any]) -> list[ConfigProblem]:
     return missing + _parse(CustomEnvConfig, given)[1]
 
 
-def _strategy_problems(config: AgenticConfig) -> tuple[list[ConfigProblem], list[ConfigProblem]]:
+def _strategy_problems(config: RLConfig) -> tuple[list[ConfigProblem], list[ConfigProblem]]:
     """Checks each role's ``strategy_config`` against the class of its strategy: wrong values, and rules broken."""
     wrong: list[ConfigProblem] = []
     rules: list[ConfigProblem] = []
@@ -229,8 +241,8 @@ def _section_problems(section: Config, prefix: str = "") -> Iterator[ConfigProbl
         value = getattr(section, name)
         if isinstance(value, Config):
             yield from _section_problems(value, f"{prefix}{name}.")
-        elif isinstance(value, dict):
-            for key, entry in value.items():
+        elif isinstance(value, dict | list):
+            for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
                 if isinstance(entry, Config):
                     yield from _section_problems(entry, f"{prefix}{name}.{key}.")
 

@@ -1,16 +1,20 @@
-"""Documented keys that this pipeline has no use for, and what to do instead."""
+"""Documented keys that a pipeline has no use for, and what to do instead."""
 
 from __future__ import annotations
 
 OBSOLETE: dict[str, str] = {
     "local_rank": "remove it: every worker gets its rank from its cluster",
-    "pipeline_cls": "remove it: examples/start_agentic_pipeline.py always runs the agentic pipeline",
+    "pipeline_cls": "remove it: the start script chooses the pipeline",
     "num_return_sequences_in_group": "it belongs to RLVR; here train_env_manager.group_size makes several episodes",
     "is_num_return_sequences_expand": "remove it: every request asks for one completion; use group_size",
-    "add_len_reward": "remove it: give the environment's reward a length term instead",
-    "file_name": "remove it: the environments are the data",
-    "prompt": "remove it: the environments are the data",
-    "messages": "remove it: the environments are the data",
+    "custom_envs": "it belongs to the agentic pipeline; here rewards and data_args say what is played",
+    "train_env_manager": "it belongs to the agentic pipeline; use num_return_sequences_in_group",
+    "val_env_manager": "it belongs to the agentic pipeline; here validation",
+    "rewards": "it belongs to RLVR; here the environments pay",
+    "validation": "it belongs to RLVR; here val_env_manager",
+    "val_n_sample": "use validation.generating_args.num_return_sequences",
+    "val_greedy": "use validation.generating_args.do_sample",
+    "global_template": "use actor_train.data_args.template",
     "max_length": "use max_new_tokens; sequence_length bounds the whole sample",
     "length_penalty": "remove it: it only concerns beam search",
     "logprobs": "remove it: log-probabilities are always returned",

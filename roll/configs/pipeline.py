@@ -81,8 +81,12 @@ class RunConfig(Config):
     )
     logging_steps: int = Field(default=1, ge=1, description="Steps between two reports to the trackers.")
     eval_steps: int = Field(
-        default=10, ge=0, description="Steps between two evaluations; 0: only before the first and after the last step."
+        default=10,
+        ge=0,
+        description="Steps between two evaluations; 0: only before the first (val_before_train) and after the last.",
     )
+    val_before_train: bool = Field(default=True, description="Evaluate before the first step.")
+    eval_only: bool = Field(default=False, description="Evaluate the model and stop; nothing is trained.")
     max_bad_steps: int = Field(
         default=3, ge=1, description="Steps in a row skipped for a NaN or infinite loss before the run stops."
     )
@@ -90,10 +94,13 @@ class RunConfig(Config):
         default=2, ge=0, description="Dead workers that are replaced before the run stops."
     )
 
-    rollout_batch_size: int = Field(default=128, ge=1, description="Episodes collected per step.")
-    val_batch_size: int = Field(default=128, ge=1, description="Episodes played per evaluation.")
+    rollout_batch_size: int = Field(default=128, ge=1, description="Episodes (agentic) or prompts (RLVR) of a step.")
+    val_batch_size: int = Field(default=128, ge=1, description="Episodes (agentic) or prompts (RLVR) of an evaluation.")
     prompt_length: int = Field(
-        default=1024, ge=1, description="Most tokens of a first prompt; a longer one is an error."
+        default=1024,
+        ge=1,
+        description="Most tokens of a first prompt; a longer one is an error (agentic) or data_args.prompt_overflow's "
+        "business (RLVR).",
     )
     response_length: int = Field(default=1024, ge=1, description="Most tokens sampled in one turn.")
     sequence_length: int = Field(

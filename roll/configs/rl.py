@@ -35,9 +35,19 @@ class RLConfig(AlgorithmConfig, RunConfig):
     )
 
     @property
+    def samples_per_step(self) -> int:
+        """Episodes that one rollout collects."""
+        return self.rollout_batch_size
+
+    @property
+    def samples_in_words(self) -> str:
+        """Where ``samples_per_step`` comes from, for messages."""
+        return f"rollout_batch_size = {self.rollout_batch_size}"
+
+    @property
     def optimizer_steps_per_epoch(self) -> int:
         """Optimizer steps of one pass over a rollout."""
-        return self.rollout_batch_size // self.actor_train.global_train_batch_size
+        return self.samples_per_step // self.actor_train.global_train_batch_size
 
     @property
     def total_optimizer_steps(self) -> int:
@@ -47,6 +57,11 @@ class RLConfig(AlgorithmConfig, RunConfig):
     @property
     def uses_critic(self) -> bool:
         return self.adv_estimator == "gae" or (self.critic is not None and ":" in self.adv_estimator)
+
+    @property
+    def overlong_max_length(self) -> int:
+        """The limit that ``overlong_buffer`` counts from: its own, or that of a turn."""
+        return self.overlong_buffer.max_length or self.response_length
 
     @property
     def uses_reference(self) -> bool:
@@ -66,3 +81,7 @@ class RLConfig(AlgorithmConfig, RunConfig):
     def clusters(self) -> dict[str, WorkerConfig]:
         """Everything that gets worker processes."""
         return self.roles
+
+    def key_of(self, cluster: str) -> str:
+        """The configuration key of a cluster's section."""
+        return cluster

@@ -1,9 +1,9 @@
 """The one ragged batch that crosses process boundaries.
 
-Axes: B sequences, T tokens of all sequences laid end to end (``T = lengths_B.sum()``). A ``_T`` field is aligned with
-the token it describes: ``logprobs_T[i]`` is log p(token i | the tokens before it in its sequence), ``values_T[i]`` the
-value of the state in which token i was chosen. Such scores are 0 where the loss mask is 0. Nobody outside a strategy
-shifts by one.
+Axes: B sequences, T tokens of all sequences laid end to end (``T = lengths_B.sum()``), H hidden units. A ``_T`` field
+(``_TH``: a vector per token) is aligned with the token it describes: ``logprobs_T[i]`` is log p(token i | the tokens
+before it in its sequence), ``values_T[i]`` the value of the state in which token i was chosen. Such scores are 0 where
+the loss mask is 0. Nobody outside a strategy shifts by one.
 
 Example: two sequences ``[5, 6, 7]`` and ``[8, 9]`` of which the last two and the last token were sampled::
 
@@ -49,12 +49,21 @@ class Batch:
     """int64: index of the environment tag."""
     scores_B: Tensor | None = None
     """float32: undiscounted episode score of the row's trajectory."""
+    baseline_B: Tensor | None = None
+    """float32: score of the greedy episode that was played beside the row's group."""
+    truncated_B: Tensor | None = None
+    """bool: the length limit cut the row's last completion or its episode short."""
     rollout_logprobs_T: Tensor | None = None
     """float32: log-probabilities as the generation engine reported them."""
     old_logprobs_T: Tensor | None = None
     """float32: log-probabilities under the training engine before the update (PPO's old policy)."""
     ref_logprobs_T: Tensor | None = None
     """float32: log-probabilities under the reference model."""
+    ref_hidden_TH: Tensor | None = None
+    """float32: the reference's final hidden state in front of each sampled token, from which its output layer predicts
+    that token; 0 elsewhere. Only where the KL is taken over the whole vocabulary."""
+    kl_T: Tensor | None = None
+    """float32: KL of the training engine's policy before the update to the reference, over the vocabulary."""
     values_T: Tensor | None = None
     """float32: the critic's value predictions."""
     advantages_T: Tensor | None = None
@@ -63,6 +72,8 @@ class Batch:
     """float32: value targets; 0 where the mask is 0."""
     weights_T: Tensor | None = None
     """float32: weight of each token's policy-gradient loss; ``None`` is 1 everywhere."""
+    marked_T: Tensor | None = None
+    """bool: the tokens that the policy's loss treats apart (``pg_variant: kl_cov``)."""
 
     def __post_init__(self) -> None:
         num_tokens = int(self.lengths_B.sum())
@@ -70,9 +81,12 @@ class Batch:
             value = getattr(self, f.name)
             if value is None:
                 continue
-            expected = num_tokens if f.name.endswith("_T") else len(self.lengths_B)
+            expected = num_tokens if _is_per_token(f.name) else len(self.lengths_B)
+            if value.ndim == 2 and f.name.endswith("H") and len(value) == expected:
+                continue
             if value.shape != (expected,):
-                raise ValueError(f"Batch.{f.name}: shape {tuple(value.shape)}, expected ({expected},)")
+                width = " hidden size" if f.name.endswith("H") else ""
+                raise ValueError(f"Batch.{f.name}: shape {tuple(value.shape)}, expected ({expected},{width})")
 
     @property
     def num_sequences(self) -> int:
@@ -157,7 +171,7 @@ class Batch:
         columns = {
             f.name: None
             if (v := getattr(self, f.name)) is None
-            else (on_tokens if f.name.endswith("_T") else on_rows)(v)
+            else (on_tokens if _is_per_token(f.name) else on_rows)(v)
             for f in fields(self)
         }
         return Batch(**columns)  # type: ignore[arg-type]
@@ -165,6 +179,10 @@ class Batch:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as numpy arrays, which Ray moves through shared memory without a copy."""
         return _from_numpy, ({f.name: v.numpy() for f in fields(self) if (v := getattr(self, f.name)) is not None},)
+
+
+def _is_per_token(name: str) -> bool:
+    return name.endswith(("_T", "_TH"))
 
 
 def _from_numpy(columns: dict[str, np.ndarray]) -> Batch:

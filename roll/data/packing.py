@@ -117,7 +117,7 @@ def take_micro_batch(batch: Batch, groups: Sequence[Tensor], index: int) -> Batc
         return batch.select(groups[index])
     columns = {f.name: getattr(batch, f.name) for f in fields(batch)}
     blank = {
-        name: torch.zeros(1 if name.endswith("_B") else 2, dtype=column.dtype)
+        name: torch.zeros(1 if name.endswith("_B") else 2, *column.shape[1:], dtype=column.dtype)
         for name, column in columns.items()
         if column is not None
     }

@@ -1,12 +1,48 @@
-"""Datasets of prompts: files to ``Prompt``s, and the order in which a run meets them."""
+"""Datasets of prompts: files to ``Prompt``s. The order in which a run meets them is ``roll.data.prompt_sampler``'s."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
+import numpy as np
+
+from roll.configs.data import DataArguments
 from roll.data.arrays import IntArray
+from roll.data.prompt_files import DataError, Problems, Row, plain_row, read_rows
+from roll.data.prompt_rows import (
+    RowError,
+    other_columns,
+    passes,
+    row_id,
+    row_messages,
+    row_response,
+    row_tag,
+    used_columns,
+)
+from roll.utils.registry import import_path
+from roll.utils.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from roll.data.renderer import ChatRenderer
+
+__all__ = ["DataError", "LoadReport", "Prompt", "PromptDataset", "load_prompts"]
+
+_Conversation: TypeAlias = Sequence[Mapping[str, str]]
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 1000
+"""Prompts that are tokenised together."""
+
+_CHUNK_PER_PROCESS = 20_000
+"""Prompts that are worth a process: it takes seconds to start."""
 
 
 @dataclass(frozen=True)
@@ -25,3 +61,251 @@ class Prompt:
     """The row's other columns, JSON values."""
     prompt_ids: IntArray | None = None
     """Token ids where the prompt was truncated to ``prompt_length``; ``None``: render the messages."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What became of the rows. ``str`` of it is one line for the log."""
+
+    rows: int
+    """Rows read."""
+    filtered: int
+    """Rows that ``dataset_filter`` left out."""
+    overlong: int
+    """Prompts of more than ``prompt_length`` tokens."""
+    overflow: str
+    """What was done with those: ``data_args.prompt_overflow``."""
+    longest: int | None
+    """Tokens of the longest prompt as it was read; ``None`` where nothing was rendered."""
+    prompt_length: int | None
+    tags: Mapping[str, int]
+    """Prompts by tag."""
+
+    @property
+    def prompts(self) -> int:
+        return sum(self.tags.values())
+
+    def __str__(self) -> str:
+        tags = ", ".join(f"{tag} {count:,}" for tag, count in sorted(self.tags.items()))
+        words = [f"{self.rows:,} rows read", f"{self.filtered:,} left out by the filter"]
+        if self.longest is not None:
+            words.append(f"longest {self.longest:,} tokens")
+        if self.prompt_length is not None:
+            done = "dropped" if self.overflow == "drop" else f"truncated on the {self.overflow}"
+            words.append(f"{self.overlong:,} over {self.prompt_length:,} tokens" + f" {done}" * bool(self.overlong))
+        return f"{self.prompts:,} prompts ({tags}): {', '.join(words)}"
+
+
+class PromptDataset(Sequence[Prompt]):
+    """Prompts in the order of the files."""
+
+    def __init__(self, prompts: Iterable[Prompt], report: LoadReport) -> None:
+        self.prompts = tuple(prompts)
+        self.report = report
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Prompt, ...]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | tuple[Prompt, ...]:
+        return self.prompts[index]
+
+
+def load_prompts(
+    args: DataArguments,
+    *,
+    renderer: ChatRenderer | None,
+    prompt_length: int | None,
+    allowed_tags: Collection[str] | None,
+    seed: int,
+) -> PromptDataset:
+    """Reads, filters and checks the dataset, and fits its prompts to ``prompt_length``.
+
+    Args:
+        args: where the prompts are and what their columns mean.
+        renderer: counts tokens; ``None`` leaves lengths unchecked.
+        prompt_length: most tokens of a rendered prompt; ``None`` for any. Needs a renderer.
+        allowed_tags: the domains that have rewards; ``None`` for any.
+        seed: of the run; it draws ``dataset_filter.num_samples`` and goes to ``dataset_cls``.
+
+    Raises:
+        DataError: everything that is wrong with the dataset, by file and line.
+        ValueError: ``args`` names no dataset, or ``dataset_cls`` cannot be imported.
+    """
+    assert prompt_length is None or renderer is not None, "prompt_length is counted by a renderer"
+    wrong = args.problems()
+    if wrong or not args.has_dataset:
+        raise ValueError(f"data_args.{'; '.join(wrong)}" if wrong else "data_args.file_name: seen null, expected files")
+    problems = Problems()
+    counts: Counter[str] = Counter()
+    placed = list(_prompts(args, allowed_tags, seed, problems, counts))
+    _check_ids(placed, problems)
+    problems.raise_any()
+    if not placed:
+        raise DataError([_empty(args, counts)])
+    placed, not_drawn = _draw(placed, args, seed)
+    fitted, overlong, longest = _fit(placed, args, renderer, prompt_length, problems)
+    problems.raise_any()
+    if not fitted:
+        raise DataError([f"no prompts: all {overlong:,} have more than prompt_length = {prompt_length} tokens"])
+    report = LoadReport(
+        rows=counts["rows"],
+        filtered=counts["filtered"] + not_drawn,
+        overlong=overlong,
+        overflow=args.prompt_overflow,
+        longest=longest,
+        prompt_length=prompt_length,
+        tags=Counter(prompt.tag for prompt in fitted),
+    )
+    logger.info("%s", report)
+    return PromptDataset(fitted, report)
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A prompt and where it was read."""
+
+    prompt: Prompt
+    place: str
+
+
+def _rows(args: DataArguments, seed: int, problems: Problems) -> Iterator[Row]:
+    if args.dataset_cls is None:
+        yield from read_rows(args.file_names, problems)
+        return
+    make = cast(Any, import_path(args.dataset_cls, "data_args.dataset_cls"))
+    for number, values in enumerate(make(args, seed), 1):
+        row = plain_row(f"{args.dataset_cls}:{number}", f"{args.dataset_cls}:row {number}", values, problems)
+        if row is not None:
+            yield row
+
+
+def _prompts(
+    args: DataArguments, allowed_tags: Collection[str] | None, seed: int, problems: Problems, counts: Counter[str]
+) -> Iterator[_Placed]:
+    """The rows that the filter keeps, as prompts; ``counts`` learns of ``rows`` and ``filtered``."""
+    used = used_columns(args)
+    for row in _rows(args, seed, problems):
+        counts["rows"] += 1
+        try:
+            # First: rows of a source that is not wanted may be of another shape.
+            if not passes(row.values, args.dataset_filter):
+                counts["filtered"] += 1
+                continue
+            prompt = Prompt(
+                id=row_id(row.values, args, row.name),
+                tag=row_tag(row.values, args, allowed_tags),
+                messages=row_messages(row.values, args),
+                ground_truth=row_response(row.values, args),
+                extra_info=other_columns(row.values, used),
+            )
+        except RowError as error:
+            problems.add(row.place, str(error))
+        else:
+            yield _Placed(prompt, row.place)
+
+
+def _check_ids(placed: Sequence[_Placed], problems: Problems) -> None:
+    first: dict[str, str] = {}
+    for item in placed:
+        earlier = first.setdefault(item.prompt.id, item.place)
+        if earlier != item.place:
+            problems.add(item.place, f"id {item.prompt.id!r} is taken by {earlier}, expected ids that differ")
+
+
+def _empty(args: DataArguments, counts: Counter[str]) -> str:
+    where = args.dataset_cls or ", ".join(args.file_names)
+    if not counts["rows"]:
+        return f"{where}: no rows"
+    return f"{where}: dataset_filter left out all {counts['rows']:,} rows"
+
+
+def _draw(placed: list[_Placed], args: DataArguments, seed: int) -> tuple[list[_Placed], int]:
+    """``num_samples`` of the prompts, in their order; also how many are left out."""
+    wanted = args.dataset_filter.num_samples
+    if wanted == 0 or wanted >= len(placed):
+        return placed, 0
+    if not args.shuffle:
+        return placed[:wanted], len(placed) - wanted
+    generator = np.random.Generator(np.random.PCG64(derive_seed(seed, "prompts", "num_samples")))
+    chosen = np.sort(generator.permutation(len(placed))[:wanted])
+    return [placed[index] for index in chosen], len(placed) - wanted
+
+
+def _fit(
+    placed: Sequence[_Placed],
+    args: DataArguments,
+    renderer: ChatRenderer | None,
+    prompt_length: int | None,
+    problems: Problems,
+) -> tuple[list[Prompt], int, int | None]:
+    """Prompts of at most ``prompt_length`` tokens, how many had more, and the length of the longest."""
+    if renderer is None:
+        return [item.prompt for item in placed], 0, None
+    fitted, overlong, longest = [], 0, 0
+    encoded = _encode(renderer, placed, prompt_length, args.preprocessing_num_workers or 1)
+    for item, measured in zip(placed, encoded, strict=True):
+        if measured.error is not None:
+            problems.add(item.place, f"the chat template refuses the messages: {measured.error}")
+            continue
+        longest = max(longest, measured.length)
+        if measured.ids is None:
+            fitted.append(item.prompt)
+            continue
+        assert prompt_length is not None
+        overlong += 1
+        if args.prompt_overflow == "error":
+            expected = f"expected at most prompt_length = {prompt_length} (see data_args.prompt_overflow)"
+            problems.add(item.place, f"{measured.length:,} tokens, {expected}")
+        elif args.prompt_overflow != "drop":
+            ids = measured.ids[-prompt_length:] if args.prompt_overflow == "left" else measured.ids[:prompt_length]
+            fitted.append(dataclasses.replace(item.prompt, prompt_ids=ids))
+    return fitted, overlong, longest
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """A rendered prompt: ``ids`` only of those that are too long, ``error`` where the template refused it."""
+
+    length: int = 0
+    ids: IntArray | None = None
+    error: str | None = None
+
+
+def _encode(
+    renderer: ChatRenderer, placed: Sequence[_Placed], prompt_length: int | None, num_workers: int
+) -> Iterator[_Measured]:
+    conversations = [item.prompt.messages for item in placed]
+    num_workers = min(num_workers, len(placed) // _CHUNK_PER_PROCESS)
+    if num_workers < 2:
+        for part in _cut(conversations, _CHUNK):
+            yield from _measure(renderer, part, prompt_length)
+        return
+    parts = _cut(conversations, -(-len(placed) // num_workers))
+    # Not forked: this process may have threads, of the tokenizer's own for one.
+    with ProcessPoolExecutor(len(parts), mp_context=get_context("spawn")) as pool:
+        running = [pool.submit(_measure, renderer, part, prompt_length) for part in parts]
+        for future in running:
+            yield from future.result()
+
+
+def _cut(conversations: Sequence[_Conversation], size: int) -> list[Sequence[_Conversation]]:
+    return [conversations[start : start + size] for start in range(0, len(conversations), size)]
+
+
+def _measure(
+    renderer: ChatRenderer, conversations: Sequence[_Conversation], prompt_length: int | None
+) -> list[_Measured]:
+    from jinja2 import TemplateError
+
+    try:
+        rendered = renderer.prompts(conversations)
+    except TemplateError as error:
+        if len(conversations) == 1:
+            return [_Measured(error=str(error))]
+        return [measured for one in conversations for measured in _measure(renderer, [one], prompt_length)]
+    limit = prompt_length or np.inf
+    return [_Measured(len(ids), ids if len(ids) > limit else None) for ids in rendered]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from roll.data.arrays import IntArray
+from roll.data.templates import read_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,15 +25,16 @@ class ChatRenderer:
 
     Args:
         tokenizer: any Hugging Face tokenizer.
-        template: ``native`` for the tokenizer's own chat template, or a path to a Jinja file, or the Jinja text itself.
+        template: ``native`` for the tokenizer's own chat template, or a name (``roll.data.templates``), or a path to a
+            Jinja file, or the Jinja text itself.
 
     Raises:
-        ValueError: ``native`` was asked for and the tokenizer has no chat template.
+        ValueError: ``native`` was asked for and the tokenizer has no chat template, or there is no such template.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "native") -> None:
         self.tokenizer = tokenizer
-        self._template = None if template == "native" else _read_template(template)
+        self._template = read_template(template)
         if self._template is None and not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 "data_args.template is 'native', but the tokenizer has no chat template; give one or its path"
@@ -43,6 +44,20 @@ class ChatRenderer:
     def prompt(self, messages: Sequence[Message]) -> IntArray:
         """Token ids of a conversation that waits for the assistant, shape [prompt_len]."""
         return self._encode_cached("prompt", self._text(messages, open_assistant=True))
+
+    def prompts(self, conversations: Sequence[Sequence[Message]]) -> list[IntArray]:
+        """``prompt`` of many conversations, tokenised together and not remembered."""
+        if not conversations:
+            return []
+        texts = [self._text(messages, open_assistant=True) for messages in conversations]
+        first = self.tokenizer(texts[:1], add_special_tokens=False, verbose=False)["input_ids"]
+        core = getattr(self.tokenizer, "backend_tokenizer", None)
+        if core is None:
+            rest = self.tokenizer(texts[1:], add_special_tokens=False, verbose=False)["input_ids"] if texts[1:] else []
+        else:
+            # Twice as fast as the tokenizer itself, whose call above has switched truncation and padding off.
+            rest = [encoding.ids for encoding in core.encode_batch_fast(texts[1:], add_special_tokens=False)]
+        return [np.asarray(ids, dtype=np.int64) for ids in [*first, *rest]]
 
     def continuation(self, messages: Sequence[Message], completion_ids: IntArray) -> IntArray:
         """The ids that follow a sampled assistant turn: its closing, ``messages`` and the next assistant opening.
@@ -90,12 +105,3 @@ class ChatRenderer:
             if len(self._cache) > _CACHE_SIZE:
                 self._cache.popitem(last=False)
         return ids
-
-
-def _read_template(template: str) -> str:
-    if "{" in template:
-        return template
-    path = Path(template)
-    if not path.is_file():
-        raise ValueError(f"data_args.template: {template!r} is neither 'native', nor Jinja text, nor a readable file")
-    return path.read_text(encoding="utf-8")

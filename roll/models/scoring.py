@@ -8,6 +8,7 @@ positions that predict a loss token, in chunks whose logits are computed again i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,20 @@ MAX_CHUNK_LOGITS = 2**25
 """Logits held at a time (128 MiB in float32); a micro-batch with more goes through the output layer in chunks."""
 
 
+@dataclass(frozen=True)
+class OutputLayer:
+    """A frozen copy of an output layer, outside any module, so that nobody trains, shards or saves it."""
+
+    weight_VH: Tensor
+    bias_V: Tensor | None = None
+
+    def to(self, device: torch.device) -> OutputLayer:
+        return OutputLayer(self.weight_VH.to(device), None if self.bias_V is None else self.bias_V.to(device))
+
+    def __call__(self, hidden_KH: Tensor) -> Tensor:
+        return nn.functional.linear(hidden_KH.to(self.weight_VH.dtype), self.weight_VH, self.bias_V)
+
+
 class TokenScorer(nn.Module):
     """A causal language model, or a trunk with a value head, that scores loss tokens.
 
@@ -36,12 +51,21 @@ class TokenScorer(nn.Module):
         model: a causal language model; with ``value_head``, its trunk (what ``AutoModel`` loads).
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
         value_head: makes this a critic.
+        returns_hidden: also gives the hidden states that the tokens are predicted from.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, temperature: float = 1.0, value_head: ValueHead | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float = 1.0,
+        value_head: ValueHead | None = None,
+        returns_hidden: bool = False,
     ) -> None:
         super().__init__()
+        self.returns_hidden = returns_hidden
+        self.reference_layer: OutputLayer | None = None
+        """The reference's, where the KL to it is wanted: it makes a distribution of the reference's hidden states."""
         self.model = model
         self.value_head = value_head
         self.inverse_temperature = 1.0 / temperature if temperature > 0 else 1.0
@@ -54,55 +78,92 @@ class TokenScorer(nn.Module):
         return self.model.device
 
     def forward(
-        self, input_ids_RC: Tensor, position_ids_RC: Tensor | None, source_K: Tensor, target_K: Tensor
-    ) -> tuple[Tensor, ...]:
+        self,
+        input_ids_RC: Tensor,
+        position_ids_RC: Tensor | None,
+        source_K: Tensor,
+        target_K: Tensor,
+        ref_hidden_KH: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         """Scores one ``ModelInput``.
 
+        Args:
+            input_ids_RC: token ids.
+            position_ids_RC: see ``ModelInput``.
+            source_K: see ``ModelInput``.
+            target_K: see ``ModelInput``.
+            ref_hidden_KH: the reference's hidden states for the same tokens.
+
         Returns:
-            ``(values_K,)`` of a critic, else ``(logprobs_K, entropy_K)``; float32. A plain tuple, because FSDP2 finds
-            the tensors to hook in it.
+            float32 [K] (hidden states [K, H]) under their names in ``TokenScores``: of a critic the values, else
+            log-probabilities and entropies, and, where wanted, the KL to the reference or the hidden states. A plain
+            dictionary, because FSDP2 finds the tensors to hook in it.
+
+        Raises:
+            ValueError: ``ref_hidden_KH`` without the reference's output layer.
         """
         trunk = self.model if self.value_head is not None else self.model.base_model
         output = trunk(input_ids=input_ids_RC, position_ids=position_ids_RC, use_cache=False)
         hidden_KH = output.last_hidden_state.flatten(0, 1).index_select(0, source_K)
         if self.value_head is not None:
-            return (self.value_head(hidden_KH),)
-        return self._score(hidden_KH, target_K)
+            return {"values_T": self.value_head(hidden_KH)}
+        scores = self._score(hidden_KH, target_K, ref_hidden_KH)
+        return scores | {"hidden_TH": hidden_KH.float()} if self.returns_hidden else scores
 
-    def _score(self, hidden_KH: Tensor, target_K: Tensor) -> tuple[Tensor, Tensor]:
-        rows = max(1, MAX_CHUNK_LOGITS // self.model.get_output_embeddings().weight.shape[0])
+    def _score(self, hidden_KH: Tensor, target_K: Tensor, ref_hidden_KH: Tensor | None) -> dict[str, Tensor]:
+        columns = [hidden_KH, target_K] if ref_hidden_KH is None else [hidden_KH, target_K, ref_hidden_KH]
+        vocabulary = self.model.get_output_embeddings().weight.shape[0]
+        rows = max(1, MAX_CHUNK_LOGITS // (vocabulary * (len(columns) - 1)))
         if len(target_K) <= rows:
-            return self._score_chunk(hidden_KH, target_K)
-        parts = [
-            checkpoint(self._score_chunk, hidden, target, use_reentrant=False)
-            for hidden, target in zip(hidden_KH.split(rows), target_K.split(rows), strict=True)
-        ]
-        return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+            return self._score_chunk(*columns)
+        chunks = zip(*(column.split(rows) for column in columns), strict=True)
+        parts = [checkpoint(self._score_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def _score_chunk(self, hidden_KH: Tensor, target_K: Tensor) -> tuple[Tensor, Tensor]:
-        logits_KV = self._finish_logits(self.model.get_output_embeddings()(hidden_KH).float())
+    def _score_chunk(
+        self, hidden_KH: Tensor, target_K: Tensor, ref_hidden_KH: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        all_logprobs_KV = self._all_logprobs(self.model.get_output_embeddings()(hidden_KH))
+        probabilities_KV = all_logprobs_KV.exp()
+        scores = {
+            "logprobs_T": -nn.functional.nll_loss(all_logprobs_KV, target_K, reduction="none"),
+            "entropy_T": -(probabilities_KV * all_logprobs_KV).sum(-1),
+        }
+        if ref_hidden_KH is not None:
+            if self.reference_layer is None:
+                raise ValueError("kl_penalty 'full': this model holds no output layer of the reference to compare with")
+            ref_logprobs_KV = self._all_logprobs(self.reference_layer(ref_hidden_KH))
+            scores["kl_T"] = (probabilities_KV * (all_logprobs_KV - ref_logprobs_KV)).sum(-1)
+        return scores
+
+    def _all_logprobs(self, logits_KV: Tensor) -> Tensor:
+        """Log-probabilities of all tokens, float32, from what an output layer gave."""
+        logits_KV = self._finish_logits(logits_KV.float())
         if self.inverse_temperature != 1.0:
             logits_KV = logits_KV * self.inverse_temperature
-        all_logprobs_KV = torch.log_softmax(logits_KV, dim=-1)
-        logprobs_K = -nn.functional.nll_loss(all_logprobs_KV, target_K, reduction="none")
-        entropy_K = -(all_logprobs_KV.exp() * all_logprobs_KV).sum(-1)
-        return logprobs_K, entropy_K
+        return torch.log_softmax(logits_KV, dim=-1)
 
 
-def score_input(scorer: nn.Module, inputs: ModelInput, num_tokens: int) -> TokenScores:
+def score_input(
+    scorer: nn.Module, inputs: ModelInput, num_tokens: int, ref_hidden_TH: Tensor | None = None
+) -> TokenScores:
     """Runs one micro-batch; returns scores with gradient, on the model's device.
 
     Args:
         scorer: a ``TokenScorer``.
         inputs: the micro-batch's layout.
         num_tokens: the micro-batch's T.
+        ref_hidden_TH: the reference's hidden states; the scores then hold the KL to it.
     """
     device = next(scorer.parameters()).device
+    ref_hidden_KH = None if ref_hidden_TH is None else ref_hidden_TH[inputs.token_K].to(device, non_blocking=True)
     moved = inputs.to(device)
-    outputs = scorer(moved.input_ids_RC, moved.position_ids_RC, moved.source_K, moved.target_K)
-    zeros_T = torch.zeros(num_tokens, device=device)
-    flat = [zeros_T.index_put((moved.token_K,), scores_K) for scores_K in outputs]
-    return TokenScores(values_T=flat[0]) if len(flat) == 1 else TokenScores(logprobs_T=flat[0], entropy_T=flat[1])
+    outputs = scorer(moved.input_ids_RC, moved.position_ids_RC, moved.source_K, moved.target_K, ref_hidden_KH)
+    flat = {
+        name: values.new_zeros(num_tokens, *values.shape[1:]).index_put((moved.token_K,), values)
+        for name, values in outputs.items()
+    }
+    return TokenScores(**flat)
 
 
 def split_batch(
@@ -139,7 +200,7 @@ def score_batch(
     for index in range(max(1, len(groups))):
         micro_batch = take_micro_batch(batch, groups, index)
         inputs = layout(micro_batch, round_to=round_to, packing=packing)
-        parts.append(score_input(scorer, inputs, micro_batch.num_tokens))
+        parts.append(score_input(scorer, inputs, micro_batch.num_tokens, micro_batch.ref_hidden_TH))
     return gather_scores(batch, groups, parts)
 
 
@@ -152,13 +213,14 @@ def gather_scores(batch: Batch, groups: Sequence[Tensor], parts: Sequence[TokenS
         parts: scores per micro-batch; at least one. Those past the last group are padding, and ignored.
     """
     columns = {}
-    for name in ("logprobs_T", "entropy_T", "values_T"):
-        if getattr(parts[0], name) is None:
+    for name in (f.name for f in fields(TokenScores)):
+        first = getattr(parts[0], name)
+        if first is None:
             continue
-        flat_T = torch.zeros(batch.num_tokens)
+        flat = torch.zeros(batch.num_tokens, *first.shape[1:])
         for rows, part in zip(groups, parts, strict=False):
-            flat_T[batch.token_index(rows)] = getattr(part, name).cpu()
-        columns[name] = flat_T
+            flat[batch.token_index(rows)] = getattr(part, name).cpu()
+        columns[name] = flat
     return TokenScores(**columns)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,14 @@ from roll.algorithms.correction import mismatch_metrics
 from roll.algorithms.kl import KlController
 from roll.algorithms.losses import build_policy_loss, build_value_loss
 from roll.algorithms.rewards import apply_kl_penalty, shape_rewards, whiten_token_rewards
-from roll.algorithms.selection import select_for_policy
+from roll.algorithms.selection import drop_masked_episodes, select_for_policy
 from roll.algorithms.statistics import RunningStats
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.executor.errors import ClusterError, RpcTimeoutError, WorkerDiedError
 from roll.distributed.strategy.base import Metrics
-from roll.pipeline.model_cluster import plan_optimizer_steps
+from roll.pipeline.model_cluster import ModelCluster, plan_optimizer_steps
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.tracking.checkpointer import Checkpointer, CheckpointError
@@ -93,8 +94,10 @@ class RLPipeline(ABC):
                 self.resume(self.session.resume_path)
             else:
                 self.roles.sync_weights(0)
-                metrics = self.evaluate("before", 0)
+                metrics = self.evaluate("before", 0) if self.config.val_before_train or self.config.eval_only else {}
                 self.session.log_step(0, metrics | self.session.timer.step_metrics())
+            if self.config.eval_only:
+                return
             self.session.display.start(self.config.max_steps, done_steps=self.done_steps)
             for step in range(self.done_steps + 1, self.config.max_steps + 1):
                 Cluster.current_step = step
@@ -139,25 +142,30 @@ class RLPipeline(ABC):
     def score(self, batch: Batch, needs_old_logprobs: bool) -> Batch:
         """Adds the log-probabilities of the training engine and the reference, and the critic's values.
 
-        Roles on different devices work at the same time.
+        Roles on different devices work at the same time, but for the KL over the vocabulary the actor needs what the
+        reference returns.
         """
         config, roles = self.config, self.roles
         recompute = needs_old_logprobs or config.wants_old_logprobs
-        wanted = {
-            "old_logprobs_T": roles.actor if recompute else None,
-            "ref_logprobs_T": roles.reference,
-            "values_T": roles.critic,
-        }
-        pending = {name: (role, role.submit_logprobs(batch)) for name, role in wanted.items() if role is not None}
-        columns: dict[str, Tensor | None] = {}
-        for name, (role, submitted) in pending.items():
-            scores = role.gather_scores(batch, *submitted)
-            columns[name] = scores.values_T if name == "values_T" else scores.logprobs_T
-        return batch.replace(**columns)
+        actor = {"old_logprobs_T": roles.actor if recompute else None}
+        others = {"ref_logprobs_T": roles.reference, "values_T": roles.critic}
+        if not config.uses_full_kl:
+            return _with_scores(batch, actor | others)
+        batch = _with_scores(batch, others)
+        if batch.ref_hidden_TH is None:
+            raise ValueError(
+                "kl_penalty: 'full', but the reference's strategy returns no hidden states; expected hf_infer, "
+                "fsdp2_infer or fsdp2_train as its strategy, or an estimator such as k3"
+            )
+        batch = _with_scores(batch, actor)
+        # Hidden states are large: they travel on to the trainer only if its loss reads them.
+        return batch if config.use_kl_loss else batch.replace(ref_hidden_TH=None)
 
     def shape(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Normalises rewards, adds the KL penalty, computes advantages."""
         metrics = mismatch_metrics(batch)
+        batch, mask_metrics = drop_masked_episodes(batch, self.config)
+        metrics |= mask_metrics
         batch, reward_metrics = shape_rewards(batch, self.config, self.score_stats)
         metrics |= reward_metrics
         if self.config.add_token_level_kl:
@@ -177,10 +185,11 @@ class RLPipeline(ABC):
         # Masks may leave nothing, e.g. when every group is solved: that is no failed step.
         trains_actor = step > self.config.critic_warmup and bool(policy_batch.loss_mask_T.any())
         actor_refs = self.roles.actor.submit_train(policy_batch, steps) if trains_actor else []
-        value_batch = batch.replace(loss_mask_T=value_mask(batch, self.config))
-        critic_refs = self.roles.critic.submit_train(value_batch, steps) if self.roles.critic else []
+        value_batch = batch.replace(loss_mask_T=value_mask(batch, self.config), ref_hidden_TH=None)
+        critic = self.roles.critic if value_batch.loss_mask_T.any() else None
+        critic_refs = critic.submit_train(value_batch, steps) if critic else []
         history = self.roles.actor.gather_train(actor_refs) if actor_refs else []
-        critic_history = self.roles.critic.gather_train(critic_refs) if self.roles.critic else []
+        critic_history = critic.gather_train(critic_refs) if critic else []
         self._count_bad_steps(history, critic_history)
         return _mean_metrics(history) | _mean_metrics(critic_history) | selection_metrics
 
@@ -234,7 +243,9 @@ class RLPipeline(ABC):
             self.session.summary["checkpoint"] = str(path)
             self.roles.sync_weights(self.done_steps)
         logger.info("resumed from %s after step %d", path, self.done_steps)
-        if self.unreported:
+        if self.config.eval_only:
+            self.evaluate("after", self.done_steps)
+        elif self.unreported:
             self.after_step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -283,6 +294,20 @@ def set_losses(roles: Roles, config: RLConfig) -> None:
     roles.actor.call("set_loss", build_policy_loss, config, config.total_optimizer_steps)
     if roles.critic is not None:
         roles.critic.call("set_loss", build_value_loss, config)
+
+
+def _with_scores(batch: Batch, roles: Mapping[str, ModelCluster | None]) -> Batch:
+    """The batch with the columns that each role computes, named by the first of them; the roles work side by side."""
+    pending = {name: (role, role.submit_logprobs(batch)) for name, role in roles.items() if role is not None}
+    columns: dict[str, Tensor | None] = {}
+    for name, (role, submitted) in pending.items():
+        scores = role.gather_scores(batch, *submitted)
+        columns[name] = scores.values_T if name == "values_T" else scores.logprobs_T
+        if name == "ref_logprobs_T":
+            columns["ref_hidden_TH"] = scores.hidden_TH
+        elif name == "old_logprobs_T":
+            columns["kl_T"] = scores.kl_T
+    return batch.replace(**columns)
 
 
 def _mean_metrics(history: list[Metrics]) -> Metrics:

@@ -10,11 +10,13 @@ from pathlib import Path
 import roll.agentic.env as envs
 from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.env import CustomEnvConfig
-from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.problems import NOTHING, ConfigProblem, Words
 from roll.configs.rl import TINY, RLConfig
+from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import Rule, sections
 from roll.configs.schema import nearest
 from roll.configs.strategy import GENERATORS, STRATEGY_CONFIGS, TRAINERS
+from roll.configs.worker import WorkerConfig
 from roll.distributed.executor.errors import PlacementError
 from roll.distributed.executor.resources import RoleRequest, plan_placement, pretend_nodes
 from roll.distributed.strategy import STRATEGIES
@@ -56,7 +58,42 @@ def _env_problem(base: str, env: CustomEnvConfig, text: str) -> ConfigProblem:
     return ConfigProblem(path, seen, rest.rpartition("expected ")[2], involves=involved)
 
 
-def check_strategies(config: AgenticConfig) -> list[ConfigProblem]:
+def check_verifiers(config: RLVRConfig) -> list[ConfigProblem]:
+    """Verifiers exist and understand their ``args``."""
+    from roll.rewards.scorer import check_rewards
+
+    return [
+        _sentence_problem(f"rewards.{name}.", text)
+        for name, reward in config.rewards.items()
+        for text in check_rewards(reward)
+    ]
+
+
+def check_data_plugins(config: RLVRConfig) -> list[ConfigProblem]:
+    """Dataset classes and the data generator can be found."""
+    paths = {"actor_train.data_args.dataset_cls": config.actor_train.data_args.dataset_cls}
+    if config.validation is not None:
+        paths["validation.data_args.dataset_cls"] = config.validation.data_args.dataset_cls
+    if config.data_generator is not None:
+        paths["data_generator.path"] = config.data_generator.path
+    return [problem for key, path in paths.items() if path is not None for problem in _path_problems(key, path, ())]
+
+
+def _sentence_problem(prefix: str, text: str) -> ConfigProblem:
+    """``key: what was seen, expected what`` with the key's full path."""
+    key, _, rest = text.partition(": ")
+    seen, _, expected = rest.removeprefix("seen ").rpartition(", expected ")
+    return ConfigProblem(prefix + key, Words(seen) if seen else NOTHING, expected or rest)
+
+
+def _workers(config: RLConfig) -> Iterator[tuple[str, WorkerConfig]]:
+    """The key and section of everything that gets processes, and of roles that are given but not used."""
+    yield from (
+        dict(sections(config)) | {config.key_of(name): worker for name, worker in config.clusters.items()}
+    ).items()
+
+
+def check_strategies(config: RLConfig) -> list[ConfigProblem]:
     """Strategies exist, and each does what its role needs."""
     names = sorted({*STRATEGIES.names(), *STRATEGY_CONFIGS})
     problems: list[ConfigProblem] = []
@@ -71,7 +108,7 @@ def check_strategies(config: AgenticConfig) -> list[ConfigProblem]:
     return problems
 
 
-def check_plugins(config: AgenticConfig) -> list[ConfigProblem]:
+def check_plugins(config: RLConfig) -> list[ConfigProblem]:
     """Trackers are registered, and classes and functions given by path can be found."""
     problems = []
     for tracker in config.trackers:
@@ -79,8 +116,7 @@ def check_plugins(config: AgenticConfig) -> list[ConfigProblem]:
             TRACKERS.check(tracker)
         except UnknownNameError as error:
             problems.append(ConfigProblem("track_with", tracker, "a known tracker", str(error)))
-    paths = {f"{role}.worker_cls": worker.worker_cls for role, worker in sections(config)}
-    paths |= {f"{key}.worker_cls": getattr(config, key).worker_cls for key in ("train_env_manager", "val_env_manager")}
+    paths = {f"{role}.worker_cls": worker.worker_cls for role, worker in _workers(config)}
     plug_ins = {"adv_estimator": config.adv_estimator, "pg_variant": config.pg_variant}
     paths |= {key: name if ":" in name else None for key, name in plug_ins.items()}
     for key, path in paths.items():
@@ -89,7 +125,7 @@ def check_plugins(config: AgenticConfig) -> list[ConfigProblem]:
     return problems
 
 
-def check_models(config: AgenticConfig) -> list[ConfigProblem]:
+def check_models(config: RLConfig) -> list[ConfigProblem]:
     """Models are ``tiny``, a folder in Hugging Face format, or look like a name on the hub (which is not asked)."""
     problems = []
     models = {"pretrain": config.pretrain}
@@ -113,11 +149,11 @@ def check_models(config: AgenticConfig) -> list[ConfigProblem]:
     return problems
 
 
-def check_placement(config: AgenticConfig) -> list[ConfigProblem]:
+def check_placement(config: RLConfig) -> list[ConfigProblem]:
     """Every device exists, and a worker's devices lie on one node."""
     nodes = pretend_nodes(config.num_nodes, config.num_gpus_per_node)
     problems = []
-    for role, worker in sections(config):
+    for role, worker in _workers(config):
         mapping = worker.device_mapping
         # Division and world_size are checked with the section itself.
         if mapping is None or len(mapping) % worker.num_gpus_per_worker:
@@ -137,7 +173,7 @@ def check_placement(config: AgenticConfig) -> list[ConfigProblem]:
     return problems
 
 
-def missing_engines(config: AgenticConfig) -> list[ConfigProblem]:
+def missing_engines(config: RLConfig) -> list[ConfigProblem]:
     """Strategies whose configuration is understood but whose engine this version cannot start."""
     return [
         ConfigProblem(
@@ -164,13 +200,18 @@ def role_requests(config: RLConfig) -> list[RoleRequest]:
     ]
 
 
-def describe_placement(config: AgenticConfig) -> list[str]:
+def describe_placement(config: RLConfig) -> list[str]:
     """Where the roles would sit on the nodes that the configuration speaks of, as a table."""
     nodes = pretend_nodes(config.num_nodes, config.num_gpus_per_node)
     return plan_placement(role_requests(config), nodes).describe()
 
 
-CHECKS: tuple[Rule, ...] = (check_envs, check_strategies, check_plugins, check_models, check_placement)
+_CHECKS: tuple[Rule, ...] = (check_strategies, check_plugins, check_models, check_placement)
+CHECKS: dict[type[RLConfig], tuple[Rule, ...]] = {
+    AgenticConfig: (check_envs, *_CHECKS),
+    RLVRConfig: (check_verifiers, check_data_plugins, *_CHECKS),
+}
+"""By the class of the configuration, for ``load_config``."""
 
 
 def _path_problems(key: str, path: str, names: tuple[str, ...] | list[str]) -> Iterator[ConfigProblem]:

@@ -6,14 +6,15 @@ import argparse
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from roll.configs.problems import ConfigErrors, show
 
 if TYPE_CHECKING:
-    from roll.configs.agentic import AgenticConfig
+    from roll.configs.rl import RLConfig
 
 DEFAULT_CONFIG_PATH = Path(__file__).resolve().parents[2] / "examples" / "config"
 EXIT_CONFIG = 2
@@ -21,28 +22,65 @@ LINE_WIDTH = 110
 
 EXAMPLES = """\
 examples:
-  %(prog)s --config_name agentic_sokoban
-  %(prog)s --config_name agentic_sokoban max_steps=5 actor_train.training_args.learning_rate=1e-4
-  %(prog)s --config_name agentic_sokoban 'actor_train.device_mapping=list(range(0,4))' --print-config
+  %(prog)s --config_name CONFIG
+  %(prog)s --config_name CONFIG max_steps=5 actor_train.training_args.learning_rate=1e-4
+  %(prog)s --config_name CONFIG 'actor_train.device_mapping=list(range(0,4))' --print-config
   %(prog)s --config_name mine --config_path ~/configs --validate-only
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the agentic pipeline.
+@dataclass(frozen=True)
+class Program:
+    """One start script: which pipeline it runs. Classes and functions by path, so that none is imported too early."""
+
+    schema: str
+    """``module:class`` of its configuration."""
+    run: str
+    """``module:function`` that runs a checked configuration and returns the exit code."""
+    description: str
+    default: str
+    """Name of the configuration that is run when none is named."""
+    prefix: str
+    """What the names of its configurations begin with."""
+
+
+AGENTIC = Program(
+    "roll.configs.agentic:AgenticConfig",
+    "roll.pipeline.agentic.launch:run_agentic",
+    "Trains a language model in text environments.",
+    "agentic_sokoban",
+    "agentic_",
+)
+RLVR = Program(
+    "roll.configs.rlvr:RLVRConfig",
+    "roll.pipeline.rlvr.launch:run_rlvr",
+    "Trains a language model on prompts whose answers can be verified.",
+    "rlvr_math",
+    "rlvr_",
+)
+
+
+def main(argv: Sequence[str] | None = None, program: Program = AGENTIC) -> int:
+    """Runs a pipeline.
+
+    Args:
+        argv: the command line; that of the process, if not given.
+        program: ``AGENTIC`` or ``RLVR``.
 
     Returns:
         0 when the run (or the check) succeeded, 2 for a wrong configuration, otherwise the pipeline's own code.
     """
     started = time.time()
-    parser = _parser()
-    options = parser.parse_intermixed_args(argv)
+    options = _parser(program).parse_intermixed_args(argv)
     # Imported here: --help answers at once, and neither torch nor Ray is loaded for a configuration that is wrong.
     from roll.configs.loader import load_config
     from roll.pipeline.checks import CHECKS, missing_engines
+    from roll.utils.registry import import_path
 
+    schema = cast("type[RLConfig]", import_path(program.schema))
+    folder = Path(options.config_path).expanduser()
     try:
-        config = load_config(options.config_name, Path(options.config_path).expanduser(), options.overrides, CHECKS)
+        config = load_config(schema, options.config_name, folder, options.overrides, CHECKS[schema])
     except ConfigErrors as errors:
         sys.stderr.write(report(errors, options.config_name))
         return EXIT_CONFIG
@@ -55,9 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing := missing_engines(config):
         sys.stderr.write(report(ConfigErrors(missing), options.config_name))
         return EXIT_CONFIG
-    from roll.pipeline.agentic.launch import run_agentic
-
-    return run_agentic(config, started)
+    run = cast("Callable[[RLConfig, float], int]", import_path(program.run))
+    return run(config, started)
 
 
 def report(errors: ConfigErrors, config_name: str) -> str:
@@ -78,15 +115,16 @@ def _wrapped(label: str, text: str) -> list[str]:
     return textwrap.wrap(text, LINE_WIDTH, initial_indent=first, subsequent_indent=" " * len(first)) or [first]
 
 
-def _parser() -> argparse.ArgumentParser:
-    names = ", ".join(sorted(path.stem for path in DEFAULT_CONFIG_PATH.glob("agentic_*.yaml")))
+def _parser(program: Program) -> argparse.ArgumentParser:
+    names = ", ".join(sorted(path.stem for path in DEFAULT_CONFIG_PATH.glob(f"{program.prefix}*.yaml")))
+    examples = EXAMPLES.replace("CONFIG", program.default)
     parser = argparse.ArgumentParser(
-        description="Trains a language model in text environments. Every key: docs/configuration.md.",
-        epilog=f"{EXAMPLES}\nconfigurations in {DEFAULT_CONFIG_PATH}:\n  {names}\n",
+        description=f"{program.description} Every key: docs/configuration.md.",
+        epilog=f"{examples}\nconfigurations in {DEFAULT_CONFIG_PATH}:\n  {names}\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config_name", "--config-name", default="agentic_sokoban", help="default: %(default)s")
+    parser.add_argument("--config_name", "--config-name", default=program.default, help="default: %(default)s")
     parser.add_argument(
         "--config_path", "--config-path", default=str(DEFAULT_CONFIG_PATH), help="folder of configurations"
     )
@@ -96,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _yaml(config: AgenticConfig) -> str:
+def _yaml(config: RLConfig) -> str:
     """The resolved configuration, secrets removed; it can be read back with ``--config_path``."""
     import yaml
 
@@ -105,7 +143,7 @@ def _yaml(config: AgenticConfig) -> str:
     return yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True, width=LINE_WIDTH)
 
 
-def _summary(config: AgenticConfig) -> list[str]:
+def _summary(config: RLConfig) -> list[str]:
     """What the configuration amounts to: batch arithmetic and placement."""
     from roll.configs.batches import describe_batches
     from roll.pipeline.checks import describe_placement

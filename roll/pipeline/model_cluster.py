@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class ModelCluster:
         return TokenScores(
             *(
                 _scatter(batch, parts, [getattr(first[dp_rank], name) for dp_rank in range(self.dp_size)])
-                for name in ("logprobs_T", "entropy_T", "values_T")
+                for name in (f.name for f in fields(TokenScores))
             )
         )
 
@@ -112,7 +113,7 @@ def _scatter(batch: Batch, parts: Sequence[Tensor], values: Sequence[Tensor | No
     present = [value for value in values if value is not None]
     if not present:
         return None
-    out = torch.zeros(batch.num_tokens, dtype=present[0].dtype)
+    out = torch.zeros(batch.num_tokens, *present[0].shape[1:], dtype=present[0].dtype)
     for part, value in zip(parts, values, strict=True):
         if value is not None and len(part):
             out[batch.token_index(part)] = value

@@ -95,6 +95,8 @@ class Roles:
             worker=getattr(config, role),
             role=role,
             model_path=model_path,
+            returns_hidden=role == "reference" and config.uses_full_kl,
+            keeps_output_layer=role == "actor_train" and config.uses_full_kl,
             seed=config.seed,
             temperature=config.actor_infer.generating_args.temperature,
             max_grad_norm=config.max_grad_norm,

@@ -16,7 +16,9 @@ import torch.multiprocessing
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from roll.algorithms.losses import build_policy_loss
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
+from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics, States, StrategyContext
@@ -25,6 +27,9 @@ from roll.distributed.weight_sync import unpack_bucket
 
 TEMPERATURE = 0.8
 ENTROPY_COEF = 0.01
+KL_COV = {"pg_variant": "kl_cov", "ppo_kl_coef": 0.3}
+FULL_KL = {"use_kl_loss": True, "kl_penalty": "full", "kl_loss_coef": 0.5}
+ALGORITHM = AlgorithmConfig(**KL_COV, **FULL_KL, entropy_loss_coef=ENTROPY_COEF, loss_agg_mode="token-mean")
 SHARDINGS: dict[str, dict[str, Any]] = {
     "full": {},
     "keep": {"reshard_after_forward": False},
@@ -72,6 +77,17 @@ def make_batch(num_sequences: int = 9, seed: int = 0) -> Batch:
     return batch.replace(loss_mask_T=mask, advantages_T=torch.randn(num_tokens, generator=generator))
 
 
+def with_reference(batch: Batch, seed: int = 0) -> Batch:
+    """Adds what ``ALGORITHM`` reads. The hidden states are no model's: the KL to them is far from 0 from the start."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    mask_T = batch.loss_mask_T
+    return batch.replace(
+        old_logprobs_T=(torch.randn(batch.num_tokens, generator=generator) * 0.3 - 4) * mask_T,
+        marked_T=(torch.rand(batch.num_tokens, generator=generator) < 0.5) & mask_T,
+        ref_hidden_TH=torch.randn(batch.num_tokens, 32, generator=generator) * mask_T[:, None],
+    )
+
+
 def policy_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
     if scores.values_T is not None:
         error = (scores.values_T - batch.advantages_T)[batch.loss_mask_T].square().sum() / context.num_tokens
@@ -103,7 +119,7 @@ def make_context(model: Path, strategy: dict[str, Any] | None = None, **kwargs: 
     }
     options = {"temperature": TEMPERATURE, "max_grad_norm": 0.5, "total_optimizer_steps": 10, **kwargs}
     return StrategyContext(
-        worker=WorkerConfig.model_validate(worker), role="actor_train", model_path=str(model), **options
+        worker=WorkerConfig.model_validate(worker), **{"role": "actor_train", "model_path": str(model), **options}
     )
 
 
@@ -134,6 +150,29 @@ def reference_step(model_path: Path, batch: Batch) -> tuple[float, dict[str, Ten
     loss = total / batch.loss_mask_T.sum()
     loss.backward()
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def reference_algorithm_step(model_path: Path, batch: Batch) -> tuple[float, dict[str, Tensor], list[float]]:
+    """Loss and gradient of ``ALGORITHM`` in float64, token by token, and the KL of the sampled tokens."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_path).double()
+    start = model.lm_head.weight.detach().clone()
+    total, divergences = torch.zeros((), dtype=torch.float64), []
+    for row in range(batch.num_sequences):
+        one = batch.select([row])
+        logprobs = (model(one.tokens_T[None], use_cache=False).logits[0] / TEMPERATURE).log_softmax(-1)
+        for i in one.loss_mask_T.nonzero().flatten().tolist():
+            p = logprobs[i - 1]
+            q = (one.ref_hidden_TH[i].double() @ start.T / TEMPERATURE).log_softmax(-1)
+            d = p[one.tokens_T[i]] - one.old_logprobs_T[i]
+            kl, entropy = (p.exp() * (p - q)).sum(), -(p.exp() * p).sum()
+            stay = 0.3 * d.abs() if one.marked_T[i] else 0.0
+            total = total - one.advantages_T[i] * d.exp() + stay + 0.5 * kl - ENTROPY_COEF * entropy
+            divergences.append(kl.item())
+    loss = total / batch.loss_mask_T.sum()
+    loss.backward()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}, divergences
 
 
 def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6) -> None:
@@ -175,6 +214,58 @@ def test_gradient_does_not_depend_on_how_the_step_is_cut(model: Path, cutting: s
     assert metrics["actor/num_tokens"] == batch.num_tokens
 
 
+@pytest.mark.parametrize("cutting", CUTTINGS)
+def test_gradient_with_kl_over_the_vocabulary_does_not_depend_on_the_cutting(
+    model: Path, untied_model: Path, cutting: str
+) -> None:
+    batch = with_reference(make_batch())
+    path = untied_model if cutting == "packed" else model
+    trainer = make_trainer(path, keeps_output_layer=True, **json.loads(json.dumps(CUTTINGS[cutting])))
+    loss, gradient, divergences = reference_algorithm_step(path, batch)
+    found = trainer.logprobs(batch).kl_T[batch.loss_mask_T]
+    torch.testing.assert_close(found, torch.tensor(divergences), rtol=1e-5, atol=1e-6)
+    metrics = trainer.train_step(batch, build_policy_loss(ALGORITHM))
+    assert_near(trainer.gradient, gradient)
+    assert metrics["actor/loss"] == pytest.approx(loss, abs=1e-6)
+    assert metrics["actor/kl_loss"] == pytest.approx(sum(divergences) / len(divergences), abs=1e-6)
+
+
+def test_kl_to_the_reference_grows_from_zero_as_the_policy_learns(model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trainer = make_trainer(
+        model, keeps_output_layer=True, training_args={"learning_rate": 1e-2, "warmup_steps": 0}, max_grad_norm=1e9
+    )
+    reference = Fsdp2Infer(make_context(model, role="reference", returns_hidden=True))
+    reference.setup()
+    batch = make_batch()
+    scores = reference.logprobs(batch)
+    batch = batch.replace(ref_hidden_TH=scores.hidden_TH, ref_logprobs_T=scores.logprobs_T)
+    assert trainer.logprobs(batch).kl_T.abs().max() < 1e-6
+    for _ in range(3):
+        trainer.train_step(batch, sft_loss)
+    found = trainer.logprobs(batch).kl_T
+    start, now = (AutoModelForCausalLM.from_pretrained(model) for _ in range(2))
+    now.load_state_dict(exported(trainer), strict=False)
+    now.tie_weights()
+    for row in range(batch.num_sequences):
+        tokens = batch.token_index([row])
+        ids = batch.tokens_T[tokens][None]
+        with torch.no_grad():
+            p, q = ((m(ids).logits[0, :-1].double() / TEMPERATURE).log_softmax(-1) for m in (now, start))
+        expected = (p.exp() * (p - q)).sum(-1) * batch.loss_mask_T[tokens[1:]]
+        torch.testing.assert_close(found[tokens[1:]].double(), expected, rtol=1e-4, atol=1e-5)
+    assert found.max() > 0.01
+
+
+def test_kl_over_the_vocabulary_needs_the_kept_output_layer(model: Path) -> None:
+    with pytest.raises(ValueError, match="kl_penalty 'full'"):
+        make_trainer(model).train_step(with_reference(make_batch()), build_policy_loss(ALGORITHM))
+    with pytest.raises(ValueError, match=r"kl_penalty 'full'.*kl_T"):
+        batch = with_reference(make_batch()).replace(ref_hidden_TH=None)
+        make_trainer(model, keeps_output_layer=True).train_step(batch, build_policy_loss(ALGORITHM))
+
+
 # ---- two processes: one start, many scenarios; each leaves files that the tests below judge
 
 
@@ -184,6 +275,15 @@ def shares(step: int) -> list[Batch]:
     cut = (7, 9, 2)[step % 3]
     rows = torch.arange(batch.num_sequences)
     return [batch.select(rows[:cut]), batch.select(rows[cut:])]
+
+
+def reference_shares(step: int) -> list[Batch]:
+    """``shares`` with what ``ALGORITHM`` reads."""
+    parts = shares(step)
+    whole = with_reference(Batch.concat(parts), seed=step)
+    rows = torch.arange(whole.num_sequences)
+    cut = parts[0].num_sequences
+    return [whole.select(rows[:cut]), whole.select(rows[cut:])]
 
 
 def write(folder: Path, name: str, tensors: dict[str, Tensor], metrics: Metrics | None = None) -> None:
@@ -237,9 +337,17 @@ def run_others(folder: Path, model: Path, rank: int) -> None:
         critic.train_step(shares(step)[rank], policy_loss)
     critic.save(folder / "critic")
     write(folder, f"values{rank}", {"values": critic.logprobs(shares(1)[rank]).values_T})
-    reference = Fsdp2Infer(make_context(model, model_args={"dtype": "bf16"}, **options))
+    reference = Fsdp2Infer(make_context(model, model_args={"dtype": "bf16"}, returns_hidden=True, **options))
     reference.setup()
-    write(folder, f"reference{rank}", {"logprobs": reference.logprobs(shares(0)[rank]).logprobs_T})
+    scores = reference.logprobs(shares(1)[rank])
+    write(folder, f"reference{rank}", {"logprobs": scores.logprobs_T, "hidden": scores.hidden_TH})
+    for name in ("full", "replica"):
+        trainer = make_trainer(model, SHARDINGS[name], keeps_output_layer=True, **options)
+        for step in range(2):
+            batch = reference_shares(step)[rank]
+            write(folder, f"algorithm-{name}-kl{step}-{rank}", {"kl": trainer.logprobs(batch).kl_T})
+            metrics = trainer.train_step(batch, build_policy_loss(ALGORITHM))
+            write(folder, f"algorithm-{name}-{step}-{rank}", trainer.gradient, metrics)
     (folder / "occupied").write_text("a file, not a folder")
     try:
         critic.save(folder / "occupied")
@@ -351,9 +459,37 @@ def test_critic_of_two_ranks_scores_the_same_on_one(two_ranks: Path) -> None:
     torch.testing.assert_close(values, found, rtol=0, atol=1e-5)
 
 
-def test_bf16_reference_is_near_fp32(two_ranks: Path, one_process: dict) -> None:
-    found = torch.cat([load_file(two_ranks / f"reference{rank}.safetensors")["logprobs"] for rank in range(2)])
-    torch.testing.assert_close(found, one_process["scores"][0], rtol=0, atol=0.1)
+def test_bf16_reference_is_near_fp32(two_ranks: Path, untied_model: Path) -> None:
+    reference = Fsdp2Infer(make_context(untied_model, returns_hidden=True))
+    reference.setup()
+    reference_scores = reference.logprobs(Batch.concat(shares(1)))
+    parts = [load_file(two_ranks / f"reference{rank}.safetensors") for rank in range(2)]
+    found = torch.cat([part["logprobs"] for part in parts])
+    torch.testing.assert_close(found, reference_scores.logprobs_T, rtol=0, atol=0.1)
+    hidden = torch.cat([part["hidden"] for part in parts])  # rank 1 had nothing to score
+    torch.testing.assert_close(hidden, reference_scores.hidden_TH, rtol=0, atol=0.1)
+
+
+@pytest.mark.parametrize("name", ["full", "replica"])
+def test_two_ranks_take_the_same_step_with_kl_over_the_vocabulary(
+    two_ranks: Path, untied_model: Path, name: str
+) -> None:
+    trainer = make_trainer(untied_model, keeps_output_layer=True)
+    for step in range(2):
+        batch = Batch.concat(reference_shares(step))
+        found = [load_file(two_ranks / f"algorithm-{name}-kl{step}-{rank}.safetensors")["kl"] for rank in range(2)]
+        torch.testing.assert_close(torch.cat(found), trainer.logprobs(batch).kl_T, rtol=1e-5, atol=2e-5)
+        metrics = trainer.train_step(batch, build_policy_loss(ALGORITHM))
+        if step == 0:
+            loss, gradient, _ = reference_algorithm_step(untied_model, batch)
+            assert_near(trainer.gradient, gradient)
+            assert metrics["actor/loss"] == pytest.approx(loss, abs=1e-6)
+        for rank in range(2):
+            path = two_ranks / f"algorithm-{name}-{step}-{rank}"
+            assert_near(load_file(path.with_suffix(".safetensors")), trainer.gradient, 1e-6 if step == 0 else 1e-5)
+            written = json.loads(path.with_suffix(".json").read_text())
+            for key in ("actor/loss", "actor/kl_loss", "actor/pg_loss", "actor/grad_norm"):
+                assert written[key] == pytest.approx(metrics[key], abs=2e-5), key
 
 
 def test_failed_write_is_an_error_on_every_rank(two_ranks: Path) -> None:

@@ -44,6 +44,11 @@ class Episode:
     def score(self) -> float:
         return sum(turn.reward for turn in self.turns if turn.sampled)
 
+    @property
+    def baseline(self) -> float:
+        """The score of the group's greedy episode: any number that members share."""
+        return float(np.float32(np.sin(self.group + 1)))
+
 
 def random_episodes(seed: int, max_episodes: int = 7, empty_masks: bool = True) -> list[Episode]:
     """Ragged episodes: some groups of one, some with equal rewards, unsampled tokens anywhere, some turns unsampled."""
@@ -98,6 +103,7 @@ def to_batch(episodes: list[Episode], history: bool, shuffle_seed: int | None = 
         state_B=torch.tensor([turns[0][1].state for *_, turns in rows]),
         tag_B=torch.tensor([episode.tag for _, _, episode, _ in rows]),
         scores_B=torch.tensor([episode.score for _, _, episode, _ in rows], dtype=torch.float32),
+        baseline_B=torch.tensor([episode.baseline for _, _, episode, _ in rows], dtype=torch.float32),
         values_T=column("value"),
         old_logprobs_T=column("old_logprob"),
         ref_logprobs_T=column("ref_logprob"),
@@ -133,7 +139,8 @@ def make_batch(seed: int, history: bool = True, max_episodes: int = 7) -> tuple[
         ref_logprobs_T=column(0.7),
         values_T=column(1.0),
     )
-    return batch, TokenScores(column(0.7), column(1.0).abs(), column(1.0))
+    scores = TokenScores(column(0.7), column(1.0).abs(), column(1.0), column(1.0).abs())
+    return batch.replace(marked_T=(torch.rand(batch.num_tokens, generator=generator) < 0.4) & mask), scores
 
 
 def context(batch: Batch, mask_T: Tensor | None = None) -> LossContext:
@@ -161,9 +168,13 @@ def aggregate(per_token: dict[int, float], rows: list[list[int]], mode: str) -> 
     return sum(s for s, _ in sums) / longest / num_rows
 
 
+def columns_of(scores: TokenScores) -> tuple[Tensor, ...]:
+    return scores.logprobs_T, scores.entropy_T, scores.values_T, scores.kl_T
+
+
 def gradient(loss_fn: LossFn, scores: TokenScores, batch: Batch, ctx: LossContext) -> tuple[LossOutput, Tensor]:
-    """The loss and its gradient with respect to all scores, [3, T]."""
-    leaves = [t.clone().requires_grad_() for t in (scores.logprobs_T, scores.entropy_T, scores.values_T)]
+    """The loss and its gradient with respect to all scores, [4, T]."""
+    leaves = [t.clone().requires_grad_() for t in columns_of(scores)]
     out = loss_fn(TokenScores(*leaves), batch, ctx)
     out.loss.backward()
     return out, torch.stack([torch.zeros_like(x) if x.grad is None else x.grad for x in leaves])
@@ -181,7 +192,7 @@ def assert_any_split_adds_up(loss_fn: LossFn, scores: TokenScores, batch: Batch,
         if len(rows) == 0:
             continue
         index = batch.token_index(rows)
-        share = TokenScores(*(t[index] for t in (scores.logprobs_T, scores.entropy_T, scores.values_T)))
+        share = TokenScores(*(t[index] for t in columns_of(scores)))
         out, piece = gradient(loss_fn, share, batch.select(rows), ctx)
         total += out.loss.item()
         pieces[:, index] += piece

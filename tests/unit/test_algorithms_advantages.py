@@ -191,6 +191,33 @@ def test_reinforce_plus_plus_whitens_returns_over_sampled_tokens(
 
 
 @settings(max_examples=60, deadline=None)
+@given(seed=seeds, history=st.booleans())
+def test_remax_takes_the_greedy_score_from_what_is_still_to_come(seed: int, history: bool) -> None:
+    episodes = random_episodes(seed)
+    batch = to_batch(episodes, history, seed)
+    out = compute_advantages(batch, AlgorithmConfig(adv_estimator="remax", gamma=0.5, step_reward_gamma=0.123))
+    returns, advantages = {}, {}
+    for e in episodes:
+        to_come = 0.0
+        for turn in reversed(sampled_turns(e)):
+            to_come += turn.reward
+            for token in turn.sampled:
+                returns[token.id] = to_come
+                advantages[token.id] = to_come - e.baseline
+    assert_close(out, out.advantages_T, advantages)
+    assert_close(out, out.returns_T, returns)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_greedy_score_that_is_not_finite_is_refused(bad: float) -> None:
+    batch = to_batch(random_episodes(1, empty_masks=False), history=False)
+    baseline_B = batch.baseline_B.clone()
+    baseline_B[1] = bad
+    with pytest.raises(ValueError, match=r"baseline_B: 1 of \d+ values are not finite.* in sequence 1"):
+        compute_advantages(batch.replace(baseline_B=baseline_B), AlgorithmConfig(adv_estimator="remax"))
+
+
+@settings(max_examples=60, deadline=None)
 @given(seed=seeds, history=st.booleans(), gamma=unit, step_gamma=unit)
 def test_reinforce_discounts_within_and_across_turns(seed: int, history: bool, gamma: float, step_gamma: float) -> None:
     episodes = random_episodes(seed)
@@ -353,6 +380,7 @@ def test_values_that_are_not_finite_and_stray_rewards_are_refused() -> None:
         ("grpo", "group_B"),
         ("gae", "values_T"),
         ("gigpo", "state_B"),
+        ("remax", "baseline_B"),
         ("step_reinforce", "group_B"),
         *((name, "group_B") for name in ("rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline")),
         ("grpo", "rewards_T"),

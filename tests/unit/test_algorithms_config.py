@@ -10,6 +10,7 @@ import pydantic
 import pytest
 
 from roll.configs.algorithm import ADV_ESTIMATORS, PG_VARIANTS, AlgorithmConfig
+from roll.configs.rl import RLConfig
 
 
 def test_defaults_have_no_problems() -> None:
@@ -41,6 +42,15 @@ def test_known_and_foreign_estimators_are_accepted(estimator: str) -> None:
             "at most one",
         ),
         ({"target_kl": 0.1}, "target_kl", "add_token_level_kl"),
+        ({"use_kl_loss": True}, "kl_loss_coef", "above 0"),
+        ({"adv_estimator": "remax", "whiten_rewards": True}, "whiten_rewards", "'remax'"),
+        ({"overlong_buffer": {"enable": True}}, "overlong_buffer.len", "at least 1"),
+        (
+            {"overlong_buffer": {"enable": True, "len": 9, "max_length": 8}},
+            "overlong_buffer.len",
+            "at most the limit of 8",
+        ),
+        ({"mask_type": "all"}, "mask_type", "max_len_mask"),
         ({"pg_variant": "gspo"}, "pg_variant", "expected one of cispo"),
         ({"pg_variant": "topl"}, "pg_variant", "did you mean 'topr'"),
         ({"pg_variant": "tis", "use_topr_loss": True}, "pg_variant", "use_topr_loss"),
@@ -83,7 +93,10 @@ def test_known_and_foreign_policy_losses_are_accepted(name: str) -> None:
         {"dual_clip_c": 1.0},
         {"advantage_clip": 0.0},
         {"ppo_epochs": 0},
-        {"kl_penalty": "full"},
+        {"kl_penalty": "whole"},
+        {"mask_type": "tokens"},
+        {"overlong_buffer": {"length": 4}},
+        {"kl_cov_ratio": 0.0},
         {"importance_sampling": "sequence"},
         {"clip_cov_ratio": 0.0},
         {"pf_ppo": {"reweight_method": "max"}},
@@ -98,6 +111,24 @@ def test_known_and_foreign_policy_losses_are_accepted(name: str) -> None:
 def test_values_out_of_range_and_unknown_keys_are_refused(keys: dict[str, Any]) -> None:
     with pytest.raises(pydantic.ValidationError):
         AlgorithmConfig(**keys)
+
+
+def test_the_overlong_limit_is_that_of_a_turn_unless_it_is_given() -> None:
+    run = {"response_length": 64, "sequence_length": 128, "prompt_length": 16}
+    buffer = {"enable": True, "len": 16}
+    assert AlgorithmConfig(overlong_buffer=buffer).overlong_max_length is None
+    assert RLConfig(**run, overlong_buffer=buffer).overlong_max_length == 64
+    assert RLConfig(**run, overlong_buffer={**buffer, "max_length": 40}).overlong_max_length == 40
+    (problem,) = RLConfig(**run, overlong_buffer={"enable": True, "len": 65}).problems()
+    assert "at most the limit of 64 tokens" in problem
+
+
+def test_what_the_algorithm_needs_of_a_run() -> None:
+    assert AlgorithmConfig(adv_estimator="remax").needs_greedy_baseline
+    assert not AlgorithmConfig(adv_estimator="rloo").needs_greedy_baseline
+    assert AlgorithmConfig(kl_penalty="full", add_token_level_kl=True).uses_full_kl
+    assert AlgorithmConfig(kl_penalty="full", use_kl_loss=True, kl_loss_coef=0.1).uses_full_kl
+    assert not AlgorithmConfig(kl_penalty="full").uses_full_kl
 
 
 def test_every_key_is_described() -> None:

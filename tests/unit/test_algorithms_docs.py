@@ -8,9 +8,15 @@ from pathlib import Path
 import pytest
 
 from roll.algorithms.advantages import ADVANTAGES
-from roll.algorithms.kl import KL_ESTIMATORS
 from roll.algorithms.policy_losses import POLICY_LOSSES
-from roll.configs.algorithm import AlgorithmConfig, LossAggMode, PfPpoConfig, RewardNormalizationConfig
+from roll.configs.algorithm import (
+    AlgorithmConfig,
+    KlPenalty,
+    LossAggMode,
+    OverlongBufferConfig,
+    PfPpoConfig,
+    RewardNormalizationConfig,
+)
 from roll.configs.correction import (
     AggregationLevel,
     IsWeightConfig,
@@ -27,8 +33,8 @@ ELSEWHERE = {"ppo_epochs", "max_grad_norm", "l2", "critic_warmup", "enable_old_l
     "name",
     [
         *ADVANTAGES.names(),
-        *KL_ESTIMATORS.names(),
         *POLICY_LOSSES.names(),
+        *KlPenalty.__args__,  # type: ignore[attr-defined]
         *AggregationLevel.__args__,  # type: ignore[attr-defined]
         *PfPpoConfig.model_fields["reweight_method"].annotation.__args__,  # type: ignore[union-attr]
         *LossAggMode.__args__,  # type: ignore[attr-defined]
@@ -40,7 +46,14 @@ def test_registered_names_are_documented(name: str) -> None:
     assert f"`{name}`" in DOCS or f": {name}`" in DOCS
 
 
-SECTIONS = (AlgorithmConfig, PfPpoConfig, TrainInferCorrectionConfig, IsWeightConfig, TrainInferFilterConfig)
+SECTIONS = (
+    AlgorithmConfig,
+    OverlongBufferConfig,
+    PfPpoConfig,
+    TrainInferCorrectionConfig,
+    IsWeightConfig,
+    TrainInferFilterConfig,
+)
 
 
 @pytest.mark.parametrize("key", sorted({key for section in SECTIONS for key in section.model_fields} - ELSEWHERE))

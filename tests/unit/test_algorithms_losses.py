@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from algorithms_batches import aggregate, assert_any_split_adds_up, context, gradient, make_batch, rows_of
+from algorithms_batches import (
+    aggregate,
+    assert_any_split_adds_up,
+    columns_of,
+    context,
+    gradient,
+    make_batch,
+    rows_of,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -49,6 +58,8 @@ def oracle_policy_loss(scores: TokenScores, batch: Batch, config: AlgorithmConfi
                 pg[i] = min(pg[i], -config.dual_clip_c * adv)
             d = lp - batch.ref_logprobs_T[i].item()
             kl[i] = min(max(math.exp(-d) + d - 1, -10), 10)
+            if config.kl_penalty == "full":
+                kl[i] = scores.kl_T[i].item()
             sft[i] = -lp if batch.scores_B[row] > 0 else 0.0
             entropy[i] = scores.entropy_T[i].item()
     mode = config.loss_agg_mode
@@ -59,12 +70,13 @@ def oracle_policy_loss(scores: TokenScores, batch: Batch, config: AlgorithmConfi
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=seeds, mode=st.sampled_from(MODES), history=st.booleans(), plain=st.booleans())
-def test_policy_loss_is_the_loop(seed: int, mode: LossAggMode, history: bool, plain: bool) -> None:
+@given(seed=seeds, mode=st.sampled_from(MODES), history=st.booleans(), plain=st.booleans(), full=st.booleans())
+def test_policy_loss_is_the_loop(seed: int, mode: LossAggMode, history: bool, plain: bool, full: bool) -> None:
     batch, scores = make_batch(seed, history)
     if not batch.loss_mask_T.any():
         return
-    config = AlgorithmConfig(loss_agg_mode=mode, **({} if plain else EVERYTHING))
+    keys = {} if plain else EVERYTHING | ({"kl_penalty": "full"} if full else {})
+    config = AlgorithmConfig(loss_agg_mode=mode, **keys)
     got = build_policy_loss(config)(scores, batch, context(batch)).loss.item()
     assert got == pytest.approx(oracle_policy_loss(scores, batch, config), rel=1e-9, abs=1e-9)
 
@@ -116,24 +128,24 @@ def test_any_split_adds_up_to_the_same_loss_gradient_and_metrics(
         config = AlgorithmConfig(loss_agg_mode=mode, value_clip=0.5, turn_level_gae=turns)
         loss_fn = build_value_loss(config)
     else:
-        loss_fn = build_policy_loss(AlgorithmConfig(loss_agg_mode=mode, **EVERYTHING))
+        keys = EVERYTHING | ({"kl_penalty": "full"} if turns else {})
+        loss_fn = build_policy_loss(AlgorithmConfig(loss_agg_mode=mode, **keys))
     assert_any_split_adds_up(loss_fn, scores, batch, parts, seed)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_policy_gradients_agree_with_finite_differences(mode: LossAggMode) -> None:
     batch, scores = make_batch(8)
-    loss_fn = build_policy_loss(AlgorithmConfig(loss_agg_mode=mode, **EVERYTHING))
+    loss_fn = build_policy_loss(AlgorithmConfig(loss_agg_mode=mode, **EVERYTHING | {"kl_penalty": "full"}))
     _, exact = gradient(loss_fn, scores, batch, context(batch))
     step = 1e-6
-    for column, name in enumerate(("logprobs_T", "entropy_T")):
+    for column, name in ((0, "logprobs_T"), (1, "entropy_T"), (3, "kl_T")):
         for i in batch.loss_mask_T.nonzero().squeeze(1).tolist():
             ends = []
             for sign in (1, -1):
                 moved = getattr(scores, name).clone()
                 moved[i] += sign * step
-                columns = {"logprobs_T": scores.logprobs_T, "entropy_T": scores.entropy_T, name: moved}
-                ends.append(loss_fn(TokenScores(**columns), batch, context(batch)).loss.item())
+                ends.append(loss_fn(replace(scores, **{name: moved}), batch, context(batch)).loss.item())
             assert exact[column, i].item() == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-4, abs=1e-8)
 
 
@@ -173,7 +185,7 @@ def loss_of(batch: Batch, scores: TokenScores, **keys: Any) -> float:
         {"entropy_loss_coef": 0.1},
         {"sft_loss_coef": 0.1},
         {"use_kl_loss": True, "kl_loss_coef": 0.1},
-        *[{"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_penalty": kind} for kind in ("abs", "mse", "low_var_kl")],
+        *[{"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_penalty": kind} for kind in ("abs", "mse", "low_var_kl", "full")],
         *[{"loss_agg_mode": mode} for mode in MODES if mode != "seq-mean-token-mean"],
     ],
     ids=str,
@@ -216,7 +228,7 @@ def test_metrics_of_the_policy() -> None:
 def test_scores_where_nothing_was_sampled_are_never_read() -> None:
     batch, scores = make_batch(3)
     noise = torch.where(batch.loss_mask_T, 0.0, torch.nan).double()
-    dirty = TokenScores(scores.logprobs_T + noise, scores.entropy_T + noise, scores.values_T + noise)
+    dirty = TokenScores(*(column_T + noise for column_T in columns_of(scores)))
     loss_fn = build_policy_loss(AlgorithmConfig(**EVERYTHING))
     clean_out, clean_gradient = gradient(loss_fn, scores, batch, context(batch))
     dirty_out, dirty_gradient = gradient(loss_fn, dirty, batch, context(batch))
@@ -258,6 +270,8 @@ def test_what_is_missing_is_named() -> None:
         build_policy_loss(AlgorithmConfig())(scores, batch.replace(advantages_T=None), ctx)
     with pytest.raises(ValueError, match="ref_logprobs_T"):
         build_policy_loss(AlgorithmConfig(use_kl_loss=True))(scores, batch.replace(ref_logprobs_T=None), ctx)
+    with pytest.raises(ValueError, match=r"kl_penalty 'full'.*kl_T"):
+        build_policy_loss(AlgorithmConfig(use_kl_loss=True, kl_penalty="full"))(replace(scores, kl_T=None), batch, ctx)
     with pytest.raises(ValueError, match="scores_B"):
         build_policy_loss(AlgorithmConfig(sft_loss_coef=1.0))(scores, batch.replace(scores_B=None), ctx)
     with pytest.raises(ValueError, match="entropy_T"):

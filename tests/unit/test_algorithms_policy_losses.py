@@ -26,13 +26,14 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "clip_cov": {"pg_clip": 0.3, "dual_clip_loss": True, "dual_clip_c": 1.5},
     "gmpo": {"use_pg_clip_range": True, "pg_clip_low": 0.3, "pg_clip_high": 0.5},
     "kimi15": {"kimi15_tau": 0.7},
+    "kl_cov": {"ppo_kl_coef": 0.3},
     "ppo": {"use_pg_clip_range": True, "pg_clip_low": 0.1, "pg_clip_high": 0.3},
     "sapo": {"sapo_tau_pos": 0.8, "sapo_tau_neg": 1.7},
     "tis": {"tis_lower_bound": 0.6, "tis_upper_bound": 1.3},
     "topr": {"topr_positive_weight": 0.7, "topr_negative_weight": 0.4},
     "vanilla": {},
 }
-WITH_RATIO = ["cispo", "clip_cov", "ppo", "sapo", "tis", "topr"]
+WITH_RATIO = ["cispo", "clip_cov", "kl_cov", "ppo", "sapo", "tis", "topr"]
 CASES = [(name, "token") for name in PG_VARIANTS] + [(name, "seq") for name in WITH_RATIO]
 
 
@@ -93,6 +94,11 @@ def oracle(
             continue
         for k, i in enumerate(row):
             ratio = math.exp(d[k] if sampling == "token" else sum(d) / len(d))
+            if name == "kl_cov":
+                marked = bool(batch.marked_T[i])
+                losses[i] = -adv[k] * ratio + 0.3 * abs(d[k]) * marked
+                slopes[i] = -adv[k] * ratio + 0.3 * math.copysign(1.0, d[k]) * marked
+                continue
             losses[i], slopes[i] = oracle_token(name, lp[k], old[k], adv[k], ratio)
     return losses, slopes
 
@@ -132,7 +138,7 @@ def test_any_split_adds_up(name: str, sampling: str, seed: int, parts: int, weig
     assert_any_split_adds_up(build_policy_loss(AlgorithmConfig(**keys_of(name, sampling))), scores, batch, parts, seed)
 
 
-@pytest.mark.parametrize("name", ["gmpo", "kimi15", "sapo", "ppo"])
+@pytest.mark.parametrize("name", ["gmpo", "kimi15", "kl_cov", "sapo", "ppo", "vanilla"])
 def test_gradients_agree_with_finite_differences(name: str) -> None:
     batch, scores = make_batch(8)
     loss_fn = build_policy_loss(AlgorithmConfig(**keys_of(name, "token")))
@@ -185,6 +191,7 @@ def loss_of(batch: Batch, scores: TokenScores, **keys: Any) -> float:
         ("kimi15", "kimi15_tau", 0.5),
         ("sapo", "sapo_tau_pos", 2.0),
         ("sapo", "sapo_tau_neg", 2.0),
+        ("kl_cov", "ppo_kl_coef", 0.5),
         ("gmpo", "pg_clip", 0.5),
         ("clip_cov", "pg_clip", 0.5),
         *((name, "importance_sampling", "seq") for name in WITH_RATIO),
@@ -248,6 +255,12 @@ def test_token_weights_multiply_the_policy_gradient_alone() -> None:
         loss_of(batch.replace(advantages_T=batch.advantages_T * weights_T), scores)
     )
     assert loss_of(weighted, scores, rl_loss_coef=0.0, **others) == loss_of(batch, scores, rl_loss_coef=0.0, **others)
+
+
+def test_kl_cov_without_marks_is_an_error() -> None:
+    batch, scores = make_batch(2)
+    with pytest.raises(ValueError, match=r"kl_cov.*marked_T"):
+        loss_of(batch.replace(marked_T=None), scores, pg_variant="kl_cov")
 
 
 def halved(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:

@@ -206,6 +206,20 @@ def test_kl_is_taken_from_each_sampled_token(seed: int, kind: str) -> None:
     assert metrics["reward/kl_coef"] == 0.3
 
 
+def test_the_kl_over_the_vocabulary_comes_from_the_training_engine() -> None:
+    batch = to_batch(random_episodes(3), history=False)
+    kl_T = torch.rand(batch.num_tokens) * batch.loss_mask_T
+    config = AlgorithmConfig(kl_penalty="full", add_token_level_kl=True)
+    out, metrics = apply_kl_penalty(batch.replace(kl_T=kl_T, ref_logprobs_T=None), config, 0.3)
+    torch.testing.assert_close(out.rewards_T, batch.rewards_T - 0.3 * kl_T)
+    rows = [kl_T[batch.token_index([row])][batch.loss_mask_T[batch.token_index([row])]] for row in range(len(batch.lengths_B))]
+    assert metrics["reward/kl"] == pytest.approx(statistics.mean(float(row.mean()) for row in rows if len(row)))
+    with pytest.raises(ValueError, match=r"kl_penalty 'full'.*kl_T"):
+        apply_kl_penalty(batch, config, 0.3)
+    with pytest.raises(ValueError, match=r"kl_T: .* not finite"):
+        apply_kl_penalty(batch.replace(kl_T=kl_T * torch.nan), config, 0.3)
+
+
 def test_kl_falls_back_on_the_rollout_engine_and_needs_a_reference() -> None:
     batch = to_batch(random_episodes(3), history=False)
     fallback, _ = apply_kl_penalty(batch.replace(old_logprobs_T=None), AlgorithmConfig(), 0.1)
@@ -213,6 +227,105 @@ def test_kl_falls_back_on_the_rollout_engine_and_needs_a_reference() -> None:
     assert torch.equal(fallback.rewards_T, named.rewards_T)
     with pytest.raises(ValueError, match="ref_logprobs_T"):
         apply_kl_penalty(batch.replace(ref_logprobs_T=None), AlgorithmConfig(), 0.1)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=seeds,
+    history=st.booleans(),
+    buffer=st.sampled_from([None, (1, 2, 1.0), (3, 4, 0.5), (2, 2, 2.0)]),
+    coef=st.sampled_from([None, 1.0, 0.3]),
+    norm=st.booleans(),
+)
+def test_lengths_change_the_score_before_it_is_normalised(
+    seed: int, history: bool, buffer: tuple[int, int, float] | None, coef: float | None, norm: bool
+) -> None:
+    episodes = random_episodes(seed)
+    batch = to_batch(episodes, history, seed)
+    keys: dict[str, Any] = {"reward_norm": "batch" if norm else None, "reward_shift": norm}
+    if buffer is not None:
+        keys["overlong_buffer"] = {
+            "enable": True, "len": buffer[0], "max_length": buffer[1], "penalty_factor": buffer[2]
+        }  # fmt: skip
+    if coef is not None:
+        keys |= {"add_len_reward": True, "len_reward_coef": coef}
+    config = AlgorithmConfig(**keys)
+    assert config.problems() == []
+    out, metrics = shape_rewards(batch, config, RunningStats())
+    live = [e for e in episodes if any(turn.sampled for turn in e.turns)]
+    lengths = {id(e): sum(len(turn.sampled) for turn in e.turns) for e in live}
+    penalties, rewards, scores = [], [], []
+    for e in live:
+        penalty = 0.0
+        for turn in (turn for turn in e.turns if turn.sampled and buffer is not None):
+            size, limit, factor = buffer
+            penalty += min(-(len(turn.sampled) - (limit - size)) / size * factor, 0.0)
+        peers = [lengths[id(peer)] for peer in live if peer.group == e.group]
+        reward = 0.0
+        if coef is not None and max(peers) > min(peers):
+            reward = 0.5 - (lengths[id(e)] - min(peers)) / (max(peers) - min(peers))
+            reward = coef * (reward if e.score > 0 else min(0.0, reward))
+        penalties.append(penalty)
+        rewards.append(reward)
+        scores.append(e.score + penalty + reward)
+    got = {}
+    for token, reward in by_token(out, out.rewards_T).items():
+        got[token] = reward
+    for e, score in zip(live, scores, strict=True):
+        total = sum(got[token.id] for turn in e.turns for token in turn.tokens)
+        assert total == pytest.approx(score - (statistics.mean(scores) if norm else 0.0), abs=1e-4)
+    assert torch.equal(out.scores_B, batch.scores_B)
+    if live and buffer is not None:
+        assert metrics["reward/overlong_penalty"] == pytest.approx(statistics.mean(penalties))
+        assert metrics["reward/overlong_frac"] == pytest.approx(statistics.mean(x < 0 for x in penalties))
+    if live and coef is not None:
+        assert metrics["reward/len_reward"] == pytest.approx(statistics.mean(rewards))
+    if live:
+        assert metrics["reward/score_mean"] == pytest.approx(statistics.mean(e.score for e in live), abs=1e-6)
+
+
+def answers(lengths: list[int], scores: list[float], groups: list[int]) -> Batch:
+    """One-turn episodes of the given lengths."""
+    rows, start = [], 0
+    for length, score, group in zip(lengths, scores, groups, strict=True):
+        tokens = [Token(start + i, True, 0, 0, 0, 0) for i in range(length)]
+        rows.append(Episode(group, 0, [Turn(tokens, score, 0)]))
+        start += length
+    return to_batch(rows, history=False)
+
+
+def totals(batch: Batch) -> list[float]:
+    return [float(part.sum()) for part in batch.rewards_T.split(batch.lengths_B.tolist())]
+
+
+def test_an_answer_is_punished_the_more_the_nearer_it_is_to_the_limit() -> None:
+    batch = answers([4, 6, 7, 8, 10], [0.0] * 5, [0] * 5)
+    buffer = {"enable": True, "len": 4, "max_length": 10, "penalty_factor": 2.0}
+    config = AlgorithmConfig(overlong_buffer=buffer)
+    out, _ = shape_rewards(batch, config, RunningStats())
+    assert totals(out) == pytest.approx([0.0, 0.0, -0.5, -1.0, -2.0])
+    with pytest.raises(ValueError, match="overlong_buffer: seen max_length None"):
+        shape_rewards(batch, AlgorithmConfig(overlong_buffer={**buffer, "max_length": None}), RunningStats())
+
+
+def test_short_successes_gain_and_long_failures_lose() -> None:
+    batch = answers([2, 4, 6, 2, 6, 3, 3, 9], [1, 1, 1, 0, 0, 1, 0, 1], [0, 0, 0, 0, 0, 1, 1, 2])
+    out, _ = shape_rewards(batch, AlgorithmConfig(add_len_reward=True), RunningStats())
+    gained = [new - old for new, old in zip(totals(out), totals(batch), strict=True)]
+    # Within group 0; equal lengths in group 1 and a group of one say nothing.
+    assert gained == pytest.approx([0.5, 0.0, -0.5, 0.0, -0.5, 0.0, 0.0, 0.0])
+    with pytest.raises(ValueError, match=r"add_len_reward.*group_B"):
+        shape_rewards(batch.replace(group_B=None), AlgorithmConfig(add_len_reward=True), RunningStats())
+
+
+def test_the_greedy_score_is_normalised_like_those_it_is_compared_with() -> None:
+    batch = lone_turns([1.0, 3.0, 5.0, 9.0], groups=[1, 1, 2, 2]).replace(baseline_B=torch.tensor([3.0, 3.0, 9.0, 9.0]))
+    for keys in ({"reward_norm": "group"}, {"reward_norm": "batch", "reward_clip": 0.5}, {"use_reward_scaling": True}):
+        out, _ = shape_rewards(batch, AlgorithmConfig(**keys), RunningStats())
+        assert out.baseline_B[1] == out.rewards_T[1] and out.baseline_B[3] == out.rewards_T[3]
+        assert out.baseline_B[0] == out.baseline_B[1]
+    with pytest.raises(ValueError, match=r"baseline_B: .* nan in sequence 0"):
+        shape_rewards(batch.replace(baseline_B=batch.baseline_B * torch.nan), AlgorithmConfig(), RunningStats())
 
 
 def test_rewards_are_whitened_over_sampled_tokens() -> None:

@@ -12,8 +12,17 @@ from algorithms_batches import Episode, Token, Turn, by_token, context, make_bat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.algorithms.advantages import compute_advantages
 from roll.algorithms.losses import build_policy_loss
-from roll.algorithms.selection import covariance_outliers, group_scores, pf_ppo_rows, select_for_policy
+from roll.algorithms.rewards import shape_rewards
+from roll.algorithms.selection import (
+    covariance_outliers,
+    drop_masked_episodes,
+    group_scores,
+    pf_ppo_rows,
+    select_for_policy,
+)
+from roll.algorithms.statistics import RunningStats
 from roll.configs.algorithm import AlgorithmConfig
 from roll.data.batch import Batch
 
@@ -112,6 +121,47 @@ def test_masked_samples_leave_the_loss_and_its_denominators() -> None:
     assert masked == pytest.approx(loss_fn(alone, part, context(part)).loss.item())
 
 
+def test_samples_that_were_cut_off_are_masked() -> None:
+    batch = to_batch([lone(0, i, 1.0, 2) for i in range(3)], history=False)
+    batch = batch.replace(truncated_B=torch.tensor([False, True, False]))
+    out, metrics = select_for_policy(batch, AlgorithmConfig(max_len_mask=True), seed=0)
+    assert out.loss_mask_T.tolist() == [True, True, False, False, True, True]
+    assert metrics["actor/max_len_masked_frac"] == pytest.approx(1 / 3)
+    assert select_for_policy(batch, AlgorithmConfig(), seed=0)[0].loss_mask_T.all()
+    assert drop_masked_episodes(batch, AlgorithmConfig(max_len_mask=True)) == (batch, {})
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, history=st.booleans(), difficulty=st.booleans())
+def test_samples_masked_for_all_are_as_if_never_played(seed: int, history: bool, difficulty: bool) -> None:
+    episodes = random_episodes(seed)
+    batch = to_batch(episodes, history, seed)
+    truncated_B = torch.rand(batch.num_sequences, generator=torch.Generator().manual_seed(seed % 2**31)) < 0.3
+    batch = batch.replace(truncated_B=truncated_B)
+    config = AlgorithmConfig(
+        max_len_mask=True, difficulty_mask=difficulty, mask_type="all", adv_estimator="grpo", reward_norm="batch"
+    )
+    lost = {int(batch.traj_B[row]) for row in truncated_B.nonzero().squeeze(1)}
+    means = group_means(episodes)
+    if difficulty:
+        lost |= {i for i, e in enumerate(episodes) if not 0.0 < means.get(e.group, -1.0) < 1.0}
+    kept = [row for row in range(batch.num_sequences) if int(batch.traj_B[row]) not in lost]
+    dropped, metrics = drop_masked_episodes(batch, config)
+    total = int(batch.loss_mask_T.sum())
+    if total:
+        left = int(batch.select(kept).loss_mask_T.sum())
+        assert metrics["actor/dropped_frac"] == pytest.approx(1 - left / total)
+
+    def advantages(part: Batch) -> dict[int, float]:
+        shaped, _ = shape_rewards(part, config, RunningStats())
+        out = compute_advantages(shaped, config)
+        policy, metrics = select_for_policy(out, config, seed=0)
+        assert torch.equal(policy.loss_mask_T, out.loss_mask_T) and metrics == {}
+        return {i: x for i, x in by_token(out, out.advantages_T).items() if x}
+
+    assert advantages(dropped) == pytest.approx(advantages(batch.select(kept)), abs=1e-6)
+
+
 COVARIANCE = {"pg_variant": "clip_cov", "clip_cov_lb": 0.2, "clip_cov_ub": 1.5}
 
 
@@ -142,6 +192,24 @@ def test_each_key_of_clip_cov_changes_the_choice(key: dict[str, float]) -> None:
         return covariance_outliers(batch, config, torch.Generator().manual_seed(0))
 
     assert not torch.equal(chosen(), chosen(**key))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, share=st.sampled_from([0.001, 0.1, 1.0]))
+def test_kl_cov_marks_the_tokens_of_the_largest_covariance(seed: int, share: float) -> None:
+    batch, _ = make_batch(seed, max_episodes=20)
+    config = AlgorithmConfig(pg_variant="kl_cov", kl_cov_ratio=share)
+    out, metrics = select_for_policy(batch.replace(marked_T=None), config, seed=1)
+    on = batch.loss_mask_T.nonzero().squeeze(1).tolist()
+    if not on:
+        return
+    adv, lp = batch.advantages_T.tolist(), batch.old_logprobs_T.tolist()
+    mean_adv, mean_lp = statistics.mean(adv[i] for i in on), statistics.mean(lp[i] for i in on)
+    ranked = sorted(on, key=lambda i: (adv[i] - mean_adv) * (lp[i] - mean_lp), reverse=True)
+    count = max(1, int(share * len(on)))
+    assert set(out.marked_T.nonzero().squeeze(1).tolist()) == set(ranked[:count])
+    assert metrics["actor/kl_cov_frac"] == pytest.approx(count / len(on))
+    assert out.weights_T is None and torch.equal(out.loss_mask_T, batch.loss_mask_T)
 
 
 def test_clip_cov_falls_back_on_the_rollout_engine() -> None:
@@ -197,6 +265,8 @@ EVERY_OPTION: list[dict[str, Any]] = [
     {"error_max_len_clip": True},
     {"use_pf_ppo": True},
     {"pg_variant": "clip_cov"},
+    {"pg_variant": "kl_cov"},
+    {"max_len_mask": True},
     {"train_infer_correction": {"is_weight": {"enabled": True}, "filters": [{"enabled": True}]}},
 ]
 
@@ -204,7 +274,7 @@ EVERY_OPTION: list[dict[str, Any]] = [
 @pytest.mark.parametrize("keys", EVERY_OPTION, ids=str)
 def test_a_batch_without_sampled_tokens_stays_without(keys: dict[str, Any]) -> None:
     batch = to_batch([Episode(0, 0, [Turn([Token(0, False, 0, 0, 0, 0)], 0.0, 0)])], history=False)
-    batch = batch.replace(advantages_T=torch.zeros(1))
+    batch = batch.replace(advantages_T=torch.zeros(1), truncated_B=torch.tensor([True]))
     out, metrics = select_for_policy(batch, AlgorithmConfig(**keys), seed=0)
     assert not out.loss_mask_T.any() and all(abs(value) <= 1 for value in metrics.values())
 
@@ -217,6 +287,8 @@ def test_a_batch_without_sampled_tokens_stays_without(keys: dict[str, Any]) -> N
         ({"error_max_len_clip": True}, "scores_B"),
         ({"use_pf_ppo": True}, "scores_B"),
         ({"pg_variant": "clip_cov"}, "advantages_T"),
+        ({"pg_variant": "kl_cov"}, "advantages_T"),
+        ({"max_len_mask": True}, "truncated_B"),
     ],
 )
 def test_a_missing_column_is_named(keys: dict[str, Any], column: str) -> None:
@@ -232,3 +304,13 @@ def test_scores_that_are_not_finite_are_refused() -> None:
     for key in ("difficulty_mask", "use_pf_ppo"):
         with pytest.raises(ValueError, match=r"scores_B: .* nan in sequence 0"):
             select_for_policy(bad, AlgorithmConfig(**{key: True}), seed=0)
+
+
+@pytest.mark.parametrize("column", ["advantages_T", "old_logprobs_T", "ref_logprobs_T", "scores_B"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_the_losses_read_must_be_finite(column: str, bad: float) -> None:
+    batch: Batch = make_batch(1)[0]
+    values = getattr(batch, column).clone()
+    values[-1] = bad
+    with pytest.raises(ValueError, match=rf"Batch.{column}: 1 of \d+ values are not finite"):
+        select_for_policy(batch.replace(**{column: values}), AlgorithmConfig(), seed=0)

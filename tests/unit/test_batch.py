@@ -25,6 +25,7 @@ def make_batch(sequences: Sequences) -> Batch:
         rewards_T=tokens.float() / 2,
         group_B=torch.tensor([tokens[0] for tokens in sequences], dtype=torch.int64),
         scores_B=torch.tensor([sum(tokens) for tokens in sequences], dtype=torch.float32),
+        ref_hidden_TH=torch.stack([tokens, -tokens, tokens * 2], dim=1).float(),
     )
 
 
@@ -33,6 +34,8 @@ def lists(batch: Batch) -> Sequences:
     assert torch.equal(batch.loss_mask_T, batch.tokens_T % 2 == 0)
     assert batch.rewards_T is not None and batch.group_B is not None and batch.scores_B is not None
     assert torch.equal(batch.rewards_T, batch.tokens_T.float() / 2)
+    assert batch.ref_hidden_TH is not None
+    assert torch.equal(batch.ref_hidden_TH, torch.stack([batch.tokens_T, -batch.tokens_T, batch.tokens_T * 2], 1).float())
     found = [part.tolist() for part in batch.tokens_T.split(batch.lengths_B.tolist())] if len(batch.lengths_B) else []
     assert batch.group_B.tolist() == [tokens[0] for tokens in found]
     assert batch.scores_B.tolist() == [sum(tokens) for tokens in found]
@@ -125,6 +128,12 @@ def test_a_wrong_shape_names_the_field() -> None:
         batch.replace(group_B=torch.zeros(4, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"Batch.values_T: shape \(2, 2\), expected \(4,\)"):
         batch.replace(values_T=torch.zeros(2, 2))
+    for wrong in (torch.zeros(3, 2), torch.zeros(4, 2, 2), torch.zeros(4)):
+        shape = ", ".join(map(str, wrong.shape))
+        if wrong.shape == (4,):
+            continue
+        with pytest.raises(ValueError, match=rf"Batch.ref_hidden_TH: shape \({shape}\), expected \(4, hidden size\)"):
+            batch.replace(ref_hidden_TH=wrong)
 
 
 def test_concat_refuses_batches_that_hold_different_things() -> None:
@@ -147,7 +156,7 @@ def test_pickles_out_of_band_without_a_copy() -> None:
     batch = make_batch([[1, 2, 3], [4]])
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
-    assert len(buffers) == 6  # one per column that is set
+    assert len(buffers) == 7  # one per column that is set
     again = pickle.loads(data, buffers=buffers)
     assert lists(again) == [[1, 2, 3], [4]]
     assert again.tokens_T.data_ptr() == batch.tokens_T.data_ptr()

@@ -40,9 +40,9 @@ actor_infer:
 def load(tmp_path):
     """Loads MINIMAL, or the given text, with overrides."""
 
-    def _load(*overrides, text=MINIMAL, checks=CHECKS):
+    def _load(*overrides, text=MINIMAL, checks=CHECKS[AgenticConfig]):
         (tmp_path / "mine.yaml").write_text(text)
-        return load_config("mine", tmp_path, overrides, checks)
+        return load_config(AgenticConfig, "mine", tmp_path, overrides, checks)
 
     return _load
 
@@ -61,7 +61,7 @@ def problems(load):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shipped_configurations_are_valid(name):
-    config = load_config(name, CONFIGS, extra_checks=CHECKS)
+    config = load_config(AgenticConfig, name, CONFIGS, extra_checks=CHECKS[AgenticConfig])
     assert config.exp_name == name
     assert set(config.train_env_manager.tags) <= set(config.custom_envs)
     # Held-out boards never occur in training.
@@ -94,7 +94,7 @@ def test_tilde_takes_a_key_back_to_its_default(load, problems):
 
 def test_an_override_inside_a_linked_section_keeps_its_other_keys():
     overrides = ["custom_envs.SimpleSokoban.max_steps=7", "custom_env.SimpleSokoban.step_timeout=9.5"]
-    config = load_config("agentic_sokoban", CONFIGS, overrides)
+    config = load_config(AgenticConfig, "agentic_sokoban", CONFIGS, overrides)
     tag = config.custom_envs["SimpleSokoban"]
     assert (tag.max_steps, tag.step_timeout, tag.env_type) == (7, 9.5, "sokoban")
     assert config.custom_envs["SimpleSokobanHeldOut"].max_steps == 6
@@ -107,7 +107,7 @@ def test_included_files_are_found_under_both_spellings(tmp_path):
     for include in ("traj_envs@_here_", "config/traj_envs@_here_", "../config/traj_envs@_here_"):
         text = MINIMAL.replace("Lake: {env_type: frozen_lake, env_manager_cls: traj}", "Lake: ${custom_env.Lake}")
         (folder / "main.yaml").write_text(f"defaults: [{include}, _self_]\n{text}")
-        assert load_config("main", folder).custom_envs["Lake"].env_type == "frozen_lake"
+        assert load_config(AgenticConfig, "main", folder).custom_envs["Lake"].env_type == "frozen_lake"
 
 
 def test_engine_presets_are_read_through_a_link_and_otherwise_left_alone(load):
@@ -129,7 +129,12 @@ def test_a_top_level_variable_must_be_referred_to(load, problems):
 
 def test_library_entries_are_checked_though_only_chosen_ones_are_read():
     with pytest.raises(ConfigErrors) as caught:
-        load_config("agentic_sokoban", CONFIGS, ["custom_env.LargerSokoban.max_step=3", "custom_env.Smal.max_steps=3"])
+        load_config(
+            AgenticConfig,
+            "agentic_sokoban",
+            CONFIGS,
+            ["custom_env.LargerSokoban.max_step=3", "custom_env.Smal.max_steps=3"],
+        )
     found = {problem.path: problem for problem in caught.value.problems}
     assert found["custom_env.LargerSokoban.max_step"].hint == "did you mean max_steps?"
     assert found["custom_env.Smal.env_type"].seen is NOTHING
@@ -137,22 +142,22 @@ def test_library_entries_are_checked_though_only_chosen_ones_are_read():
 
 def test_an_unknown_configuration_lists_those_there_are(tmp_path):
     with pytest.raises(ConfigErrors, match=r"agentic_frozen_lake.*did you mean agentic_sokoban\?"):
-        load_config("agentic_sokobann", CONFIGS)
+        load_config(AgenticConfig, "agentic_sokobann", CONFIGS)
     with pytest.raises(ConfigErrors, match="existing folder"):
-        load_config("any", tmp_path / "none")
+        load_config(AgenticConfig, "any", tmp_path / "none")
 
 
 def test_a_file_that_is_no_yaml_is_named(tmp_path):
     (tmp_path / "bad.yaml").write_text("a: [1\nb: 2\n")
     with pytest.raises(ConfigErrors, match=r"bad\.yaml"):
-        load_config("bad", tmp_path)
+        load_config(AgenticConfig, "bad", tmp_path)
 
 
 @pytest.mark.parametrize("text", ["a: 1\na: 2\n", "defaults: [nowhere@_here_]\n", "- 1\n", "x: ${\n"])
 def test_a_file_that_cannot_be_composed_is_one_clear_problem(tmp_path, text):
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(ConfigErrors):
-        load_config("bad", tmp_path)
+        load_config(AgenticConfig, "bad", tmp_path)
 
 
 def test_a_link_to_nowhere_and_an_open_value_are_problems(problems):
@@ -277,7 +282,7 @@ def test_both_spellings_at_once_are_an_error(problems):
         (["use_kl_loss=true", "kl_loss_coef=0.1"], "reference"),
         (["actor_infer.training_args.learning_rate=1"], "actor_infer.training_args"),
         (["actor_train.generating_args.temperature=0.5"], "actor_train.generating_args"),
-        (["actor_infer.data_args.template=x.jinja"], "actor_infer.data_args.template"),
+        (["actor_infer.data_args.template=x.jinja"], "actor_infer.data_args"),
         (["actor_infer.generating_args.do_sample=false"], "actor_infer.generating_args"),
         (["train_env_manager.generating_args.temperature=0.5"], "train_env_manager.generating_args.temperature"),
         (["actor_train.training_args.warmup_ratio=0.1", "actor_train.training_args.warmup_steps=3"],
@@ -427,7 +432,7 @@ def test_batches_are_described_in_words(load):
         "each evaluation: 8 groups × 1 = 8 episodes, played by 8 groups of environments (4 Lake, 4 Boxes) × 1 = "
         "8 environments at once",
         "actor_train: global batch 16 episodes = 2 per device × 4 accumulated × 2 data-parallel; 16 episodes make "
-        "1 optimizer step × 2 epochs = 2 per step",
+        "1 optimizer step × 2 epochs = 2 per step, 1000 in all; 4 micro-batches per device and optimizer step, 8 episodes",
     ]
 
 

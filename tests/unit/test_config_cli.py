@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from roll.configs.agentic import AgenticConfig
 from roll.configs.loader import load_config
 from roll.pipeline.cli import main
 
@@ -58,7 +59,7 @@ def test_print_config_is_resolved_has_no_secrets_and_can_be_read_back(capsys, tm
     assert values["actor_train"]["device_mapping"] == [0]
     assert "${" not in text
     (tmp_path / "printed.yaml").write_text(text)
-    again = load_config("printed", tmp_path)
+    again = load_config(AgenticConfig, "printed", tmp_path)
     assert again.model_dump(mode="json") == values
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import time
 from collections import Counter
@@ -129,7 +130,7 @@ def test_groups_come_in_order_from_all_workers_and_never_too_many_at_once(
     scheduler: Callable[..., RolloutScheduler], folder: Path
 ) -> None:
     arrived: list[int] = []
-    groups = scheduler().collect(10, 12, lambda group: arrived.append(group.group_id))
+    groups = scheduler().collect(itertools.count(10), 12, lambda group: arrived.append(group.group_id)).groups
     assert [group.group_id for group in groups] == list(range(10, 22))
     assert [group.errors for group in groups] == [(repr(PLAN.spec(n)),) for n in range(10, 22)]
     assert sorted(arrived) == list(range(10, 22))
@@ -143,7 +144,7 @@ def test_extra_groups_make_up_for_stragglers(scheduler: Callable[..., RolloutSch
     (folder / "hang-1").touch()
     collecting = scheduler(extra_groups=2)
     started_at = time.monotonic()
-    groups = collecting.collect(0, 4)
+    groups = collecting.collect(itertools.count(), 4).groups
     assert time.monotonic() - started_at < 20
     ids = [group.group_id for group in groups]
     assert len(ids) == 4 and ids == sorted(ids) and set(ids) <= {0, 2, 3, 4, 5}
@@ -163,7 +164,7 @@ def test_groups_of_a_dead_worker_are_played_again(scheduler: Callable[..., Rollo
     for order in ("die-2", "die-5"):
         (folder / order).touch()
     collecting = scheduler()
-    groups = collecting.collect(0, 9)
+    groups = collecting.collect(itertools.count(), 9).groups
     assert [group.errors for group in groups] == [(repr(PLAN.spec(n)),) for n in range(9)]
     errors = scheduler.errors  # type: ignore[attr-defined]
     assert {type(error) for error in errors} == {WorkerDiedError}
@@ -178,7 +179,7 @@ def test_groups_that_lost_their_engine_are_played_again(
     scheduler: Callable[..., RolloutScheduler], folder: Path
 ) -> None:
     (folder / "engine-1").touch()
-    groups = scheduler().collect(0, 3)
+    groups = scheduler().collect(itertools.count(), 3).groups
     assert [group.group_id for group in groups] == [0, 1, 2]
     (error,) = scheduler.errors  # type: ignore[attr-defined]
     assert isinstance(error, EngineUnavailableError)
@@ -190,16 +191,16 @@ def test_what_cannot_be_recovered_ends_the_rollout(scheduler: Callable[..., Roll
 
     (folder / "engine-1").touch()
     with pytest.raises(EngineUnavailableError):
-        scheduler(recover=give_up).collect(0, 3)
+        scheduler(recover=give_up).collect(itertools.count(), 3)
     (folder / "fail-1").touch()
     with pytest.raises(ValueError, match="no such level"):
-        scheduler().collect(0, 3)
+        scheduler().collect(itertools.count(), 3)
 
 
 def test_a_hung_group_is_an_error_that_names_it(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
     (folder / "hang-2").touch()
     with pytest.raises(RpcTimeoutError, match=r"envs rank \d: run_group\(2\) gave no answer in [12]\.\d s"):
-        scheduler(rpc_timeout=1.0).collect(0, 3)
+        scheduler(rpc_timeout=1.0).collect(itertools.count(), 3)
 
 
 def test_a_tick_may_stop_the_rollout(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
@@ -211,6 +212,6 @@ def test_a_tick_may_stop_the_rollout(scheduler: Callable[..., RolloutScheduler],
     (folder / "hang-0").touch()
     ticks: list[float] = []
     with pytest.raises(KeyboardInterrupt):
-        scheduler(on_tick=stop).collect(0, 3)
+        scheduler(on_tick=stop).collect(itertools.count(), 3)
     # Two groups arrive, then nothing does, and the ticks go on.
     assert 0.9 < ticks[3] - ticks[2] < 5

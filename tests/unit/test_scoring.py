@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, PreTrainedModel, Qwen2Config
 
 import roll.models.scoring as scoring
@@ -15,7 +17,7 @@ from roll.data.batch import Batch
 from roll.data.packing import packed_row, rectangle
 from roll.models.heads import VALUE_HEAD_FILE, ValueHead, load_value_head
 from roll.models.loading import load_causal_lm, load_tokenizer, load_trunk, to_hf_weights
-from roll.models.scoring import TokenScorer, score_batch, score_input
+from roll.models.scoring import OutputLayer, TokenScorer, score_batch, score_input
 
 SMALL: dict[str, Any] = {
     "vocab_size": 37,
@@ -40,8 +42,8 @@ CUTTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(config: Any = CONFIGS["qwen2"]) -> PreTrainedModel:
-    torch.manual_seed(1)
+def make_model(config: Any = CONFIGS["qwen2"], seed: int = 1) -> PreTrainedModel:
+    torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model.eval()
 
@@ -125,6 +127,110 @@ def test_output_layer_sees_only_positions_that_predict_loss_tokens() -> None:
     model.get_output_embeddings().register_forward_hook(lambda _m, args, _o: seen.append(args[0].shape[0]))
     score_batch(TokenScorer(model), batch)
     assert seen == [int(batch.loss_mask_T.sum())]
+
+
+class PeakMemory(TorchDispatchMode):
+    """The most bytes of new tensors that were alive at once, as seen after each operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor) and (key := tensor.untyped_storage()._cdata) not in self.alive:
+                self.alive[key] = tensor.untyped_storage().nbytes()
+                weakref.finalize(tensor.untyped_storage(), self.alive.pop, key, None)
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return out
+
+
+@pytest.mark.parametrize("full_kl", [False, True])
+def test_memory_does_not_grow_with_vocabulary_times_tokens(monkeypatch: pytest.MonkeyPatch, full_kl: bool) -> None:
+    vocabulary, budget = 4000, 4000 * 64
+    monkeypatch.setattr(scoring, "MAX_CHUNK_LOGITS", budget)
+    model = make_model(Qwen2Config(**{**SMALL, "vocab_size": vocabulary}))
+    scorer = TokenScorer(model)
+    if full_kl:
+        scorer.reference_layer = OutputLayer(model.get_output_embeddings().weight.detach().clone())
+    peaks = []
+    for num_tokens in (256, 1024):
+        hidden_KH = torch.randn(num_tokens, 16, requires_grad=True)
+        ref_hidden_KH = torch.randn(num_tokens, 16) if full_kl else None
+        with PeakMemory() as memory:
+            scores = scorer._score(hidden_KH, torch.zeros(num_tokens, dtype=torch.int64), ref_hidden_KH)
+            sum(column.sum() for column in scores.values()).backward()
+        peaks.append(memory.peak)
+    # All logits of the larger call would be 16 MB; some copies of one chunk (1 MB each) are held, whatever the number.
+    assert peaks[1] - peaks[0] < 0.05 * 4 * vocabulary * (1024 - 256)
+    assert peaks[0] < 12 * 4 * budget
+
+
+def full_kl(model: PreTrainedModel, reference: PreTrainedModel, batch: Batch, temperature: float) -> Tensor:
+    """KL over the vocabulary in float64, one sequence at a time, from all logits; differentiable."""
+    kl = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    for row in range(batch.num_sequences):
+        tokens = batch.token_index([row])
+        ids = batch.tokens_T[tokens][None]
+        p = torch.log_softmax(model(ids, use_cache=False).logits[0, :-1].double() / temperature, -1)
+        with torch.no_grad():
+            q = torch.log_softmax(reference(ids, use_cache=False).logits[0, :-1].double() / temperature, -1)
+        kl = kl.index_put((tokens[1:],), (p.exp() * (p - q)).sum(-1))
+    return kl * batch.loss_mask_T
+
+
+def with_reference(model: PreTrainedModel, reference: PreTrainedModel, batch: Batch) -> tuple[TokenScorer, Batch]:
+    """A scorer that knows the reference's output layer, and the batch with the reference's hidden states."""
+    hidden_TH = score_batch(TokenScorer(reference, returns_hidden=True), batch, max_sequences=3).hidden_TH
+    scorer = TokenScorer(model, temperature=0.7)
+    layer = reference.get_output_embeddings()
+    scorer.reference_layer = OutputLayer(layer.weight.detach(), layer.bias)
+    return scorer, batch.replace(ref_hidden_TH=hidden_TH)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_kl_over_the_vocabulary_is_that_of_the_full_logits(name: str) -> None:
+    model, reference = make_model(CONFIGS[name]), make_model(CONFIGS[name], seed=2)
+    scorer, batch = with_reference(model, reference, make_batch())
+    expected = full_kl(model, reference, batch, 0.7)
+    assert expected.max() > 0.01
+    for cutting in CUTTINGS.values():
+        found = score_batch(scorer, batch, **cutting)
+        torch.testing.assert_close(found.kl_T.double(), expected.detach(), rtol=0, atol=5e-6)
+    scorer, batch = with_reference(model, make_model(CONFIGS[name]), make_batch())
+    assert score_batch(scorer, batch).kl_T.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("budget", [2**25, 37 * 6])
+def test_gradient_of_the_kl_over_the_vocabulary_is_that_of_a_direct_one(
+    monkeypatch: pytest.MonkeyPatch, budget: int
+) -> None:
+    monkeypatch.setattr(scoring, "MAX_CHUNK_LOGITS", budget)
+    model, reference = make_model(), make_model(seed=2)
+    scorer, batch = with_reference(model, reference, make_batch())
+    weights = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(0))
+    scores = score_input(scorer, rectangle(batch), batch.num_tokens, batch.ref_hidden_TH)
+    (scores.kl_T * weights).sum().backward()
+    twin = make_model().double()
+    (full_kl(twin, reference, batch, 0.7) * weights).sum().backward()
+    for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.double(), expected.grad, rtol=1e-4, atol=3e-5)
+
+
+def test_hidden_states_are_kept_for_loss_tokens_alone() -> None:
+    batch = make_batch()
+    hidden_TH = score_batch(TokenScorer(make_model(), returns_hidden=True), batch, packing=True).hidden_TH
+    assert hidden_TH.shape == (batch.num_tokens, 16) and hidden_TH.dtype == torch.float32
+    assert torch.equal(hidden_TH.any(1), batch.loss_mask_T)
+    assert score_batch(TokenScorer(make_model(), returns_hidden=True), batch.select([])).hidden_TH.shape == (0, 16)
+
+
+def test_kl_without_the_references_output_layer_is_an_error() -> None:
+    batch = make_batch()
+    with pytest.raises(ValueError, match="kl_penalty 'full'"):
+        score_batch(TokenScorer(make_model()), batch.replace(ref_hidden_TH=torch.zeros(batch.num_tokens, 16)))
 
 
 def test_empty_batch_scores_to_nothing() -> None:

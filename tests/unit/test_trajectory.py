@@ -14,26 +14,41 @@ from roll.data.batch import Batch
 from roll.utils.seeding import derive_seed
 
 
-def make_turn(prompt: list[int], sampled: list[int], reward: float = 0.0, penalty: float = 0.0, key: str = "s") -> Turn:
+def make_turn(
+    prompt: list[int],
+    sampled: list[int],
+    reward: float = 0.0,
+    penalty: float = 0.0,
+    key: str = "s",
+    finish: FinishReason = FinishReason.STOP,
+) -> Turn:
     completion = Completion(
         request_id="r",
         token_ids=np.array(sampled, dtype=np.int64),
         logprobs=np.array(sampled, dtype=np.float32) / np.float32(-8),
-        finish_reason=FinishReason.STOP,
+        finish_reason=finish,
         weight_version=0,
     )
     action = None if penalty else "Up"
     return Turn(np.array(prompt, dtype=np.int64), completion, "", "", action, reward, penalty, key)
 
 
-def make_trajectory(turns: list[Turn], *, history: bool, tag: str = "A", group: int = 0, member: int = 0) -> Trajectory:
+def make_trajectory(
+    turns: list[Turn],
+    *,
+    history: bool,
+    tag: str = "A",
+    group: int = 0,
+    member: int = 0,
+    end: EpisodeEnd = EpisodeEnd.TERMINATED,
+) -> Trajectory:
     return Trajectory(
         tag=tag,
         group_id=group,
         member=member,
         seed=0,
         turns=tuple(turns),
-        end=EpisodeEnd.TERMINATED,
+        end=end,
         success=bool(turns and turns[-1].task_reward > 0),
         final_observation="",
         history=history,
@@ -150,6 +165,42 @@ def test_a_turn_in_which_nothing_was_sampled_is_no_row() -> None:
     assert batch.traj_B is not None and batch.traj_B.tolist() == [0]
     with pytest.raises(ValueError, match="no trajectory to train on"):
         groups_to_batch([RolloutGroup(0, "A", (empty,), dropped=1)], ["A"])
+
+
+def test_rows_that_the_length_limit_cut_off_are_told() -> None:
+    whole, cut = make_turn([1], [2]), make_turn([1, 2], [3, 4], finish=FinishReason.LENGTH)
+    full = EpisodeEnd.CONTEXT_FULL
+
+    def truncated(turns: list[Turn], history: bool, end: EpisodeEnd = EpisodeEnd.TERMINATED) -> list[bool]:
+        group = RolloutGroup(0, "A", (make_trajectory(turns, history=history, end=end),))
+        batch = groups_to_batch([group], ["A"])
+        assert batch.truncated_B is not None
+        return batch.truncated_B.tolist()
+
+    assert truncated([whole, cut], history=False) == [False, True]
+    assert truncated([whole, cut], history=True) == [True]
+    assert truncated([make_turn([1], [2], finish=FinishReason.LENGTH), make_turn([1, 2], [3])], history=True) == [False]
+    assert truncated([whole, whole], history=False, end=full) == [True, True]
+    assert truncated([whole], history=True, end=full) == [True]
+
+
+def test_the_greedy_score_stands_on_every_row_of_its_group() -> None:
+    def trajectory(group: int, member: int, reward: float) -> Trajectory:
+        return make_trajectory([make_turn([1], [2]), make_turn([1], [2], reward)], history=False, group=group, member=member)
+
+    first = RolloutGroup(0, "A", (trajectory(0, 0, 1.0), trajectory(0, 1, 0.0)), baseline=trajectory(0, -1, 0.25))
+    second = RolloutGroup(1, "A", (trajectory(1, 0, 1.0),), baseline=trajectory(1, -1, -2.0))
+    lost = RolloutGroup(2, "A", (trajectory(2, 0, 1.0),))
+    batch = groups_to_batch([first, lost, second], ["A"])
+    assert batch.baseline_B is not None and batch.group_B is not None and batch.traj_B is not None
+    assert batch.baseline_B.tolist() == [0.25] * 4 + [-2.0] * 2
+    assert batch.group_B.tolist() == [0, 0, 0, 0, 1, 1]
+    assert batch.traj_B.tolist() == [0, 0, 1, 1, 2, 2]
+    assert groups_to_batch([lost], ["A"]).baseline_B is None
+    metrics = rollout_metrics([first, lost, second], "rollout")
+    assert metrics["rollout/no_baseline"] == 1.0
+    assert metrics["rollout/baseline"] == pytest.approx((0.25 - 2.0) / 2)
+    assert metrics["rollout/episodes"] == 4
 
 
 def test_metrics_are_means_over_episodes_and_turns() -> None:

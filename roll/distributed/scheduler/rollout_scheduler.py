@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 import ray
 
@@ -30,11 +32,23 @@ class GroupSpec:
     greedy: bool = False
     expert_share: float | None = None
     """Play by script instead of the policy: the share of optimal actions (see ``roll.agentic.demonstrations``)."""
+    baseline: bool = False
+    """Play one more member greedily, whose score is the others' baseline (``adv_estimator: remax``)."""
+
+
+class RolloutPlan(Protocol):
+    """Says what group an id stands for."""
+
+    @property
+    def num_slots(self) -> int:
+        """How many groups run at the same time."""
+
+    def spec(self, group_id: int) -> GroupSpec: ...
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Which groups there are: environment slot ``i`` plays groups ``i``, ``i + env_groups``, …"""
+    """A plan for environments: slot ``i`` plays groups ``i``, ``i + num_slots``, …"""
 
     tags: tuple[str, ...]
     slots_per_tag: tuple[int, ...]
@@ -48,6 +62,8 @@ class GroupPlan:
     """Take the most likely token instead of sampling."""
     expert_share: float | None = None
     """Play by script instead of the policy."""
+    baseline: bool = False
+    """See ``GroupSpec``."""
 
     @property
     def num_slots(self) -> int:
@@ -57,7 +73,25 @@ class GroupPlan:
         slot = group_id % self.num_slots
         tag = next(tag for tag, end in zip(self.tags, _running_sum(self.slots_per_tag), strict=True) if slot < end)
         env_seed = derive_seed(self.seed, self.name, group_id)
-        return GroupSpec(group_id, tag, env_seed, self.group_size, self.redundancy, self.greedy, self.expert_share)
+        return GroupSpec(
+            group_id, tag, env_seed, self.group_size, self.redundancy, self.greedy, self.expert_share, self.baseline
+        )
+
+
+class TooManyRejectedError(RuntimeError):
+    """Dynamic sampling gave up: too few groups were worth training on."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What one call of ``RolloutScheduler.collect`` brought."""
+
+    groups: list[RolloutGroup]
+    """In the order of their ids."""
+    rejected: list[RolloutGroup]
+    """Finished, but turned down by ``accept``."""
+    unfinished: list[int]
+    """Ids that were started, or about to be, and then given up; ascending."""
 
 
 class RolloutScheduler:
@@ -75,7 +109,7 @@ class RolloutScheduler:
 
     def __init__(
         self,
-        plan: GroupPlan,
+        plan: RolloutPlan,
         workers: Cluster,
         recover: Callable[[BaseException], None],
         rpc_timeout: float,
@@ -91,89 +125,126 @@ class RolloutScheduler:
 
     def collect(
         self,
-        first_group_id: int,
+        group_ids: Iterable[int],
         num_groups: int,
         on_group: Callable[[RolloutGroup], None] = lambda group: None,
-    ) -> list[RolloutGroup]:
-        """Plays ``num_groups`` groups and returns them in the order of their ids.
+        accept: Callable[[RolloutGroup], bool] = lambda group: True,
+        max_groups: int | None = None,
+    ) -> Collected:
+        """Plays groups until ``num_groups`` of them are accepted.
+
+        Without ``extra_groups`` the result depends on the ids alone: a rejected group is replaced by that of the next
+        id, and everything that was started is finished.
 
         Args:
-            first_group_id: the groups are numbered from here; ``group_ids_per_batch`` ids are taken.
-            num_groups: how many complete groups make the batch.
-            on_group: called as each group arrives, for progress.
+            group_ids: ids to play, in this order; as many are taken as are needed.
+            num_groups: how many accepted groups make the batch.
+            on_group: called as each accepted group arrives, for progress.
+            accept: whether a finished group counts (dynamic sampling).
+            max_groups: give up after this many finished groups.
 
         Raises:
+            TooManyRejectedError: ``max_groups`` finished and too few were accepted.
             WorkerDiedError: a worker died and ``recover`` could not bring it back.
             RpcTimeoutError: a group took longer than ``rpc_timeout``.
             Exception: what a worker's own code raised, such as ``PromptTooLongError``.
         """
-        total = self.group_ids_per_batch(num_groups)
-        waiting = [self.plan.spec(first_group_id + i) for i in range(total)][::-1]
-        running: dict[ray.ObjectRef, tuple[GroupSpec, int, float]] = {}
+        batch = _Batch(iter(group_ids), num_groups, num_groups + self._extra_groups, max_groups)
         try:
-            done = self._collect(num_groups, waiting, running, on_group)
+            while len(batch.accepted) < num_groups:
+                batch.fill()
+                while batch.waiting and len(batch.running) < self.plan.num_slots:
+                    self._start(batch.waiting.pop(0), batch.running)
+                ready, _ = ray.wait(list(batch.running), timeout=1.0)
+                for ref in ready:
+                    group = self._finish(ref, batch)
+                    if group is None:
+                        break  # a recovery: nothing that was running can be trusted to finish
+                    if not accept(group):
+                        batch.rejected.append(group)
+                        continue
+                    batch.accepted.append(group)
+                    on_group(group)
+                self._check_time(batch.running)
+                self._on_tick()
         finally:
-            for ref in running:  # extra groups, or all of them when an error or a stop ends the batch
+            for ref in batch.running:  # extra groups, or all of them when an error or a stop ends the batch
                 ray.cancel(ref)
-        return sorted(done, key=lambda group: group.group_id)
+        unfinished = sorted([*batch.waiting, *(group_id for group_id, _, _ in batch.running.values())])
+        return Collected(sorted(batch.accepted, key=_group_id), sorted(batch.rejected, key=_group_id), unfinished)
 
     def group_ids_per_batch(self, num_groups: int) -> int:
-        """How many group ids one batch takes up: the extra groups have ids too."""
+        """How many group ids one batch takes up if none is rejected: the extra groups have ids too."""
         return num_groups + self._extra_groups
 
-    def _collect(
-        self,
-        num_groups: int,
-        waiting: list[GroupSpec],
-        running: dict[ray.ObjectRef, tuple[GroupSpec, int, float]],
-        on_group: Callable[[RolloutGroup], None],
-    ) -> list[RolloutGroup]:
-        done: list[RolloutGroup] = []
-        while len(done) < num_groups:
-            while waiting and len(running) < self.plan.num_slots:
-                self._start(waiting.pop(), running)
-            ready, _ = ray.wait(list(running), timeout=1.0)
-            for ref in ready:
-                spec, worker, _ = running.pop(ref)
-                try:
-                    group: RolloutGroup = self.workers.gather([ref], call=_call(spec), ranks=[worker])[0]
-                except (WorkerDiedError, EngineUnavailableError) as error:
-                    logger.warning("group %d was lost (%s); it is played again", spec.group_id, error)
-                    waiting.append(spec)
-                    self._recover(error)
-                    waiting += self._reclaim(running)
-                else:
-                    done.append(group)
-                    on_group(group)
-            self._check_time(running)
-            self._on_tick()
-        return done
+    def _finish(self, ref: ray.ObjectRef, batch: _Batch) -> RolloutGroup | None:
+        """The finished group; ``None`` after a recovery, when all that was running has to be played again."""
+        group_id, worker, _ = batch.running.pop(ref)
+        try:
+            group: RolloutGroup = self.workers.gather([ref], call=_call(group_id), ranks=[worker])[0]
+        except (WorkerDiedError, EngineUnavailableError) as error:
+            logger.warning("group %d was lost (%s); it is played again", group_id, error)
+            self._recover(error)
+            for running in batch.running:
+                ray.cancel(running)
+            batch.waiting[:0] = sorted([group_id, *(lost for lost, _, _ in batch.running.values())])
+            batch.running.clear()
+            return None
+        return group
 
-    def _start(self, spec: GroupSpec, running: dict[ray.ObjectRef, tuple[GroupSpec, int, float]]) -> None:
+    def _start(self, group_id: int, running: _Running) -> None:
         loads = [0] * self.workers.world_size
         for _, worker, _ in running.values():
             loads[worker] += 1
         worker = loads.index(min(loads))
-        ref: ray.ObjectRef = self.workers.handles[worker].run_group.remote(spec)
-        running[ref] = (spec, worker, time.monotonic())
+        ref: ray.ObjectRef = self.workers.handles[worker].run_group.remote(self.plan.spec(group_id))
+        running[ref] = (group_id, worker, time.monotonic())
 
-    def _reclaim(self, running: dict[ray.ObjectRef, tuple[GroupSpec, int, float]]) -> list[GroupSpec]:
-        """After a recovery nothing that was running can be trusted to finish: all of it is played again."""
-        lost = [spec for spec, _, _ in running.values()]
-        for ref in running:
-            ray.cancel(ref)
-        running.clear()
-        return lost
-
-    def _check_time(self, running: dict[ray.ObjectRef, tuple[GroupSpec, int, float]]) -> None:
-        for spec, worker, started in running.values():
+    def _check_time(self, running: _Running) -> None:
+        for group_id, worker, started in running.values():
             seconds = time.monotonic() - started
             if seconds > self._rpc_timeout:
-                raise RpcTimeoutError(self.workers.name, (worker,), _call(spec), Cluster.current_step, seconds)
+                raise RpcTimeoutError(self.workers.name, (worker,), _call(group_id), Cluster.current_step, seconds)
 
 
-def _call(spec: GroupSpec) -> str:
-    return f"run_group({spec.group_id})"
+_Running: TypeAlias = dict[ray.ObjectRef, tuple[int, int, float]]
+"""Group id, rank of the worker and time of the start, by the call's result to come."""
+
+
+@dataclass
+class _Batch:
+    """The state of one ``collect``."""
+
+    ids: Iterator[int]
+    num_groups: int
+    width: int
+    """How many groups are accepted or under way at any time: those asked for and the extra ones."""
+    max_groups: int | None
+    accepted: list[RolloutGroup] = field(default_factory=list)
+    rejected: list[RolloutGroup] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    running: _Running = field(default_factory=dict)
+
+    def fill(self) -> None:
+        """Takes as many further ids as rejected groups have left room for."""
+        finished = len(self.accepted) + len(self.rejected)
+        under_way = len(self.waiting) + len(self.running)
+        room = self.width - len(self.accepted) - under_way
+        if self.max_groups is not None:
+            room = min(room, self.max_groups - finished - under_way)
+        self.waiting += itertools.islice(self.ids, max(room, 0))
+        if not self.waiting and not self.running:
+            raise TooManyRejectedError(
+                f"of {finished} groups only {len(self.accepted)} were accepted, {self.num_groups} are needed"
+            )
+
+
+def _group_id(group: RolloutGroup) -> int:
+    return group.group_id
+
+
+def _call(group_id: int) -> str:
+    return f"run_group({group_id})"
 
 
 def _running_sum(values: Sequence[int]) -> list[int]:

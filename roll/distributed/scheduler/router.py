@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
-from roll.agentic.types import Completion, GenerateRequest
+from roll.agentic.types import Completion, GenerateFn, GenerateRequest
 
 
 class EngineUnavailableError(RuntimeError):
@@ -46,7 +46,26 @@ class GenerationClient:
             EngineUnavailableError: the worker died.
             GenerationError: the engine raised for this request.
         """
-        engine = min(range(len(self._engines)), key=lambda i: len(self._pending[i]))
+        return await self._generate(request, self._least_loaded())
+
+    def pinned(self) -> GenerateFn:
+        """A ``generate`` whose requests all go to one worker, the least loaded when the first of them is made.
+
+        Requests with a common prompt then find its keys and values in that worker's cache.
+        """
+        engine: int | None = None
+
+        async def generate(request: GenerateRequest) -> Completion:
+            nonlocal engine
+            engine = self._least_loaded() if engine is None else engine
+            return await self._generate(request, engine)
+
+        return generate
+
+    def _least_loaded(self) -> int:
+        return min(range(len(self._engines)), key=lambda i: len(self._pending[i]))
+
+    async def _generate(self, request: GenerateRequest, engine: int) -> Completion:
         # Ids are the caller's and may repeat between callers, tries and pipelines that share an engine.
         wire_id = f"{self.client_id}/{uuid.uuid4().hex}"
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()

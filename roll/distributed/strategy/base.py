@@ -73,6 +73,11 @@ class StrategyContext:
     """Place in the role's process group; MASTER_ADDR and MASTER_PORT are set in the environment when world_size > 1."""
     head: Literal["lm", "value"] = "lm"
     """``value``: a scalar head on the same trunk (critic)."""
+    returns_hidden: bool = False
+    """A language model's scores hold its final hidden states (a reference, with ``kl_penalty: full``)."""
+    keeps_output_layer: bool = False
+    """A trainer keeps a frozen copy of the output layer that it starts with, which turns a reference's hidden states
+    into the distribution that its KL is taken to."""
     seed: int = 42
     temperature: float = 1.0
     """Sampling temperature: scores divide the logits by it."""

@@ -36,7 +36,13 @@ from roll.distributed.strategy.fsdp2_checkpoint import (
     load_weights,
     save_checkpoint,
 )
-from roll.distributed.strategy.fsdp2_weights import ReplicatedWeights, ShardedWeights, Weights, decoder_layers
+from roll.distributed.strategy.fsdp2_weights import (
+    ReplicatedWeights,
+    ShardedWeights,
+    Weights,
+    copy_output_layer,
+    decoder_layers,
+)
 from roll.distributed.strategy.optim import ADAM_STATE, learning_rate, make_adamw
 from roll.models.heads import ValueHead
 from roll.models.loading import load_config, make_skeleton, resolve_dtype
@@ -117,7 +123,7 @@ class Fsdp2Infer:
     def _score(self, micro_batch: Batch, limits: Limits) -> TokenScores:
         inputs = layout(micro_batch, round_to=limits.round_to, packing=limits.packing)
         with self.weights.forward_context():
-            return score_input(self.weights.scorer, inputs, micro_batch.num_tokens)
+            return score_input(self.weights.scorer, inputs, micro_batch.num_tokens, micro_batch.ref_hidden_TH)
 
     def _limits(self, phase: str) -> Limits:
         worker = self.context.worker
@@ -149,6 +155,8 @@ class Fsdp2Infer:
         else:
             weights = ShardedWeights(scorer, self._device, compute_dtype=compute, config=config)
         load_weights(Path(path), weights, self.context.head, args.model_config_kwargs)
+        if self.context.keeps_output_layer:
+            scorer.reference_layer = copy_output_layer(weights, compute)
         return weights
 
     def _make_scorer(self, dtype: torch.dtype) -> TokenScorer:
@@ -162,7 +170,12 @@ class Fsdp2Infer:
         )
         value = self.context.head == "value"
         head = ValueHead(model.config.get_text_config().hidden_size, dtype) if value else None
-        return TokenScorer(model, temperature=self.context.temperature, value_head=head)
+        return TokenScorer(
+            model,
+            temperature=self.context.temperature,
+            value_head=head,
+            returns_hidden=self.context.returns_hidden,
+        )
 
     def _gather_counts(self, counts: list[float]) -> Tensor:
         """Every rank's counts, shape [ranks, len(counts)] (collective)."""
@@ -172,6 +185,9 @@ class Fsdp2Infer:
     def _move(self, what: States, device: torch.device) -> None:
         if States.WEIGHTS in what and self._device.type != "cpu":
             self.weights.move(device)
+            scorer = self.weights.scorer
+            if scorer.reference_layer is not None:
+                scorer.reference_layer = scorer.reference_layer.to(device)
 
     def _require(self, what: States) -> None:
         if missing := what & ~self._resident:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from roll.models.scoring import TokenScorer
+from roll.models.scoring import OutputLayer, TokenScorer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -220,6 +220,28 @@ def whole_parameters(weights: Weights) -> Iterator[tuple[str, Tensor]]:
     """Every parameter in full, one at a time (collective: every rank must go through all of it)."""
     for name, share in weights.local.items():
         yield name, weights.whole(name, share)
+
+
+def copy_output_layer(weights: Weights, dtype: torch.dtype) -> OutputLayer:
+    """A frozen copy of the model's output layer as it is now, whole on every rank (collective).
+
+    Raises:
+        ValueError: the output layer is not a linear map of the hidden states.
+    """
+    layer = weights.scorer.model.get_output_embeddings()
+    if not isinstance(layer, nn.Linear):
+        raise ValueError(f"kl_penalty 'full': the output layer is a {type(layer).__name__}, expected Linear")
+    names = {id(parameter): name for name, parameter in weights.parameters.items()}
+
+    def copy(parameter: Tensor | None) -> Tensor | None:
+        if parameter is None:
+            return None
+        name = names[id(parameter)]
+        return weights.whole(name, weights.local[name]).to(weights.device, dtype, copy=True)
+
+    weight = copy(layer.weight)
+    assert weight is not None
+    return OutputLayer(weight, copy(layer.bias))
 
 
 def decoder_layers(scorer: TokenScorer) -> list[nn.Module]:

@@ -68,7 +68,7 @@ class HfInfer:
         _check_model(self._model, context.sequence_length)
         tokenizer = load_tokenizer(context.model_path)
         self._vocab_size = self._model.config.get_text_config().vocab_size
-        self._scorer = TokenScorer(self._model, temperature=context.temperature)
+        self._scorer = TokenScorer(self._model, temperature=context.temperature, returns_hidden=context.returns_hidden)
         self._batching = ContinuousBatching(
             self._model,
             eos_ids=eos_token_ids(self._model, tokenizer),

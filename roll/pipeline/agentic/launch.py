@@ -11,28 +11,30 @@ from roll.distributed.executor.cluster import Cluster
 from roll.pipeline.agentic.env_roles import EnvRoles
 from roll.pipeline.agentic.env_worker import EnvironmentWorker
 from roll.pipeline.agentic.pipeline import AgenticPipeline
-from roll.pipeline.agentic.warm_start import ensure_init, ensure_warm
+from roll.pipeline.agentic.warm_start import ScriptedTeacher, recipe
 from roll.pipeline.base import set_losses
-from roll.pipeline.launch import MODEL_WORKERS, launch
+from roll.pipeline.launch import MODEL_WORKERS, WorkerClasses, launch
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
+from roll.pipeline.warm_start import ensure_init, ensure_warm, tiny_folder
 from roll.utils.signals import SignalGuard
 
 
 def run_agentic(config: AgenticConfig, started: float | None = None) -> int:
     """Runs the agentic pipeline to its end and returns the exit code, see ``launch``."""
-    workers = {**MODEL_WORKERS, **dict.fromkeys(MANAGERS, EnvironmentWorker)}
+    workers: WorkerClasses = {**MODEL_WORKERS, **dict.fromkeys(MANAGERS, EnvironmentWorker)}
     return launch(config, _run, workers, notes=describe_batches(config), started=started)
 
 
 def _run(config: AgenticConfig, session: RunSession, signals: SignalGuard, clusters: Mapping[str, Cluster]) -> None:
     tiny = config.pretrain == TINY
-    model_path = str(ensure_init(config)) if tiny else config.pretrain
+    folder = tiny_folder(config, recipe(config))
+    model_path = str(ensure_init(folder, config.seed)) if tiny else config.pretrain
     roles = Roles(config, clusters)
     envs = EnvRoles(config, clusters, roles, model_path, on_tick=signals.check)
     envs.begin_setup()
     if tiny:
-        model_path = str(ensure_warm(config, session, roles, envs))
+        model_path = str(ensure_warm(folder, config, session, roles, ScriptedTeacher(config, envs)))
     with session.phase("setup"):
         roles.setup(model_path, config.reward_pretrain or model_path, config.total_optimizer_steps)
         set_losses(roles, config)

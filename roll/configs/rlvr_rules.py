@@ -1,0 +1,67 @@
+"""Rules between the sections of an RLVR configuration (see ``roll.configs.rules``)."""
+
+from __future__ import annotations
+
+from roll.configs.algorithm import STATE_ESTIMATORS
+from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.rl import TINY
+from roll.configs.rlvr import RLVRConfig
+from roll.configs.rules import Rule, check_sampling, too_many_tokens
+
+_TRAIN_DATA, _VAL_DATA = "actor_train.data_args", "validation.data_args"
+
+
+def check_data(config: RLVRConfig) -> list[ConfigProblem]:
+    """There are prompts to train on and to evaluate on, and demonstrations where the model is made here."""
+    problems = []
+    datasets = {_TRAIN_DATA: config.actor_train.data_args}
+    if config.validation is not None:
+        datasets[_VAL_DATA] = config.validation.data_args
+    for path, data in datasets.items():
+        if path == _TRAIN_DATA and config.eval_only:
+            continue
+        if not data.has_dataset:
+            problems.append(ConfigProblem(f"{path}.file_name", NOTHING, "a file, several, a glob, or dataset_cls"))
+        for domain in data.domain_interleave_probs or ():
+            if domain not in config.rewards:
+                expected = f"reward domains: {', '.join(config.rewards) or 'there is none'}"
+                problems.append(
+                    ConfigProblem(f"{path}.domain_interleave_probs", domain, expected, involves=("rewards",))
+                )
+    if config.validation is not None and config.validation.data_args.template not in (
+        "native",
+        config.actor_train.data_args.template,
+    ):
+        expected = f"the same as {_TRAIN_DATA}.template = {config.actor_train.data_args.template}, or nothing"
+        seen = config.validation.data_args.template
+        problems.append(ConfigProblem(f"{_VAL_DATA}.template", seen, expected, involves=(f"{_TRAIN_DATA}.template",)))
+    if config.pretrain == TINY and not config.warm_start.file_name:
+        expected = "demonstrations to warm-start the tiny model with"
+        problems.append(ConfigProblem("warm_start.file_name", NOTHING, expected, involves=("pretrain",)))
+    return problems
+
+
+def check_answers(config: RLVRConfig) -> list[ConfigProblem]:
+    """How many answers, how long, and how they are sampled."""
+    path = "actor_infer.generating_args"
+    count, size = config.actor_infer.generating_args.num_return_sequences, config.num_return_sequences_in_group
+    problems = check_sampling(path, config.actor_infer.generating_args)
+    if count not in (1, size):
+        expected = f"1 or num_return_sequences_in_group = {size}"
+        involved = ("num_return_sequences_in_group",)
+        problems.append(ConfigProblem(f"{path}.num_return_sequences", count, expected, involves=involved))
+    own = config.validation.generating_args if config.validation else None
+    if own is not None:
+        problems += too_many_tokens(config, {"validation.generating_args.max_new_tokens": own.max_new_tokens})
+    return problems
+
+
+def check_estimator(config: RLVRConfig) -> list[ConfigProblem]:
+    """Episodes of one turn have no states to compare."""
+    if config.adv_estimator not in STATE_ESTIMATORS:
+        return []
+    expected = "an estimator of one-turn episodes, such as grpo, rloo or reinforce_plus_plus"
+    return [ConfigProblem("adv_estimator", config.adv_estimator, expected)]
+
+
+RLVR_RULES: tuple[Rule, ...] = (check_data, check_answers, check_estimator)

@@ -1,0 +1,214 @@
+"""One row of a dataset to the parts of a prompt; every rule that a row can break."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from roll.configs.data import DataArguments, DatasetFilterConfig
+
+ROLES = ("system", "user", "assistant", "tool")
+
+_ABSENT = object()
+
+
+class RowError(ValueError):
+    """Why a row is no prompt; the caller knows where it stands."""
+
+
+def lookup(values: Mapping[str, Any], column: str) -> Any:
+    """The value at ``column``: a column of that name, else a dotted path into nested objects.
+
+    Raises:
+        RowError: there is none.
+    """
+    value = _find(values, column)
+    if value is _ABSENT:
+        near = difflib.get_close_matches(column, values, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise RowError(f"no column {column!r}, the row has {', '.join(map(repr, values)) or 'none'}{hint}")
+    return value
+
+
+def _find(values: Mapping[str, Any], column: str) -> Any:
+    if column in values:
+        return values[column]
+    node: Any = values
+    for part in column.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return _ABSENT
+        node = node[part]
+    return node
+
+
+def passes(values: Mapping[str, Any], rules: DatasetFilterConfig) -> bool:
+    """Whether the dataset's filter keeps a row.
+
+    Raises:
+        RowError: a column that the filter reads is missing or, for the difficulty, no number.
+    """
+    if rules.source is not None:
+        wanted = [rules.source] if isinstance(rules.source, str) else rules.source
+        if lookup(values, rules.source_column) not in wanted:
+            return False
+    if rules.min_difficulty is None and rules.max_difficulty is None:
+        return True
+    difficulty = _number(lookup(values, rules.difficulty_column), rules.difficulty_column)
+    above = rules.min_difficulty is None or difficulty >= rules.min_difficulty
+    return above and (rules.max_difficulty is None or difficulty <= rules.max_difficulty)
+
+
+def _number(value: Any, column: str) -> float:
+    try:
+        number = float("nan") if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if number != number:
+        raise RowError(f"column {column!r}: {_short(value)}, expected a number")
+    return number
+
+
+def row_id(values: Mapping[str, Any], args: DataArguments, name: str) -> str:
+    """The row's id, else ``name``. Only the default column may be missing."""
+    if args.id is None or (args.id == _DEFAULT_ID and _find(values, args.id) is _ABSENT):
+        return name
+    return _label(lookup(values, args.id), args.id)
+
+
+_DEFAULT_ID = DataArguments.model_fields["id"].default
+
+
+def row_tag(values: Mapping[str, Any], args: DataArguments, allowed: Collection[str] | None) -> str:
+    """The row's domain, else ``default_tag``.
+
+    Raises:
+        RowError: there is neither, or it is not among the ``allowed``.
+    """
+    value = _find(values, args.tag)
+    if value is _ABSENT or value is None:
+        if args.default_tag is None:
+            found = "is null" if value is None else "is missing"
+            raise RowError(f"column {args.tag!r} {found}; expected it, or data_args.default_tag")
+        tag = args.default_tag
+    else:
+        tag = _label(value, args.tag)
+    if allowed is not None and tag not in allowed:
+        near = difflib.get_close_matches(tag, allowed, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise RowError(f"tag {tag!r}, expected one of {', '.join(sorted(allowed))}{hint}")
+    return tag
+
+
+def _label(value: Any, column: str) -> str:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str) or not value:
+        raise RowError(f"column {column!r}: {_short(value)}, expected text or a whole number")
+    return value
+
+
+def row_messages(values: Mapping[str, Any], args: DataArguments) -> tuple[Mapping[str, str], ...]:
+    """The conversation that the policy answers.
+
+    Raises:
+        RowError: it is no list of messages with known roles and text, or the last one is not the user's.
+    """
+    if args.messages is not None:
+        messages = _conversation(lookup(values, args.messages), args.messages)
+    else:
+        assert args.prompt is not None
+        messages = ({"role": "user", "content": _text(lookup(values, args.prompt), args.prompt)},)
+    if args.system_prompt is not None and messages[0]["role"] != "system":
+        messages = ({"role": "system", "content": args.system_prompt}, *messages)
+    return messages
+
+
+def _text(value: Any, column: str) -> str:
+    if isinstance(value, list):
+        raise RowError(f"column {column!r}: a list, expected text; for a list of messages set messages: {column}")
+    if not isinstance(value, str):
+        raise RowError(f"column {column!r}: {_short(value)}, expected text")
+    if not value.strip():
+        raise RowError(f"column {column!r}: empty, expected a question")
+    _check_encodable(value, f"column {column!r}")
+    return value
+
+
+def _conversation(value: Any, column: str) -> tuple[Mapping[str, str], ...]:
+    if isinstance(value, str):  # a CSV file can hold it only so
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"column {column!r}: text that is no JSON list of messages ({error})") from error
+    if not isinstance(value, list) or not value:
+        raise RowError(f"column {column!r}: {_short(value)}, expected a list of messages")
+    messages = tuple(_message(entry, f"{column}[{index}]") for index, entry in enumerate(value))
+    last = messages[-1]
+    if last["role"] != "user":
+        raise RowError(f"{column}[{len(messages) - 1}]: the last message is of the {last['role']}, expected the user")
+    if not last["content"].strip():
+        raise RowError(f"{column}[{len(messages) - 1}].content: empty, expected a question")
+    return messages
+
+
+def _message(entry: Any, place: str) -> Mapping[str, str]:
+    """``role`` and ``content``; further keys stay where they are text, for templates that read them."""
+    if not isinstance(entry, Mapping):
+        raise RowError(f"{place}: {_short(entry)}, expected an object with role and content")
+    for key in ("role", "content"):
+        if key not in entry:
+            raise RowError(f"{place}: no {key}, seen {', '.join(map(repr, entry)) or 'nothing'}")
+    if entry["role"] not in ROLES:
+        raise RowError(f"{place}.role: {_short(entry['role'])}, expected one of {', '.join(ROLES)}")
+    # Parquet gives every message the keys of all; those a message does not have are null.
+    message = {key: text for key, text in entry.items() if text is not None or key == "content"}
+    for key, text in message.items():
+        if not isinstance(text, str):
+            raise RowError(f"{place}.{key}: {_short(text)}, expected text")
+        _check_encodable(text, f"{place}.{key}")
+    return message
+
+
+def _check_encodable(text: str, place: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RowError(f"{place}: half of a surrogate pair at character {error.start + 1}, expected text") from error
+
+
+def row_response(values: Mapping[str, Any], args: DataArguments) -> Any:
+    """The reference answer; ``None`` where ``data_args.response`` is null."""
+    if args.response is None:
+        return None
+    try:
+        return lookup(values, args.response)
+    except RowError as error:
+        raise RowError(f"{error} (data_args.response: null where there is no reference answer)") from error
+
+
+def other_columns(values: Mapping[str, Any], used: Collection[str]) -> dict[str, Any]:
+    """The columns that are not ``used`` themselves; the entries of a column ``extra_info`` stand beside them.
+
+    So a reward function finds ``extra_info["index"]`` where datasets for verl nest it.
+    """
+    others = {column: value for column, value in values.items() if column not in used}
+    nested = others.get("extra_info")
+    if isinstance(nested, Mapping):
+        del others["extra_info"]
+        others |= nested
+    return others
+
+
+def used_columns(args: DataArguments) -> Sequence[str]:
+    """The columns that have a place of their own in a prompt."""
+    columns = (args.prompt, args.messages, args.response, args.id, args.tag)
+    return [column for column in columns if column is not None]
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "null"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:59] + "…"

@@ -1,0 +1,1 @@
+"""The RLVR pipeline: prompts from datasets, rewards that can be verified."""

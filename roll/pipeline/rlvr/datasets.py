@@ -1,0 +1,82 @@
+"""The data of an RLVR run, made and read before any worker starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from roll.configs.data import DataArguments
+from roll.configs.rl import TINY
+from roll.configs.rlvr import DataGeneratorConfig, RLVRConfig
+from roll.data.prompts import PromptDataset, load_prompts
+from roll.data.renderer import ChatRenderer
+from roll.pipeline.rlvr.prompt_roles import Datasets
+from roll.utils.registry import import_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_RECIPE = "made_from.json"
+
+
+def make_data(generator: DataGeneratorConfig) -> None:
+    """Calls the generator, unless its folder holds what the same call has made before.
+
+    Raises:
+        Exception: whatever the generator raises, such as ``ValueError`` for wrong arguments.
+    """
+    folder = Path(generator.folder).expanduser()
+    recipe = {"path": generator.path, "args": generator.args}
+    note = folder / _RECIPE
+    if note.is_file() and json.loads(note.read_text(encoding="utf-8")) == recipe:
+        return
+    make = cast("Callable[..., Any]", import_path(generator.path, "data_generator.path"))
+    folder.mkdir(parents=True, exist_ok=True)
+    note.unlink(missing_ok=True)  # nothing half made must look finished
+    make(folder, **generator.args)
+    note.write_text(json.dumps(recipe) + "\n", encoding="utf-8")
+
+
+def load_renderer(config: RLVRConfig) -> ChatRenderer:
+    """The policy's tokenizer and chat template."""
+    return ChatRenderer(_tokenizer(config.pretrain), config.actor_train.data_args.template)
+
+
+def load_datasets(config: RLVRConfig, renderer: ChatRenderer) -> Datasets:
+    """The prompts that the run needs.
+
+    Raises:
+        DataError: everything that is wrong in the files, by file and line.
+    """
+    train = None if config.eval_only else _load(config, config.actor_train.data_args, renderer)
+    val = _load(config, config.validation.data_args, renderer) if config.validation else None
+    return Datasets(train, val)
+
+
+def describe_datasets(datasets: Datasets) -> list[str]:
+    """What was read, a line for each dataset."""
+    found = {"training data": datasets.train, "held-out data": datasets.val}
+    return [f"{name}: {dataset.report}" for name, dataset in found.items() if dataset is not None]
+
+
+def _load(config: RLVRConfig, data: DataArguments, renderer: ChatRenderer) -> PromptDataset:
+    return load_prompts(
+        data,
+        renderer=renderer,
+        prompt_length=config.prompt_length,
+        allowed_tags=config.domains,
+        seed=config.seed,
+    )
+
+
+def _tokenizer(pretrain: str) -> PreTrainedTokenizerBase:
+    if pretrain == TINY:
+        from roll.models.tiny import make_tokenizer
+
+        return make_tokenizer()
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(pretrain)
+    return tokenizer

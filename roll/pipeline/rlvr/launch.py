@@ -1,0 +1,75 @@
+"""Reads the data, sets the RLVR pipeline up on its clusters and runs it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import partial
+
+from roll.configs.batches import describe_batches
+from roll.configs.rl import TINY
+from roll.configs.rlvr import REWARD_CLUSTER, ROLLOUT_CLUSTER, RLVRConfig
+from roll.data.prompt_files import DataError
+from roll.data.renderer import ChatRenderer
+from roll.distributed.executor.cluster import Cluster
+from roll.pipeline.base import set_losses
+from roll.pipeline.launch import EXIT_USAGE, MODEL_WORKERS, WorkerClasses, launch
+from roll.pipeline.rlvr.datasets import describe_datasets, load_datasets, load_renderer, make_data
+from roll.pipeline.rlvr.pipeline import RLVRPipeline
+from roll.pipeline.rlvr.prompt_roles import Datasets, PromptRoles
+from roll.pipeline.rlvr.prompt_worker import PromptWorker
+from roll.pipeline.rlvr.reward_worker import RewardWorker
+from roll.pipeline.rlvr.warm_start import FileTeacher, recipe
+from roll.pipeline.roles import Roles
+from roll.pipeline.session import RunSession
+from roll.pipeline.warm_start import ensure_init, ensure_warm, tiny_folder
+from roll.utils.signals import SignalGuard
+
+
+def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
+    """Runs the RLVR pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
+    try:
+        if config.data_generator is not None:
+            make_data(config.data_generator)
+        renderer = load_renderer(config)
+        datasets = load_datasets(config, renderer)
+    except (DataError, OSError, ValueError) as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_USAGE
+    workers: WorkerClasses = {
+        **MODEL_WORKERS,
+        ROLLOUT_CLUSTER: PromptWorker,
+        **{f"{REWARD_CLUSTER}{name}": RewardWorker for name in config.rewards},
+    }
+    notes = [*describe_batches(config), *describe_datasets(datasets)]
+    body = partial(_run, renderer=renderer, datasets=datasets)
+    return launch(config, body, workers, notes=notes, started=started)
+
+
+def _run(
+    config: RLVRConfig,
+    session: RunSession,
+    signals: SignalGuard,
+    clusters: Mapping[str, Cluster],
+    *,
+    renderer: ChatRenderer,
+    datasets: Datasets,
+) -> None:
+    model_path = config.pretrain
+    folder = None
+    if config.pretrain == TINY:
+        folder = tiny_folder(config, recipe(config))
+        model_path = str(ensure_init(folder, config.seed))
+    roles = Roles(config, clusters)
+    prompts = PromptRoles(config, clusters, roles, model_path, datasets, on_tick=signals.check)
+    prompts.begin_setup()
+    if folder is not None:
+        measured = datasets.train or datasets.val
+        assert measured is not None, "RLVRConfig.problems"
+        teacher = FileTeacher(config, renderer, prompts, measured)
+        model_path = str(ensure_warm(folder, config, session, roles, teacher))
+    with session.phase("setup"):
+        roles.setup(model_path, config.reward_pretrain or model_path, config.total_optimizer_steps)
+        set_losses(roles, config)
+        prompts.wait_ready()
+    RLVRPipeline(config, session, roles, signals, prompts).run()

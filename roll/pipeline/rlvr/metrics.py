@@ -1,0 +1,130 @@
+"""What answers and scores tell: accuracy over several samples, rewards by domain, which groups to train on."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from roll.agentic.types import RolloutGroup
+from roll.configs.rewards import RewardFilterConfig
+from roll.configs.rlvr import RLVRConfig
+from roll.pipeline.session import RunFailedError
+
+
+class RewardFailureError(RunFailedError):
+    """Too many answers could not be scored."""
+
+
+def accuracy_metrics(groups: Sequence[RolloutGroup], num_samples: int, prefix: str) -> dict[str, float]:
+    """mean@n, pass@n, best@n and maj@n over prompts, for all and, with several tags, for each.
+
+    * ``mean@n``: share of correct answers.
+    * ``pass@k``, k = 1, 2, 4 … n: chance that one of k answers is correct, estimated without bias from all n (Chen et
+      al. 2021, "Evaluating Large Language Models Trained on Code").
+    * ``best@n``: mean over prompts of the best score.
+    * ``maj@n``: share of prompts whose most frequent answer is correct; equally frequent ones share the vote, and
+      responses in which no answer was found have none.
+
+    Prompts of which no answer could be scored are left out; one with fewer than n counts with those it has.
+    """
+    answered = [group for group in groups if group.trajectories]
+    if not answered:
+        return {}
+    metrics = _accuracy(answered, num_samples, prefix)
+    tags = sorted({group.tag for group in answered})
+    if len(tags) > 1:
+        for tag in tags:
+            metrics |= _accuracy([group for group in answered if group.tag == tag], num_samples, f"{prefix}/{tag}")
+    return metrics
+
+
+def _accuracy(groups: Sequence[RolloutGroup], n: int, prefix: str) -> dict[str, float]:
+    correct = [[trajectory.success for trajectory in group.trajectories] for group in groups]
+    ks = sorted({n} | {2**i for i in range(n.bit_length()) if 2**i <= n})
+    return {
+        f"{prefix}/mean@{n}": _mean(_mean(each) for each in correct),
+        **{f"{prefix}/pass@{k}": _mean(pass_at_k(len(each), sum(each), k) for each in correct) for k in ks},
+        f"{prefix}/best@{n}": _mean(max(trajectory.score for trajectory in group.trajectories) for group in groups),
+        f"{prefix}/maj@{n}": _mean(map(majority_correct, groups)),
+    }
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """``1 - C(n - c, k) / C(n, k)``; k is at most n."""
+    k = min(k, num_samples)
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def majority_correct(group: RolloutGroup) -> float:
+    """Share of a group's most frequent answers that are correct; 0 where no answer was found."""
+    votes: defaultdict[str, list[bool]] = defaultdict(list)
+    for trajectory in group.trajectories:
+        answer = trajectory.turns[-1].action
+        if answer is not None:
+            votes[answer].append(trajectory.success)
+    most = max(map(len, votes.values()), default=0)
+    return _mean(_mean(outcomes) for outcomes in votes.values() if len(outcomes) == most)
+
+
+def reward_metrics(groups: Sequence[RolloutGroup], config: RLVRConfig) -> dict[str, float]:
+    """Per domain: ``score``, ``accuracy``, ``errors`` (answers without a reward), and the verifiers' own numbers."""
+    metrics: dict[str, float] = {}
+    for name, of_domain in _by_domain(groups, config).items():
+        trajectories = [trajectory for group in of_domain for trajectory in group.trajectories]
+        metrics[f"reward/{name}/errors"] = float(sum(group.dropped for group in of_domain))
+        if not trajectories:
+            continue
+        metrics[f"reward/{name}/score"] = _mean(trajectory.score for trajectory in trajectories)
+        metrics[f"reward/{name}/accuracy"] = _mean(trajectory.success for trajectory in trajectories)
+        parts: defaultdict[str, list[float]] = defaultdict(list)
+        for trajectory in trajectories:
+            for part, value in trajectory.info.items():
+                if "/" in part and isinstance(value, int | float):
+                    parts[part].append(float(value))
+        metrics |= {f"reward/{name}/{part}": _mean(values) for part, values in parts.items()}
+    return metrics
+
+
+def check_error_rates(groups: Sequence[RolloutGroup], config: RLVRConfig) -> None:
+    """Stops the run where too many answers of a domain could not be scored.
+
+    Raises:
+        RewardFailureError: the share is above the domain's ``max_error_rate``.
+    """
+    for name, of_domain in _by_domain(groups, config).items():
+        failed = sum(group.dropped for group in of_domain)
+        total = failed + sum(len(group.trajectories) for group in of_domain)
+        limit = config.rewards[name].max_error_rate
+        if total and failed / total > limit:
+            last = next(group.errors[-1] for group in reversed(of_domain) if group.errors)
+            raise RewardFailureError(
+                f"rewards.{name}: {failed} of {total} answers could not be scored, more than max_error_rate={limit:g}; "
+                f"the last error: {last}"
+            )
+
+
+def worth_training(group: RolloutGroup, limits: RewardFilterConfig) -> bool:
+    """Whether a group's scores lie within the bounds of dynamic sampling; one without any answer never does."""
+    if limits.type == "no_filter":
+        return True
+    scores = [trajectory.score for trajectory in group.trajectories]
+    if not scores:
+        return False
+    value = mean = _mean(scores)
+    if limits.type == "std_filter":
+        value = math.sqrt(_mean((score - mean) ** 2 for score in scores))
+    return limits.low < value and (limits.high is None or value < limits.high)
+
+
+def _by_domain(groups: Iterable[RolloutGroup], config: RLVRConfig) -> dict[str, list[RolloutGroup]]:
+    domains = config.domains
+    found: defaultdict[str, list[RolloutGroup]] = defaultdict(list)
+    for group in groups:
+        found[domains[group.tag]].append(group)
+    return dict(sorted(found.items()))
+
+
+def _mean(values: Iterable[float]) -> float:
+    collected = [float(value) for value in values]
+    return sum(collected) / len(collected) if collected else 0.0

@@ -1,0 +1,124 @@
+"""The RLVR pipeline: rollouts are answers to the prompts of a dataset."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roll.agentic.metrics import rollout_metrics
+from roll.agentic.trajectory import groups_to_batch
+from roll.agentic.types import RolloutGroup
+from roll.configs.rlvr import RLVRConfig
+from roll.data.batch import Batch
+from roll.distributed.scheduler.rollout_scheduler import Collected, RolloutScheduler, TooManyRejectedError
+from roll.distributed.strategy.base import Metrics
+from roll.pipeline.base import RLPipeline
+from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates, reward_metrics, worth_training
+from roll.pipeline.rlvr.position import DataPosition
+from roll.pipeline.rlvr.prompt_roles import PromptRoles
+from roll.pipeline.roles import Roles
+from roll.pipeline.rollouts import collect, keep_episodes
+from roll.pipeline.session import RunFailedError, RunSession
+from roll.utils.signals import SignalGuard
+
+
+class RLVRPipeline(RLPipeline):
+    """Trains a policy on prompts whose answers can be verified (see ``RLPipeline``).
+
+    Args:
+        prompts: the datasets, and the workers that have them answered and scored.
+    """
+
+    config: RLVRConfig
+
+    def __init__(
+        self, config: RLVRConfig, session: RunSession, roles: Roles, signals: SignalGuard, prompts: PromptRoles
+    ) -> None:
+        super().__init__(config, session, roles, signals)
+        self.prompts = prompts
+        self.position = self._next_position = DataPosition()
+        """Where the step after ``done_steps`` begins in the data."""
+
+    def rollout(self, step: int) -> tuple[Batch, Metrics]:
+        self.session.first_rollout()
+        collected = self._collect_train()
+        self._next_position = self.position.after(collected)
+        groups = collected.groups
+        metrics = rollout_metrics(groups, "rollout") | reward_metrics([*groups, *collected.rejected], self.config)
+        metrics["rollout/filtered"] = float(len(collected.rejected))
+        metrics["rollout/epoch"] = self.prompts.epoch_of(self._next_position.next_id)
+        return groups_to_batch(groups, self.prompts.tags), metrics
+
+    def step(self, step: int) -> None:
+        super().step(step)
+        self.position = self._next_position
+
+    def evaluate(self, name: str, step: int) -> Metrics:
+        """Answers the held-out prompts: the same ones each time, sampled; and greedily before and after."""
+        if self.prompts.val is None:
+            return {}
+        with self.session.phase("eval"):
+            groups = self._answer_validation(self.prompts.val)
+        metrics = rollout_metrics(groups, "eval") | accuracy_metrics(groups, self.config.num_val_samples, "eval")
+        if name != "step":
+            assert self.prompts.val_greedy is not None
+            with self.session.phase("eval greedy"):
+                greedy = rollout_metrics(self._answer_validation(self.prompts.val_greedy), "eval_greedy")
+            metrics |= {key: value for key, value in greedy.items() if key.endswith(("success", "reward"))}
+            self.session.summary["eval"][name] = {
+                "accuracy": metrics["eval/success"],
+                "accuracy_greedy": metrics["eval_greedy/success"],
+                "success": metrics["eval/success"],
+                "reward": metrics["eval/reward"],
+                "format_rate": metrics["eval/valid_rate"],
+                "prompts": len(groups),
+                "episodes": int(metrics["eval/episodes"]),
+            } | {key.removeprefix("eval/"): value for key, value in metrics.items() if "@" in key}
+        keep_episodes(self.session, step, groups)
+        self.session.display.note(
+            f"evaluation {name} (step {step}): accuracy {metrics['eval/success']:.1%}, an answer found in "
+            f"{metrics['eval/valid_rate']:.1%} of {metrics['eval/episodes']:.0f} responses to {len(groups)} prompts"
+        )
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"data": self.position.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.position = DataPosition.from_state_dict(state["data"])
+
+    def _collect_train(self) -> Collected:
+        """The step's groups.
+
+        Raises:
+            RunFailedError: dynamic sampling found too few prompts worth training on, or too many answers could not be
+                scored.
+        """
+        num_groups, domains = self.config.rollout_batch_size, self.config.domains
+
+        def accept(group: RolloutGroup) -> bool:
+            return worth_training(group, self.config.rewards[domains[group.tag]].query_filter_config)
+
+        try:
+            collected = collect(
+                self.session,
+                self.prompts.train,
+                self.position.ids(),
+                num_groups,
+                "train on",
+                accept=accept,
+                max_groups=num_groups * self.config.max_filtered_batches,
+            )
+        except TooManyRejectedError as error:
+            raise RunFailedError(
+                f"dynamic sampling: {error} (max_filtered_batches={self.config.max_filtered_batches}); the prompts are "
+                "too easy or too hard for the policy: loosen rewards.*.query_filter_config, or change the data"
+            ) from error
+        check_error_rates([*collected.groups, *collected.rejected], self.config)
+        return collected
+
+    def _answer_validation(self, scheduler: RolloutScheduler) -> list[RolloutGroup]:
+        num_groups = self.prompts.num_val_prompts
+        groups = collect(self.session, scheduler, range(num_groups), num_groups, "evaluate").groups
+        check_error_rates(groups, self.config)
+        return groups

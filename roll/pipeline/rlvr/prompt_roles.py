@@ -1,0 +1,111 @@
+"""The datasets of a run, and the workers that have their prompts answered and scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from roll.agentic.env_manager import Limits
+from roll.configs.rlvr import REWARD_CLUSTER, ROLLOUT_CLUSTER, RLVRConfig
+from roll.data.prompt_sampler import PromptSampler
+from roll.data.prompts import PromptDataset
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.scheduler.rollout_scheduler import RolloutScheduler
+from roll.pipeline.rlvr.prompt_worker import PromptPlan, PromptWorkerContext
+from roll.pipeline.roles import Roles
+from roll.pipeline.rollout_roles import RolloutRoles, sampling_params
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """What is trained on and what is held out."""
+
+    train: PromptDataset | None
+    """``None`` with ``eval_only``."""
+    val: PromptDataset | None
+
+
+class PromptRoles(RolloutRoles):
+    """Rollout workers and reward domains.
+
+    Args:
+        config: the run's configuration.
+        clusters: started clusters by name.
+        roles: the model roles.
+        tokenizer_path: folder with the policy's tokenizer.
+        datasets: the prompts.
+        on_tick: see ``RolloutRoles``.
+    """
+
+    def __init__(
+        self,
+        config: RLVRConfig,
+        clusters: Mapping[str, Cluster],
+        roles: Roles,
+        tokenizer_path: str,
+        datasets: Datasets,
+        on_tick: Callable[[], None],
+    ) -> None:
+        self._rewards = {name: clusters[f"{REWARD_CLUSTER}{name}"] for name in config.rewards}
+        contexts: dict[str, tuple[Any, ...]] = {ROLLOUT_CLUSTER: (_worker_context(config, tokenizer_path),)}
+        contexts |= {f"{REWARD_CLUSTER}{name}": (name, reward) for name, reward in config.rewards.items()}
+        own = {name: clusters[name] for name in contexts}
+        super().__init__(config, own, contexts, roles, on_tick)
+        self.tags = list(config.domains)
+        """All tags; a batch's ``tag_B`` indexes into it."""
+        self._train_prompts = None if datasets.train is None else _sampler(config, datasets.train)
+        if self._train_prompts is not None:
+            plan = PromptPlan(
+                self._train_prompts,
+                group_size=config.num_return_sequences_in_group,
+                num_slots=config.rollout_batch_size + self.extra_groups,
+                seed=config.seed,
+                sampling="train",
+                baseline=config.needs_greedy_baseline,
+            )
+            self.train = self.make_scheduler(plan, ROLLOUT_CLUSTER, self.extra_groups)
+        self.num_val_prompts = 0
+        self.val: RolloutScheduler | None = None
+        self.val_greedy: RolloutScheduler | None = None
+        if datasets.val is not None:
+            self.num_val_prompts = min(config.val_batch_size, len(datasets.val))
+            held_out = PromptSampler(datasets.val, seed=config.seed, shuffle=False)
+            self.val = self._val_scheduler(held_out, config.num_val_samples, greedy=False)
+            self.val_greedy = self._val_scheduler(held_out, 1, greedy=True)
+
+    def measuring(self, dataset: PromptDataset, num_slots: int, seed: int) -> RolloutScheduler:
+        """A scheduler over one sampled answer to each of some prompts, drawn by a seed of its own."""
+        plan = PromptPlan(PromptSampler(dataset, seed), 1, num_slots, seed, "train")
+        return self.make_scheduler(plan, ROLLOUT_CLUSTER)
+
+    def epoch_of(self, draw: int) -> float:
+        """How often the training data has been met when the run comes to this draw."""
+        assert self._train_prompts is not None
+        return float(self._train_prompts.epoch_of(draw))
+
+    def connect(self) -> None:
+        """Tells the rollout workers where the engines and the rewards are."""
+        rollout = self._clusters[ROLLOUT_CLUSTER]
+        rollout.call("set_engines", self._roles.infer.handles)
+        rollout.call("set_rewards", {name: cluster.handles for name, cluster in self._rewards.items()})
+
+    def _val_scheduler(self, prompts: PromptSampler, group_size: int, *, greedy: bool) -> RolloutScheduler:
+        plan = PromptPlan(prompts, group_size, self.num_val_prompts, self._config.seed, "val", greedy)
+        return self.make_scheduler(plan, ROLLOUT_CLUSTER)
+
+
+def _sampler(config: RLVRConfig, dataset: PromptDataset) -> PromptSampler:
+    data = config.actor_train.data_args
+    return PromptSampler(dataset, config.seed, data.shuffle, data.domain_interleave_probs, config.domains)
+
+
+def _worker_context(config: RLVRConfig, tokenizer_path: str) -> PromptWorkerContext:
+    return PromptWorkerContext(
+        tokenizer_path=tokenizer_path,
+        template=config.actor_train.data_args.template,
+        params={"train": sampling_params(config.train_sampling), "val": sampling_params(config.val_sampling)},
+        limits=Limits(config.prompt_length, config.sequence_length),
+        domains=config.domains,
+        spread=config.is_num_return_sequences_expand,
+    )

@@ -1,0 +1,111 @@
+"""The clusters that rollouts come from, besides the models: set up, connected to the engines, and brought back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from roll.agentic.types import SamplingParams
+from roll.configs.generating import GeneratingArguments
+from roll.configs.rl import RLConfig
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.executor.errors import WorkerDiedError
+from roll.distributed.scheduler.rollout_scheduler import RolloutPlan, RolloutScheduler
+from roll.pipeline.roles import Roles
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutRoles:
+    """Workers that play episodes, and whatever they need beside the engines.
+
+    Args:
+        config: the run's configuration.
+        clusters: the clusters by name.
+        contexts: the arguments of each cluster's ``setup``.
+        roles: the model roles; their generating workers answer the requests.
+        on_tick: called at least once a second during rollouts; may raise to stop.
+    """
+
+    def __init__(
+        self,
+        config: RLConfig,
+        clusters: Mapping[str, Cluster],
+        contexts: Mapping[str, tuple[Any, ...]],
+        roles: Roles,
+        on_tick: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._clusters = clusters
+        self._contexts = contexts
+        self._roles = roles
+        self._on_tick = on_tick
+        self._restarts = 0
+
+    @property
+    def extra_groups(self) -> int:
+        """Groups that a training rollout starts beyond its need."""
+        return self._config.max_additional_running_prompts if self._config.is_use_additional_prompts else 0
+
+    def make_scheduler(self, plan: RolloutPlan, cluster: str, extra_groups: int = 0) -> RolloutScheduler:
+        """A scheduler of ``plan`` over the workers of one cluster."""
+        return RolloutScheduler(
+            plan, self._clusters[cluster], self.recover, self._config.rpc_timeout, extra_groups, self._on_tick
+        )
+
+    def begin_setup(self) -> None:
+        """Starts the set-up of the workers and returns at once."""
+        self._setup = {name: cluster.submit("setup", *self._contexts[name]) for name, cluster in self._clusters.items()}
+
+    def wait_ready(self) -> None:
+        """Waits for ``begin_setup`` and connects the workers to the engines."""
+        for name, cluster in self._clusters.items():
+            cluster.gather(self._setup[name], call="setup")
+        self.connect()
+
+    def connect(self) -> None:
+        """Tells the workers where the engines are."""
+        for cluster in self._clusters.values():
+            cluster.call("set_engines", self._roles.infer.handles)
+
+    def recover(self, error: BaseException) -> None:
+        """Brings dead workers back, those that generate included.
+
+        Raises:
+            WorkerDiedError: ``max_worker_restarts`` is used up.
+            BaseException: ``error`` itself, when nothing is dead.
+        """
+        clusters = [self._roles.infer, *self._clusters.values()]
+        dead = [(cluster, rank) for cluster in clusters for rank, alive in enumerate(cluster.alive()) if not alive]
+        if not dead:
+            raise error
+        self._restarts += len(dead)
+        if self._restarts > (limit := self._config.max_worker_restarts):
+            cluster, rank = dead[0]
+            reason = f"max_worker_restarts={limit} {'is' if limit else 'allows no restart; it is'} used up ({error})"
+            raise WorkerDiedError(cluster.name, rank, "the rollout", Cluster.current_step, reason) from error
+        for cluster, rank in dead:
+            logger.warning("%s rank %d died in a rollout and is replaced: %s", cluster.name, rank, error)
+            self._restart(cluster, rank)
+        self.connect()
+
+    def _restart(self, cluster: Cluster, rank: int) -> None:
+        if cluster is self._roles.infer:
+            self._roles.restart_generator(rank)
+        else:
+            cluster.restart(rank)
+            cluster.call_rank(rank, "setup", *self._contexts[cluster.name])
+
+
+def sampling_params(arguments: GeneratingArguments) -> SamplingParams:
+    """``generating_args`` in the words of the engines."""
+    assert arguments.max_new_tokens is not None, "the configuration fills it in"
+    return SamplingParams(
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature if arguments.do_sample else 0.0,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        repetition_penalty=arguments.repetition_penalty,
+        stop=tuple(arguments.stop_strings or ()),
+    )

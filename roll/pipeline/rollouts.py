@@ -1,0 +1,61 @@
+"""What pipelines do with rollout groups: collect them in view of the user, refuse empty ones, keep some to look at."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from roll.agentic.types import RolloutGroup
+from roll.distributed.scheduler.rollout_scheduler import Collected, RolloutScheduler
+from roll.pipeline.session import RunSession
+from roll.tracking.render import save_renders
+
+logger = logging.getLogger(__name__)
+
+MAX_WRITTEN = 64
+"""Episodes of an evaluation that are written in full."""
+
+
+def collect(
+    session: RunSession,
+    scheduler: RolloutScheduler,
+    group_ids: Iterable[int],
+    num_groups: int,
+    what: str,
+    **options: Any,
+) -> Collected:
+    """Collects groups, shows how many have come in, and tells of failed episodes.
+
+    Args:
+        session: shows the progress.
+        scheduler: plays the groups.
+        group_ids: see ``RolloutScheduler.collect``.
+        num_groups: see there.
+        what: what they are for, to complete "no episode to …".
+        **options: further arguments of ``RolloutScheduler.collect``.
+
+    Raises:
+        ValueError: nothing is left of the whole batch.
+    """
+    arrived = itertools.count(1)
+    progress = session.display.progress
+    collected = scheduler.collect(
+        group_ids, num_groups, lambda _: progress(next(arrived), num_groups, "groups"), **options
+    )
+    groups = collected.groups
+    last_errors = {group.tag: group.errors[-1] for group in [*groups, *collected.rejected] if group.errors}
+    summary = "\n".join(last_errors.values())
+    if not any(group.trajectories for group in groups):
+        raise ValueError(f"no episode to {what}: all {len(groups)} groups were dropped; last errors:\n{summary}")
+    if last_errors:
+        logger.warning("episodes failed (rollout/env_errors counts them); last errors:\n%s", summary)
+    return collected
+
+
+def keep_episodes(session: RunSession, step: int, groups: Sequence[RolloutGroup]) -> None:
+    """Keeps what a person may want to look at: some episodes in full, some to watch."""
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    session.folder.write_trajectories(f"eval-{step:05d}", trajectories[:MAX_WRITTEN])
+    save_renders(trajectories, session.renders, step, session.config.num_renders)

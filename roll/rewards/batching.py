@@ -1,0 +1,78 @@
+"""Gathers concurrent calls into batches for a function that is faster on many than on one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+
+
+class MicroBatcher(Generic[ItemT, ResultT]):
+    """Runs ``function`` in one thread on up to ``max_size`` waiting items, in order of arrival.
+
+    Args:
+        function: items to as many results, in the same order. What it raises, every caller of that batch gets.
+        max_size: items of one batch.
+        wait: seconds that a batch which is not full waits for more. Items that arrive while a batch runs wait for it.
+    """
+
+    def __init__(self, function: Callable[[list[ItemT]], Sequence[ResultT]], max_size: int, wait: float) -> None:
+        self._function = function
+        self._max_size = max_size
+        self._wait = wait
+        self._waiting: deque[tuple[ItemT, asyncio.Future[ResultT]]] = deque()
+        self._worker: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="micro-batch")
+
+    async def submit(self, item: ItemT) -> ResultT:
+        """The result for ``item``. A cancelled call leaves the queue; a batch that already runs goes on."""
+        future: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, future))
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.create_task(self._run_batches())
+        return await future
+
+    async def close(self) -> None:
+        """Lets the running batch end and cancels those who still wait."""
+        for _, future in self._waiting:
+            future.cancel()
+        self._waiting.clear()
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def _run_batches(self) -> None:
+        while self._waiting:
+            if len(self._waiting) < self._max_size:
+                await asyncio.sleep(self._wait)
+            batch = self._take()
+            if not batch:
+                continue
+            try:
+                results = await asyncio.get_running_loop().run_in_executor(
+                    self._thread, self._function, [item for item, _ in batch]
+                )
+                assert len(results) == len(batch), f"{len(results)} results for {len(batch)} items"
+            except Exception as error:
+                _fail(batch, error)
+                continue
+            for (_, future), result in zip(batch, results, strict=True):
+                if not future.done():
+                    future.set_result(result)
+
+    def _take(self) -> list[tuple[ItemT, asyncio.Future[ResultT]]]:
+        batch: list[tuple[ItemT, asyncio.Future[ResultT]]] = []
+        while self._waiting and len(batch) < self._max_size:
+            item, future = self._waiting.popleft()
+            if not future.done():
+                batch.append((item, future))
+        return batch
+
+
+def _fail(batch: list[tuple[ItemT, asyncio.Future[ResultT]]], error: Exception) -> None:
+    for _, future in batch:
+        if not future.done():
+            future.set_exception(error)

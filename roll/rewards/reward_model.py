@@ -1,0 +1,365 @@
+"""A reward model: a sequence classifier that reads the whole conversation in its own words.
+
+The policy's token ids never reach it. The messages and the answer are rendered as text by the reward model's chat
+template and tokenised by its tokenizer, so the two may come from different families.
+
+Shape suffixes: ``_B`` rows of a batch, ``_S`` padded positions, ``_L`` labels.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from roll.configs.base import Config
+from roll.rewards.batching import MicroBatcher
+from roll.rewards.types import RewardError, Sample, Verdict, Verifier
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_PROBE = "\u241fanswer\u241f"
+_TOKENIZER_FILES = ("tokenizer*", "vocab.*", "spiece.model", "sentencepiece*")
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class RewardModelConfig(Config):
+    """Keys of ``args`` for the verifier ``reward_model``."""
+
+    model_path: str = Field(
+        min_length=1, description="Folder in Hugging Face format with weights, classification head and tokenizer."
+    )
+    template: str = Field(
+        default="native",
+        description="Chat template of the reward model: `native` for its tokenizer's own, a path to a Jinja file, or "
+        "Jinja text.",
+    )
+    dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
+        default=None, description="Number format of the weights. null: what the model's config.json says."
+    )
+    device: str = Field(default="auto", description="cpu, cuda, cuda:1 …; `auto`: cuda where one is visible, else cpu.")
+    attn_implementation: str | None = Field(
+        default=None, description="sdpa, eager, flash_attention_2 …; null: the library's choice."
+    )
+    label: int | str | None = Field(
+        default=None, description="Which output is the score: its index, or its name in label2id. null: the only one."
+    )
+    probability: bool = Field(default=False, description="Take the label's probability (softmax), not its logit.")
+    scale: float = Field(default=1.0, gt=0, description="score = scale · output + shift.")
+    shift: float = Field(default=0.0, description="score = scale · output + shift.")
+    sigmoid: bool = Field(default=False, description="Then put the score through the logistic function.")
+    correct_threshold: float | None = Field(
+        default=None,
+        description="Lowest score that counts as solved. null: 0.5 with sigmoid or probability, else 0.",
+    )
+    max_length: int | None = Field(
+        default=None, ge=1, description="Tokens that the reward model reads. null: as many as it was made for."
+    )
+    overlong: Literal["left", "error"] = Field(
+        default="left",
+        description="A longer conversation loses its beginning (counted as `truncated`), or has no reward.",
+    )
+    batch_size: int = Field(default=16, ge=1, description="Samples of one forward pass.")
+    batch_wait: float = Field(
+        default=0.005, ge=0, le=10, description="Seconds that a batch which is not full waits for more samples."
+    )
+
+    def problems(self) -> list[str]:
+        found = [_folder_problem(self.model_path), _template_problem(self.template), _device_problem(self.device)]
+        if self.sigmoid and self.probability:
+            found.append("sigmoid: seen true beside probability: true, expected one of the two")
+        if isinstance(self.label, int) and self.label < 0:
+            found.append(f"label: seen {self.label}, expected 0 or more")
+        return [problem for problem in found if problem]
+
+    def threshold(self) -> float:
+        """Lowest score that counts as solved."""
+        if self.correct_threshold is not None:
+            return self.correct_threshold
+        return 0.5 if self.sigmoid or self.probability else 0.0
+
+
+class RewardModelVerifier(Verifier):
+    """Scores the conversation with the answer in it. Serves one event loop; the model runs in one thread.
+
+    ``Verdict.parts`` has ``output`` (the logit or probability before scale and shift), ``truncated`` (1 where the
+    conversation was cut) and ``control_tokens`` (how many special tokens the answer had spelt out).
+
+    Raises:
+        ValueError: a wrong configuration, no such folder, nothing in it that can be loaded, no such label or device.
+    """
+
+    config_class = RewardModelConfig
+
+    def __init__(self, config: RewardModelConfig) -> None:
+        super().__init__(config)
+        if problems := config.problems():
+            raise ValueError("\n".join(problems))
+        self._args = config
+        self.tokenizer = _load_tokenizer(config.model_path)
+        self._template = _read_template(config.template)
+        self._control_tokens = _control_token_pattern(self.tokenizer)
+        self._check_template()
+        self._device = _resolve_device(config.device)
+        self.model = _load_model(config).to(self._device)  # type: ignore[arg-type]
+        self._label = _label_index(config, self.model)
+        self._text_config = self.model.config.get_text_config()
+        self._own_pad = _own_pad_id(self._text_config)
+        self._max_length = _max_length(config, self._text_config)
+        self._warned: set[str] = set()
+        self._batches = MicroBatcher(self.forward, config.batch_size, config.batch_wait)
+
+    async def score(self, sample: Sample) -> Verdict:
+        """Scores together with the samples that others bring at the same time; the score does not depend on them.
+
+        Raises:
+            RewardError: the conversation cannot be rendered, is too long, or the output is no finite number.
+        """
+        text, control_tokens = self.render(sample)
+        ids, truncated = self._encode(text)
+        output, score = self._to_score(await self._batches.submit(ids))
+        if not math.isfinite(score):
+            raise RewardError(f"reward model {self._args.model_path!r}: seen the score {score}, expected a number")
+        parts = {"output": output, "truncated": float(truncated), "control_tokens": float(control_tokens)}
+        return Verdict(score=score, correct=score >= self._args.threshold(), parts=parts)
+
+    async def close(self) -> None:
+        """Ends the thread."""
+        await self._batches.close()
+
+    def render(self, sample: Sample) -> tuple[str, int]:
+        """The conversation as the reward model reads it, and how many special tokens were taken out of the answer.
+
+        An answer that spells out this model's special tokens could close its own turn and add a friendlier one.
+        """
+        answer, control_tokens = sample.response, 0
+        if self._control_tokens is not None:
+            answer, control_tokens = self._control_tokens.subn(" ", answer)
+        asked = sample.messages or ({"role": "user", "content": sample.prompt},)
+        return self._apply_template([*(dict(message) for message in asked), _assistant(answer)]), control_tokens
+
+    def forward(self, rows: list[list[int]]) -> list[list[float]]:
+        """Logits of every label for every row of token ids, in one pass over a rectangle padded on the right."""
+        import torch
+
+        pad_id = self._pad_id(rows)
+        longest = max(map(len, rows))
+        ids_BS = torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows])
+        lengths_B = torch.tensor([len(row) for row in rows])
+        mask_BS = (torch.arange(longest) < lengths_B[:, None]).long()
+        with torch.inference_mode():
+            output = self.model(input_ids=ids_BS.to(self._device), attention_mask=mask_BS.to(self._device))
+        logits_BL = output.logits.float().cpu()
+        return [[float(value) for value in row] for row in logits_BL]
+
+    def _check_template(self) -> None:
+        """Finds out at start whether the template works and shows the answer."""
+        if self._template is None and not self.tokenizer.chat_template:
+            raise ValueError("template: seen 'native', but the reward model's tokenizer has none; give one or its path")
+        try:
+            text = self._apply_template([{"role": "user", "content": "-"}, _assistant(_PROBE)])
+        except RewardError as error:
+            raise ValueError(str(error)) from error
+        if _PROBE not in text:
+            raise ValueError("template: it drops the assistant's words, expected the answer in the rendered text")
+
+    def _apply_template(self, messages: list[dict[str, str]]) -> str:
+        import jinja2
+
+        try:
+            return str(self.tokenizer.apply_chat_template(messages, chat_template=self._template, tokenize=False))
+        except jinja2.TemplateError as error:
+            roles = [message.get("role") for message in messages]
+            raise RewardError(f"template: cannot render a conversation of {roles} ({error})") from error
+
+    def _encode(self, text: str) -> tuple[list[int], bool]:
+        """Token ids, and whether the beginning was cut off. A leading begin-of-text token stays."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        if not ids:
+            raise RewardError("template: rendered to no tokens at all")
+        if max(ids) >= self._text_config.vocab_size:
+            raise RewardError(
+                f"model_path: the tokenizer gave id {max(ids)}, expected less than the model's vocabulary of "
+                f"{self._text_config.vocab_size}"
+            )
+        if ids[-1] == self._own_pad:
+            self._warn_once(
+                "padding",
+                "the conversation ends with the reward model's padding token; as everywhere in transformers, the score "
+                "is read at the last token before it",
+            )
+        limit = self._max_length
+        if limit is None or len(ids) <= limit:
+            return ids, False
+        if self._args.overlong == "error":
+            raise RewardError(f"max_length: seen a conversation of {len(ids)} tokens, expected at most {limit}")
+        self._warn_once("length", f"a conversation of {len(ids)} tokens lost its beginning: max_length is {limit}")
+        head = ids[:1] if limit > 1 and ids[0] in (self.tokenizer.bos_token_id, self.tokenizer.cls_token_id) else []
+        return head + ids[len(ids) - limit + len(head) :], True
+
+    def _pad_id(self, rows: list[list[int]]) -> int:
+        """What to pad with, so that the classification head finds each row's last token.
+
+        The head reads the score at the last token that differs from ``config.pad_token_id``, or, without one, at the
+        last position, which would be padding. Such a model gets an id that no row contains; the mask hides it.
+        """
+        if self._own_pad is not None:
+            return self._own_pad
+        used = set().union(*rows)
+        unused = next((index for index in range(self._text_config.vocab_size) if index not in used), None)
+        if unused is None:
+            raise RewardError("batch_size: the batch uses the whole vocabulary, which leaves no id for padding")
+        self._text_config.pad_token_id = unused
+        return unused
+
+    def _to_score(self, logits: list[float]) -> tuple[float, float]:
+        import torch
+
+        logits_L = torch.tensor(logits, dtype=torch.float64)
+        outputs_L = logits_L.softmax(dim=-1) if self._args.probability else logits_L
+        score = self._args.scale * outputs_L[self._label] + self._args.shift
+        return float(outputs_L[self._label]), float(score.sigmoid() if self._args.sigmoid else score)
+
+    def _warn_once(self, topic: str, words: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
+            logger.warning("reward model %s: %s", self._args.model_path, words)
+
+
+def _assistant(answer: str) -> dict[str, str]:
+    return {"role": "assistant", "content": answer}
+
+
+def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    folder = Path(path).expanduser()
+    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        # transformers would make an empty one from the model's configuration.
+        raise ValueError(f"model_path: no tokenizer files in {path!r}, such as tokenizer.json")
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model_path: no tokenizer could be loaded from {path!r} ({error})") from error
+    return tokenizer
+
+
+def _load_model(config: RewardModelConfig) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    options: dict[str, Any] = {"dtype": getattr(torch, _DTYPES[config.dtype]) if config.dtype else "auto"}
+    if config.attn_implementation is not None:
+        options["attn_implementation"] = config.attn_implementation
+    try:
+        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+            str(Path(config.model_path).expanduser()),
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **options,
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model_path: no classifier could be loaded from {config.model_path!r} ({error})") from error
+    model: PreTrainedModel
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        # transformers would go on with random weights in their place.
+        raise ValueError(
+            f"model_path: {len(missing)} weights are missing in {config.model_path!r}, the first is {missing[0]!r}; "
+            "expected a model with a trained classification head"
+        )
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    return model.eval()
+
+
+def _label_index(config: RewardModelConfig, model: PreTrainedModel) -> int:
+    names = {int(index): str(name) for index, name in (model.config.id2label or {}).items()}
+    count = int(model.config.num_labels or 0)
+    label = config.label
+    if count == 1:
+        if config.probability:
+            raise ValueError("probability: the model has one output, expected several; sigmoid is meant for one")
+        if label not in (None, 0, names.get(0)):
+            raise ValueError(f"label: seen {label!r}, but the model has one output; expected null")
+        return 0
+    if isinstance(label, int) and label < count:
+        return label
+    for index, name in names.items():
+        if name == label and index < count:
+            return index
+    known = ", ".join(f"{index} ({names.get(index)})" for index in range(count))
+    raise ValueError(f"label: seen {label!r}, expected one of the model's {count} outputs: {known}")
+
+
+def _own_pad_id(text_config: Any) -> int | None:
+    """The padding id that the model's head knows. The tokenizer's is not asked: the head would not recognise it."""
+    pad_id = getattr(text_config, "pad_token_id", None)
+    return pad_id if isinstance(pad_id, int) and 0 <= pad_id < text_config.vocab_size else None
+
+
+def _max_length(config: RewardModelConfig, text_config: Any) -> int | None:
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if config.max_length is None:
+        return positions
+    if positions is not None and config.max_length > positions:
+        raise ValueError(f"max_length: seen {config.max_length}, expected at most the model's {positions} positions")
+    return config.max_length
+
+
+def _resolve_device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device: seen {name!r}, but this process sees {torch.cuda.device_count()} CUDA devices")
+    return device
+
+
+def _control_token_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special |= set(tokenizer.all_special_tokens)
+    if not special:
+        return None
+    return re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)))
+
+
+def _read_template(template: str) -> str | None:
+    if template == "native":
+        return None
+    return template if "{" in template else Path(template).expanduser().read_text(encoding="utf-8")
+
+
+def _template_problem(template: str) -> str | None:
+    if template == "native" or "{" in template or Path(template).expanduser().is_file():
+        return None
+    return f"template: seen {template!r}, expected 'native', Jinja text, or a readable file"
+
+
+def _folder_problem(path: str) -> str | None:
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return f"model_path: seen {path!r}, which is no folder; expected a model in Hugging Face format"
+    if not (folder / "config.json").is_file():
+        return f"model_path: no config.json in {path!r}; expected a model in Hugging Face format"
+    return None
+
+
+def _device_problem(device: str) -> str | None:
+    if re.fullmatch(r"auto|cpu|(cuda|xpu|npu|mps)(:\d+)?", device):
+        return None
+    return f"device: seen {device!r}, expected auto, cpu, cuda or cuda:<index>"

@@ -1,0 +1,238 @@
+"""A reward domain at work: its verifiers, their timeouts and new attempts, and the weighted sum of their scores."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tenacity
+
+from roll.configs.problems import show
+from roll.configs.rewards import RewardConfig, VerifierConfig
+from roll.configs.schema import nearest
+from roll.rewards import VERIFIERS
+from roll.rewards.isolation import RulePool, RuleSpec, rule_spec
+from roll.rewards.problems import args_problems
+from roll.rewards.types import RewardError, RuleVerifier, Sample, Verdict, Verifier
+from roll.utils.registry import UnknownNameError
+
+RETRY_WAIT = 0.1
+"""Seconds before the second attempt; each further wait is twice as long, to at most ``MAX_RETRY_WAIT``."""
+MAX_RETRY_WAIT = 5.0
+
+
+@dataclass
+class ScoreCounts:
+    """What became of the samples."""
+
+    samples: int = 0
+    """Scored or not."""
+    errors: int = 0
+    """Samples that have no reward."""
+    retries: int = 0
+    """Further attempts of single verifiers."""
+
+
+def check_rewards(config: RewardConfig) -> list[str]:
+    """All that is wrong with a domain's verifiers, as ``key: seen …, expected …``. Imports the verifiers' modules."""
+    problems = []
+    for number, verifier in enumerate(config.verifiers):
+        base = f"verifiers.{number}"
+        try:
+            cls = VERIFIERS.get(verifier.name)
+        except UnknownNameError as error:
+            problems.append(_unknown_verifier(f"{base}.name", verifier.name, error))
+            continue
+        if not (isinstance(cls, type) and issubclass(cls, Verifier)):
+            problems.append(f"{base}.name: seen {show(verifier.name)}, expected a subclass of roll.rewards.Verifier")
+            continue
+        found = args_problems(cls.config_class, verifier.args)
+        problems += [f"{base}.args.{problem}" for problem in found]
+        if issubclass(cls, RuleVerifier) and not found:
+            problems += _spec_problems(f"{base}.name", cls)
+    if not deciding(config.verifiers):
+        problems.append("verifiers: seen decides: false in all, expected at least one that may decide")
+    return problems
+
+
+def _unknown_verifier(path: str, name: str, error: UnknownNameError) -> str:
+    if ":" in name or "." in name:
+        return f"{path}: seen {show(name)}, expected a class that can be imported ({error})"
+    near = nearest(name, VERIFIERS.names())
+    hint = f"did you mean {near}?" if near else f"known: {', '.join(VERIFIERS.names())}"
+    return f"{path}: seen {show(name)}, expected a registered verifier or package.module:Class ({hint})"
+
+
+def _spec_problems(path: str, cls: type[RuleVerifier]) -> list[str]:
+    try:
+        rule_spec(cls, {})
+    except ValueError as error:
+        return [f"{path}: {str(error).removeprefix('verifier: ')}"]
+    return []
+
+
+def deciding(verifiers: Sequence[VerifierConfig]) -> list[int]:
+    """Which verifiers decide whether a sample is solved: those that say so, else the first that does not deny it."""
+    chosen = [i for i, verifier in enumerate(verifiers) if verifier.decides]
+    return chosen or [i for i, verifier in enumerate(verifiers) if verifier.decides is None][:1]
+
+
+def verifier_labels(verifiers: Sequence[VerifierConfig]) -> list[str]:
+    """Names for metrics: ``math``, ``format``, ``format_2``; of a path, what stands behind the colon."""
+    labels: list[str] = []
+    for verifier in verifiers:
+        base = verifier.name.rpartition(":")[2].rpartition(".")[2]
+        label, number = base, 1
+        while label in labels:
+            number += 1
+            label = f"{base}_{number}"
+        labels.append(label)
+    return labels
+
+
+class DomainScorer:
+    """Scores the samples of one reward domain.
+
+    Args:
+        name: the domain, for messages.
+        config: its section under ``rewards``.
+        num_processes: child processes for the verifiers by rule.
+        context: further arguments for the constructors of the other verifiers that name them, e.g. a device.
+
+    Raises:
+        ValueError: a verifier does not exist or does not understand its ``args``.
+    """
+
+    def __init__(self, name: str, config: RewardConfig, num_processes: int = 1, **context: Any) -> None:
+        problems = check_rewards(config)
+        if problems:
+            raise ValueError("\n".join(f"rewards.{name}.{problem}" for problem in problems))
+        self.name = name
+        self.config = config
+        self.counts = ScoreCounts()
+        self._labels = verifier_labels(config.verifiers)
+        self._deciding = deciding(config.verifiers)
+        self._slots = asyncio.Semaphore(config.max_concurrency)
+        self._others: dict[int, Verifier] = {}
+        self._rules: dict[int, int] = {}
+        specs: list[RuleSpec] = []
+        for i, verifier in enumerate(config.verifiers):
+            cls = VERIFIERS.get(verifier.name)
+            if issubclass(cls, RuleVerifier):
+                self._rules[i] = len(specs)
+                specs.append(rule_spec(cls, verifier.args))
+            else:
+                self._others[i] = cls(cls.config_class(**verifier.args), **_accepted(cls, context))
+        self._pool = RulePool(specs, num_processes) if specs else None
+
+    async def start(self) -> None:
+        """Starts the child processes ahead of the first sample.
+
+        Raises:
+            RewardError: a verifier could not be built there.
+        """
+        if self._pool is not None:
+            try:
+                await self._pool.start()
+            except RewardError as error:
+                raise RewardError(f"rewards.{self.name}: {error}") from error
+
+    async def score(self, sample: Sample) -> Verdict:
+        """All verifiers' say about a sample, as one verdict.
+
+        ``parts`` has ``<verifier>/score`` and every verifier's own parts as ``<verifier>/<part>``.
+
+        Raises:
+            RewardError: a verifier failed in every attempt. All attempts of the others are over by then.
+        """
+        async with self._slots:
+            self.counts.samples += 1
+            verifiers = range(len(self.config.verifiers))
+            results = await asyncio.gather(*(self._attempt(i, sample) for i in verifiers), return_exceptions=True)
+        failures = [result for result in results if isinstance(result, BaseException)]
+        if failures:
+            self.counts.errors += 1
+            raise next((failure for failure in failures if not isinstance(failure, RewardError)), failures[0])
+        return self._combine([result for result in results if isinstance(result, Verdict)])
+
+    def take_counts(self) -> ScoreCounts:
+        """The counts since the last call."""
+        counts, self.counts = self.counts, ScoreCounts()
+        return counts
+
+    async def close(self) -> None:
+        """Ends the child processes and whatever the verifiers hold."""
+        if self._pool is not None:
+            await self._pool.close()
+        for verifier in self._others.values():
+            await verifier.close()
+
+    async def _attempt(self, i: int, sample: Sample) -> Verdict:
+        attempts = self.config.retries + 1
+        retrying = tenacity.AsyncRetrying(
+            stop=tenacity.stop_after_attempt(attempts),
+            wait=tenacity.wait_exponential(multiplier=RETRY_WAIT, max=MAX_RETRY_WAIT),
+            retry=tenacity.retry_if_exception_type(Exception),
+            before_sleep=self._count_retry,
+            reraise=True,
+        )
+        try:
+            return await retrying(self._judge, i, sample)
+        # A verifier may raise anything; the sample has no reward then, which the caller counts.
+        except Exception as error:
+            reason = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
+            counted = "1 attempt" if attempts == 1 else f"{attempts} attempts"
+            raise RewardError(f"rewards.{self.name}: {self._labels[i]} failed after {counted}: {reason}") from error
+
+    def _count_retry(self, _: tenacity.RetryCallState) -> None:
+        self.counts.retries += 1
+
+    async def _judge(self, i: int, sample: Sample) -> Verdict:
+        timeout = self.config.timeout
+        if i in self._rules:
+            assert self._pool is not None
+            return finite(await self._pool.check(self._rules[i], sample, timeout))
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                verdict = await self._others[i].score(sample)
+        except TimeoutError as error:
+            if not limit.expired():
+                raise  # the verifier's own
+            raise RewardError(f"took longer than {timeout:g} s") from error
+        return finite(verdict)
+
+    def _combine(self, verdicts: Sequence[Verdict]) -> Verdict:
+        parts: dict[str, float] = {}
+        for label, verdict in zip(self._labels, verdicts, strict=True):
+            parts[f"{label}/score"] = verdict.score
+            parts |= {f"{label}/{part}": value for part, value in verdict.parts.items()}
+        chosen = [verdicts[i] for i in self._deciding]
+        score = sum(spec.weight * one.score for spec, one in zip(self.config.verifiers, verdicts, strict=True))
+        total = Verdict(
+            score=score,
+            correct=all(verdict.correct for verdict in chosen),
+            answer=next((verdict.answer for verdict in chosen if verdict.answer is not None), None),
+            parts=parts,
+        )
+        return finite(total)
+
+
+def finite(verdict: Verdict) -> Verdict:
+    """The verdict itself.
+
+    Raises:
+        RewardError: a number of it is NaN or infinite.
+    """
+    for what, value in {"score": verdict.score, **verdict.parts}.items():
+        if not math.isfinite(value):
+            raise RewardError(f"{what}: seen {value}, expected a finite number")
+    return verdict
+
+
+def _accepted(cls: type[Verifier], context: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(cls).parameters
+    return {name: value for name, value in context.items() if name in parameters}

@@ -1,0 +1,418 @@
+"""Reading datasets: every format, and the place of everything that is wrong."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import decimal
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import ipc, parquet
+
+from roll.data.prompt_files import SHOWN_PROBLEMS, DataError, Problems, plain_row, read_rows
+
+ROWS = [
+    {"id": "a", "prompt": "1+1=", "solution": "2"},
+    {"id": "b", "prompt": "line one\nline two, \"quoted\" and 'so'", "solution": "√4"},
+    {"id": "c", "prompt": "\u2028 no line break", "solution": "5"},
+]
+
+
+def read(*names: str | Path) -> list[dict[str, Any]]:
+    problems = Problems()
+    rows = [dict(row.values) for row in read_rows([str(name) for name in names], problems)]
+    problems.raise_any()
+    return rows
+
+
+def complaints(*names: str | Path) -> list[str]:
+    problems = Problems()
+    list(read_rows([str(name) for name in names], problems))
+    with pytest.raises(DataError) as raised:
+        problems.raise_any()
+    return raised.value.problems
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    return write(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def as_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def as_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def as_arrow(path: Path, rows: list[dict[str, Any]], stream: bool = True) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist(rows)
+    with (ipc.new_stream if stream else ipc.new_file)(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+    return path
+
+
+def saved_dataset(folder: Path, rows: list[dict[str, Any]], **state: Any) -> Path:
+    """What ``datasets.Dataset.save_to_disk`` writes, in two shards."""
+    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    as_arrow(folder / names[0], rows[:1])
+    as_arrow(folder / names[1], rows[1:])
+    write(folder / "dataset_info.json", "{}")
+    write(folder / "state.json", json.dumps({"_data_files": [{"filename": name} for name in names], **state}))
+    return folder
+
+
+WRITERS = {
+    "a.jsonl": jsonl,
+    "a.json": lambda path, rows: write(path, json.dumps(rows)),
+    "indented.json": lambda path, rows: write(path, json.dumps(rows, indent=2, ensure_ascii=False)),
+    "lines.json": jsonl,
+    "a.csv": as_csv,
+    "a.parquet": as_parquet,
+    "a.arrow": as_arrow,
+    "file.arrow": lambda path, rows: as_arrow(path, rows, stream=False),
+    "SHOUTED.JSONL": jsonl,
+    "saved": saved_dataset,
+}
+
+
+@pytest.mark.parametrize("name", sorted(WRITERS))
+def test_every_format_gives_the_same_rows(tmp_path: Path, name: str) -> None:
+    assert read(WRITERS[name](tmp_path / name, ROWS)) == ROWS
+
+
+def test_files_are_read_in_order_and_globs_by_name(tmp_path: Path) -> None:
+    for number in (2, 0, 1):
+        jsonl(tmp_path / f"part{number}.jsonl", [{"n": number}])
+    jsonl(tmp_path / "deep" / "er" / "x.jsonl", [{"n": 9}])
+    assert [row["n"] for row in read(tmp_path / "part*.jsonl")] == [0, 1, 2]
+    assert [row["n"] for row in read(tmp_path / "part2.jsonl", tmp_path / "part[01].jsonl")] == [2, 0, 1]
+    assert sorted(row["n"] for row in read(tmp_path / "**" / "*.jsonl")) == [0, 1, 2, 9]
+    jsonl(tmp_path / "part[0].jsonl", [{"n": 7}])  # a file of that very name comes before the pattern
+    assert read(tmp_path / "part[0].jsonl") == [{"n": 7}]
+
+
+def test_names_are_relative_to_the_working_directory_and_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jsonl(tmp_path / "a.jsonl", ROWS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert read("a.jsonl") == read("~/a.jsonl") == ROWS
+
+
+def test_a_folder_of_one_format_is_read_whole(tmp_path: Path) -> None:
+    as_parquet(tmp_path / "train-00000-of-00002.parquet", ROWS[:2])
+    as_parquet(tmp_path / "train-00001-of-00002.parquet", ROWS[2:])
+    write(tmp_path / "dataset_infos.json", "{}")
+    write(tmp_path / "README.md", "words")
+    assert read(tmp_path) == ROWS
+
+
+def test_a_folder_of_several_splits_or_formats_is_not_guessed_at(tmp_path: Path) -> None:
+    as_parquet(tmp_path / "gsm" / "train-00000-of-00001.parquet", ROWS)
+    as_parquet(tmp_path / "gsm" / "test-00000-of-00001.parquet", ROWS)
+    as_parquet(tmp_path / "both" / "a.parquet", ROWS)
+    jsonl(tmp_path / "both" / "a.jsonl", ROWS)
+    write(tmp_path / "neither" / "notes.txt", "")
+    assert complaints(tmp_path / "gsm") == [
+        f"{tmp_path}/gsm: the folder holds the splits test, train, expected one; give {tmp_path}/gsm/test*.parquet"
+    ]
+    assert complaints(tmp_path / "both") == [
+        f"{tmp_path}/both: the folder holds .jsonl and .parquet files, expected one format; give a glob"
+    ]
+    assert complaints(tmp_path / "neither") == [
+        f"{tmp_path}/neither: the folder holds notes.txt, expected files .parquet, .jsonl, .csv"
+    ]
+    # Names that only begin like a split.
+    jsonl(tmp_path / "names" / "trained.jsonl", ROWS[:1])
+    jsonl(tmp_path / "names" / "tests.jsonl", ROWS[1:])
+    assert len(read(tmp_path / "names")) == 3
+
+
+def test_a_folder_of_saved_splits_must_name_one(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        saved_dataset(tmp_path / "all" / split, ROWS)
+    write(tmp_path / "all" / "dataset_dict.json", json.dumps({"splits": ["train", "test"]}))
+    assert complaints(tmp_path / "all") == [
+        f"{tmp_path}/all: holds the splits test, train, expected {tmp_path}/all/test or {tmp_path}/all/train"
+    ]
+    assert read(tmp_path / "all" / "train") == ROWS
+
+
+def test_a_broken_saved_dataset_is_told(tmp_path: Path) -> None:
+    write(tmp_path / "odd" / "state.json", "[]")
+    assert complaints(tmp_path / "odd")[0].startswith(f"{tmp_path}/odd/state.json: is not what datasets.save_to_disk")
+    folder = saved_dataset(tmp_path / "short", ROWS)
+    (folder / "data-00001-of-00002.arrow").unlink()
+    assert complaints(folder) == [f"{folder}/data-00001-of-00002.arrow: no such file, though state.json lists it"]
+    selected = saved_dataset(tmp_path / "selected", ROWS, _indices_data_files=[{"filename": "indices.arrow"}])
+    assert "flatten_indices() before saving" in complaints(selected)[0]
+
+
+def test_names_that_lead_nowhere(tmp_path: Path) -> None:
+    jsonl(tmp_path / "train.jsonl", ROWS)
+    write(tmp_path / "train.xlsx", "")
+    (tmp_path / "folder").mkdir()
+    assert complaints(tmp_path / "trian.jsonl", tmp_path / "none" / "x.jsonl", "*/*.nothing", tmp_path / "fol*") == [
+        f"{tmp_path}/trian.jsonl: no such file or folder; did you mean {tmp_path}/train.jsonl?",
+        f"{tmp_path}/none/x.jsonl: no such file or folder; there is no folder {tmp_path}/none",
+        "*/*.nothing: the pattern matches nothing, expected files",
+        f"{tmp_path}/fol*: the pattern matches only folders ({tmp_path}/folder), expected files",
+    ]
+    assert complaints(tmp_path / "train.*") == [
+        f"{tmp_path}/train.xlsx: suffix '.xlsx', expected one of .json, .jsonl, .csv, .parquet, .arrow"
+    ]
+
+
+def test_a_file_that_is_named_twice_is_an_error(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ROWS)
+    (tmp_path / "link.jsonl").symlink_to(path)
+    assert complaints(path, tmp_path / "l*") == [
+        f"{tmp_path}/link.jsonl: named twice in file_name (by '{path}' and '{tmp_path}/l*'), expected once"
+    ]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_file_that_may_not_be_read(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", ROWS)
+    path.chmod(0)
+    assert complaints(path) == [f"{path}: cannot be read (Permission denied)"]
+
+
+def test_a_file_that_vanishes_is_told_and_the_next_one_read(tmp_path: Path) -> None:
+    problems = Problems()
+    for name in ("a.jsonl", "b.jsonl", "c.jsonl"):
+        jsonl(tmp_path / name, [{"n": name}])
+    rows = read_rows([str(tmp_path / "*.jsonl")], problems)
+    seen = [next(rows)]
+    (tmp_path / "b.jsonl").unlink()
+    seen += rows
+    assert [row.values["n"] for row in seen] == ["a.jsonl", "c.jsonl"]
+    with pytest.raises(DataError, match=r"b\.jsonl: cannot be read \(No such file or directory\)"):
+        problems.raise_any()
+
+
+def test_every_bad_line_of_json_lines_has_its_number(tmp_path: Path) -> None:
+    lines = [
+        b'\xef\xbb\xbf{"n": 1}',  # a byte order mark is no error
+        b'{"n": 1,}',
+        b"",
+        b'["n"]',
+        b'{"n": "\xff"}',
+        b'{"n": 2}\r',
+        b"null",
+        b'{"n": 3} {"n": 4}',
+        b'{"n": ' + b"[" * 100_000,
+    ]
+    path = write(tmp_path / "a.jsonl", b"\n".join(lines))
+    problems = Problems()
+    rows = list(read_rows([str(path)], problems))
+    assert [(row.name, row.place, row.values) for row in rows] == [
+        (f"{path}:{line}", f"{path}:{line}", {"n": n}) for line, n in ((1, 1), (6, 2))
+    ]
+    assert complaints(path) == [
+        f"{path}:2: invalid JSON: {json_message(lines[1])}",
+        f"{path}:4: a list, expected an object",
+        f"{path}:5: invalid UTF-8 at byte 8 of the line",
+        f"{path}:7: null, expected an object",
+        f"{path}:8: invalid JSON: Extra data (column 10)",
+        f"{path}:9: invalid JSON: nested too deeply",
+    ]
+
+
+def json_message(text: bytes | str) -> str:
+    with pytest.raises(json.JSONDecodeError) as raised:
+        json.loads(text)
+    return f"{raised.value.msg} (column {raised.value.colno})"
+
+
+def test_rows_of_a_json_array_know_their_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.json", '\n[ {"n": 1}, {"n":\n 2},\n\n3,{"n": 4}\n]\n')
+    problems = Problems()
+    rows = list(read_rows([str(path)], problems))
+    assert [(row.name, row.place) for row in rows] == [
+        (f"{path}:1", f"{path}:2 (row 1)"),
+        (f"{path}:2", f"{path}:2 (row 2)"),
+        (f"{path}:4", f"{path}:5 (row 4)"),
+    ]
+    assert complaints(path) == [f"{path}:5 (row 3): a number, expected an object"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "1: expected an array of objects, [{…}, …]"),
+        ("\n3", "2: expected an array of objects, [{…}, …]"),
+        ('{\n"n": 1}', "1: one object, expected an array of objects, [{…}, …], or one object per line"),
+        ('[{"n": 1},\n{"n": }]', "2 (row 2): invalid JSON: Expecting value (column 7)"),
+        ('[{"n": 1},\n]', "2 (row 2): invalid JSON: Expecting value (column 1)"),
+        ('[{"n": 1}\n{"n": 2}]', "2: invalid JSON: '{' after row 1, expected ',' or ']'"),
+        ('[{"n": 1}\n', "2: invalid JSON: the end of the file after row 1, expected ',' or ']'"),
+        ('[{"n": 1}]\n\nmore', "3: invalid JSON: 'm' after row 1, expected the end of the file"),
+        ("[" * 100_000, "1 (row 1): invalid JSON: nested too deeply"),
+    ],
+)
+def test_json_that_is_no_array_of_objects(tmp_path: Path, text: str, problem: str) -> None:
+    path = write(tmp_path / "a.json", text)
+    assert complaints(path) == [f"{path}:{problem}"]
+
+
+def test_no_rows_are_no_problem_of_the_file(tmp_path: Path) -> None:
+    assert (
+        read(write(tmp_path / "a.json", "[ ]"), write(tmp_path / "b.jsonl", "\n"), write(tmp_path / "c.csv", "")) == []
+    )
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    rows=st.lists(st.dictionaries(st.text(max_size=3), st.recursive(st.text() | st.integers(), st.lists))),
+    data=st.data(),
+)
+def test_json_arrays_are_read_as_the_library_reads_them(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], data: st.DataObject
+) -> None:
+    indent = data.draw(st.none() | st.integers(0, 2))
+    text = json.dumps(rows, indent=indent, ensure_ascii=data.draw(st.just(True)))
+    assert read(write(tmp_path_factory.mktemp("json") / "a.json", text)) == rows
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.csv"])
+def test_bytes_that_are_no_utf8_have_their_line(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / name, b"\xef\xbb\xbfone\ntwo \xe9\n")
+    assert complaints(path) == [f"{path}:2: invalid UTF-8 at byte 5 of the line"]
+
+
+def test_csv_fields_may_be_empty_long_and_of_many_lines(tmp_path: Path) -> None:
+    limit = csv.field_size_limit()
+    text = "x" * 200_000
+    path = write(tmp_path / "a.csv", f'\ufeffid,prompt\r\n1,"two\nlines"\r\n\r\n2,\r\n3,{text}\r\n')
+    problems = Problems()
+    rows = list(read_rows([str(path)], problems))
+    problems.raise_any()
+    assert [(row.place, row.values) for row in rows] == [
+        (f"{path}:2", {"id": "1", "prompt": "two\nlines"}),
+        (f"{path}:5", {"id": "2", "prompt": None}),
+        (f"{path}:6", {"id": "3", "prompt": text}),
+    ]
+    assert csv.field_size_limit() == limit
+
+
+def test_wrong_csv_has_its_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", 'id,prompt\n1,a,b\n2,"x"y\n3\n4,fine\n5,"never closed\n6,z\n')
+    assert complaints(path) == [
+        f"{path}:2: 3 fields, expected 2 (is a comma or a quote unquoted?)",
+        f"{path}:3: invalid CSV: ',' expected after '\"'",
+        f"{path}:4: 1 fields, expected 2 (is a comma or a quote unquoted?)",
+        f"{path}:6: invalid CSV: unexpected end of data (a quote was opened in line 6 and read on to line 7)",
+    ]
+    twice = write(tmp_path / "b.csv", "\nid,id\n1,2\n")
+    assert complaints(twice) == [f"{twice}:2: the columns 'id', 'id', expected a name of its own each"]
+
+
+def test_what_only_claims_to_be_parquet_or_arrow(tmp_path: Path) -> None:
+    for name in ("a.parquet", "a.arrow", "short.arrow", "file.arrow"):
+        content = {"short.arrow": b"", "file.arrow": b"ARROW1\0\0 and no more"}.get(name, b"these are words\n" * 9)
+        path = write(tmp_path / name, content)
+        (problem,) = complaints(path)
+        assert problem.startswith(f"{path}: cannot be read")
+
+
+def test_rows_of_parquet_are_counted_through_its_parts(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.table({"n": range(10)}), path, row_group_size=3)
+    problems = Problems()
+    rows = list(read_rows([str(path)], problems))
+    assert [(row.name, row.place, row.values["n"]) for row in rows] == [
+        (f"{path}:{n + 1}", f"{path}:row {n + 1}", n) for n in range(10)
+    ]
+
+
+def test_arrow_values_become_json_values(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "nested": [[{"role": "user", "content": None}]],
+            "map": pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64())),
+            "day": [datetime.date(2024, 2, 29)],
+            "exact": [decimal.Decimal("1.10")],
+            "half": pa.array([np.float16(0.5)], pa.float16()),
+            "category": pa.array(["x"]).dictionary_encode(),
+        }
+    )
+    parquet.write_table(table, tmp_path / "a.parquet")
+    (row,) = read(tmp_path / "a.parquet")
+    assert json.loads(json.dumps(row)) == row
+    assert row == {
+        "nested": [{"role": "user", "content": None}],
+        "map": {"k": 1},
+        "day": "2024-02-29",
+        "exact": "1.10",
+        "half": 0.5,
+        "category": "x",
+    }
+    parquet.write_table(pa.table({"n": [1, 2], "image": [{"raw": None}, {"raw": b"\x89PNG"}]}), tmp_path / "b.parquet")
+    assert complaints(tmp_path / "b.parquet") == [
+        f"{tmp_path}/b.parquet:row 2: column image.raw: bytes, expected text, a number, a list or a mapping"
+    ]
+
+
+def test_numpy_values_become_json_values() -> None:
+    problems = Problems()
+    values = {
+        "list": np.array([[1, 2]], dtype=np.int32),
+        "objects": np.array([{"a": np.float32(0.5)}], dtype=object),
+        "flag": np.bool_(True),
+        "text": np.str_("x"),
+        "tuple": (1, None),
+    }
+    row = plain_row("x:1", "x:row 1", values, problems)
+    assert row is not None and row.values == {
+        "list": [[1, 2]],
+        "objects": [{"a": 0.5}],
+        "flag": True,
+        "text": "x",
+        "tuple": [1, None],
+    }
+    assert json.loads(json.dumps(row.values)) == row.values
+    for wrong, reason in (
+        ({"f": len}, "column f: builtin_function_or_method"),
+        ({1: 2}, "column: key 1, expected text"),
+        ([], "a list, expected a mapping of columns"),
+    ):
+        problems = Problems()
+        assert plain_row("x:1", "x:row 1", wrong, problems) is None
+        with pytest.raises(DataError, match=reason):
+            problems.raise_any()
+
+
+def test_many_problems_are_counted_and_the_first_shown(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "x\n" * 1500)
+    problems = Problems()
+    list(read_rows([str(path)], problems))
+    with pytest.raises(DataError) as raised:
+        problems.raise_any()
+    error = raised.value
+    assert error.count == 1500 and len(error.problems) == SHOWN_PROBLEMS
+    lines = str(error).splitlines()
+    assert lines[0] == "1,500 problems in the dataset"
+    assert lines[1] == f"  {path}:1: invalid JSON: Expecting value (column 1)"
+    assert lines[-1] == "  and 1,480 more" and len(lines) == SHOWN_PROBLEMS + 2
