@@ -10,15 +10,24 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 
 from roll.configs.agentic import AgenticConfig, WarmStartConfig
-from roll.configs.algorithm import AlgorithmConfig, PfPpoConfig, RewardNormalizationConfig
+from roll.configs.algorithm import AlgorithmConfig, OverlongBufferConfig, PfPpoConfig, RewardNormalizationConfig
 from roll.configs.base import Config
 from roll.configs.correction import IsWeightConfig, TrainInferCorrectionConfig, TrainInferFilterConfig
-from roll.configs.data import DataArguments
+from roll.configs.data import DataArguments, DatasetFilterConfig
 from roll.configs.env import ALIASES, CustomEnvConfig, EnvManagerConfig
 from roll.configs.generating import GeneratingArguments
 from roll.configs.model import ModelArguments
 from roll.configs.obsolete import OBSOLETE
 from roll.configs.pipeline import CheckpointConfig, RayInitConfig, RunConfig
+from roll.configs.rewards import RewardConfig, RewardFilterConfig, VerifierConfig
+from roll.configs.rl import RLConfig
+from roll.configs.rlvr import (
+    DataGeneratorConfig,
+    PromptWarmStartConfig,
+    RLVRConfig,
+    RolloutWorkersConfig,
+    ValidationConfig,
+)
 from roll.configs.schema import is_section, range_text, section_of, type_text
 from roll.configs.strategy import (
     DeepSpeedConfig,
@@ -31,6 +40,7 @@ from roll.configs.strategy import (
 )
 from roll.configs.training import TrainingArguments
 from roll.configs.worker import WorkerConfig
+from roll.rewards import VERIFIERS
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
@@ -43,23 +53,40 @@ TOP_LEVEL: list[Group] = [
     ("Checkpoint folder", "`checkpoint_config`", CheckpointConfig),
     ("Algorithm", "top level", AlgorithmConfig),
     ("Reward normalisation", "`reward_normalization`", RewardNormalizationConfig),
+    ("Overlong penalty", "`overlong_buffer`", OverlongBufferConfig),
     ("PF-PPO", "`pf_ppo`", PfPpoConfig),
     ("Train/infer correction", "`train_infer_correction`", TrainInferCorrectionConfig),
     ("Importance weights", "`train_infer_correction.is_weight`", IsWeightConfig),
     ("Rejection", "each of `train_infer_correction.filters`", TrainInferFilterConfig),
-    ("Models, environments and roles", "top level", AgenticConfig),
-    ("Warm start", "`warm_start`", WarmStartConfig),
+    ("Models and roles", "top level", RLConfig),
 ]
-ENVIRONMENTS: list[Group] = [
+AGENTIC: list[Group] = [
+    ("Environments", "top level", AgenticConfig),
+    ("Warm start by scripted play", "`warm_start`", WarmStartConfig),
     ("Environment manager", "`train_env_manager`, `val_env_manager`", EnvManagerConfig),
     ("Environment tag", "`custom_envs.<Tag>`", CustomEnvConfig),
+]
+RLVR: list[Group] = [
+    ("Prompts and rewards", "top level", RLVRConfig),
+    ("Reward domain", "`rewards.<name>`", RewardConfig),
+    ("Verifier", "each of `rewards.<name>.verifiers`; `args` under *Verifiers*", VerifierConfig),
+    ("Dynamic sampling", "`rewards.<name>.query_filter_config`", RewardFilterConfig),
+    ("Validation", "`validation`", ValidationConfig),
+    ("Rollout workers", "`rollout_workers`", RolloutWorkersConfig),
+    ("Data generator", "`data_generator`", DataGeneratorConfig),
+    ("Warm start from a file", "`warm_start`", PromptWarmStartConfig),
 ]
 ROLES: list[Group] = [
     ("Worker", "`actor_train`, `actor_infer`, `critic`, `reference`", WorkerConfig),
     ("Model", "`<role>.model_args`", ModelArguments),
     ("Training", "`actor_train.training_args`, `critic.training_args`", TrainingArguments),
-    ("Data", "`<role>.data_args`", DataArguments),
-    ("Generating", "`actor_infer.generating_args`, `<env manager>.generating_args`", GeneratingArguments),
+    ("Data", "`actor_train.data_args`, `validation.data_args`", DataArguments),
+    ("Dataset filter", "`<…>.data_args.dataset_filter`", DatasetFilterConfig),
+    (
+        "Generating",
+        "`actor_infer.generating_args`, `<env manager>.generating_args`, `validation.generating_args`",
+        GeneratingArguments,
+    ),
     ("Strategy", "`<role>.strategy_args`", StrategyArguments),
 ]
 STRATEGIES: list[Group] = [
@@ -96,9 +123,9 @@ python examples/start_agentic_pipeline.py --config_name agentic_sokoban \\
   only read through a link.
 - **`device_mapping`** is a list of device ids or a sum of lists and ranges, `list(range(0,8)) + [12, 13]`. It is
   parsed, never evaluated. Ids count the devices of all nodes: GPUs, or CPU slots where there is no GPU.
-- **Batch arithmetic.** `rollout_batch_size` counts episodes, in whole groups of `group_size`. The global batch of one
-  optimizer step is `per_device_train_batch_size × gradient_accumulation_steps × data-parallel size` episodes, and
-  divides `rollout_batch_size`. The data-parallel size is the number of devices of the role, for Megatron divided by
+- **Batch arithmetic.** `rollout_batch_size` counts episodes, in whole groups of `group_size` (agentic), or prompts,
+  each with `num_return_sequences_in_group` answers (RLVR). The global batch of one optimizer step is `per_device_train_batch_size × gradient_accumulation_steps × data-parallel size` episodes, and
+  divides the episodes of a step. The data-parallel size is the number of devices of the role, for Megatron divided by
   tensor × pipeline × context parallel size. Where each turn is a sample of its own (`env_manager_cls: step`), the turns
   of a rollout are cut into that many optimizer steps. `--validate-only` prints the arithmetic in words.
 """
@@ -108,9 +135,11 @@ def render() -> str:
     parts = [INTRODUCTION]
     for title, groups in (
         ("Top level", TOP_LEVEL),
-        ("Environments", ENVIRONMENTS),
+        ("Agentic pipeline", AGENTIC),
+        ("RLVR pipeline", RLVR),
         ("Roles", ROLES),
         ("Strategies", STRATEGIES),
+        ("Verifiers", _verifiers()),
     ):
         parts.append(f"## {title}\n")
         parts += [_section(*group) for group in groups]
@@ -119,7 +148,10 @@ def render() -> str:
 
 
 def _section(heading: str, place: str, section: type[Config]) -> str:
-    inherited = {} if section is not AgenticConfig else AlgorithmConfig.model_fields | RunConfig.model_fields
+    shared = AlgorithmConfig.model_fields | RunConfig.model_fields
+    inherited = {RLConfig: shared, AgenticConfig: RLConfig.model_fields, RLVRConfig: RLConfig.model_fields}.get(
+        section, {}
+    )
     lines = [f"### {heading}", "", f"{_first_line(section)} ({place})", ""]
     lines += ["| key | type | default | range | meaning |", "|---|---|---|---|---|"]
     lines += [_row(name, field) for name, field in section.model_fields.items() if name not in inherited]
@@ -143,6 +175,10 @@ def _default(field: FieldInfo) -> str:
 
 def _first_line(section: type[Config]) -> str:
     return (section.__doc__ or "").strip().splitlines()[0]
+
+
+def _verifiers() -> list[Group]:
+    return [(name, f"`args` of the verifier `{name}`", VERIFIERS.get(name).config_class) for name in VERIFIERS.names()]
 
 
 def _names() -> str:

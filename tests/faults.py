@@ -23,7 +23,10 @@ from roll.data.batch import Batch
 from roll.distributed.scheduler.rollout_scheduler import GroupSpec
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.agentic.env_worker import EnvironmentWorker
+from roll.pipeline.rlvr.prompt_worker import PromptSpec, PromptWorker
+from roll.pipeline.rlvr.reward_worker import RewardWorker
 from roll.pipeline.workers import InferWorker, TrainWorker
+from roll.rewards.types import RewardError, Sample, Verdict
 
 FOLDER = "ROLL_FAULTS"
 
@@ -52,6 +55,12 @@ async def async_gate(name: str) -> None:
     hold = arrive(name)
     while hold.exists():
         await asyncio.sleep(0.05)
+
+
+def log(file: str, **record: Any) -> None:
+    """Adds a line of JSON to a file in the folder."""
+    with (folder() / file).open("a") as lines:
+        lines.write(json.dumps(record) + "\n")
 
 
 class GatedTrainWorker(TrainWorker):
@@ -94,6 +103,45 @@ class GatedEnvWorker(EnvironmentWorker):
             return await playing
         finally:
             playing.cancel()
+
+
+class GatedPromptWorker(PromptWorker):
+    """Gates ``<train or val>-group-<group_id>`` before and ``…-mid-<group_id>`` in the middle of a group.
+
+    Logs the prompts that it is asked to have answered in ``played.jsonl``.
+    """
+
+    async def run_group(self, spec: GroupSpec) -> RolloutGroup:
+        assert isinstance(spec, PromptSpec)
+        log("played.jsonl", what=spec.sampling, draw=spec.group_id, prompt=spec.prompt.id, size=spec.group_size)
+        await async_gate(f"{spec.sampling}-group-{spec.group_id}")
+        playing = asyncio.create_task(super().run_group(spec))
+        await asyncio.sleep(0.02)
+        await async_gate(f"{spec.sampling}-mid-{spec.group_id}")
+        try:
+            return await playing
+        finally:
+            playing.cancel()
+
+
+class GatedRewardWorker(RewardWorker):
+    """Gate ``<role>-<rank>-score-<n>``, n counting the batches of answers from 1, restarts included."""
+
+    calls = 0
+
+    async def score(self, samples: Sequence[Sample]) -> list[Verdict | RewardError]:
+        self.calls += 1
+        await async_gate(f"{self.role}-{self.rank}-score-{self.calls}")
+        return await super().score(samples)
+
+
+class LoggingInferWorker(InferWorker):
+    """Logs the prompts that it is asked to answer in ``requests.jsonl``."""
+
+    async def submit(self, client_id: str, requests: Sequence[GenerateRequest]) -> None:
+        for request in requests:
+            log("requests.jsonl", rank=self.rank, prompt=request.prompt_ids.tolist())
+        await super().submit(client_id, requests)
 
 
 class CountingEnv(TextEnv):
@@ -158,6 +206,4 @@ class CountingEnv(TextEnv):
 
     def _log(self) -> None:
         if FOLDER in os.environ:
-            line = json.dumps({"name": self.name, "turn": self.turn, "time": time.time()})
-            with (folder() / "turns.jsonl").open("a") as file:
-                file.write(line + "\n")
+            log("turns.jsonl", name=self.name, turn=self.turn, time=time.time())

@@ -156,8 +156,8 @@ class AlgorithmConfig(Config):
     )
     add_len_reward: bool = Field(
         False,
-        description="Add Kimi k1.5's length reward to episode scores: among a group's successes the shorter gain, among "
-        "its failures the longer lose.",
+        description="Add Kimi k1.5's length reward to episode scores: of a group's successes the shorter gain, of all its "
+        "episodes the longer lose.",
     )
     len_reward_coef: float = Field(1.0, ge=0, description="Coefficient of the length reward.")
     whiten_rewards: bool = Field(
@@ -168,8 +168,8 @@ class AlgorithmConfig(Config):
     kl_penalty: KlPenalty = Field(
         "kl",
         description="KL estimator: `kl` (= `k1`) log ratio, `abs` its absolute value, `mse` (= `k2`) half its square, "
-        "`low_var_kl` (= `k3`) ratio - 1 - log ratio. `full` is no estimate: it sums over the vocabulary, for which the "
-        "reference sends its final hidden states.",
+        "`low_var_kl` (= `k3`) ratio - 1 - log ratio. `full` is no estimate: it sums over the vocabulary, and the "
+        "reference sends its final hidden states for it.",
     )
     add_token_level_kl: bool = Field(False, description="Subtract KL to the reference from each token's reward.")
     init_kl_coef: float = Field(0.2, ge=0, description="Coefficient of the KL in the reward (its start if adaptive).")

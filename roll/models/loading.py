@@ -50,7 +50,7 @@ def load_config(path: str, config_kwargs: Mapping[str, Any] | None = None) -> Pr
     """
     from transformers import AutoConfig
 
-    local = check_model_path(path)
+    path, local = locate_model(path)
     config = AutoConfig.from_pretrained(path, local_files_only=local, trust_remote_code=False)
     for key, value in (config_kwargs or {}).items():
         if not hasattr(config, key):
@@ -124,8 +124,8 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    local = check_model_path(path)
-    if local and not any(any(Path(path).expanduser().glob(pattern)) for pattern in TOKENIZER_FILES):
+    path, local = locate_model(path)
+    if local and not any(any(Path(path).glob(pattern)) for pattern in TOKENIZER_FILES):
         # transformers would make an empty one from the model's configuration.
         raise ValueError(f"model path {path!r}: no tokenizer files in it, such as tokenizer.json")
     try:
@@ -158,8 +158,8 @@ def copy_tokenizer(source: Path, target: Path) -> None:
                     shutil.copy2(file, target / file.name)
 
 
-def check_model_path(path: str) -> bool:
-    """Whether ``path`` is a local folder (of a model), as opposed to a hub name.
+def locate_model(path: str) -> tuple[str, bool]:
+    """The path with ``~`` resolved, and whether it is a local folder (of a model), as opposed to a hub name.
 
     Raises:
         ValueError: it looks like a folder and is none, or holds no ``config.json``.
@@ -168,10 +168,10 @@ def check_model_path(path: str) -> bool:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(f"model path {path!r}: no config.json in it; expected a model in Hugging Face format")
-        return True
+        return str(folder), True
     if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
         raise ValueError(f"model path {path!r}: no such folder")
-    return False
+    return path, False
 
 
 def _load(
@@ -184,6 +184,7 @@ def _load(
 ) -> PreTrainedModel:
     from transformers import AutoModel, AutoModelForCausalLM
 
+    path, local = locate_model(path)
     config = load_config(path, config_kwargs)
     kind = AutoModelForCausalLM if head == "lm" else AutoModel
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
@@ -193,7 +194,7 @@ def _load(
             config=config,
             dtype=dtype or resolve_dtype(None, config),
             use_safetensors=True,
-            local_files_only=Path(path).expanduser().is_dir(),
+            local_files_only=local,
             trust_remote_code=False,
             output_loading_info=True,
             **options,

@@ -146,6 +146,6 @@ def _yaml(config: RLConfig) -> str:
 def _summary(config: RLConfig) -> list[str]:
     """What the configuration amounts to: batch arithmetic and placement."""
     from roll.configs.batches import describe_batches
-    from roll.pipeline.checks import describe_placement
+    from roll.pipeline.checks import describe_files, describe_placement
 
-    return [*describe_batches(config), *describe_placement(config)]
+    return [*describe_batches(config), *describe_files(config), *describe_placement(config)]

@@ -347,11 +347,11 @@ class MultipleChoiceVerifier(RuleVerifier):
         wrap = r"[\s*_`$(\[{\"'.:]{0,10}(?:\\(?:text|mathrm|mathbf|textbf)\s?\{)?[\s*_`(\[{]{0,10}"
         self._whole = re.compile(rf"{wrap}({letter})[\s*_`$)\]}}\"'.,:;!]*", re.IGNORECASE)
         self._labelled = re.compile(rf"{wrap}({letter})[\s*_`]{{0,10}}[)\]}}.:][*_`]{{0,10}}\s.*", re.DOTALL)
-        # A and I are words too, so a bare one must not be followed by another word.
-        bare = rf"(?![AI]\s+[^\W\d_]){letter}"
+        # A and I are words too, so what follows a bare one must not make it one.
+        bare = rf"(?!I[^\S\n]+[^\W\d_]|A[^\S\n]+(?!(?:because|since|as|and|or)\b)[^\W\d_]){letter}"
         self._phrase = re.compile(
             rf"(?i:\banswer\b|\boption\b|\bchoice\b)[\s*_]{{0,10}}(?i:is|:|=)[\s*_:]{{0,10}}(?i:option\s+|choice\s+)?"
-            rf"{wrap}({bare})(?!\w|['’]\w)(?P<rest>[^\n]{{0,40}})"
+            rf"{wrap}({bare})(?!\w|['’]\w)(?=(?P<rest>[^\n]{{0,40}}))"
         )
         self._second = re.compile(rf"[\s*_)\]}}$\"']*(?:,|/|&|\band\b|\bor\b)[\s*_(\[{{]*{letter}(?!\w)")
         self._parenthesised = re.compile(rf"\(({letter})\)")

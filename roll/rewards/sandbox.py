@@ -257,9 +257,23 @@ class _Run:
     """Read end: ``ready`` once the isolation stands, then the exit code and CPU seconds if the program ended."""
     started: float
 
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
+    lifeline: int
+    """The run ends when this is closed."""
+
+    def let_go(self) -> None:
+        """Asks the run to end."""
+        if self.lifeline >= 0:
+            os.close(self.lifeline)
+            self.lifeline = -1
+
+    def end(self) -> None:
+        """Waits until the run has ended; kills what is slow to."""
+        self.let_go()
+        try:
+            self.process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
     def report(self) -> list[str]:
         """The words of ``status``, once the run has ended."""
@@ -358,7 +372,7 @@ def _started(
         "drop_to": drop_to,
         "limits": _resource_limits(limits, _user_tasks() if backend == "unsafe" else 0),
     }
-    status_read, status_write = os.pipe()
+    (status_read, status_write), (lifeline, held) = os.pipe(), os.pipe()
     os.set_blocking(status_read, False)
     job_file, input_file = _memory_file(json.dumps(job).encode()), _memory_file(stdin.encode("utf-8", "surrogatepass"))
     prefix = _bubblewrap(view, limits) if backend == "bubblewrap" else []
@@ -368,24 +382,25 @@ def _started(
     try:
         try:
             process = subprocess.Popen(
-                [*prefix, view.python, *options, inner, str(job_file), str(status_write)],
+                [*prefix, view.python, *options, inner, str(job_file), str(status_write), str(lifeline)],
                 stdin=input_file,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=_ENVIRONMENT if folder is None else _ENVIRONMENT | {"HOME": folder, "TMPDIR": folder},
                 cwd="/",
-                pass_fds=(job_file, status_write),
+                pass_fds=(job_file, status_write, lifeline),
                 start_new_session=True,
             )
         finally:
-            for descriptor in (status_write, job_file, input_file):
+            for descriptor in (status_write, lifeline, job_file, input_file):
                 os.close(descriptor)
-        run = _Run(process, status_read, time.monotonic())
+        run = _Run(process, status_read, time.monotonic(), held)
         yield run
     finally:
-        if run is not None:
-            run.kill()
-            run.process.wait()
+        if run is None:
+            os.close(held)
+        else:
+            run.end()
             for pipe in (run.process.stdout, run.process.stderr):
                 assert pipe is not None
                 pipe.close()
@@ -423,10 +438,10 @@ async def _watch(run: _Run, limits: SandboxLimits) -> SandboxResult:
         await asyncio.wait({stop}, timeout=limits.wall_seconds)
         wall_s = time.monotonic() - run.started
         timed_out = not stop.done()
-        run.kill()
+        run.let_go()
         # The pipes end when the last process of the run is gone.
         await asyncio.wait({ended, *(output.closed for output in outputs)}, timeout=_GRACE)
-        run.process.wait()
+        run.end()
     finally:
         loop.remove_reader(handle)
         os.close(handle)
@@ -491,7 +506,7 @@ def _probe(backend: Backend, view: _View) -> str | None:
 def _kill_later(run: _Run) -> Any:
     from threading import Timer
 
-    timer = Timer(20.0, run.kill)
+    timer = Timer(20.0, run.let_go)
     timer.daemon = True
     timer.start()
     return timer

@@ -1,7 +1,8 @@
-"""The inside of the sandbox: a program of its own, started by path as ``python -I -S -B sandbox_inner.py JOB STATUS``.
+"""The inside of the sandbox: a program of its own, started by path as ``python -I -B sandbox_inner.py JOB STATUS LIFELINE``.
 
-It uses the standard library only. ``JOB`` is a descriptor with a JSON object, ``STATUS`` one to which ``ready`` is
-written once the isolation stands; before that any failure is the sandbox's, after it the program's. In its order:
+It uses the standard library only. The arguments are descriptors: ``JOB`` has a JSON object; to ``STATUS`` ``ready`` is
+written once the isolation stands (before that any failure is the sandbox's, after it the program's); the end of
+``LIFELINE`` ends the run. In its order:
 
 1. ``enter_namespaces`` (back end ``namespaces``; bubblewrap has done it already): new user, mount, PID, network, IPC,
    UTS and cgroup namespaces, a root of read-only binds in a tmpfs, no ``/proc``, no ``/sys``, no ``/etc``.
@@ -19,9 +20,11 @@ import ctypes
 import json
 import os
 import resource
+import select
 import signal
 import struct
 import sys
+import time
 from contextlib import suppress
 
 TYPE_CHECKING = False  # importing typing takes as long as all the others
@@ -39,7 +42,7 @@ _NEW_NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 _AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+_PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
 _SYS_MOUNT_SETATTR = 442  # the same everywhere
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMN = {"x86_64": 0, "aarch64": 1}
@@ -183,39 +186,24 @@ def _build_root(view: dict[str, Any]) -> None:
     _set_attributes("/", _ATTR_RDONLY, 0)
 
 
-def _die_with_parent() -> None:
-    _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
 def _exit_code(status: int) -> int:
     """As a shell says it: 128 + n for a process that signal n killed."""
     code = os.waitstatus_to_exitcode(status)
     return 128 - code if code < 0 else code
 
 
-def _wait_for(child: int) -> tuple[int, float]:
-    """Reaps until ``child`` is gone: its exit code, and the CPU seconds of all that were reaped."""
-    cpu_s = 0.0
-    while True:
-        pid, status, usage = os.wait3(0)
-        cpu_s += usage.ru_utime + usage.ru_stime
-        if pid == child:
-            return _exit_code(status), cpu_s
-
-
-def enter_namespaces(view: dict[str, Any], status: int) -> None:
+def enter_namespaces(view: dict[str, Any], status: int, lifeline: int) -> None:
     """Returns in the init of a new PID namespace that sees ``view`` only.
 
     This process stays outside and waits. The kernel kills all of the namespace when its init ends, and no signal from
     inside can end it.
     """
-    _die_with_parent()
     _unshare()
     init = os.fork()
     if init:
-        for descriptor in (0, 1, 2, status):  # the pipes must end with the program
+        for descriptor in (0, 1, 2, status, lifeline):  # the pipes must end with the program
             os.close(descriptor)
-        os._exit(_wait_for(init)[0])
+        os._exit(_exit_code(os.waitpid(init, 0)[1]))
     os.setsid()  # a signal to the program's process group must not reach the parent
     with suppress(OSError):  # read-only in many containers; the filter of system calls forbids namespaces too
         _write("/proc/sys/user/max_user_namespaces", "0")
@@ -225,23 +213,46 @@ def enter_namespaces(view: dict[str, Any], status: int) -> None:
     _drop_capabilities()
 
 
-def start_program(status: int, max_seconds: float) -> None:
-    """Returns in a child, which the program is; this process waits, reports what it used, and ends the namespace."""
-    _die_with_parent()  # a change of user has forgotten it
+def start_program(status: int, lifeline: int, max_seconds: float) -> None:
+    """Returns in a child, which the program is; this process watches it and ends with it, and so does the namespace.
+
+    It also ends when ``lifeline`` is closed on the other side: the caller has had enough, or is dead. (A parent-death
+    signal would not do: bubblewrap as root may not signal the user that this process has become.)
+    """
     program = os.fork()
     if program == 0:
         os.setsid()
         os.write(status, b"ready")
         os.close(status)
+        os.close(lifeline)
         return
     for descriptor in range(3):
         os.close(descriptor)
-    # Should the parent have died just before it was watched, or the caller have been stopped.
-    signal.signal(signal.SIGALRM, lambda *_: os._exit(1))
-    signal.setitimer(signal.ITIMER_REAL, max_seconds)
-    code, cpu_s = _wait_for(program)
-    os.write(status, f" {code} {cpu_s}".encode())
-    os._exit(code)
+    cpu_s, code, deadline = 0.0, None, time.monotonic() + max_seconds
+    poll = select.poll()
+    poll.register(lifeline, 0)  # hanging up is always reported
+    poll.register(os.pidfd_open(program), select.POLLIN)
+    while code is None and time.monotonic() < deadline:
+        if any(descriptor == lifeline for descriptor, _ in poll.poll(200)):
+            break
+        for pid, ended, used in _reap():
+            cpu_s += used
+            code = ended if pid == program else code
+    with suppress(OSError):  # what is left, where there is no namespace
+        os.killpg(program, signal.SIGKILL)
+    if code is not None:
+        os.write(status, f" {code} {cpu_s}".encode())
+    os._exit(0)
+
+
+def _reap() -> Iterator[tuple[int, int, float]]:
+    """Children that have ended, adopted ones too: their ids, exit codes and CPU seconds."""
+    with suppress(ChildProcessError):
+        while True:
+            pid, status, usage = os.wait3(os.WNOHANG)
+            if pid == 0:
+                return
+            yield pid, _exit_code(status), usage.ru_utime + usage.ru_stime
 
 
 def _change_user(uid: int) -> None:
@@ -628,17 +639,17 @@ def _read_all(descriptor: int) -> bytes:
     return b"".join(parts)
 
 
-def main(job_descriptor: int, status: int) -> None:
+def main(job_descriptor: int, status: int, lifeline: int) -> None:
     """Isolates this process as the job says, then runs its source."""
     os.lseek(job_descriptor, 0, os.SEEK_SET)
     job = json.loads(_read_all(job_descriptor))
     os.close(job_descriptor)
     if job["view"] is not None:
-        enter_namespaces(job["view"], status)
+        enter_namespaces(job["view"], status, lifeline)
     if job["chdir"] is not None:
         os.chdir(job["chdir"])
     give_up_privileges(job["limits"], job["drop_to"])
-    start_program(status, job["max_seconds"])
+    start_program(status, lifeline, job["max_seconds"])
     if job["mode"] == "program":
         run_program(job["source"])
     else:
@@ -646,4 +657,4 @@ def main(job_descriptor: int, status: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:]))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "examples" / "start_agentic_pipeline.py"
+RLVR_LAUNCHER = ROOT / "examples" / "start_rlvr_pipeline.py"
 CONFIGS = Path(__file__).parent / "config"
 FAULTS = "ROLL_FAULTS"
 START_S = 150.0
@@ -77,6 +78,11 @@ class Run:
 
     def release(self, name: str) -> None:
         (self.faults / name).unlink()
+
+    def logged(self, file: str) -> list[dict[str, Any]]:
+        """What the workers of ``tests/faults.py`` have logged in a file."""
+        path = self.faults / file
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def processes(self) -> list[int]:
         """Ids of the processes that belong to the run, its driver and Ray's own included."""

@@ -185,7 +185,10 @@ def loss_of(batch: Batch, scores: TokenScores, **keys: Any) -> float:
         {"entropy_loss_coef": 0.1},
         {"sft_loss_coef": 0.1},
         {"use_kl_loss": True, "kl_loss_coef": 0.1},
-        *[{"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_penalty": kind} for kind in ("abs", "mse", "low_var_kl", "full")],
+        *[
+            {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_penalty": kind}
+            for kind in ("abs", "mse", "low_var_kl", "full")
+        ],
         *[{"loss_agg_mode": mode} for mode in MODES if mode != "seq-mean-token-mean"],
     ],
     ids=str,

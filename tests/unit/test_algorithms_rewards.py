@@ -212,7 +212,10 @@ def test_the_kl_over_the_vocabulary_comes_from_the_training_engine() -> None:
     config = AlgorithmConfig(kl_penalty="full", add_token_level_kl=True)
     out, metrics = apply_kl_penalty(batch.replace(kl_T=kl_T, ref_logprobs_T=None), config, 0.3)
     torch.testing.assert_close(out.rewards_T, batch.rewards_T - 0.3 * kl_T)
-    rows = [kl_T[batch.token_index([row])][batch.loss_mask_T[batch.token_index([row])]] for row in range(len(batch.lengths_B))]
+    rows = [
+        kl_T[batch.token_index([row])][batch.loss_mask_T[batch.token_index([row])]]
+        for row in range(len(batch.lengths_B))
+    ]
     assert metrics["reward/kl"] == pytest.approx(statistics.mean(float(row.mean()) for row in rows if len(row)))
     with pytest.raises(ValueError, match=r"kl_penalty 'full'.*kl_T"):
         apply_kl_penalty(batch, config, 0.3)

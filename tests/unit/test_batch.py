@@ -35,7 +35,9 @@ def lists(batch: Batch) -> Sequences:
     assert batch.rewards_T is not None and batch.group_B is not None and batch.scores_B is not None
     assert torch.equal(batch.rewards_T, batch.tokens_T.float() / 2)
     assert batch.ref_hidden_TH is not None
-    assert torch.equal(batch.ref_hidden_TH, torch.stack([batch.tokens_T, -batch.tokens_T, batch.tokens_T * 2], 1).float())
+    assert torch.equal(
+        batch.ref_hidden_TH, torch.stack([batch.tokens_T, -batch.tokens_T, batch.tokens_T * 2], 1).float()
+    )
     found = [part.tolist() for part in batch.tokens_T.split(batch.lengths_B.tolist())] if len(batch.lengths_B) else []
     assert batch.group_B.tolist() == [tokens[0] for tokens in found]
     assert batch.scores_B.tolist() == [sum(tokens) for tokens in found]

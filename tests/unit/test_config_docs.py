@@ -4,7 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from roll.configs.agentic import AgenticConfig
+from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import leaf_paths
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,8 +19,9 @@ def test_the_configuration_reference_is_current():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_every_key_is_documented():
+@pytest.mark.parametrize("schema", [AgenticConfig, RLVRConfig])
+def test_every_key_is_documented(schema):
     text = (ROOT / "docs" / "configuration.md").read_text()
-    for path, field in leaf_paths(AgenticConfig):
+    for path, field in leaf_paths(schema):
         assert field.description, path
         assert f"| `{path.rpartition('.')[2]}` |" in text, path

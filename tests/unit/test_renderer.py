@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from roll.data.arrays import IntArray
 from roll.data.renderer import _SENTINEL, ChatRenderer, Message
+from roll.data.templates import TEMPLATES
 from roll.models.tiny import make_tokenizer
 
 # ChatML with a system message of its own, as Qwen2.5 writes it.
@@ -79,6 +80,20 @@ def test_a_prompt_is_what_transformers_makes_of_it(family: str, system: str | No
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     messages.append({"role": "user", "content": user})
     assert ChatRenderer(tokenizer).prompt(messages).tolist() == whole(tokenizer, messages)
+
+
+@FAMILIES
+def test_many_prompts_are_what_they_are_one_by_one(family: str) -> None:
+    tokenizer = TOKENIZERS[family]
+    renderer = ChatRenderer(tokenizer)
+    conversations: list[list[Message]] = [
+        [{"role": "user", "content": text * 3}] for text in [*CORPUS, "", "Sokoban é"]
+    ]
+    # What the tokenizer was last called with must not matter.
+    tokenizer(["left right left"], truncation=True, max_length=3)
+    many = renderer.prompts(conversations)
+    assert [ids.tolist() for ids in many] == [whole(tokenizer, conversation) for conversation in conversations]
+    assert all(ids.dtype == np.int64 for ids in many) and renderer.prompts([]) == []
 
 
 @FAMILIES
@@ -161,6 +176,68 @@ def test_a_template_may_be_given_as_text_or_file(tmp_path: Path) -> None:
     assert bare.decode(ChatRenderer(bare, inline).prompt(messages)) == "[user] left or right\n[assistant]"
 
 
+ASKED: list[Message] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " 1+1? "}]
+TURNS: list[Message] = [*ASKED[1:], {"role": "assistant", "content": "2"}, {"role": "user", "content": "Sure?"}]
+CHATML_ASKED = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n 1+1? <|im_end|>\n<|im_start|>assistant\n"
+CHATML_TURNS = (
+    "<|im_start|>user\n 1+1? <|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
+    "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+)
+NAMED = {
+    "chatml": (CHATML_ASKED, CHATML_TURNS),
+    "qwen2": (CHATML_ASKED, "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" + CHATML_TURNS),
+    "qwen2_5": (
+        CHATML_ASKED,
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+        + CHATML_TURNS,
+    ),
+    "llama3": (
+        "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n1+1?<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n2<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nSure?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "gemma": (
+        "<bos><start_of_turn>user\nBe brief.\n\n1+1?<end_of_turn>\n<start_of_turn>model\n",
+        "<bos><start_of_turn>user\n1+1?<end_of_turn>\n<start_of_turn>model\n2<end_of_turn>\n"
+        "<start_of_turn>user\nSure?<end_of_turn>\n<start_of_turn>model\n",
+    ),
+    "plain": ("Be brief. 1+1? ", " 1+1? 2Sure?"),
+}
+BEGINNINGS = {"llama3": "<|begin_of_text|>", "gemma": "<bos>"}
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_a_named_template_writes_exactly_this(name: str) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    if name in BEGINNINGS:
+        tokenizer.add_special_tokens({"bos_token": BEGINNINGS[name]})
+    renderer = ChatRenderer(tokenizer, name)
+    for messages, text in zip((ASKED, TURNS), NAMED[name], strict=True):
+        assert tokenizer.decode(renderer.prompt(messages)) == text
+
+
+@pytest.mark.parametrize("name", sorted(TEMPLATES))
+def test_a_conversation_can_grow_under_a_named_template(name: str) -> None:
+    tokenizer = make_tokenizer()
+    if name in BEGINNINGS:
+        tokenizer.add_special_tokens({"bos_token": BEGINNINGS[name]})
+    renderer = ChatRenderer(tokenizer, name)
+    # A system message of the conversation's own: where there is none, the family's own stands at the beginning.
+    messages: list[Message] = [ASKED[0], *TURNS]
+    sampled = encode(tokenizer, "2")
+    grown = np.concatenate([renderer.prompt(messages[:2]), sampled, renderer.continuation(messages[3:], sampled)])
+    assert grown.tolist() == renderer.prompt(messages).tolist()
+
+
+def test_a_tokenizer_without_a_first_token_gets_none() -> None:
+    tokenizer = make_tokenizer()
+    assert tokenizer.bos_token is None
+    assert tokenizer.decode(ChatRenderer(tokenizer, "llama3").prompt(TURNS)).startswith("<|start_header_id|>user")
+
+
 def test_a_missing_template_is_told_at_once() -> None:
     bare = make_tokenizer()
     bare.chat_template = None
@@ -168,6 +245,8 @@ def test_a_missing_template_is_told_at_once() -> None:
         ChatRenderer(bare)
     with pytest.raises(ValueError, match=r"data_args.template: 'no/such/file' is neither"):
         ChatRenderer(TOKENIZERS["tiny"], "no/such/file")
+    with pytest.raises(ValueError, match=r"'qwen3' is neither .* a named template \(chatml, .*did you mean 'qwen2'\?"):
+        ChatRenderer(TOKENIZERS["tiny"], "qwen3")
 
 
 def test_a_template_without_the_assistants_words_cannot_be_continued() -> None:

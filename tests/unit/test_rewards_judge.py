@@ -53,6 +53,9 @@ class JudgeServer(ThreadingHTTPServer):
         self.times: list[float] = []
         self.in_flight = self.most_in_flight = 0
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that gave up is part of the tests."""
+
     @property
     def port(self) -> int:
         return self.server_address[1]
@@ -180,14 +183,15 @@ def test_further_fields_replace_and_null_leaves_out():
 def test_a_busy_endpoint_is_asked_again_when_it_says():
     with serving(Reply(429, "slow down", {"Retry-After": "0.3"}), says("Score: 10")) as server:
         assert score(server.url).score == 1.0
-    assert 0.3 <= server.times[1] - server.times[0] < 2
+    assert 0.3 <= server.times[1] - server.times[0] < 10
 
 
 def test_retry_after_may_be_a_date():
-    date = email.utils.formatdate(time.time() + 2, usegmt=True)  # whole seconds: between one and two from now
-    with serving(Reply(503, "", {"Retry-After": date}), says("Score: 10")) as server:
+    date = int(time.time()) + 2
+    header = {"Retry-After": email.utils.formatdate(date, usegmt=True)}
+    with serving(Reply(503, "", header), says("Score: 10")) as server:
         assert score(server.url).score == 1.0
-    assert 0.9 <= server.times[1] - server.times[0] < 4
+    assert -0.05 <= time.time() - date < 10
 
 
 @pytest.mark.parametrize("unreadable", ["soon", "nan", "Mon, 99 Foo"])
@@ -245,13 +249,13 @@ def test_a_group_that_is_no_number_is_no_score():
 
 
 def test_a_silent_endpoint_times_out():
-    with serving(Reply(delay=0.6), says("Score: 3")) as server:
-        assert score(server.url, request_timeout=0.2).score == 0.3
-    with serving(Reply(delay=0.6)) as server:
+    with serving(Reply(delay=20), says("Score: 3")) as server:
+        assert score(server.url, request_timeout=1).score == 0.3
+    with serving(Reply(delay=20)) as server:
         start = time.monotonic()
         with pytest.raises(RewardError, match=r"no answer within request_timeout = 0.2 seconds \(attempt 2 of 2"):
             score(server.url, request_timeout=0.2, max_attempts=2)
-        assert time.monotonic() - start < 1.5
+        assert time.monotonic() - start < 10
 
 
 def test_an_endpoint_that_drips_its_answer_times_out():
@@ -295,7 +299,7 @@ def test_a_connection_that_breaks_is_tried_again():
 
 def test_no_more_than_max_concurrency_requests_are_in_flight():
     reply = says("Score: 5")
-    reply.delay = 0.05
+    reply.delay = 0.15
     with serving(reply) as server:
         verdicts = score_all(server.url, [SAMPLE] * 12, max_concurrency=3)
     assert len(verdicts) == 12 and server.most_in_flight == 3
@@ -303,9 +307,9 @@ def test_no_more_than_max_concurrency_requests_are_in_flight():
 
 def test_waiting_for_a_slot_does_not_count_as_the_endpoints_time():
     reply = says("Score: 5")
-    reply.delay = 0.2
+    reply.delay = 0.3
     with serving(reply) as server:
-        verdicts = score_all(server.url, [SAMPLE] * 6, max_concurrency=1, request_timeout=0.8, max_attempts=1)
+        verdicts = score_all(server.url, [SAMPLE] * 6, max_concurrency=1, request_timeout=1.5, max_attempts=1)
     assert len(verdicts) == 6
 
 

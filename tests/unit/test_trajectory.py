@@ -186,7 +186,9 @@ def test_rows_that_the_length_limit_cut_off_are_told() -> None:
 
 def test_the_greedy_score_stands_on_every_row_of_its_group() -> None:
     def trajectory(group: int, member: int, reward: float) -> Trajectory:
-        return make_trajectory([make_turn([1], [2]), make_turn([1], [2], reward)], history=False, group=group, member=member)
+        return make_trajectory(
+            [make_turn([1], [2]), make_turn([1], [2], reward)], history=False, group=group, member=member
+        )
 
     first = RolloutGroup(0, "A", (trajectory(0, 0, 1.0), trajectory(0, 1, 0.0)), baseline=trajectory(0, -1, 0.25))
     second = RolloutGroup(1, "A", (trajectory(1, 0, 1.0),), baseline=trajectory(1, -1, -2.0))

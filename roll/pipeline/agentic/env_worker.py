@@ -36,11 +36,11 @@ class EnvironmentWorker(RolloutWorker):
     """Plays episodes of environments. ``train_env_manager.worker_cls`` may name a subclass."""
 
     def setup(self, context: EnvWorkerContext) -> None:
-        from transformers import AutoTokenizer
+        from roll.models.loading import load_tokenizer  # brings torch, for the tokenizer alone
 
         self.context = context
         self.retries = context.retries
-        renderer = ChatRenderer(AutoTokenizer.from_pretrained(context.tokenizer_path), context.template)
+        renderer = ChatRenderer(load_tokenizer(context.tokenizer_path), context.template)
         self.managers: dict[str, EnvManager] = {
             tag: ENV_MANAGERS.get(config.env_manager_cls)(config, renderer, context.params, context.limits)
             for tag, config in context.envs.items()

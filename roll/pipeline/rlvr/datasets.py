@@ -12,6 +12,8 @@ from roll.configs.rl import TINY
 from roll.configs.rlvr import DataGeneratorConfig, RLVRConfig
 from roll.data.prompts import PromptDataset, load_prompts
 from roll.data.renderer import ChatRenderer
+from roll.models.loading import load_tokenizer
+from roll.models.tiny import make_tokenizer
 from roll.pipeline.rlvr.prompt_roles import Datasets
 from roll.utils.registry import import_path
 
@@ -73,10 +75,5 @@ def _load(config: RLVRConfig, data: DataArguments, renderer: ChatRenderer) -> Pr
 
 def _tokenizer(pretrain: str) -> PreTrainedTokenizerBase:
     if pretrain == TINY:
-        from roll.models.tiny import make_tokenizer
-
         return make_tokenizer()
-    from transformers import AutoTokenizer
-
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(pretrain)
-    return tokenizer
+    return load_tokenizer(pretrain)

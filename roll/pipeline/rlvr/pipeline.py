@@ -44,6 +44,7 @@ class RLVRPipeline(RLPipeline):
         self._next_position = self.position.after(collected)
         groups = collected.groups
         metrics = rollout_metrics(groups, "rollout") | reward_metrics([*groups, *collected.rejected], self.config)
+        metrics |= self.prompts.take_retries()
         metrics["rollout/filtered"] = float(len(collected.rejected))
         metrics["rollout/epoch"] = self.prompts.epoch_of(self._next_position.next_id)
         return groups_to_batch(groups, self.prompts.tags), metrics

@@ -84,6 +84,13 @@ class PromptRoles(RolloutRoles):
         assert self._train_prompts is not None
         return float(self._train_prompts.epoch_of(draw))
 
+    def take_retries(self) -> dict[str, float]:
+        """``reward/<domain>/retries``: new attempts of verifiers since the last call."""
+        return {
+            f"reward/{name}/retries": float(sum(cluster.call("take_retries")))
+            for name, cluster in self._rewards.items()
+        }
+
     def connect(self) -> None:
         """Tells the rollout workers where the engines and the rewards are."""
         rollout = self._clusters[ROLLOUT_CLUSTER]

@@ -77,10 +77,10 @@ class PromptWorker(RolloutWorker):
     """Has prompts answered and scored. ``rollout_workers.worker_cls`` may name a subclass."""
 
     def setup(self, context: PromptWorkerContext) -> None:
-        from transformers import AutoTokenizer
+        from roll.models.loading import load_tokenizer  # brings torch, for the tokenizer alone
 
         self.context = context
-        renderer = ChatRenderer(AutoTokenizer.from_pretrained(context.tokenizer_path), context.template)
+        renderer = ChatRenderer(load_tokenizer(context.tokenizer_path), context.template)
         self.managers = {
             name: PromptManager(renderer, params, context.limits) for name, params in context.params.items()
         }

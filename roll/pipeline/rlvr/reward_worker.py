@@ -29,6 +29,10 @@ class RewardWorker(Worker):
         except RewardError as error:
             return RewardError(str(error))  # without its causes, which may not survive the way between processes
 
+    async def take_retries(self) -> int:
+        """New attempts of verifiers since the last call."""
+        return self.scorer.take_counts().retries
+
     async def close(self) -> None:
         """Ends what the verifiers hold."""
         await self.scorer.close()

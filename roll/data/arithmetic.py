@@ -1,0 +1,242 @@
+"""Integer addition and subtraction with a written scratchpad: the data of the RLVR demonstration.
+
+A solution goes column by column from the ones, ``digit, digit, carry = result``, and then states the answer. The result
+of a sum has two digits; a digit to subtract from has a 1 before it where it borrows::
+
+    347+285=   <think>7+5+0=12 4+8+1=13 3+2+1=06</think><answer>632</answer>
+    632-347=   <think>12-7-0=5 13-4-1=8 06-3-1=2</think><answer>285</answer>
+
+The teacher of the demonstrations is forgetful: it writes 0 for most of the carries and borrows that one column owes to
+the next. Who imitates it masters the single steps and prefers a wrong one, so reinforcement learning has a habit to
+change: to sharpen the imitation is not enough.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll.utils.seeding import derive_seed
+
+TAG = "arithmetic"
+TRAIN, VAL, DEMONSTRATIONS = "train.jsonl", "val.jsonl", "demonstrations.jsonl"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``x operation y``; a difference is never negative."""
+
+    x: int
+    operation: str
+    """``+`` or ``-``."""
+    y: int
+
+    def __post_init__(self) -> None:
+        if self.operation not in ("+", "-"):
+            raise ValueError(f"operation: got {self.operation!r}, expected '+' or '-'")
+        if min(self.x, self.y) < 0:
+            raise ValueError(f"operands: got {self.x} and {self.y}, expected no negative number")
+        if self.operation == "-" and self.x < self.y:
+            raise ValueError(f"operands: got {self.x}-{self.y}, expected the larger number first")
+
+    @property
+    def prompt(self) -> str:
+        """What the policy is asked, such as ``47+85=``."""
+        return f"{self.x}{self.operation}{self.y}="
+
+    @property
+    def answer(self) -> int:
+        return self.x + self.y if self.operation == "+" else self.x - self.y
+
+    @property
+    def num_columns(self) -> int:
+        """Digits of the longer operand."""
+        return len(str(max(self.x, self.y)))
+
+    @property
+    def carried_columns(self) -> tuple[int, ...]:
+        """Columns (0: the ones) that receive a carry or a borrow from the column before."""
+        modulus = [10**column for column in range(1, self.num_columns)]
+        if self.operation == "+":
+            owed = [self.x % size + self.y % size >= size for size in modulus]
+        else:
+            owed = [self.x % size < self.y % size for size in modulus]
+        return tuple(column for column, owes in enumerate(owed, start=1) if owes)
+
+
+def worked_solution(problem: Problem, forgotten_columns: Collection[int] = ()) -> str:
+    """The scratchpad and the answer, as the policy is to write them.
+
+    Args:
+        problem: what to solve.
+        forgotten_columns: columns (0: the ones) that ignore the carry or borrow into them; the answer follows from
+            what is written, so it is wrong where one was due.
+    """
+    x_digits, y_digits = (f"{number:0{problem.num_columns}d}"[::-1] for number in (problem.x, problem.y))
+    steps, digits, carry = [], [], 0
+    for column, (a, b) in enumerate(zip(map(int, x_digits), map(int, y_digits), strict=True)):
+        if column in forgotten_columns:
+            carry = 0
+        if problem.operation == "+":
+            total = a + b + carry
+            steps.append(f"{a}+{b}+{carry}={total:02d}")
+            carry, digit = divmod(total, 10)
+        else:
+            borrow = int(a < b + carry)
+            digit = 10 * borrow + a - b - carry
+            steps.append(f"{borrow}{a}-{b}-{carry}={digit}")
+            carry = borrow
+        digits.append(digit)
+    answer = sum(digit * 10**column for column, digit in enumerate([*digits, carry]))
+    return f"<think>{' '.join(steps)}</think><answer>{answer}</answer>"
+
+
+def is_held_out(x: int, y: int, share: float) -> bool:
+    """Whether the operands belong to validation: by a hash of the unordered pair, the same for every seed.
+
+    Args:
+        x: one operand.
+        y: the other; swapping the two changes nothing.
+        share: part of all pairs that is held out.
+    """
+    digest = hashlib.blake2b(f"{min(x, y)},{max(x, y)}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def write_dataset(
+    folder: Path,
+    *,
+    seed: int = 0,
+    min_operand: int = 100,
+    max_operand: int = 999,
+    operations: Sequence[str] = ("+", "-"),
+    held_out_share: float = 0.1,
+    forget_rate: float = 0.8,
+    num_train: int = 8192,
+    num_val: int = 1024,
+    num_demonstrations: int = 8000,
+) -> None:
+    """Writes ``train.jsonl``, ``val.jsonl`` and ``demonstrations.jsonl``; equal arguments give equal bytes.
+
+    Problems within a file are distinct. A pair of operands in ``val.jsonl`` occurs in neither of the other files, under
+    no operation and in no order. Existing files are replaced when all three are complete.
+
+    Args:
+        folder: made if it is not there.
+        seed: draws the problems and the teacher's mistakes; the split does not depend on it.
+        min_operand: smallest operand.
+        max_operand: largest operand; with as many digits as ``min_operand`` all prompts are equally long.
+        operations: ``+``, ``-`` or both, drawn uniformly; a difference has the larger operand first.
+        held_out_share: part of all operand pairs from which ``val.jsonl`` is drawn.
+        forget_rate: probability that the teacher writes 0 for a carry or borrow that is due.
+        num_train: rows of ``train.jsonl``.
+        num_val: rows of ``val.jsonl``.
+        num_demonstrations: rows of ``demonstrations.jsonl``.
+
+    Raises:
+        ValueError: an argument is out of its range, or there are fewer problems than rows.
+    """
+    _check(min_operand, max_operand, operations, held_out_share, forget_rate)
+    _check_counts(num_train=num_train, num_val=num_val, num_demonstrations=num_demonstrations)
+
+    def draw(name: str, count: int, held_out: bool) -> list[Problem]:
+        rng = random.Random(derive_seed(seed, TAG, name))
+        share = held_out_share if held_out else 1 - held_out_share
+        # Each pair is in the split with probability `share`: four times the need is enough, or else all pairs.
+        pairs = _pairs(rng, min_operand, max_operand, limit=1000 + int(4 * count / share))
+        kept = ((x, y) for x, y in pairs if is_held_out(x, y, held_out_share) == held_out)
+        found = dict.fromkeys(_problem(x, y, rng.choice(operations)) for x, y in kept)
+        if len(found) < count:
+            raise ValueError(
+                f"num_{name}: seen {count}, expected at most {len(found)}, the distinct problems drawn from operands "
+                f"{min_operand} to {max_operand} with held_out_share {held_out_share}"
+            )
+        return list(found)[:count]
+
+    rng = random.Random(derive_seed(seed, TAG, "teacher"))
+    taught = [
+        (problem, {column for column in range(problem.num_columns) if rng.random() < forget_rate})
+        for problem in draw("demonstrations", num_demonstrations, held_out=False)
+    ]
+    _write_together(
+        folder,
+        {
+            TRAIN: (_row("train", *item) for item in enumerate(draw("train", num_train, held_out=False))),
+            VAL: (_row("val", *item) for item in enumerate(draw("val", num_val, held_out=True))),
+            DEMONSTRATIONS: (_demonstration(index, *item) for index, item in enumerate(taught)),
+        },
+    )
+
+
+def _check(
+    min_operand: int, max_operand: int, operations: Sequence[str], held_out_share: float, forget_rate: float
+) -> None:
+    if not 0 <= min_operand < max_operand:
+        raise ValueError(f"min_operand, max_operand: seen {min_operand} and {max_operand}, expected 0 <= min < max")
+    if not operations or set(operations) - {"+", "-"} or len(set(operations)) < len(operations):
+        raise ValueError(f"operations: seen {operations!r}, expected '+', '-' or both, each once")
+    if not 0 < held_out_share < 1:
+        raise ValueError(f"held_out_share: seen {held_out_share}, expected a number between 0 and 1, both excluded")
+    if not 0 <= forget_rate <= 1:
+        raise ValueError(f"forget_rate: seen {forget_rate}, expected a number from 0 to 1")
+
+
+def _check_counts(**counts: int) -> None:
+    for key, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{key}: seen {count}, expected at least 1")
+
+
+def _pairs(rng: random.Random, low: int, high: int, limit: int) -> Iterator[tuple[int, int]]:
+    """At most ``limit`` distinct ordered pairs of numbers from ``low`` to ``high``, in random order."""
+    size = high - low + 1
+    for index in rng.sample(range(size * size), min(limit, size * size)):
+        x, y = divmod(index, size)
+        yield low + x, low + y
+
+
+def _problem(x: int, y: int, operation: str) -> Problem:
+    return Problem(max(x, y), "-", min(x, y)) if operation == "-" else Problem(x, operation, y)
+
+
+def _row(split: str, index: int, problem: Problem) -> dict[str, Any]:
+    return {
+        "id": f"{TAG}-{split}-{index}",
+        "tag": TAG,
+        "prompt": problem.prompt,
+        "solution": str(problem.answer),
+        "operands": [problem.x, problem.y],
+        "operation": problem.operation,
+        "difficulty": len(problem.carried_columns),
+    }
+
+
+def _demonstration(index: int, problem: Problem, forgotten_columns: Collection[int]) -> dict[str, Any]:
+    return {
+        "id": f"{TAG}-demonstration-{index}",
+        "prompt": problem.prompt,
+        "response": worked_solution(problem, forgotten_columns),
+    }
+
+
+def _write_together(folder: Path, files: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
+    """Writes JSON-lines files beside their final names, then renames them all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    building = {folder / name: folder / f".{name}.{os.getpid()}.tmp" for name in files}
+    try:
+        for temporary, rows in zip(building.values(), files.values(), strict=True):
+            with temporary.open("w", encoding="utf-8", newline="\n") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+                file.flush()
+                os.fsync(file.fileno())
+        for path, temporary in building.items():
+            temporary.replace(path)
+    finally:
+        for temporary in building.values():
+            temporary.unlink(missing_ok=True)

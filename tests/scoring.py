@@ -1,0 +1,32 @@
+"""Verifiers for runs of the real pipeline. They are found by path, in child processes that import nothing heavy."""
+
+from __future__ import annotations
+
+import time
+
+from roll.rewards.types import RuleVerifier, Sample, Verdict
+
+
+class Letters(RuleVerifier):
+    """A score that depends on every letter of the response, so that the answers to a prompt differ.
+
+    A row's reference answer may give orders: ``equal`` (the same score for all), ``raise``, ``hang`` (for ever), and
+    ``raise-odd`` (for about half of the responses).
+    """
+
+    def check(self, sample: Sample) -> Verdict:
+        total = sum(map(ord, sample.response))
+        order = sample.ground_truth
+        if order == "raise" or (order == "raise-odd" and total % 2):
+            raise ArithmeticError(f"cannot judge {sample.data_source}")
+        while order == "hang":
+            time.sleep(1)
+        score = 0.1 if order == "equal" else total % 64 / 64
+        return Verdict(score, score >= 0.5, sample.response[:1] or None, {"letters": float(len(sample.response))})
+
+
+class Brief(RuleVerifier):
+    """One point for an answer that ended by itself."""
+
+    def check(self, sample: Sample) -> Verdict:
+        return Verdict(float(not sample.truncated), True)

@@ -1,0 +1,215 @@
+"""The arithmetic data set: right answers, a split by operands, a teacher that forgets as often as told."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.data.arithmetic import Problem, is_held_out, worked_solution, write_dataset
+from roll.models.tiny import make_tokenizer
+
+NAMES = ("train.jsonl", "val.jsonl", "demonstrations.jsonl")
+ORACLE = {"+": lambda x, y: x + y, "-": lambda x, y: x - y}
+
+numbers = st.integers(min_value=0, max_value=99_999)
+operations = st.sampled_from(["+", "-"])
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _operands(prompt: str) -> tuple[int, str, int]:
+    match = re.fullmatch(r"(\d+)([+-])(\d+)=", prompt)
+    assert match
+    return int(match[1]), match[2], int(match[3])
+
+
+def _make(x: int, operation: str, y: int) -> Problem:
+    return Problem(max(x, y), operation, min(x, y)) if operation == "-" else Problem(x, operation, y)
+
+
+def _answer(solution: str) -> int:
+    match = re.fullmatch(r"<think>[^<]+</think><answer>(\d+)</answer>", solution)
+    assert match
+    return int(match[1])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "made" / "arithmetic"
+    write_dataset(path)
+    return path
+
+
+def test_rows_say_what_is_asked_and_what_is_right(folder: Path) -> None:
+    assert {path.name for path in folder.iterdir()} == set(NAMES)
+    for name, count in (("train.jsonl", 8192), ("val.jsonl", 1024)):
+        rows = _read(folder / name)
+        assert len(rows) == len({row["id"] for row in rows}) == len({row["prompt"] for row in rows}) == count
+        assert {row["operation"] for row in rows} == {"+", "-"}
+        for row in rows:
+            x, operation, y = _operands(row["prompt"])
+            assert row["operands"] == [x, y] and row["operation"] == operation and row["tag"] == "arithmetic"
+            assert all(100 <= operand <= 999 for operand in (x, y))
+            assert row["solution"] == str(ORACLE[operation](x, y)) and not row["solution"].startswith("-")
+            assert row["difficulty"] == _carries(x, operation, y)
+
+
+def _carries(x: int, operation: str, y: int) -> int:
+    """Counts the columns of a three-digit problem where adding or subtracting digit by digit goes wrong."""
+    columns = [((x // 10**k) % 10, (y // 10**k) % 10) for k in range(3)]
+    without = [(a + b) % 10 if operation == "+" else (a - b) % 10 for a, b in columns]
+    right = ORACLE[operation](x, y)
+    return sum((right // 10**k) % 10 != digit for k, digit in enumerate(without))
+
+
+def test_held_out_operands_are_never_trained_on_in_any_order_or_operation(folder: Path) -> None:
+    pairs = {name: {frozenset(_operands(row["prompt"])[::2]) for row in _read(folder / name)} for name in NAMES}
+    train, val, demonstrations = (pairs[name] for name in NAMES)
+    assert not val & (train | demonstrations)
+
+
+@given(numbers, numbers)
+def test_the_split_sees_the_pair_and_not_its_order(x: int, y: int) -> None:
+    assert is_held_out(x, y, 0.3) == is_held_out(y, x, 0.3)
+    assert not is_held_out(x, y, 0.0) and is_held_out(x, y, 1.0)
+
+
+def test_the_split_holds_out_its_share_of_the_pairs_for_every_seed(tmp_path: Path) -> None:
+    pairs = [(x, y) for x in range(200) for y in range(x + 1)]
+    assert sum(is_held_out(x, y, 0.1) for x, y in pairs) / len(pairs) == pytest.approx(0.1, abs=0.01)
+    found = []
+    for seed in range(3):
+        write_dataset(
+            tmp_path, seed=seed, min_operand=10, max_operand=40, num_train=99, num_val=40, num_demonstrations=9
+        )
+        found.append({name: (tmp_path / name).read_bytes() for name in NAMES})
+        held_out = [is_held_out(*row["operands"], 0.1) for row in _read(tmp_path / "val.jsonl")]
+        assert len(held_out) == 40 and all(held_out)
+    assert all(len({files[name] for files in found}) == 3 for name in NAMES)
+
+
+def test_equal_arguments_write_equal_bytes_over_what_was_there(tmp_path: Path, folder: Path) -> None:
+    for name in (*NAMES, "mine.txt"):
+        (tmp_path / name).write_text("old")
+    write_dataset(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {*NAMES, "mine.txt"}
+    assert all((tmp_path / name).read_bytes() == (folder / name).read_bytes() for name in NAMES)
+
+
+def test_a_failure_leaves_no_half_written_file(tmp_path: Path) -> None:
+    (tmp_path / "val.jsonl").mkdir()  # cannot be replaced by a file, whatever the user's rights
+    with pytest.raises(OSError):
+        write_dataset(tmp_path, num_train=10, num_val=10, num_demonstrations=10)
+    assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")]
+
+
+@given(numbers, operations, numbers)
+def test_a_worked_solution_is_right_in_every_step(x: int, operation: str, y: int) -> None:
+    problem = _make(x, operation, y)
+    solution = worked_solution(problem)
+    assert _answer(solution) == problem.answer == ORACLE[operation](problem.x, problem.y)
+    steps = re.findall(r"(\d+)([+-])(\d)([+-])(\d)=(\d+)", solution)
+    assert len(steps) == len(str(max(x, y)))
+    for left, first, middle, second, carry, result in steps:
+        assert ORACLE[second](ORACLE[first](int(left), int(middle)), int(carry)) == int(result)
+    assert sum(int(step[4]) for step in steps) == len(problem.carried_columns)
+
+
+@given(numbers, operations, numbers, st.sets(st.integers(0, 5)))
+def test_a_forgotten_carry_makes_the_answer_wrong_and_nothing_else_does(
+    x: int, operation: str, y: int, forgotten: set[int]
+) -> None:
+    problem = _make(x, operation, y)
+    harmless = forgotten - set(problem.carried_columns)
+    assert worked_solution(problem, harmless) == worked_solution(problem)
+    if forgotten & set(problem.carried_columns):
+        assert _answer(worked_solution(problem, forgotten)) != problem.answer
+
+
+def test_three_solutions_as_a_person_writes_them() -> None:
+    assert worked_solution(Problem(347, "+", 285)) == ("<think>7+5+0=12 4+8+1=13 3+2+1=06</think><answer>632</answer>")
+    assert worked_solution(Problem(632, "-", 347)) == "<think>12-7-0=5 13-4-1=8 06-3-1=2</think><answer>285</answer>"
+    assert worked_solution(Problem(632, "-", 347), {1, 2}) == (
+        "<think>12-7-0=5 13-4-0=9 06-3-0=3</think><answer>395</answer>"
+    )
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.8, 1.0])
+def test_the_teacher_forgets_at_its_rate(tmp_path: Path, rate: float) -> None:
+    write_dataset(tmp_path, forget_rate=rate, num_train=1, num_val=1, num_demonstrations=4000)
+    right, num_forgotten, num_due = [], 0, 0
+    for row in _read(tmp_path / "demonstrations.jsonl"):
+        problem = Problem(*_operands(row["prompt"]))
+        options = {worked_solution(problem, set(columns)): columns for columns in _subsets(problem.carried_columns)}
+        columns = options[row["response"]]  # a KeyError: some other mistake than a forgotten carry
+        right.append(_answer(row["response"]) == problem.answer)
+        if len(problem.carried_columns) == 1:  # a carry forgotten below changes whether one is due above
+            num_forgotten += len(columns)
+            num_due += 1
+    assert num_due > 1000
+    assert num_forgotten / num_due == pytest.approx(rate, abs=0.04)
+    if (
+        rate == 0.8
+    ):  # right without a carry, and by luck: the ceiling of the warm start, inside its window of 25 to 50 %
+        assert 0.35 < sum(right) / len(right) < 0.45
+
+
+def _subsets(columns: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return [tuple(c for i, c in enumerate(columns) if mask >> i & 1) for mask in range(2 ** len(columns))][::-1]
+
+
+def test_digits_and_tags_are_one_token_each(folder: Path) -> None:
+    tokenizer = make_tokenizer()
+    lengths = set()
+    for row in _read(folder / "demonstrations.jsonl")[:200]:
+        assert len(tokenizer.encode(row["prompt"], add_special_tokens=False)) == len(row["prompt"]) == 8
+        text = row["response"]
+        pieces = re.findall(r"</?think>|</?answer>|.", text)
+        assert [tokenizer.decode([index]) for index in tokenizer.encode(text, add_special_tokens=False)] == pieces
+        lengths.add(len(pieces))
+    assert max(lengths) <= 35
+
+
+def test_only_the_operations_asked_for_are_drawn(tmp_path: Path) -> None:
+    write_dataset(tmp_path, operations=["-"], num_train=50, num_val=50, num_demonstrations=50)
+    rows = _read(tmp_path / "train.jsonl") + _read(tmp_path / "val.jsonl")
+    assert {row["operation"] for row in rows} == {"-"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"min_operand": -1}, "min_operand, max_operand: seen -1 and 999"),
+        ({"min_operand": 9, "max_operand": 9}, "min_operand, max_operand: seen 9 and 9"),
+        ({"operations": []}, "operations: seen"),
+        ({"operations": ["*"]}, "operations: seen"),
+        ({"operations": ["+", "+"]}, "operations: seen"),
+        ({"held_out_share": 0.0}, "held_out_share: seen 0.0"),
+        ({"held_out_share": 1.0}, "held_out_share: seen 1.0"),
+        ({"held_out_share": float("nan")}, "held_out_share: seen nan"),
+        ({"forget_rate": 1.5}, "forget_rate: seen 1.5"),
+        ({"num_train": 0}, "num_train: seen 0"),
+        ({"num_val": -3}, "num_val: seen -3"),
+        ({"num_demonstrations": 0}, "num_demonstrations: seen 0"),
+        ({"min_operand": 1, "max_operand": 30}, "num_demonstrations: seen 8000, expected at most"),
+        ({"min_operand": 1, "max_operand": 30, "num_demonstrations": 9, "num_train": 9}, "num_val: seen 1024"),
+    ],
+)
+def test_bad_arguments_name_the_key_and_write_nothing(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        write_dataset(tmp_path / "data", **arguments)
+    assert not (tmp_path / "data").exists() or not list((tmp_path / "data").iterdir())
+
+
+@pytest.mark.parametrize("parts", [(3, "*", 4), (3, "-", 4), (-3, "+", 4)])
+def test_a_problem_that_cannot_be_posed_is_an_error(parts: tuple[int, str, int]) -> None:
+    with pytest.raises(ValueError, match=r"operation|operands"):
+        Problem(*parts)

@@ -1,0 +1,420 @@
+"""Datasets of prompts: columns, filters, lengths, and what is wrong with a row."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from roll.configs.data import DataArguments
+from roll.data import prompts as prompts_module
+from roll.data.prompts import DataError, PromptDataset, load_prompts
+from roll.data.renderer import ChatRenderer
+from roll.models.tiny import make_tokenizer
+from roll.utils.registry import UnknownNameError
+
+RENDERER = ChatRenderer(make_tokenizer())
+USER = [{"role": "user", "content": "2*3="}]
+
+
+def load(
+    path: Path | None = None,
+    *,
+    renderer: ChatRenderer | None = None,
+    prompt_length: int | None = None,
+    allowed_tags: set[str] | None = None,
+    seed: int = 0,
+    **args: Any,
+) -> PromptDataset:
+    if "messages" not in args:
+        args.setdefault("prompt", "prompt")
+    file_name = None if path is None else str(path)
+    return load_prompts(
+        DataArguments(file_name=file_name, **args),
+        renderer=renderer,
+        prompt_length=prompt_length,
+        allowed_tags=allowed_tags,
+        seed=seed,
+    )
+
+
+def dataset(folder: Path, *rows: Mapping[str, Any], **columns: Any) -> Path:
+    """JSON lines of ``rows``, each with ``columns`` and what every row needs."""
+    path = folder / "data.jsonl"
+    defaults = {"prompt": "1+1=", "solution": "2", "tag": "math"}
+    path.write_text("".join(json.dumps({**defaults, **columns, **row}) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def reasons(path: Path, **args: Any) -> list[str]:
+    """The problems of ``path``, without its name."""
+    with pytest.raises(DataError) as raised:
+        load(path, **args)
+    return [problem.removeprefix(f"{path}:") for problem in raised.value.problems]
+
+
+def test_a_row_becomes_a_prompt(tmp_path: Path) -> None:
+    path = dataset(tmp_path, {"id": "x", "level": 3, "sources": ["a"]}, {"id": 7, "solution": {"any": [1.5, None]}})
+    first, second = load(path)
+    assert (first.id, first.tag, first.ground_truth, first.prompt_ids) == ("x", "math", "2", None)
+    assert first.messages == ({"role": "user", "content": "1+1="},)
+    assert first.extra_info == {"level": 3, "sources": ["a"]}
+    assert second.id == "7" and second.ground_truth == {"any": [1.5, None]}
+    assert pickle.loads(pickle.dumps(first)) == first
+
+
+def test_columns_have_other_names_and_rows_without_id_are_named_by_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text('[{"q": "a", "r": 1, "t": "x"}, {"q": "b", "r": 2, "t": "y"}]')
+    prompts = load(path, prompt="q", response="r", tag="t")
+    assert [(p.id, p.tag, p.ground_truth, p.extra_info) for p in prompts] == [
+        (f"{path}:1", "x", 1, {}),
+        (f"{path}:2", "y", 2, {}),
+    ]
+    assert [p.id for p in load(path, prompt="q", response="r", tag="t", id="r")] == ["1", "2"]
+    assert load(path, prompt="q", response=None, tag="t")[0].ground_truth is None
+
+
+def test_conversations_and_the_system_prompt(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    long = [system, *USER, {"role": "assistant", "content": "6"}, {"role": "user", "content": "Sure?", "name": None}]
+    path = dataset(tmp_path, {"messages": USER}, {"messages": long}, {"messages": json.dumps(USER)})
+    prompts = load(path, messages="messages", system_prompt="Think.")
+    think = {"role": "system", "content": "Think."}
+    assert prompts[0].messages == prompts[2].messages == (think, *USER)
+    assert prompts[1].messages == (system, *USER, long[2], {"role": "user", "content": "Sure?"})
+    assert load(path, messages="messages")[0].messages == tuple(USER)
+    assert load(path, system_prompt="Think.")[0].messages == (think, {"role": "user", "content": "1+1="})
+
+
+def test_rows_as_verl_writes_them(tmp_path: Path) -> None:
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"{n}+1="}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
+            "extra_info": {"index": n, "split": "train"},
+        }
+        for n in range(3)
+    ]
+    path = tmp_path / "train.parquet"
+    parquet.write_table(pa.Table.from_pylist(rows), path)
+    prompts = load(path, messages="prompt", response="reward_model.ground_truth", tag="data_source")
+    assert [p.ground_truth for p in prompts] == ["1", "2", "3"]
+    assert prompts[2].messages == ({"role": "user", "content": "2+1="},)
+    assert prompts[2].tag == "openai/gsm8k" and prompts[2].id == f"{path}:3"
+    assert prompts[2].extra_info == {
+        "ability": "math",
+        "reward_model": rows[2]["reward_model"],
+        "index": 2,
+        "split": "train",
+    }
+    by_index = load(
+        path, messages="prompt", response="reward_model.ground_truth", tag="data_source", id="extra_info.index"
+    )
+    assert [p.id for p in by_index] == ["0", "1", "2"]
+    assert "for a list of messages set messages: prompt" in reasons(path, response=None, tag="data_source")[0]
+
+
+def test_a_column_whose_name_has_a_dot_comes_before_the_path(tmp_path: Path) -> None:
+    path = dataset(tmp_path, {"a.b": "flat", "a": {"b": "nested"}}, {"a": {"b": "nested"}})
+    assert [p.ground_truth for p in load(path, response="a.b")] == ["flat", "nested"]
+
+
+def test_a_missing_tag_is_the_default_one(tmp_path: Path) -> None:
+    path = dataset(tmp_path, {}, {"tag": None}, {"tag": 5})
+    assert [p.tag for p in load(path, default_tag="other")] == ["math", "other", "5"]
+    assert [p.tag for p in load(path, tag="domain", default_tag="other")] == ["other"] * 3
+    assert reasons(path) == ["2: column 'tag' is null; expected it, or data_args.default_tag"]
+    assert reasons(path, tag="domain")[0] == "1: column 'domain' is missing; expected it, or data_args.default_tag"
+    assert reasons(path, default_tag="maths", allowed_tags={"math", "5"}) == [
+        "2: tag 'maths', expected one of 5, math; did you mean 'math'?"
+    ]
+
+
+LAST_WORD = [*USER, {"role": "assistant", "content": "6"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "args", "reason"),
+    [
+        ({}, {"prompt": "promt"}, "no column 'promt', the row has 'prompt', 'solution', 'tag'; did you mean 'prompt'?"),
+        ({}, {"response": "a.b"}, "no column 'a.b', the row has 'prompt', 'solution', 'tag' (data_args.response: null"),
+        ({}, {"id": "uid"}, "no column 'uid', the row has"),
+        ({"id": None}, {}, "column 'id': null, expected text or a whole number"),
+        ({"id": 1.5}, {}, "column 'id': 1.5, expected text or a whole number"),
+        ({"tag": True}, {}, "column 'tag': True, expected text or a whole number"),
+        ({"tag": ""}, {}, "column 'tag': '', expected text or a whole number"),
+        ({"prompt": " \n"}, {}, "column 'prompt': empty, expected a question"),
+        ({"prompt": None}, {}, "column 'prompt': null, expected text"),
+        ({"prompt": 12}, {}, "column 'prompt': 12, expected text"),
+        ({"prompt": "\ud800"}, {}, "column 'prompt': half of a surrogate pair at character 1, expected text"),
+        ({"m": []}, {"messages": "m"}, "column 'm': [], expected a list of messages"),
+        ({"m": {}}, {"messages": "m"}, "column 'm': {}, expected a list of messages"),
+        ({"m": "hello"}, {"messages": "m"}, "column 'm': text that is no JSON list of messages"),
+        ({"m": ["x"]}, {"messages": "m"}, "m[0]: 'x', expected an object with role and content"),
+        ({"m": [{"from": "human", "value": "x"}]}, {"messages": "m"}, "m[0]: no role, seen 'from', 'value'"),
+        ({"m": [{"role": "user"}]}, {"messages": "m"}, "m[0]: no content, seen 'role'"),
+        (
+            {"m": [{"role": "human", "content": "x"}]},
+            {"messages": "m"},
+            "m[0].role: 'human', expected one of system, user, assistant, tool",
+        ),
+        ({"m": [{"role": ["user"], "content": "x"}]}, {"messages": "m"}, "m[0].role: ['user'], expected one of"),
+        ({"m": [{"role": "user", "content": None}]}, {"messages": "m"}, "m[0].content: null, expected text"),
+        (
+            {"m": [{"role": "user", "content": [{"type": "text"}]}]},
+            {"messages": "m"},
+            "m[0].content: [{'type': 'text'}]",
+        ),
+        (
+            {"m": [*USER, {"role": "user", "content": ""}]},
+            {"messages": "m"},
+            "m[1].content: empty, expected a question",
+        ),
+        ({"m": LAST_WORD}, {"messages": "m"}, "m[1]: the last message is of the assistant, expected the user"),
+        (
+            {"m": [{**USER[0], "tool_calls": [1]}]},
+            {"messages": "m"},
+            "m[0].tool_calls: [1], expected text",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_said_with_its_line(
+    tmp_path: Path, row: dict[str, Any], args: dict[str, Any], reason: str
+) -> None:
+    fine = {column: USER for column in ("m",) if column in row}
+    path = dataset(tmp_path, fine, row)
+    problems = reasons(path, **args)
+    assert problems[-1].startswith(f"2: {reason}")
+
+
+def test_all_problems_of_all_files_come_together(tmp_path: Path) -> None:
+    one = dataset(tmp_path, {}, {"prompt": ""})
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "x"\n{"prompt": "x", "solution": 1, "tag": "arts"}\n')
+    args = DataArguments(file_name=[str(one), str(other), str(tmp_path / "none.jsonl")], prompt="prompt")
+    with pytest.raises(DataError) as raised:
+        load_prompts(args, renderer=None, prompt_length=None, allowed_tags={"math"}, seed=0)
+    assert [problem.removeprefix(f"{tmp_path}/").split(" ")[0] for problem in raised.value.problems] == [
+        "none.jsonl:",  # files are looked for before any is read
+        "data.jsonl:2:",
+        "other.jsonl:1:",
+        "other.jsonl:2:",
+    ]
+    assert isinstance(raised.value, ValueError) and raised.value.count == 4
+
+
+def test_an_id_that_is_taken_is_an_error_with_both_places(tmp_path: Path) -> None:
+    path = dataset(tmp_path, {"id": "a"}, {"id": 1}, {"id": "a"}, {"id": "1"})
+    assert reasons(path) == [
+        f"3: id 'a' is taken by {path}:1, expected ids that differ",
+        f"4: id '1' is taken by {path}:2, expected ids that differ",
+    ]
+    assert len(load(path, id=None)) == 4
+
+
+def test_a_dataset_without_prompts_is_an_error(tmp_path: Path) -> None:
+    path = dataset(tmp_path)
+    assert reasons(path) == [" no rows"]
+    path = dataset(tmp_path, {"source": "a"}, {"source": "a"})
+    assert reasons(path, dataset_filter={"source": "b"}) == [" dataset_filter left out all 2 rows"]
+    assert reasons(path, renderer=RENDERER, prompt_length=3, prompt_overflow="drop") == [
+        "no prompts: all 2 have more than prompt_length = 3 tokens"
+    ]
+
+
+def test_the_filter_keeps_sources_and_difficulties(tmp_path: Path) -> None:
+    rows = [{"id": f"{source}{level}", "source": source, "difficulty": level} for source in "abc" for level in range(4)]
+    path = dataset(tmp_path, *rows)
+
+    def kept(**rules: Any) -> list[str]:
+        return [p.id for p in load(path, dataset_filter=rules)]
+
+    assert kept(source="b") == ["b0", "b1", "b2", "b3"]
+    assert kept(source=["a", "c"], max_difficulty=0) == ["a0", "c0"]
+    assert kept(min_difficulty=1, max_difficulty=2) == ["a1", "a2", "b1", "b2", "c1", "c2"]
+    report = load(path, dataset_filter={"source": "b"}).report
+    assert (report.rows, report.filtered, report.prompts) == (12, 8, 4)
+
+
+def test_the_filter_reads_dotted_columns_and_numbers_in_text(tmp_path: Path) -> None:
+    path = dataset(tmp_path, {"meta": {"level": "1.5"}}, {"meta": {"level": 3}}, {"meta": {"level": "nan"}})
+    rules = {"difficulty_column": "meta.level", "min_difficulty": 2}
+    assert reasons(path, dataset_filter=rules) == ["3: column 'meta.level': 'nan', expected a number"]
+    assert reasons(path, dataset_filter={"source": "x"})[0].startswith("1: no column 'source', the row has")
+    path = dataset(tmp_path, {"meta": {"level": "1.5"}}, {"meta": {"level": 3}})
+    assert len(load(path, dataset_filter=rules)) == 1
+
+
+def test_rows_that_are_filtered_out_may_be_of_another_shape(tmp_path: Path) -> None:
+    path = dataset(tmp_path, {"source": "a"}, {"source": "b", "prompt": None, "tag": "unknown"})
+    assert len(load(path, dataset_filter={"source": "a"}, allowed_tags={"math"})) == 1
+
+
+def test_num_samples_takes_the_first_or_draws_by_the_seed(tmp_path: Path) -> None:
+    path = dataset(tmp_path, *({"id": n} for n in range(100)))
+
+    def drawn(seed: int, **args: Any) -> list[int]:
+        return [int(p.id) for p in load(path, seed=seed, dataset_filter={"num_samples": 10}, **args)]
+
+    assert drawn(0, shuffle=False) == list(range(10))
+    assert drawn(0) == drawn(0) == sorted(set(drawn(0))) != drawn(1)
+    assert len(drawn(0)) == 10 and max(drawn(0)) > 20
+    assert len(load(path, dataset_filter={"num_samples": 1000})) == 100
+
+
+def long_and_short(tmp_path: Path) -> tuple[Path, list[list[int]]]:
+    rows = [{"id": n, "prompt": "x" * n} for n in (5, 40, 10, 60)]
+    whole = [RENDERER.prompt([{"role": "user", "content": row["prompt"]}]).tolist() for row in rows]
+    return dataset(tmp_path, *rows), whole
+
+
+def test_prompts_that_are_too_long_stop_the_run(tmp_path: Path) -> None:
+    path, whole = long_and_short(tmp_path)
+    limit = len(whole[2])
+    expected = f"expected at most prompt_length = {limit} (see data_args.prompt_overflow)"
+    assert reasons(path, renderer=RENDERER, prompt_length=limit) == [
+        f"2: {len(whole[1])} tokens, {expected}",
+        f"4: {len(whole[3])} tokens, {expected}",
+    ]
+    prompts = load(path, renderer=RENDERER, prompt_length=len(whole[3]))
+    assert len(prompts) == 4 and all(p.prompt_ids is None for p in prompts)
+    assert prompts.report.longest == len(whole[3]) and prompts.report.overlong == 0
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_prompts_that_are_too_long_lose_a_side(tmp_path: Path, side: str) -> None:
+    path, whole = long_and_short(tmp_path)
+    limit = len(whole[2])
+    prompts = load(path, renderer=RENDERER, prompt_length=limit, prompt_overflow=side)
+    cut = [ids[-limit:] if side == "left" else ids[:limit] for ids in whole]
+    seen = [None if p.prompt_ids is None else p.prompt_ids.tolist() for p in prompts]
+    assert seen == [None, cut[1], None, cut[3]]
+    assert all(p.prompt_ids.dtype == np.int64 for p in prompts if p.prompt_ids is not None)
+    assert (prompts.report.overlong, prompts.report.longest) == (2, len(whole[3]))
+
+
+def test_prompts_that_are_too_long_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, whole = long_and_short(tmp_path)
+    with caplog.at_level(logging.INFO):
+        prompts = load(path, renderer=RENDERER, prompt_length=len(whole[2]), prompt_overflow="drop")
+    assert [p.id for p in prompts] == ["5", "10"]
+    assert caplog.messages == [str(prompts.report)]
+    assert str(prompts.report) == (
+        f"2 prompts (math 2): 4 rows read, 0 left out by the filter, longest {len(whole[3])} tokens, "
+        f"2 over {len(whole[2])} tokens dropped"
+    )
+
+
+def test_lengths_count_the_system_prompt_and_need_no_limit(tmp_path: Path) -> None:
+    path = dataset(tmp_path, {})
+    short, long = (load(path, renderer=RENDERER, system_prompt=system).report.longest for system in (None, "Think."))
+    assert short == len(RENDERER.prompt([{"role": "user", "content": "1+1="}]))
+    assert long is not None and short is not None and long > short
+    assert load(path).report.longest is None
+
+
+@pytest.mark.parametrize("count", [3, 2500])
+def test_a_template_that_refuses_messages_is_told_by_row(tmp_path: Path, count: int) -> None:
+    picky = ChatRenderer(
+        make_tokenizer(),
+        "{% if messages[0].content == 'bad' %}{{ raise_exception('no bad words') }}{% endif %}{{ messages[0].role }}",
+    )
+    path = dataset(tmp_path, *({"prompt": "bad" if n == count - 2 else "good"} for n in range(count)))
+    assert reasons(path, renderer=picky) == [f"{count - 1}: the chat template refuses the messages: no bad words"]
+
+
+def test_processes_measure_the_same_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, whole = long_and_short(tmp_path)
+    monkeypatch.setattr(prompts_module, "_CHUNK_PER_PROCESS", 2)
+    args = {"renderer": RENDERER, "prompt_length": len(whole[2]), "prompt_overflow": "right"}
+    alone, together = (load(path, preprocessing_num_workers=workers, **args) for workers in (None, 4))
+    assert together.report == alone.report
+    for one, other in zip(alone, together, strict=True):
+        assert one.id == other.id and np.array_equal(one.prompt_ids, other.prompt_ids)
+
+
+def addition(data_args: DataArguments, seed: int) -> Iterator[dict[str, Any]]:
+    yield from (
+        {"prompt": f"{seed}+{n}=", "solution": np.int64(seed + n), "tag": data_args.default_tag} for n in range(3)
+    )
+
+
+def broken(data_args: DataArguments, seed: int) -> list[Any]:
+    return [{"prompt": "fine", "tag": "math", "solution": None}, 3, {"prompt": "x", "extra": object()}]
+
+
+def test_a_dataset_class_takes_the_place_of_files() -> None:
+    name = f"{__name__}:addition"
+    prompts = load(dataset_cls=name, default_tag="sums", seed=40)
+    assert [(p.id, p.tag, p.ground_truth) for p in prompts] == [(f"{name}:{n}", "sums", 39 + n) for n in (1, 2, 3)]
+    assert json.dumps(prompts[0].ground_truth) == "40" and prompts[2].messages[0]["content"] == "40+2="
+
+
+def test_mistakes_of_a_dataset_class_have_their_row() -> None:
+    name = f"{__name__}:broken"
+    with pytest.raises(DataError) as raised:
+        load(dataset_cls=name)
+    assert raised.value.problems == [
+        f"{name}:row 2: a number, expected a mapping of columns",
+        f"{name}:row 3: column extra: object, expected text, a number, a list or a mapping",
+    ]
+    with pytest.raises(UnknownNameError, match=r"data_args\.dataset_cls .*did you mean 'addition'"):
+        load(dataset_cls=f"{__name__}:adition")
+
+
+def test_a_dataset_is_a_sequence_of_prompts(tmp_path: Path) -> None:
+    prompts = load(dataset(tmp_path, {"id": "a"}, {"id": "b"}, {"id": "c"}))
+    assert len(prompts) == 3 and [p.id for p in prompts[1:]] == ["b", "c"] and prompts[-1].id == "c"
+    assert [p.id for p in pickle.loads(pickle.dumps(prompts))] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        ({"prompt": "p"}, None),
+        ({"file_name": "a.jsonl", "prompt": "p"}, None),
+        ({"domain_interleave_probs": {"a": 0.1, "b": 0.2, "c": 0.7000005}}, None),
+        ({"file_name": "a.jsonl"}, "prompt: seen null, expected the column of the question, or messages"),
+        ({"dataset_cls": "a:b"}, "prompt: seen null, .* since dataset_cls is set"),
+        ({"prompt": "p", "messages": "m"}, "messages: seen 'm' beside prompt = 'p', expected one of the two"),
+        ({"file_name": []}, r"file_name: seen \[\], expected null, a path or a list"),
+        ({"file_name": ["a", ""], "prompt": "p"}, "file_name: seen"),
+        ({"dataset_cls": "a.b", "prompt": "p"}, "dataset_cls: seen 'a.b', expected package.module:attribute"),
+        ({"domain_interleave_probs": {"a": 0.5, "b": 0.6}}, "domain_interleave_probs: seen a sum of 1.1, expected 1"),
+        ({"domain_interleave_probs": {"a": 0.0, "b": 1.0}}, r"seen \{'a': 0.0\}, expected positive"),
+        ({"domain_interleave_probs": {"a": float("nan")}}, "expected positive"),
+    ],
+)
+def test_rules_between_the_keys(args: dict[str, Any], problem: str | None) -> None:
+    found = DataArguments(**args).problems()
+    assert len(found) == (problem is not None)
+    assert problem is None or re.search(problem, found[0])
+
+
+def test_rules_of_the_filter() -> None:
+    args = DataArguments(dataset_filter={"min_difficulty": 2, "max_difficulty": 1})
+    assert args.dataset_filter.problems() == ["min_difficulty: seen 2.0, expected at most max_difficulty = 1.0"]
+    assert DataArguments(dataset_filter={"source": [""]}).dataset_filter.problems()
+    with pytest.raises(ValueError, match="prompt_overflow"):
+        DataArguments(prompt_overflow="middle")
+
+
+def test_loading_without_a_dataset_is_an_error() -> None:
+    for args, message in (
+        ({"prompt": "p"}, "data_args.file_name: seen null, expected files"),
+        ({"file_name": "x.jsonl"}, "data_args.prompt: seen null"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_prompts(DataArguments(**args), renderer=None, prompt_length=None, allowed_tags=None, seed=0)

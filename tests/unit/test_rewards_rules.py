@@ -1,0 +1,410 @@
+"""Verifiers by rule, called in this process."""
+
+from __future__ import annotations
+
+import random
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.rewards import VERIFIERS, RewardError, Sample, Verdict
+from roll.rewards.rules import (
+    CustomConfig,
+    CustomVerifier,
+    FinalAnswerConfig,
+    FinalAnswerVerifier,
+    FormatConfig,
+    FormatVerifier,
+    MathConfig,
+    MathVerifier,
+    MultipleChoiceConfig,
+    MultipleChoiceVerifier,
+    last_boxed,
+    last_number,
+    number_text,
+)
+
+
+def sample(response: str, ground_truth: object = None, **values: object) -> Sample:
+    return Sample(prompt="?", response=response, ground_truth=ground_truth, data_source="tag", **values)
+
+
+@pytest.fixture(scope="module")
+def maths() -> MathVerifier:
+    return MathVerifier(MathConfig())
+
+
+def test_names_lead_to_the_verifiers():
+    assert VERIFIERS.get("math") is MathVerifier and VERIFIERS.get("gsm8k") is FinalAnswerVerifier
+    assert VERIFIERS.get("multiple_choice") is MultipleChoiceVerifier and VERIFIERS.get("format") is FormatVerifier
+    assert VERIFIERS.get("custom") is CustomVerifier
+
+
+# --- math -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "truth"),
+    [
+        (r"\boxed{\frac12}", "0.5"),
+        (r"<think>\boxed{3}</think><answer>1/2</answer>", 0.5),
+        ("so x = 1/2", r"\frac{1}{2}"),
+        ("The answer is 5.", 5),
+        ("<answer>The answer is 5 apples.</answer>", 5),
+        (r"Hence \boxed{x=5}.", "5"),
+        (r"$x=\boxed{1}$ or $x=\boxed{2}$", "{2, 1}"),
+        (r"\boxed{\{1, 2\}}", r"\{2,1\}"),
+        (r"\boxed{[2,3)}", "[2,3)"),
+        (r"\boxed{50\%}", "0.5"),
+        (r"\boxed{10\text{ cm}}", "10"),
+        ("It weighs 10 kg", "10"),
+        (r"\boxed{1{,}000}", "1000"),
+        (r"\boxed{1 1/2}", "1.5"),
+        (r"\boxed{\text{blue}}", "blue"),
+        (r"\boxed{2\sqrt{3}}", r"\sqrt{12}"),
+        (r"\boxed{(x+1)^2}", "x^2+2x+1"),
+        (r"\boxed{0.333333}", r"\frac{1}{3}"),
+        (r"\boxed{0.00001}", 1e-05),
+        (r"\boxed{9999999999999999999999}", 9999999999999999999999),
+        (r"<answer>\boxed{3}</answer>", r"so it is $\boxed{3}$"),
+        ("😀 答案是 \\boxed{7}", 7),
+        ("\ud800 \\boxed{7}", 7),
+        (r"first \boxed{8}, no: \boxed{7}", 7),
+        (r"\boxed{7} and then an open \boxed{8", 7),
+    ],
+)
+def test_equal_mathematics_is_correct(maths, response, truth):
+    verdict = maths.check(sample(response, truth))
+    assert verdict.correct and verdict.score == 1.0 and verdict.answer is not None
+
+
+@pytest.mark.parametrize(
+    ("response", "truth"),
+    [
+        (r"\boxed{0.51}", "0.5"),
+        (r"\boxed{(2,3]}", "[2,3)"),
+        (r"\boxed{1},\boxed{2}", "1"),
+        (r"\boxed{1 1/2}", "1"),
+        (r"\boxed{x}", "5"),
+        (r"\boxed{5} is what I thought first. \boxed{4}", "5"),
+        (r"\boxed{" + "9" * 5000 + "}", 5),
+        ("\\boxed{" * 3000 + "5" + "}" * 3000, 5),
+    ],
+)
+def test_unequal_mathematics_is_wrong(maths, response, truth):
+    verdict = maths.check(sample(response, truth))
+    assert not verdict.correct and verdict.score == 0.0 and verdict.answer is not None
+
+
+@pytest.mark.parametrize(
+    "response",
+    ["", "  \n", "nothing to see here", "\\boxed{", "\\boxed{}", "(" * 20_000, "a" * 1_000_000, "\\boxed{" * 5000],
+)
+def test_no_mathematics_is_no_answer(maths, response):
+    assert maths.check(sample(response, 5)) == Verdict(score=0.0, correct=False, answer=None)
+
+
+def test_equal_answers_have_one_name(maths):
+    def name(response: str) -> str | None:
+        return maths.check(sample(response, 1)).answer
+
+    assert {name(rf"\boxed{{{text}}}") for text in ("1/2", "0.5", r"\frac12", "x=0.5", "0.50", r"\dfrac{2}{4}")} == {
+        "1/2"
+    }
+    assert name(r"\boxed{\{2,1\}}") == name(r"\boxed{1,2}")
+    assert name("$3+4=7$") == "7"
+    assert name(r"\boxed{a^2-b^2=c}") != name(r"\boxed{a=a}")
+
+
+def test_the_configuration_says_where_the_answer_stands():
+    strict = MathVerifier(MathConfig(strict_boxed=True))
+    assert strict.check(sample("<answer>5</answer> 5", 5)).answer is None
+    assert strict.check(sample(r"<answer>4</answer> \boxed{5}", 5)).correct
+    pattern = MathVerifier(MathConfig(answer_pattern=r"Result: (.*?);"))
+    assert pattern.check(sample("Result: 4; Result: 1/2; 7", 0.5)).correct
+    assert pattern.check(sample(r"\boxed{5}", 5)).answer is None
+    assert "regular expression" in MathConfig(answer_pattern="(").problems()[0]
+    assert "a group" in MathConfig(answer_pattern="x").problems()[0]
+    assert "strict_boxed: seen true" in MathConfig(answer_pattern="(x)", strict_boxed=True).problems()[0]
+
+
+@pytest.mark.parametrize("truth", [None, True, "", [1], float("nan"), {"a": 1}])
+def test_a_ground_truth_without_mathematics_is_an_error(maths, truth):
+    with pytest.raises(ValueError, match=r"ground_truth: seen .*, expected a mathematical expression"):
+        maths.check(sample(r"\boxed{5}", truth))
+
+
+def test_boxes_are_closed_by_their_own_brace():
+    assert last_boxed(r"\boxed{\frac{1}{2}}") == r"\frac{1}{2}"
+    assert last_boxed(r"\fbox{1} \boxed {\{1\}}") == r"\{1\}"
+    assert last_boxed(r"\boxed{1} or $\boxed{2}$") == "1,2"
+    assert last_boxed(r"\boxed{1} so \boxed{2}") == "2"
+    assert last_boxed(r"\boxed{\boxed{3}}") == r"\boxed{3}"
+    assert last_boxed("} boxed{1} \\boxed{1") is None
+
+
+# --- gsm8k ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("72", "72"),
+        ("$1,234.50.", "1234.5"),
+        ("5 - 3", "3"),
+        ("5-3", "3"),
+        ("x=-3", "-3"),
+        ("-$5", "-5"),
+        ("−7 °C", "-7"),
+        ("3/4", "0.75"),
+        ("1 / 3", "1/3"),
+        ("1,2,3", "3"),
+        ("0.30", "0.3"),
+        ("-.05", "-0.05"),
+        ("007", "7"),
+        ("1,000,000", "1000000"),
+        ("100%", "100"),
+    ],
+)
+def test_the_last_number_is_read_exactly(text, number):
+    found = last_number(text)
+    assert found is not None and number_text(found) == number
+
+
+@pytest.mark.parametrize("text", ["", "none", "1/0", "²", "9" * 5000, "."])
+def test_some_texts_have_no_number(text):
+    assert last_number(text) is None
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**12), max_value=10**12, places=6))
+def test_decimals_survive_with_separators(value: Decimal):
+    assert last_number(f"It costs ${value:,f}.") == Fraction(value)
+    assert Decimal(number_text(Fraction(value))) == value
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "strict", "flexible"),
+    [
+        ("3 + 4 = 7\n#### 7", "7", True, True),
+        ("#### 7\n\nas of 2024", "6 + 1 = <<6+1=7>>7\n#### 7", True, True),
+        ("####\n$7.00", 7, True, True),
+        ("<answer>7 dollars</answer>", 7.0, True, True),
+        ("#### 8 <answer>7</answer>", 7, True, True),
+        ("It is 7.", "7", False, True),
+        ("It is 7.5", 7, False, False),
+        ("#### 8\n #### seven 7", 7, True, True),
+        ("7 #### eight", 7, False, False),
+        ("<think>#### 7</think> 8", 7, False, False),
+        ("0.1", 0.1, False, True),
+    ],
+)
+def test_final_answers(response, truth, strict, flexible):
+    for method, expected in (("strict", strict), ("flexible", flexible)):
+        verdict = FinalAnswerVerifier(FinalAnswerConfig(method=method)).check(sample(response, truth))
+        assert (verdict.correct, verdict.score) == (expected, float(expected)), method
+
+
+def test_final_answers_that_are_missing_and_patterns():
+    verifier = FinalAnswerVerifier(FinalAnswerConfig())
+    assert verifier.check(sample("", 7)) == Verdict(0.0, False)
+    assert verifier.check(sample("#### " + "1" * 1_000_000, 7)).answer is None
+    assert verifier.check(sample("#### 1,072.0", 72)).answer == "1072"
+    pattern = FinalAnswerVerifier(FinalAnswerConfig(answer_pattern="=([^=]*)$", method="flexible"))
+    assert pattern.check(sample("1+2=3", 3)).correct and pattern.check(sample("3", 3)).answer is None
+
+
+@pytest.mark.parametrize("truth", [None, True, "no number", float("inf"), [7]])
+def test_a_ground_truth_without_a_number_is_an_error(truth):
+    with pytest.raises(ValueError, match=r"ground_truth: seen .*, expected a number"):
+        FinalAnswerVerifier(FinalAnswerConfig()).check(sample("#### 7", truth))
+
+
+# --- multiple choice --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "letter"),
+    [
+        ("B", "B"),
+        ("(b)", "B"),
+        ("B) Paris", "B"),
+        ("Answer: B", "B"),
+        ("**Answer:** B", "B"),
+        ("The answer is (B).", "B"),
+        ("The answer is A because it is.", "A"),
+        ("Answer: A. No.\nAnswer: C", "C"),
+        ("Answer: A\n\nB is wrong", "A"),
+        ("The answer is: option D", "D"),
+        ("<answer>b</answer>", "B"),
+        ("A or B? <answer>B. Paris</answer>", "B"),
+        ("<think>Answer: A</think><answer>(J)</answer>", "J"),
+        (r"\boxed{B}", "B"),
+        (r"Answer: $\boxed{\text{B}}$", "B"),
+        ("A is wrong.\nSo (B).", "B"),
+        ("A or B", None),
+        ("Answer: A or B", None),
+        ("Answer: A, B", None),
+        ("<answer>A and B</answer> Answer: C", None),
+        (r"\boxed{A, C}", None),
+        ("<answer>Paris</answer>", None),
+        ("A dog", None),
+        ("Answer: A dog", None),
+        ("I think so", None),
+        ("Answer: Because", None),
+        ("(A) is wrong, (B)", None),
+        ("K", None),
+        ("", None),
+        ("答案", None),
+        ("Answer:" + " " * 200_000 + "B", None),
+    ],
+)
+def test_choices(response, letter):
+    verifier = MultipleChoiceVerifier(MultipleChoiceConfig())
+    verdict = verifier.check(sample(response, letter or "A"))
+    assert verdict.answer == letter and verdict.correct == (letter is not None)
+
+
+def test_choices_beyond_those_there_are_do_not_count():
+    verifier = MultipleChoiceVerifier(MultipleChoiceConfig(num_choices=4))
+    assert verifier.check(sample("Answer: E", "(D)")).answer is None
+    with pytest.raises(ValueError, match="ground_truth: seen 'E', expected the letter of one of 4"):
+        verifier.check(sample("Answer: D", "E"))
+    with pytest.raises(ValueError, match="ground_truth: seen 1"):
+        verifier.check(sample("Answer: D", 1))
+    pattern = MultipleChoiceVerifier(MultipleChoiceConfig(answer_pattern="选(.)"))
+    assert pattern.check(sample("我选C。", "C")).correct
+
+
+# --- format -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("response", "matches"),
+    [
+        ("<think>a\nb</think>\n<answer>4</answer>\n", True),
+        ("<think></think><answer></answer>", True),
+        ("<think>a < b, 答</think> <answer>4</answer>", True),
+        ("Well, <think>a</think><answer>4</answer>", False),
+        ("<think>a</think><answer>4</answer> end", False),
+        ("<think>a</think>so<answer>4</answer>", False),
+        ("<think>a</think><think>b</think><answer>4</answer>", False),
+        ("<think>a</think><answer>4</answer><answer>5</answer>", False),
+        ("<think>a<answer>3</answer></think><answer>4</answer>", False),
+        ("<answer>4</answer>", False),
+        ("", False),
+        ("<think>" + "<think" * 100_000, False),
+    ],
+)
+def test_the_built_in_format(response, matches):
+    verdict = FormatVerifier(FormatConfig(score=0.5, penalty=-1)).check(sample(response))
+    assert verdict == Verdict(score=0.5 if matches else -1.0, correct=matches)
+
+
+def test_a_format_of_ones_own_matches_the_whole_response():
+    verifier = FormatVerifier(FormatConfig(pattern=r"\d+.*end"))
+    assert verifier.check(sample("1\nend")).correct and not verifier.check(sample("1 end.")).correct
+    assert FormatConfig(pattern="[").problems()[0].startswith('pattern: seen "[", expected a regular expression')
+
+
+# --- custom -----------------------------------------------------------------------------------------------------------
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
+    score = float(solution_str == ground_truth) + bonus
+    if "result" in extra_info:
+        return extra_info["result"]
+    return {"score": score, "answer": solution_str, "length": len(solution_str), "tag": float(data_source == "tag")}
+
+
+def only_two(data_source, solution_str):
+    return 1.0
+
+
+async def later(data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+
+
+def custom(**values: object) -> CustomVerifier:
+    return CustomVerifier(CustomConfig(path=f"{__name__}:compute_score", **values))
+
+
+def test_a_function_by_path_scores():
+    verdict = custom(kwargs={"bonus": 0.25}).check(sample("4", "4"))
+    assert verdict == Verdict(score=1.25, correct=True, answer="4", parts={"length": 1.0, "tag": 1.0})
+    assert not custom(success_score=1.5).check(sample("4", "4")).correct
+
+
+@pytest.mark.parametrize(
+    ("result", "verdict"),
+    [
+        (1, Verdict(1.0, True)),
+        (np.float32(0.5), Verdict(0.5, False)),
+        (True, Verdict(1.0, True)),
+        ({"score": 0.2, "acc": True, "pred": 7}, Verdict(0.2, True, "7")),
+        ({"score": 1, "correct": 0.0, "answer": None}, Verdict(1.0, False)),
+    ],
+)
+def test_results_of_a_function(result, verdict):
+    assert custom().check(sample("4", extra_info={"result": result})) == verdict
+
+
+@pytest.mark.parametrize(
+    "result",
+    [None, "1", float("nan"), float("inf"), {}, {"score": "1"}, {"score": 1, "x": None}, {"score": 1, "x": "y"}],
+)
+def test_results_that_are_no_numbers_are_errors(result):
+    with pytest.raises(RewardError, match=f"{__name__}:compute_score returned .*, expected (a finite number|score)"):
+        custom().check(sample("4", extra_info={"result": result}))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"path": "no_such_module:f"}, "path: seen no_such_module:f, expected .* can be imported .*no_such_module"),
+        ({"path": f"{__name__}:compute_scores"}, "did you mean 'compute_score'"),
+        ({"path": f"{__name__}:pytestmarks"}, "has no 'pytestmarks'"),
+        ({"path": f"{__name__}:only_two"}, "ground_truth.*expected a function of data_source, solution_str"),
+        ({"path": f"{__name__}:compute_score", "kwargs": {"bonsu": 1}}, "bonsu"),
+        ({"path": f"{__name__}:later"}, "a coroutine function, expected a plain function"),
+        ({"path": "math:pi"}, "which is float, expected a plain function"),
+    ],
+)
+def test_functions_are_looked_at_before_the_run(values, message):
+    problems = CustomConfig(**values).problems()
+    assert len(problems) == 1
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(problems[0])
+
+
+def test_any_text_is_judged_without_an_exception(maths):
+    rng = random.Random(0)
+    pieces = [
+        "\\boxed{",
+        "}",
+        "$",
+        "1/2",
+        "x^2",
+        "<answer>",
+        "</answer>",
+        "#### ",
+        "7",
+        "(B)",
+        "Answer: ",
+        "\\frac",
+        " ",
+        "答",
+    ]
+    verifiers = [
+        (maths, "5"),
+        (FinalAnswerVerifier(FinalAnswerConfig(method="flexible")), "5"),
+        (MultipleChoiceVerifier(MultipleChoiceConfig()), "A"),
+        (FormatVerifier(FormatConfig()), None),
+    ]
+    for _ in range(60):
+        text = "".join(rng.choices(pieces, k=rng.randint(0, 10)))
+        for verifier, truth in verifiers:
+            assert verifier.check(sample(text, truth)).score in (0.0, 1.0)

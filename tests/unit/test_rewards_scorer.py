@@ -1,0 +1,256 @@
+"""A reward domain: several verifiers, their weights, new attempts and errors."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from typing import ClassVar
+
+import pytest
+from pydantic import Field
+
+from roll.configs.base import Config
+from roll.configs.rewards import RewardConfig
+from roll.rewards import RewardError, Sample, Verdict, Verifier
+from roll.rewards.scorer import DomainScorer, ScoreCounts, check_rewards
+
+
+class FakeConfig(Config):
+    score: float = 1.0
+    correct: bool = True
+    answer: str | None = None
+    failures: int = Field(default=0, ge=0, description="Attempts that fail.")
+    seconds: float = 0.0
+
+
+class Fake(Verifier):
+    """Awaited in this process."""
+
+    config_class: ClassVar[type[Config]] = FakeConfig
+    config: FakeConfig
+
+    def __init__(self, config: Config, device: str = "none") -> None:
+        super().__init__(config)
+        self.calls = self.running = self.most = 0
+        self.device = device
+        self.closed = False
+
+    async def score(self, sample: Sample) -> Verdict:
+        self.calls += 1
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await asyncio.sleep(self.config.seconds)
+            if self.calls <= self.config.failures:
+                raise ConnectionError("no route")
+        finally:
+            self.running -= 1
+        return Verdict(self.config.score, self.config.correct, self.config.answer, {"calls": float(self.calls)})
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def slow_score(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(extra_info.get("seconds", 0))
+    return {"score": float(len(solution_str)), "answer": solution_str[:5]}
+
+
+FAKE = f"{__name__}:Fake"
+
+
+def config(*verifiers: dict, **values: object) -> RewardConfig:
+    return RewardConfig.model_validate({"tag_included": ["tag"], "verifiers": list(verifiers), **values})
+
+
+def fake(weight: float = 1.0, decides: bool | None = None, **args: object) -> dict:
+    return {"name": FAKE, "weight": weight, "decides": decides, "args": args}
+
+
+def sample(response: str = "", truth: object = 5, **extra: object) -> Sample:
+    return Sample(prompt="?", response=response, ground_truth=truth, data_source="tag", extra_info=extra)
+
+
+@contextlib.asynccontextmanager
+async def scorer_of(*verifiers: dict, num_processes: int = 1, context: dict | None = None, **values: object):
+    scorer = DomainScorer("maths", config(*verifiers, **values), num_processes, **(context or {}))
+    try:
+        yield scorer
+    finally:
+        await scorer.close()
+
+
+def score(sample: Sample, *verifiers: dict, **values: object) -> Verdict:
+    async def run() -> Verdict:
+        async with scorer_of(*verifiers, **values) as scorer:
+            return await scorer.score(sample)
+
+    return asyncio.run(run())
+
+
+def test_a_weighted_sum_of_rules_in_child_processes():
+    verifiers = [
+        {"name": "math", "weight": 2.0},
+        {"name": "format", "weight": 0.5, "args": {"penalty": -1}},
+        {"name": "format", "weight": -0.25, "args": {"pattern": ".*answer.*"}},
+    ]
+    responses = ["<think>a</think><answer>10/2</answer>", "It is 5.", "", "😀" * 200_000]
+
+    async def run():
+        async with scorer_of(*verifiers, num_processes=2) as scorer:
+            await scorer.start()
+            verdicts = await asyncio.gather(*(scorer.score(sample(response)) for response in responses))
+            return verdicts, scorer.take_counts(), scorer.counts
+
+    (good, bare, empty, huge), counts, after = asyncio.run(run())
+    assert good == Verdict(2.25, True, "5", {"math/score": 1.0, "format/score": 1.0, "format_2/score": 1.0})
+    assert bare == Verdict(1.5, True, "5", {"math/score": 1.0, "format/score": -1.0, "format_2/score": 0.0})
+    assert empty == huge == Verdict(-0.5, False, None, {"math/score": 0, "format/score": -1, "format_2/score": 0})
+    assert counts == ScoreCounts(samples=4) and after == ScoreCounts()
+
+
+@pytest.mark.parametrize(
+    ("verifiers", "correct", "answer"),
+    [
+        ([fake(correct=True, answer="a"), fake(correct=False, answer="b")], True, "a"),
+        ([fake(correct=False), fake(correct=True, answer="b")], False, None),
+        ([fake(decides=False, correct=False, answer="a"), fake(answer="b")], True, "b"),
+        ([fake(correct=False, answer="a"), fake(decides=True, answer="b")], True, "b"),
+        ([fake(decides=True), fake(decides=True, answer="b")], True, "b"),
+        ([fake(decides=True, answer="a"), fake(decides=True, correct=False, answer="b")], False, "a"),
+    ],
+)
+def test_who_decides(verifiers, correct, answer):
+    verdict = score(sample(), *verifiers)
+    assert (verdict.correct, verdict.answer) == (correct, answer)
+
+
+def test_parts_carry_the_verifiers_names():
+    verdict = score(sample(), fake(score=0.5), {"name": "format"}, fake(score=2, weight=3))
+    assert verdict.score == 6.5
+    assert verdict.parts == {
+        "Fake/score": 0.5,
+        "Fake/calls": 1.0,
+        "format/score": 0.0,
+        "Fake_2/score": 2.0,
+        "Fake_2/calls": 1.0,
+    }
+
+
+def test_verifiers_work_side_by_side_and_samples_up_to_the_limit():
+    async def run():
+        async with scorer_of(fake(seconds=0.2), fake(seconds=0.2), max_concurrency=3) as scorer:
+            begin = time.monotonic()
+            await asyncio.gather(*(scorer.score(sample()) for _ in range(6)))
+            return time.monotonic() - begin, [verifier.most for verifier in scorer._others.values()]
+
+    seconds, most = asyncio.run(run())
+    assert most == [3, 3] and 0.4 <= seconds < 1.0
+
+
+def test_a_failed_attempt_is_repeated_and_counted():
+    async def run(failures: int):
+        async with scorer_of(fake(failures=failures), fake(), retries=2) as scorer:
+            try:
+                return await scorer.score(sample()), scorer.take_counts()
+            except RewardError as error:
+                return str(error), scorer.take_counts()
+
+    verdict, counts = asyncio.run(run(2))
+    assert verdict.parts["Fake/calls"] == 3.0 and counts == ScoreCounts(samples=1, retries=2)
+    message, counts = asyncio.run(run(3))
+    assert message == "rewards.maths: Fake failed after 3 attempts: ConnectionError: no route"
+    assert counts == ScoreCounts(samples=1, errors=1, retries=2)
+
+
+def test_one_slow_sample_fails_alone():
+    custom = {"name": "custom", "args": {"path": f"{__name__}:slow_score"}}
+
+    async def run():
+        async with scorer_of(custom, num_processes=2, timeout=0.5, retries=1) as scorer:
+            await scorer.start()
+            samples = [sample("abc"), sample("slow", seconds=60), *(sample("x" * i) for i in range(8))]
+            results = await asyncio.gather(*(scorer.score(one) for one in samples), return_exceptions=True)
+            return results, scorer.counts
+
+    (first, slow, *others), counts = asyncio.run(run())
+    assert (first.score, first.correct, first.answer) == (3.0, True, "abc")
+    assert [verdict.score for verdict in others] == [float(i) for i in range(8)]
+    assert isinstance(slow, RewardError)
+    assert str(slow) == "rewards.maths: custom failed after 2 attempts: took longer than 0.5 s and was killed"
+    assert counts == ScoreCounts(samples=10, errors=1, retries=1)
+
+
+def test_an_awaited_verifier_has_the_timeout_too():
+    with pytest.raises(RewardError, match=r"Fake failed after 1 attempt: took longer than 0\.1 s"):
+        score(sample(), fake(seconds=5), timeout=0.1, retries=0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_score_that_is_not_finite_is_an_error(value):
+    with pytest.raises(
+        RewardError, match=r"Fake failed after 1 attempt: score: seen (nan|inf), expected a finite number"
+    ):
+        score(sample(), fake(score=value), retries=0)
+
+
+def test_a_ground_truth_that_a_rule_cannot_use_is_an_error():
+    with pytest.raises(
+        RewardError, match=r"rewards\.maths: gsm8k failed after 2 attempts: ValueError: ground_truth: seen"
+    ):
+        score(sample("#### 5", truth=None), {"name": "gsm8k"})
+
+
+def test_context_reaches_the_constructors_that_name_it():
+    async def run():
+        async with scorer_of(fake(), context={"device": "cpu", "rank": 3}) as scorer:
+            return scorer._others[0]
+
+    verifier = asyncio.run(run())
+    assert verifier.device == "cpu" and verifier.closed
+
+
+@pytest.mark.parametrize(
+    ("verifier", "message"),
+    [
+        (
+            {"name": "mth"},
+            'verifiers.0.name: seen "mth", expected a registered verifier or package.module:Class (did you mean math?)',
+        ),
+        ({"name": "no.such:Thing"}, "expected a class that can be imported"),
+        ({"name": "collections:Counter"}, "expected a subclass of roll.rewards.Verifier"),
+        (
+            {"name": "format", "args": {"patern": "x"}},
+            'verifiers.0.args.patern: seen "x", expected no such key (did you mean pattern?)',
+        ),
+        ({"name": "format", "args": {"score": "1"}}, 'verifiers.0.args.score: seen "1", expected float'),
+        ({"name": "format", "args": {"penalty": 1.0}}, "verifiers.0.args.penalty: seen 1.0, expected float, at most 0"),
+        (
+            {"name": "format", "args": {"pattern": "("}},
+            'verifiers.0.args.pattern: seen "(", expected a regular expression',
+        ),
+        ({"name": "gsm8k", "args": {"method": "loose"}}, "expected one of: strict, flexible"),
+        ({"name": "custom"}, "verifiers.0.args.path: seen nothing, expected str"),
+        (
+            {"name": "custom", "args": {"path": "no_such:f"}},
+            "verifiers.0.args.path: seen no_such:f, expected package.module:function",
+        ),
+        (
+            {"name": "instruction", "args": {"constraints": [{"kind": "x"}]}},
+            "verifiers.0.args.constraints.0.kind: seen x",
+        ),
+        ({"name": "format", "decides": False}, "verifiers: seen decides: false in all, expected at least one"),
+    ],
+)
+def test_what_is_wrong_is_told_before_the_run(verifier, message):
+    problems = check_rewards(config(verifier))
+    assert len(problems) == 1 and message in problems[0]
+    with pytest.raises(ValueError, match=r"rewards\.maths\.verifiers"):
+        DomainScorer("maths", config(verifier))
+
+
+def test_all_problems_are_told_at_once_and_a_right_domain_has_none():
+    assert len(check_rewards(config({"name": "mth"}, {"name": "format", "args": {"x": 1, "y": 2}}))) == 3
+    names = ("math", "gsm8k", "multiple_choice", "format", "instruction")
+    assert check_rewards(config(*({"name": name} for name in names), fake())) == []
