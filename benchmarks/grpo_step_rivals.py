@@ -1,30 +1,30 @@
 """The rivals of ``grpo_step.py``, each in a process of its own: a step written by hand, and TRL's ``GRPOTrainer``.
 
-``python grpo_step_rivals.py hand|trl WORK.json`` answers every line on its standard input with one optimizer step and
-a line of JSON. Nothing of ROLL is imported here, so that any interpreter with torch, Transformers (and TRL) can run it.
+``python grpo_step_rivals.py hand|trl WORK.json`` takes a step for every line on its standard input and answers with a
+line of JSON. Nothing of ROLL is imported here, so that any interpreter with torch, Transformers (and TRL) can run it.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from grpo_step import compute_score
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 EPSILON = 1e-6
 """Added to the standard deviation of a group's rewards."""
 
-
-def reward(text: str) -> float:
-    """The share of even digits among a completion's characters: a rule that costs nothing."""
-    return sum(text.count(digit) for digit in "02468") / max(1, len(text))
+Answer = dict[str, Any]
 
 
 class Stopwatch:
@@ -101,20 +101,34 @@ class HandWritten:
             self.model.parameters(), lr=work["learning_rate"], weight_decay=0.0, fused=True
         )
 
-    def step(self, prompts: list[str]) -> dict[str, Any]:
+    def run(self) -> None:
+        _answer({"ready": True})
+        for line in sys.stdin:
+            message = json.loads(line)
+            _answer(self.step(message["step"]) if "step" in message else self.check(message["rows"]))
+
+    def step(self, number: int) -> Answer:
         watch = Stopwatch()
         with watch.phase("generate"):
-            prompt_ids = [self.tokenizer.encode(prompt) for prompt in prompts]
-            completions = self.generate(prompt_ids)
+            prompts = [self.tokenizer.encode(prompt) for prompt in self.work["prompts"][number]]
+            completions = self.generate(prompts)
         with watch.phase("score"):
             texts = self.tokenizer.batch_decode(completions, skip_special_tokens=True)
-            rewards = torch.tensor([reward(text) for text in texts]).view(len(prompts), -1)
+            rewards = torch.tensor([compute_score("", text, None, {}) for text in texts]).view(len(prompts), -1)
             scale = rewards.std(1, keepdim=True) + EPSILON
             advantages = ((rewards - rewards.mean(1, keepdim=True)) / scale).flatten().tolist()
         with watch.phase("train"):
-            repeated = [ids for ids in prompt_ids for _ in range(self.work["samples"])]
-            loss, norm = self.train(repeated, completions, advantages)
-        return {"seconds": watch.seconds, "tokens": sum(map(len, completions)), "loss": loss, "grad_norm": norm}
+            repeated = [prompt for prompt in prompts for _ in range(self.work["samples"])]
+            loss, norm = self.gradient(repeated, completions, advantages)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return {"tokens": sum(map(len, completions)), "phases": watch.seconds, "loss": loss, "grad_norm": norm}
+
+    def check(self, rows: list[tuple[list[int], list[int], float]]) -> Answer:
+        """Loss and gradient norm of somebody else's rollout, under the present weights."""
+        loss, norm = self.gradient(*map(list, zip(*rows, strict=True)))
+        self.optimizer.zero_grad()
+        return {"loss": loss, "grad_norm": norm}
 
     @torch.inference_mode()
     def generate(self, prompts: list[list[int]]) -> list[list[int]]:
@@ -167,10 +181,12 @@ class HandWritten:
         for layer in cache.layers:
             layer.take(rows)
 
-    def train(self, prompts: list[list[int]], completions: list[list[int]], advantages: list[float]) -> Any:
-        """One optimizer step on right-padded sequences, similar lengths side by side."""
+    def gradient(
+        self, prompts: list[list[int]], completions: list[list[int]], advantages: list[float]
+    ) -> tuple[float, float]:
+        """The loss and the norm of its gradient, which is left clipped; right-padded, similar lengths side by side."""
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]) - len(completions[i]))
-        size, num_tokens = self.work["hand_micro_batch"], sum(map(len, completions))
+        size, num_tokens = self.work["micro_batch"], sum(map(len, completions))
         total = 0.0
         for start in range(0, len(order), size):
             rows = order[start : start + size]
@@ -184,28 +200,121 @@ class HandWritten:
                 gain[row, first:last] = advantages[i]
                 sampled[row, first:last] = True
             hidden = self.model.model(ids, use_cache=False).last_hidden_state
-            source = sampled.roll(-1, 1)
-            logits = self.model.lm_head(hidden[source])
+            logits = self.model.lm_head(hidden[sampled.roll(-1, 1)])  # a token is predicted at the one before
             logprobs = -nn.functional.cross_entropy(logits, ids[sampled], reduction="none")
             # On fresh samples the old policy is the current one: the ratio is 1, and has the gradient of the log.
             ratio = (logprobs - logprobs.detach()).exp()
-            loss = -torch.minimum(ratio * gain[sampled], ratio.clamp(0.8, 1.2) * gain[sampled]).sum() / num_tokens
+            surrogate = torch.minimum(ratio * gain[sampled], ratio.clamp(0.8, 1.2) * gain[sampled])
+            loss = -surrogate.sum() / num_tokens
             loss.backward()
             total += loss.item()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
         return total, norm.item()
+
+
+class Trl:
+    """``GRPOTrainer`` with the settings that were fastest for it on a CPU."""
+
+    def __init__(self, work: dict[str, Any]) -> None:
+        from datasets import Dataset
+        from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+        from trl import GRPOConfig, GRPOTrainer
+
+        class Steps(TrainerCallback):
+            def on_step_begin(callback, *args: Any, **kwargs: Any) -> None:
+                self.begin()
+
+            def on_step_end(callback, *args: Any, **kwargs: Any) -> None:
+                self.end()
+
+        self.first = int(os.environ.get("RANK", "0")) == 0
+        samples = len(work["prompts"][0]) * work["samples"] // int(os.environ.get("WORLD_SIZE", "1"))
+        accumulation = samples // work["micro_batch"]
+        self.trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(work["model"], dtype=torch.float32),
+            processing_class=AutoTokenizer.from_pretrained(work["model"]),
+            reward_funcs=self.rewards,
+            train_dataset=Dataset.from_list([{"prompt": text} for step in work["prompts"] for text in step]),
+            callbacks=[Steps()],
+            args=GRPOConfig(
+                output_dir=work["output"],
+                use_cpu=True,
+                bf16=False,
+                gradient_checkpointing=False,
+                max_steps=len(work["prompts"]),
+                per_device_train_batch_size=work["micro_batch"],
+                gradient_accumulation_steps=accumulation,
+                steps_per_generation=accumulation,
+                num_generations=work["samples"],
+                max_completion_length=work["new_tokens"],
+                temperature=1.0,
+                num_iterations=1,
+                beta=0.0,
+                learning_rate=work["learning_rate"],
+                lr_scheduler_type="constant",
+                max_grad_norm=1.0,
+                shuffle_dataset=False,
+                logging_strategy="no",
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                **work["trl"],
+            ),
+        )
+        self.watch = Stopwatch()
+        self.tokens = 0
+        self._time("_generate_single_turn", "generate")
+        self._time("_calculate_rewards", "score")
+
+    def run(self) -> None:
+        self.trainer.train()
+
+    def begin(self) -> None:
+        """Waits for the line that asks for the step."""
+        if self.trainer.state.global_step == 0:
+            self._say({"ready": True})
+        if self.first and not sys.stdin.readline():
+            os._exit(0)  # whoever asked is gone
+        self.watch, self.tokens, self.started = Stopwatch(), 0, time.perf_counter()
+
+    def end(self) -> None:
+        """Tells of the step that has been taken."""
+        phases = self.watch.seconds
+        phases["train"] = time.perf_counter() - self.started - sum(phases.values())
+        tokens = torch.tensor(self.tokens)
+        if dist.is_initialized():
+            dist.all_reduce(tokens)
+        self._say({"tokens": int(tokens), "phases": phases})
+
+    def _say(self, message: Answer) -> None:
+        if self.first:
+            _answer(message)
+
+    def _time(self, method: str, phase: str) -> None:
+        """Counts the trainer's own method as a phase."""
+        inner = getattr(self.trainer, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.watch.phase(phase):
+                return inner(*args, **kwargs)
+
+        setattr(self.trainer, method, timed)
+
+    def rewards(self, completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
+        self.tokens += sum(map(len, completion_ids))
+        return [compute_score("", text, None, {}) for text in completions]
 
 
 def main() -> None:
     kind, path = sys.argv[1:]
     work = json.loads(Path(path).read_text())
     torch.set_num_threads(work["threads"])
-    rival: Any = {"hand": HandWritten}[kind](work)
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        print(json.dumps(rival.step(json.loads(line))), flush=True)
+    rival: HandWritten | Trl = {"hand": HandWritten, "trl": Trl}[kind](work)
+    rival.run()
+
+
+def _answer(message: Answer) -> None:
+    print(json.dumps(message), flush=True)
 
 
 if __name__ == "__main__":

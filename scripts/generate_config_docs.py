@@ -124,10 +124,11 @@ python examples/start_agentic_pipeline.py --config_name agentic_sokoban \\
 - **`device_mapping`** is a list of device ids or a sum of lists and ranges, `list(range(0,8)) + [12, 13]`. It is
   parsed, never evaluated. Ids count the devices of all nodes: GPUs, or CPU slots where there is no GPU.
 - **Batch arithmetic.** `rollout_batch_size` counts episodes, in whole groups of `group_size` (agentic), or prompts,
-  each with `num_return_sequences_in_group` answers (RLVR). The global batch of one optimizer step is `per_device_train_batch_size × gradient_accumulation_steps × data-parallel size` episodes, and
-  divides the episodes of a step. The data-parallel size is the number of devices of the role, for Megatron divided by
-  tensor × pipeline × context parallel size. Where each turn is a sample of its own (`env_manager_cls: step`), the turns
-  of a rollout are cut into that many optimizer steps. `--validate-only` prints the arithmetic in words.
+  each with `num_return_sequences_in_group` answers (RLVR). The global batch of one optimizer step is
+  `per_device_train_batch_size × gradient_accumulation_steps × data-parallel size` episodes, and divides the episodes of
+  a step. The data-parallel size is the number of devices of the role, for Megatron divided by tensor × pipeline ×
+  context parallel size. Where each turn is a sample of its own (`env_manager_cls: step`), the turns of a rollout are
+  cut into that many optimizer steps. `--validate-only` prints the arithmetic in words.
 """
 
 

@@ -63,8 +63,9 @@ class Run:
         """Sampled and greedy success before and after, and the minutes from the first rollout to the end."""
         before, after = self.summary["eval"]["before"], self.summary["eval"]["after"]
         minutes = (self.summary["wall_s"] - self.summary["first_rollout_s"]) / 60
-        greedy = f"{before['success_greedy']:.1%} → {after['success_greedy']:.1%}"
-        return f"| {self.seed} | {before['success']:.1%} | {after['success']:.1%} | {greedy} | {minutes:.1f} |"
+        name = "accuracy" if "accuracy" in after else "success"
+        greedy = f"{before[f'{name}_greedy']:.1%} → {after[f'{name}_greedy']:.1%}"
+        return f"| {self.seed} | {before[name]:.1%} | {after[name]:.1%} | {greedy} | {minutes:.1f} |"
 
 
 def named(runs: list[Run]) -> dict[str, Run]:
@@ -93,6 +94,8 @@ def main() -> int:
     parser.add_argument("--metric", default="eval/success", help="name in metrics.jsonl (default: %(default)s)")
     parser.add_argument("--title", default="Success on held-out boards", help="default: %(default)s")
     parser.add_argument("--episode", type=Path, help="GIF to copy (default: a solved episode of the first run)")
+    parser.add_argument("--name", default="learning_curve", help="of the picture, without .svg (default: %(default)s)")
+    parser.add_argument("--no-episode", action="store_true", help="copy no GIF: answers to prompts do not move")
     parser.add_argument("--out", type=Path, default=IMAGES, help="folder of the pictures (default: %(default)s)")
     options = parser.parse_args()
     try:
@@ -100,10 +103,10 @@ def main() -> int:
         curve = learning_curve_svg(
             {name: run.points(options.metric) for name, run in named(runs).items()}, title=options.title
         )
-        episode = options.episode or longest_solved_episode(runs[0])
         options.out.mkdir(parents=True, exist_ok=True)
-        write_atomic(options.out / "learning_curve.svg", curve)
-        shutil.copyfile(episode, options.out / "episode.gif")
+        write_atomic(options.out / f"{options.name}.svg", curve)
+        if not options.no_episode:
+            shutil.copyfile(options.episode or longest_solved_episode(runs[0]), options.out / "episode.gif")
     except (OSError, ValueError) as error:
         parser.exit(1, f"{error}\n")
     print(*(run.row() for run in sorted(runs, key=lambda run: run.seed)), sep="\n")

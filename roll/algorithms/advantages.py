@@ -324,11 +324,11 @@ def advantage_metrics(batch: Batch, config: AlgorithmConfig) -> dict[str, float]
 
 def _gae(reward_N: Tensor, value_N: Tensor, ends_J: Tensor, gamma: float, lambd: float) -> Tensor:
     """A = delta + gamma lambda A', delta = r + gamma V' - V; the primed (next) values are 0 at the steps ``ends_J``."""
-    next_value_N = value_N.roll(-1)
-    next_value_N[ends_J] = 0.0
+    delta_N = value_N.roll(-1)  # the next value, and in place from here on: fresh memory costs more than the arithmetic
+    delta_N[ends_J] = 0.0
+    delta_N.mul_(gamma).add_(reward_N).sub_(value_N)
     carry_N = torch.full_like(value_N, gamma * lambd)
     carry_N[ends_J] = 0.0
-    delta_N = torch.add(reward_N, next_value_N, alpha=gamma).sub_(value_N)
     return reverse_recurrence(delta_N, carry_N)
 
 
@@ -398,7 +398,8 @@ def _with_scores(batch: Batch, episodes: Episodes, advantage_J: Tensor, score_J:
 
 def _with_turn_columns(batch: Batch, episodes: Episodes, advantage_K: Tensor, return_K: Tensor) -> Batch:
     """The batch with advantages and returns of turns copied to their tokens."""
+    turn_M = episodes.turn_M
     return batch.replace(
-        advantages_T=episodes.scatter(advantage_K[episodes.turn_M], batch.tokens_T),
-        returns_T=episodes.scatter(return_K[episodes.turn_M], batch.tokens_T),
+        advantages_T=episodes.scatter(advantage_K.float().index_select(0, turn_M), batch.tokens_T),
+        returns_T=episodes.scatter(return_K.float().index_select(0, turn_M), batch.tokens_T),
     )

@@ -15,7 +15,7 @@ class VerifierConfig(Config):
     """One verifier of a domain."""
 
     name: str = Field(min_length=1, description="Registered verifier (math, gsm8k, format …) or package.module:Class.")
-    weight: float = Field(default=1.0, description="Factor of its score in the domain's sum.")
+    weight: float = Field(default=1.0, allow_inf_nan=False, description="Factor of its score in the domain's sum.")
     decides: bool | None = Field(
         default=None,
         description="Whether a sample counts as solved only if this verifier says so. null: the first of the list "
@@ -49,6 +49,11 @@ class RewardConfig(Config):
     timeout: float = Field(default=30.0, gt=0, description="Seconds that one verifier may take for one sample.")
     retries: int = Field(default=1, ge=0, description="New attempts at a verifier that failed or timed out.")
     max_concurrency: int = Field(default=64, ge=1, description="Samples that one worker scores at the same time.")
+    num_processes: int = Field(
+        default=1,
+        ge=1,
+        description="Child processes of one worker that rules run in; one is killed when its rule takes too long.",
+    )
     max_error_rate: float = Field(
         default=0.2,
         ge=0,

@@ -22,6 +22,10 @@ def check_data(config: RLVRConfig) -> list[ConfigProblem]:
             continue
         if not data.has_dataset:
             problems.append(ConfigProblem(f"{path}.file_name", NOTHING, "a file, several, a glob, or dataset_cls"))
+        if path == _VAL_DATA and data.domain_interleave_probs is not None:
+            expected = "null: held-out prompts are all answered, in the order of the files"
+            problems.append(ConfigProblem(f"{path}.domain_interleave_probs", data.domain_interleave_probs, expected))
+            continue
         for domain in data.domain_interleave_probs or ():
             if domain not in config.rewards:
                 expected = f"reward domains: {', '.join(config.rewards) or 'there is none'}"
@@ -45,11 +49,16 @@ def check_answers(config: RLVRConfig) -> list[ConfigProblem]:
     """How many answers, how long, and how they are sampled."""
     path = "actor_infer.generating_args"
     count, size = config.actor_infer.generating_args.num_return_sequences, config.num_return_sequences_in_group
-    problems = check_sampling(path, config.actor_infer.generating_args)
+    problems = [] if config.eval_only else check_sampling(path, config.actor_infer.generating_args)
     if count not in (1, size):
         expected = f"1 or num_return_sequences_in_group = {size}"
         involved = ("num_return_sequences_in_group",)
         problems.append(ConfigProblem(f"{path}.num_return_sequences", count, expected, involves=involved))
+    for name, reward in config.rewards.items():
+        if size == 1 and reward.query_filter_config.type == "std_filter":
+            expected = "another filter: one answer has no spread, so every prompt would be dropped"
+            key = f"rewards.{name}.query_filter_config.type"
+            problems.append(ConfigProblem(key, "std_filter", expected, involves=("num_return_sequences_in_group",)))
     own = config.validation.generating_args if config.validation else None
     if own is not None:
         problems += too_many_tokens(config, {"validation.generating_args.max_new_tokens": own.max_new_tokens})

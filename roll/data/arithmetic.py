@@ -1,10 +1,10 @@
 """Integer addition and subtraction with a written scratchpad: the data of the RLVR demonstration.
 
-A solution goes column by column from the ones, ``digit, digit, carry = result``, and then states the answer. The result
-of a sum has two digits; a digit to subtract from has a 1 before it where it borrows::
+A solution goes column by column from the ones, ``digit, digit, carry = result``, and then states the answer. A result
+is the carry or the borrow for the next column and then the digit, so 2-7 is 15: five, with one borrowed::
 
     347+285=   <think>7+5+0=12 4+8+1=13 3+2+1=06</think><answer>632</answer>
-    632-347=   <think>12-7-0=5 13-4-1=8 06-3-1=2</think><answer>285</answer>
+    632-347=   <think>2-7-0=15 3-4-1=18 6-3-1=02</think><answer>285</answer>
 
 The teacher of the demonstrations is forgetful: it writes 0 for most of the carries and borrows that one column owes to
 the next. Who imitates it masters the single steps and prefers a wrong one, so reinforcement learning has a habit to
@@ -79,19 +79,13 @@ def worked_solution(problem: Problem, forgotten_columns: Collection[int] = ()) -
             what is written, so it is wrong where one was due.
     """
     x_digits, y_digits = (f"{number:0{problem.num_columns}d}"[::-1] for number in (problem.x, problem.y))
+    sign = problem.operation
     steps, digits, carry = [], [], 0
     for column, (a, b) in enumerate(zip(map(int, x_digits), map(int, y_digits), strict=True)):
-        if column in forgotten_columns:
-            carry = 0
-        if problem.operation == "+":
-            total = a + b + carry
-            steps.append(f"{a}+{b}+{carry}={total:02d}")
-            carry, digit = divmod(total, 10)
-        else:
-            borrow = int(a < b + carry)
-            digit = 10 * borrow + a - b - carry
-            steps.append(f"{borrow}{a}-{b}-{carry}={digit}")
-            carry = borrow
+        used = 0 if column in forgotten_columns else carry
+        tens, digit = divmod(a + b + used if sign == "+" else a - b - used, 10)
+        carry = abs(tens)
+        steps.append(f"{a}{sign}{b}{sign}{used}={carry}{digit}")
         digits.append(digit)
     answer = sum(digit * 10**column for column, digit in enumerate([*digits, carry]))
     return f"<think>{' '.join(steps)}</think><answer>{answer}</answer>"
@@ -117,10 +111,10 @@ def write_dataset(
     max_operand: int = 999,
     operations: Sequence[str] = ("+", "-"),
     held_out_share: float = 0.1,
-    forget_rate: float = 0.8,
+    forget_rate: float = 0.75,
     num_train: int = 8192,
     num_val: int = 1024,
-    num_demonstrations: int = 8000,
+    num_demonstrations: int = 16000,
 ) -> None:
     """Writes ``train.jsonl``, ``val.jsonl`` and ``demonstrations.jsonl``; equal arguments give equal bytes.
 
@@ -132,7 +126,7 @@ def write_dataset(
         seed: draws the problems and the teacher's mistakes; the split does not depend on it.
         min_operand: smallest operand.
         max_operand: largest operand; with as many digits as ``min_operand`` all prompts are equally long.
-        operations: ``+``, ``-`` or both, drawn uniformly; a difference has the larger operand first.
+        operations: ``+``, ``-`` or both, drawn evenly; a difference has the larger operand first.
         held_out_share: part of all operand pairs from which ``val.jsonl`` is drawn.
         forget_rate: probability that the teacher writes 0 for a carry or borrow that is due.
         num_train: rows of ``train.jsonl``.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from roll.agentic.types import RolloutGroup
@@ -24,6 +24,7 @@ def collect(
     group_ids: Iterable[int],
     num_groups: int,
     what: str,
+    check: Callable[[Sequence[RolloutGroup]], None] = lambda groups: None,
     **options: Any,
 ) -> Collected:
     """Collects groups, shows how many have come in, and tells of failed episodes.
@@ -34,6 +35,7 @@ def collect(
         group_ids: see ``RolloutScheduler.collect``.
         num_groups: see there.
         what: what they are for, to complete "no episode to …".
+        check: called with all finished groups, the rejected ones included; may raise.
         **options: further arguments of ``RolloutScheduler.collect``.
 
     Raises:
@@ -45,7 +47,9 @@ def collect(
         group_ids, num_groups, lambda _: progress(next(arrived), num_groups, "groups"), **options
     )
     groups = collected.groups
-    last_errors = {group.tag: group.errors[-1] for group in [*groups, *collected.rejected] if group.errors}
+    finished = [*groups, *collected.rejected]
+    check(finished)
+    last_errors = {group.tag: group.errors[-1] for group in finished if group.errors}
     summary = "\n".join(last_errors.values())
     if not any(group.trajectories for group in groups):
         raise ValueError(f"no episode to {what}: all {len(groups)} groups were dropped; last errors:\n{summary}")

@@ -31,7 +31,7 @@ from roll.rewards.sandbox_inner import decode
 from roll.rewards.types import Sample, Verdict, Verifier
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-_LOAD_SECONDS = 2.0  # beside the tests' own time: start of the interpreter
+_LOAD_SECONDS = 2.0  # beside the tests' own time: reading them
 
 
 class CodeConfig(Config):

@@ -434,8 +434,8 @@ class CustomConfig(Config):
 
     path: str = Field(
         min_length=1,
-        description="package.module:function, called as `compute_score(data_source=…, solution_str=…, "
-        "ground_truth=…, extra_info=…)`. Returns a number, or a mapping with `score`, optionally `correct` (or `acc`) "
+        description="package.module:function or folder/file.py:function, called as `compute_score(data_source=…, "
+        "solution_str=…, ground_truth=…, extra_info=…)`. Returns a number, or a mapping with `score`, optionally `correct` (or `acc`) "
         "and `answer` (or `pred`), and further numbers, which become metrics.",
     )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments.")
@@ -447,7 +447,8 @@ class CustomConfig(Config):
         try:
             function = import_path(self.path, "function")
         except (UnknownNameError, ImportError, SyntaxError) as error:
-            return [f"path: seen {self.path}, expected package.module:function that can be imported ({error})"]
+            expected = "package.module:function or folder/file.py:function that can be imported"
+            return [f"path: seen {self.path}, expected {expected} ({error})"]
         if not callable(function) or inspect.iscoroutinefunction(function):
             return [f"path: seen {self.path}, which is {_kind(function)}, expected a plain function"]
         try:

@@ -23,6 +23,7 @@ import asyncio
 import functools
 import json
 import logging
+import marshal
 import os
 import random
 import shutil
@@ -52,6 +53,7 @@ _SYSTEM_FOLDERS = ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin", "/usr
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
 _OWN_PROCESSES = 4  # of the sandbox, beside the program's: launcher, init, tester, candidate
+_START = 30.0  # seconds that the start may take on a busy machine; no part of the run's time
 _GRACE = 5.0  # seconds that the kernel gets to end what was killed
 
 
@@ -66,7 +68,7 @@ class SandboxUnavailableError(RuntimeError):
 class SandboxLimits(Config):
     """What one run may use."""
 
-    wall_seconds: float = Field(default=10.0, gt=0, description="Time until the run is killed.")
+    wall_seconds: float = Field(default=10.0, gt=0, description="Time of the program until it is killed.")
     cpu_seconds: float = Field(default=10.0, gt=0, description="CPU time of each process, rounded up.")
     memory_mb: int = Field(default=512, ge=64, description="Address space of each process.")
     processes: int = Field(default=4, ge=1, description="Processes and threads of the program at the same time.")
@@ -181,10 +183,10 @@ class Sandbox:
         Raises:
             SandboxError: the isolation could not be set up.
         """
-        return await self._run("program", source, stdin, limits or SandboxLimits())
+        return await self._run("program", source, stdin.encode("utf-8", "surrogatepass"), limits or SandboxLimits())
 
     async def run_tests(
-        self, source: str, plan: Mapping[str, Any], limits: SandboxLimits | None = None
+        self, source: str, plan: dict[str, Any], limits: SandboxLimits | None = None
     ) -> tuple[list[dict[str, Any]], SandboxResult]:
         """Runs tests of a program in a process of their own; the program cannot see them or their results.
 
@@ -203,11 +205,11 @@ class Sandbox:
         Raises:
             SandboxError: the isolation could not be set up.
         """
-        result = await self._run("tests", source, json.dumps(plan), limits or SandboxLimits())
+        result = await self._run("tests", source, marshal.dumps(plan, 2), limits or SandboxLimits())
         lines = result.stdout.split("\n")[:-1]
         return [json.loads(line) for line in lines], result
 
-    async def _run(self, mode: str, source: str, stdin: str, limits: SandboxLimits) -> SandboxResult:
+    async def _run(self, mode: str, source: str, stdin: bytes, limits: SandboxLimits) -> SandboxResult:
         async with self._slots:
             with _started(self.backend, self._view, mode, source, stdin, limits) as run:
                 return await _watch(run, limits)
@@ -255,8 +257,6 @@ class _Run:
     process: subprocess.Popen[bytes]
     status: int
     """Read end: ``ready`` once the isolation stands, then the exit code and CPU seconds if the program ended."""
-    started: float
-
     lifeline: int
     """The run ends when this is closed."""
 
@@ -354,7 +354,7 @@ def _started(
     view: _View,
     mode: str,
     source: str,
-    stdin: str,
+    stdin: bytes,
     limits: SandboxLimits,
 ) -> Iterator[_Run]:
     """Starts one run; at the end nothing of it is left."""
@@ -374,7 +374,7 @@ def _started(
     }
     (status_read, status_write), (lifeline, held) = os.pipe(), os.pipe()
     os.set_blocking(status_read, False)
-    job_file, input_file = _memory_file(json.dumps(job).encode()), _memory_file(stdin.encode("utf-8", "surrogatepass"))
+    job_file, input_file = _memory_file(marshal.dumps(job, 2)), _memory_file(stdin)
     prefix = _bubblewrap(view, limits) if backend == "bubblewrap" else []
     options = ["-I", "-B", "-X", "utf8", *(() if view.packages else ("-S",))]
     inner = "/sandbox_inner.py" if backend == "bubblewrap" else str(_INNER)
@@ -394,7 +394,7 @@ def _started(
         finally:
             for descriptor in (status_write, lifeline, job_file, input_file):
                 os.close(descriptor)
-        run = _Run(process, status_read, time.monotonic(), held)
+        run = _Run(process, status_read, held)
         yield run
     finally:
         if run is None:
@@ -412,6 +412,7 @@ def _started(
 async def _watch(run: _Run, limits: SandboxLimits) -> SandboxResult:
     """Collects the output until the program ends, writes too much or takes too long."""
     loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
     ended: asyncio.Future[None] = loop.create_future()
     stop: asyncio.Future[None] = loop.create_future()
 
@@ -426,7 +427,12 @@ async def _watch(run: _Run, limits: SandboxLimits) -> SandboxResult:
         finish(ended)
         finish(stop)
 
+    def reported() -> None:
+        loop.remove_reader(run.status)
+        finish(ready)
+
     loop.add_reader(handle, exited)
+    loop.add_reader(run.status, reported)
     outputs, transports = [], []
     try:
         for pipe in (run.process.stdout, run.process.stderr):
@@ -435,14 +441,18 @@ async def _watch(run: _Run, limits: SandboxLimits) -> SandboxResult:
             )
             transports.append(transport)
             outputs.append(output)
-        await asyncio.wait({stop}, timeout=limits.wall_seconds)
-        wall_s = time.monotonic() - run.started
+        await asyncio.wait({ready, stop}, timeout=_START, return_when=asyncio.FIRST_COMPLETED)
+        started = time.monotonic()
+        if ready.done():
+            await asyncio.wait({stop}, timeout=limits.wall_seconds)
+        wall_s = time.monotonic() - started
         timed_out = not stop.done()
         run.let_go()
         # The pipes end when the last process of the run is gone.
         await asyncio.wait({ended, *(output.closed for output in outputs)}, timeout=_GRACE)
         run.end()
     finally:
+        loop.remove_reader(run.status)
         loop.remove_reader(handle)
         os.close(handle)
         for transport in transports:
@@ -450,7 +460,7 @@ async def _watch(run: _Run, limits: SandboxLimits) -> SandboxResult:
     stdout, stderr = outputs
     report = run.report()
     if not report:
-        why = f"took more than {limits.wall_seconds} s" if timed_out else stderr.text().strip()[-500:]
+        why = f"it took more than {_START} s" if timed_out else stderr.text().strip()[-500:]
         raise SandboxError(f"sandbox: the isolation failed: {why or f'exit code {run.process.returncode}'}")
     code, cpu_s = (int(report[1]), float(report[2])) if len(report) == 3 else (128 + signal.SIGKILL, None)
     return SandboxResult(
@@ -492,7 +502,7 @@ def _probe(backend: Backend, view: _View) -> str | None:
     with tempfile.NamedTemporaryFile(prefix="roll-sandbox-probe-") as sentinel:
         source = "print('works')" if backend == "unsafe" else _PROBE
         expected = b"works\n" if backend == "unsafe" else b"False False True\n"
-        with _started(backend, view, "program", source, sentinel.name, SandboxLimits()) as run:
+        with _started(backend, view, "program", source, sentinel.name.encode(), SandboxLimits()) as run:
             timer = _kill_later(run)
             try:
                 stdout, stderr = run.process.communicate()

@@ -1,8 +1,8 @@
-"""The inside of the sandbox: a program of its own, started by path as ``python -I -B sandbox_inner.py JOB STATUS LIFELINE``.
+"""The inside of the sandbox: a program of its own, started by path as ``sandbox_inner.py JOB STATUS LIFELINE``.
 
-It uses the standard library only. The arguments are descriptors: ``JOB`` has a JSON object; to ``STATUS`` ``ready`` is
-written once the isolation stands (before that any failure is the sandbox's, after it the program's); the end of
-``LIFELINE`` ends the run. In its order:
+It uses the standard library only. The arguments are descriptors: ``JOB`` has a marshalled dictionary, which
+``roll.rewards.sandbox`` made; to ``STATUS`` ``ready`` is written once the isolation stands (before that any failure is
+the sandbox's, after it the program's); the end of ``LIFELINE`` ends the run. In its order:
 
 1. ``enter_namespaces`` (back end ``namespaces``; bubblewrap has done it already): new user, mount, PID, network, IPC,
    UTS and cgroup namespaces, a root of read-only binds in a tmpfs, no ``/proc``, no ``/sys``, no ``/etc``.
@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import builtins
 import ctypes
-import json
+import marshal
 import os
 import resource
 import select
-import signal
 import struct
 import sys
 import time
-from contextlib import suppress
 
-TYPE_CHECKING = False  # importing typing takes as long as all the others
+# Modules that take milliseconds (ast, contextlib, json, signal, typing) are imported where they are needed, or not.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     import ast
     from collections.abc import Callable, Iterator
@@ -43,6 +42,7 @@ _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 409
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 _AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
 _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
+_SIGKILL = 9
 _SYS_MOUNT_SETATTR = 442  # the same everywhere
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMN = {"x86_64": 0, "aarch64": 1}
@@ -205,8 +205,10 @@ def enter_namespaces(view: dict[str, Any], status: int, lifeline: int) -> None:
             os.close(descriptor)
         os._exit(_exit_code(os.waitpid(init, 0)[1]))
     os.setsid()  # a signal to the program's process group must not reach the parent
-    with suppress(OSError):  # read-only in many containers; the filter of system calls forbids namespaces too
+    try:  # noqa: SIM105
         _write("/proc/sys/user/max_user_namespaces", "0")
+    except OSError:  # read-only in many containers; the filter of system calls forbids namespaces too
+        pass
     _build_root(view)
     if os.getuid() == 0:
         _change_user(INSIDE_UID)
@@ -238,8 +240,10 @@ def start_program(status: int, lifeline: int, max_seconds: float) -> None:
         for pid, ended, used in _reap():
             cpu_s += used
             code = ended if pid == program else code
-    with suppress(OSError):  # what is left, where there is no namespace
-        os.killpg(program, signal.SIGKILL)
+    try:  # noqa: SIM105
+        os.killpg(program, _SIGKILL)  # what is left, where there is no namespace
+    except OSError:
+        pass
     if code is not None:
         os.write(status, f" {code} {cpu_s}".encode())
     os._exit(0)
@@ -247,12 +251,14 @@ def start_program(status: int, lifeline: int, max_seconds: float) -> None:
 
 def _reap() -> Iterator[tuple[int, int, float]]:
     """Children that have ended, adopted ones too: their ids, exit codes and CPU seconds."""
-    with suppress(ChildProcessError):
-        while True:
+    while True:
+        try:
             pid, status, usage = os.wait3(os.WNOHANG)
-            if pid == 0:
-                return
-            yield pid, _exit_code(status), usage.ru_utime + usage.ru_stime
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, _exit_code(status), usage.ru_utime + usage.ru_stime
 
 
 def _change_user(uid: int) -> None:
@@ -415,6 +421,8 @@ class Channel:
         self._max_bytes = max_bytes
 
     def send(self, message: Any) -> None:
+        import json
+
         data = json.dumps(message).encode() + b"\n"
         try:
             while data:
@@ -423,6 +431,8 @@ class Channel:
             raise CandidateGoneError("the program ended") from None
 
     def receive(self) -> Any:
+        import json
+
         line = self._lines.readline(self._max_bytes)
         if not line.endswith(b"\n"):
             raise CandidateGoneError("the program ended" if len(line) < self._max_bytes else "the value is too large")
@@ -533,6 +543,8 @@ class Tester:
 
     def say(self, **result: Any) -> None:
         """One line of results."""
+        import json
+
         data = json.dumps(result).encode() + b"\n"
         while data:
             data = data[os.write(self._results, data) :]
@@ -571,7 +583,8 @@ class Tester:
 
     def run(self, plan: dict[str, Any]) -> None:
         """Runs the tests in their order; a test that takes too long ends this process."""
-        import ast  # here alone: it takes milliseconds
+        import ast
+        import signal
 
         trees = [ast.parse(plan["setup"]), *(ast.parse(test["code"]) for test in plan["tests"] if "code" in test)]
         missing = self._missing_module(trees)
@@ -623,7 +636,7 @@ def run_tests(source: str, max_bytes: int) -> None:
             os._exit(1)
     os.close(ask_read)
     os.close(answer_write)
-    plan = json.loads(_read_all(0))
+    plan = marshal.loads(_read_all(0))
     tester = Tester(Channel(answer_read, ask_write, max_bytes), results)
     try:
         tester.run(plan)
@@ -642,7 +655,7 @@ def _read_all(descriptor: int) -> bytes:
 def main(job_descriptor: int, status: int, lifeline: int) -> None:
     """Isolates this process as the job says, then runs its source."""
     os.lseek(job_descriptor, 0, os.SEEK_SET)
-    job = json.loads(_read_all(job_descriptor))
+    job = marshal.loads(_read_all(job_descriptor))
     os.close(job_descriptor)
     if job["view"] is not None:
         enter_namespaces(job["view"], status, lifeline)

@@ -195,23 +195,24 @@ def closing_line(summary: Mapping[str, Any], run_dir: Path) -> str:
     """One line that says what was learned and where to look.
 
     Args:
-        summary: as in ``summary.json``; read are ``status``, ``steps``, ``wall_s``, ``eval.before.success``,
-            ``eval.after.success`` and ``eval.after.episodes``. Whatever is missing is not mentioned.
+        summary: as in ``summary.json``; read are ``status``, ``steps``, ``wall_s``, and of ``eval.before`` and
+            ``eval.after`` ``accuracy`` (else ``success``) and ``episodes``. Whatever is missing is not mentioned.
         run_dir: the run's folder.
     """
     evals = summary.get("eval") or {}
-    before = (evals.get("before") or {}).get("success")
-    after = (evals.get("after") or {}).get("success")
-    episodes = (evals.get("after") or {}).get("episodes")
+    first, last = evals.get("before") or {}, evals.get("after") or {}
+    measure = "accuracy" if "accuracy" in first | last else "success"
+    before, after = first.get(measure), last.get(measure)
+    episodes = (last or first).get("episodes")
     where = f" on {episodes} held-out episodes" if episodes else ""
     if before is not None and after is not None:
         gain = 100 * (after - before)
         word = "Learned" if gain > 0 else "Nothing gained"
-        said = f"{word}: success {before:.1%} → {after:.1%} ({gain:+.1f} points){where}"
-    elif before is not None:
-        said = f"Not evaluated after training; success before was {before:.1%}{where}"
-    elif after is not None:
-        said = f"Success after training: {after:.1%}{where}"
+        said = f"{word}: {measure} {before:.1%} → {after:.1%} ({gain:+.1f} points){where}"
+    elif before is not None and summary.get("steps"):
+        said = f"Not evaluated after training; {measure} before was {before:.1%}{where}"
+    elif before is not None or after is not None:
+        said = f"{measure.capitalize()}{' after training' if before is None else ''}: {after or before:.1%}{where}"
     else:
         said = "No evaluation"
     status = summary.get("status", "completed")

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
@@ -68,11 +73,15 @@ class Registry(Generic[T]):
 
 
 def import_path(path: str, kind: str = "object") -> object:
-    """Imports ``package.module:attr`` (``package.module.attr`` is understood too)."""
-    module_name, _, attr = path.partition(":") if ":" in path else path.rpartition(".")
+    """Imports ``package.module:attr`` (``package.module.attr`` is understood too) or ``folder/file.py:attr``.
+
+    Raises:
+        UnknownNameError: no such module, file or attribute.
+    """
+    module_name, _, attr = path.rpartition(":") if ":" in path else path.rpartition(".")
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
+        module = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+    except (ModuleNotFoundError, FileNotFoundError) as error:
         raise UnknownNameError(f"{kind} {path!r}: cannot import module {module_name!r} ({error})") from error
     try:
         return getattr(module, attr)
@@ -80,6 +89,24 @@ def import_path(path: str, kind: str = "object") -> object:
         near = difflib.get_close_matches(attr, dir(module), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UnknownNameError(f"{kind} {path!r}: module {module_name!r} has no {attr!r}{hint}") from error
+
+
+def _import_file(name: str) -> ModuleType:
+    """A Python file as a module; the same file is imported once."""
+    path = Path(name).expanduser().resolve()
+    module_name = f"_file_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None, "a name that ends with .py has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
 
 
 def _is_path(name: str) -> bool:

@@ -432,7 +432,8 @@ def test_batches_are_described_in_words(load):
         "each evaluation: 8 groups × 1 = 8 episodes, played by 8 groups of environments (4 Lake, 4 Boxes) × 1 = "
         "8 environments at once",
         "actor_train: global batch 16 episodes = 2 per device × 4 accumulated × 2 data-parallel; 16 episodes make "
-        "1 optimizer step × 2 epochs = 2 per step, 1000 in all; 4 micro-batches per device and optimizer step, 8 episodes",
+        "1 optimizer step × 2 epochs = 2 per step, 1000 in all; 4 micro-batches per device and optimizer step, 8 "
+        "episodes",
     ]
 
 

@@ -97,3 +97,13 @@ def test_importing_roll_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_python_file_is_imported_by_its_path(tmp_path):
+    (tmp_path / "mine.py").write_text("from __future__ import annotations\nVALUE = object()\n")
+    path = f"{tmp_path}/mine.py:VALUE"
+    assert import_path(path) is import_path(path)
+    with pytest.raises(UnknownNameError, match=r"there_is_none\.py"):
+        import_path(f"{tmp_path}/there_is_none.py:VALUE")
+    with pytest.raises(UnknownNameError, match="did you mean 'VALUE'"):
+        import_path(f"{tmp_path}/mine.py:VALUES")

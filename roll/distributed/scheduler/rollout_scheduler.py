@@ -79,7 +79,11 @@ class GroupPlan:
 
 
 class TooManyRejectedError(RuntimeError):
-    """Dynamic sampling gave up: too few groups were worth training on."""
+    """Dynamic sampling gave up: too few groups were worth training on. ``groups`` are all that finished."""
+
+    def __init__(self, message: str, groups: Sequence[RolloutGroup]) -> None:
+        super().__init__(message)
+        self.groups = groups
 
 
 @dataclass(frozen=True)
@@ -235,7 +239,8 @@ class _Batch:
         self.waiting += itertools.islice(self.ids, max(room, 0))
         if not self.waiting and not self.running:
             raise TooManyRejectedError(
-                f"of {finished} groups only {len(self.accepted)} were accepted, {self.num_groups} are needed"
+                f"of {finished} groups only {len(self.accepted)} were accepted, {self.num_groups} are needed",
+                [*self.accepted, *self.rejected],
             )
 
 

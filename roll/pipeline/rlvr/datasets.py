@@ -14,7 +14,7 @@ from roll.data.prompts import PromptDataset, load_prompts
 from roll.data.renderer import ChatRenderer
 from roll.models.loading import load_tokenizer
 from roll.models.tiny import make_tokenizer
-from roll.pipeline.rlvr.prompt_roles import Datasets
+from roll.pipeline.rlvr.prompt_roles import Datasets, train_sampler
 from roll.utils.registry import import_path
 
 if TYPE_CHECKING:
@@ -51,8 +51,11 @@ def load_datasets(config: RLVRConfig, renderer: ChatRenderer) -> Datasets:
 
     Raises:
         DataError: everything that is wrong in the files, by file and line.
+        ValueError: ``domain_interleave_probs`` does not fit the training data.
     """
     train = None if config.eval_only else _load(config, config.actor_train.data_args, renderer)
+    if train is not None:
+        train_sampler(config, train)  # what is wrong with the shares is told before Ray starts
     val = _load(config, config.validation.data_args, renderer) if config.validation else None
     return Datasets(train, val)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
@@ -111,9 +112,8 @@ def worth_training(group: RolloutGroup, limits: RewardFilterConfig) -> bool:
     scores = [trajectory.score for trajectory in group.trajectories]
     if not scores:
         return False
-    value = mean = _mean(scores)
-    if limits.type == "std_filter":
-        value = math.sqrt(_mean((score - mean) ** 2 for score in scores))
+    # Exact: rounding would give equal scores a spread above 0.
+    value = statistics.pstdev(scores) if limits.type == "std_filter" else statistics.mean(scores)
     return limits.low < value and (limits.high is None or value < limits.high)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from torch import Tensor
 
 from roll.agentic.metrics import rollout_metrics
 from roll.agentic.trajectory import groups_to_batch
@@ -49,9 +52,11 @@ class RLVRPipeline(RLPipeline):
         metrics["rollout/epoch"] = self.prompts.epoch_of(self._next_position.next_id)
         return groups_to_batch(groups, self.prompts.tags), metrics
 
-    def step(self, step: int) -> None:
-        super().step(step)
+    def train(self, batch: Batch, steps: list[Tensor], step: int) -> Metrics:
+        metrics = super().train(batch, steps, step)
+        # Here, since a stop that came during the update is raised right after it.
         self.position = self._next_position
+        return metrics
 
     def evaluate(self, name: str, step: int) -> Metrics:
         """Answers the held-out prompts: the same ones each time, sampled; and greedily before and after."""
@@ -68,7 +73,6 @@ class RLVRPipeline(RLPipeline):
             self.session.summary["eval"][name] = {
                 "accuracy": metrics["eval/success"],
                 "accuracy_greedy": metrics["eval_greedy/success"],
-                "success": metrics["eval/success"],
                 "reward": metrics["eval/reward"],
                 "format_rate": metrics["eval/valid_rate"],
                 "prompts": len(groups),
@@ -101,25 +105,27 @@ class RLVRPipeline(RLPipeline):
             return worth_training(group, self.config.rewards[domains[group.tag]].query_filter_config)
 
         try:
-            collected = collect(
+            return collect(
                 self.session,
                 self.prompts.train,
                 self.position.ids(),
                 num_groups,
                 "train on",
+                self._check_errors,
                 accept=accept,
                 max_groups=num_groups * self.config.max_filtered_batches,
             )
         except TooManyRejectedError as error:
+            self._check_errors(error.groups)  # no answer could be scored: that is not for the data
             raise RunFailedError(
                 f"dynamic sampling: {error} (max_filtered_batches={self.config.max_filtered_batches}); the prompts are "
                 "too easy or too hard for the policy: loosen rewards.*.query_filter_config, or change the data"
             ) from error
-        check_error_rates([*collected.groups, *collected.rejected], self.config)
-        return collected
 
     def _answer_validation(self, scheduler: RolloutScheduler) -> list[RolloutGroup]:
         num_groups = self.prompts.num_val_prompts
-        groups = collect(self.session, scheduler, range(num_groups), num_groups, "evaluate").groups
+        ids = range(num_groups)
+        return collect(self.session, scheduler, ids, num_groups, "evaluate", self._check_errors).groups
+
+    def _check_errors(self, groups: Sequence[RolloutGroup]) -> None:
         check_error_rates(groups, self.config)
-        return groups

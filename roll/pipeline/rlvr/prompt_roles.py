@@ -11,10 +11,13 @@ from roll.configs.rlvr import REWARD_CLUSTER, ROLLOUT_CLUSTER, RLVRConfig
 from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import PromptDataset
 from roll.distributed.executor.cluster import Cluster
+from roll.distributed.executor.errors import WorkerDiedError
 from roll.distributed.scheduler.rollout_scheduler import RolloutScheduler
 from roll.pipeline.rlvr.prompt_worker import PromptPlan, PromptWorkerContext
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_roles import RolloutRoles, sampling_params
+from roll.pipeline.session import RunFailedError
+from roll.rewards.types import RewardError
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class PromptRoles(RolloutRoles):
         super().__init__(config, own, contexts, roles, on_tick)
         self.tags = list(config.domains)
         """All tags; a batch's ``tag_B`` indexes into it."""
-        self._train_prompts = None if datasets.train is None else _sampler(config, datasets.train)
+        self._train_prompts = None if datasets.train is None else train_sampler(config, datasets.train)
         if self._train_prompts is not None:
             plan = PromptPlan(
                 self._train_prompts,
@@ -86,10 +89,18 @@ class PromptRoles(RolloutRoles):
 
     def take_retries(self) -> dict[str, float]:
         """``reward/<domain>/retries``: new attempts of verifiers since the last call."""
-        return {
-            f"reward/{name}/retries": float(sum(cluster.call("take_retries")))
-            for name, cluster in self._rewards.items()
-        }
+        return {f"reward/{name}/retries": float(_retries(cluster)) for name, cluster in self._rewards.items()}
+
+    def wait_ready(self) -> None:
+        """See ``RolloutRoles``.
+
+        Raises:
+            RunFailedError: a verifier could not be set up.
+        """
+        try:
+            super().wait_ready()
+        except RewardError as error:
+            raise RunFailedError(str(error)) from error
 
     def connect(self) -> None:
         """Tells the rollout workers where the engines and the rewards are."""
@@ -102,9 +113,21 @@ class PromptRoles(RolloutRoles):
         return self.make_scheduler(plan, ROLLOUT_CLUSTER)
 
 
-def _sampler(config: RLVRConfig, dataset: PromptDataset) -> PromptSampler:
+def train_sampler(config: RLVRConfig, dataset: PromptDataset) -> PromptSampler:
+    """The order in which a run meets its training prompts.
+
+    Raises:
+        ValueError: ``domain_interleave_probs`` does not fit the dataset.
+    """
     data = config.actor_train.data_args
     return PromptSampler(dataset, config.seed, data.shuffle, data.domain_interleave_probs, config.domains)
+
+
+def _retries(rewards: Cluster) -> int:
+    try:
+        return sum(rewards.call("take_retries"))
+    except WorkerDiedError:  # after its last answer; the next rollout brings it back
+        return 0
 
 
 def _worker_context(config: RLVRConfig, tokenizer_path: str) -> PromptWorkerContext:

@@ -17,7 +17,8 @@ _Waiting: TypeAlias = "tuple[Sample, asyncio.Future[Verdict]]"
 class RewardClient:
     """``score(sample)`` for many concurrent episodes, over few remote calls.
 
-    Answers that arrive in the same tick of the event loop travel in one call, to the worker with the fewest in flight.
+    An answer goes to the worker with the fewest in flight. Those that arrive in the same tick of the event loop
+    travel in one call to each worker, and come back together.
 
     Args:
         domain: name of the reward domain, for messages.
@@ -46,14 +47,18 @@ class RewardClient:
 
     def _flush(self) -> None:
         waiting, self._outbox = [entry for entry in self._outbox if not entry[1].done()], []
-        if waiting:
-            task = asyncio.get_running_loop().create_task(self._send(waiting))
-            self._sending.add(task)  # the event loop itself only holds a weak reference
-            task.add_done_callback(self._sending.discard)
+        shares: list[list[_Waiting]] = [[] for _ in self._workers]
+        for entry in waiting:
+            worker = self._in_flight.index(min(self._in_flight))
+            self._in_flight[worker] += 1
+            shares[worker].append(entry)
+        for worker, share in enumerate(shares):
+            if share:
+                task = asyncio.get_running_loop().create_task(self._send(worker, share))
+                self._sending.add(task)  # the event loop itself only holds a weak reference
+                task.add_done_callback(self._sending.discard)
 
-    async def _send(self, waiting: list[_Waiting]) -> None:
-        worker = self._in_flight.index(min(self._in_flight))
-        self._in_flight[worker] += len(waiting)
+    async def _send(self, worker: int, waiting: list[_Waiting]) -> None:
         outcomes: Sequence[Verdict | Exception]
         try:
             outcomes = await self._workers[worker].score.remote([sample for sample, _ in waiting])

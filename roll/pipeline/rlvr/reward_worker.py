@@ -16,7 +16,7 @@ class RewardWorker(Worker):
 
     async def setup(self, name: str, config: RewardConfig) -> None:
         """Builds the domain's verifiers."""
-        self.scorer = DomainScorer(name, config)
+        self.scorer = DomainScorer(name, config, config.num_processes)
         await self.scorer.start()
 
     async def score(self, samples: Sequence[Sample]) -> list[Verdict | RewardError]:

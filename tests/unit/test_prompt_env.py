@@ -1,0 +1,197 @@
+"""A prompt as an environment of one turn, and the worker that plays a group of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roll.agentic.env_manager import EpisodeSpec, Limits, PromptTooLongError
+from roll.agentic.prompt_env import PromptEnv, PromptManager
+from roll.agentic.trajectory import groups_to_batch
+from roll.agentic.types import Completion, FinishReason, GenerateRequest, RolloutGroup, SamplingParams, Trajectory
+from roll.data.prompt_sampler import PromptSampler
+from roll.data.prompts import Prompt
+from roll.data.renderer import ChatRenderer
+from roll.models.tiny import make_tiny_model, make_tokenizer
+from roll.pipeline.rlvr.prompt_worker import PromptPlan, PromptSpec, PromptWorker, PromptWorkerContext
+from roll.rewards.types import RewardError, Sample, Verdict
+
+TOKENIZER = make_tokenizer()
+RENDERER = ChatRenderer(TOKENIZER)
+MESSAGES = (
+    {"role": "system", "content": "Add."},
+    {"role": "user", "content": "1+1="},
+)
+PROMPT = Prompt("p1", "sums", MESSAGES, ground_truth={"value": 2}, extra_info={"level": 3})
+PARAMS = SamplingParams(max_new_tokens=4, temperature=0.7)
+LIMITS = Limits(prompt_length=64, sequence_length=80)
+EPISODE = EpisodeSpec("sums", 5, 1, env_seed=11, sampling_seed=13)
+
+
+class Engine:
+    """Says the text that it is told to; keeps the requests."""
+
+    def __init__(self, text: str = "2", reason: FinishReason = FinishReason.STOP) -> None:
+        self.text, self.reason = text, reason
+        self.requests: list[GenerateRequest] = []
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.requests.append(request)
+        ids = np.array([*TOKENIZER.encode(self.text), TOKENIZER.eos_token_id], dtype=np.int64)
+        return Completion(request.request_id, ids, np.zeros(len(ids), dtype=np.float32), self.reason, weight_version=0)
+
+    def pinned(self) -> Callable[[GenerateRequest], Any]:
+        return self.generate
+
+
+class Scorer:
+    """Gives the verdict, or raises the error; keeps the samples."""
+
+    def __init__(self, outcome: Verdict | Exception) -> None:
+        self.outcome = outcome
+        self.samples: list[Sample] = []
+
+    async def score(self, sample: Sample) -> Verdict:
+        self.samples.append(sample)
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+def play(prompt: Prompt, engine: Engine, scorer: Scorer, limits: Limits = LIMITS) -> Trajectory:
+    env = PromptEnv(prompt, scorer.score)
+    return asyncio.run(PromptManager(RENDERER, PARAMS, limits).run_episode(env, env.watch(engine.generate), EPISODE))
+
+
+def test_an_answer_is_one_turn_with_the_verdict_as_its_reward() -> None:
+    engine = Engine("two: 2")
+    scorer = Scorer(Verdict(0.75, True, "2", {"math/score": 1.0, "format/score": 0.5}))
+    trajectory = play(PROMPT, engine, scorer)
+    (turn,) = trajectory.turns
+    assert turn.prompt_ids.tolist() == RENDERER.prompt(MESSAGES).tolist()
+    assert (turn.text, turn.action, turn.observation) == ("two: 2", "2", "1+1=")
+    assert (turn.task_reward, turn.penalty, trajectory.score, trajectory.success) == (0.75, 0.0, 0.75, True)
+    assert trajectory.history and trajectory.end == "terminated"
+    assert trajectory.info["prompt_id"] == "p1" and trajectory.info["ground_truth"] == "{'value': 2}"
+    assert trajectory.info["math/score"] == 1.0 and trajectory.info["format/score"] == 0.5
+    (request,) = engine.requests
+    assert (request.params.temperature, request.params.max_new_tokens) == (0.7, 4)
+    # The batch has the reward on the last sampled token and learns from the answer alone.
+    batch = groups_to_batch([RolloutGroup(5, "sums", (trajectory,))], ["sums"])
+    sampled = len(TOKENIZER.encode("two: 2")) + 1
+    assert batch.rewards_T is not None
+    assert batch.rewards_T.nonzero().flatten().tolist() == [batch.num_tokens - 1]
+    assert batch.loss_mask_T.tolist() == [False] * len(turn.prompt_ids) + [True] * sampled
+
+
+@pytest.mark.parametrize(("reason", "truncated"), [(FinishReason.STOP, False), (FinishReason.LENGTH, True)])
+def test_the_verifier_learns_all_that_is_known(reason: FinishReason, truncated: bool) -> None:
+    scorer = Scorer(Verdict(0.0, False))
+    trajectory = play(PROMPT, Engine("no idea", reason), scorer)
+    (sample,) = scorer.samples
+    assert sample == Sample(
+        prompt="1+1=",
+        response="no idea",
+        ground_truth={"value": 2},
+        data_source="sums",
+        extra_info={"level": 3},
+        messages=MESSAGES,
+        num_tokens=len(TOKENIZER.encode("no idea")) + 1,
+        truncated=truncated,
+    )
+    assert trajectory.turns[0].action is None, "no answer was found"
+
+
+def test_a_prompt_that_was_cut_is_used_as_it_was_cut() -> None:
+    engine = Engine()
+    play(replace(PROMPT, prompt_ids=np.array([7, 8, 9])), engine, Scorer(Verdict(1.0, True)))
+    assert engine.requests[0].prompt_ids.tolist() == [7, 8, 9]
+
+
+def test_a_prompt_that_does_not_fit_and_a_verifier_that_fails_end_the_episode() -> None:
+    with pytest.raises(PromptTooLongError, match="sums: the first prompt has"):
+        play(PROMPT, Engine(), Scorer(Verdict(1.0, True)), Limits(prompt_length=8, sequence_length=80))
+    with pytest.raises(RewardError, match="cannot tell"):
+        play(PROMPT, Engine(), Scorer(RewardError("cannot tell")))
+
+
+def spec(**changes: Any) -> PromptSpec:
+    return replace(PromptSpec(5, "sums", 11, 3, prompt=PROMPT, sampling="train"), **changes)
+
+
+@pytest.fixture(scope="module")
+def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path: Path = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_model(path, seed=1)
+    return str(path)
+
+
+def run_group(tokenizer_path: str, engine: Engine, scorer: Any, group: PromptSpec) -> RolloutGroup:
+    worker = PromptWorker("rollout", 0, 1, {})
+    params = {"train": PARAMS, "val": replace(PARAMS, temperature=0.3)}
+    worker.setup(PromptWorkerContext(tokenizer_path, "native", params, LIMITS, {"sums": "maths"}, spread=False))
+    worker.client = engine  # type: ignore[assignment]
+    worker.rewards = {"maths": scorer}
+    return asyncio.run(worker.run_group(group))
+
+
+class Choosy(Scorer):
+    """Fails for some of the answers, by the order in which they come."""
+
+    def __init__(self, *failing: int) -> None:
+        super().__init__(Verdict(1.0, True, "2"))
+        self.failing = failing
+
+    async def score(self, sample: Sample) -> Verdict:
+        self.samples.append(sample)
+        if len(self.samples) - 1 in self.failing:
+            raise RewardError("rewards.maths: cannot tell")
+        return Verdict(1.0, True, "2")
+
+
+def test_a_group_answers_one_prompt_with_seeds_of_their_own(tokenizer_path: str) -> None:
+    engine = Engine()
+    group = run_group(tokenizer_path, engine, Choosy(), spec())
+    assert [trajectory.member for trajectory in group.trajectories] == [0, 1, 2]
+    assert len({request.prompt_ids.tobytes() for request in engine.requests}) == 1
+    assert len({request.params.seed for request in engine.requests}) == 3
+    assert (group.tag, group.dropped, group.errors, group.baseline) == ("sums", 0, (), None)
+    val = Engine()
+    run_group(tokenizer_path, val, Choosy(), spec(sampling="val", greedy=False))
+    assert {request.params.temperature for request in val.requests} == {0.3}
+
+
+def test_an_answer_without_a_reward_is_dropped_and_told(tokenizer_path: str) -> None:
+    group = run_group(tokenizer_path, Engine(), Choosy(1), spec())
+    assert len(group.trajectories) == 2 and group.dropped == 1
+    assert group.errors == ("sums group 5 member 1: rewards.maths: cannot tell",)
+    assert all(trajectory.score == 1.0 for trajectory in group.trajectories), "never a silent 0"
+    lost = run_group(tokenizer_path, Engine(), Choosy(0, 1, 2), spec())
+    assert not lost.trajectories and lost.dropped == 3 and len(lost.errors) == 3
+
+
+def test_the_baseline_is_one_more_greedy_answer_without_which_the_group_is_lost(tokenizer_path: str) -> None:
+    engine = Engine()
+    group = run_group(tokenizer_path, engine, Choosy(), spec(baseline=True))
+    assert [trajectory.member for trajectory in group.trajectories] == [0, 1, 2]
+    assert group.baseline is not None and group.baseline.score == 1.0
+    assert sorted(request.params.temperature for request in engine.requests) == [0.0, 0.7, 0.7, 0.7]
+    lost = run_group(tokenizer_path, Engine(), Choosy(0), spec(baseline=True))  # the baseline starts first
+    assert not lost.trajectories and lost.baseline is None and lost.dropped == 3
+
+
+def test_a_draw_decides_prompt_and_seed_and_later_epochs_have_other_seeds() -> None:
+    prompts = [replace(PROMPT, id=f"p{n}") for n in range(5)]
+    plan = PromptPlan(PromptSampler(prompts, seed=3), group_size=4, num_slots=8, seed=3, sampling="train")
+    specs = [plan.spec(n) for n in range(10)]
+    assert specs == [plan.spec(n) for n in range(10)]
+    assert sorted(spec.prompt.id for spec in specs[:5]) == sorted(spec.prompt.id for spec in specs[5:])
+    assert len({spec.env_seed for spec in specs}) == 10
+    held_out = replace(plan, sampling="val").spec(0)
+    assert held_out.env_seed != specs[0].env_seed and held_out.sampling == "val"

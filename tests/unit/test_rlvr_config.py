@@ -1,0 +1,212 @@
+"""The configuration of an RLVR run: its rules, each with the key that is wrong, and its arithmetic in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from roll.configs.batches import describe_batches
+from roll.configs.loader import load_config
+from roll.configs.problems import ConfigErrors
+from roll.configs.rlvr import RLVRConfig
+from roll.configs.worker import WorkerConfig
+from roll.pipeline.checks import CHECKS, describe_files, role_requests
+
+MINIMAL = """
+pretrain: org/model
+adv_estimator: grpo
+rollout_batch_size: 16
+num_return_sequences_in_group: 4
+val_batch_size: 8
+prompt_length: 100
+response_length: 50
+sequence_length: 150
+max_steps: 10
+rewards:
+  maths:
+    tag_included: [gsm8k, aime]
+    verifiers: [{name: gsm8k}, {name: format, weight: 0.1}]
+  choice:
+    tag_included: [mmlu]
+    verifiers: [{name: multiple_choice}]
+    world_size: 3
+validation:
+  data_args: {file_name: val.jsonl, prompt: question}
+actor_train:
+  training_args: {learning_rate: 1e-3, per_device_train_batch_size: 4, gradient_accumulation_steps: 4}
+  data_args: {file_name: [a.jsonl, b.jsonl], prompt: question}
+  device_mapping: [0, 1]
+actor_infer:
+  strategy_args: {strategy_name: hf_infer}
+  device_mapping: [2]
+"""
+
+Load = Callable[..., RLVRConfig]
+Problems = Callable[..., dict[str, str]]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """Loads MINIMAL with overrides."""
+
+    def _load(*overrides: str) -> RLVRConfig:
+        (tmp_path / "mine.yaml").write_text(MINIMAL)
+        return load_config(RLVRConfig, "mine", tmp_path, overrides, CHECKS[RLVRConfig])
+
+    return _load
+
+
+@pytest.fixture
+def problems(load: Load) -> Problems:
+    """What MINIMAL with overrides has wrong, as texts by key."""
+
+    def _problems(*overrides: str) -> dict[str, str]:
+        with pytest.raises(ConfigErrors) as caught:
+            load(*overrides)
+        return {problem.path: str(problem) for problem in caught.value.problems}
+
+    return _problems
+
+
+TRAIN, VAL = "actor_train.data_args", "validation.data_args"
+VERIFIER = "rewards.maths.verifiers"
+WRONG = [
+    # overrides; the key that is told of; words of the message
+    (["~rewards"], "rewards", "at least one reward domain"),
+    (["rewards.choice.tag_included=[mmlu,aime]"], "rewards", "tag 'aime' in maths and choice"),
+    (["rewards.maths.tag_included=[a,a]"], "rewards.maths.tag_included", "every tag once"),
+    (["rewards.maths.tag_included=[]"], "rewards.maths.tag_included", "at least 1"),
+    ([f"{VERIFIER}=[]"], VERIFIER, "at least 1"),
+    ([f"{VERIFIER}=[{{name: gms8k}}]"], f"{VERIFIER}.0.name", "did you mean gsm8k"),
+    ([f"{VERIFIER}=[{{name: 'no.such:Thing'}}]"], f"{VERIFIER}.0.name", "a class that can be imported"),
+    ([f"{VERIFIER}=[{{name: 'collections:Counter'}}]"], f"{VERIFIER}.0.name", "a subclass of roll.rewards.Verifier"),
+    ([f"{VERIFIER}=[{{name: gsm8k, args: {{metod: x}}}}]"], f"{VERIFIER}.0.args.metod", "method"),
+    ([f"{VERIFIER}=[{{name: gsm8k, decides: false}}]"], f"{VERIFIER}", "at least one that may decide"),
+    (["rewards.maths.max_error_rate=1.5"], "rewards.maths.max_error_rate", "1"),
+    (["rewards.maths.timeout=0"], "rewards.maths.timeout", "0"),
+    (
+        ["rewards.maths.query_filter_config={type: mean_filter, low: 0.5, high: 0.5}"],
+        "rewards.maths.query_filter_config.high",
+        "more than low = 0.5",
+    ),
+    (
+        [
+            "rewards.maths.query_filter_config.type=std_filter",
+            "num_return_sequences_in_group=1",
+            "actor_train.training_args.gradient_accumulation_steps=1",
+        ],
+        "rewards.maths.query_filter_config.type",
+        "one answer has no spread",
+    ),
+    (["rewards.maths.worker_cls=nowhere:Worker"], "rewards.maths.worker_cls", "there is no nowhere"),
+    (["rewards.maths.device_mapping=[70]"], "rewards.maths.device_mapping", "ids from 0 to 7"),
+    (["rollout_workers.worker_cls=nowhere:Worker"], "rollout_workers.worker_cls", "there is no nowhere"),
+    ([f"{TRAIN}.file_name=null"], f"{TRAIN}.file_name", "a file, several, a glob, or dataset_cls"),
+    ([f"{VAL}.file_name=null"], f"{VAL}.file_name", "a file, several, a glob, or dataset_cls"),
+    ([f"{TRAIN}.messages=chat"], f"{TRAIN}.messages", "one of the two"),
+    ([f"{TRAIN}.prompt=null"], f"{TRAIN}.prompt", "since file_name is set"),
+    ([f"{TRAIN}.dataset_cls=nowhere:Data"], f"{TRAIN}.dataset_cls", "there is no nowhere"),
+    ([f"{VAL}.dataset_cls=nowhere:Data"], f"{VAL}.dataset_cls", "there is no nowhere"),
+    ([f"{VAL}.template=chatml"], f"{VAL}.template", "the same as actor_train.data_args.template"),
+    ([f"{TRAIN}.domain_interleave_probs={{maths: 0.5, chess: 0.5}}"], f"{TRAIN}.domain_interleave_probs", "maths"),
+    ([f"{TRAIN}.domain_interleave_probs={{maths: 0.5}}"], f"{TRAIN}.domain_interleave_probs", "sum of 0.5"),
+    ([f"{VAL}.domain_interleave_probs={{maths: 1}}"], f"{VAL}.domain_interleave_probs", "all answered"),
+    (["data_generator={path: 'nowhere:make', folder: x}"], "data_generator.path", "there is no nowhere"),
+    (["pretrain=tiny"], "warm_start.file_name", "demonstrations to warm-start the tiny model with"),
+    (["eval_only=true", "validation=null"], "eval_only", "expected a validation section"),
+    (["adv_estimator=step_reinforce"], "adv_estimator", "an estimator of one-turn episodes"),
+    (["adv_estimator=gigpo"], "adv_estimator", "an estimator of one-turn episodes"),
+    (["adv_estimator=gae"], "critic", "needs values"),
+    (["use_kl_loss=true", "kl_loss_coef=0.1"], "reference", "a KL term is switched on"),
+    (
+        ["actor_infer.generating_args.num_return_sequences=3"],
+        "actor_infer.generating_args.num_return_sequences",
+        "1 or num_return_sequences_in_group = 4",
+    ),
+    (["actor_infer.generating_args.temperature=0"], "actor_infer.generating_args", "nothing to compare"),
+    (["actor_infer.generating_args.do_sample=false"], "actor_infer.generating_args", "nothing to compare"),
+    (
+        ["actor_infer.generating_args.max_new_tokens=51"],
+        "actor_infer.generating_args.max_new_tokens",
+        "at most response_length = 50",
+    ),
+    (
+        ["validation.generating_args.max_new_tokens=51"],
+        "validation.generating_args.max_new_tokens",
+        "at most response_length = 50",
+    ),
+    (
+        ["actor_train.training_args.per_device_train_batch_size=5"],
+        "actor_train.training_args.gradient_accumulation_steps",
+        "the global batch (5 per device × 4 accumulated × 2 data-parallel = 40) to divide rollout_batch_size = 16 × "
+        "num_return_sequences_in_group = 4 = 64 samples",
+    ),
+    (["num_return_sequences_in_groups=2"], "num_return_sequences_in_groups", "num_return_sequences_in_group"),
+    (["sequence_length=149"], "sequence_length", "expected at least 150"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "key", "message"), WRONG, ids=[" ".join(entry[0])[:60] for entry in WRONG])
+def test_what_is_wrong_is_told_with_its_key(problems: Problems, overrides: list[str], key: str, message: str) -> None:
+    found = problems(*overrides)
+    assert list(found) == [key]
+    assert message in found[key]
+
+
+def test_all_mistakes_are_told_at_once(problems: Problems) -> None:
+    found = problems(
+        f"{VERIFIER}=[{{name: nope}}]", f"{TRAIN}.file_name=null", "adv_estimator=gigpo", "rewards.choice.timeout=-1"
+    )
+    assert set(found) == {f"{VERIFIER}.0.name", f"{TRAIN}.file_name", "adv_estimator", "rewards.choice.timeout"}
+
+
+def test_domains_clusters_and_sampling_follow_from_the_sections(load: Load) -> None:
+    config = load(
+        "validation.generating_args={num_return_sequences: 3, temperature: 0.2}", "rollout_workers.world_size=2"
+    )
+    assert config.domains == {"gsm8k": "maths", "aime": "maths", "mmlu": "choice"}
+    assert config.samples_per_step == 64 and config.optimizer_steps_per_epoch == 2
+    assert config.total_optimizer_steps == 20
+    assert (config.train_sampling.max_new_tokens, config.train_sampling.temperature) == (50, 1.0)
+    assert (config.val_sampling.max_new_tokens, config.val_sampling.temperature) == (50, 0.2)
+    assert config.num_val_samples == 3
+    assert isinstance(config.clusters["rollout"], WorkerConfig)
+    sizes = {request.name: request.world_size for request in role_requests(config)}
+    assert sizes == {"actor_train": 2, "actor_infer": 1, "rollout": 2, "reward_maths": 1, "reward_choice": 3}
+    assert [config.key_of(name) for name in sizes] == [
+        *("actor_train", "actor_infer", "rollout_workers", "rewards.maths", "rewards.choice")
+    ]
+
+
+def test_held_out_prompts_have_one_answer_sampled_as_in_training_unless_told_otherwise(load: Load) -> None:
+    config = load("actor_infer.generating_args={temperature: 0.6, num_return_sequences: 4, max_new_tokens: 20}")
+    assert (config.val_sampling.temperature, config.val_sampling.max_new_tokens) == (0.6, 20)
+    assert config.num_val_samples == 1
+
+
+def test_a_model_that_is_only_evaluated_needs_no_training_data_and_may_be_greedy(load: Load) -> None:
+    config = load("eval_only=true", f"{TRAIN}.file_name=null", "actor_infer.generating_args.temperature=0")
+    assert describe_batches(config) == ["each evaluation: at most 8 prompts × 1 answer = 8 samples"]
+
+
+def test_the_arithmetic_is_told_in_words(load: Load) -> None:
+    config = load("validation.generating_args.num_return_sequences=2", "ppo_epochs=3")
+    assert describe_batches(config) == [
+        "each step: 16 prompts × 4 answers = 64 samples of at most 100 prompt + 50 answer tokens: at most 9,600 tokens",
+        "each evaluation: at most 8 prompts × 2 answers = 16 samples",
+        "actor_train: global batch 32 episodes = 4 per device × 4 accumulated × 2 data-parallel; 64 episodes make "
+        "2 optimizer steps × 3 epochs = 6 per step, 60 in all; 4 micro-batches per device and optimizer step, "
+        "16 episodes",
+    ]
+
+
+def test_a_plan_tells_which_data_files_are_here(load: Load, tmp_path: Path) -> None:
+    for name in ("one.jsonl", "two.jsonl"):
+        (tmp_path / name).touch()
+    config = load(f"{TRAIN}.file_name={tmp_path}/*.jsonl", f"{VAL}.file_name={tmp_path}/none.parquet")
+    assert describe_files(config) == [
+        f"data: {tmp_path}/*.jsonl: 2 found",
+        f"data: {tmp_path}/none.parquet: nothing here yet",
+    ]

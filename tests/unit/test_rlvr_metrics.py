@@ -1,0 +1,169 @@
+"""Accuracy over several samples, rewards by domain, and which groups dynamic sampling keeps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll.agentic.types import Completion, EpisodeEnd, FinishReason, RolloutGroup, Trajectory, Turn
+from roll.configs.rewards import RewardFilterConfig
+from roll.configs.rlvr import RLVRConfig
+from roll.pipeline.rlvr.metrics import (
+    RewardFailureError,
+    accuracy_metrics,
+    check_error_rates,
+    majority_correct,
+    pass_at_k,
+    reward_metrics,
+    worth_training,
+)
+
+COMPLETION = Completion("r", np.arange(1), np.zeros(1, dtype=np.float32), FinishReason.STOP, 0)
+
+
+def answer(
+    score: float = 0.0, correct: bool = False, text: str | None = None, tag: str = "a", **info: Any
+) -> Trajectory:
+    turn = Turn(np.arange(2), COMPLETION, text or "", "?", text, score, 0.0, "?")
+    return Trajectory(tag, 0, 0, 0, (turn,), EpisodeEnd.TERMINATED, correct, "", True, info)
+
+
+def group(
+    *answers: Trajectory, tag: str = "a", dropped: int = 0, errors: Sequence[str] = (), number: int = 0
+) -> RolloutGroup:
+    return RolloutGroup(number, tag, answers, dropped, tuple(errors))
+
+
+def config(**rewards: dict[str, Any]) -> RLVRConfig:
+    domains = rewards or {"A": {"tag_included": ["a"]}, "B": {"tag_included": ["b", "c"]}}
+    return RLVRConfig.model_validate(
+        {"rewards": {name: {"verifiers": [{"name": "format"}], **domain} for name, domain in domains.items()}}
+    )
+
+
+@given(correct=st.lists(st.booleans(), min_size=1, max_size=9), data=st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_answer(correct: list[bool], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(correct)))
+    exact = mean(any(subset) for subset in itertools.combinations(correct, k))
+    assert pass_at_k(len(correct), sum(correct), k) == pytest.approx(exact, abs=1e-12)
+
+
+def test_pass_at_k_counts_with_the_samples_that_there_are() -> None:
+    assert pass_at_k(3, 1, 8) == 1
+    assert pass_at_k(3, 0, 8) == 0
+
+
+VOTES = [
+    # answers and whether each is correct; the share of the majority that is
+    ([("1", True), ("1", True), ("2", False)], 1.0),
+    ([("1", False), ("1", False), ("2", True)], 0.0),
+    ([("1", True), ("2", False)], 0.5),  # a tie is shared
+    ([("1", True), ("1", True), ("2", False), ("2", False), ("3", False)], 0.5),
+    ([("1", True), ("2", False), ("3", False)], 1 / 3),
+    ([(None, False), (None, False), ("1", True)], 1.0),  # no answer, no vote
+    ([(None, False), (None, False)], 0.0),
+    ([("1", True), ("1", False)], 0.5),  # the same answer, judged by more than the answer
+    ([], 0.0),
+]
+
+
+@pytest.mark.parametrize(("votes", "expected"), VOTES)
+def test_the_majority_decides_and_ties_share_the_vote(votes: list[tuple[str | None, bool]], expected: float) -> None:
+    assert majority_correct(group(*(answer(0, correct, text) for text, correct in votes))) == pytest.approx(expected)
+
+
+def test_accuracy_over_several_samples_by_prompt_and_by_tag() -> None:
+    groups = [
+        group(answer(1.0, True, "1"), answer(0.25, False, "2"), answer(0.5, False, "2"), answer(0.0, False)),
+        group(answer(0.5, True, "x", "b"), answer(0.75, True, "x", "b"), tag="b", dropped=2),
+        group(tag="b", dropped=4),  # nothing could be scored: no zero in any mean
+    ]
+    assert accuracy_metrics(groups, 4, "eval") == pytest.approx(
+        {
+            "eval/mean@4": (1 / 4 + 1) / 2,
+            "eval/pass@1": (1 / 4 + 1) / 2,
+            "eval/pass@2": (1 / 2 + 1) / 2,
+            "eval/pass@4": 1.0,
+            "eval/best@4": (1.0 + 0.75) / 2,
+            "eval/maj@4": (0.0 + 1.0) / 2,
+            **{"eval/a/mean@4": 1 / 4, "eval/a/pass@1": 1 / 4, "eval/a/pass@2": 1 / 2, "eval/a/pass@4": 1.0},
+            **{"eval/a/best@4": 1.0, "eval/a/maj@4": 0.0},
+            **{f"eval/b/{name}": 1.0 for name in ("mean@4", "pass@1", "pass@2", "pass@4", "maj@4")},
+            "eval/b/best@4": 0.75,
+        }
+    )
+
+
+@pytest.mark.parametrize(("n", "ks"), [(1, {1}), (2, {1, 2}), (6, {1, 2, 4, 6}), (8, {1, 2, 4, 8})])
+def test_pass_at_k_is_told_for_powers_of_two_and_for_all(n: int, ks: set[int]) -> None:
+    metrics = accuracy_metrics([group(*[answer(1.0, True, "1")] * n)], n, "eval")
+    assert {int(name.rpartition("@")[2]) for name in metrics if "pass@" in name} == ks
+    assert accuracy_metrics([group(dropped=n)], n, "eval") == {}
+
+
+def test_rewards_are_told_by_domain_with_the_verifiers_own_numbers() -> None:
+    groups = [
+        group(answer(1.0, True, **{"math/score": 2.0, "kind": "x"}), answer(0.0, **{"math/score": 0.0}), dropped=1),
+        group(answer(0.5, True, tag="b", **{"math/score": 1.0}), tag="b"),
+        group(answer(0.25, tag="c", **{"format/score": 0.5}), tag="c", dropped=2),
+    ]
+    assert reward_metrics(groups, config()) == {
+        "reward/A/errors": 1,
+        "reward/A/score": 0.5,
+        "reward/A/accuracy": 0.5,
+        "reward/A/math/score": 1.0,
+        "reward/B/errors": 2,
+        "reward/B/score": 0.375,
+        "reward/B/accuracy": 0.5,
+        "reward/B/math/score": 1.0,
+        "reward/B/format/score": 0.5,
+    }
+    assert reward_metrics([group(dropped=4)], config()) == {"reward/A/errors": 4}
+
+
+def test_too_many_errors_of_a_domain_end_the_run_with_the_numbers_and_the_last_error() -> None:
+    limits = config(A={"tag_included": ["a"], "max_error_rate": 0.25}, B={"tag_included": ["b"], "max_error_rate": 1.0})
+    good, bad = group(*[answer()] * 4), group(*[answer()] * 3, dropped=1, errors=["first", "second"])
+    hopeless = group(tag="b", dropped=4, errors=["other"])
+    check_error_rates([], limits)
+    check_error_rates([good, bad, hopeless], limits)  # 1 of 8, and 4 of 4 where all may fail
+    check_error_rates([bad], limits)  # 1 of 4 is the limit itself
+    with pytest.raises(RewardFailureError) as raised:
+        check_error_rates([bad, group(answer(), dropped=3, errors=["third"]), good, hopeless], limits)
+    told = "rewards.A: 4 of 12 answers could not be scored, more than max_error_rate=0.25; the last error: third"
+    assert str(raised.value) == told
+
+
+def keeps(limits: RewardFilterConfig, *scores: float) -> bool:
+    return worth_training(group(*map(answer, scores)), limits)
+
+
+def test_dynamic_sampling_keeps_groups_strictly_between_the_bounds() -> None:
+    spread = RewardFilterConfig(type="std_filter", low=0.1, high=0.5)
+    assert keeps(spread, 0.0, 0.5)
+    assert not keeps(spread, 0.0, 0.2)  # the standard deviation, of all and not of a sample, is the lower bound
+    assert not keeps(spread, 0.0, 1.0)  # and here the upper one
+    centre = RewardFilterConfig(type="mean_filter", low=0.0, high=1.0)
+    assert keeps(centre, 0.0, 1.0)
+    assert not keeps(centre, 0.0, 0.0) and not keeps(centre, 1.0, 1.0)
+    assert keeps(RewardFilterConfig(type="mean_filter", low=0.0), 7.0, 8.0), "no upper bound"
+
+
+def test_dynamic_sampling_that_is_off_keeps_everything_and_else_never_a_group_without_scores() -> None:
+    assert keeps(RewardFilterConfig(), 1.0, 1.0) and keeps(RewardFilterConfig())
+    for kind in ("mean_filter", "std_filter"):
+        assert not keeps(RewardFilterConfig.model_validate({"type": kind, "low": -1.0}))
+
+
+@given(score=st.floats(-1e6, 1e6), size=st.integers(1, 16))
+def test_equal_scores_have_no_spread_whatever_they_are(score: float, size: int) -> None:
+    assert not keeps(RewardFilterConfig(type="std_filter"), *[score] * size)
+    assert not keeps(RewardFilterConfig(type="mean_filter", low=score), *[score] * size)
+    assert keeps(RewardFilterConfig(type="std_filter"), *[score] * size, score + 1.0)
