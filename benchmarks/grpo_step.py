@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from roll.distributed.executor.cluster import Cluster
     from roll.pipeline.rlvr.pipeline import RLVRPipeline
 
-PROMPTS, SAMPLES, NEW_TOKENS = 16, 8, 128
-PROMPT_TOKENS = (32, 96)
 VOCABULARY, NUM_BYTES = 2048, 256
 PAD, END = "<pad>", "<end>"
 WORDS = VOCABULARY - NUM_BYTES - 2
@@ -60,6 +58,18 @@ RIVALS = Path(__file__).with_name("grpo_step_rivals.py")
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> float:
     """The reward: the share of even digits among a completion's characters."""
     return sum(solution_str.count(digit) for digit in "02468") / max(1, len(solution_str))
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much work a step is."""
+
+    prompts: int = 16
+    samples: int = 8
+    new_tokens: int = 128
+    prompt_tokens: tuple[int, int] = (32, 96)
+    micro_batch: int = 16
+    """Sequences per forward and backward pass, in ROLL and by hand."""
 
 
 @dataclass
@@ -119,11 +129,14 @@ def make_model(path: Path, eos_probability: float | None) -> None:
     tokenizer.save_pretrained(path)
 
 
-def make_prompts(steps: int) -> list[list[str]]:
+def make_prompts(steps: int, size: Size) -> list[list[str]]:
     """Random words for every step."""
     rng = random.Random(0)
     return [
-        ["".join(f"w{rng.randrange(WORDS)} " for _ in range(rng.randint(*PROMPT_TOKENS))) for _ in range(PROMPTS)]
+        [
+            "".join(f"w{rng.randrange(WORDS)} " for _ in range(rng.randint(*size.prompt_tokens)))
+            for _ in range(size.prompts)
+        ]
         for _ in range(steps)
     ]
 
@@ -223,20 +236,22 @@ class Roll:
         assert batch is not None and batch.advantages_T is not None
         rows = []
         for tokens, mask, gain in zip(
-            *(column.split(batch.lengths_B.tolist()) for column in (batch.tokens_T, batch.loss_mask_T, batch.advantages_T)),
+            *(
+                column.split(batch.lengths_B.tolist())
+                for column in (batch.tokens_T, batch.loss_mask_T, batch.advantages_T)
+            ),
             strict=True,
         ):
             rows.append([tokens[~mask].tolist(), tokens[mask].tolist(), float(gain[-1])])
         return {"rows": rows}
 
 
-def roll_config(model: Path, prompts: Path, output: Path, steps: int, layout: str, micro_batch: int) -> RLVRConfig:
+def roll_config(model: Path, prompts: Path, output: Path, steps: int, layout: str, size: Size) -> RLVRConfig:
     """The run's configuration, checked as the command line checks one.
 
     Args:
         layout: ``2x1``: two generating and two training workers with a thread each, which share the two CPU slots;
             ``1x2``: one of each with two threads.
-        micro_batch: sequences per forward and backward pass.
     """
     from roll.configs.loader import validate
     from roll.configs.rlvr import RLVRConfig
@@ -254,11 +269,11 @@ def roll_config(model: Path, prompts: Path, output: Path, steps: int, layout: st
             "num_gpus_per_node": workers,
             "max_steps": steps,
             "save_steps": steps,
-            "rollout_batch_size": PROMPTS,
-            "num_return_sequences_in_group": SAMPLES,
-            "prompt_length": PROMPT_TOKENS[1],
-            "response_length": NEW_TOKENS,
-            "sequence_length": PROMPT_TOKENS[1] + NEW_TOKENS,
+            "rollout_batch_size": size.prompts,
+            "num_return_sequences_in_group": size.samples,
+            "prompt_length": size.prompt_tokens[1],
+            "response_length": size.new_tokens,
+            "sequence_length": size.prompt_tokens[1] + size.new_tokens,
             "adv_estimator": "grpo",
             "loss_agg_mode": "token-mean",
             "rewards": {
@@ -279,8 +294,8 @@ def roll_config(model: Path, prompts: Path, output: Path, steps: int, layout: st
                 "training_args": {
                     "learning_rate": LEARNING_RATE,
                     "lr_scheduler_type": "constant",
-                    "per_device_train_batch_size": micro_batch,
-                    "gradient_accumulation_steps": PROMPTS * SAMPLES // workers // micro_batch,
+                    "per_device_train_batch_size": size.micro_batch,
+                    "gradient_accumulation_steps": size.prompts * size.samples // workers // size.micro_batch,
                 },
                 "strategy_args": {"strategy_name": "fsdp2_train", "strategy_config": {"fsdp_size": 1}},
                 **devices,
@@ -330,18 +345,19 @@ def roll_pipeline(config: RLVRConfig) -> Iterator[Roll]:
 def measure(mode: str, args: argparse.Namespace, folder: Path, pythons: Mapping[str, str]) -> dict[str, Any]:
     """All contestants, alternating; the figures of one mode."""
     steps = args.steps + 1
-    model, prompts = folder / mode, make_prompts(steps)
+    size = Size(prompts=2, samples=4, new_tokens=16, micro_batch=4) if args.quick else Size()
+    model, prompts = folder / mode, make_prompts(steps, size)
     make_model(model, EOS_ODDS[mode])
     file = folder / "prompts.jsonl"
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for step in prompts for prompt in step))
-    config = roll_config(model, file, folder / f"run-{mode}", steps, args.layout, args.micro_batch)
+    config = roll_config(model, file, folder / f"run-{mode}", steps, args.layout, size)
     taken: dict[str, list[Step]] = {"roll": []}
     with ExitStack() as stack:
         roll = stack.enter_context(roll_pipeline(config))
         rivals = {}
         for kind, python in pythons.items():
             processes, threads = map(int, (args.trl_layout if kind == "trl" else "1x2").split("x"))
-            work = write_work(folder, kind, mode, prompts, threads, args)
+            work = write_work(folder, kind, mode, prompts, threads, size, args)
             rivals[kind] = Rival(python, kind, work, processes, threads)
             stack.callback(rivals[kind].close)
             taken[kind] = []
@@ -353,23 +369,31 @@ def measure(mode: str, args: argparse.Namespace, folder: Path, pythons: Mapping[
                 taken[kind].append(rival.step(number))
             if args.verbose:
                 for kind, done in taken.items():
-                    print(f"  step {number} {kind:4} {done[-1].seconds:6.2f} s  {done[-1].tokens:6,} tokens", flush=True)
+                    print(
+                        f"  step {number} {kind:4} {done[-1].seconds:6.2f} s  {done[-1].tokens:6,} tokens", flush=True
+                    )
     return report(mode, {kind: done[1:] for kind, done in taken.items()})
 
 
 def write_work(
-    folder: Path, kind: str, mode: str, prompts: Sequence[Sequence[str]], threads: int, args: argparse.Namespace
+    folder: Path,
+    kind: str,
+    mode: str,
+    prompts: Sequence[Sequence[str]],
+    threads: int,
+    size: Size,
+    args: argparse.Namespace,
 ) -> Path:
     """A rival's instructions."""
     work = {
         "model": str(folder / mode),
         "output": str(folder / f"trl-{mode}"),
         "prompts": prompts,
-        "samples": SAMPLES,
-        "new_tokens": NEW_TOKENS,
+        "samples": size.samples,
+        "new_tokens": size.new_tokens,
         "learning_rate": LEARNING_RATE,
         "threads": threads,
-        "micro_batch": args.trl_micro_batch if kind == "trl" else args.micro_batch,
+        "micro_batch": args.trl_micro_batch if kind == "trl" and not args.quick else size.micro_batch,
         "trl": json.loads(args.trl_options),
     }
     path = folder / f"{kind}-{mode}.json"
@@ -384,8 +408,10 @@ def check_agreement(roll: Roll, hand: Rival) -> None:
     for name, value in ours.items():
         if not math.isclose(value, theirs[name], rel_tol=AGREEMENT, abs_tol=AGREEMENT):
             raise RuntimeError(f"{name}: {value} in ROLL, {theirs[name]} by hand; expected the same to {AGREEMENT}")
-    print(f"  same rollout: loss {ours['loss']:.6f} and {theirs['loss']:.6f} by hand, gradient norm "
-          f"{ours['grad_norm']:.6f} and {theirs['grad_norm']:.6f}")
+    print(
+        f"  same rollout: loss {ours['loss']:.6f} and {theirs['loss']:.6f} by hand, gradient norm "
+        f"{ours['grad_norm']:.6f} and {theirs['grad_norm']:.6f}"
+    )
 
 
 def report(mode: str, taken: Mapping[str, Sequence[Step]]) -> dict[str, Any]:
@@ -401,7 +427,9 @@ def report(mode: str, taken: Mapping[str, Sequence[Step]]) -> dict[str, Any]:
         }
         row = figures[kind]
         split = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
-        print(f"  {kind:5} {row['tokens_per_s']:7,.0f} tokens/s  {row['seconds']:6.2f} s  {row['tokens']:7,.0f} tokens  ({split})")
+        print(
+            f"  {kind:5} {row['tokens_per_s']:7,.0f} tokens/s  {row['seconds']:6.2f} s  {row['tokens']:7,.0f} tokens  ({split})"
+        )
     for kind in taken:
         if kind != "roll":
             ratio = figures["roll"]["tokens_per_s"] / figures[kind]["tokens_per_s"]
@@ -427,12 +455,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each contestant")
     parser.add_argument("--modes", nargs="+", choices=EOS_ODDS, default=list(EOS_ODDS))
     parser.add_argument("--layout", default="2x1", help="ROLL's workers of each kind x threads of each")
-    parser.add_argument("--micro-batch", type=int, default=16, help="sequences per pass, ROLL and by hand")
     parser.add_argument("--trl-python", default=sys.executable, help="interpreter that can import trl")
     parser.add_argument("--trl-layout", default="1x2", help="TRL's processes x threads of each")
     parser.add_argument("--trl-micro-batch", type=int, default=16, help="per_device_train_batch_size of TRL")
     parser.add_argument("--trl-options", default="{}", help="further GRPOConfig arguments, as JSON")
-    parser.add_argument("--quick", action="store_true", help="one timed step: shows that everything runs")
+    parser.add_argument("--quick", action="store_true", help="one timed step of little work: shows that all runs")
     parser.add_argument("--verbose", action="store_true", help="print every step")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from roll.configs.base import Config
 from roll.rewards.types import RuleVerifier, Sample, Verdict
 
 
@@ -30,3 +31,13 @@ class Brief(RuleVerifier):
 
     def check(self, sample: Sample) -> Verdict:
         return Verdict(float(not sample.truncated), True)
+
+
+class Unbuildable(RuleVerifier):
+    """Wants something that this machine does not have."""
+
+    def __init__(self, config: Config) -> None:
+        raise OSError("there is no word list")
+
+    def check(self, sample: Sample) -> Verdict:
+        raise NotImplementedError

@@ -156,8 +156,8 @@ class AlgorithmConfig(Config):
     )
     add_len_reward: bool = Field(
         False,
-        description="Add Kimi k1.5's length reward to episode scores: of a group's successes the shorter gain, of all its "
-        "episodes the longer lose.",
+        description="Add Kimi k1.5's length reward to episode scores: of a group's successes the shorter gain, of all "
+        "its episodes the longer lose.",
     )
     len_reward_coef: float = Field(1.0, ge=0, description="Coefficient of the length reward.")
     whiten_rewards: bool = Field(

@@ -435,8 +435,8 @@ class CustomConfig(Config):
     path: str = Field(
         min_length=1,
         description="package.module:function or folder/file.py:function, called as `compute_score(data_source=…, "
-        "solution_str=…, ground_truth=…, extra_info=…)`. Returns a number, or a mapping with `score`, optionally `correct` (or `acc`) "
-        "and `answer` (or `pred`), and further numbers, which become metrics.",
+        "solution_str=…, ground_truth=…, extra_info=…)`. Returns a number, or a mapping with `score`, optionally "
+        "`correct` (or `acc`) and `answer` (or `pred`), and further numbers, which become metrics.",
     )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments.")
     success_score: float = Field(

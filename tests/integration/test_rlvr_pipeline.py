@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from conftest import RLVR_LAUNCHER, Launch, Run, assert_same_tensors
 
+from roll.rewards.types import Sample
 from roll.tracking.checkpointer import find_damage
+from tests.scoring import Brief, Letters
 
 Rlvr = Callable[..., Run]
 FILTER = "rewards.letters.query_filter_config={type: std_filter}"
@@ -107,4 +109,213 @@ def test_a_stopped_run_meets_the_data_and_ends_as_an_undisturbed_one_does(rlvr: 
     filtered = [whole.metrics[step]["rollout/filtered"] for step in range(1, steps + 1)]
     assert sum(filtered) == len([prompt for prompt in met if prompt in ("t2", "t6")]) >= 4
     assert all(whole.metrics[step]["rollout/episodes"] == 16 for step in range(1, steps + 1))
-    assert [whole.metrics[step]["rollout/epoch"] for step in (1, 2, 4)] == [0, position(whole, 2)["next_id"] // 10, 1]
+    taken = [position(whole, step)["next_id"] for step in range(1, steps + 1)]
+    assert [whole.metrics[step]["rollout/epoch"] for step in range(1, steps + 1)] == [n // 10 for n in taken]
+
+
+def test_a_run_that_stops_at_the_edge_of_an_epoch_goes_on_with_the_next(rlvr: Rlvr, tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", rows("t", [""] * 4))
+    first = rlvr("max_steps=1", "val_before_train=false")
+    assert first.wait() == 0, first.output
+    assert not [name for name in first.metrics[0] if name.startswith("eval")]
+    assert first.summary["eval"].keys() == {"after"}
+    assert position(first, 1) == {"next_id": 4, "returned": []}
+    second = rlvr("max_steps=2", "validation=null", "resume_from_checkpoint=true")
+    assert second.wait() == 0, second.output
+    assert second.summary["steps"] == 2 and list(second.metrics) == [0, 1, 2]
+    assert [draw for run in (first, second) for draw, _ in draws(run)] == list(range(8))
+    for run in (first, second):
+        assert sorted(prompt for _, prompt in draws(run)) == ["t0", "t1", "t2", "t3"]
+    assert [second.metrics[step]["rollout/epoch"] for step in (1, 2)] == [1, 2], "how often all data has been met"
+
+
+def test_two_domains_are_trained_and_evaluated_to_the_end(rlvr: Rlvr, tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", rows("t", [""] * 8) + rows("u", [""] * 8, "digits"))
+    write(tmp_path / "val.jsonl", rows("v", ["", "equal", "x"]) + rows("w", [""] * 3, "digits"))
+    verifiers = "[{name: 'tests.scoring:Letters', weight: 2.0}, {name: 'tests.scoring:Brief', weight: -0.5}]"
+    run = rlvr(
+        f"rewards.digits={{tag_included: [digits], verifiers: {verifiers}}}",
+        "validation.generating_args={num_return_sequences: 4, max_new_tokens: 3}",
+        "rollout_batch_size=8",
+        "val_batch_size=6",
+    )
+    assert run.wait() == 0, run.output
+    assert "each step: 8 prompts × 4 answers = 32 samples" in words(run)
+    assert "training data: 16 prompts (digits 8, letters 8)" in words(run)
+    assert "held-out data: 6 prompts (digits 3, letters 3)" in words(run)
+    assert position(run, 2) == {"next_id": 16, "returned": []}
+    for step in (1, 2):
+        metrics = run.metrics[step]
+        assert metrics["rollout/episodes"] == 32 and metrics["actor/grad_norm"] > 0
+        for domain in ("letters", "digits"):
+            assert metrics[f"reward/{domain}/errors"] == metrics[f"reward/{domain}/retries"] == 0
+            assert 0 <= metrics[f"reward/{domain}/accuracy"] <= 1
+        assert metrics["reward/letters/score"] == metrics["reward/letters/Letters/score"]
+        weighted = 2 * metrics["reward/digits/Letters/score"] - 0.5 * metrics["reward/digits/Brief/score"]
+        assert metrics["reward/digits/score"] == pytest.approx(weighted)
+        assert metrics["reward/digits/Letters/letters"] > 0, "the verifier's own number"
+    check_evaluations(run)
+
+
+def check_evaluations(run: Run) -> None:
+    """Before and after: figures in the summary, and answers with scores that a verifier of our own comes to as well."""
+    held_out = {row["id"]: row for row in map(json.loads, (run.path.parents[1] / "val.jsonl").read_text().splitlines())}
+    for name, step in (("before", 0), ("after", 2)):
+        figures = run.summary["eval"][name]
+        names = {"mean@4", "pass@1", "pass@2", "pass@4", "best@4", "maj@4", "accuracy", "accuracy_greedy"}
+        assert names <= figures.keys()
+        assert (figures["prompts"], figures["episodes"]) == (6, 24)
+        assert figures["accuracy"] == figures["mean@4"] == pytest.approx(figures["pass@1"])
+        assert figures["pass@1"] <= figures["pass@2"] <= figures["pass@4"]
+        assert {f"eval/{tag}/maj@4" for tag in ("letters", "digits")} <= run.metrics[step].keys()
+        path = run.path / "trajectories" / f"eval-{step:05d}.jsonl"
+        episodes = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len(episodes) == 24
+        assert {episode["info"]["prompt_id"] for episode in episodes} == held_out.keys()
+        for episode in episodes:
+            (turn,) = episode["turns"]
+            row = held_out[episode["info"]["prompt_id"]]
+            assert episode["info"]["ground_truth"] == row["solution"] and turn["observation"] == row["prompt"]
+            assert turn["completion_tokens"] <= 3
+            cut_off = turn["finish_reason"] == "length"
+            sample = Sample(row["prompt"], turn["text"], row["solution"], row["tag"], truncated=cut_off)
+            verdict = Letters(Letters.config_class()).check(sample)
+            score = verdict.score
+            if row["tag"] == "digits":
+                score = 2 * score - 0.5 * Brief(Brief.config_class()).check(sample).score
+            assert episode["score"] == pytest.approx(score)
+            assert (episode["success"], turn["action"]) == (verdict.correct, verdict.answer)
+        assert figures["accuracy"] == pytest.approx(sum(episode["success"] for episode in episodes) / 24)
+
+
+def test_answers_without_a_reward_are_dropped_and_counted_until_they_are_too_many(rlvr: Rlvr, tmp_path: Path) -> None:
+    orders = ["", "raise-odd", "raise", "hang"] + ["raise"] * 4
+    write(tmp_path / "train.jsonl", rows("t", orders))
+    unbuildable = rlvr("rewards.letters.verifiers=[{name: 'tests.scoring:Unbuildable'}]", output="unbuildable")
+    run = rlvr(
+        "actor_train.data_args.shuffle=false",
+        "rewards.letters.timeout=1",
+        "rewards.letters.max_error_rate=0.75",
+        "rollout_workers.world_size=2",
+    )
+    assert run.wait() == 1, run.output
+    errors = run.metrics[1]["reward/letters/errors"]
+    assert 8 <= errors <= 12 and run.metrics[1]["rollout/episodes"] == 16 - errors
+    assert run.metrics[1]["actor/grad_norm"] > 0
+    log = (run.path / "logs" / "roll.log").read_text()
+    assert "Letters failed after 1 attempt: took longer than 1 s" in log
+    told = (
+        "rewards.letters: 16 of 16 answers could not be scored, more than max_error_rate=0.75; the last error: letters "
+    )
+    for text in (words(run), run.summary["error"]):
+        assert told in text and "Letters failed after 1 attempt: ArithmeticError: cannot judge letters" in text
+    assert run.summary["steps"] == 1 and find_damage(run.checkpoint(1)) is None
+    assert position(run, 1)["next_id"] == 4, "the next run tries the same prompts again"
+
+    assert unbuildable.wait() == 1, unbuildable.output
+    assert "a verifier process could not be set up: OSError: there is no word list" in words(unbuildable)
+    assert not any("Traceback" in failed.output for failed in (run, unbuildable))
+
+
+def test_prompts_of_which_none_is_worth_training_on_end_the_run_with_advice(rlvr: Rlvr, tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", rows("t", [""] * 4 + ["equal"] * 16))
+    run = rlvr(
+        FILTER,
+        "actor_train.data_args.shuffle=false",
+        "max_filtered_batches=3",
+        "val_before_train=false",
+        "validation=null",
+    )
+    assert run.wait() == 1, run.output
+    for text in (words(run), run.summary["error"]):
+        assert "of 12 groups only 0 were accepted, 4 are needed (max_filtered_batches=3)" in text
+        assert "loosen rewards.*.query_filter_config, or change the data" in text
+    assert "Traceback" not in run.output
+    assert run.summary["steps"] == 1 and run.metrics[1]["rollout/filtered"] == 0
+    assert len(draws(run)) == 4 + 12
+
+
+def test_wrong_data_and_unknown_verifiers_are_told_before_ray_starts(rlvr: Rlvr, tmp_path: Path) -> None:
+    lines = [json.dumps(row) for row in rows("t", [""] * 4)]
+    lines[1] = lines[1][:-1]
+    lines[2] = lines[2].replace('"prompt"', '"question"')
+    lines[3] = lines[3].replace('"letters"', '"chess"')
+    (tmp_path / "bad.jsonl").write_text("\n".join(lines) + "\n")
+    data = rlvr("actor_train.data_args.file_name=[bad.jsonl,trian.jsonl]", output="data")
+    plugin = rlvr("rewards.letters.verifiers=[{name: multiple_choise}]", output="plugin")
+    assert (data.wait(), plugin.wait()) == (2, 2), data.output + plugin.output
+    told = [line.strip() for line in data.output.splitlines()]
+    assert told[0] == "4 problems in the dataset"
+    starts = ("trian.jsonl: no such file", "bad.jsonl:2: invalid JSON", "bad.jsonl:3: ", "bad.jsonl:4: ")
+    for start in starts:
+        assert any(line.startswith(start) for line in told), data.output
+    assert "did you mean train.jsonl?" in data.output and "'chess'" in data.output
+    assert "did you mean multiple_choice?" in words(plugin)
+    assert not data.path.exists() and not plugin.path.exists(), "something was started"
+
+
+def test_a_model_can_be_scored_without_training(rlvr: Rlvr) -> None:
+    run = rlvr("eval_only=true", "actor_train.data_args.file_name=null", "validation.generating_args=null")
+    assert run.wait() == 0, run.output
+    assert run.summary["status"] == "completed" and run.summary["steps"] == 0
+    assert run.summary["eval"].keys() == {"before"}
+    assert {"mean@1", "pass@1", "maj@1", "accuracy_greedy"} <= run.summary["eval"]["before"].keys()
+    assert list(run.metrics) == [0] and "eval/mean@1" in run.metrics[0]
+    assert {line["what"] for line in run.logged("played.jsonl")} == {"val"}
+    assert not list((run.path / "checkpoints").iterdir())
+    assert not list(run.faults.glob("at-actor_train-*")), "something was trained or scored"
+
+
+def engines_by_prompt(run: Run) -> list[set[int]]:
+    """The engines that each prompt was sent to."""
+    found: dict[str, set[int]] = {}
+    for request in run.logged("requests.jsonl"):
+        found.setdefault(str(request["prompt"]), set()).add(request["rank"])
+    return list(found.values())
+
+
+TWO_ENGINES = (
+    "actor_infer.device_mapping=[0,1]",
+    "actor_infer.worker_cls=tests.faults:LoggingInferWorker",
+    "validation=null",
+)
+
+
+def test_the_answers_to_a_prompt_stay_on_one_engine_the_greedy_baseline_included(rlvr: Rlvr) -> None:
+    run = rlvr(*TWO_ENGINES, "adv_estimator=remax", "generate_opt_level=0", "is_num_return_sequences_expand=false")
+    assert run.wait() == 0, run.output
+    engines = engines_by_prompt(run)
+    assert sorted(engines, key=min) == [{0}] * 4 + [{1}] * 4
+    assert len(run.logged("requests.jsonl")) == 2 * 4 * (4 + 1)
+    for step in (1, 2):
+        metrics = run.metrics[step]
+        assert metrics["rollout/episodes"] == 16 and metrics["actor/grad_norm"] > 0
+        assert 0 <= metrics["rollout/baseline"] <= 1 and metrics["rollout/no_baseline"] == 0
+
+
+def test_answers_spread_over_engines_a_critic_and_the_kl_over_the_vocabulary(rlvr: Rlvr, model: Path) -> None:
+    from safetensors.torch import load_file
+
+    run = rlvr(
+        *TWO_ENGINES,
+        "is_num_return_sequences_expand=true",
+        "is_use_additional_prompts=true",
+        "max_additional_running_prompts=2",
+        "adv_estimator=gae",
+        "critic_warmup=1",
+        "ppo_epochs=2",
+        "kl_penalty=full",
+        "use_kl_loss=true",
+        "kl_loss_coef=0.1",
+    )
+    assert run.wait() == 0, run.output
+    assert all(engines == {0, 1} for engines in engines_by_prompt(run))
+    start = load_file(model / "model.safetensors")
+    after = [load_file(run.checkpoint(step) / "actor_train" / "model.safetensors") for step in (1, 2)]
+    assert all(start[name].equal(after[0][name]) for name in start), "the actor waits for the critic"
+    assert not all(start[name].equal(after[1][name]) for name in start)
+    assert all(run.metrics[step]["critic/loss"] > 0 for step in (1, 2))
+    assert "actor/loss" not in run.metrics[1] and run.metrics[2]["actor/kl_loss"] >= 0
+    assert [run.metrics[step]["rollout/episodes"] for step in (1, 2)] == [16, 16]
+    at = position(run, 2)
+    assert at["next_id"] - len(at["returned"]) == 8, "prompts that were given up come again"

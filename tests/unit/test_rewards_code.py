@@ -111,7 +111,7 @@ def test_the_score_can_be_the_share_of_tests():
 def test_a_test_that_ends_the_program_costs_that_test_only(ending):
     code = f"import os, sys\ndef f(n):\n    if n == 1:\n        {ending}\n    return n"
     tests = {"fn_name": "f", "inputs": [[0], [1], [2], [3]], "outputs": [0, 1, 2, 3]}
-    limits = SandboxLimits(**{**LIMITS, "wall_seconds": 1})
+    limits = SandboxLimits(**{**LIMITS, "wall_seconds": 2})
     assert score(code, tests, partial=True, limits=limits).score == 0.75
     assert score(code, [f"assert f({n}) == {n}" for n in range(4)], partial=True, limits=limits).score == 0.75
 
@@ -308,7 +308,7 @@ KINDS = {
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_forgeries_score_nothing(forgery, kind):
     verdict = score(
-        FORGERIES[forgery], KINDS[kind], partial=True, limits=SandboxLimits(**{**LIMITS, "wall_seconds": 1})
+        FORGERIES[forgery], KINDS[kind], partial=True, limits=SandboxLimits(**{**LIMITS, "wall_seconds": 0.5})
     )
     assert (verdict.score, verdict.correct) == (0.0, False)
 

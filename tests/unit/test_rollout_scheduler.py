@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,12 @@ from roll.distributed.executor.placement import create_placement, discover_nodes
 from roll.distributed.executor.ray_session import ray_session
 from roll.distributed.executor.resources import RoleRequest, plan_placement
 from roll.distributed.executor.worker import Worker
-from roll.distributed.scheduler.rollout_scheduler import GroupPlan, GroupSpec, RolloutScheduler
+from roll.distributed.scheduler.rollout_scheduler import (
+    GroupPlan,
+    GroupSpec,
+    RolloutScheduler,
+    TooManyRejectedError,
+)
 from roll.distributed.scheduler.router import EngineUnavailableError
 
 PLAN = GroupPlan(tags=("A", "B"), slots_per_tag=(2, 1), group_size=4, redundancy=1, seed=7, name="train")
@@ -215,3 +220,63 @@ def test_a_tick_may_stop_the_rollout(scheduler: Callable[..., RolloutScheduler],
         scheduler(on_tick=stop).collect(itertools.count(), 3)
     # Two groups arrive, then nothing does, and the ticks go on.
     assert 0.9 < ticks[3] - ticks[2] < 5
+
+
+def ids(groups: Iterable[RolloutGroup]) -> list[int]:
+    return [group.group_id for group in groups]
+
+
+def started_ids(folder: Path) -> list[int]:
+    return sorted(int(note[1]) for note in notes(folder) if note[0] == "play")
+
+
+@pytest.mark.parametrize("order", ["", "die-3", "engine-4"])
+def test_a_rejected_group_is_replaced_by_that_of_the_next_id_whatever_happens(
+    scheduler: Callable[..., RolloutScheduler], folder: Path, order: str
+) -> None:
+    if order:
+        (folder / order).touch()
+    arrived: list[RolloutGroup] = []
+    collected = scheduler().collect(
+        itertools.count(), 5, arrived.append, accept=lambda group: group.group_id not in (0, 3, 6, 8)
+    )
+    assert ids(collected.groups) == [1, 2, 4, 5, 7]
+    assert ids(collected.rejected) == [0, 3, 6]
+    assert collected.unfinished == []
+    assert sorted(ids(arrived)) == [1, 2, 4, 5, 7], "progress counts what was accepted"
+    assert set(started_ids(folder)) == set(range(8)), "nothing was started in vain"
+
+
+def test_a_batch_of_which_too_little_is_accepted_is_given_up_at_the_cap(
+    scheduler: Callable[..., RolloutScheduler], folder: Path
+) -> None:
+    with pytest.raises(TooManyRejectedError, match=r"^of 7 groups only 2 were accepted, 3 are needed$") as raised:
+        scheduler().collect(itertools.count(), 3, accept=lambda group: group.group_id in (1, 4), max_groups=7)
+    assert sorted(ids(raised.value.groups)) == list(range(7))
+    assert started_ids(folder) == list(range(7))
+
+
+def test_the_cap_itself_is_still_enough(scheduler: Callable[..., RolloutScheduler]) -> None:
+    collected = scheduler().collect(itertools.count(), 3, accept=lambda group: group.group_id >= 4, max_groups=7)
+    assert ids(collected.groups) == [4, 5, 6] and ids(collected.rejected) == [0, 1, 2, 3]
+    assert ids(scheduler().collect(itertools.count(), 3, max_groups=3).groups) == [0, 1, 2]
+
+
+def test_with_extra_groups_every_id_is_accepted_rejected_or_given_back(
+    scheduler: Callable[..., RolloutScheduler], folder: Path
+) -> None:
+    (folder / "hang-1").touch()
+    collected = scheduler(extra_groups=2).collect(
+        itertools.count(), 4, accept=lambda group: group.group_id != 2, max_groups=20
+    )
+    accepted, rejected = ids(collected.groups), ids(collected.rejected)
+    assert len(accepted) == 4 and rejected == [2] and 1 in collected.unfinished
+    taken = [*accepted, *rejected, *collected.unfinished]
+    assert sorted(taken) == list(range(len(taken)))
+    assert collected.unfinished == sorted(collected.unfinished)
+
+
+def test_extra_groups_do_not_stretch_the_cap(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
+    with pytest.raises(TooManyRejectedError, match="of 5 groups only 0 were accepted, 4 are needed"):
+        scheduler(extra_groups=3).collect(itertools.count(), 4, accept=lambda group: False, max_groups=5)
+    assert started_ids(folder) == list(range(5))
