@@ -7,10 +7,9 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from roll.agentic.types import RolloutGroup
+from roll.agentic.types import RolloutGroup, Trajectory
 from roll.distributed.scheduler.rollout_scheduler import Collected, RolloutScheduler
 from roll.pipeline.session import RunSession
-from roll.tracking.render import save_renders
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +57,8 @@ def collect(
     return collected
 
 
-def keep_episodes(session: RunSession, step: int, groups: Sequence[RolloutGroup]) -> None:
-    """Keeps what a person may want to look at: some episodes in full, some to watch."""
+def keep_episodes(session: RunSession, step: int, groups: Sequence[RolloutGroup]) -> list[Trajectory]:
+    """Writes some episodes of an evaluation in full, for whoever wants to look; returns all of them."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     session.folder.write_trajectories(f"eval-{step:05d}", trajectories[:MAX_WRITTEN])
-    save_renders(trajectories, session.renders, step, session.config.num_renders)
+    return trajectories

@@ -54,6 +54,9 @@ button:focus-visible { outline:2px solid var(--accent); outline-offset:2px }
   border-radius:14px; overflow:hidden }
 .episode:hover { border-color:var(--accent) } .episode img { display:block; width:100%; background:#14171d }
 .episode p { margin:0; padding:10px 14px 12px; font-size:14px; color:var(--dim) }
+.answers { border-collapse:collapse; width:100%; font-size:14px } .answers pre { max-height:220px; padding:8px 10px }
+.answers th { text-align:left; color:var(--dim); font-weight:600; padding:0 8px 8px }
+.answers td { vertical-align:top; padding:8px; border-top:1px solid var(--line); overflow-wrap:anywhere }
 .curve svg { display:block; width:100%; height:auto }
 h3 { margin:26px 0 10px; font-size:17px }
 @media (max-width:720px) { .frame { grid-template-columns:1fr } }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.agentic.types import EpisodeEnd, Trajectory, Turn
+from roll.tracking.answers import answers_html
 from roll.tracking.board import TILE, Board, find_board, tile_svg
 from roll.tracking.curve import learning_curve_svg
 from roll.tracking.files import read_json_lines, to_json, write_atomic
@@ -114,6 +115,7 @@ def render_index(run_dir: Path) -> Path:
     """
     folder = run_dir / "renders" if (run_dir / "renders").is_dir() else run_dir
     parts = [f"<h1>{escape(run_dir.name)}</h1>", _curve_html(run_dir, folder)]
+    parts.append(answers_html(folder))
     by_step: dict[int, list[dict[str, Any]]] = {}
     for record in _listed_episodes(folder):
         by_step.setdefault(record["step"], []).append(record)

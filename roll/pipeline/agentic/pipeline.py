@@ -13,6 +13,7 @@ from roll.pipeline.base import RLPipeline
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollouts import collect, keep_episodes
 from roll.pipeline.session import RunSession
+from roll.tracking.render import save_renders
 from roll.utils.signals import SignalGuard
 
 
@@ -56,7 +57,7 @@ class AgenticPipeline(RLPipeline):
                 "episodes": int(metrics["eval/episodes"]),
                 "distinct_starts": len({t.turns[0].state_key for group in groups for t in group.trajectories}),
             }
-        keep_episodes(self.session, step, groups)
+        save_renders(keep_episodes(self.session, step, groups), self.session.renders, step, self.config.num_renders)
         self.session.display.note(
             f"evaluation {name} (step {step}): success {metrics['eval/success']:.1%}, "
             f"valid actions {metrics['eval/valid_rate']:.1%} on {metrics['eval/episodes']:.0f} held-out episodes"

@@ -19,8 +19,9 @@ from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates, rewa
 from roll.pipeline.rlvr.position import DataPosition
 from roll.pipeline.rlvr.prompt_roles import PromptRoles
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollouts import collect, keep_episodes
+from roll.pipeline.rollouts import MAX_WRITTEN, collect, keep_episodes
 from roll.pipeline.session import RunFailedError, RunSession
+from roll.tracking.answers import save_answers
 from roll.utils.signals import SignalGuard
 
 
@@ -78,7 +79,7 @@ class RLVRPipeline(RLPipeline):
                 "prompts": len(groups),
                 "episodes": int(metrics["eval/episodes"]),
             } | {key.removeprefix("eval/"): value for key, value in metrics.items() if "@" in key}
-        keep_episodes(self.session, step, groups)
+        save_answers(keep_episodes(self.session, step, groups)[:MAX_WRITTEN], self.session.renders, step)
         self.session.display.note(
             f"evaluation {name} (step {step}): accuracy {metrics['eval/success']:.1%}, an answer found in "
             f"{metrics['eval/valid_rate']:.1%} of {metrics['eval/episodes']:.0f} responses to {len(groups)} prompts"

@@ -1,0 +1,37 @@
+"""The page of an evaluation's answers."""
+
+import numpy as np
+
+from roll.agentic.types import Completion, EpisodeEnd, FinishReason, Trajectory, Turn
+from roll.tracking.answers import answers_html, save_answers
+from roll.tracking.render import render_index
+
+
+def answer(number: int, text: str, found: str | None, truth: str, success: bool) -> Trajectory:
+    ids = np.asarray([1], dtype=np.int64)
+    completion = Completion("r", ids, np.zeros(1, dtype=np.float32), FinishReason.STOP, 0)
+    turn = Turn(ids, completion, text, f"question {number} <b>", found, float(success), 0.0, "s")
+    info = {"prompt_id": f"row-{number}", "ground_truth": truth}
+    return Trajectory("t", number, 0, 0, (turn,), EpisodeEnd.TERMINATED, success, "", True, info)
+
+
+def test_answers_are_listed_escaped_with_what_was_right(tmp_path):
+    answers = [answer(0, "it is <script>4</script>", "4", "5", False), answer(1, "seven", None, "7", True)]
+    page = save_answers(answers, tmp_path / "renders", 20).read_text()
+    assert "Step 20: 1 of 2 answers right" in page
+    assert "it is &lt;script&gt;4&lt;/script&gt;" in page and "question 1 &lt;b&gt;" in page
+    assert 'title="row-1"' in page and "+1.00" in page and "<td>5</td>" in page and ">—</td>" in page
+
+
+def test_the_index_links_the_pages_newest_first_and_each_once(tmp_path):
+    folder = tmp_path / "renders"
+    for step in (0, 10, 10):
+        save_answers([answer(0, "4", "4", "4", step == 10)], folder, step)
+    index = render_index(tmp_path).read_text()
+    assert index.count('href="answers-000010.html"') == 1
+    assert index.index("step 10") < index.index("before training")
+    assert "1 of 1 shown are right" in index and "0 of 1 shown are right" in index
+
+
+def test_a_run_without_answers_has_no_section_for_them(tmp_path):
+    assert answers_html(tmp_path) == ""
