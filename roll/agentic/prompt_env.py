@@ -68,7 +68,11 @@ class PromptEnv:
             success=verdict.correct,
             state_key=self.prompt.id,
         )
-        info |= {"prompt_id": self.prompt.id, "ground_truth": str(self.prompt.ground_truth), **verdict.parts}
+        info |= {
+            "prompt_id": self.prompt.id,
+            "ground_truth": "" if self.prompt.ground_truth is None else str(self.prompt.ground_truth),
+            **verdict.parts,
+        }
         return observation, reward, terminated, truncated, info
 
     @property
