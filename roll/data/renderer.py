@@ -34,7 +34,10 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "native") -> None:
         self.tokenizer = tokenizer
-        self._template = read_template(template)
+        try:
+            self._template = read_template(template)
+        except ValueError as error:
+            raise ValueError(f"data_args.{error}") from error
         if self._template is None and not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 "data_args.template is 'native', but the tokenizer has no chat template; give one or its path"

@@ -59,7 +59,7 @@ TEMPLATES: dict[str, str] = {
 
 
 def read_template(template: str) -> str | None:
-    """The Jinja text of ``data_args.template``; ``None`` for ``native``, the tokenizer's own.
+    """The Jinja text that ``template`` names or holds; ``None`` for ``native``, the tokenizer's own.
 
     Raises:
         ValueError: neither a name, nor Jinja text, nor a file that can be read.
@@ -75,7 +75,7 @@ def read_template(template: str) -> str | None:
         near = difflib.get_close_matches(template, ["native", *TEMPLATES], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"data_args.template: {template!r} is neither 'native', nor a named template ({', '.join(TEMPLATES)}), "
+            f"template: {template!r} is neither 'native', nor a named template ({', '.join(TEMPLATES)}), "
             f"nor Jinja text, nor a readable file{hint}"
         )
     return path.read_text(encoding="utf-8")

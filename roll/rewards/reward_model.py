@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from roll.configs.base import Config
+from roll.data.templates import read_template
 from roll.rewards.batching import MicroBatcher
 from roll.rewards.types import RewardError, Sample, Verdict, Verifier
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PROBE = "\u241fanswer\u241f"
-_TOKENIZER_FILES = ("tokenizer*", "vocab.*", "spiece.model", "sentencepiece*")
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -105,7 +105,7 @@ class RewardModelVerifier(Verifier):
             raise ValueError("\n".join(problems))
         self._args = config
         self.tokenizer = _load_tokenizer(config.model_path)
-        self._template = _read_template(config.template)
+        self._template = read_template(config.template)
         self._control_tokens = _control_token_pattern(self.tokenizer)
         self._check_template()
         self._device = _resolve_device(config.device)
@@ -239,19 +239,12 @@ def _assistant(answer: str) -> dict[str, str]:
 
 
 def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
+    from roll.models.loading import load_tokenizer
 
-    folder = Path(path).expanduser()
-    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        # transformers would make an empty one from the model's configuration.
-        raise ValueError(f"model_path: no tokenizer files in {path!r}, such as tokenizer.json")
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model_path: no tokenizer could be loaded from {path!r} ({error})") from error
-    return tokenizer
+        return load_tokenizer(path)
+    except ValueError as error:
+        raise ValueError(f"model_path: {error}") from error
 
 
 def _load_model(config: RewardModelConfig) -> PreTrainedModel:
@@ -338,16 +331,12 @@ def _control_token_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str
     return re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)))
 
 
-def _read_template(template: str) -> str | None:
-    if template == "native":
-        return None
-    return template if "{" in template else Path(template).expanduser().read_text(encoding="utf-8")
-
-
 def _template_problem(template: str) -> str | None:
-    if template == "native" or "{" in template or Path(template).expanduser().is_file():
-        return None
-    return f"template: seen {template!r}, expected 'native', Jinja text, or a readable file"
+    try:
+        read_template(template)
+    except ValueError as error:
+        return f"template: seen {template!r}, expected a chat template ({error})"
+    return None
 
 
 def _folder_problem(path: str) -> str | None:
