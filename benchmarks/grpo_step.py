@@ -427,9 +427,8 @@ def report(mode: str, taken: Mapping[str, Sequence[Step]]) -> dict[str, Any]:
         }
         row = figures[kind]
         split = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
-        print(
-            f"  {kind:5} {row['tokens_per_s']:7,.0f} tokens/s  {row['seconds']:6.2f} s  {row['tokens']:7,.0f} tokens  ({split})"
-        )
+        speed = f"{row['tokens_per_s']:7,.0f} tokens/s  {row['seconds']:6.2f} s  {row['tokens']:7,.0f} tokens"
+        print(f"  {kind:5} {speed}  ({split})")
     for kind in taken:
         if kind != "roll":
             ratio = figures["roll"]["tokens_per_s"] / figures[kind]["tokens_per_s"]
