@@ -62,22 +62,23 @@ def _episodes_line(when: str, episodes: int, manager: EnvManagerConfig) -> str:
 def _train_line(config: RLConfig, role: str) -> str:
     worker, arguments = config.roles[role], config.roles[role].training_args
     steps = config.optimizer_steps_per_epoch
+    noun = "samples" if isinstance(config, RLVRConfig) else "episodes"
     epochs = "" if config.ppo_epochs == 1 else f" × {config.ppo_epochs} epochs = {steps * config.ppo_epochs}"
     return (
-        f"{role}: global batch {worker.global_train_batch_size} episodes = {arguments.per_device_train_batch_size} per "
+        f"{role}: global batch {worker.global_train_batch_size} {noun} = {arguments.per_device_train_batch_size} per "
         f"device × {arguments.gradient_accumulation_steps} accumulated × {worker.data_parallel_size} data-parallel; "
-        f"{config.samples_per_step} episodes make {_count(steps, 'optimizer step')}{epochs} per step, "
-        f"{config.total_optimizer_steps} in all; {_micro_batches(worker)}"
+        f"{config.samples_per_step} {noun} make {_count(steps, 'optimizer step')}{epochs} per step, "
+        f"{config.total_optimizer_steps} in all; {_micro_batches(worker, noun)}"
     )
 
 
-def _micro_batches(worker: WorkerConfig) -> str:
+def _micro_batches(worker: WorkerConfig, noun: str) -> str:
     arguments = worker.training_args
     per_device = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
     if worker.use_dynamic_batching_in_train:
         return f"micro-batches of at most {worker.max_tokens_per_microbatch_in_train} tokens"
     count = arguments.gradient_accumulation_steps
-    return f"{_count(count, 'micro-batch', 'es')} per device and optimizer step, {per_device} episodes"
+    return f"{_count(count, 'micro-batch', 'es')} per device and optimizer step, {per_device} {noun}"
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:

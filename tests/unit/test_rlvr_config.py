@@ -196,9 +196,9 @@ def test_the_arithmetic_is_told_in_words(load: Load) -> None:
     assert describe_batches(config) == [
         "each step: 16 prompts × 4 answers = 64 samples of at most 100 prompt + 50 answer tokens: at most 9,600 tokens",
         "each evaluation: at most 8 prompts × 2 answers = 16 samples",
-        "actor_train: global batch 32 episodes = 4 per device × 4 accumulated × 2 data-parallel; 64 episodes make "
+        "actor_train: global batch 32 samples = 4 per device × 4 accumulated × 2 data-parallel; 64 samples make "
         "2 optimizer steps × 3 epochs = 6 per step, 60 in all; 4 micro-batches per device and optimizer step, "
-        "16 episodes",
+        "16 samples",
     ]
 
 
