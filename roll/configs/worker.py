@@ -88,6 +88,12 @@ class WorkerConfig(Config):
         default=False, description="Lay the sequences of a micro-batch end to end in one row instead of padding them."
     )
 
+    share_prompts: bool = Field(
+        default=True,
+        description="Sequences that begin with the same prompt compute it once (fsdp2 strategies with sdpa and full "
+        "attention), where that leaves at most 90% of the tokens. The gradient is the same.",
+    )
+
     @property
     def num_devices(self) -> int:
         """Devices of the role: those of the mapping, else one CPU slot per worker."""

@@ -144,17 +144,32 @@ class Batch:
         return Batch(**columns)  # type: ignore[arg-type]
 
     def split(self, num_parts: int) -> list[Tensor]:
-        """Row indices of ``num_parts`` parts with nearly equal tokens (longest first onto the lightest part).
+        """Row indices of ``num_parts`` parts with nearly equal tokens (heaviest first onto the lightest part).
 
-        Every part gets at least one sequence when there are enough; use ``select`` on each.
+        Every part gets at least one sequence when there are enough, and no two differ by more than the longest
+        sequence. Where that can be had with whole rollout groups they stay whole, since their members share a prompt;
+        use ``select`` on each.
         """
-        heaviest_first = torch.argsort(self.lengths_B, descending=True, stable=True).tolist()
-        loads, parts = [(0, 0)] * num_parts, [[] for _ in range(num_parts)]  # type: ignore[var-annotated]
-        for row in heaviest_first:
-            lightest = min(range(num_parts), key=lambda i: loads[i])
-            parts[lightest].append(row)
-            loads[lightest] = (loads[lightest][0] + int(self.lengths_B[row]), loads[lightest][1] + 1)
-        return [torch.tensor(sorted(part), dtype=torch.int64) for part in parts]
+        longest = int(self.lengths_B.max()) if self.num_sequences else 0
+        if self.group_B is not None and num_parts > 1:
+            parts, loads = self._spread(self.group_B, num_parts)
+            if min(loads) > 0 and max(loads) - min(loads) <= longest:
+                return parts
+        return self._spread(torch.arange(self.num_sequences), num_parts)[0]
+
+    def _spread(self, unit_B: Tensor, num_parts: int) -> tuple[list[Tensor], list[int]]:
+        """Rows of each part and its tokens; rows of one unit stay together."""
+        _, index_B = torch.unique(unit_B, return_inverse=True)
+        weights = torch.zeros(int(index_B.max()) + 1 if len(index_B) else 0, dtype=torch.int64)
+        weights.index_add_(0, index_B, self.lengths_B)
+        part_of_unit = torch.zeros_like(weights)
+        loads = [(0, 0)] * num_parts
+        for unit in torch.argsort(weights, descending=True, stable=True).tolist():
+            lightest = min(range(num_parts), key=lambda part: loads[part])
+            part_of_unit[unit] = lightest
+            loads[lightest] = (loads[lightest][0] + int(weights[unit]), loads[lightest][1] + 1)
+        part_B = part_of_unit[index_B]
+        return [(part_B == part).nonzero()[:, 0] for part in range(num_parts)], [load for load, _ in loads]
 
     def padded(self, name: str, value: float = 0, *, left: bool = False) -> Tensor:
         """A ``_T`` field as a rectangle [B, max length], padded with ``value``."""

@@ -1,9 +1,10 @@
 """Cuts a ragged batch into micro-batches, and lays a micro-batch out as a model's input.
 
-Two layouts. A *rectangle* is rows padded on the right: causal attention never looks to the right, so no attention mask
-is needed and padding costs only its own tokens; sequences are sorted by length first, so that there is hardly any. A
-*packed row* is all sequences end to end with ``position_ids`` that restart at 0: no padding at all, but dense attention
-kernels are quadratic in its length, so it pays only with a variable-length kernel (flash attention).
+Three layouts. A *rectangle* is rows padded on the right: causal attention never looks to the right, so no attention
+mask is needed and padding costs only its own tokens; sequences are sorted by length first, so that there is hardly any.
+A *packed row* is all sequences end to end with ``position_ids`` that restart at 0: no padding at all, but dense
+attention kernels are quadratic in its length, so it pays only with a variable-length kernel (flash attention). A
+*shared row* is packed too, holds a prompt that several sequences begin with once, and brings its own plan of attention.
 
 Axes: B sequences, T tokens end to end, R x C the model's input, K loss tokens.
 """
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from roll.data.batch import Batch
+from roll.data.shared_prompts import AttentionPlan, shared_row
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ class ModelInput:
     """int64: the loss tokens' ids."""
     token_K: Tensor
     """int64: index of each loss token in the batch's T axis (ascending)."""
+    attention: AttentionPlan | None = None
+    """Who sees whom in a shared row; ``None``: every row is causal."""
 
     def to(self, device: torch.device) -> ModelInput:
         """The same on ``device``."""
@@ -46,6 +50,7 @@ class ModelInput:
             self.source_K.to(device, non_blocking=True),
             self.target_K.to(device, non_blocking=True),
             self.token_K.to(device, non_blocking=True),
+            None if self.attention is None else self.attention.to(device),
         )
 
 
@@ -143,11 +148,23 @@ def packed_row(batch: Batch) -> ModelInput:
     return _model_input(batch, batch.tokens_T.view(1, -1), batch.positions_T.view(1, -1), cells)
 
 
-def _model_input(batch: Batch, input_ids_RC: Tensor, position_ids_RC: Tensor | None, cell_T: Tensor) -> ModelInput:
+def row_with_shared_prompts(batch: Batch) -> ModelInput:
+    """Lays distinct prompts and what follows them end to end in one row, see ``roll.data.shared_prompts``."""
+    ids_N, positions_N, cell_T, plan = shared_row(batch)
+    return _model_input(batch, ids_N.view(1, -1), positions_N.view(1, -1), cell_T, plan)
+
+
+def _model_input(
+    batch: Batch,
+    input_ids_RC: Tensor,
+    position_ids_RC: Tensor | None,
+    cell_T: Tensor,
+    attention: AttentionPlan | None = None,
+) -> ModelInput:
     token_K = batch.loss_mask_T.nonzero().squeeze(1)
     if bool((batch.positions_T[token_K] == 0).any()):
         raise ValueError("loss_mask_T: True on the first token of a sequence, which no token predicts; expected False")
-    return ModelInput(input_ids_RC, position_ids_RC, cell_T[token_K] - 1, batch.tokens_T[token_K], token_K)
+    return ModelInput(input_ids_RC, position_ids_RC, cell_T[token_K] - 1, batch.tokens_T[token_K], token_K, attention)
 
 
 def _round_up(lengths: Tensor, round_to: int) -> Tensor:

@@ -17,7 +17,17 @@ from torch.utils.checkpoint import checkpoint
 
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
-from roll.data.packing import ModelInput, make_micro_batches, make_packs, packed_row, rectangle, take_micro_batch
+from roll.data.packing import (
+    ModelInput,
+    make_micro_batches,
+    make_packs,
+    packed_row,
+    rectangle,
+    row_with_shared_prompts,
+    take_micro_batch,
+)
+from roll.data.shared_prompts import AttentionPlan, make_shared_batches, worth_sharing
+from roll.models.planned_attention import plan_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,6 +94,7 @@ class TokenScorer(nn.Module):
         source_K: Tensor,
         target_K: Tensor,
         ref_hidden_KH: Tensor | None = None,
+        attention: AttentionPlan | None = None,
     ) -> dict[str, Tensor]:
         """Scores one ``ModelInput``.
 
@@ -93,6 +104,7 @@ class TokenScorer(nn.Module):
             source_K: see ``ModelInput``.
             target_K: see ``ModelInput``.
             ref_hidden_KH: the reference's hidden states for the same tokens.
+            attention: see ``ModelInput``; the model must be prepared for it (``planned_attention.enable``).
 
         Returns:
             float32 [K] (hidden states [K, H]) under their names in ``TokenScores``: of a critic the values, else
@@ -103,7 +115,8 @@ class TokenScorer(nn.Module):
             ValueError: ``ref_hidden_KH`` without the reference's output layer.
         """
         trunk = self.model if self.value_head is not None else self.model.base_model
-        output = trunk(input_ids=input_ids_RC, position_ids=position_ids_RC, use_cache=False)
+        planned = {} if attention is None else plan_arguments(attention, input_ids_RC.device)
+        output = trunk(input_ids=input_ids_RC, position_ids=position_ids_RC, use_cache=False, **planned)
         hidden_KH = output.last_hidden_state.flatten(0, 1).index_select(0, source_K)
         if self.value_head is not None:
             return {"values_T": self.value_head(hidden_KH)}
@@ -158,7 +171,9 @@ def score_input(
     device = next(scorer.parameters()).device
     ref_hidden_KH = None if ref_hidden_TH is None else ref_hidden_TH[inputs.token_K].to(device, non_blocking=True)
     moved = inputs.to(device)
-    outputs = scorer(moved.input_ids_RC, moved.position_ids_RC, moved.source_K, moved.target_K, ref_hidden_KH)
+    outputs = scorer(
+        moved.input_ids_RC, moved.position_ids_RC, moved.source_K, moved.target_K, ref_hidden_KH, moved.attention
+    )
     flat = {
         name: values.new_zeros(num_tokens, *values.shape[1:]).index_put((moved.token_K,), values)
         for name, values in outputs.items()
@@ -167,16 +182,26 @@ def score_input(
 
 
 def split_batch(
-    batch: Batch, *, max_sequences: int | None, max_tokens: int | None, round_to: int = 1, packing: bool = False
+    batch: Batch,
+    *,
+    max_sequences: int | None,
+    max_tokens: int | None,
+    round_to: int = 1,
+    packing: bool = False,
+    sharing: bool = False,
 ) -> list[Tensor]:
-    """Row indices per micro-batch, as rectangles or as packed rows."""
+    """Row indices per micro-batch, as shared rows where that saves enough, as rectangles or as packed rows."""
+    if sharing and worth_sharing(batch):
+        return make_shared_batches(batch, max_sequences=max_sequences, max_tokens=max_tokens)
     if packing:
         return make_packs(batch.lengths_B, max_sequences=max_sequences, max_tokens=max_tokens)
     return make_micro_batches(batch.lengths_B, max_sequences=max_sequences, max_tokens=max_tokens, round_to=round_to)
 
 
-def layout(micro_batch: Batch, *, round_to: int = 1, packing: bool = False) -> ModelInput:
+def layout(micro_batch: Batch, *, round_to: int = 1, packing: bool = False, sharing: bool = False) -> ModelInput:
     """One micro-batch as the model's input."""
+    if sharing and worth_sharing(micro_batch):
+        return row_with_shared_prompts(micro_batch)
     return packed_row(micro_batch) if packing else rectangle(micro_batch, round_to)
 
 

@@ -21,6 +21,7 @@ from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
+from roll.data.shared_prompts import worth_sharing
 from roll.distributed.strategy.base import Metrics, States, StrategyContext
 from roll.distributed.strategy.fsdp2 import Fsdp2Infer, Fsdp2Train
 from roll.distributed.weight_sync import unpack_bucket
@@ -212,6 +213,28 @@ def test_gradient_does_not_depend_on_how_the_step_is_cut(model: Path, cutting: s
     norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
     assert metrics["actor/grad_norm"] == pytest.approx(norm, abs=1e-6)
     assert metrics["actor/num_tokens"] == batch.num_tokens
+
+
+def with_common_prompts(batch: Batch) -> Batch:
+    """Three groups of three sequences that begin with the same six tokens, and sample the rest."""
+    tokens = [row.clone() for row in batch.tokens_T.split(batch.lengths_B.tolist())]
+    for row, own in enumerate(tokens):
+        tokens[row] = torch.cat([torch.full((6,), row // 3), own])
+    lengths = batch.lengths_B + 6
+    mask = torch.cat([torch.arange(int(length)) >= 6 for length in lengths])
+    generator = torch.Generator().manual_seed(1)
+    return Batch(lengths, torch.cat(tokens), mask, advantages_T=torch.randn(len(mask), generator=generator))
+
+
+@pytest.mark.parametrize("cutting", CUTTINGS)
+def test_gradient_of_shared_prompts_is_that_of_single_sequences(model: Path, cutting: str) -> None:
+    batch = with_common_prompts(make_batch())
+    assert worth_sharing(batch)
+    trainer = make_trainer(model, **json.loads(json.dumps(CUTTINGS[cutting])))
+    metrics = trainer.train_step(batch, policy_loss)
+    loss, gradient = reference_step(model, batch)
+    assert_near(trainer.gradient, gradient)
+    assert metrics["actor/loss"] == pytest.approx(loss, abs=1e-6)
 
 
 @pytest.mark.parametrize("cutting", CUTTINGS)

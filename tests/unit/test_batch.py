@@ -106,6 +106,17 @@ def test_split_gives_every_row_to_one_part_and_balances_tokens(sequences: Sequen
     assert all(part.dtype == torch.int64 for part in parts)
 
 
+def test_split_keeps_groups_whole_where_that_costs_no_balance() -> None:
+    batch = make_batch([[1] * length for length in (5, 4, 6, 5, 5, 6, 4, 5)])
+    whole = batch.replace(group_B=torch.tensor([7, 7, 3, 3, 9, 9, 4, 4])).split(2)
+    assert [part.tolist() for part in whole] == [[0, 1, 2, 3], [4, 5, 6, 7]] or [part.tolist() for part in whole] == [
+        [2, 3, 6, 7],
+        [0, 1, 4, 5],
+    ]
+    uneven = batch.replace(group_B=torch.tensor([0, 0, 0, 0, 0, 0, 1, 1])).split(2)
+    assert [part.tolist() for part in uneven] == [part.tolist() for part in batch.split(2)]
+
+
 def test_an_empty_share_goes_through_every_method() -> None:
     full = make_batch([[1, 2, 3], [4]])
     empty = full.select([])

@@ -27,6 +27,7 @@ from roll.algorithms.types import LossContext, LossFn, TokenScores
 from roll.configs.strategy import Fsdp2Config
 from roll.data.batch import Batch
 from roll.data.packing import padding_waste, take_micro_batch
+from roll.data.shared_prompts import worth_sharing
 from roll.distributed.strategy.base import Metrics, RankInfo, States, StrategyContext, WeightBucket
 from roll.distributed.strategy.fsdp2_checkpoint import (
     TrainerState,
@@ -44,6 +45,7 @@ from roll.distributed.strategy.fsdp2_weights import (
     decoder_layers,
 )
 from roll.distributed.strategy.optim import ADAM_STATE, learning_rate, make_adamw
+from roll.models import planned_attention
 from roll.models.heads import ValueHead
 from roll.models.loading import load_config, make_skeleton, resolve_dtype
 from roll.models.scoring import TokenScorer, gather_scores, layout, score_input, split_batch
@@ -62,6 +64,7 @@ class Limits:
     max_tokens: int | None
     round_to: int
     packing: bool
+    sharing: bool
 
 
 class Fsdp2Infer:
@@ -121,7 +124,7 @@ class Fsdp2Infer:
         return self._weights
 
     def _score(self, micro_batch: Batch, limits: Limits) -> TokenScores:
-        inputs = layout(micro_batch, round_to=limits.round_to, packing=limits.packing)
+        inputs = layout(micro_batch, round_to=limits.round_to, packing=limits.packing, sharing=limits.sharing)
         with self.weights.forward_context():
             return score_input(self.weights.scorer, inputs, micro_batch.num_tokens, micro_batch.ref_hidden_TH)
 
@@ -134,6 +137,7 @@ class Fsdp2Infer:
             max_tokens=getattr(worker, f"max_tokens_per_microbatch_in_{phase}") if dynamic else None,
             round_to=getattr(worker, f"sequence_length_round_in_{phase}"),
             packing=worker.use_sequence_packing,
+            sharing=self._takes_plans,
         )
 
     def _strategy_config(self) -> Fsdp2Config:
@@ -168,6 +172,7 @@ class Fsdp2Infer:
             attn_implementation=ATTENTION.get(args.attn_implementation, args.attn_implementation),
             config_kwargs=args.model_config_kwargs,
         )
+        self._takes_plans = self.context.worker.share_prompts and planned_attention.enable(model)
         value = self.context.head == "value"
         head = ValueHead(model.config.get_text_config().hidden_size, dtype) if value else None
         return TokenScorer(
@@ -237,7 +242,7 @@ class Fsdp2Train(Fsdp2Infer):
         context, rounds, num_tokens = self._count(batch, len(groups))
         rate = learning_rate(self.context.worker.training_args, self._state.optimizer_steps, self._horizon)
         metrics = {f"{self.area}/lr": rate, f"{self.area}/num_tokens": num_tokens}
-        if not limits.packing:
+        if not limits.packing and not (limits.sharing and worth_sharing(batch)):
             metrics[f"{self.area}/padding_waste"] = padding_waste(batch.lengths_B, groups, limits.round_to)
         taken = False
         try:

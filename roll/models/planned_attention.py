@@ -1,0 +1,97 @@
+"""Attention by an ``AttentionPlan``, under a name in Transformers' own table of attention functions.
+
+Without a plan it is Transformers' ``sdpa``. With one, queries, keys and values of the row are gathered into the plan's
+blocks, each block is one ``sdpa``, and the results go back to the tokens' places.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from roll.data.shared_prompts import AttentionPlan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "roll_planned"
+
+
+def enable(model: PreTrainedModel) -> bool:
+    """Lets a model take plans, where its attention goes through the table, is full and nothing but ``sdpa``.
+
+    Returns:
+        Whether it does now. The model is unchanged otherwise.
+    """
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if (
+        getattr(config, "_attn_implementation", None) != "sdpa"
+        or not getattr(model, "_supports_attention_backend", False)
+        or getattr(model, "_is_stateful", False)
+        or kinds != {"full_attention"}
+        or (getattr(config, "sliding_window", None) is not None and not hasattr(config, "layer_types"))
+        or getattr(config, "attn_logit_softcapping", None) is not None
+    ):
+        return False
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    config._attn_implementation = NAME
+    return True
+
+
+def plan_arguments(plan: AttentionPlan, device: torch.device) -> dict[str, Any]:
+    """What the model's forward takes beside ids and positions. A mask of four axes keeps it from making its own."""
+    return {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), "attention_plan": plan}
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    attention_plan: AttentionPlan | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """States are [rows, heads, tokens, size], the result [rows, tokens, heads, size]."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if attention_plan is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    assert query.shape[0] == 1, "a planned row is alone"
+    blocks = attention_plan.blocks
+    query_index = torch.cat([block.query_RQ.flatten() for block in blocks])
+    key_index = torch.cat([block.key_RJ.flatten() for block in blocks])
+    queries = _gather(query, query_index).split([block.query_RQ.numel() for block in blocks])
+    keys, values = (
+        _gather(states, key_index).split([block.key_RJ.numel() for block in blocks]) for states in (key, value)
+    )
+    results = []
+    for block, q, k, v in zip(blocks, queries, keys, values, strict=True):
+        visible = None if block.visible_RQJ is None else block.visible_RQJ[:, None]
+        result, _ = sdpa_attention_forward(
+            module,
+            _as_rows(q, block.query_RQ),
+            _as_rows(k, block.key_RJ),
+            _as_rows(v, block.key_RJ),
+            visible,
+            **kwargs,
+        )
+        results.append(result.flatten(0, 1))
+    return torch.cat(results).index_select(0, attention_plan.result_N)[None], None
+
+
+def _gather(states: Tensor, index: Tensor) -> Tensor:
+    """[cells, heads, size] out of [1, heads, tokens, size]."""
+    return states[0].transpose(0, 1).index_select(0, index)
+
+
+def _as_rows(cells: Tensor, like: Tensor) -> Tensor:
+    """[R, heads, Q, size]."""
+    return cells.view(*like.shape, *cells.shape[1:]).transpose(1, 2)

@@ -1,0 +1,199 @@
+"""Rows that share prompts: every token once, everybody sees what it would see alone, and the scores are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
+
+import roll.data.shared_prompts as shared_prompts
+from roll.data.batch import Batch
+from roll.data.packing import rectangle, row_with_shared_prompts
+from roll.data.shared_prompts import SharedPrompts, make_shared_batches, shared_row, worth_sharing
+from roll.models import planned_attention
+from roll.models.scoring import TokenScorer, score_batch, score_input
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.3,
+}
+
+
+def make_batch(groups: list[tuple[int, list[int]]], seed: int = 0) -> Batch:
+    """Per group a prompt's length and those of the answers to it; rows are shuffled."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, masks = [], []
+    for prompt_length, answers in groups:
+        prompt = torch.randint(0, 37, (prompt_length,), generator=generator)
+        for length in answers:
+            rows.append(torch.cat([prompt, torch.randint(0, 37, (length,), generator=generator)]))
+            masks.append(torch.arange(len(rows[-1])) >= prompt_length)
+    order = torch.randperm(len(rows), generator=generator).tolist()
+    lengths = torch.tensor([len(rows[i]) for i in order])
+    return Batch(lengths, torch.cat([rows[i] for i in order]), torch.cat([masks[i] for i in order]))
+
+
+GROUPS = [(9, [3, 1, 6, 2]), (5, [4, 12]), (1, [2, 2, 2]), (7, [0, 3])]
+
+batches = st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(0, 9), min_size=1, max_size=5)), min_size=1).map(
+    make_batch
+)
+
+
+def visible_pairs(batch: Batch) -> set[tuple[int, int]]:
+    """(query, key) cells of the row, by the plan."""
+    plan = shared_row(batch)[3]
+    owner = torch.full((sum(block.query_RQ.numel() for block in plan.blocks),), -1)
+    owner[plan.result_N] = torch.arange(len(plan.result_N))
+    pairs, start = set(), 0
+    for block in plan.blocks:
+        rows, queries = block.query_RQ.shape
+        causal = torch.ones(queries, block.key_RJ.shape[1], dtype=torch.bool).tril().expand(rows, -1, -1)
+        seen = causal if block.visible_RQJ is None else block.visible_RQJ
+        for r, q, j in seen.nonzero().tolist():
+            cell = int(owner[start + r * queries + q])
+            if cell >= 0:
+                assert cell == int(block.query_RQ[r, q])
+                pairs.add((cell, int(block.key_RJ[r, j])))
+        start += block.query_RQ.numel()
+    return pairs
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches)
+def test_a_token_sees_itself_and_what_stands_before_it_in_its_sequences(batch: Batch) -> None:
+    ids, positions, cell_T, _ = shared_row(batch)
+    assert torch.equal(ids[cell_T], batch.tokens_T) and torch.equal(positions[cell_T], batch.positions_T)
+    assert sorted(set(cell_T.tolist())) == list(range(len(ids))), "every cell holds a token of some sequence"
+    expected = set()
+    for cells in cell_T.split(batch.lengths_B.tolist()):
+        expected |= {(int(cells[i]), int(cells[j])) for i in range(len(cells)) for j in range(i + 1)}
+    assert visible_pairs(batch) == expected
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches)
+def test_only_equal_prompts_up_to_the_token_that_predicts_are_shared(batch: Batch) -> None:
+    shared = SharedPrompts.find(batch)
+    tokens, masks = (column.split(batch.lengths_B.tolist()) for column in (batch.tokens_T, batch.loss_mask_T))
+    prompts = []
+    for row, mask in zip(tokens, masks, strict=True):
+        cut = max(0, int(mask.nonzero()[0]) - 1) if mask.any() else 0
+        prompts.append(tuple(row[:cut].tolist()))
+    assert len(shared.lengths_G) == len(set(prompts))
+    for row, prompt in enumerate(prompts):
+        first = int(shared.first_row_G[shared.prompt_B[row]])
+        assert prompts[first] == prompt and int(shared.lengths_G[shared.prompt_B[row]]) == len(prompt)
+    assert shared.num_tokens(batch) == sum(map(len, set(prompts))) + sum(
+        len(row) - len(prompt) for row, prompt in zip(tokens, prompts, strict=True)
+    )
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches, st.integers(1, 6), st.integers(1, 40))
+def test_micro_batches_hold_every_sequence_once_within_the_limits(
+    batch: Batch, max_sequences: int, max_tokens: int
+) -> None:
+    groups = make_shared_batches(batch, max_sequences=max_sequences, max_tokens=max_tokens)
+    assert sorted(row for rows in groups for row in rows.tolist()) == list(range(batch.num_sequences))
+    for rows in groups:
+        part = batch.select(rows)
+        assert len(rows) <= max_sequences
+        assert len(rows) == 1 or SharedPrompts.find(part).num_tokens(part) <= max_tokens
+
+
+def test_members_of_a_group_stay_together() -> None:
+    batch = make_batch([(8, [2] * 4), (9, [3] * 4), (7, [4] * 4)])
+    groups = make_shared_batches(batch, max_sequences=4)
+    assert all(len(SharedPrompts.find(batch.select(rows)).lengths_G) == 1 for rows in groups)
+
+
+def test_sharing_must_save_and_must_not_need_large_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert worth_sharing(make_batch([(20, [4] * 4)]))
+    assert not worth_sharing(make_batch([(20, [4])] * 4, seed=1)), "four prompts"
+    assert not worth_sharing(make_batch([(2, [30] * 4)])), "next to nothing to share"
+    assert not worth_sharing(make_batch([(20, [4])])), "one sequence"
+    assert not worth_sharing(make_batch([(20, [4] * 4)]).select([])), "none"
+    monkeypatch.setattr(shared_prompts, "MAX_ROW_CELLS", 19 * 19 - 1)
+    assert not worth_sharing(make_batch([(20, [4] * 4)]))
+
+
+def test_blocks_are_cut_to_size_and_by_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = make_batch([(9, [30, 30, 30, 3, 3])])
+    assert [tuple(block.query_RQ.shape) for block in shared_row(batch)[3].blocks] == [(1, 8), (3, 31), (2, 4)]
+    monkeypatch.setattr(shared_prompts, "MAX_BLOCK_CELLS", 2 * 31 * 39)
+    assert [tuple(block.query_RQ.shape) for block in shared_row(batch)[3].blocks] == [(1, 8), (2, 31), (1, 31), (2, 4)]
+
+
+CONFIGS = {
+    "qwen2": Qwen2Config(**SMALL),
+    "llama": LlamaConfig(**SMALL),
+    "qwen3 moe": Qwen3MoeConfig(**SMALL, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2, head_dim=8),
+}
+
+
+def make_model(config: Any) -> PreTrainedModel:
+    torch.manual_seed(1)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return model.eval()
+
+
+def scores_and_gradient(model: PreTrainedModel, batch: Batch, make_input: Any) -> list[Tensor]:
+    scores = score_input(TokenScorer(model, temperature=0.7), make_input(batch), batch.num_tokens)
+    assert scores.logprobs_T is not None and scores.entropy_T is not None
+    model.zero_grad()
+    (scores.logprobs_T.sum() - 0.1 * scores.entropy_T.square().sum()).backward()
+    return [scores.logprobs_T, scores.entropy_T, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_scores_and_gradient_are_those_of_separate_rows(name: str) -> None:
+    model, batch = make_model(CONFIGS[name]), make_batch(GROUPS)
+    expected = scores_and_gradient(model, batch, rectangle)
+    assert planned_attention.enable(model)
+    for found, wanted in zip(scores_and_gradient(model, batch, row_with_shared_prompts), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
+
+
+def test_a_model_that_takes_plans_computes_other_rows_as_before() -> None:
+    model, batch = make_model(CONFIGS["qwen2"]), make_batch(GROUPS)
+    before = [score_batch(TokenScorer(model), batch, packing=packing) for packing in (False, True)]
+    assert planned_attention.enable(model)
+    after = [score_batch(TokenScorer(model), batch, packing=packing) for packing in (False, True)]
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one.logprobs_T, other.logprobs_T)
+
+
+def test_recomputed_activations_give_the_same_gradient() -> None:
+    model, batch = make_model(CONFIGS["qwen2"]), make_batch(GROUPS)
+    assert planned_attention.enable(model)
+    expected = scores_and_gradient(model, batch, row_with_shared_prompts)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    for found, wanted in zip(scores_and_gradient(model, batch, row_with_shared_prompts), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("config", "attention"),
+    [
+        (Qwen2Config(**SMALL), "eager"),
+        (Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=4, max_window_layers=1), "sdpa"),
+        (Gemma2Config(**SMALL, head_dim=8), "sdpa"),
+    ],
+    ids=["eager", "sliding window", "capped attention"],
+)
+def test_models_with_another_attention_take_no_plans(config: Any, attention: str) -> None:
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    assert not planned_attention.enable(model)
+    assert model.config._attn_implementation == attention
