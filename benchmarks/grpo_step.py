@@ -10,8 +10,15 @@ rule as reward. They alternate; the median of their steps counts, after one that
 
 ROLL is the RLVR pipeline as ``examples/start_rlvr_pipeline.py`` runs it, on a real Ray cluster: prompts from a file, a
 rollout worker, a reward worker with its rule in a process of its own, ``hf_infer`` and ``fsdp2_train`` workers, and
-``RLVRPipeline.step`` around them. Its time is that of ``step``, from before the weights are sent to after the optimizer
-step. Without an evaluation, a checkpoint or trackers, which the others do not have either.
+``RLVRPipeline.step`` around them, from before the weights are sent to after the optimizer step. Nothing is switched off
+but evaluation, checkpoints and trackers, which the others do not have. TRL is told not to log or save; its clock stops
+with the optimizer step. The hand-written step prefills each prompt once, keeps its cache in memory of the final size,
+drops finished rows, and trains on similar lengths side by side. ROLL's first loss and gradient norm are compared with
+those that the hand-written step finds for the same rollout.
+
+Two cores are shared by two workers with a thread each (``--layout 2x1``); the others have two threads, TRL also two
+processes if ``--trl-layout 2x1`` says so. On a machine with other load, threads that wait for each other lose more than
+processes that do not: only figures from a quiet machine compare anything.
 
     pip install trl accelerate datasets   (1.16.0, 1.15.0, 5.2.0 were measured; in an environment of their own that
                                            sees the same torch and Transformers, if they must not mix with the pins)
@@ -34,7 +41,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -330,7 +337,9 @@ def roll_pipeline(config: RLVRConfig) -> Iterator[Roll]:
     datasets = load_datasets(config, load_renderer(config))
     with ExitStack() as stack:
         signals = stack.enter_context(SignalGuard())
-        session = stack.enter_context(RunSession(config, time.time()))
+        with redirect_stdout(stack.enter_context(open(os.devnull, "w"))):  # the display keeps the stream it finds
+            session = RunSession(config, time.time())
+        stack.enter_context(session)
         stack.enter_context(ray_session(ray_options(config), config.system_envs))
         clusters: Mapping[str, Cluster] = stack.enter_context(start_clusters(config, session, workers))
         roles = Roles(config, clusters)
@@ -364,7 +373,7 @@ def measure(mode: str, args: argparse.Namespace, folder: Path, pythons: Mapping[
         for number in range(steps):
             taken["roll"].append(roll.step(number))
             if number == 0:
-                check_agreement(roll, rivals["hand"])
+                same = check_agreement(roll, rivals["hand"])
             for kind, rival in rivals.items():
                 taken[kind].append(rival.step(number))
             if args.verbose:
@@ -372,7 +381,7 @@ def measure(mode: str, args: argparse.Namespace, folder: Path, pythons: Mapping[
                     print(
                         f"  step {number} {kind:4} {done[-1].seconds:6.2f} s  {done[-1].tokens:6,} tokens", flush=True
                     )
-    return report(mode, {kind: done[1:] for kind, done in taken.items()})
+    return {"same_loss": same} | report(mode, {kind: done[1:] for kind, done in taken.items()})
 
 
 def write_work(
@@ -401,17 +410,17 @@ def write_work(
     return path
 
 
-def check_agreement(roll: Roll, hand: Rival) -> None:
-    """ROLL's first rollout, which the untrained weights sampled, gives the hand-written step the same loss."""
+def check_agreement(roll: Roll, hand: Rival) -> bool:
+    """Whether ROLL's first rollout, which the untrained weights sampled, gives the hand-written step the same loss."""
     theirs = hand.ask(roll.rollout())
     ours = {name: roll.metrics[f"actor/{name}"] for name in ("loss", "grad_norm")}
-    for name, value in ours.items():
-        if not math.isclose(value, theirs[name], rel_tol=AGREEMENT, abs_tol=AGREEMENT):
-            raise RuntimeError(f"{name}: {value} in ROLL, {theirs[name]} by hand; expected the same to {AGREEMENT}")
+    same = all(math.isclose(ours[n], theirs[n], rel_tol=AGREEMENT, abs_tol=AGREEMENT) for n in ours)
     print(
-        f"  same rollout: loss {ours['loss']:.6f} and {theirs['loss']:.6f} by hand, gradient norm "
-        f"{ours['grad_norm']:.6f} and {theirs['grad_norm']:.6f}"
+        f"  one rollout {'agrees' if same else 'DISAGREES'}: loss {ours['loss']:.6f} in ROLL, {theirs['loss']:.6f} by "
+        f"hand; gradient norm {ours['grad_norm']:.6f}, {theirs['grad_norm']:.6f}",
+        flush=True,
     )
+    return same
 
 
 def report(mode: str, taken: Mapping[str, Sequence[Step]]) -> dict[str, Any]:

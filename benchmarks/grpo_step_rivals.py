@@ -306,6 +306,9 @@ class Trl:
 
 
 def main() -> None:
+    if len(sys.argv) != 3:  # `make bench` starts every script of this folder
+        print(__doc__)
+        return
     kind, path = sys.argv[1:]
     work = json.loads(Path(path).read_text())
     torch.set_num_threads(work["threads"])

@@ -136,7 +136,6 @@ class RulePool:
 
     async def _restart(self, child: _Child) -> None:
         try:
-            await child.stop()
             await child.start()
         except RewardError as error:
             logger.warning("a verifier process was not replaced, the next sample tries again: %s", error)
@@ -152,11 +151,14 @@ class _Child:
         self._process: asyncio.subprocess.Process | None = None
         self._starting = asyncio.Lock()
         self._closed = False
+        self._killed = False
+        """Whether the process has been killed, also while the system still has it."""
 
     @property
     def pid(self) -> int | None:
-        running = self._process is not None and self._process.returncode is None
-        return self._process.pid if running and self._process else None
+        if self._process is None or self._process.returncode is not None or self._killed:
+            return None
+        return self._process.pid
 
     async def start(self) -> None:
         """Starts the process unless it runs.
@@ -171,6 +173,7 @@ class _Child:
             try:
                 async with asyncio.timeout(START_TIMEOUT):
                     self._process = await _spawn()
+                    self._killed = False
                     reply = {"error": "closed"} if self._closed else await self.ask(self._setup)
             except BaseException as error:
                 self.kill()
@@ -204,6 +207,7 @@ class _Child:
     def kill(self) -> None:
         """Kills the process and what it started."""
         if self._process is not None:
+            self._killed = True
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 

@@ -486,11 +486,13 @@ for pid in facts:
 print(attempt(lambda: os.kill(os.getppid(), 9)))
 """
     try:
-        lines = says(sandbox, source, [os.getpid(), os.getppid(), witness])
+        # A test run whose parent has ended is a child of process 1, and a process 1 is in the sandbox too.
+        outside = [pid for pid in (os.getpid(), os.getppid(), witness) if pid != 1]
+        lines = says(sandbox, source, outside)
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-    assert lines[:9] == ["ProcessLookupError"] * 9 and not seen
+    assert lines[:-1] == ["ProcessLookupError"] * 3 * len(outside) and not seen
 
 
 @pytest.mark.parametrize(

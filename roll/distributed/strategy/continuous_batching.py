@@ -7,8 +7,8 @@ prompts (the samples of one request, the members of a group) are prefilled once 
 
 With one thread on a CPU, logits do not depend, to the last bit, on what else is in the batch, so a run repeats exactly
 although requests arrive in another order each time. Three habits make it so: a decode step always has a mask and at
-least ``MIN_ROWS`` rows (kernels for fewer add up in another order), and attention widths are multiples of
-``WIDTH_BLOCK`` (vectorised sums then see the same lanes, followed by zeros).
+least ``MIN_ROWS`` rows (kernels for fewer add up in another order; MKL's for AVX-512 for up to 15), and attention
+widths are multiples of ``WIDTH_BLOCK`` (vectorised sums then see the same lanes, followed by zeros).
 
 Everything here is synchronous and single-threaded; ``engine_thread.py`` runs it.
 """
@@ -35,7 +35,7 @@ from roll.models.stop_strings import StopStrings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MIN_ROWS = 4
+MIN_ROWS = 16
 WIDTH_BLOCK = 16
 PADDING_ALWAYS_ALLOWED = 8  # a forward of its own costs a tiny model more than this many tokens of padding per prompt
 
@@ -236,7 +236,7 @@ class ContinuousBatching:
 
     def _decode(self) -> Tensor:
         """Feeds every running sequence its last token; returns the logits [B, V] of the next one."""
-        idle = [0] * (MIN_ROWS - len(self.running))
+        idle = [0] * (MIN_ROWS - len(self.running)) if self._model.device.type == "cpu" else []
         positions = [s.length - 1 for s in self.running] + idle
         last = [s.tokens[-1] if s.tokens else int(s.request.prompt_ids[-1]) for s in self.running] + idle
         width = _round_up(max(positions) + 1)
