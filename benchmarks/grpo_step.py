@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import os
 import random
@@ -102,7 +103,9 @@ def make_model(path: Path, eos_probability: float | None) -> None:
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -448,7 +451,10 @@ def report(mode: str, taken: Mapping[str, Sequence[Step]]) -> dict[str, Any]:
 
 def find_trl(python: str) -> str | None:
     """What is in the way of running TRL with this interpreter; ``None``: nothing."""
-    done = subprocess.run([python, "-c", "from trl import GRPOTrainer"], capture_output=True, text=True)
+    try:
+        done = subprocess.run([python, "-c", "from trl import GRPOTrainer"], capture_output=True, text=True)
+    except OSError as error:
+        return str(error)
     return None if done.returncode == 0 else (done.stderr.strip().splitlines() or ["no reason given"])[-1]
 
 
@@ -471,6 +477,7 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="print every step")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
+    logging.disable(logging.INFO)
     if args.quick:
         args.steps = 1
     pythons = {"hand": sys.executable, "trl": args.trl_python}

@@ -275,6 +275,8 @@ class Trl:
             self._say({"ready": True})
         if self.first and not sys.stdin.readline():
             os._exit(0)  # whoever asked is gone
+        if dist.is_initialized():
+            dist.barrier()  # the other ranks must not go ahead while another contestant is timed
         self.watch, self.tokens, self.started = Stopwatch(), 0, time.perf_counter()
 
     def end(self) -> None:
