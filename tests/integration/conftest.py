@@ -26,7 +26,7 @@ LAUNCHER = ROOT / "examples" / "start_agentic_pipeline.py"
 RLVR_LAUNCHER = ROOT / "examples" / "start_rlvr_pipeline.py"
 CONFIGS = Path(__file__).parent / "config"
 FAULTS = "ROLL_FAULTS"
-START_S = 150.0
+START_S = 400.0
 """How long a run may take to get somewhere, on a machine that others use too."""
 
 CLUSTER = """
