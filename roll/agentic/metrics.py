@@ -19,20 +19,20 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
         f"{prefix}/env_errors": float(sum(len(group.errors) for group in groups)),
     }
     if baselines := [group.baseline.score for group in groups if group.baseline is not None]:
-        metrics[f"{prefix}/baseline"] = _mean(baselines)
+        metrics[f"{prefix}/baseline"] = mean(baselines)
         metrics[f"{prefix}/no_baseline"] = float(len(groups) - len(baselines))
     if not trajectories:
         return metrics
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
     metrics |= _episode_means(trajectories, prefix)
     metrics |= {
-        f"{prefix}/task_reward": _mean(sum(turn.task_reward for turn in t.turns) for t in trajectories),
-        f"{prefix}/penalty": _mean(sum(turn.penalty for turn in t.turns) for t in trajectories),
+        f"{prefix}/task_reward": mean(sum(turn.task_reward for turn in t.turns) for t in trajectories),
+        f"{prefix}/penalty": mean(sum(turn.penalty for turn in t.turns) for t in trajectories),
         f"{prefix}/turns": len(turns) / len(trajectories),
-        f"{prefix}/valid_rate": _mean(turn.action is not None for turn in turns),
-        f"{prefix}/response_tokens": _mean(len(turn.completion.token_ids) for turn in turns),
-        f"{prefix}/prompt_tokens": _mean(len(turn.prompt_ids) for turn in turns),
-        f"{prefix}/context_full": _mean(t.end is EpisodeEnd.CONTEXT_FULL for t in trajectories),
+        f"{prefix}/valid_rate": mean(turn.action is not None for turn in turns),
+        f"{prefix}/response_tokens": mean(len(turn.completion.token_ids) for turn in turns),
+        f"{prefix}/prompt_tokens": mean(len(turn.prompt_ids) for turn in turns),
+        f"{prefix}/context_full": mean(t.end is EpisodeEnd.CONTEXT_FULL for t in trajectories),
     }
     tags = sorted({trajectory.tag for trajectory in trajectories})
     if len(tags) > 1:
@@ -43,11 +43,12 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
 
 def _episode_means(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
     return {
-        f"{prefix}/success": _mean(trajectory.success for trajectory in trajectories),
-        f"{prefix}/reward": _mean(trajectory.score for trajectory in trajectories),
+        f"{prefix}/success": mean(trajectory.success for trajectory in trajectories),
+        f"{prefix}/reward": mean(trajectory.score for trajectory in trajectories),
     }
 
 
-def _mean(values: Iterable[float]) -> float:
+def mean(values: Iterable[float]) -> float:
+    """Of numbers or truth values; 0 of none."""
     collected = [float(value) for value in values]
     return sum(collected) / len(collected) if collected else 0.0

@@ -11,38 +11,51 @@ from roll.configs.rules import Rule, check_sampling, too_many_tokens
 _TRAIN_DATA, _VAL_DATA = "actor_train.data_args", "validation.data_args"
 
 
-def check_data(config: RLVRConfig) -> list[ConfigProblem]:
-    """There are prompts to train on and to evaluate on, and demonstrations where the model is made here."""
-    problems = []
-    datasets = {_TRAIN_DATA: config.actor_train.data_args}
+def check_datasets(config: RLVRConfig) -> list[ConfigProblem]:
+    """There are prompts to train on and to evaluate on."""
+    datasets = {} if config.eval_only else {_TRAIN_DATA: config.actor_train.data_args}
     if config.validation is not None:
         datasets[_VAL_DATA] = config.validation.data_args
-    for path, data in datasets.items():
-        if path == _TRAIN_DATA and config.eval_only:
-            continue
-        if not data.has_dataset:
-            problems.append(ConfigProblem(f"{path}.file_name", NOTHING, "a file, several, a glob, or dataset_cls"))
-        if path == _VAL_DATA and data.domain_interleave_probs is not None:
-            expected = "null: held-out prompts are all answered, in the order of the files"
-            problems.append(ConfigProblem(f"{path}.domain_interleave_probs", data.domain_interleave_probs, expected))
-            continue
-        for domain in data.domain_interleave_probs or ():
-            if domain not in config.rewards:
-                expected = f"reward domains: {', '.join(config.rewards) or 'there is none'}"
-                problems.append(
-                    ConfigProblem(f"{path}.domain_interleave_probs", domain, expected, involves=("rewards",))
-                )
-    if config.validation is not None and config.validation.data_args.template not in (
-        "native",
-        config.actor_train.data_args.template,
-    ):
-        expected = f"the same as {_TRAIN_DATA}.template = {config.actor_train.data_args.template}, or nothing"
-        seen = config.validation.data_args.template
-        problems.append(ConfigProblem(f"{_VAL_DATA}.template", seen, expected, involves=(f"{_TRAIN_DATA}.template",)))
-    if config.pretrain == TINY and not config.warm_start.file_name:
-        expected = "demonstrations to warm-start the tiny model with"
-        problems.append(ConfigProblem("warm_start.file_name", NOTHING, expected, involves=("pretrain",)))
+    return [
+        ConfigProblem(f"{path}.file_name", NOTHING, "a file, several, a glob, or dataset_cls")
+        for path, data in datasets.items()
+        if not data.has_dataset
+    ]
+
+
+def check_shares(config: RLVRConfig) -> list[ConfigProblem]:
+    """Domains are mixed in training only, and they are those of the rewards."""
+    problems = []
+    if not config.eval_only:
+        expected = f"reward domains: {', '.join(config.rewards) or 'there is none'}"
+        problems += [
+            ConfigProblem(f"{_TRAIN_DATA}.domain_interleave_probs", domain, expected, involves=("rewards",))
+            for domain in config.actor_train.data_args.domain_interleave_probs or ()
+            if domain not in config.rewards
+        ]
+    held_out = config.validation.data_args.domain_interleave_probs if config.validation else None
+    if held_out is not None:
+        expected = "null: held-out prompts are all answered, in the order of the files"
+        problems.append(ConfigProblem(f"{_VAL_DATA}.domain_interleave_probs", held_out, expected))
     return problems
+
+
+def check_templates(config: RLVRConfig) -> list[ConfigProblem]:
+    """Held-out prompts are rendered like those of training."""
+    trained = config.actor_train.data_args.template
+    held_out = config.validation.data_args.template if config.validation else trained
+    if held_out in ("native", trained):
+        return []
+    expected = f"the same as {_TRAIN_DATA}.template = {trained}, or nothing"
+    return [ConfigProblem(f"{_VAL_DATA}.template", held_out, expected, involves=(f"{_TRAIN_DATA}.template",))]
+
+
+def check_demonstrations(config: RLVRConfig) -> list[ConfigProblem]:
+    """The tiny model has something to imitate."""
+    if config.pretrain != TINY or config.warm_start.file_name:
+        return []
+    expected = "demonstrations to warm-start the tiny model with"
+    return [ConfigProblem("warm_start.file_name", NOTHING, expected, involves=("pretrain",))]
 
 
 def check_answers(config: RLVRConfig) -> list[ConfigProblem]:
@@ -73,4 +86,11 @@ def check_estimator(config: RLVRConfig) -> list[ConfigProblem]:
     return [ConfigProblem("adv_estimator", config.adv_estimator, expected)]
 
 
-RLVR_RULES: tuple[Rule, ...] = (check_data, check_answers, check_estimator)
+RLVR_RULES: tuple[Rule, ...] = (
+    check_datasets,
+    check_shares,
+    check_templates,
+    check_demonstrations,
+    check_answers,
+    check_estimator,
+)

@@ -56,7 +56,7 @@ class MicroBatcher(Generic[ItemT, ResultT]):
                     self._thread, self._function, [item for item, _ in batch]
                 )
                 assert len(results) == len(batch), f"{len(results)} results for {len(batch)} items"
-            except Exception as error:
+            except Exception as error:  # whatever it was, it belongs to all who wait for this batch
                 _fail(batch, error)
                 continue
             for (_, future), result in zip(batch, results, strict=True):

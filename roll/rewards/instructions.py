@@ -15,8 +15,8 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.schema import nearest
+from roll.rewards.answers import pattern_problems
 from roll.rewards.problems import args_problems
-from roll.rewards.rules import pattern_problems
 from roll.rewards.types import RewardError, RuleVerifier, Sample, Verdict
 
 

@@ -1,223 +1,20 @@
-"""Verifiers by rule: mathematics, final numbers, multiple choice, format, and a user's own function."""
+"""Verifiers by rule: final numbers, multiple choice, format."""
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import json
-import logging
 import math
 import re
-from collections.abc import Callable, Mapping
-from decimal import Decimal
 from fractions import Fraction
-from numbers import Real
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from roll.configs.base import Config
-from roll.rewards.types import RewardError, RuleVerifier, Sample, Verdict
-from roll.utils.registry import UnknownNameError, import_path
-
-MAX_SEARCHED_CHARS = 4000
-"""Only this much of a response's end is searched for an expression that nothing marks as the answer: math-verify's
-regular expressions take the square of it (0.8 s for this much on a bad text)."""
-
-MAX_PARSED_CHARS = 500
-"""Longer answers are compared as texts: the LaTeX parser takes 10 ms per character of a bad one."""
+from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, last_boxed, last_group, pattern_problems
+from roll.rewards.types import RuleVerifier, Sample, Verdict
 
 MAX_NUMBER_CHARS = 1000
 """Longer numbers are no answers; Python refuses to convert more than 4300 digits."""
-
-_ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-
-
-def pattern_problems(pattern: str | None, key: str, groups: int = 1) -> list[str]:
-    """Why a regular expression cannot be used; ``groups`` is how many it must have."""
-    if pattern is None:
-        return []
-    try:
-        found = re.compile(pattern).groups
-    except re.error as error:
-        return [f"{key}: seen {json.dumps(pattern)}, expected a regular expression ({error})"]
-    if found < groups:
-        return [f"{key}: seen {json.dumps(pattern)}, expected a group around the answer, as in <answer>(.*?)</answer>"]
-    return []
-
-
-def after_thoughts(response: str) -> str:
-    """What follows the last ``</think>``; the whole text if there is none. An answer in the thoughts is none."""
-    return response.rpartition("</think>")[2]
-
-
-class AnswerConfig(Config):
-    """Keys of the verifiers that look for an answer in the response."""
-
-    answer_pattern: str | None = Field(
-        default=None,
-        description="Regular expression (`.` matches line breaks too) whose first group is the answer; its last match "
-        "counts, and nowhere else is looked. null: the usual marks.",
-    )
-
-    def problems(self) -> list[str]:
-        return pattern_problems(self.answer_pattern, "answer_pattern")
-
-
-class MathConfig(AnswerConfig):
-    """``args`` of ``math``."""
-
-    strict_boxed: bool = Field(
-        default=False,
-        description="The answer must stand in `\\boxed{}`. Otherwise `<answer>` and `\\boxed{}` are looked for, then "
-        "the last expression of the text. What stands before `</think>` is no answer.",
-    )
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        if self.strict_boxed and self.answer_pattern is not None:
-            found.append("strict_boxed: seen true beside answer_pattern, expected one of the two")
-        return found
-
-
-class MathVerifier(RuleVerifier):
-    """Mathematical equality, by `math-verify <https://github.com/huggingface/Math-Verify>`_ and SymPy.
-
-    The answer is the content of the last ``<answer>``, or the last ``\\boxed{}`` (or several that only commas, "and" or
-    "or" separate), or the last expression of the text. Equality is math-verify's: exact for numbers and terms, six
-    decimals where one side is a decimal fraction that SymPy holds as a float, sets without order.
-    """
-
-    config_class: ClassVar[type[Config]] = MathConfig
-    config: MathConfig
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        # It warns in every process that its timeouts, which need signals, are off; ours are outside.
-        logging.getLogger("math_verify").setLevel(logging.ERROR)
-        import math_verify  # noqa: F401  # half a second that the first sample need not wait for
-
-    def check(self, sample: Sample) -> Verdict:
-        """Raises ``ValueError`` when the ground truth is no expression."""
-        gold = parse_math(_math_truth(sample.ground_truth))
-        if not gold:
-            raise ValueError(f"ground_truth: seen {sample.ground_truth!r}, expected a mathematical expression")
-        parsed = self.extract(sample.response)
-        if not parsed:
-            return Verdict(score=0.0, correct=False)
-        from math_verify import verify
-
-        correct = bool(verify(gold, parsed, timeout_seconds=None))
-        return Verdict(score=float(correct), correct=correct, answer=canonical_math(parsed[0]))
-
-    def extract(self, response: str) -> list[Any]:
-        """The answer as ``parse_math`` reads it; empty if there is none."""
-        if self.config.answer_pattern is not None:
-            marked = _last_group(re.compile(self.config.answer_pattern, re.DOTALL), response)
-        elif self.config.strict_boxed:
-            marked = last_boxed(after_thoughts(response))
-        else:
-            said = after_thoughts(response)
-            tagged = _last_group(_ANSWER_TAG, said)
-            marked = last_boxed(said if tagged is None else tagged) or tagged
-            if marked is None:
-                return _last_expression(said)
-        return [] if marked is None else parse_math(marked)
-
-
-def _math_truth(truth: Any) -> str:
-    if isinstance(truth, float) and math.isfinite(truth):
-        # 1e-05 would be read as e - 5.
-        return format(Decimal(repr(truth)), "f")
-    if isinstance(truth, bool) or not isinstance(truth, str | int):
-        raise ValueError(f"ground_truth: seen {truth!r}, expected a mathematical expression as text, or a number")
-    text = str(truth)
-    return last_boxed(text) or text
-
-
-def last_boxed(text: str) -> str | None:
-    """The content of the last closed ``\\boxed{}``; several that belong together are joined by commas.
-
-    >>> last_boxed(r"\\boxed{0}, no: $x = \\boxed{\\frac{1}{2}}$ or $\\boxed{3}$")
-    '\\\\frac{1}{2},3'
-    """
-    contents: list[str] = []
-    following = len(text)
-    for start, begin, end in reversed(_boxes(text)):
-        if contents and not _BETWEEN_BOXES.fullmatch(text[end + 1 : following]):
-            break
-        contents.append(text[begin:end].strip())
-        following = start
-    return ",".join(reversed(contents)) or None
-
-
-_BETWEEN_BOXES = re.compile(r"[\s$]*(?:,|;|and|or|,\s*and|,\s*or)[\s$]*(?:[a-z]\s*=\s*)?")
-
-
-def _boxes(text: str) -> list[tuple[int, int, int]]:
-    """Start, begin and end of the content of every closed ``\\boxed{}``, in the order in which they close."""
-    found = []
-    open_braces: list[tuple[int, int] | None] = []
-    for match in re.finditer(r"\\f?boxed\s*\{|\\.|[{}]", text, re.DOTALL):
-        if match[0] == "}":
-            box = open_braces.pop() if open_braces else None
-            if box is not None:
-                found.append((*box, match.start()))
-        elif match[0].endswith("{") and match[0] != "\\{":
-            open_braces.append(None if match[0] == "{" else (match.start(), match.end()))
-    return found
-
-
-def parse_math(text: str) -> list[Any]:
-    """What math-verify reads: an expression (if it understands it) and the text behind it; empty if it sees none."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
-
-    text = text.strip()
-    if len(text) > MAX_PARSED_CHARS:
-        return [text]
-    # 1 1/2 would be read as 1.
-    text = re.sub(r"(?<![\d/.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d/])", r"\1\\frac{\2}{\3}", text)
-    if _PROSE.search(text) and (found := parse(text, parsing_timeout=None)):
-        return cast(list[Any], found)
-    found = parse(f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
-    if all(isinstance(item, str) for item in found):
-        plain = parse(text.replace("\\%", "%"), [ExprExtractionConfig()], parsing_timeout=None)
-        return plain or found
-    return cast(list[Any], found)
-
-
-_PROSE = re.compile(r"\$|\\[(\[]|\\boxed|(?<![\\\w{])[^\W\d_]{2,}\s+[^\W\d_]{2,}")
-"""Two words, or LaTeX that is marked as such: math-verify must find the expression in it."""
-
-
-def _last_expression(response: str) -> list[Any]:
-    """The last expression of a text in which nothing marks the answer."""
-    from math_verify import parse
-
-    tail = response[-MAX_SEARCHED_CHARS:].strip()
-    if len(tail) <= MAX_PARSED_CHARS and not _PROSE.search(tail):
-        return parse_math(tail)
-    return cast(list[Any], parse(tail, parsing_timeout=None))
-
-
-def canonical_math(expression: Any) -> str:
-    """One text for equal answers: 1/2, 0.5 and x = 1/2 give ``1/2``."""
-    import sympy
-
-    if isinstance(expression, str):
-        return " ".join(expression.split())
-    value = expression
-    if isinstance(value, sympy.Eq) and (value.lhs.is_Symbol or not value.free_symbols):
-        value = value.rhs
-    # SymPy raises anything; the unevaluated expression is a good enough name of the answer.
-    with contextlib.suppress(Exception):
-        simple = sympy.nsimplify(value.doit(), rational=True)
-        # All true relations would get one name.
-        value = value if simple in (sympy.true, sympy.false) else simple
-    try:
-        return str(value)
-    except ValueError:  # an integer with more digits than Python converts
-        return f"number {hash(value)}"
 
 
 class FinalAnswerConfig(AnswerConfig):
@@ -290,9 +87,9 @@ class FinalAnswerVerifier(RuleVerifier):
     def region(self, response: str) -> str | None:
         """The part of the response in which the last number is the answer."""
         if self.config.answer_pattern is not None:
-            return _last_group(re.compile(self.config.answer_pattern, re.DOTALL), response)
+            return last_group(re.compile(self.config.answer_pattern, re.DOTALL), response)
         said = after_thoughts(response)
-        marked = _last_group(_ANSWER_TAG, said)
+        marked = last_group(ANSWER_TAG, said)
         if marked is None:
             marked = _behind_hashes(said)
         return said if marked is None and self.config.method == "flexible" else marked
@@ -314,14 +111,6 @@ def _behind_hashes(text: str) -> str | None:
     """The first line behind the last ``####``."""
     _, mark, rest = text.rpartition("####")
     return rest.lstrip().partition("\n")[0] if mark else None
-
-
-def _last_group(pattern: re.Pattern[str], text: str) -> str | None:
-    """What the last match captured, stripped; ``None`` without a match or when it is blank."""
-    last = None
-    for match in pattern.finditer(text):
-        last = match[1]
-    return (last or "").strip() or None
 
 
 class MultipleChoiceConfig(AnswerConfig):
@@ -368,10 +157,10 @@ class MultipleChoiceVerifier(RuleVerifier):
     def extract(self, response: str) -> str | None:
         """The chosen letter, upper case; ``None`` if there is none or more than one."""
         if self.config.answer_pattern is not None:
-            marked = _last_group(re.compile(self.config.answer_pattern, re.DOTALL), response)
+            marked = last_group(re.compile(self.config.answer_pattern, re.DOTALL), response)
             return None if marked is None else self.letter(marked)
         said = after_thoughts(response)
-        for marked in (_last_group(_ANSWER_TAG, said), last_boxed(said)):
+        for marked in (last_group(ANSWER_TAG, said), last_boxed(said)):
             if marked is not None:
                 return self.letter(last_boxed(marked) or marked)
         phrases = list(self._phrase.finditer(said))
@@ -427,90 +216,3 @@ class FormatVerifier(RuleVerifier):
     def check(self, sample: Sample) -> Verdict:
         matches = self._pattern.fullmatch(sample.response) is not None
         return Verdict(score=self.config.score if matches else self.config.penalty, correct=matches)
-
-
-class CustomConfig(Config):
-    """``args`` of ``custom``."""
-
-    path: str = Field(
-        min_length=1,
-        description="package.module:function or folder/file.py:function, called as `compute_score(data_source=…, "
-        "solution_str=…, ground_truth=…, extra_info=…)`. Returns a number, or a mapping with `score`, optionally "
-        "`correct` (or `acc`) and `answer` (or `pred`), and further numbers, which become metrics.",
-    )
-    kwargs: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments.")
-    success_score: float = Field(
-        default=1.0, description="The lowest score that counts as solved, unless the function says `correct`."
-    )
-
-    def problems(self) -> list[str]:
-        try:
-            function = import_path(self.path, "function")
-        except (UnknownNameError, ImportError, SyntaxError) as error:
-            expected = "package.module:function or folder/file.py:function that can be imported"
-            return [f"path: seen {self.path}, expected {expected} ({error})"]
-        if not callable(function) or inspect.iscoroutinefunction(function):
-            return [f"path: seen {self.path}, which is {_kind(function)}, expected a plain function"]
-        try:
-            inspect.signature(function).bind(**_ARGUMENTS, **self.kwargs)
-        except TypeError as error:
-            known = ", ".join([*_ARGUMENTS, *self.kwargs])
-            return [f"path: seen {self.path} ({error}), expected a function of {known}"]
-        except ValueError:  # built-in functions have no signature to look at
-            return []
-        return []
-
-
-_ARGUMENTS: dict[str, Any] = dict.fromkeys(("data_source", "solution_str", "ground_truth", "extra_info"))
-
-
-def _kind(value: object) -> str:
-    return "a coroutine function" if inspect.iscoroutinefunction(value) else type(value).__name__
-
-
-class CustomVerifier(RuleVerifier):
-    """A user's function. ``extra_info`` is the row's other columns."""
-
-    config_class: ClassVar[type[Config]] = CustomConfig
-    config: CustomConfig
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self._function = cast(Callable[..., Any], import_path(self.config.path, "function"))
-
-    def check(self, sample: Sample) -> Verdict:
-        """Raises ``RewardError`` when the function returns no finite number."""
-        result = self._function(
-            data_source=sample.data_source,
-            solution_str=sample.response,
-            ground_truth=sample.ground_truth,
-            extra_info=dict(sample.extra_info),
-            **self.config.kwargs,
-        )
-        if not isinstance(result, Mapping):
-            score = self._number(result, "a result")
-            return Verdict(score=score, correct=score >= self.config.success_score)
-        if "score" not in result:
-            raise RewardError(f"{self.config.path} returned the keys {', '.join(map(str, result))}, expected score")
-        rest = dict(result)
-        score = self._number(rest.pop("score"), "score")
-        correct = _pop_first(rest, ("correct", "acc"))
-        answer = _pop_first(rest, ("answer", "pred"))
-        return Verdict(
-            score=score,
-            correct=score >= self.config.success_score if correct is None else bool(correct),
-            answer=None if answer is None else str(answer),
-            parts={str(name): self._number(value, str(name)) for name, value in rest.items()},
-        )
-
-    def _number(self, value: Any, what: str) -> float:
-        if not isinstance(value, Real) or not math.isfinite(value):
-            shown = repr(value)[:100]
-            raise RewardError(f"{self.config.path} returned {shown} as {what}, expected a finite number")
-        return float(value)
-
-
-def _pop_first(values: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """Takes all ``names`` out; the first that is not null."""
-    found = [values.pop(name, None) for name in names]
-    return next((value for value in found if value is not None), None)

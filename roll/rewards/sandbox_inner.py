@@ -1,8 +1,8 @@
 """The inside of the sandbox: a program of its own, started by path as ``sandbox_inner.py JOB STATUS LIFELINE``.
 
 It uses the standard library only. The arguments are descriptors: ``JOB`` has a marshalled dictionary, which
-``roll.rewards.sandbox`` made; to ``STATUS`` ``ready`` is written once the isolation stands (before that any failure is
-the sandbox's, after it the program's); the end of ``LIFELINE`` ends the run. In its order:
+``roll.rewards.sandbox_run`` made; to ``STATUS`` ``ready`` is written once the isolation stands (before that any failure
+is the sandbox's, after it the program's); the end of ``LIFELINE`` ends the run. In its order:
 
 1. ``enter_namespaces`` (back end ``namespaces``; bubblewrap has done it already): new user, mount, PID, network, IPC,
    UTS and cgroup namespaces, a root of read-only binds in a tmpfs, no ``/proc``, no ``/sys``, no ``/etc``.

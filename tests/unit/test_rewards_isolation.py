@@ -19,7 +19,8 @@ import pytest
 from roll.configs.base import Config
 from roll.rewards import RewardError, RuleVerifier, Sample, Verdict
 from roll.rewards.isolation import MAX_ANSWER_CHARS, RulePool, rule_spec
-from roll.rewards.rules import FormatConfig, FormatVerifier, MathVerifier
+from roll.rewards.mathematics import MathVerifier
+from roll.rewards.rules import FormatConfig, FormatVerifier
 
 
 class EchoConfig(Config):

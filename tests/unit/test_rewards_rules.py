@@ -12,18 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.rewards import VERIFIERS, RewardError, Sample, Verdict
+from roll.rewards.answers import last_boxed
+from roll.rewards.custom import CustomConfig, CustomVerifier
+from roll.rewards.mathematics import MathConfig, MathVerifier
 from roll.rewards.rules import (
-    CustomConfig,
-    CustomVerifier,
     FinalAnswerConfig,
     FinalAnswerVerifier,
     FormatConfig,
     FormatVerifier,
-    MathConfig,
-    MathVerifier,
     MultipleChoiceConfig,
     MultipleChoiceVerifier,
-    last_boxed,
     last_number,
     number_text,
 )

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from roll.rewards import sandbox as module
+from roll.rewards import sandbox_run
 from roll.rewards.sandbox import (
     Sandbox,
     SandboxError,
@@ -440,12 +441,12 @@ print(attempt(lambda: socket.socket(40, socket.SOCK_STREAM)))
 
 def test_the_network_namespace_holds_without_the_filter(sandbox, listeners, monkeypatch, tmp_path):
     """Each wall stands alone: here the filter of system calls is left out."""
-    text = module._INNER.read_text()
+    text = sandbox_run._INNER.read_text()
     weak = text.replace('"socket": (41, 198),', "")
     assert weak != text
     weaker = tmp_path / "inner.py"
     weaker.write_text(weak)
-    monkeypatch.setattr(module, "_INNER", weaker)
+    monkeypatch.setattr(sandbox_run, "_INNER", weaker)
     source = """
 import socket
 tcp, udp, path, abstract = facts
@@ -730,7 +731,7 @@ def test_a_probe_that_does_not_isolate_is_not_believed(monkeypatch, tmp_path):
     fake.write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec "$@"\n')
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setitem(module._ENVIRONMENT, "PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setitem(sandbox_run._ENVIRONMENT, "PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(SandboxUnavailableError, match="bubblewrap"):
         module._probe.cache_clear()
         Sandbox(backend="bubblewrap")
@@ -740,7 +741,7 @@ def test_a_probe_that_does_not_isolate_is_not_believed(monkeypatch, tmp_path):
 def test_a_sandbox_that_breaks_is_an_error_and_no_result(sandbox, monkeypatch, tmp_path):
     broken = tmp_path / "inner.py"
     broken.write_text("raise OSError('no namespace left')")
-    monkeypatch.setattr(module, "_INNER", broken)
+    monkeypatch.setattr(sandbox_run, "_INNER", broken)
     with pytest.raises(SandboxError, match="no namespace left"):
         run(sandbox, "print(1)")
 

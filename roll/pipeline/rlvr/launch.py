@@ -9,7 +9,6 @@ from functools import partial
 from roll.configs.batches import describe_batches
 from roll.configs.rl import TINY
 from roll.configs.rlvr import REWARD_CLUSTER, ROLLOUT_CLUSTER, RLVRConfig
-from roll.data.prompt_files import DataError
 from roll.data.renderer import ChatRenderer
 from roll.distributed.executor.cluster import Cluster
 from roll.pipeline.base import set_losses
@@ -33,7 +32,7 @@ def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
             make_data(config.data_generator)
         renderer = load_renderer(config)
         datasets = load_datasets(config, renderer)
-    except (DataError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # a DataError is a ValueError
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
     workers: WorkerClasses = {

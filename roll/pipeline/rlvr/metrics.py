@@ -7,6 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from roll.agentic.metrics import mean
 from roll.agentic.types import RolloutGroup
 from roll.configs.rewards import RewardFilterConfig
 from roll.configs.rlvr import RLVRConfig
@@ -44,10 +45,10 @@ def _accuracy(groups: Sequence[RolloutGroup], n: int, prefix: str) -> dict[str, 
     correct = [[trajectory.success for trajectory in group.trajectories] for group in groups]
     ks = sorted({n} | {2**i for i in range(n.bit_length()) if 2**i <= n})
     return {
-        f"{prefix}/mean@{n}": _mean(_mean(each) for each in correct),
-        **{f"{prefix}/pass@{k}": _mean(pass_at_k(len(each), sum(each), k) for each in correct) for k in ks},
-        f"{prefix}/best@{n}": _mean(max(trajectory.score for trajectory in group.trajectories) for group in groups),
-        f"{prefix}/maj@{n}": _mean(map(majority_correct, groups)),
+        f"{prefix}/mean@{n}": mean(mean(each) for each in correct),
+        **{f"{prefix}/pass@{k}": mean(pass_at_k(len(each), sum(each), k) for each in correct) for k in ks},
+        f"{prefix}/best@{n}": mean(max(trajectory.score for trajectory in group.trajectories) for group in groups),
+        f"{prefix}/maj@{n}": mean(map(majority_correct, groups)),
     }
 
 
@@ -65,7 +66,7 @@ def majority_correct(group: RolloutGroup) -> float:
         if answer is not None:
             votes[answer].append(trajectory.success)
     most = max(map(len, votes.values()), default=0)
-    return _mean(_mean(outcomes) for outcomes in votes.values() if len(outcomes) == most)
+    return mean(mean(outcomes) for outcomes in votes.values() if len(outcomes) == most)
 
 
 def reward_metrics(groups: Sequence[RolloutGroup], config: RLVRConfig) -> dict[str, float]:
@@ -76,14 +77,14 @@ def reward_metrics(groups: Sequence[RolloutGroup], config: RLVRConfig) -> dict[s
         metrics[f"reward/{name}/errors"] = float(sum(group.dropped for group in of_domain))
         if not trajectories:
             continue
-        metrics[f"reward/{name}/score"] = _mean(trajectory.score for trajectory in trajectories)
-        metrics[f"reward/{name}/accuracy"] = _mean(trajectory.success for trajectory in trajectories)
+        metrics[f"reward/{name}/score"] = mean(trajectory.score for trajectory in trajectories)
+        metrics[f"reward/{name}/accuracy"] = mean(trajectory.success for trajectory in trajectories)
         parts: defaultdict[str, list[float]] = defaultdict(list)
         for trajectory in trajectories:
             for part, value in trajectory.info.items():
                 if "/" in part and isinstance(value, int | float):
                     parts[part].append(float(value))
-        metrics |= {f"reward/{name}/{part}": _mean(values) for part, values in parts.items()}
+        metrics |= {f"reward/{name}/{part}": mean(values) for part, values in parts.items()}
     return metrics
 
 
@@ -123,8 +124,3 @@ def _by_domain(groups: Iterable[RolloutGroup], config: RLVRConfig) -> dict[str, 
     for group in groups:
         found[domains[group.tag]].append(group)
     return dict(sorted(found.items()))
-
-
-def _mean(values: Iterable[float]) -> float:
-    collected = [float(value) for value in values]
-    return sum(collected) / len(collected) if collected else 0.0

@@ -1,0 +1,84 @@
+"""Where in a response the answer stands: behind the thoughts, in ``<answer>``, in ``\\boxed{}``, by a pattern."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from pydantic import Field
+
+from roll.configs.base import Config
+
+ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+
+
+def pattern_problems(pattern: str | None, key: str, groups: int = 1) -> list[str]:
+    """Why a regular expression cannot be used; ``groups`` is how many it must have."""
+    if pattern is None:
+        return []
+    try:
+        found = re.compile(pattern).groups
+    except re.error as error:
+        return [f"{key}: seen {json.dumps(pattern)}, expected a regular expression ({error})"]
+    if found < groups:
+        return [f"{key}: seen {json.dumps(pattern)}, expected a group around the answer, as in <answer>(.*?)</answer>"]
+    return []
+
+
+def after_thoughts(response: str) -> str:
+    """What follows the last ``</think>``; the whole text if there is none. An answer in the thoughts is none."""
+    return response.rpartition("</think>")[2]
+
+
+class AnswerConfig(Config):
+    """Keys of the verifiers that look for an answer in the response."""
+
+    answer_pattern: str | None = Field(
+        default=None,
+        description="Regular expression (`.` matches line breaks too) whose first group is the answer; its last match "
+        "counts, and nowhere else is looked. null: the usual marks.",
+    )
+
+    def problems(self) -> list[str]:
+        return pattern_problems(self.answer_pattern, "answer_pattern")
+
+
+def last_group(pattern: re.Pattern[str], text: str) -> str | None:
+    """What the last match captured, stripped; ``None`` without a match or when it is blank."""
+    last = None
+    for match in pattern.finditer(text):
+        last = match[1]
+    return (last or "").strip() or None
+
+
+def last_boxed(text: str) -> str | None:
+    """The content of the last closed ``\\boxed{}``; several that belong together are joined by commas.
+
+    >>> last_boxed(r"\\boxed{0}, no: $x = \\boxed{\\frac{1}{2}}$ or $\\boxed{3}$")
+    '\\\\frac{1}{2},3'
+    """
+    contents: list[str] = []
+    following = len(text)
+    for start, begin, end in reversed(_boxes(text)):
+        if contents and not _BETWEEN_BOXES.fullmatch(text[end + 1 : following]):
+            break
+        contents.append(text[begin:end].strip())
+        following = start
+    return ",".join(reversed(contents)) or None
+
+
+_BETWEEN_BOXES = re.compile(r"[\s$]*(?:,|;|and|or|,\s*and|,\s*or)[\s$]*(?:[a-z]\s*=\s*)?")
+
+
+def _boxes(text: str) -> list[tuple[int, int, int]]:
+    """Start, begin and end of the content of every closed ``\\boxed{}``, in the order in which they close."""
+    found = []
+    open_braces: list[tuple[int, int] | None] = []
+    for match in re.finditer(r"\\f?boxed\s*\{|\\.|[{}]", text, re.DOTALL):
+        if match[0] == "}":
+            box = open_braces.pop() if open_braces else None
+            if box is not None:
+                found.append((*box, match.start()))
+        elif match[0].endswith("{") and match[0] != "\\{":
+            open_braces.append(None if match[0] == "{" else (match.start(), match.end()))
+    return found

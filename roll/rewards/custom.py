@@ -1,0 +1,102 @@
+"""The verifier that calls a user's own function."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any, ClassVar, cast
+
+from pydantic import Field
+
+from roll.configs.base import Config
+from roll.rewards.types import RewardError, RuleVerifier, Sample, Verdict
+from roll.utils.registry import UnknownNameError, import_path
+
+
+class CustomConfig(Config):
+    """``args`` of ``custom``."""
+
+    path: str = Field(
+        min_length=1,
+        description="package.module:function or folder/file.py:function, called as `compute_score(data_source=…, "
+        "solution_str=…, ground_truth=…, extra_info=…)`. Returns a number, or a mapping with `score`, optionally "
+        "`correct` (or `acc`) and `answer` (or `pred`), and further numbers, which become metrics.",
+    )
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments.")
+    success_score: float = Field(
+        default=1.0, description="The lowest score that counts as solved, unless the function says `correct`."
+    )
+
+    def problems(self) -> list[str]:
+        try:
+            function = import_path(self.path, "function")
+        except (UnknownNameError, ImportError, SyntaxError) as error:
+            expected = "package.module:function or folder/file.py:function that can be imported"
+            return [f"path: seen {self.path}, expected {expected} ({error})"]
+        if not callable(function) or inspect.iscoroutinefunction(function):
+            return [f"path: seen {self.path}, which is {_kind(function)}, expected a plain function"]
+        try:
+            inspect.signature(function).bind(**_ARGUMENTS, **self.kwargs)
+        except TypeError as error:
+            known = ", ".join([*_ARGUMENTS, *self.kwargs])
+            return [f"path: seen {self.path} ({error}), expected a function of {known}"]
+        except ValueError:  # built-in functions have no signature to look at
+            return []
+        return []
+
+
+_ARGUMENTS: dict[str, Any] = dict.fromkeys(("data_source", "solution_str", "ground_truth", "extra_info"))
+
+
+def _kind(value: object) -> str:
+    return "a coroutine function" if inspect.iscoroutinefunction(value) else type(value).__name__
+
+
+class CustomVerifier(RuleVerifier):
+    """A user's function. ``extra_info`` is the row's other columns."""
+
+    config_class: ClassVar[type[Config]] = CustomConfig
+    config: CustomConfig
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._function = cast(Callable[..., Any], import_path(self.config.path, "function"))
+
+    def check(self, sample: Sample) -> Verdict:
+        """Raises ``RewardError`` when the function returns no finite number."""
+        result = self._function(
+            data_source=sample.data_source,
+            solution_str=sample.response,
+            ground_truth=sample.ground_truth,
+            extra_info=dict(sample.extra_info),
+            **self.config.kwargs,
+        )
+        if not isinstance(result, Mapping):
+            score = self._number(result, "a result")
+            return Verdict(score=score, correct=score >= self.config.success_score)
+        if "score" not in result:
+            raise RewardError(f"{self.config.path} returned the keys {', '.join(map(str, result))}, expected score")
+        rest = dict(result)
+        score = self._number(rest.pop("score"), "score")
+        correct = _pop_first(rest, ("correct", "acc"))
+        answer = _pop_first(rest, ("answer", "pred"))
+        return Verdict(
+            score=score,
+            correct=score >= self.config.success_score if correct is None else bool(correct),
+            answer=None if answer is None else str(answer),
+            parts={str(name): self._number(value, str(name)) for name, value in rest.items()},
+        )
+
+    def _number(self, value: Any, what: str) -> float:
+        if not isinstance(value, Real) or not math.isfinite(value):
+            shown = repr(value)[:100]
+            raise RewardError(f"{self.config.path} returned {shown} as {what}, expected a finite number")
+        return float(value)
+
+
+def _pop_first(values: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """Takes all ``names`` out; the first that is not null."""
+    found = [values.pop(name, None) for name in names]
+    return next((value for value in found if value is not None), None)
