@@ -22,6 +22,22 @@ class ModelArguments(Config):
     attn_implementation: Literal["sdpa", "eager", "fa2", "auto"] = Field(
         default="auto", description="Attention kernel. auto lets Transformers choose; fa2 is FlashAttention 2."
     )
+    lora_rank: int = Field(default=8, ge=1, description="Rank of the LoRA matrices, with lora_target.")
+    lora_alpha: int | None = Field(
+        default=None, ge=1, description="The adapter's output is scaled by lora_alpha / lora_rank. null: lora_rank × 2."
+    )
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout before the LoRA matrices in training.")
+    lora_target: str | None = Field(
+        default=None,
+        description="Layers that get a LoRA adapter (Hu et al. 2021), the rest is frozen: names separated by commas, "
+        "all-linear, or null for full training. Read from actor_train, and holds for every copy of the actor.",
+    )
+    ulysses_size: int = Field(
+        default=1,
+        ge=1,
+        description="Workers that share every sequence in attention, each a part of the heads (Ulysses sequence "
+        "parallelism; fsdp2 and deepspeed strategies). Must divide the workers and the attention heads.",
+    )
     model_config_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Entries written over the checkpoint's own config.json before loading."
     )

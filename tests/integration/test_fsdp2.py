@@ -44,10 +44,10 @@ class ProbedTrain(Fsdp2Train):
 
     gradient: dict[str, Tensor]
 
-    def _apply(self, rate: float, norm: float) -> None:
+    def apply_gradients(self, rate: float, norm: float) -> None:
         weights = self.weights
         self.gradient = {n.removeprefix("model."): weights.whole(n, p.grad).clone() for n, p in weights.local.items()}
-        super()._apply(rate, norm)
+        super().apply_gradients(rate, norm)
 
 
 def make_model(path: Path, *, tied: bool = True, **kwargs: Any) -> Path:

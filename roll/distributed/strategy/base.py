@@ -59,6 +59,18 @@ class WeightBucket:
 
 
 @dataclass(frozen=True)
+class LoraSpec:
+    """A low-rank adapter on top of frozen weights (Hu et al. 2021)."""
+
+    rank: int
+    alpha: int
+    """The adapter's output is scaled by ``alpha / rank``."""
+    targets: tuple[str, ...]
+    """Names of the linear layers that have one, e.g. ``q_proj``; ``("all-linear",)``: all but the output layer."""
+    dropout: float = 0.0
+
+
+@dataclass(frozen=True)
 class StrategyContext:
     """All that a strategy's constructor is given. Every strategy class takes exactly this one argument."""
 
@@ -78,6 +90,8 @@ class StrategyContext:
     keeps_output_layer: bool = False
     """A trainer keeps a frozen copy of the output layer that it starts with, which turns a reference's hidden states
     into the distribution that its KL is taken to."""
+    lora: LoraSpec | None = None
+    """The actor trains (and generates with) an adapter; only the adapter is exported after the start."""
     seed: int = 42
     temperature: float = 1.0
     """Sampling temperature: scores divide the logits by it."""
@@ -110,6 +124,7 @@ class TrainStrategy(ScoreStrategy, Protocol):
 
     def train_step(self, batch: Batch, loss_fn: LossFn) -> Metrics: ...
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]: ...
+    def export_adapter(self, bucket_bytes: int) -> Iterator[WeightBucket]: ...
     def save(self, path: Path) -> None: ...
     def load(self, path: Path) -> None: ...
 
@@ -122,5 +137,6 @@ class GenerateStrategy(Protocol):
     async def generate(self, request: GenerateRequest) -> Completion: ...
     async def abort(self, request_id: str) -> None: ...
     async def update_weights(self, buckets: AsyncIterator[WeightBucket], version: int) -> None: ...
+    async def update_adapter(self, buckets: AsyncIterator[WeightBucket], version: int) -> None: ...
     async def pause(self) -> None: ...
     async def resume(self) -> None: ...

@@ -1,0 +1,239 @@
+"""Checkpoints of a trainer, in safetensors and JSON only (nothing in them can run code), whichever engine wrote them.
+
+``model*.safetensors``, ``config.json`` … is a Hugging Face model folder; ``value_head.safetensors`` belongs to a
+critic; ``optimizer/state*.safetensors`` holds Adam's moments, and the float32 weights when the model is stored in fewer
+bits; ``trainer.json`` the counters; ``rng.safetensors`` one torch generator state per rank. Tensors are written whole
+under Hugging Face names, gathered one at a time, so any number of ranks, in any layout and with any engine, can read
+what others wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from roll.distributed.strategy.trainer import TrainerState, all_gather
+from roll.models.heads import VALUE_HEAD_FILE
+from roll.models.loading import copy_tokenizer
+
+logger = logging.getLogger(__name__)
+
+OPTIMIZER_FOLDER = "optimizer"
+TRAINER_FILE = "trainer.json"
+RNG_FILE = "rng.safetensors"
+MASTER = "master"
+MAX_FILE_BYTES = 4 * 2**30
+
+Named = Iterable[tuple[str, Tensor]]
+
+
+def save_checkpoint(
+    path: Path,
+    *,
+    model: Named,
+    optimizer: Named,
+    value_head: Named | None,
+    state: TrainerState,
+    device: torch.device,
+    write_config: Callable[[Path], None],
+    tokenizer_from: str,
+) -> None:
+    """Writes a checkpoint into ``path`` (collective; only rank 0 writes).
+
+    Every rank goes through all tensors, even after an error, because gathering them is collective too.
+
+    Args:
+        path: folder; made if need be.
+        model: the language model's weights under the names and in the number format of a Hugging Face checkpoint.
+        optimizer: ``<parameter>.exp_avg``, ``.exp_avg_sq``, and ``.master`` where the model is stored in fewer bits;
+            ``<parameter>`` is the Hugging Face module's name.
+        value_head: a critic's head.
+        state: the counters.
+        device: whose generator states are kept beside the CPU's.
+        write_config: writes ``config.json`` and its like into the folder; called on rank 0.
+        tokenizer_from: model folder whose tokenizer files are copied.
+
+    Raises:
+        OSError: on every rank, when rank 0 cannot write (a full disk).
+    """
+    result = _FirstError()
+    if _rank() == 0:
+        result.attempt(lambda: path.mkdir(parents=True, exist_ok=True))
+    _stream(result, path, "model", model)
+    if value_head is not None:
+        _stream(result, path, VALUE_HEAD_FILE.removesuffix(".safetensors"), value_head)
+    _stream(result, path / OPTIMIZER_FOLDER, "state", optimizer)
+    _stream(result, path, RNG_FILE.removesuffix(".safetensors"), _rng_states(device))
+    if _rank() == 0:
+        result.attempt(lambda: _write_rest(path, state, write_config, tokenizer_from))
+    result.agree(path)
+
+
+def read_state(path: Path) -> TrainerState:
+    """The counters of a checkpoint.
+
+    Raises:
+        ValueError: it is none.
+    """
+    file = path / TRAINER_FILE
+    if not file.is_file():
+        raise ValueError(f"checkpoint {path}: no {TRAINER_FILE}; expected a folder written by save()")
+    return TrainerState(**json.loads(file.read_text()))
+
+
+class StoredTensors:
+    """A checkpoint's tensors by name, from all safetensors files of a folder.
+
+    ``kinds``: the last parts of the names, such as ``exp_avg``.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from safetensors import safe_open
+
+        self._folder = folder
+        self._files: dict[str, Any] = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            opened = safe_open(file, framework="pt")
+            self._files |= dict.fromkeys(opened.keys(), opened)
+        self.kinds = {name.rpartition(".")[2] for name in self._files}
+        if not self._files:
+            raise ValueError(f"checkpoint {folder}: no safetensors in it; expected the optimizer's state")
+
+    def get(self, name: str) -> Tensor:
+        """Reads one tensor.
+
+        Raises:
+            ValueError: there is none of that name.
+        """
+        if name not in self._files:
+            raise ValueError(f"checkpoint {self._folder}: no tensor {name!r}; it belongs to another model")
+        return cast(Tensor, self._files[name].get_tensor(name))
+
+
+def restore_rng(path: Path, device: torch.device) -> None:
+    """Gives this rank its generators' states of a checkpoint; a rank that it has none for keeps its own."""
+    from safetensors.torch import load_file
+
+    states = load_file(path / RNG_FILE)
+    if f"cpu.{_rank()}" not in states:
+        logger.info("checkpoint %s has no generator state for rank %d; it keeps its own", path, _rank())
+        return
+    torch.set_rng_state(states[f"cpu.{_rank()}"])
+    if device.type == "cuda" and f"cuda.{_rank()}" in states:
+        torch.cuda.set_rng_state(states[f"cuda.{_rank()}"], device)
+
+
+class SafetensorsWriter:
+    """Streams tensors into ``stem.safetensors``, or several numbered files with an index when they are large."""
+
+    def __init__(self, folder: Path, stem: str, max_bytes: int = MAX_FILE_BYTES) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob(f"{stem}*.safetensors*"):
+            stale.unlink()
+        self._folder, self._stem, self._max_bytes = folder, stem, max_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = self._total_bytes = 0
+        self._files: list[list[str]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Takes a copy of ``tensor``; writes a file whenever enough has gathered."""
+        if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:
+            self._flush()
+        self._pending[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        self._pending_bytes += tensor.nbytes
+
+    def finish(self) -> None:
+        """Writes the rest and gives the files their final names."""
+        self._flush()
+        count = len(self._files)
+        index: dict[str, str] = {}
+        for number, names in enumerate(self._files, start=1):
+            suffix = "" if count == 1 else f"-{number:05d}-of-{count:05d}"
+            file = f"{self._stem}{suffix}.safetensors"
+            self._part(number).rename(self._folder / file)
+            index |= dict.fromkeys(names, file)
+        if count > 1:
+            content = {"metadata": {"total_size": self._total_bytes}, "weight_map": index}
+            (self._folder / f"{self._stem}.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
+
+    def _flush(self) -> None:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        if not self._pending:
+            return
+        self._files.append(list(self._pending))
+        try:
+            save_file(self._pending, self._part(len(self._files)), metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{self._folder}: cannot write {self._stem} ({error})") from error
+        self._total_bytes += self._pending_bytes
+        self._pending, self._pending_bytes = {}, 0
+
+    def _part(self, number: int) -> Path:
+        return self._folder / f"{self._stem}-part{number:05d}.safetensors"
+
+
+class _FirstError:
+    """Keeps rank 0's first I/O error until all ranks are through with their collectives."""
+
+    def __init__(self) -> None:
+        self.error: OSError | None = None
+
+    def attempt(self, action: Callable[[], None]) -> None:
+        if self.error is None:
+            try:
+                action()
+            except OSError as error:
+                self.error = error
+
+    def agree(self, path: Path) -> None:
+        """Raises on every rank if rank 0 failed (collective)."""
+        failed = torch.tensor([float(self.error is not None)])
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            failed = all_gather(failed).flatten()
+        if self.error is not None:
+            raise OSError(f"checkpoint {path}: {self.error}") from self.error
+        if failed.any():
+            raise OSError(f"checkpoint {path}: rank 0 could not write it")
+
+
+def _stream(result: _FirstError, folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Writes tensors on rank 0. Goes through all of them even after an error: the other ranks take part in each."""
+    if _rank() != 0:
+        for _ in tensors:
+            pass
+        return
+    writer: list[SafetensorsWriter] = []
+    result.attempt(lambda: writer.append(SafetensorsWriter(folder, stem)))
+    for name, tensor in tensors:
+        result.attempt(lambda name=name, tensor=tensor: writer[0].add(name, tensor))  # type: ignore[misc]
+    result.attempt(lambda: writer[0].finish())
+
+
+def _rng_states(device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    for kind, state in states.items():
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        for rank, row in enumerate(all_gather(state) if several else [state]):
+            yield f"{kind}.{rank}", row
+
+
+def _write_rest(path: Path, state: TrainerState, write_config: Callable[[Path], None], tokenizer_from: str) -> None:
+    write_config(path)
+    copy_tokenizer(Path(tokenizer_from), path)
+    (path / TRAINER_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n")
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
