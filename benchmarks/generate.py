@@ -1,6 +1,6 @@
-"""Generation speed of ``hf_infer`` beside ``transformers.generate`` on the same requests.
+"""Generation speed of every generator that is installed beside ``transformers.generate`` on the same requests.
 
-    python benchmarks/generate.py [--threads 1] [--json out.json]
+    python benchmarks/generate.py [--engines hf_infer,vllm,sglang] [--threads 1] [--json out.json]
 
 Workloads, both on the embedded tiny model with random weights:
 
@@ -29,8 +29,9 @@ from transformers import PreTrainedModel
 
 from roll.agentic.types import GenerateRequest, SamplingParams
 from roll.configs.worker import WorkerConfig
-from roll.distributed.strategy.base import StrategyContext
-from roll.distributed.strategy.hf_infer import HfInfer
+from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.base import GenerateStrategy, StrategyContext
+from roll.distributed.strategy.engines import PACKAGES
 from roll.models.loading import load_causal_lm
 from roll.models.tiny import make_tiny_model
 
@@ -48,7 +49,21 @@ def make_requests(count: int, prompt: tuple[int, int], new: tuple[int, int], voc
     ]
 
 
-def run_engine(engine: HfInfer, requests: list[GenerateRequest], clients: int) -> float:
+def start_engine(name: str, path: Path) -> GenerateStrategy:
+    """A generator of its own defaults but for the prefix cache: repeated rounds would find their prompts in it."""
+    options = {"vllm": {"enable_prefix_caching": False}, "sglang": {"disable_radix_cache": True}}.get(name, {})
+    worker = WorkerConfig.model_validate(
+        {"model_args": {"dtype": "fp32"}, "strategy_args": {"strategy_name": name, "strategy_config": options}}
+    )
+    context = StrategyContext(worker, "actor_infer", str(path), max_running_requests=256, sequence_length=256)
+    engine: GenerateStrategy = STRATEGIES.get(name)(context)
+    engine.setup()
+    return engine
+
+
+def run_engine(
+    engine: GenerateStrategy, requests: list[GenerateRequest], clients: int, loop: asyncio.AbstractEventLoop
+) -> float:
     """New tokens per second with ``clients`` requests in flight."""
 
     async def client(queue: list[GenerateRequest]) -> int:
@@ -63,7 +78,7 @@ def run_engine(engine: HfInfer, requests: list[GenerateRequest], clients: int) -
         total = sum(await asyncio.gather(*(client(queue) for _ in range(clients))))
         return total / (time.perf_counter() - start)
 
-    return asyncio.run(run())
+    return loop.run_until_complete(run())
 
 
 def run_transformers(model: PreTrainedModel, requests: list[GenerateRequest], batch_size: int) -> float:
@@ -84,19 +99,34 @@ def run_transformers(model: PreTrainedModel, requests: list[GenerateRequest], ba
     return sum(r.params.max_new_tokens for r in requests) / (time.perf_counter() - start)
 
 
+def measure(
+    engine_name: str, path: Path, workloads: dict[str, tuple[list[GenerateRequest], int]], repeats: int
+) -> dict[str, float]:
+    """The best of ``repeats`` rounds of each workload."""
+    loop = asyncio.new_event_loop()
+    engine = start_engine(engine_name, path)
+    try:
+        return {
+            f"{name}/{engine_name}": max(run_engine(engine, requests, clients, loop) for _ in range(repeats))
+            for name, (requests, clients) in workloads.items()
+        }
+    finally:
+        engine.shutdown()
+        loop.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--engines", default="hf_infer,vllm,sglang", help="default: %(default)s, if installed")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     figures: dict[str, float] = {"threads": args.threads, "load": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tiny"
-        make_tiny_model(path, seed=0)
-        engine = HfInfer(StrategyContext(WorkerConfig(), "actor_infer", str(path), max_running_requests=256))
-        engine.setup()
+        make_tiny_model(path, seed=0, num_heads=2)  # vLLM takes no narrower heads
         model = load_causal_lm(str(path))
         vocab = model.config.vocab_size
         workloads = {
@@ -104,11 +134,21 @@ def main() -> None:
             "long": (make_requests(64, (8, 64), (64, 64), vocab), 64),
         }
         for name, (requests, clients) in workloads.items():
-            ours = max(run_engine(engine, requests, clients) for _ in range(args.repeats))
-            theirs = max(run_transformers(model, requests, clients) for _ in range(args.repeats))
-            figures |= {f"{name}/hf_infer": ours, f"{name}/transformers": theirs, f"{name}/ratio": ours / theirs}
-            print(f"{name}: hf_infer {ours:,.0f} tok/s, transformers generate {theirs:,.0f}, ratio {ours / theirs:.2f}")
-        engine.shutdown()
+            figures[f"{name}/transformers"] = max(
+                run_transformers(model, requests, clients) for _ in range(args.repeats)
+            )
+        for engine_name in args.engines.split(","):
+            if engine_name in PACKAGES and not PACKAGES[engine_name].installed:
+                print(f"{engine_name}: not installed", flush=True)
+                continue
+            figures |= measure(engine_name, path, workloads, args.repeats)
+        for name in workloads:
+            theirs = figures[f"{name}/transformers"]
+            print(f"{name}: transformers generate {theirs:,.0f} tokens/s", flush=True)
+            for engine_name in args.engines.split(","):
+                if (ours := figures.get(f"{name}/{engine_name}")) is not None:
+                    figures[f"{name}/{engine_name}/ratio"] = ours / theirs
+                    print(f"{name}: {engine_name} {ours:,.0f} tokens/s, {ours / theirs:.2f} of it", flush=True)
     if args.json:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
 

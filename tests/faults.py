@@ -75,9 +75,9 @@ class GatedTrainWorker(TrainWorker):
             batch = batch.replace(advantages_T=batch.loss_mask_T * float("nan"))
         return super().train(batch, optimizer_steps)
 
-    def logprobs(self, batch: Batch) -> TokenScores:
+    def logprobs(self, batch: Batch, adapter: bool = True) -> TokenScores:
         gate(f"{self.role}-{self.rank}-logprobs")
-        return super().logprobs(batch)
+        return super().logprobs(batch, adapter)
 
 
 class GatedInferWorker(InferWorker):

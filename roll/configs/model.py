@@ -12,6 +12,11 @@ from roll.configs.base import Config
 class ModelArguments(Config):
     """How the weights are loaded and run."""
 
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """The names in ``lora_target``; none without LoRA."""
+        return tuple(name.strip() for name in (self.lora_target or "").split(",") if name.strip())
+
     dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
         default=None, description="Number format of the weights. null takes the one the checkpoint names."
     )
@@ -20,11 +25,13 @@ class ModelArguments(Config):
         description="Keep all activations for the backward pass instead of computing them again: faster, more memory.",
     )
     attn_implementation: Literal["sdpa", "eager", "fa2", "auto"] = Field(
-        default="auto", description="Attention kernel. auto lets Transformers choose; fa2 is FlashAttention 2."
+        default="auto",
+        description="Attention kernel (fsdp2, deepspeed, hf_infer strategies). auto lets Transformers choose; "
+        "fa2 is FlashAttention 2.",
     )
     lora_rank: int = Field(default=8, ge=1, description="Rank of the LoRA matrices, with lora_target.")
     lora_alpha: int | None = Field(
-        default=None, ge=1, description="The adapter's output is scaled by lora_alpha / lora_rank. null: lora_rank × 2."
+        default=None, ge=1, description="The adapter's output is scaled by lora_alpha / lora_rank. null: 2 × lora_rank."
     )
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout before the LoRA matrices in training.")
     lora_target: str | None = Field(
@@ -37,6 +44,9 @@ class ModelArguments(Config):
         ge=1,
         description="Workers that share every sequence in attention, each a part of the heads (Ulysses sequence "
         "parallelism; fsdp2 and deepspeed strategies). Must divide the workers and the attention heads.",
+    )
+    use_liger_kernel: bool = Field(
+        default=False, description="Fused kernels of liger-kernel, on GPUs (fsdp2 and deepspeed strategies)."
     )
     model_config_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Entries written over the checkpoint's own config.json before loading."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from roll.configs.algorithm import AlgorithmConfig
@@ -21,6 +23,10 @@ class RLConfig(AlgorithmConfig, RunConfig):
         min_length=1,
         description="Model to train: a folder in Hugging Face format, an org/name on the hub, or tiny, which makes a "
         "small one and warm-starts it.",
+    )
+    tiny_num_heads: Literal[1, 2, 4] = Field(
+        default=4,
+        description="Attention heads of the tiny model, which share 64 units. vLLM takes heads of at least 32: 2.",
     )
     reward_pretrain: str | None = Field(default=None, description="Model that the critic starts from. null: pretrain.")
 
@@ -68,12 +74,17 @@ class RLConfig(AlgorithmConfig, RunConfig):
         return self.add_token_level_kl or (self.use_kl_loss and self.kl_loss_coef > 0)
 
     @property
+    def uses_lora(self) -> bool:
+        """The actor trains an adapter; without it, the actor is the reference."""
+        return bool(self.actor_train.model_args.lora_targets)
+
+    @property
     def roles(self) -> dict[str, WorkerConfig]:
         """The model roles that this run starts, by name."""
         roles = {"actor_train": self.actor_train, "actor_infer": self.actor_infer}
         if self.uses_critic and self.critic is not None:
             roles["critic"] = self.critic
-        if self.uses_reference and self.reference is not None:
+        if self.uses_reference and self.reference is not None and not self.uses_lora:
             roles["reference"] = self.reference
         return roles
 

@@ -11,9 +11,10 @@ from typing import Any
 
 from roll.configs.data import DataArguments
 from roll.configs.generating import GeneratingArguments
+from roll.configs.model import ModelArguments
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.rl import RLConfig
-from roll.configs.strategy import MegatronConfig
+from roll.configs.strategy import GENERATORS, TRAINERS
 from roll.configs.training import TrainingArguments
 from roll.configs.worker import WorkerConfig
 
@@ -21,6 +22,15 @@ Rule = Callable[[Any], list[ConfigProblem]]
 """Takes the configuration of the pipeline that it is a rule of."""
 
 _TRAINED = ("actor_train", "critic")
+ULYSSES = ("fsdp2", "deepspeed")
+"""Strategies, by the start of their names, that train Hugging Face models: with Ulysses and Liger kernels."""
+LORA_TRAINERS = frozenset({"fsdp2_train", "deepspeed_train"})
+PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    "tensor_parallel_size",
+)
 
 
 def sections(config: RLConfig) -> Iterator[tuple[str, WorkerConfig]]:
@@ -60,7 +70,11 @@ def check_roles(config: RLConfig) -> list[ConfigProblem]:
     if config.uses_critic and config.critic is None:
         expected = f"a section like actor_train, since adv_estimator {config.adv_estimator} needs values"
         problems.append(ConfigProblem("critic", NOTHING, expected, involves=("adv_estimator",)))
-    if config.uses_reference and config.reference is None:
+    if config.uses_lora and config.reference is not None:
+        expected = "no section: with lora_target the reference is the actor without its adapter"
+        lora = ("actor_train.model_args.lora_target",)
+        problems.append(ConfigProblem("reference", "a section", expected, involves=lora))
+    if config.uses_reference and config.reference is None and not config.uses_lora:
         expected = "a section with a scoring strategy, since a KL term is switched on"
         involved = ("add_token_level_kl", "use_kl_loss", "kl_loss_coef")
         problems.append(ConfigProblem("reference", NOTHING, expected, involves=involved))
@@ -92,29 +106,33 @@ def check_parallelism(config: RLConfig) -> list[ConfigProblem]:
     """Devices divide into copies of the model, and one worker holds as many as its engine splits itself over."""
     problems = []
     for role, worker in sections(config):
-        name, options = worker.strategy_args.strategy_name, _valid_options(worker)
+        name, options = worker.strategy_args.strategy_name, valid_options(worker)
         base = f"{role}.strategy_args.strategy_config"
         involves = (f"{role}.device_mapping", f"{role}.world_size", f"{role}.strategy_args.strategy_name")
-        if isinstance(options, MegatronConfig) and _leftover_devices(worker, options):
-            problems.append(
-                ConfigProblem(
-                    f"{base}.tensor_model_parallel_size",
-                    options.tensor_model_parallel_size,
-                    f"tensor × pipeline × context parallel size = {options.model_parallel_size} to divide the "
-                    f"{worker.num_devices} devices of {role}",
-                    involves=(*involves, f"{base}.pipeline_model_parallel_size", f"{base}.context_parallel_size"),
-                )
-            )
+        if options is not None and worker.num_devices % worker.devices_per_copy:
+            problems.append(_undivided(role, worker, options, involves))
+        if worker.model_args.ulysses_size > 1 and not name.startswith(ULYSSES):
+            expected = f"1 with {name}, or a strategy that has it: {', '.join(f'{s}_train' for s in ULYSSES)}"
+            if name.startswith("megatron"):
+                expected = "1 with megatron strategies, whose context_parallel_size shares sequences"
+            key = f"{role}.model_args.ulysses_size"
+            problems.append(ConfigProblem(key, worker.model_args.ulysses_size, expected, involves=involves))
         sharded = getattr(options, "fsdp_size", -1)
-        if sharded > 0 and worker.num_workers % sharded:
-            expected = f"-1 or a divisor of the {worker.num_workers} workers of {role}"
+        groups = worker.num_workers // getattr(options, "model_parallel_size", 1)
+        if sharded > 0 and groups % sharded:
+            expected = f"-1 or a divisor of the {groups} workers of {role}" + (
+                ", those of one tensor-parallel group counted once" if groups < worker.num_workers else ""
+            )
             problems.append(ConfigProblem(f"{base}.fsdp_size", sharded, expected, involves=involves))
         for key in ("tensor_parallel_size", "tp_size"):
-            size = getattr(options, key, None)
+            size = getattr(options, key, None) if name in GENERATORS else None
             if size is not None and size != worker.num_gpus_per_worker:
                 expected = f"{role}.num_gpus_per_worker = {worker.num_gpus_per_worker}, or nothing"
                 also = f"{role}.num_gpus_per_worker"
                 problems.append(ConfigProblem(f"{base}.{key}", size, expected, involves=(*involves, also)))
+        if worker.model_args.use_liger_kernel and not name.startswith(ULYSSES):
+            expected = f"false with {name}: it has kernels of its own"
+            problems.append(ConfigProblem(f"{role}.model_args.use_liger_kernel", True, expected, involves=involves))
         if worker.num_gpus_per_worker > 1 and name.endswith(("_train", "_infer")):
             expected = f"1: {name} runs one process per device"
             involved = (f"{role}.strategy_args.strategy_name",)
@@ -130,7 +148,7 @@ def check_batches(config: RLConfig) -> list[ConfigProblem]:
     for role in _TRAINED:
         worker = config.roles.get(role)
         # An uneven split of the devices is the business of check_parallelism.
-        if worker is None or (options := _valid_options(worker)) is None or _leftover_devices(worker, options):
+        if worker is None or valid_options(worker) is None or worker.num_devices % worker.devices_per_copy:
             continue
         arguments, base = worker.training_args, f"{role}.training_args"
         batch, samples = worker.global_train_batch_size, config.samples_per_step
@@ -155,10 +173,41 @@ def check_batches(config: RLConfig) -> list[ConfigProblem]:
     return problems
 
 
-RULES: tuple[Rule, ...] = (check_lengths, check_roles, check_parallelism, check_batches)
+def check_lora(config: RLConfig) -> list[ConfigProblem]:
+    """Adapters belong to the actor, and to strategies that train one."""
+    problems = []
+    actor = config.actor_train.model_args
+    for role, worker in sections(config):
+        name, args, key = worker.strategy_args.strategy_name, worker.model_args, f"{role}.model_args.lora_target"
+        involves = ("actor_train.model_args.lora_target", f"{role}.strategy_args.strategy_name")
+        if not args.lora_targets:
+            continue
+        if role == "actor_train" and name in TRAINERS - LORA_TRAINERS:
+            expected = f"null with {name}, or a strategy that trains adapters: {', '.join(sorted(LORA_TRAINERS))}"
+        elif role == "actor_infer" and _adapter(args) != _adapter(actor):
+            expected = f"null, or the adapter of actor_train: {_adapter(actor)}"
+        elif role not in ("actor_train", "actor_infer"):
+            expected = "null: only the actor has an adapter"
+        else:
+            continue
+        problems.append(ConfigProblem(key, args.lora_target, expected, involves=involves))
+    if config.uses_lora and config.uses_full_kl:
+        expected = "an estimator such as k3: with lora_target no reference sends hidden states"
+        problems.append(
+            ConfigProblem("kl_penalty", config.kl_penalty, expected, involves=("actor_train.model_args.lora_target",))
+        )
+    return problems
 
 
-def _valid_options(worker: WorkerConfig) -> object | None:
+def _adapter(args: ModelArguments) -> dict[str, object]:
+    """What must be the same of every copy of an adapter."""
+    return {key: getattr(args, key) for key in ("lora_target", "lora_rank", "lora_alpha")}
+
+
+RULES: tuple[Rule, ...] = (check_lengths, check_roles, check_parallelism, check_batches, check_lora)
+
+
+def valid_options(worker: WorkerConfig) -> object | None:
     """The strategy's options, or ``None`` when they are wrong (which is reported elsewhere) or not ours."""
     try:
         return worker.strategy_args.typed()
@@ -166,9 +215,19 @@ def _valid_options(worker: WorkerConfig) -> object | None:
         return None
 
 
-def _leftover_devices(worker: WorkerConfig, options: object) -> int:
-    """Devices that are too few to hold one more copy of the model."""
-    return worker.num_devices % options.model_parallel_size if isinstance(options, MegatronConfig) else 0
+def _undivided(role: str, worker: WorkerConfig, options: object, involves: tuple[str, ...]) -> ConfigProblem:
+    """Devices are left over that are too few to hold one more copy of the model."""
+    base = f"{role}.strategy_args.strategy_config"
+    sizes = {f"{base}.{key}": getattr(options, key) for key in PARALLEL_SIZES if hasattr(options, key)}
+    sizes[f"{role}.model_args.ulysses_size"] = worker.model_args.ulysses_size
+    wrong = max(sizes, key=lambda key: sizes[key])
+    words = " × ".join(f"{key.rpartition('.')[2]} {size}" for key, size in sizes.items() if size > 1)
+    fits = [n for n in range(1, worker.num_devices + 1) if worker.num_devices % n == 0]
+    others = worker.devices_per_copy // sizes[wrong]
+    near = [n for n in fits if worker.num_devices % (n * others) == 0]
+    expected = f"{words} = {worker.devices_per_copy} to divide the {worker.num_devices} devices of {role}"
+    hint = f"the nearest size that fits is {min(near, key=lambda n: abs(n - sizes[wrong]))}" if near else ""
+    return ConfigProblem(wrong, sizes[wrong], expected, hint, involves=(*involves, *(sizes.keys() - {wrong})))
 
 
 def _unread(role: str, section: str, hint: str) -> ConfigProblem:

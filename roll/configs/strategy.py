@@ -36,6 +36,26 @@ class Fsdp2Config(Config):
         default=None, description="Number format of computation. null: that of the weights."
     )
     reduce_dtype: Dtype | None = Field(default=None, description="Number format of gradient sums. null: fp32.")
+    tensor_parallel_size: int = Field(
+        default=1, ge=1, description="Workers that share the matrices of each layer; divides the workers and the heads."
+    )
+
+    activation_offload: bool = Field(
+        default=False,
+        description="Keep large activations that wait for the backward pass in host memory; best with gradient "
+        "checkpointing, which leaves the layers' inputs.",
+    )
+    checkpoint: Literal["whole", "sharded"] = Field(
+        default="whole",
+        description="Form of checkpoints. whole: a Hugging Face model folder and the optimizer beside it, which any "
+        "engine can continue from. sharded: each worker writes its own shards, nothing is gathered; any number of "
+        "workers of the same strategy can continue from it.",
+    )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Devices that work on the same sequences."""
+        return self.tensor_parallel_size
 
     def problems(self) -> list[str]:
         return ["fsdp_size: seen 0, expected -1 or at least 1"] if self.fsdp_size == 0 else []
@@ -47,61 +67,177 @@ class EngineConfig(Config):
     model_config = ConfigDict(extra="allow")
 
 
+AUTO = "auto"
+"""What DeepSpeed files of other projects say in place of a value that is decided elsewhere, or by DeepSpeed."""
+
+
 class DeepSpeedConfig(EngineConfig):
     """Options of `deepspeed_train` and `deepspeed_infer`: the keys of a DeepSpeed configuration file.
 
-    Batch sizes, gradient clipping and the optimizer come from `training_args`.
+    Batch sizes, gradient clipping, the optimizer and its schedule come from `training_args`. `auto` anywhere means the
+    same as leaving the key out.
     """
 
     zero_optimization: dict[str, Any] = Field(
         default_factory=dict, description="ZeRO options: stage, offload_param, offload_optimizer …"
     )
-    bf16: dict[str, Any] | None = Field(default=None, description="Passed on. null: model_args.dtype decides.")
-    fp16: dict[str, Any] | None = Field(default=None, description="Passed on. null: model_args.dtype decides.")
+    bf16: dict[str, Any] | None = Field(
+        default=None,
+        description="Passed on. null: model_args.dtype decides. Weights are kept, and gradients added up, in fp32 too; "
+        "with stage 0 the model runs under torch_autocast for that.",
+    )
+    fp16: dict[str, Any] | None = Field(
+        default=None, description="null: model_args.dtype decides. fp16 is for deepspeed_infer only."
+    )
+    optimizer: dict[str, Any] | None = Field(
+        default=None,
+        description="{type: AdamW, params: {torch_adam: false}} takes DeepSpeed's own Adam, which compiles itself when "
+        "it is first used, in place of PyTorch's. Its rates come from training_args.",
+    )
+
+    @property
+    def stage(self) -> int:
+        stage = self.zero_optimization.get("stage", AUTO)
+        return stage if type(stage) is int else 0
+
+    @property
+    def precision(self) -> Dtype | None:
+        """The number format that the file asks for, if it does."""
+        asked = {name: (getattr(self, name) or {}).get("enabled", AUTO) for name in ("bf16", "fp16")}
+        for name, enabled in asked.items():
+            if enabled is True:
+                return "bf16" if name == "bf16" else "fp16"
+        return "fp32" if asked["bf16"] is False else None
+
+    @property
+    def torch_adam(self) -> bool:
+        chosen = ((self.optimizer or {}).get("params") or {}).get("torch_adam", AUTO)
+        return True if chosen == AUTO else bool(chosen)
 
     def problems(self) -> list[str]:
-        stage = self.zero_optimization.get("stage", 0)
-        known = type(stage) is int and 0 <= stage <= 3
+        stage = self.zero_optimization.get("stage", AUTO)
+        known = stage == AUTO or (type(stage) is int and 0 <= stage <= 3)
         found = [] if known else [f"zero_optimization.stage: seen {stage!r}, expected 0, 1, 2 or 3"]
-        owned = {
-            "train_batch_size": "training_args.per_device_train_batch_size and gradient_accumulation_steps",
-            "train_micro_batch_size_per_gpu": "training_args.per_device_train_batch_size",
-            "gradient_accumulation_steps": "training_args.gradient_accumulation_steps",
-        }
         extra = self.model_extra or {}
-        # DeepSpeed files of other projects say "auto" here, which means the same as leaving the key out.
-        found += [f"{k}: seen {extra[k]!r}, expected {v}" for k, v in owned.items() if extra.get(k, "auto") != "auto"]
+        found += [
+            f"{key}: seen {extra[key]!r}, expected {instead}"
+            for key, instead in DEEPSPEED_ELSEWHERE.items()
+            if extra.get(key, AUTO) != AUTO
+        ]
+        return found + self._optimizer_problems() + self._section_problems()
+
+    def _optimizer_problems(self) -> list[str]:
+        options = self.optimizer or {}
+        found = []
+        kind, params = options.get("type", AUTO), options.get("params") or {}
+        if str(kind).lower() not in (AUTO, "adam", "adamw"):
+            found.append(f"optimizer.type: seen {kind!r}, expected AdamW")
+        if params.get("torch_adam", AUTO) not in (True, False, AUTO):
+            found.append(f"optimizer.params.torch_adam: seen {params['torch_adam']!r}, expected true or false")
+        return found + [
+            f"optimizer.params.{key}: seen {value!r}, expected training_args instead"
+            for key, value in params.items()
+            if key != "torch_adam" and value != AUTO
+        ]
+
+    def _section_problems(self) -> list[str]:
+        found = []
+        for section, least in (("offload_param", 3), ("offload_optimizer", 1)):
+            device = (self.zero_optimization.get(section) or {}).get("device", AUTO)
+            if device not in ("cpu", "none", None, AUTO):
+                found.append(f"zero_optimization.{section}.device: seen {device!r}, expected cpu or none")
+            if device == "cpu" and self.stage < least:
+                found.append(f"zero_optimization.stage: seen {self.stage} with {section}, expected at least {least}")
+        if self.zero_optimization.get("zenflow"):
+            found.append("zero_optimization.zenflow: seen, expected none: it takes steps before their end is known")
+        for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+            if (self.bf16 or {}).get(key, AUTO) is True:
+                found.append(f"bf16.{key}: seen true, expected false: these are kept in fp32")
+        enabled = [name for name in ("bf16", "fp16") if (getattr(self, name) or {}).get("enabled", AUTO) is True]
+        if len(enabled) == 2:
+            found.append("fp16.enabled: seen true beside bf16.enabled true, expected one of the two")
         return found
 
 
+DEEPSPEED_ELSEWHERE = {
+    "train_batch_size": "training_args.per_device_train_batch_size and gradient_accumulation_steps",
+    "train_micro_batch_size_per_gpu": "training_args.per_device_train_batch_size",
+    "gradient_accumulation_steps": "training_args.gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm instead",
+    "scheduler": "training_args.lr_scheduler_type instead",
+    "sequence_parallel_size": "model_args.ulysses_size instead",
+    "gradient_allreduce_op": "no such key: gradients are added up",
+    "managed_gradient_accumulation": "no such key: the trainer says which micro-batch is the last",
+    "tensor_parallel": "no such key; megatron_train has tensor parallelism",
+    "expert_parallel": "no such key; megatron_train has expert parallelism",
+    "pipeline": "no such key; megatron_train has pipeline parallelism",
+    "hybrid_engine": "no such key; actor_infer generates",
+    "data_efficiency": "no such key; the pipeline chooses the data",
+    "autotuning": "no such key; it would start runs of its own",
+    "activation_checkpointing": "model_args.disable_gradient_checkpointing instead",
+    "compile": "no such key",
+}
+"""Keys of a DeepSpeed configuration file that this library decides, and where."""
+
+
 class MegatronConfig(EngineConfig):
-    """Options of `megatron_train` and `megatron_infer`."""
+    """Options of `megatron_train` and `megatron_infer`.
+
+    Other keys are passed on to Megatron-Core's `TransformerConfig`, `DistributedDataParallelConfig` and
+    `OptimizerConfig`, whichever have a field of that name.
+    """
 
     tensor_model_parallel_size: int = Field(
         default=1, ge=1, description="Devices that share the matrices of each layer."
     )
     pipeline_model_parallel_size: int = Field(default=1, ge=1, description="Stages that the layers are dealt out to.")
-    expert_model_parallel_size: int = Field(
-        default=1, ge=1, description="Devices that the experts of a MoE layer share."
-    )
-    context_parallel_size: int = Field(default=1, ge=1, description="Devices that share one long sequence.")
     virtual_pipeline_model_parallel_size: int | None = Field(
         default=None, ge=1, description="Model chunks per pipeline stage (interleaved schedule)."
     )
+    num_layers_in_first_pipeline_stage: int | None = Field(
+        default=None, ge=1, description="Layers of the first stage. null: as many as the others have."
+    )
+    num_layers_in_last_pipeline_stage: int | None = Field(
+        default=None, ge=1, description="Layers of the last stage. null: as many as the others have."
+    )
+    expert_model_parallel_size: int = Field(
+        default=1, ge=1, description="Devices that the experts of a MoE layer share."
+    )
+    expert_tensor_parallel_size: int | None = Field(
+        default=None, ge=1, description="Devices that share the matrices of each expert. null: as for other layers."
+    )
+    context_parallel_size: int = Field(default=1, ge=1, description="Devices that share one long sequence.")
     sequence_parallel: bool = Field(
         default=False, description="Also split normalisation and dropout over the tensor-parallel devices."
     )
     recompute_granularity: Literal["full", "selective"] | None = Field(
-        default=None, description="Activations computed again in the backward pass: whole layers, or attention only."
+        default=None,
+        description="Activations computed again in the backward pass: those of whole layers, or of recompute_modules. "
+        "null: whole layers, unless model_args.disable_gradient_checkpointing.",
+    )
+    recompute_method: Literal["uniform", "block"] | None = Field(
+        default=None,
+        description="With granularity full: all layers, in groups of recompute_num_layers that keep one input "
+        "(uniform, the default), or only the first recompute_num_layers of each stage (block).",
+    )
+    recompute_num_layers: int | None = Field(
+        default=None, ge=1, description="Layers per group (uniform) or per stage (block). null: 1."
+    )
+    recompute_modules: list[str] | None = Field(
+        default=None, description="With granularity selective: core_attn, mlp, moe, layernorm … null: core_attn."
     )
     moe_layer_recompute: bool = Field(default=False, description="Compute MoE layers again in the backward pass.")
-    moe_token_dispatcher_type: Literal["allgather", "alltoall"] | None = Field(
-        default=None, description="How tokens travel to their experts. null: the engine's default."
+    moe_token_dispatcher_type: Literal["allgather", "alltoall"] = Field(
+        default="alltoall", description="How tokens travel to their experts."
     )
-    moe_grouped_gemm: bool = Field(default=False, description="One grouped matrix product for all experts.")
+    moe_grouped_gemm: bool = Field(default=False, description="One grouped matrix product for all experts (GPU).")
     moe_shared_expert_overlap: bool = Field(
         default=False, description="Compute the shared expert while the dispatcher communicates."
     )
+    moe_aux_loss_coeff: float = Field(
+        default=0.0, ge=0, description="Weight of the loss that balances experts, a mean over micro-batches and ranks."
+    )
+    freeze_moe_router: bool = Field(default=False, description="Do not train the routers.")
     overlap_grad_reduce: bool = Field(default=False, description="Reduce gradients while the backward pass still runs.")
     use_distributed_optimizer: bool = Field(
         default=True, description="Shard the optimizer states over data-parallel ranks."
@@ -112,43 +248,109 @@ class MegatronConfig(EngineConfig):
         """Devices that hold one copy of the model (experts live inside the data-parallel dimension)."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
+    @property
+    def virtual_stages(self) -> int | None:
+        """Model chunks per stage, if there are several."""
+        size = self.virtual_pipeline_model_parallel_size
+        return None if size == 1 else size
+
+    @property
+    def expert_tensor_size(self) -> int:
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """What goes to the fields of Megatron's configurations under the same name."""
+        ours = {
+            "freeze_moe_router",
+            "moe_layer_recompute",
+            "recompute_granularity",
+            "recompute_method",
+            "recompute_modules",
+            "recompute_num_layers",
+        }
+        arguments = {name: value for name, value in self if name not in ours}
+        return arguments | {"virtual_pipeline_model_parallel_size": self.virtual_stages}
+
     def problems(self) -> list[str]:
         found = []
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             found.append("sequence_parallel: seen true with tensor_model_parallel_size 1, expected at least 2")
-        if self.virtual_pipeline_model_parallel_size and self.pipeline_model_parallel_size == 1:
+        if self.virtual_stages and self.pipeline_model_parallel_size == 1:
             found.append(
                 "virtual_pipeline_model_parallel_size: seen with pipeline_model_parallel_size 1, expected at least 2"
+            )
+        if self.moe_layer_recompute and self.recompute_granularity == "full":
+            found.append("moe_layer_recompute: seen true with recompute_granularity full, which includes MoE layers")
+        for key in ("recompute_method", "recompute_num_layers"):
+            if getattr(self, key) is not None and self.recompute_granularity == "selective":
+                found.append(f"{key}: seen with recompute_granularity selective, expected recompute_granularity full")
+        if self.recompute_modules is not None and self.recompute_granularity != "selective":
+            found.append("recompute_modules: seen without recompute_granularity selective")
+        if self.moe_shared_expert_overlap and self.moe_token_dispatcher_type != "alltoall":
+            found.append(
+                "moe_shared_expert_overlap: seen true with allgather, expected moe_token_dispatcher_type alltoall"
             )
         return found
 
 
 class VllmConfig(EngineConfig):
-    """Options of `vllm`."""
+    """Options of `vllm`: arguments of its `AsyncEngineArgs`. Others than these are passed on.
+
+    The model, its dtype, the seed, the number of running requests and LoRA come from elsewhere.
+    """
 
     gpu_memory_utilization: float = Field(
-        default=0.8, gt=0, le=1, description="Share of the device memory vLLM may take."
+        default=0.8, gt=0, le=1, description="Share of the device memory vLLM may take (not on a CPU)."
+    )
+    kv_cache_memory_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="Size of the KV cache. null: what gpu_memory_utilization leaves; on a CPU, enough for all running "
+        "requests within a quarter of the free memory.",
     )
     tensor_parallel_size: int | None = Field(
         default=None, ge=1, description="Devices of one engine. null: num_gpus_per_worker."
     )
-    block_size: int = Field(default=16, ge=1, description="Tokens per block of the KV cache.")
+    block_size: int = Field(
+        default=16, ge=1, description="Tokens per block of the KV cache; on a CPU rounded up to a multiple of 32."
+    )
     max_model_len: int | None = Field(default=None, ge=1, description="Longest context. null: sequence_length.")
     load_format: str = Field(
         default="auto", description="dummy skips reading weights, since they are synchronised anyway."
     )
-    enforce_eager: bool = Field(default=False, description="Do not capture CUDA graphs.")
+    enforce_eager: bool = Field(default=False, description="Do not capture CUDA graphs (a CPU has none).")
+    enable_prefix_caching: bool = Field(
+        default=True, description="Reuse the cache of prompts that begin alike, until the next weights."
+    )
 
 
 class SglangConfig(EngineConfig):
-    """Options of `sglang`."""
+    """Options of `sglang`: arguments of its `ServerArgs`. Others than these are passed on.
 
+    The model, its dtype, the seed, the number of running requests and LoRA come from elsewhere.
+    """
+
+    python_executable: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Interpreter of the environment that SGLang is installed in, as its packages agree with no other "
+        "engine's (`scripts/make_sglang_env.sh` makes one). null: that of the run.",
+    )
     mem_fraction_static: float = Field(
         default=0.8, gt=0, le=1, description="Share of the device memory for weights and KV cache."
+    )
+    max_total_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens in the KV cache. null: what mem_fraction_static leaves; on a CPU, enough for all running "
+        "requests within a quarter of the free memory.",
     )
     tp_size: int | None = Field(default=None, ge=1, description="Devices of one engine. null: num_gpus_per_worker.")
     load_format: str = Field(
         default="auto", description="dummy skips reading weights, since they are synchronised anyway."
+    )
+    disable_radix_cache: bool = Field(
+        default=False, description="Compute every prompt anew instead of reusing the cache of those that begin alike."
     )
 
 

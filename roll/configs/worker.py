@@ -12,7 +12,7 @@ from roll.configs.devices import DeviceMapping
 from roll.configs.generating import GeneratingArguments
 from roll.configs.model import ModelArguments
 from roll.configs.schema import Described
-from roll.configs.strategy import MegatronConfig, StrategyArguments
+from roll.configs.strategy import Fsdp2Config, MegatronConfig, StrategyArguments
 from roll.configs.training import TrainingArguments
 
 
@@ -107,10 +107,16 @@ class WorkerConfig(Config):
         return self.world_size or 1
 
     @property
-    def data_parallel_size(self) -> int:
-        """Copies of the model that share a batch: the devices, over tensor × pipeline × context size for Megatron."""
+    def devices_per_copy(self) -> int:
+        """Devices that work on the same sequences: tensor × pipeline × context parallel size, times ulysses_size."""
         options = self.strategy_args.typed()
-        return self.num_devices // (options.model_parallel_size if isinstance(options, MegatronConfig) else 1)
+        split = options.model_parallel_size if isinstance(options, MegatronConfig | Fsdp2Config) else 1
+        return split * self.model_args.ulysses_size
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the model that share a batch."""
+        return self.num_devices // self.devices_per_copy
 
     @property
     def global_train_batch_size(self) -> int:

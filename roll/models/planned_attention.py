@@ -65,6 +65,7 @@ def _attention(
     if attention_plan is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     assert query.shape[0] == 1, "a planned row is alone"
+    attention_plan = attention_plan.to(query.device)  # parameters that wait in host memory do not say where it runs
     blocks = attention_plan.blocks
     query_index = torch.cat([block.query_RQ.flatten() for block in blocks])
     key_index = torch.cat([block.key_RJ.flatten() for block in blocks])

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 
 RECIPE_VERSION = 1
@@ -61,22 +61,24 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make_tiny_model(path: Path, seed: int) -> None:
-    """Writes the tokenizer and a randomly initialised model to ``path`` (replaced if it exists).
+def tiny_config(num_heads: int = 4) -> Qwen2Config:
+    """The model's sizes.
 
     ``initializer_range`` is 0.1: with 0.02 a model this narrow hardly learns.
+
+    Args:
+        num_heads: attention heads, which share 64 units.
     """
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2Config
 
     tokenizer = make_tokenizer()
-    config = Qwen2Config(
+    return Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=192,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
         max_position_embeddings=2048,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
@@ -85,6 +87,21 @@ def make_tiny_model(path: Path, seed: int) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
+
+
+def make_tiny_model(path: Path, seed: int, num_heads: int = 4) -> None:
+    """Writes the tokenizer and a randomly initialised model to ``path`` (replaced if it exists).
+
+    Args:
+        path: its folder.
+        seed: of the weights.
+        num_heads: see ``tiny_config``.
+    """
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    tokenizer = make_tokenizer()
+    config = tiny_config(num_heads)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config).float()

@@ -28,7 +28,7 @@ from roll.data.batch import Batch
 from roll.distributed.executor.cluster import Cluster
 from roll.distributed.executor.errors import ClusterError, RpcTimeoutError, WorkerDiedError
 from roll.distributed.strategy.base import Metrics
-from roll.pipeline.model_cluster import ModelCluster, plan_optimizer_steps
+from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter, plan_optimizer_steps
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.tracking.checkpointer import Checkpointer, CheckpointError
@@ -114,8 +114,10 @@ class RLPipeline(ABC):
             if (step - 1) % self.config.actor_train.model_update_frequency == 0:
                 self.roles.sync_weights(step - 1)
         with phase("rollout") as span:
+            self.roles.prepare_rollout()
             batch, metrics = self.rollout(step)
             span.tokens = int(batch.loss_mask_T.sum())
+        metrics |= self.roles.residency.memory("rollout")
         with phase("logprobs") as span:
             steps = self.plan_training(batch, step)
             batch = self.score(batch, needs_old_logprobs=len(steps) > 1)
@@ -125,7 +127,7 @@ class RLPipeline(ABC):
                 batch, shaping_metrics = self.shape(batch)
             self.intact = False
             with phase("train") as span:
-                train_metrics = self.train(batch, steps, step)
+                train_metrics = self.train(batch, steps, step) | self.roles.residency.memory("train")
                 span.tokens = batch.num_tokens * self.config.ppo_epochs
             self.done_steps, self.unreported = step, metrics | shaping_metrics | train_metrics
             self.intact = True
@@ -296,7 +298,7 @@ def set_losses(roles: Roles, config: RLConfig) -> None:
         roles.critic.call("set_loss", build_value_loss, config)
 
 
-def _with_scores(batch: Batch, roles: Mapping[str, ModelCluster | None]) -> Batch:
+def _with_scores(batch: Batch, roles: Mapping[str, ModelCluster | WithoutAdapter | None]) -> Batch:
     """The batch with the columns that each role computes, named by the first of them; the roles work side by side."""
     pending = {name: (role, role.submit_logprobs(batch)) for name, role in roles.items() if role is not None}
     columns: dict[str, Tensor | None] = {}

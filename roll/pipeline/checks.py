@@ -6,21 +6,25 @@ import glob
 import importlib.util
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import roll.agentic.env as envs
 from roll.configs.agentic import MANAGERS, AgenticConfig
+from roll.configs.base import Config
 from roll.configs.env import CustomEnvConfig
 from roll.configs.problems import NOTHING, ConfigProblem, Words
 from roll.configs.rl import TINY, RLConfig
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.rules import Rule, sections
+from roll.configs.rules import Rule, sections, valid_options
 from roll.configs.schema import nearest
-from roll.configs.strategy import GENERATORS, STRATEGY_CONFIGS, TRAINERS
+from roll.configs.strategy import GENERATORS, STRATEGY_CONFIGS, TRAINERS, EngineConfig, MegatronConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.executor.errors import PlacementError
 from roll.distributed.executor.resources import RoleRequest, plan_placement, pretend_nodes
 from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.engines import PACKAGES
 from roll.tracking import TRACKERS
 from roll.utils.registry import UnknownNameError
 
@@ -83,6 +87,7 @@ def check_data_plugins(config: RLVRConfig) -> list[ConfigProblem]:
 def _sentence_problem(prefix: str, text: str) -> ConfigProblem:
     """``key: what was seen, expected what`` with the key's full path."""
     key, _, rest = text.partition(": ")
+    key = key.split()[0]
     seen, _, expected = rest.removeprefix("seen ").rpartition(", expected ")
     return ConfigProblem(prefix + key, Words(seen) if seen else NOTHING, expected or rest)
 
@@ -107,6 +112,66 @@ def check_strategies(config: RLConfig) -> list[ConfigProblem]:
         elif role == "actor_infer" and name in STRATEGY_CONFIGS and name not in GENERATORS:
             problems.append(ConfigProblem(path, name, f"a strategy that generates: {', '.join(sorted(GENERATORS))}"))
     return problems
+
+
+def check_engine_options(config: RLConfig) -> list[ConfigProblem]:
+    """Options that are passed on to an engine exist there. What the engine takes is read from its source."""
+    problems: list[ConfigProblem] = []
+    for role, worker in sections(config):
+        name, options = worker.strategy_args.strategy_name, worker.strategy_args.strategy_config
+        if options and issubclass(STRATEGY_CONFIGS.get(name, Config), EngineConfig):
+            check = getattr(import_module(STRATEGIES.get(name).__module__), "check_engine_options")  # noqa: B009
+            prefix = f"{role}.strategy_args.strategy_config."
+            problems += [_sentence_problem(prefix, text) for text in check(options)]
+    return problems
+
+
+def check_fit(config: RLConfig) -> list[ConfigProblem]:
+    """The model's sizes divide into the parallel layout, for models whose configuration is on this machine."""
+    problems: list[ConfigProblem] = []
+    for role, worker in sections(config):
+        name, options = worker.strategy_args.strategy_name, valid_options(worker)
+        split = 1 if options is None else worker.devices_per_copy
+        sizes = _model_config(config, role) if split > 1 or isinstance(options, MegatronConfig) else None
+        if sizes is None:
+            continue
+        if isinstance(options, MegatronConfig):
+            from roll.distributed.strategy.megatron import check_model_fit
+
+            for text in check_model_fit(sizes, options):
+                key = text.partition(":")[0].split()[0]
+                if key in MegatronConfig.model_fields:
+                    problems.append(_sentence_problem(f"{role}.strategy_args.strategy_config.", text))
+                else:
+                    expected = "a strategy that can run the model, such as fsdp2_train"
+                    problems.append(ConfigProblem(f"{role}.strategy_args.strategy_name", name, expected, text))
+        elif sizes.num_attention_heads % split:
+            heads = sizes.num_attention_heads
+            nearest_size = min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - split))
+            ulysses = worker.model_args.ulysses_size > 1
+            key = "model_args.ulysses_size" if ulysses else "strategy_args.strategy_config.tensor_parallel_size"
+            seen = worker.model_args.ulysses_size if ulysses else split
+            hint = f"the nearest is {nearest_size} in all"
+            problems.append(
+                ConfigProblem(f"{role}.{key}", seen, f"sizes that divide the {heads} attention heads", hint)
+            )
+    return problems
+
+
+def _model_config(config: RLConfig, role: str) -> Any:
+    """The configuration of a role's model; ``None`` if it is not on this machine or cannot be read."""
+    from roll.models.loading import load_config
+    from roll.models.tiny import tiny_config
+
+    path = config.reward_pretrain if role == "critic" and config.reward_pretrain else config.pretrain
+    if path == TINY:
+        return tiny_config(config.tiny_num_heads)
+    if not (Path(path).expanduser() / "config.json").is_file():
+        return None
+    try:
+        return load_config(path, getattr(config, role).model_args.model_config_kwargs).get_text_config()
+    except (OSError, ValueError):
+        return None  # loading it will say what is wrong
 
 
 def check_plugins(config: RLConfig) -> list[ConfigProblem]:
@@ -144,6 +209,11 @@ def check_models(config: RLConfig) -> list[ConfigProblem]:
             problems.append(
                 ConfigProblem(key, model, "tiny, an existing model folder, or an org/name on the hub", hint)
             )
+    generator = config.actor_infer.strategy_args.strategy_name
+    if config.pretrain == TINY and generator == "vllm" and config.tiny_num_heads > 2:
+        expected = "2 with vllm, whose attention kernels take heads of 32 units at least"
+        involved = ("pretrain", "actor_infer.strategy_args.strategy_name")
+        problems.append(ConfigProblem("tiny_num_heads", config.tiny_num_heads, expected, involves=involved))
     if isinstance(config.resume_from_checkpoint, str) and not Path(config.resume_from_checkpoint).is_dir():
         seen = config.resume_from_checkpoint
         problems.append(ConfigProblem("resume_from_checkpoint", seen, "true, false or an existing checkpoint folder"))
@@ -175,16 +245,18 @@ def check_placement(config: RLConfig) -> list[ConfigProblem]:
 
 
 def missing_engines(config: RLConfig) -> list[ConfigProblem]:
-    """Strategies whose configuration is understood but whose engine this version cannot start."""
+    """Strategies whose package is not installed here; such a configuration can be checked, but not run."""
     return [
         ConfigProblem(
             f"{role}.strategy_args.strategy_name",
             name,
-            f"an engine of this version: {', '.join(STRATEGIES.names())}",
-            "the configuration is valid and can be checked with --validate-only, but not run yet",
+            f"the package {package.module} to be installed",
+            f"pip install 'roll-rl[{package.extra}]'; --validate-only checks a configuration without it",
         )
         for role, worker in config.roles.items()
-        if (name := worker.strategy_args.strategy_name) in STRATEGY_CONFIGS and name not in STRATEGIES
+        if (package := PACKAGES.get(name := worker.strategy_args.strategy_name)) is not None
+        and not package.installed
+        and not worker.strategy_args.strategy_config.get("python_executable")  # an environment of its own
     ]
 
 
@@ -222,7 +294,14 @@ def describe_placement(config: RLConfig) -> list[str]:
     return plan_placement(role_requests(config), nodes).describe()
 
 
-_CHECKS: tuple[Rule, ...] = (check_strategies, check_plugins, check_models, check_placement)
+_CHECKS: tuple[Rule, ...] = (
+    check_strategies,
+    check_engine_options,
+    check_fit,
+    check_plugins,
+    check_models,
+    check_placement,
+)
 CHECKS: dict[type[RLConfig], tuple[Rule, ...]] = {
     AgenticConfig: (check_envs, *_CHECKS),
     RLVRConfig: (check_verifiers, check_data_plugins, *_CHECKS),

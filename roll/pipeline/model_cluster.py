@@ -14,7 +14,8 @@ from torch import Tensor
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.distributed.executor.cluster import Cluster
-from roll.distributed.strategy.base import Metrics, RankInfo, StrategyContext
+from roll.distributed.strategy.base import Metrics, RankInfo, States, StrategyContext
+from roll.pipeline.residency import Residency
 
 
 def plan_optimizer_steps(num_rows: int, steps_per_epoch: int, epochs: int, seed: int) -> list[Tensor]:
@@ -33,11 +34,22 @@ def plan_optimizer_steps(num_rows: int, steps_per_epoch: int, epochs: int, seed:
 
 
 class ModelCluster:
-    """The cluster of one scoring or training role, with its data-parallel layout."""
+    """The cluster of one scoring or training role, with its data-parallel layout.
 
-    def __init__(self, cluster: Cluster) -> None:
+    Args:
+        cluster: its workers.
+        residency: knows what is on the devices; each use of the role brings what it needs. ``None``: all is there.
+    """
+
+    def __init__(self, cluster: Cluster, residency: Residency | None = None) -> None:
         self.cluster = cluster
+        self._residency = residency
         self._ranks: list[RankInfo] = []
+
+    def bring(self, what: States) -> None:
+        """Takes states to the devices; see ``Residency``."""
+        if self._residency is not None:
+            self._residency.bring({self.cluster.name: what})
 
     def setup(self, context: StrategyContext) -> None:
         """Loads the model on all workers; called again, it starts over."""
@@ -45,6 +57,8 @@ class ModelCluster:
 
     def submit_setup(self, context: StrategyContext) -> list[ray.ObjectRef]:
         """Starts loading and returns at once, so that roles load side by side."""
+        if self._residency is not None:
+            self._residency.loading(self.cluster.name)
         self.cluster.rendezvous()
         return self.cluster.submit_each("setup", [(context.at_rank(rank, self.size),) for rank in range(self.size)])
 
@@ -63,11 +77,17 @@ class ModelCluster:
         """Scores the batch, its rows spread over the data-parallel ranks."""
         return self.gather_scores(batch, *self.submit_logprobs(batch))
 
-    def submit_logprobs(self, batch: Batch) -> tuple[list[Tensor], list[ray.ObjectRef]]:
-        """Starts scoring and returns at once, so that roles on other devices can work meanwhile."""
+    def submit_logprobs(self, batch: Batch, adapter: bool = True) -> tuple[list[Tensor], list[ray.ObjectRef]]:
+        """Starts scoring and returns at once, so that roles on other devices can work meanwhile.
+
+        Args:
+            batch: what to score.
+            adapter: with LoRA, whether the adapter counts.
+        """
         parts = batch.split(self.dp_size)
         shares = [ray.put(batch.select(part)) for part in parts]
-        refs = self.cluster.submit_each("logprobs", [(shares[rank.dp_rank],) for rank in self._ranks])
+        self.bring(States.WEIGHTS)
+        refs = self.cluster.submit_each("logprobs", [(shares[rank.dp_rank], adapter) for rank in self._ranks])
         return parts, refs
 
     def gather_scores(self, batch: Batch, parts: list[Tensor], refs: list[ray.ObjectRef]) -> TokenScores:
@@ -89,6 +109,7 @@ class ModelCluster:
                 per_rank[dp_rank].append(rows[part])
         shares = [_own_rows(batch, rank_steps) for rank_steps in per_rank]
         refs = [(ray.put(own), local_steps) for own, local_steps in shares]
+        self.bring(States.ALL)
         return self.cluster.submit_each("train", [refs[rank.dp_rank] for rank in self._ranks])
 
     def gather_train(self, refs: list[ray.ObjectRef]) -> list[Metrics]:
@@ -100,13 +121,30 @@ class ModelCluster:
         return self.gather_train(self.submit_train(batch, steps))
 
     def save(self, path: Path) -> None:
+        self.bring(States.WEIGHTS | States.OPTIMIZER)
         self.cluster.call("save", path)
 
     def load(self, path: Path) -> None:
+        self.bring(States.WEIGHTS | States.OPTIMIZER)
         self.cluster.call("load", path)
 
     def call(self, method: str, *args: Any) -> list[Any]:
         return self.cluster.call(method, *args)
+
+
+class WithoutAdapter:
+    """The reference of a LoRA run: the actor as it was before its adapter.
+
+    Args:
+        actor: the trained role.
+    """
+
+    def __init__(self, actor: ModelCluster) -> None:
+        self._actor = actor
+        self.gather_scores = actor.gather_scores
+
+    def submit_logprobs(self, batch: Batch) -> tuple[list[Tensor], list[ray.ObjectRef]]:
+        return self._actor.submit_logprobs(batch, adapter=False)
 
 
 def _scatter(batch: Batch, parts: Sequence[Tensor], values: Sequence[Tensor | None]) -> Tensor | None:

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import ray
-
+from roll.configs.model import ModelArguments
 from roll.configs.rl import RLConfig
 from roll.configs.training import TrainingArguments
 from roll.distributed.executor.cluster import Cluster
-from roll.distributed.strategy.base import StrategyContext
-from roll.pipeline.model_cluster import ModelCluster
+from roll.distributed.strategy.base import LoraSpec, States, StrategyContext
+from roll.distributed.weights.sync import WeightSync
+from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter
+from roll.pipeline.residency import Residency
 
 logger = logging.getLogger(__name__)
 
@@ -28,12 +29,15 @@ class Roles:
 
     def __init__(self, config: RLConfig, clusters: Mapping[str, Cluster]) -> None:
         self.config = config
-        self.actor = ModelCluster(clusters["actor_train"])
+        self.residency = Residency({role: clusters[role] for role in config.roles if role in clusters})
+        self.actor = ModelCluster(clusters["actor_train"], self.residency)
         self.infer = clusters["actor_infer"]
-        self.critic = ModelCluster(clusters["critic"]) if "critic" in clusters else None
-        self.reference = ModelCluster(clusters["reference"]) if "reference" in clusters else None
-        self.version = -1
-        self._buckets: list[ray.ObjectRef] = []
+        self.critic = ModelCluster(clusters["critic"], self.residency) if "critic" in clusters else None
+        self.reference: ModelCluster | WithoutAdapter | None = None
+        if "reference" in clusters:
+            self.reference = ModelCluster(clusters["reference"], self.residency)
+        elif config.uses_reference and config.uses_lora:
+            self.reference = WithoutAdapter(self.actor)
 
     def setup(self, model_path: str, critic_path: str, total_optimizer_steps: int) -> None:
         """Loads the policy everywhere, the same weights in all its roles.
@@ -44,39 +48,61 @@ class Roles:
             total_optimizer_steps: horizon of the learning-rate schedules.
         """
         loading = []
-        if self.reference is not None:
+        if isinstance(self.reference, ModelCluster):
             loading.append((self.reference, self.reference.submit_setup(self._context("reference", model_path))))
         if self.critic is not None:
             critic = replace(self._context("critic", critic_path), head="value")
             critic = replace(critic, total_optimizer_steps=total_optimizer_steps)
             loading.append((self.critic, self.critic.submit_setup(critic)))
-        self.setup_policy(model_path, total_optimizer_steps, self.config.actor_train.training_args)
+        lora = _lora(self.config.actor_train.model_args)
+        self.setup_policy(model_path, total_optimizer_steps, self.config.actor_train.training_args, lora)
         for role, refs in loading:
             role.gather_setup(refs)
 
-    def setup_policy(self, model_path: str, total_optimizer_steps: int, training_args: TrainingArguments) -> None:
+    def setup_policy(
+        self,
+        model_path: str,
+        total_optimizer_steps: int,
+        training_args: TrainingArguments,
+        lora: LoraSpec | None = None,
+    ) -> None:
         """Loads the policy into the training and the generating workers, with a fresh optimizer."""
-        context = self._context("actor_train", model_path)
+        context = replace(self._context("actor_train", model_path), lora=lora)
         worker = context.worker.model_copy(update={"training_args": training_args})
         refs = self.actor.submit_setup(replace(context, worker=worker, total_optimizer_steps=total_optimizer_steps))
-        self._infer_context = self._context("actor_infer", model_path)
+        self._infer_context = replace(self._context("actor_infer", model_path), lora=lora)
+        self.residency.loading(self.infer.name)
         self.infer.call("setup", self._infer_context, self.config.generate_opt_level == 1)
         self.actor.gather_setup(refs)
-        self.version = -1
+        self._weights = WeightSync(
+            self.actor.cluster,
+            self.infer,
+            bucket_bytes=self.config.model_update_buffer_size_mb << 20,
+            adapter_only=self._infer_context.lora is not None,
+            trains_between=self.config.actor_train.model_update_frequency > 1,
+        )
 
     def sync_weights(self, version: int) -> None:
-        """Sends the actor's weights to the generating workers, bucket by bucket, through the object store."""
-        bucket_bytes = self.config.model_update_buffer_size_mb << 20
-        self._buckets = self.actor.call("export_weights", bucket_bytes)[0]
-        self.version = version
-        self.infer.call("update_weights", self._buckets, version)
+        """Sends the actor's weights to the generating workers, see ``WeightSync``; they are then ready to generate."""
+        self._bring_both()
+        self._weights.sync(version)
+        self.prepare_rollout()
+
+    def prepare_rollout(self) -> None:
+        """Gives the generating workers their devices."""
+        self.residency.bring({self.infer.name: States.ALL})
 
     def restart_generator(self, rank: int) -> None:
-        """Starts a dead generating worker anew with the current weights."""
+        """Starts a dead generating worker anew with the weights that the others have."""
         self.infer.restart(rank)
         self.infer.call_rank(rank, "setup", self._infer_context, self.config.generate_opt_level == 1)
-        if self.version >= 0:
-            self.infer.call_rank(rank, "update_weights", self._buckets, self.version)
+        self._bring_both()
+        self._weights.restore(rank)
+        self.prepare_rollout()
+
+    def _bring_both(self) -> None:
+        """Sender and receivers of weights, and nothing more where they share devices."""
+        self.residency.bring({self.actor.cluster.name: States.WEIGHTS, self.infer.name: States.ALL})
 
     def save(self, path: Path) -> None:
         """Writes what a resumed run needs of every trained role."""
@@ -104,3 +130,10 @@ class Roles:
             sequence_length=config.sequence_length,
             max_running_requests=config.max_running_requests,
         )
+
+
+def _lora(args: ModelArguments) -> LoraSpec | None:
+    """The actor's adapter, if it trains one."""
+    if not args.lora_targets:
+        return None
+    return LoraSpec(args.lora_rank, args.lora_alpha or 2 * args.lora_rank, args.lora_targets, args.lora_dropout)

@@ -63,6 +63,7 @@ def tiny_folder(config: RLConfig, recipe: Mapping[str, Any]) -> Path:
     full = {
         "version": RECIPE_VERSION,
         "seed": config.seed,
+        "heads": config.tiny_num_heads,
         "template": config.actor_train.data_args.template,
         "temperature": config.actor_infer.generating_args.temperature,
         **recipe,
@@ -71,12 +72,12 @@ def tiny_folder(config: RLConfig, recipe: Mapping[str, Any]) -> Path:
     return Path(config.output_dir).expanduser().resolve() / "tiny" / digest
 
 
-def ensure_init(folder: Path, seed: int) -> Path:
+def ensure_init(folder: Path, config: RLConfig) -> Path:
     """The untrained model, made if it is not there."""
     path = folder / "init"
     if not (path / "config.json").exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        make_tiny_model(path, seed=derive_seed(seed, "tiny"))
+        make_tiny_model(path, derive_seed(config.seed, "tiny"), config.tiny_num_heads)
     return path
 
 
@@ -93,7 +94,7 @@ def ensure_warm(folder: Path, config: RLConfig, session: RunSession, roles: Role
     Raises:
         WarmStartError: success or format ended outside the window.
     """
-    init, warm = ensure_init(folder, config.seed), folder / "warm"
+    init, warm = ensure_init(folder, config), folder / "warm"
     if (warm / REPORT).exists():
         logger.info("warm start: using %s", warm)
         return warm

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 
@@ -22,10 +23,17 @@ from roll.distributed.strategy.base import (
     Metrics,
     RankInfo,
     ScoreStrategy,
+    States,
     StrategyContext,
     TrainStrategy,
     WeightBucket,
 )
+from roll.distributed.weight_sync import host_bytes
+from roll.distributed.weights.messages import Message, Payload, Reply
+from roll.distributed.weights.receiver import WeightReceiver
+from roll.distributed.weights.routes import Link
+from roll.distributed.weights.sender import Delivery, WeightOrder, WeightSender
+from roll.pipeline.residency import memory_gb
 
 logger = logging.getLogger(__name__)
 
@@ -36,21 +44,46 @@ class ScoreWorker(Worker):
     """Scores batches: the reference, and the part that every model role shares."""
 
     strategy: ScoreStrategy
+    _loaded = False
 
     def setup(self, context: StrategyContext) -> RankInfo:
         """Builds the strategy and loads its model. Called again, it starts over from ``context``."""
+        if hasattr(self, "strategy"):
+            self.strategy.shutdown()
         self.strategy = STRATEGIES.get(context.worker.strategy_args.strategy_name)(context)
         self.context = context
-        return self.strategy.setup()
+        info = self.strategy.setup()
+        self._loaded = True
+        return info
 
-    def logprobs(self, batch: Batch) -> TokenScores:
-        return self.strategy.logprobs(batch)
+    def offload(self, what: States) -> None:
+        """Moves states off the device; nothing, if there are none because ``setup`` failed."""
+        if self._loaded:
+            self.strategy.offload(what)
+
+    def onload(self, what: States) -> None:
+        """Takes states back to the device."""
+        self.strategy.onload(what)
+
+    def memory_gb(self) -> Metrics:
+        return memory_gb()
+
+    def logprobs(self, batch: Batch, adapter: bool = True) -> TokenScores:
+        """Scores a share; ``adapter`` False leaves out the actor's LoRA adapter."""
+        if adapter:
+            return self.strategy.logprobs(batch)
+        return cast("TrainStrategy", self.strategy).logprobs(batch, adapter=False)
 
 
 class TrainWorker(ScoreWorker):
     """Trains: the actor and the critic."""
 
     strategy: TrainStrategy
+
+    def setup(self, context: StrategyContext) -> RankInfo:
+        self._sender: WeightSender | None = None
+        self._kept: dict[Payload, list[ray.ObjectRef]] = {}
+        return super().setup(context)
 
     def set_loss(self, build: Callable[..., LossFn], *args: Any) -> None:
         """Fixes the loss: ``build(*args)`` runs here, so that only a function's name and its configuration travel."""
@@ -68,9 +101,39 @@ class TrainWorker(ScoreWorker):
         """
         return [self.strategy.train_step(batch.select(rows), self.loss_fn) for rows in optimizer_steps]
 
-    def export_weights(self, bucket_bytes: int) -> list[ray.ObjectRef]:
-        """Puts the weights into the object store, bucket by bucket; other ranks than 0 only take part."""
-        return [ray.put(bucket) for bucket in self.strategy.export_weights(bucket_bytes) if self.context.rank == 0]
+    def send_weights(self, order: WeightOrder) -> Delivery | None:
+        """Exports and sends; every rank must take part. Returns what rank 0 delivered.
+
+        Raises:
+            WeightTransferError: a receiver refused the update.
+            RpcTimeoutError: a receiver gave no answer in time.
+        """
+        self._kept.pop(order.payload, None)
+        export = getattr(self.strategy, "export_adapter" if order.payload == "adapter" else "export_weights")
+        buckets: Iterator[WeightBucket] = export(order.bucket_bytes)
+        try:
+            if self.context.rank == 0:
+                return self._send(order, self._keeping(order, buckets) if order.keep else buckets)
+        finally:
+            for _ in buckets:  # other ranks wait for this one in every gather, also when sending failed
+                pass
+        return None
+
+    def resend_weights(self, order: WeightOrder) -> Delivery:
+        """Sends the buckets that the last update of this kind has kept; for rank 0 alone."""
+        return self._send(order, (ray.get(ref) for ref in self._kept[order.payload]))
+
+    def _send(self, order: WeightOrder, buckets: Iterable[WeightBucket]) -> Delivery:
+        if self._sender is None:
+            self._sender = WeightSender(self.node_ip())
+        return self._sender.send(order, buckets)
+
+    def _keeping(self, order: WeightOrder, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
+        """Keeps a copy in Ray's object store, which moves to disk what does not fit into memory."""
+        kept = self._kept[order.payload] = []
+        for bucket in buckets:
+            kept.append(ray.put(replace(bucket, data=host_bytes(bucket))))
+            yield bucket
 
     def save(self, path: Path) -> None:
         self.strategy.save(path)
@@ -96,6 +159,7 @@ class InferWorker(Worker):
             self.strategy.shutdown()
         self.strategy = STRATEGIES.get(context.worker.strategy_args.strategy_name)(context)
         self.strategy.setup()
+        self._receiver = WeightReceiver(self._load_weights, self.node_ip())
         self._continuous = continuous
         self._waiting: list[tuple[str, GenerateRequest]] = []
         self._running: set[asyncio.Task[None]] = set()
@@ -122,14 +186,24 @@ class InferWorker(Worker):
         self._waiting = [entry for entry in self._waiting if entry[1].request_id != request_id]
         await self.strategy.abort(request_id)
 
-    async def update_weights(self, bucket_refs: Sequence[ray.ObjectRef], version: int) -> None:
-        """Loads the buckets that a trainer exported."""
+    async def offload(self, what: States) -> None:
+        """Moves states off the device; requests wait."""
+        await asyncio.to_thread(self.strategy.offload, what)
 
-        async def buckets() -> AsyncIterator[WeightBucket]:
-            for ref in bucket_refs:
-                yield await ref
+    async def onload(self, what: States) -> None:
+        """Takes states back to the device; requests go on."""
+        await asyncio.to_thread(self.strategy.onload, what)
 
-        await self.strategy.update_weights(buckets(), version)
+    def memory_gb(self) -> Metrics:
+        return memory_gb()
+
+    async def receive_weights(self, message: Message, link: Link) -> Reply:
+        """Takes part in an update, see ``roll.distributed.weights``."""
+        return await self._receiver.handle(message, link)
+
+    async def _load_weights(self, payload: Payload, buckets: AsyncIterator[WeightBucket], version: int) -> None:
+        update = self.strategy.update_adapter if payload == "adapter" else self.strategy.update_weights
+        await update(buckets, version)
 
     def _admit(self) -> None:
         if not self._continuous and self._running:

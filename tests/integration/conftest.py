@@ -43,8 +43,8 @@ with ray_session({"address": "local", "num_cpus": 8, "object_store_memory": 2**2
 AUTHENTICATED = {"RAY_AUTH_MODE": "token"}
 """Ray protects a local cluster with a token; whoever joins it by address has to say so too."""
 
-VOLATILE = re.compile(r"time/|tokens_per_s/|mismatch/")
-"""Metrics that time or the composition of batches may change."""
+VOLATILE = re.compile(r"time/|tokens_per_s/|mismatch/|memory/")
+"""Metrics that time, other load or the composition of batches may change."""
 
 
 @dataclass
@@ -194,6 +194,7 @@ def launch(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Itera
         output: str = "out",
         orders: tuple[str, ...] = (),
         script: Path = LAUNCHER,
+        folder: Path = CONFIGS,
     ) -> Run:
         faults = tmp_path / f"faults-{len(runs)}"
         faults.mkdir()
@@ -212,7 +213,7 @@ def launch(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Itera
         arguments |= dict(override.split("=", 1) for override in overrides)
         arguments.setdefault("exp_name", "run")
         process = subprocess.Popen(
-            [sys.executable, str(script), "--config_path", str(CONFIGS), "--config_name", config]
+            [sys.executable, str(script), "--config_path", str(folder), "--config_name", config]
             + [f"{key}={value}" for key, value in arguments.items()],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -113,8 +113,8 @@ def test_included_files_are_found_under_both_spellings(tmp_path):
 def test_engine_presets_are_read_through_a_link_and_otherwise_left_alone(load):
     presets = "deepspeed_zero2: {zero_optimization: {stage: 2}}\ndeepspeed_zero3: {zero_optimization: {stage: 3}}\n"
     strategy = "actor_train.strategy_args={strategy_name:deepspeed_train,strategy_config:${deepspeed_zero2}}"
-    config = load(strategy, "actor_train.strategy_args.strategy_config.gradient_clipping=1.0", text=MINIMAL + presets)
-    options = {"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}
+    config = load(strategy, "actor_train.strategy_args.strategy_config.steps_per_print=5", text=MINIMAL + presets)
+    options = {"zero_optimization": {"stage": 2}, "steps_per_print": 5}
     assert config.actor_train.strategy_args.strategy_config == options
 
 
@@ -410,10 +410,10 @@ def test_global_batch_follows_the_documented_arithmetic(strategy, options, data_
 
 
 def test_engine_options_pass_unknown_keys_through_and_check_known_ones(load, problems):
-    megatron = "actor_train.strategy_args={strategy_name:megatron_train,strategy_config:{moe_router_topk:2}}"
+    megatron = "actor_train.strategy_args={strategy_name:megatron_train,strategy_config:{batch_p2p_comm:false}}"
     options = load(megatron).actor_train.strategy_args.typed()
     assert isinstance(options, MegatronConfig)
-    assert options.model_extra == {"moe_router_topk": 2}
+    assert options.model_extra == {"batch_p2p_comm": False}
     found = problems("actor_infer.strategy_args={strategy_name:vllm,strategy_config:{gpu_memory_utilization:60}}")
     assert "at most 1" in found["actor_infer.strategy_args.strategy_config.gpu_memory_utilization"].expected
     found = problems("actor_train.strategy_args={strategy_name:deepspeed_train,strategy_config:{train_batch_size:8}}")
@@ -460,3 +460,45 @@ def test_roles_are_those_that_the_algorithm_needs(load):
     assert list(load(*both).roles) == ["actor_train", "actor_infer"]
     reference = load(*both, "use_kl_loss=true", "kl_loss_coef=0.01")
     assert list(reference.roles) == ["actor_train", "actor_infer", "reference"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "words"),
+    [
+        (["actor_train.strategy_args={strategy_name:megatron_train,strategy_config:{moe_z_los_coeff:1}}"],
+         "actor_train.strategy_args.strategy_config.moe_z_los_coeff", "moe_z_loss_coeff"),
+        (["actor_train.strategy_args={strategy_name:megatron_train,strategy_config:{num_layers:4}}"],
+         "actor_train.strategy_args.strategy_config.num_layers", "model_config_kwargs"),
+        (["actor_train.strategy_args={strategy_name:deepspeed_train,strategy_config:{zero_optimization:{stag:2}}}"],
+         "actor_train.strategy_args.strategy_config.zero_optimization.stag", "stage"),
+        (["actor_infer.strategy_args={strategy_name:vllm,strategy_config:{enforce_eagr:true}}", "tiny_num_heads=2"],
+         "actor_infer.strategy_args.strategy_config.enforce_eagr", "enforce_eager"),
+        (["actor_infer.strategy_args.strategy_name=vllm"], "tiny_num_heads", "heads of 32"),
+        (["actor_train.strategy_args={strategy_name:megatron_train,strategy_config:{tensor_model_parallel_size:8}}",
+          "actor_train.device_mapping=[0,1,2,3,4,5,6,7]", "num_gpus_per_node=8"],
+         "actor_train.strategy_args.strategy_config.tensor_model_parallel_size", "num_attention_heads 4"),
+        (["actor_train.strategy_args={strategy_name:megatron_train,strategy_config:{pipeline_model_parallel_size:4}}",
+          "actor_train.device_mapping=[0,1,2,3]", "num_gpus_per_node=8"],
+         "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size", "num_hidden_layers 2"),
+        (["actor_train.model_args.ulysses_size=8", "actor_train.device_mapping=[0,1,2,3,4,5,6,7]",
+          "num_gpus_per_node=8"],
+         "actor_train.model_args.ulysses_size", "4 attention heads"),
+        (["actor_train.model_args.ulysses_size=4", "actor_train.device_mapping=[0,1,2,3,4,5]", "num_gpus_per_node=8"],
+         "actor_train.model_args.ulysses_size", "to divide the 6 devices"),
+        (["actor_train.strategy_args.strategy_name=megatron_train", "actor_train.model_args.ulysses_size=2",
+          "actor_train.device_mapping=[0,1]", "num_gpus_per_node=8"],
+         "actor_train.model_args.ulysses_size", "context_parallel_size"),
+        (["actor_train.strategy_args.strategy_name=megatron_train", "actor_train.model_args.lora_target=q_proj"],
+         "actor_train.model_args.lora_target", "fsdp2_train"),
+        (["actor_infer.model_args.lora_target=q_proj"], "actor_infer.model_args.lora_target", "actor_train"),
+        (["actor_train.model_args.lora_target=q_proj", "reference={}", "use_kl_loss=true", "kl_loss_coef=0.1"],
+         "reference", "without its adapter"),
+        (["actor_infer.model_args.use_liger_kernel=true"],
+         "actor_infer.model_args.use_liger_kernel", "false with hf_infer"),
+    ],
+)  # fmt: skip
+def test_a_wrong_choice_of_engine_or_layout_is_named_with_the_right_one(problems, overrides, path, words):
+    found = problems(*overrides)
+    assert path in found, found
+    assert words in f"{found[path].expected} {found[path].hint}"
+    assert len(found) == 1, found

@@ -85,7 +85,7 @@ def test_damage_is_noticed() -> None:
     (bucket,) = pack_buckets([("w", torch.arange(64.0))], 1 << 10)
     data = bucket.data.copy()
     data[77] ^= 4
-    with pytest.raises(WeightChecksumError, match=r"1 tensors \(w …\): crc32 0x.*, expected 0x"):
+    with pytest.raises(WeightChecksumError, match=r"1 tensors \(w …\): checksum 0x.*, expected 0x"):
         list(unpack_bucket(dataclasses.replace(bucket, data=data)))
     with pytest.raises(ValueError, match="w ends at byte 400, the data has 256"):
         list(unpack_bucket(dataclasses.replace(bucket, shapes=((100,),))))

@@ -1,6 +1,6 @@
 """One model's parameters on several ranks: sharded by FSDP2, or one replica on each.
 
-Both classes show an optimizer the same thing: ``local``, this rank's share of every trained parameter as a plain
+Both classes show an optimizer the same thing: ``trained``, this rank's share of every trained parameter as a plain
 tensor. Plain tensors rather than DTensors, because each foreach call on DTensors costs more than the arithmetic of a
 small model.
 """
@@ -8,6 +8,7 @@ small model.
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
@@ -17,7 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from roll.distributed.strategy.hf_scorer import decoder_layers
+from roll.models.loading import resolve_dtype
 from roll.models.scoring import OutputLayer, TokenScorer
+from roll.models.tensor_parallel import split_layers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,14 +33,19 @@ if TYPE_CHECKING:
 class Weights(ABC):
     """What sharded and replicated parameters have in common."""
 
-    copies: int
-    """Ranks that hold the same share, and after ``reduce_gradients`` the same gradient of it."""
+    copies: list[int]
+    """For each share in ``trained``, the ranks that hold the same, and after ``reduce_gradients`` the same gradient."""
 
     def __init__(self, scorer: TokenScorer, device: torch.device) -> None:
         self.scorer = scorer
         self.device = device
         self.parameters: dict[str, nn.Parameter] = {}
         self.local: dict[str, nn.Parameter] = {}
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Of ``local``, what an optimizer changes."""
+        return {name: share for name, share in self.local.items() if share.requires_grad}
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
@@ -52,6 +61,11 @@ class Weights(ABC):
 
     def before_backward(self, *, last: bool) -> None:  # noqa: B027 (optional to override)
         """Called before each micro-batch's forward pass; ``last`` of an optimizer step."""
+
+    def square_norm(self, tensors: list[Tensor]) -> Tensor:
+        """This rank's part of the sum of squares of tensors like ``trained``, float64; all ranks' parts add up."""
+        squares = torch.stack(torch._foreach_norm(tensors)).double().square()
+        return (squares / torch.tensor(self.copies, dtype=torch.float64, device=squares.device)).sum()
 
     @abstractmethod
     def reduce_gradients(self) -> list[Tensor]:
@@ -102,8 +116,9 @@ class ReplicatedWeights(Weights):
     def __init__(self, scorer: TokenScorer, device: torch.device, *, compute_dtype: torch.dtype, trained: bool) -> None:
         super().__init__(scorer, device)
         scorer.to(device)
-        self.copies = dist.get_world_size() if dist.is_initialized() else 1
         self.parameters = self.local = dict(scorer.named_parameters())
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.copies = [self._ranks] * len(self.trained)
         stored = next(iter(self.parameters.values())).dtype
         self._autocast = compute_dtype if compute_dtype != stored else None
         self._flat_gradient = torch.empty(0)
@@ -116,9 +131,9 @@ class ReplicatedWeights(Weights):
         return torch.autocast(self.device.type, dtype=self._autocast)
 
     def reduce_gradients(self) -> list[Tensor]:
-        if self.copies > 1:
+        if self._ranks > 1:
             dist.all_reduce(self._flat_gradient)
-        return [cast(Tensor, parameter.grad) for parameter in self.local.values()]
+        return [cast(Tensor, parameter.grad) for parameter in self.trained.values()]
 
     def drop_gradients(self) -> None:
         self._flat_gradient.zero_()
@@ -138,9 +153,10 @@ class ReplicatedWeights(Weights):
 
     def _allocate_gradients(self) -> None:
         """Makes every ``.grad`` a view of one buffer, so that a sum over ranks is one call."""
-        sizes = [parameter.numel() for parameter in self.local.values()]
-        self._flat_gradient = torch.zeros(sum(sizes), device=next(iter(self.local.values())).device)
-        for parameter, gradient in zip(self.local.values(), self._flat_gradient.split(sizes), strict=True):
+        parameters = list(self.trained.values())
+        sizes = [parameter.numel() for parameter in parameters]
+        self._flat_gradient = torch.zeros(sum(sizes), device=parameters[0].device)
+        for parameter, gradient in zip(parameters, self._flat_gradient.split(sizes), strict=True):
             parameter.grad = gradient.view_as(parameter)
 
 
@@ -158,15 +174,20 @@ class ShardedWeights(Weights):
         self, scorer: TokenScorer, device: torch.device, *, compute_dtype: torch.dtype, config: Fsdp2Config
     ) -> None:
         super().__init__(scorer, device)
-        from roll.models.loading import resolve_dtype
-
-        mesh = _make_mesh(device, config.fsdp_size)
-        self.copies = 1 if mesh.ndim == 1 else mesh.size(0)
-        self._sync_always = config.reshard_after_forward
+        data_mesh, tensor_mesh = _make_meshes(device, config)
         reduce_dtype = torch.float32 if config.reduce_dtype is None else resolve_dtype(config.reduce_dtype)
-        self._root = _shard(scorer, mesh, compute_dtype, reduce_dtype, config)
+        self._sync_always = config.reshard_after_forward
+        _forget_values(scorer)
+        partial: set[str] = set()
+        if tensor_mesh is not None:
+            partial = split_layers(scorer.model, tensor_mesh)
+            self._tensor_group = tensor_mesh.get_group()
+        self._root = _shard(scorer, data_mesh, compute_dtype, reduce_dtype, config)
+        _allocate(scorer, torch.device("cpu") if config.cpu_offload else device, device)
         self.parameters = dict(scorer.named_parameters())
         self.local = {name: nn.Parameter(_local(p), p.requires_grad) for name, p in self.parameters.items()}
+        self._partial = [name for name in self.trained if name.removeprefix("model.") in partial]
+        self.copies = [_copies(self.parameters[name]) for name in self.trained]
 
     def after_scoring(self) -> None:
         # The root (and without reshard_after_forward, each layer) keeps its gathered weights after a forward pass,
@@ -184,23 +205,30 @@ class ShardedWeights(Weights):
         self._root.set_is_last_backward(last)
 
     def reduce_gradients(self) -> list[Tensor]:
-        for name, parameter in self.parameters.items():
-            share = self.local[name]
+        trained = self.trained
+        for name, share in trained.items():
+            parameter = self.parameters[name]
             share.grad = torch.zeros_like(share) if parameter.grad is None else _local(parameter.grad)
-        return [cast(Tensor, share.grad) for share in self.local.values()]
+        for name in self._partial:
+            dist.all_reduce(self.local[name].grad, group=self._tensor_group)
+        return [cast(Tensor, share.grad) for share in trained.values()]
 
     def drop_gradients(self) -> None:
         for name, parameter in self.parameters.items():
             parameter.grad = self.local[name].grad = None
 
     def whole(self, name: str, share: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor import DTensor, Replicate
 
         like = cast("DTensor", self.parameters[name])
+        mesh, placements = like.device_mesh, list(like.placements)
         joined = DTensor.from_local(
-            share.detach(), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+            share.detach(), mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
         )
-        return joined.full_tensor()
+        for axis in range(mesh.ndim):  # one by one: DTensor warns when it has to do several at once
+            placements[axis] = Replicate()
+            joined = joined.redistribute(placements=placements)
+        return joined.to_local()
 
     def share(self, name: str, whole: Tensor) -> Tensor:
         from torch.distributed.tensor import distribute_tensor
@@ -244,16 +272,6 @@ def copy_output_layer(weights: Weights, dtype: torch.dtype) -> OutputLayer:
     return OutputLayer(weight, copy(layer.bias))
 
 
-def decoder_layers(scorer: TokenScorer) -> list[nn.Module]:
-    """The blocks that the model's own class says must not be split: each is one unit of sharding and recomputation."""
-    names = set(scorer.model._no_split_modules or ())
-    # By base classes too: fully_shard makes a QwenLayer an FSDPQwenLayer.
-    layers = [module for module in scorer.model.modules() if names & {cls.__name__ for cls in type(module).__mro__}]
-    if not layers:
-        raise ValueError(f"{type(scorer.model).__name__} names no decoder layers (_no_split_modules); cannot shard it")
-    return layers
-
-
 def _shard(
     scorer: TokenScorer,
     mesh: DeviceMesh,
@@ -284,16 +302,52 @@ def _shard(
     return cast(FSDPModule, root)
 
 
-def _make_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
+def _make_meshes(device: torch.device, config: Fsdp2Config) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The ranks over which weights are sharded (and before them, replicated), and a tensor-parallel group's."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    world = dist.get_world_size()
-    size = world if fsdp_size == -1 else fsdp_size
-    if world % size:
-        raise ValueError(f"strategy_config.fsdp_size: {size}, expected a divisor of the {world} workers")
-    if size == world:
-        return init_device_mesh(device.type, (world,))
-    return init_device_mesh(device.type, (world // size, size), mesh_dim_names=("replicate", "shard"))
+    world, tensor_size = dist.get_world_size(), config.tensor_parallel_size
+    if world % tensor_size:
+        raise ValueError(
+            f"strategy_config.tensor_parallel_size: {tensor_size}, expected a divisor of the {world} workers"
+        )
+    groups = world // tensor_size
+    size = groups if config.fsdp_size == -1 else config.fsdp_size
+    if groups % size:
+        what = "workers" if tensor_size == 1 else "tensor-parallel groups"
+        raise ValueError(f"strategy_config.fsdp_size: {size}, expected a divisor of the {groups} {what}")
+    sizes = {"replicate": groups // size, "shard": size, "tensor": tensor_size}
+    data = ["shard"] if size == groups else ["replicate", "shard"]
+    names = data if tensor_size == 1 else [*data, "tensor"]
+    mesh = init_device_mesh(device.type, tuple(sizes[name] for name in names), mesh_dim_names=tuple(names))
+    return (mesh, None) if tensor_size == 1 else (mesh[tuple(data)], mesh["tensor"])
+
+
+def _forget_values(scorer: TokenScorer) -> None:
+    """Makes every parameter a placeholder without memory; buffers, which no checkpoint holds, stay."""
+    replaced: dict[int, nn.Parameter] = {}
+    for module in scorer.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            key = id(parameter)
+            if key not in replaced:  # tied ones stay tied
+                replaced[key] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            setattr(module, name, replaced[key])
+
+
+def _allocate(scorer: TokenScorer, device: torch.device, compute_device: torch.device) -> None:
+    """Gives this rank's shares memory on ``device``, not yet set."""
+    buffers = {name: buffer.to(compute_device) for name, buffer in scorer.named_buffers()}
+    scorer.to_empty(device=device)
+    for name, buffer in buffers.items():
+        path, _, last = name.rpartition(".")
+        setattr(scorer.get_submodule(path), last, buffer)
+
+
+def _copies(parameter: nn.Parameter) -> int:
+    """How many ranks hold the same share of a parameter."""
+    like = cast("DTensor", parameter)
+    sizes = zip(like.placements, like.device_mesh.shape, strict=True)
+    return dist.get_world_size() // math.prod(size for placement, size in sizes if not placement.is_replicate())
 
 
 def _local(tensor: Tensor) -> Tensor:

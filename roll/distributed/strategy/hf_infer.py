@@ -14,23 +14,26 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from roll.agentic.types import Completion, GenerateRequest
 from roll.algorithms.types import TokenScores
 from roll.configs.strategy import HfInferConfig
 from roll.data.batch import Batch
+from roll.distributed.strategy.adapters import MergedAdapter, check_adapter
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext, WeightBucket
 from roll.distributed.strategy.continuous_batching import ContinuousBatching, RunningSequence
 from roll.distributed.strategy.engine_thread import EngineStoppedError, EngineThread
-from roll.distributed.weight_sync import WeightUpdate, unpack_bucket
+from roll.distributed.strategy.model_outline import eos_token_ids
+from roll.distributed.strategy.receiving import receive
+from roll.distributed.strategy.requests import check_request
+from roll.distributed.weight_sync import WeightUpdate
 from roll.models.loading import load_causal_lm, load_tokenizer, resolve_dtype
 from roll.models.sampling import child_seed
 from roll.models.scoring import TokenScorer, score_batch
 from roll.models.stop_strings import StopStrings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +70,12 @@ class HfInfer:
         )
         _check_model(self._model, context.sequence_length)
         tokenizer = load_tokenizer(context.model_path)
+        self._adapter = MergedAdapter(self._model, context.lora) if context.lora is not None else None
         self._vocab_size = self._model.config.get_text_config().vocab_size
         self._scorer = TokenScorer(self._model, temperature=context.temperature, returns_hidden=context.returns_hidden)
         self._batching = ContinuousBatching(
             self._model,
-            eos_ids=eos_token_ids(self._model, tokenizer),
+            eos_ids=eos_token_ids(self._model.generation_config, tokenizer),
             stop_strings=StopStrings(tokenizer),
             max_running=context.max_running_requests,
             max_prefill_tokens=self._config.max_prefill_tokens,
@@ -103,12 +107,8 @@ class HfInfer:
 
         With a seed, sample 0 is what ``generate`` gives and the others have seeds derived from it.
         """
-        if n < 1:
-            raise ValueError(f"request {request.request_id!r}: n is {n}, expected at least 1")
-        self._check(request)
+        limit = check_request(request, vocab_size=self._vocab_size, sequence_length=self._context.sequence_length, n=n)
         seed = self._seeds.getrandbits(64) if request.params.seed is None else request.params.seed
-        room = self._context.sequence_length - len(request.prompt_ids)
-        limit = min(request.params.max_new_tokens, room)
         futures = self._engine.submit(
             request.request_id, [RunningSequence(request, child_seed(seed, i), limit) for i in range(n)]
         )
@@ -126,7 +126,7 @@ class HfInfer:
     async def update_weights(
         self, buckets: AsyncIterator[WeightBucket], version: int, *, recompute_kv: bool = False
     ) -> None:
-        """Replaces all weights between two steps; requests in flight go on.
+        """Replaces all weights between two steps; requests in flight go on, and an adapter is dropped.
 
         Everything is received and checked before anything is changed. Keys and values that were computed with the old
         weights stay, as in other engines: they are stale by one update for the rest of those requests.
@@ -140,17 +140,40 @@ class HfInfer:
             WeightChecksumError: a bucket was damaged.
             WeightMismatchError: names or shapes are not the model's; the old weights stay.
         """
-        tensors: dict[str, Tensor] = {}
-        async for bucket in buckets:
-            # Checksums of a large model take seconds, in which this loop must go on serving requests.
-            tensors.update(await asyncio.to_thread(lambda b: list(unpack_bucket(b)), bucket))
+        _, tensors = await receive(buckets)
         update = await asyncio.to_thread(WeightUpdate, self._model, tensors)
 
         def apply() -> None:
             update.apply()
+            if self._adapter is not None:
+                self._adapter.forget()
             self._batching.weight_version = version
             if recompute_kv:
                 self._batching.preempt()
+
+        await asyncio.wrap_future(self._engine.call(apply))
+
+    async def update_adapter(self, buckets: AsyncIterator[WeightBucket], version: int) -> None:
+        """Puts a LoRA adapter on the base weights, in place of the one before; otherwise as ``update_weights``.
+
+        The base weights of the adapted layers are kept, so that nothing of an old adapter stays behind.
+
+        Args:
+            buckets: the whole adapter under the names of peft's state dict.
+            version: what completions that start from now on report.
+
+        Raises:
+            WeightChecksumError: a bucket was damaged.
+            WeightMismatchError: names or shapes are not those of ``lora``; the old adapter stays.
+        """
+        _, tensors = await receive(buckets)
+        check_adapter(self._model, self._context.lora, tensors)
+        adapter = self._adapter
+        assert adapter is not None
+
+        def apply() -> None:
+            adapter.apply(tensors)
+            self._batching.weight_version = version
 
         await asyncio.wrap_future(self._engine.call(apply))
 
@@ -209,38 +232,6 @@ class HfInfer:
     def shutdown(self) -> None:
         """Stops the engine; requests in flight fail with ``EngineStoppedError``."""
         self._engine.close()
-
-    def _check(self, request: GenerateRequest) -> None:
-        """A bad request must fail here: an error inside a step would fail every request in flight."""
-        prompt, params = request.prompt_ids, request.params
-        where = f"request {request.request_id!r}"
-        if prompt.ndim != 1 or len(prompt) == 0:
-            raise ValueError(f"{where}: prompt_ids has shape {prompt.shape}, expected [prompt_len] with at least 1")
-        if len(prompt) >= self._context.sequence_length:
-            raise ValueError(
-                f"{where}: the prompt has {len(prompt)} tokens, sequence_length is {self._context.sequence_length}; "
-                "expected a shorter prompt, with room for at least one new token"
-            )
-        if prompt.min() < 0 or prompt.max() >= self._vocab_size:
-            raise ValueError(
-                f"{where}: token ids from {prompt.min()} to {prompt.max()}, expected 0 to {self._vocab_size - 1}"
-            )
-        for name, value, holds, expected in (
-            ("max_new_tokens", params.max_new_tokens, params.max_new_tokens >= 1, "at least 1"),
-            ("temperature", params.temperature, 0 <= params.temperature < float("inf"), "0 (greedy) or more"),
-            ("top_p", params.top_p, 0 < params.top_p <= 1, "above 0 and at most 1"),
-            ("repetition_penalty", params.repetition_penalty, params.repetition_penalty > 0, "above 0"),
-            ("stop", params.stop, all(params.stop), "strings that are not empty"),
-        ):
-            if not holds:
-                raise ValueError(f"{where}: params.{name} is {value!r}, expected {expected}")
-
-
-def eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every token that ends a completion: those of the generation defaults and the tokenizer's own."""
-    stated = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = stated if isinstance(stated, list) else [stated]
-    return sorted({int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None})
 
 
 def _attention(name: str) -> str:

@@ -9,6 +9,7 @@ divided by counts over all ranks, and the gradient is the plain sum of all share
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -80,6 +81,9 @@ class Scorer(ABC):
             ValueError: the model or an option cannot be used.
         """
 
+    def shutdown(self) -> None:  # noqa: B027 (optional to override)
+        """Frees what would outlive the object, such as an engine's process groups. The object is not used again."""
+
     @abstractmethod
     def forward(self, micro_batch: Batch, limits: Limits) -> TokenScores:
         """Scores of one micro-batch, flat [T], on the device; with gradient where it is enabled (collective)."""
@@ -92,8 +96,16 @@ class Scorer(ABC):
     def move(self, what: States, device: torch.device) -> None:
         """Moves states between the device and host memory; called only when they are on the other side."""
 
-    def logprobs(self, batch: Batch) -> TokenScores:
+    def without_adapter(self) -> contextlib.AbstractContextManager[object]:
+        """Forward passes inside leave the LoRA adapter out (engines that train one override)."""
+        raise ValueError(f"{self.context.role}: it has no LoRA adapter to leave out")
+
+    def logprobs(self, batch: Batch, *, adapter: bool = True) -> TokenScores:
         """Scores this rank's share (collective; the share may be empty).
+
+        Args:
+            batch: the share.
+            adapter: False scores with the model as it was before its LoRA adapter.
 
         Returns:
             Flat [T]: log-probabilities and entropies, or values of a critic; 0 where the loss mask is 0.
@@ -102,7 +114,7 @@ class Scorer(ABC):
         limits = self.limits("infer")
         groups = split_batch(batch, **dataclasses.asdict(limits))
         rounds = int(self._gather_counts([len(groups)]).max())
-        with torch.no_grad():
+        with torch.no_grad(), contextlib.nullcontext() if adapter else self.without_adapter():
             parts = self.forward_all(_take_all(batch, groups, max(1, rounds)), limits)
         return gather_scores(batch, groups, parts)
 
@@ -146,9 +158,9 @@ class Trainer(Scorer):
 
     _state: TrainerState
 
-    @abstractmethod
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Adds the loss's gradient to the step's; ``last`` of its micro-batches."""
+        loss.backward()
 
     @abstractmethod
     def reduce_gradients(self) -> None:

@@ -29,7 +29,7 @@ def run_agentic(config: AgenticConfig, started: float | None = None) -> int:
 def _run(config: AgenticConfig, session: RunSession, signals: SignalGuard, clusters: Mapping[str, Cluster]) -> None:
     tiny = config.pretrain == TINY
     folder = tiny_folder(config, recipe(config))
-    model_path = str(ensure_init(folder, config.seed)) if tiny else config.pretrain
+    model_path = str(ensure_init(folder, config)) if tiny else config.pretrain
     roles = Roles(config, clusters)
     envs = EnvRoles(config, clusters, roles, model_path, on_tick=signals.check)
     envs.begin_setup()

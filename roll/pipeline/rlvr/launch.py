@@ -58,7 +58,7 @@ def _run(
     folder = None
     if config.pretrain == TINY:
         folder = tiny_folder(config, recipe(config))
-        model_path = str(ensure_init(folder, config.seed))
+        model_path = str(ensure_init(folder, config))
     roles = Roles(config, clusters)
     prompts = PromptRoles(config, clusters, roles, model_path, datasets, on_tick=signals.check)
     prompts.begin_setup()

@@ -1,0 +1,109 @@
+"""A LoRA adapter on its way to a generator: checked against the model, and as a change of its weights.
+
+The names are those of peft's state dict: ``base_model.model.<layer>.lora_A.weight`` [rank, inputs] and ``lora_B``
+[outputs, rank]; the layer's weight becomes W + alpha / rank · B A (Hu et al. 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from roll.distributed.strategy.base import LoraSpec
+from roll.distributed.weight_sync import WeightMismatchError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+PREFIX = "base_model.model."
+ALL_LINEAR = "all-linear"
+
+
+def adapted_layers(model: PreTrainedModel, spec: LoraSpec) -> dict[str, nn.Linear]:
+    """The linear layers that have an adapter, by name: those whose last name is a target, never the output layer.
+
+    Raises:
+        ValueError: a target that no layer has.
+    """
+    output = model.get_output_embeddings()
+    linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output}
+    if ALL_LINEAR in spec.targets:
+        return linear
+    known = {name.rpartition(".")[2] for name in linear}
+    if unknown := sorted(set(spec.targets) - known):
+        raise ValueError(
+            f"lora_target: {', '.join(unknown)}; expected {ALL_LINEAR} or some of {', '.join(sorted(known))}"
+        )
+    return {name: layer for name, layer in linear.items() if name.rpartition(".")[2] in spec.targets}
+
+
+def adapter_shapes(model: PreTrainedModel, spec: LoraSpec) -> dict[str, tuple[int, int]]:
+    """The tensors of an adapter, under peft's names."""
+    shapes = {}
+    for name, layer in adapted_layers(model, spec).items():
+        shapes[_name(name, "A")] = (spec.rank, layer.in_features)
+        shapes[_name(name, "B")] = (layer.out_features, spec.rank)
+    return shapes
+
+
+def check_adapter(model: PreTrainedModel, spec: LoraSpec | None, tensors: Mapping[str, Tensor]) -> None:
+    """Checks that ``tensors`` are one whole adapter for ``model`` (whose weights may be on the meta device).
+
+    Raises:
+        WeightMismatchError: the role has no adapter; unknown or missing names, or wrong shapes; the first are listed.
+    """
+    if spec is None:
+        raise WeightMismatchError("adapter refused: this role has no LoRA adapter; expected lora_target in actor_train")
+    expected = adapter_shapes(model, spec)
+    problems = [f"missing name {name}" for name in expected if name not in tensors]
+    problems += [f"unknown name {name}" for name in tensors if name not in expected]
+    problems += [
+        f"{name} has shape {tuple(tensor.shape)}, expected {expected[name]}"
+        for name, tensor in tensors.items()
+        if name in expected and tensor.shape != expected[name]
+    ]
+    if problems:
+        shown, rest = problems[:8], len(problems) - 8
+        more = f"; and {rest} more" if rest > 0 else ""
+        raise WeightMismatchError(f"adapter refused, the old one stays: {'; '.join(shown)}{more}")
+
+
+class MergedAdapter:
+    """An adapter that is added to the weights of a model, and can be taken out again exactly.
+
+    The weights as they are without it are kept in host memory, for the adapted layers only.
+    """
+
+    def __init__(self, model: PreTrainedModel, spec: LoraSpec) -> None:
+        self._spec = spec
+        self._layers = adapted_layers(model, spec)
+        self._base: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def apply(self, tensors: Mapping[str, Tensor]) -> None:
+        """Makes the weights those of the base model plus this adapter, in place of the one before."""
+        scale = self._spec.alpha / self._spec.rank
+        for name, layer in self._layers.items():
+            weight = layer.weight
+            base = self._base.setdefault(name, weight.detach().to("cpu", copy=True))
+            down_RI, up_OR = (tensors[_name(name, part)].to(weight.device, torch.float32) for part in ("A", "B"))
+            # The sum in float32, rounded once: what peft's merge gives in float32, and at least as exact in others.
+            weight.copy_(torch.addmm(base.to(weight.device).float(), up_OR, down_RI, alpha=scale))
+
+    @torch.no_grad()
+    def remove(self) -> None:
+        """Puts the base weights back, bit for bit."""
+        for name, base in self._base.items():
+            self._layers[name].weight.copy_(base)
+        self.forget()
+
+    def forget(self) -> None:
+        """Takes the weights as they are for the base: they were replaced."""
+        self._base.clear()
+
+
+def _name(layer: str, part: str) -> str:
+    return f"{PREFIX}{layer}.lora_{part}.weight"

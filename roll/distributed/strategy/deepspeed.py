@@ -1,0 +1,284 @@
+"""``deepspeed_train`` and ``deepspeed_infer``: DeepSpeed with ZeRO 0 to 3, on GPUs (nccl) or CPUs (gloo).
+
+DeepSpeed averages gradients over ranks, and the losses' shares are to be summed: so the loss is multiplied by the
+number of ranks. The number of micro-batches changes from step to step, so the engine is told which one is the last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.types import TokenScores
+from roll.configs.strategy import DeepSpeedConfig
+from roll.data.batch import Batch
+from roll.distributed.strategy.base import RankInfo, States, StrategyContext, WeightBucket
+from roll.distributed.strategy.deepspeed_checkpoint import (
+    adapter_weights,
+    fill_from,
+    hf_weights,
+    restore_weights,
+    save_weights,
+    start_adapter,
+)
+from roll.distributed.strategy.deepspeed_config import check_engine_options, scoring_config, training_config
+from roll.distributed.strategy.deepspeed_weights import EngineWeights, copy_output_layer, engine_weights
+from roll.distributed.strategy.engines import require_engine
+from roll.distributed.strategy.hf_scorer import (
+    make_scorer,
+    rank_info,
+    recompute_activations,
+    score_micro_batch,
+    share_sequences,
+)
+from roll.distributed.strategy.trainer import Limits, Scorer, Trainer, TrainerState, join_group, local_device
+from roll.models import planned_attention
+from roll.models.loading import load_config, resolve_dtype
+from roll.models.lora import adapter_dropout, adapter_off
+from roll.models.scoring import TokenScorer
+
+__all__ = ["DeepSpeedInfer", "DeepSpeedTrain", "check_engine_options"]
+
+
+class DeepSpeedInfer(Scorer):
+    """Scores tokens: whole weights on each rank, or partitioned with ZeRO stage 3."""
+
+    _trained = False
+
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        strategy = context.worker.strategy_args
+        require_engine("deepspeed", extra="deepspeed", strategy=strategy.strategy_name)
+        if problems := check_engine_options(strategy.strategy_config):
+            raise ValueError(f"{context.role}.strategy_args.strategy_config.{'; '.join(problems)}")
+        self._options = DeepSpeedConfig.model_validate(strategy.strategy_config)
+        self._weights: EngineWeights | None = None
+
+    def setup(self) -> RankInfo:
+        context = self.context
+        torch.manual_seed(context.seed)
+        self.device = local_device(context.rank)
+        join_group(context, self.device, alone=True)
+        self._weights = self._load()
+        self.info = rank_info(context, context.worker.model_args.ulysses_size)
+        return self.info
+
+    @property
+    def weights(self) -> EngineWeights:
+        if self._weights is None:
+            raise RuntimeError(f"{self.context.role}: setup() has not been called")
+        return self._weights
+
+    def forward(self, micro_batch: Batch, limits: Limits) -> TokenScores:
+        return score_micro_batch(self.weights.engine, micro_batch, limits, group=self._sequence_group)
+
+    def without_adapter(self) -> contextlib.AbstractContextManager[object]:
+        return adapter_off(self.weights.scorer) if self.context.lora is not None else super().without_adapter()
+
+    def move(self, what: States, device: torch.device) -> None:
+        (self.weights.leave if device.type == "cpu" else self.weights.come_back)(what)
+        scorer = self.weights.scorer
+        if States.WEIGHTS in what and scorer.reference_layer is not None:
+            scorer.reference_layer = scorer.reference_layer.to(device)
+
+    def shutdown(self) -> None:
+        if self._weights is not None:
+            self._weights.engine.destroy()
+            self._weights = None
+
+    @property
+    def _stage(self) -> int:
+        # Without an optimizer, stages 1 and 2 have nothing to partition.
+        return self._options.stage if self._trained or self._options.stage == 3 else 0
+
+    def _load(self) -> EngineWeights:
+        args, path = self.context.worker.model_args, self.context.model_path
+        # The format in which weights leave: exports and saved models.
+        self._model_dtype = resolve_dtype(args.dtype, load_config(path, args.model_config_kwargs))
+        asked = self._options.precision
+        compute = self._model_dtype if asked is None else resolve_dtype(asked)
+        scorer = make_scorer(self.context, self._stored_dtype(compute))
+        self.shares_prompts = self.context.worker.share_prompts and planned_attention.enable(scorer.model)
+        self._sequence_group = share_sequences(self.context, scorer)
+        self._prepare(scorer)
+        engine = start_engine(scorer, self._engine_config(compute), self._parameter_groups(scorer), self.device)
+        weights = engine_weights(engine, scorer, self.device, self._stage)
+        fill_from(Path(path), weights, args.model_config_kwargs)
+        if self.context.lora is not None:
+            start_adapter(weights, self.context.seed)
+        if self.context.keeps_output_layer:
+            scorer.reference_layer = copy_output_layer(weights, compute)
+        return weights
+
+    def _prepare(self, scorer: TokenScorer) -> None:
+        """Called before the engine takes the model over."""
+
+    def _stored_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+        """The number format of the parameters that the model computes with."""
+        return compute_dtype
+
+    def _parameter_groups(self, scorer: TokenScorer) -> list[dict[str, Any]] | None:
+        return None
+
+    def _engine_config(self, compute_dtype: torch.dtype) -> dict[str, Any]:
+        return scoring_config(self._options)
+
+
+class DeepSpeedTrain(DeepSpeedInfer, Trainer):
+    """Takes AdamW steps. Trained weights and moments are float32; ``model_args.dtype`` is what the model computes in.
+
+    With a LoRA adapter, the language model's own weights are frozen, in the format that it computes in.
+    """
+
+    _trained = True
+
+    def setup(self) -> RankInfo:
+        info = super().setup()
+        self.reset_optimizer()
+        return info
+
+    def reset_optimizer(self) -> None:
+        self.weights.reset_moments()
+        self._state = TrainerState(total_optimizer_steps=self.context.total_optimizer_steps)
+
+    def forward(self, micro_batch: Batch, limits: Limits) -> TokenScores:
+        drops = self.context.lora is not None and self.context.lora.dropout > 0 and torch.is_grad_enabled()
+        with adapter_dropout(self.weights.scorer) if drops else contextlib.nullcontext():
+            return super().forward(micro_batch, limits)
+
+    def before_forward(self, *, last: bool) -> None:
+        self.weights.engine.set_gradient_accumulation_boundary(last)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        self.weights.engine.backward(loss * self.context.world_size)
+
+    def reduce_gradients(self) -> None:
+        """The engine did it in the last backward pass."""
+
+    def add_l2(self, coefficient: float) -> Tensor:
+        weights = self.weights
+        for name in weights.fragments:
+            weights.gradient(name).add_(weights.share(name), alpha=2 * coefficient)
+        weights.gradients_changed()
+        return coefficient * self._square_norm([weights.share(name) for name in weights.fragments])
+
+    def square_norm(self) -> Tensor:
+        return self._square_norm([self.weights.gradient(name) for name in self.weights.fragments])
+
+    def apply_gradients(self, rate: float, norm: float) -> None:
+        engine = self.weights.engine
+        for group in engine.basic_optimizer.param_groups:
+            group["lr"] = rate
+        engine.step()
+
+    def drop_gradients(self) -> None:
+        self.weights.drop_gradients()
+
+    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        return self._export(hf_weights(self.weights, self._model_dtype), bucket_bytes)
+
+    def export_adapter(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """The adapter alone in float32, under the names of a peft folder; otherwise as ``export_weights``."""
+        if self.context.lora is None:
+            raise ValueError(f"{self.context.role}: it has no LoRA adapter to export")
+        return self._export(adapter_weights(self.weights), bucket_bytes)
+
+    def _export(self, named: Iterator[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
+        from roll.distributed.weight_sync import pack_buckets
+
+        self._require(States.WEIGHTS)
+        if self.context.rank == 0:
+            yield from pack_buckets(named, bucket_bytes)
+        else:
+            for _ in named:
+                pass
+
+    def save(self, path: Path) -> None:
+        """Writes a checkpoint, see ``checkpoint`` (collective)."""
+        self._require(States.WEIGHTS | States.OPTIMIZER)
+        save_weights(path, self.weights, self._state, dtype=self._model_dtype, context=self.context)
+
+    def load(self, path: Path) -> None:
+        """Continues from a checkpoint that any number of ranks and any trainer has written (collective)."""
+        self._require(States.WEIGHTS | States.OPTIMIZER)
+        self._continue_from(restore_weights(path, self.weights), path)
+
+    def _square_norm(self, shares: list[Tensor]) -> Tensor:
+        """Their part of the sum of squares over all ranks, float64; a rank may have no share of a small model."""
+        if not shares:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        norms = torch._foreach_norm([share.float() for share in shares])
+        squares = torch.stack([norm.to(self.device).double() for norm in norms]).square()
+        return squares.sum() / self.weights.copies
+
+    def _prepare(self, scorer: TokenScorer) -> None:
+        if not self.context.worker.model_args.disable_gradient_checkpointing:
+            recompute_activations(scorer)
+
+    def _stored_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+        if compute_dtype == torch.float16:
+            raise ValueError(f"{self.context.role}: training in fp16 needs loss scaling; expected bf16 or fp32")
+        frozen = self.context.lora is not None and self.context.head == "lm"
+        return compute_dtype if self._stage or frozen else torch.float32
+
+    def _parameter_groups(self, scorer: TokenScorer) -> list[dict[str, Any]] | None:
+        """AdamW decays matrices only, see ``optim.make_adamw``."""
+        trained = [p for p in scorer.parameters() if p.requires_grad]
+        decay = self.context.worker.training_args.weight_decay
+        groups = [
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": decay},
+            {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return [group for group in groups if group["params"]]
+
+    def _engine_config(self, compute_dtype: torch.dtype) -> dict[str, Any]:
+        bf16, limit = compute_dtype == torch.bfloat16, self.context.max_grad_norm
+        return training_config(self._options, self.context.worker.training_args, bf16=bf16, limit=limit)
+
+
+def start_engine(
+    scorer: TokenScorer, config: dict[str, Any], groups: list[dict[str, Any]] | None, device: torch.device
+) -> Any:
+    """Hands a model with unset weights to DeepSpeed (collective)."""
+    deepspeed = _import_deepspeed(device)
+    deepspeed.init_distributed(dist_init_required=False)
+    partitioned = config["zero_optimization"]["stage"] == 3
+    output_layer = None if scorer.value_head is not None else scorer.model.get_output_embeddings()
+    if partitioned:
+        deepspeed.zero.Init(module=scorer, config_dict_or_path=config)
+        for buffer in scorer.buffers():
+            buffer.data = buffer.data.to(device)
+    with contextlib.redirect_stdout(io.StringIO()):  # its bf16 optimizer prints memory figures
+        engine, *_ = deepspeed.initialize(model=scorer, model_parameters=groups, config=config)
+    if partitioned and output_layer is not None:
+        # A rank has as many chunks of logits as its tokens make. If each gathered the output layer, ranks would wait
+        # for each other for ever: so it is gathered with the scorer's own parameters, once for all.
+        for parameter in output_layer.parameters():
+            deepspeed.zero.register_external_parameter(scorer, parameter)
+        output_layer._forward_pre_hooks.clear()
+        output_layer._forward_hooks.clear()
+    return engine
+
+
+def _import_deepspeed(device: torch.device) -> Any:
+    """The package, told where it runs by environment variables as its own launcher would."""
+    os.environ["LOCAL_RANK"] = str(device.index or 0)
+    if device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("LOCAL_SIZE", "1")  # otherwise DeepSpeed asks numactl at every step
+    import deepspeed
+
+    if device.type == "cpu":
+        # Collectives through shared memory, for tensor-parallel inference only: they take minutes to compile.
+        deepspeed.ops.__compatible_ops__ = {}
+    for old in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        warnings.filterwarnings("ignore", f"`torch.distributed.{old}` is deprecated", FutureWarning)
+    return deepspeed

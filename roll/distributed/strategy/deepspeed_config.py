@@ -1,0 +1,134 @@
+"""From a ``strategy_config`` to the configuration that ``deepspeed.initialize`` gets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from roll.configs.schema import nearest
+from roll.configs.strategy import AUTO, DEEPSPEED_ELSEWHERE, DeepSpeedConfig
+from roll.distributed.strategy.engines import constructor_fields
+
+if TYPE_CHECKING:
+    from roll.configs.training import TrainingArguments
+
+BATCHES = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+"""A rank's micro-batches are the trainer's affair; DeepSpeed wants numbers."""
+
+PASSED_ON = (
+    "aio",
+    "bf16",
+    "checkpoint",
+    "comet",
+    "comms_logger",
+    "communication_data_type",
+    "csv_monitor",
+    "data_types",
+    "disable_allgather",
+    "disable_python_gc",
+    "dump_state",
+    "flops_profiler",
+    "fp16",
+    "gradient_predivide_factor",
+    "log_level",
+    "memory_breakdown",
+    "optimizer",
+    "prescale_gradients",
+    "seq_parallel_communication_data_type",
+    "steps_per_print",
+    "tensorboard",
+    "timers",
+    "torch_autocast",
+    "wall_clock_breakdown",
+    "wandb",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "zero_optimization",
+)
+"""Keys of a DeepSpeed configuration file that may be given; DeepSpeed itself takes any, and ignores those it does not
+know."""
+
+
+def training_config(options: DeepSpeedConfig, args: TrainingArguments, *, bf16: bool, limit: float) -> dict[str, Any]:
+    """For a trainer.
+
+    Args:
+        options: the configuration file's.
+        args: Adam's rates.
+        bf16: the model computes in it.
+        limit: of the gradient's norm; 0: none.
+    """
+    config = _passed_on(options)
+    adam = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    torch_adam = {"torch_adam": True, "fused": True} if options.torch_adam else {}
+    config["optimizer"] = {"type": "AdamW", "params": adam | torch_adam}
+    config["gradient_clipping"] = limit
+    config["zero_optimization"]["stage"] = options.stage
+    if bf16 and options.stage == 0:
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+        config.pop("bf16", None)
+    elif bf16:
+        # Without it, gradients of a step's micro-batches are added up with 8 bits.
+        config["data_types"] = {"grad_accum_dtype": "fp32"} | config.get("data_types", {})
+        config.setdefault("communication_data_type", "fp32")
+        # The trainer looks for NaN itself, before the step.
+        config["bf16"] = {"check_grad_overflow": False} | config.get("bf16", {}) | {"enabled": True}
+    return config
+
+
+def scoring_config(options: DeepSpeedConfig) -> dict[str, Any]:
+    """For a model without an optimizer, of which only stage 3 partitions anything; its weights have their format."""
+    config = _passed_on(options)
+    config.pop("bf16", None)
+    zero = config["zero_optimization"] if options.stage == 3 else {"stage": 0}
+    zero.pop("offload_optimizer", None)
+    return config | {"zero_optimization": zero}
+
+
+def check_engine_options(options: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the keys of a ``strategy_config``, found without importing DeepSpeed.
+
+    Returns:
+        ``key: seen …, expected …`` for keys that DeepSpeed does not have; of the sections with names of their own only
+        when it is installed. What ``DeepSpeedConfig`` itself refuses is not repeated.
+    """
+    problems = [
+        f"{key}: seen {options[key]!r}, expected a key of DeepSpeed's configuration{_hint(key, PASSED_ON)}"
+        for key in options
+        if key not in PASSED_ON and key not in DEEPSPEED_ELSEWHERE
+    ]
+    zero = options.get("zero_optimization") or {}
+    sections = [
+        ("zero_optimization", zero, "runtime/zero/config.py", "DeepSpeedZeroConfig"),
+        ("bf16", options.get("bf16"), "runtime/precision_config.py", "DeepSpeedBF16Config"),
+        ("fp16", options.get("fp16"), "runtime/precision_config.py", "DeepSpeedFP16Config"),
+    ]
+    for name, kind in (("offload_param", "ZeroOffloadParam"), ("offload_optimizer", "ZeroOffloadOptimizer")):
+        place = f"zero_optimization.{name}"
+        sections.append((place, zero.get(name), "runtime/zero/offload_config.py", f"DeepSpeed{kind}Config"))
+    for place, section, file, model in sections:
+        fields = constructor_fields("deepspeed", file, (model,))
+        known = {*fields, *(f"stage3_{field}" for field in fields)}  # many have such a second name
+        problems += [
+            f"{place}.{key}: seen {value!r}, expected a key of DeepSpeed's {model}{_hint(key, fields)}"
+            for key, value in (section or {}).items()
+            if fields and key not in known
+        ]
+    return problems
+
+
+def _hint(key: str, known: Iterable[str]) -> str:
+    near = nearest(key, sorted(known))
+    return f"; did you mean {near}?" if near else ""
+
+
+def _passed_on(options: DeepSpeedConfig) -> dict[str, Any]:
+    """The keys that go to DeepSpeed as they are, without those that say ``auto``."""
+    config: dict[str, Any] = _without_auto(options.model_dump(exclude_unset=True, exclude={"fp16", "optimizer"}))
+    return {"zero_optimization": {}} | config | BATCHES
+
+
+def _without_auto(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_auto(item) for key, item in value.items() if item != AUTO and item is not None}

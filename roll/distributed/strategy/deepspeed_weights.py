@@ -1,0 +1,392 @@
+"""A DeepSpeed engine's parameters, gradients and moments, whichever ZeRO stage has cut them up.
+
+Each trained parameter has a ``Fragment`` on the ranks that update a part of it. A fragment lies in a flat float32
+partition of the optimizer, which the optimizer's state is keyed by. DeepSpeed has helpers for whole tensors
+(``safe_get_full_…``), but none that covers every stage, reads a state before the first step, or takes a parameter
+whose size the ranks do not divide.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from roll.distributed.strategy.base import States
+from roll.distributed.strategy.optim import ADAM_STATE
+from roll.models.scoring import OutputLayer, TokenScorer
+
+ENGINE_STATES = {
+    States.WEIGHTS: ("lp_params",),
+    States.GRADS: ("lp_grads", "contiguous_grad_buffer"),
+    States.OPTIMIZER: ("hp_params", "optim_states"),
+}
+"""Our names for what can leave the device, and DeepSpeed's."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """The part of a parameter that this rank updates."""
+
+    partition: Tensor
+    """Flat float32 weights of many parameters; padding may hold anything."""
+    start: int
+    """Where the part begins in ``partition``."""
+    offset: int
+    """Where it begins in the flattened parameter."""
+    size: int
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        """The part's view of a tensor shaped like ``partition``."""
+        return tensor.detach().view(-1).narrow(0, self.start, self.size)
+
+
+class EngineWeights(ABC):
+    """What the stages have in common. ``fragments`` is empty without an optimizer.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned.
+        scorer: the module in it.
+        device: where it computes.
+    """
+
+    copies = 1
+    """Ranks that update the same part of a parameter, each in its own copy."""
+
+    def __init__(self, engine: Any, scorer: TokenScorer, device: torch.device) -> None:
+        self.engine = engine
+        self.scorer = scorer
+        self.device = device
+        self.parameters: dict[str, nn.Parameter] = dict(scorer.named_parameters())
+        self.trains = engine.basic_optimizer is not None
+        self.trained = [name for name, p in self.parameters.items() if p.requires_grad and self.trains]
+        """Names of the parameters that the optimizer changes."""
+        self._away = States(0)
+        self.locate()
+
+    @property
+    def optimizer(self) -> Any:
+        """DeepSpeed's own, around the one that takes the steps."""
+        return self.engine.optimizer
+
+    @property
+    def states(self) -> dict[Tensor, dict[str, Any]]:
+        """Adam's state by partition."""
+        states: dict[Tensor, dict[str, Any]] = self.engine.basic_optimizer.state
+        return states
+
+    def locate(self) -> None:
+        """Finds the fragments; again after DeepSpeed has moved its buffers."""
+        found = {name: self._fragment(self.parameters[name]) for name in self.trained}
+        self.fragments = {name: fragment for name, fragment in found.items() if fragment is not None}
+
+    def shape(self, name: str) -> torch.Size:
+        """The whole parameter's."""
+        parameter = self.parameters[name]
+        shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+        return shape
+
+    @abstractmethod
+    def stored(self, name: str) -> Tensor:
+        """The whole parameter in the number format that the model computes in (collective)."""
+
+    @abstractmethod
+    def store(self, name: str, whole: Tensor) -> None:
+        """Sets what the model computes with (collective; all ranks have ``whole``)."""
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Forgets the gradients, wherever in an optimizer step the engine is."""
+
+    @abstractmethod
+    def gradient(self, name: str) -> Tensor:
+        """The fragment's gradient after the last backward pass, summed up; writing to it changes the coming step."""
+
+    @abstractmethod
+    def _fragment(self, parameter: nn.Parameter) -> Fragment | None:
+        """The part of a trained parameter that this rank updates, if it updates any."""
+
+    def share(self, name: str) -> Tensor:
+        """The fragment's float32 weights, a flat view."""
+        fragment = self.fragments[name]
+        return fragment.cut(fragment.partition)
+
+    def gradients_changed(self) -> None:
+        """Called when gradients were written to: with offload, DeepSpeed took their norms while it copied them."""
+        optimizer = self.optimizer
+        if getattr(optimizer, "cpu_offload", False) or getattr(optimizer, "offload_optimizer", False):
+            for name in self.fragments:
+                parameter = self.parameters[name]
+                optimizer.norm_for_param_grads[optimizer.get_param_id(parameter)] = self.gradient(name).norm()
+
+    def whole(self, name: str, kind: str | None = None) -> Tensor:
+        """A trained parameter's float32 weights, or one of Adam's moments, joined from all ranks (collective)."""
+        shape = self.shape(name)
+        joined = torch.zeros(shape.numel(), device=self.device)
+        if (fragment := self.fragments.get(name)) is not None:
+            source = fragment.partition if kind is None else self.states[fragment.partition][kind]
+            joined.narrow(0, fragment.offset, fragment.size).copy_(fragment.cut(source))
+        if self.copies == 1 and dist.get_world_size() > 1:
+            dist.all_reduce(joined)  # what a rank does not hold is 0
+        return joined.view(shape)
+
+    def leave(self, what: States) -> None:
+        """Takes states to host memory."""
+        if not hasattr(self.optimizer, "offload_states"):
+            raise ValueError("ZeRO stage 1 in bf16: its optimizer cannot leave the device; expected stage 2 or 3")
+        self._away |= what
+        self._offload()
+
+    def come_back(self, what: States) -> None:
+        """Takes states back to the device."""
+        self._away &= ~what
+        self.engine.reload_states()  # all of them, or none
+        if self._away:
+            self._offload()
+        else:
+            self.locate()
+
+    def _offload(self) -> None:
+        from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+        names = [name for state, names in ENGINE_STATES.items() if state in self._away for name in names]
+        self.engine.offload_states(include=[OffloadStateTypeEnum(name) for name in names])
+
+    def _move_moments(self, device: torch.device) -> None:
+        for state in self.states.values():
+            state.update({kind: state[kind].to(device) for kind in ADAM_STATE})
+
+    def master(self, name: str) -> Tensor:
+        """The whole parameter in float32, as exact as there is (collective)."""
+        exact = name not in self.trained or self.parameters[name].dtype == torch.float32
+        return self.stored(name).float() if exact else self.whole(name)
+
+    @torch.no_grad()
+    def fill(self, name: str, whole: Tensor | None, kind: str | None = None) -> None:
+        """Sets a parameter, or one of its moments, to rank 0's ``whole`` on all ranks (collective)."""
+        shape = self.shape(name)
+        buffer = torch.empty(shape, device=self.device) if whole is None else whole.to(self.device).float().contiguous()
+        dist.broadcast(buffer, src=0)
+        if kind is None:
+            self.store(name, buffer)
+        if (fragment := self.fragments.get(name)) is not None:
+            target = fragment.partition if kind is None else self.states[fragment.partition][kind]
+            fragment.cut(target).copy_(buffer.view(-1).narrow(0, fragment.offset, fragment.size))
+
+    def reset_moments(self) -> None:
+        """Makes Adam's state as it is before the first step.
+
+        It is allocated here, so that a lack of memory shows at setup and a fresh optimizer is saved like any other.
+        """
+        for partition in dict.fromkeys(fragment.partition for fragment in self.fragments.values()):
+            moments = {kind: torch.zeros_like(partition, requires_grad=False) for kind in ADAM_STATE}
+            self.states[partition] = {"step": self._steps(0, partition.device), **moments}
+
+    def set_steps(self, steps: int) -> None:
+        """Tells Adam how many steps it has taken, for its bias correction."""
+        for partition, state in self.states.items():
+            state["step"] = self._steps(steps, partition.device)
+
+    def _steps(self, steps: int, device: torch.device) -> Any:
+        is_torch = isinstance(self.engine.basic_optimizer, torch.optim.AdamW)
+        return torch.tensor(float(steps), device=device) if is_torch else steps
+
+
+class ReplicatedWeights(EngineWeights):
+    """ZeRO stage 0: every rank holds everything."""
+
+    def __init__(self, engine: Any, scorer: TokenScorer, device: torch.device) -> None:
+        super().__init__(engine, scorer, device)
+        self.copies = dist.get_world_size()
+
+    def stored(self, name: str) -> Tensor:
+        return self.parameters[name].detach()
+
+    def store(self, name: str, whole: Tensor) -> None:
+        self.parameters[name].detach().copy_(whole)
+
+    def gradient(self, name: str) -> Tensor:
+        parameter = self.parameters[name]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return parameter.grad.view(-1)
+
+    def drop_gradients(self) -> None:
+        self.engine.zero_grad()
+
+    def leave(self, what: States) -> None:
+        self._move(what, torch.device("cpu"))
+
+    def come_back(self, what: States) -> None:
+        self._move(what, self.device)
+
+    def _move(self, what: States, device: torch.device) -> None:
+        if States.WEIGHTS in what:
+            self.scorer.to(device)
+        if States.OPTIMIZER in what and self.trains:
+            self._move_moments(device)
+
+    def _fragment(self, parameter: nn.Parameter) -> Fragment:
+        return Fragment(parameter, 0, 0, parameter.numel())
+
+
+class PartitionedOptimizer(EngineWeights):
+    """ZeRO stages 1 and 2: every rank holds all weights, and updates a part of them."""
+
+    def stored(self, name: str) -> Tensor:
+        return self.parameters[name].detach()
+
+    def store(self, name: str, whole: Tensor) -> None:
+        self.parameters[name].detach().copy_(whole)
+
+    def gradient(self, name: str) -> Tensor:
+        parameter: Any = self.parameters[name]
+        found: Tensor = parameter._hp_mapping.get_lp_grad_fragment(parameter._index_in_param_group).view(-1)
+        fragment = self.fragments[name]
+        # DeepSpeed's bf16 optimizer keeps the whole gradient.
+        return found if found.numel() == fragment.size else found.narrow(0, fragment.offset, fragment.size)
+
+    def drop_gradients(self) -> None:
+        optimizer = self.optimizer
+        optimizer.zero_grad()
+        if not hasattr(optimizer, "averaged_gradients"):  # the bf16 optimizer
+            return
+        optimizer.micro_step_id = -1
+        for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            kept.update(dict.fromkeys(kept))
+        if optimizer.cpu_offload:
+            optimizer.reset_cpu_buffers()
+            optimizer._offload_accumulated_param_ids = set()
+            for partition in optimizer.single_partition_of_fp32_groups:
+                partition.grad.zero_()
+
+    def _fragment(self, parameter: Any) -> Fragment | None:
+        mapping = parameter._hp_mapping
+        if mapping is None:
+            return None
+        optimizer, index = self.optimizer, mapping.param_group_index
+        partitions = getattr(optimizer, "single_partition_of_fp32_groups", None) or optimizer.fp32_groups_flat_partition
+        address = mapping.get_hp_fragment_address()
+        return Fragment(partitions[index], address.start, mapping.lp_fragment_address.start, address.numel)
+
+
+class PartitionedWeights(EngineWeights):
+    """ZeRO stage 3: every rank holds a part of each parameter."""
+
+    def stored(self, name: str) -> Tensor:
+        import deepspeed
+
+        parameter = self.parameters[name]
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+
+    def store(self, name: str, whole: Tensor) -> None:
+        import deepspeed
+
+        parameter = self.parameters[name]
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            if dist.get_rank() == 0:
+                parameter.detach().copy_(whole)
+
+    def gradient(self, name: str) -> Tensor:
+        fragment, optimizer = self.fragments[name], self.optimizer
+        if optimizer.offload_optimizer:
+            assert fragment.partition.grad is not None
+            return fragment.cut(fragment.partition.grad)
+        group, position = self._positions[name]
+        gradient: Tensor = optimizer.averaged_gradients[group][position]
+        return gradient.view(-1).narrow(0, 0, fragment.size)
+
+    def drop_gradients(self) -> None:
+        optimizer = self.optimizer
+        optimizer.zero_grad()
+        optimizer.averaged_gradients = {}
+        optimizer._offload_boundary_param_ids = set()
+        if optimizer.offload_optimizer:
+            optimizer.reset_cpu_buffers()
+            for partition in optimizer.fp32_partitioned_groups_flat:
+                partition.grad.zero_()
+
+    def leave(self, what: States) -> None:
+        if not self.trains:
+            self._move_parts(what, torch.device("cpu"))
+        elif buffers := what & self._movable:
+            super().leave(buffers)
+        self._move_optimizer(what, torch.device("cpu"))
+
+    def come_back(self, what: States) -> None:
+        if not self.trains:
+            self._move_parts(what, self.device)
+        elif buffers := what & self._movable:
+            super().come_back(buffers)
+        self._move_optimizer(what, self.device)
+
+    @property
+    def _movable(self) -> States:
+        """What DeepSpeed can move: nothing when it keeps parameters in host memory, nor the state of PyTorch's Adam."""
+        offload = self.engine.zero_offload_param()
+        in_host_memory = offload is not None and offload.device != "none"
+        return States(0) if in_host_memory else States.WEIGHTS | States.GRADS
+
+    def _move_optimizer(self, what: States, device: torch.device) -> None:
+        if not self.trains or self.optimizer.offload_optimizer:
+            return
+        optimizer, offset = self.optimizer, 0
+        partitions = optimizer.fp32_partitioned_groups_flat
+        if States.OPTIMIZER in what:
+            self._move_moments(device)
+        for partition, size in zip(partitions, optimizer.fp16_partitioned_groups_flat_numel, strict=True):
+            if partition.dtype == optimizer.lp_param_buffer.dtype:
+                # In fp32 these are the weights themselves, which DeepSpeed would leave behind.
+                partition.data = optimizer.lp_param_buffer.narrow(0, offset, size)
+            elif States.OPTIMIZER in what:
+                partition.data = partition.data.to(device)
+            offset += size
+
+    def _move_parts(self, what: States, device: torch.device) -> None:
+        if States.WEIGHTS in what:
+            for parameter in self.parameters.values():
+                whole_and_part: Any = (parameter, parameter.ds_tensor)  # type: ignore[attr-defined]
+                for tensor in whole_and_part:
+                    tensor.data = tensor.data.to(device)
+
+    def locate(self) -> None:
+        super().locate()
+        if self.trains:
+            names = {id(parameter): name for name, parameter in self.parameters.items()}
+            groups = enumerate(self.optimizer.fp16_groups)
+            self._positions = {names[id(p)]: (i, j) for i, group in groups for j, p in enumerate(group)}
+
+    def _fragment(self, parameter: Any) -> Fragment | None:
+        optimizer = self.optimizer
+        group, start, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        offset = size * dist.get_rank()
+        valid = min(size, parameter.ds_numel - offset)  # the last parts are padded
+        return Fragment(optimizer.fp32_partitioned_groups_flat[group], start, offset, valid) if valid > 0 else None
+
+
+def engine_weights(engine: Any, scorer: TokenScorer, device: torch.device, stage: int) -> EngineWeights:
+    """The view of an engine that fits its stage."""
+    kinds = (ReplicatedWeights, PartitionedOptimizer, PartitionedOptimizer, PartitionedWeights)
+    return kinds[stage](engine, scorer, device)
+
+
+def copy_output_layer(weights: EngineWeights, dtype: torch.dtype) -> OutputLayer:
+    """A frozen copy of the model's output layer as it is now, whole on every rank (collective).
+
+    Raises:
+        ValueError: the output layer is not a linear map of the hidden states.
+    """
+    layer = weights.scorer.model.get_output_embeddings()
+    if not isinstance(layer, nn.Linear):
+        raise ValueError(f"kl_penalty 'full': the output layer is a {type(layer).__name__}, expected Linear")
+    names = {id(parameter): name for name, parameter in weights.parameters.items()}
+
+    def copy(parameter: Tensor) -> Tensor:
+        return weights.master(names[id(parameter)]).to(weights.device, dtype, copy=True)
+
+    return OutputLayer(copy(layer.weight), None if layer.bias is None else copy(layer.bias))

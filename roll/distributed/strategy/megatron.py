@@ -1,0 +1,323 @@
+"""``megatron_train`` and ``megatron_infer``: Megatron-Core on GPUs (nccl) or CPUs (gloo).
+
+Parallelism is tensor, sequence, pipeline (virtual stages too), expert and context. Ranks that hold parts of one copy of
+the model get the same data; copies of the model (data parallelism) get shares of it. With TransformerEngine (GPUs) the
+model is built from its modules; otherwise from Megatron's own, with ``RmsNorm`` and ``CoreAttention`` of
+``megatron_modules``, which are exact for packed sequences and context parallelism too. Without a GPU ``megatron_cpu``
+redirects what Megatron asks of CUDA. Grouped matrix products for experts need a GPU.
+
+Megatron's schedules run all micro-batches of a step. The last pipeline stage scores tokens and computes the loss; the
+scores and metrics then travel to the other stages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from roll.algorithms.types import LossContext, LossFn, TokenScores
+from roll.configs.strategy import MegatronConfig
+from roll.data.batch import Batch
+from roll.data.packing import take_micro_batch
+from roll.distributed.strategy import megatron_cpu
+from roll.distributed.strategy.base import RankInfo, States, WeightBucket
+from roll.distributed.strategy.engines import require_engine
+from roll.distributed.strategy.megatron_checkpoint import fill_weights, restore_model, save_model
+from roll.distributed.strategy.megatron_input import MegatronInput, Rounding, grid_shape, lay_out
+from roll.distributed.strategy.megatron_model import (
+    MegatronModel,
+    build_model,
+    check_engine_options,
+    check_model_fit,
+    join_parallel_state,
+)
+from roll.distributed.strategy.megatron_optimizer import (
+    MegatronAdam,
+    loss_factor,
+    move_gradients,
+    move_weights,
+    wrap_for_data_parallelism,
+)
+from roll.distributed.strategy.megatron_scores import TokenScorer, sum_over
+from roll.distributed.strategy.megatron_weights import WeightGatherer
+from roll.distributed.strategy.trainer import Limits, Scorer, Trainer, TrainerState, join_group, local_device
+from roll.models.loading import load_config, resolve_dtype
+from roll.models.megatron.weight_files import WeightFiles
+
+__all__ = ["MegatronInfer", "MegatronTrain", "check_engine_options", "check_model_fit"]
+
+
+class MegatronInfer(Scorer):
+    """Scores tokens with a model that lies on the role's workers as ``strategy_config`` says."""
+
+    _trained = False
+    model: MegatronModel
+
+    def setup(self) -> RankInfo:
+        context = self.context
+        require_engine("megatron.core", extra="megatron", strategy=context.worker.strategy_args.strategy_name)
+        if context.lora is not None:
+            raise ValueError(
+                f"{context.role}: lora_target with {context.worker.strategy_args.strategy_name}, expected fsdp2_train "
+                "or deepspeed_train"
+            )
+        self.device = local_device(context.rank)
+        join_group(context, self.device, alone=True)
+        megatron_cpu.enable()
+        self.options = MegatronConfig.model_validate(context.worker.strategy_args.strategy_config)
+        self.info = join_parallel_state(context, self.options)
+        args = context.worker.model_args
+        hf_config = load_config(context.model_path, args.model_config_kwargs)
+        # The format in which weights leave: exports and saved models.
+        self._model_dtype = resolve_dtype(args.dtype, hf_config)
+        if self._trained and self._model_dtype == torch.float16:
+            raise ValueError(f"{context.role}: training in fp16 needs loss scaling; expected bf16 or fp32")
+        self.model = build_model(context, hf_config, self.options, self._model_dtype, trained=self._trained)
+        self._scorer = TokenScorer(self.model.vocabulary(), context.temperature)
+        if context.keeps_output_layer and self.model.last is not None:
+            self._scorer.reference_weight_VH = self.model.output_weight().detach().clone()
+        return self.info
+
+    def forward(self, micro_batch: Batch, limits: Limits) -> TokenScores:
+        return self.forward_all([micro_batch], limits)[0]
+
+    def forward_all(self, micro_batches: list[Batch], limits: Limits) -> list[TokenScores]:
+        inputs = self._lay_out(micro_batches, limits)
+
+        def finish(one: MegatronInput, hidden: Tensor, *, non_loss_data: bool) -> TokenScores:
+            return self._score(one, hidden)
+
+        with torch.no_grad():
+            scores: list[TokenScores] = self._run(inputs, finish, forward_only=True)
+            shared = [self._from_last_stage(scores[i] if scores else None, one) for i, one in enumerate(inputs)]
+        return shared[: len(micro_batches)]
+
+    def move(self, what: States, device: torch.device) -> None:
+        if States.WEIGHTS in what:
+            self._move_weights(device)
+            reference = self._scorer.reference_weight_VH
+            self._scorer.reference_weight_VH = None if reference is None else reference.to(device)
+
+    def _move_weights(self, device: torch.device) -> None:
+        for chunk in self.model.chunks:
+            chunk.to(device)
+
+    def _run(self, inputs: list[MegatronInput], finish: Callable[..., Any], *, forward_only: bool) -> list[Any]:
+        """Runs Megatron's schedule over the micro-batches; what ``finish`` reports, on the last stage only."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        def forward_step(iterator: Iterator[MegatronInput], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+            one = next(iterator)
+            hidden = chunk(one.input_ids_RS, None, None, packed_seq_params=one.packed_seq_params())
+            return hidden, partial(finish, one)
+
+        chunks = self.model.wrapped
+        iterators = [iter(inputs) for _ in chunks]
+        rows, columns = inputs[0].input_ids_RS.shape
+        several = len(chunks) > 1
+        reports: list[Any] = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iterators if several else iterators[0],
+            model=chunks if several else chunks[0],
+            num_microbatches=len(inputs),
+            seq_length=columns * self.options.context_parallel_size,
+            micro_batch_size=rows,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        return reports
+
+    def _lay_out(self, micro_batches: list[Batch], limits: Limits) -> list[MegatronInput]:
+        """The micro-batches on this rank: of one shape where Megatron needs that, and as many as it can schedule."""
+        from megatron.core import parallel_state
+
+        options = self.options
+        rounding = Rounding(
+            limits.round_to,
+            limits.packing,
+            options.tensor_model_parallel_size if options.sequence_parallel else 1,
+            parallel_state.get_context_parallel_rank(),
+            options.context_parallel_size,
+        )
+        if options.virtual_stages:
+            blank = take_micro_batch(micro_batches[0], [], 0)
+            micro_batches = micro_batches + [blank] * (-len(micro_batches) % options.pipeline_model_parallel_size)
+        shape = None
+        spread = options.expert_model_parallel_size > 1 and options.moe_token_dispatcher_type == "allgather"
+        if options.virtual_stages or spread:
+            own = [max(sizes) for sizes in zip(*(grid_shape(one, rounding) for one in micro_batches), strict=True)]
+            rows, columns = self._gather_counts(own).amax(0).tolist()
+            shape = int(rows), int(columns)
+        return [lay_out(one, rounding, shape).to(self.device) for one in micro_batches]
+
+    def _score(self, one: MegatronInput, hidden_SRH: Tensor) -> TokenScores:
+        """Scores of a micro-batch from the last stage's hidden states; the same on all tensor and context ranks."""
+        from megatron.core import parallel_state, tensor_parallel
+
+        if self.options.sequence_parallel:
+            hidden_SRH = tensor_parallel.gather_from_sequence_parallel_region(
+                hidden_SRH, tensor_parallel_output_grad=False
+            )
+        hidden_KH = hidden_SRH.flatten(0, 1).index_select(0, one.source_K)
+        if (head := self.model.value_head) is not None:
+            found = {"values_T": head(hidden_KH.float())}
+        else:
+            reference = one.micro_batch.ref_hidden_TH
+            ref_hidden_KH = None if reference is None else reference.to(self.device)[one.token_K]
+            found = self._scorer(self.model.output_weight(), hidden_KH, one.target_K, ref_hidden_KH)
+            if self.context.returns_hidden:
+                found["hidden_TH"] = hidden_KH.float()
+        group = parallel_state.get_context_parallel_group()
+        num_tokens = one.micro_batch.num_tokens
+        return TokenScores(
+            **{
+                name: sum_over(values.new_zeros(num_tokens, *values.shape[1:]).index_put((one.token_K,), values), group)
+                for name, values in found.items()
+            }
+        )
+
+    def _from_last_stage(self, scores: TokenScores | None, one: MegatronInput) -> TokenScores:
+        """The last stage's scores on all stages (collective)."""
+        from megatron.core import parallel_state
+
+        if self.options.pipeline_model_parallel_size == 1:
+            assert scores is not None
+            return scores
+        group = parallel_state.get_pipeline_model_parallel_group()
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        num_tokens = one.micro_batch.num_tokens
+        columns = {}
+        for name in self._score_names(one):
+            shape = (num_tokens, self.model.config.hidden_size) if name == "hidden_TH" else (num_tokens,)
+            column = torch.zeros(shape, device=self.device) if scores is None else getattr(scores, name).contiguous()
+            dist.broadcast(column, last, group=group)
+            columns[name] = column
+        return TokenScores(**columns)
+
+    def _score_names(self, one: MegatronInput) -> list[str]:
+        if self.context.head == "value":
+            return ["values_T"]
+        kl = ["kl_T"] if one.micro_batch.ref_hidden_TH is not None else []
+        return ["logprobs_T", "entropy_T", *kl, *(["hidden_TH"] if self.context.returns_hidden else [])]
+
+
+class MegatronTrain(MegatronInfer, Trainer):
+    """Takes AdamW steps. ``model_args.dtype`` is what the model computes in; the optimizer's weights are float32."""
+
+    _trained = True
+
+    def setup(self) -> RankInfo:
+        info = super().setup()
+        wrap_for_data_parallelism(self.model, self.options)
+        self._optimizer = MegatronAdam(self.model, self.options, self.context.worker.training_args)
+        self._gatherer = WeightGatherer(self.model)
+        if self._model_dtype != torch.float32:
+            # The optimizer's weights start from those in the files, which may be more exact than the model's.
+            fill_weights(self.model, self._optimizer, WeightFiles(self.context.model_path).read)
+        self._state = TrainerState(total_optimizer_steps=self.context.total_optimizer_steps)
+        return info
+
+    def reset_optimizer(self) -> None:
+        self._optimizer.allocate()
+        self._state = TrainerState(total_optimizer_steps=self.context.total_optimizer_steps)
+
+    def accumulate(
+        self, micro_batches: list[Batch], limits: Limits, loss_fn: LossFn, context: LossContext
+    ) -> dict[str, float | Tensor]:
+        inputs = self._lay_out(micro_batches, limits)
+        factor = loss_factor(len(inputs))
+
+        def finish(one: MegatronInput, hidden: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
+            output = loss_fn(self._score(one, hidden), one.micro_batch, context)
+            # Megatron divides the loss that it is given in place: what is reported is a tensor of its own.
+            return output.loss * factor, output.metrics | {self._loss_name: output.loss.detach()}
+
+        sums: dict[str, float | Tensor] = {}
+        for metrics in self._run(inputs, finish, forward_only=False):
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return self._metrics_from_last_stage(sums)
+
+    def _metrics_from_last_stage(self, sums: dict[str, float | Tensor]) -> dict[str, float | Tensor]:
+        """The last stage's metrics on all stages: their names as JSON, then their values (collective)."""
+        from megatron.core import parallel_state
+
+        if self.options.pipeline_model_parallel_size == 1:
+            return sums
+        group = parallel_state.get_pipeline_model_parallel_group()
+        last = parallel_state.get_pipeline_model_parallel_last_rank()
+        text = torch.tensor(list(json.dumps(list(sums)).encode()), dtype=torch.uint8, device=self.device)
+        length = torch.tensor([len(text)], device=self.device)
+        dist.broadcast(length, last, group=group)
+        if not sums:
+            text = text.new_zeros(int(length))
+        dist.broadcast(text, last, group=group)
+        names = json.loads(bytes(text.tolist()))
+        values = torch.zeros(len(names), dtype=torch.float64, device=self.device)
+        if sums:
+            values = torch.stack([torch.as_tensor(sums[n], dtype=torch.float64, device=self.device) for n in names])
+        dist.broadcast(values, last, group=group)
+        return dict(zip(names, values, strict=True))
+
+    def move(self, what: States, device: torch.device) -> None:
+        super().move(what, device)
+        if States.GRADS in what:
+            move_gradients(self.model, device)
+        if States.OPTIMIZER in what:
+            self._optimizer.move(device)
+
+    def _move_weights(self, device: torch.device) -> None:
+        move_weights(self.model, device)
+
+    def reduce_gradients(self) -> None:
+        self._optimizer.reduce_gradients()
+
+    def add_l2(self, coefficient: float) -> Tensor:
+        return self._optimizer.add_l2(coefficient, self.device)
+
+    def square_norm(self) -> Tensor:
+        return self._optimizer.square_norm(self.device)
+
+    def apply_gradients(self, rate: float, norm: float) -> None:
+        limit = self.context.max_grad_norm
+        self._optimizer.step(rate, limit / norm if 0 < limit < norm else 1.0)
+
+    def drop_gradients(self) -> None:
+        self._optimizer.drop_gradients()
+
+    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        from roll.distributed.weight_sync import pack_buckets
+
+        self._require(States.WEIGHTS)
+        named = self._gatherer.weights(lambda parameter: parameter, self._model_dtype)
+        if self.context.rank == 0:
+            yield from pack_buckets(named, bucket_bytes)
+        else:
+            for _ in named:
+                pass
+
+    def save(self, path: Path) -> None:
+        """Writes a checkpoint, see ``checkpoint`` (collective)."""
+        self._require(States.WEIGHTS | States.OPTIMIZER)
+        save_model(
+            path,
+            self.model,
+            self._gatherer,
+            self._optimizer,
+            self._state,
+            head=self.context.head,
+            dtype=self._model_dtype,
+            source=self.context.model_path,
+        )
+
+    def load(self, path: Path) -> None:
+        """Continues from a checkpoint of any engine and layout, which every rank must be able to read (collective)."""
+        self._require(States.WEIGHTS | States.OPTIMIZER)
+        self._continue_from(restore_model(path, self.model, self._optimizer, self.context.head), path)

@@ -1,0 +1,141 @@
+"""Lays micro-batches out as Megatron's model takes them: padded to what the parallel layout divides, cut over context.
+
+Axes: R rows, C columns of a whole row, S columns that this context-parallel rank holds, K loss tokens predicted there,
+T the micro-batch's tokens end to end.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from roll.data.batch import Batch
+from roll.data.packing import packed_row, rectangle
+from roll.distributed.strategy.megatron_modules import held_columns
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """What the widths of rows and the lengths of packed sequences are rounded up to, and how rows are cut."""
+
+    round_to: int
+    """``sequence_length_round_in_*``; packed sequences are not rounded to it."""
+    packing: bool
+    tensor_size: int
+    """Sequence-parallel ranks; 1 without sequence parallelism."""
+    context_rank: int
+    context_size: int
+
+    @property
+    def unit(self) -> int:
+        """What a sequence's length must be a multiple of, so that every rank holds equally many positions."""
+        size = self.context_size
+        return self.tensor_size if size == 1 else math.lcm(2 * size, size * self.tensor_size)
+
+
+@dataclass(frozen=True, eq=False)
+class MegatronInput:
+    """One micro-batch on one rank."""
+
+    micro_batch: Batch
+    input_ids_RS: Tensor
+    source_K: Tensor
+    """Index into the flattened [whole S, R] hidden states of the token before each loss token that it predicts."""
+    target_K: Tensor
+    token_K: Tensor
+    """Index of each loss token in the T axis."""
+    cumulative_lengths: Tensor | None
+    """int32 bounds of a packed row's sequences in the whole row, padding included; ``None`` for a rectangle."""
+    max_length: int
+
+    def to(self, device: torch.device) -> MegatronInput:
+        bounds = self.cumulative_lengths
+        return MegatronInput(
+            self.micro_batch,
+            self.input_ids_RS.to(device, non_blocking=True),
+            self.source_K.to(device, non_blocking=True),
+            self.target_K.to(device, non_blocking=True),
+            self.token_K.to(device, non_blocking=True),
+            None if bounds is None else bounds.to(device, non_blocking=True),
+            self.max_length,
+        )
+
+    def packed_seq_params(self) -> Any:
+        """What attention and rotary embeddings need to know of a packed row."""
+        if self.cumulative_lengths is None:
+            return None
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        bounds, longest = self.cumulative_lengths, self.max_length
+        return PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=longest, max_seqlen_kv=longest
+        )
+
+
+def grid_shape(micro_batch: Batch, rounding: Rounding) -> tuple[int, int]:
+    """Rows and columns of the micro-batch's grid."""
+    if rounding.packing:
+        return 1, sum(_padded_lengths(micro_batch, rounding))
+    width = int(micro_batch.lengths_B.max())
+    return micro_batch.num_sequences, _round_up(width, math.lcm(rounding.round_to, rounding.unit))
+
+
+def lay_out(micro_batch: Batch, rounding: Rounding, shape: tuple[int, int] | None = None) -> MegatronInput:
+    """Lays a micro-batch out.
+
+    Args:
+        micro_batch: sequences.
+        rounding: of the parallel layout.
+        shape: of the grid, where all micro-batches need the same; at least ``grid_shape``, columns a multiple of
+            ``rounding.unit``. ``None``: its own.
+    """
+    rows, columns = shape or grid_shape(micro_batch, rounding)
+    if rounding.packing:
+        grid, source_K, lengths = _pack(micro_batch, rounding, columns)
+        flat = packed_row(micro_batch)
+    else:
+        flat = rectangle(micro_batch)
+        own_rows, own_columns = flat.input_ids_RC.shape
+        grid = functional.pad(flat.input_ids_RC, (0, columns - own_columns, 0, rows - own_rows))
+        source_K = flat.source_K // own_columns * columns + flat.source_K % own_columns
+        lengths = [columns]
+    held_S = held_columns(lengths, rounding.context_rank, rounding.context_size)
+    place_C = torch.full((columns,), -1)
+    place_C[held_S] = torch.arange(len(held_S))
+    place_K = place_C[source_K % columns]
+    here_K = place_K >= 0
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32) if rounding.packing else None
+    return MegatronInput(
+        micro_batch,
+        grid[:, held_S],
+        (place_K * rows + source_K // columns)[here_K],
+        flat.target_K[here_K],
+        flat.token_K[here_K],
+        bounds,
+        max(lengths),
+    )
+
+
+def _pack(micro_batch: Batch, rounding: Rounding, columns: int) -> tuple[Tensor, Tensor, list[int]]:
+    """The packed row's ids, where its loss tokens are predicted, and its lengths; what is left over is one more."""
+    lengths = _padded_lengths(micro_batch, rounding)
+    start_B = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+    cell_T = start_B[micro_batch.rows_T] + micro_batch.positions_T
+    row = torch.zeros(columns, dtype=torch.int64)
+    row[cell_T] = micro_batch.tokens_T
+    if rest := columns - sum(lengths):
+        lengths.append(rest)
+    return row[None], cell_T[micro_batch.loss_mask_T] - 1, lengths
+
+
+def _padded_lengths(micro_batch: Batch, rounding: Rounding) -> list[int]:
+    return [_round_up(length, rounding.unit) for length in micro_batch.lengths_B.tolist()]
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit

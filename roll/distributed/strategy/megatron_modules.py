@@ -1,0 +1,156 @@
+"""Modules that take TransformerEngine's place in Megatron-Core where it is not installed, on CPUs and GPUs.
+
+``CoreAttention`` computes what Megatron's own module refuses: packed sequences and context parallelism. Both are exact.
+Packed sequences are attended to one by one (no mask over the whole row). With context parallelism each rank gathers the
+keys and values of its group, which costs memory for them in the length of the whole sequence; TransformerEngine passes
+them around a ring instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+class RmsNorm(nn.Module):
+    """RMS normalisation whose weight's gradient Megatron sums over sequence-parallel ranks."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return functional.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class CoreAttention(nn.Module):
+    """Causal attention with PyTorch's kernels. Axes: S positions held here, B rows, N heads, G key heads, D width."""
+
+    def __init__(self, config: Any, pg_collection: Any = None, softmax_scale: float | None = None, **_: object) -> None:
+        super().__init__()
+        self._scale = softmax_scale
+        self._group = pg_collection.cp
+
+    def forward(
+        self,
+        query_SBND: Tensor,
+        key_SBGD: Tensor,
+        value_SBGD: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: Any = None,
+        **_: object,
+    ) -> Tensor:
+        """Attends within each row, or within each of a packed row's sequences (whose tensors have no axis B).
+
+        Returns:
+            [S, B, N * D], or [S, 1, N * D] of a packed row.
+        """
+        group, size = self._group, self._group.size()
+        if packed_seq_params is None:
+            lengths = [query_SBND.shape[0] * size]
+        else:
+            lengths = packed_seq_params.cu_seqlens_q.diff().tolist()
+            query_SBND, key_SBGD, value_SBGD = (x.unsqueeze(1) for x in (query_SBND, key_SBGD, value_SBGD))
+        if size == 1:
+            pieces = zip(*(x.split(lengths) for x in (query_SBND, key_SBGD, value_SBGD)), strict=True)
+            attended = [self._attend(*piece) for piece in pieces]
+        else:
+            attended = self._attend_across(query_SBND, _gather(key_SBGD, group), _gather(value_SBGD, group), lengths)
+        return torch.cat(attended).flatten(2)
+
+    def _attend_across(self, query_SBND: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> list[Tensor]:
+        """As ``_attend`` for this rank's two chunks of each sequence, to keys and values of the whole group."""
+        size, rank = self._group.size(), self._group.rank()
+        order = gathered_order(lengths, size).to(key.device)
+        key, value = key[order], value[order]
+        attended = []
+        start = 0
+        queries = iter(query_SBND.split([length // (2 * size) for length in lengths for _ in range(2)]))
+        for length in lengths:
+            chunk = length // (2 * size)
+            for number in (rank, 2 * size - 1 - rank):
+                stop = start + (number + 1) * chunk
+                attended.append(self._attend(next(queries), key[start:stop], value[start:stop]))
+            start += length
+        return attended
+
+    def _attend(self, query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor) -> Tensor:
+        """Attention of the last positions to all up to their own; shape of ``query``."""
+        queries, keys = query_SBND.shape[0], key_SBGD.shape[0]
+        mask = None
+        if queries != keys:
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=query_SBND.device).tril(keys - queries)
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query_SBND, key_SBGD, value_SBGD))
+        attended = functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=self._scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return attended.permute(2, 0, 1, 3)
+
+
+def held_columns(lengths: list[int], rank: int, size: int) -> Tensor:
+    """Columns of a row that one context-parallel rank holds, in its order.
+
+    Each sequence is cut into ``2 * size`` chunks, of which rank r holds number r and ``2 * size - 1 - r``, so that all
+    have the same work under a causal mask. This is Megatron's and TransformerEngine's own order.
+
+    Args:
+        lengths: of the row's sequences; multiples of ``2 * size``.
+        rank: in the context-parallel group.
+        size: of that group.
+    """
+    if size == 1:
+        return torch.arange(sum(lengths))
+    columns, start = [], 0
+    for length in lengths:
+        chunk = length // (2 * size)
+        for number in (rank, 2 * size - 1 - rank):
+            columns.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
+        start += length
+    return torch.cat(columns)
+
+
+def gathered_order(lengths: list[int], size: int) -> Tensor:
+    """Where each column of a row stands in the ranks' columns end to end."""
+    return torch.cat([held_columns(lengths, rank, size) for rank in range(size)]).argsort()
+
+
+def layer_specs(config: Any, vp_stage: int | None) -> Any:
+    """What the layers of a model chunk are made of."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.moe import moe_utils
+
+    engine = config.transformer_impl == "transformer_engine"
+    block = get_gpt_decoder_block_spec(config, engine, "RMSNorm", vp_stage=vp_stage)
+    if engine:
+        return block
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # megatron-core 0.16 asks whether it is None, but forgets to define it
+    block.layer_norm = RmsNorm
+    for spec in block.layer_specs:
+        layer = spec.submodules
+        layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
+        attention = layer.self_attention.submodules
+        attention.core_attention = CoreAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RmsNorm
+    return block
+
+
+def _gather(x: Tensor, group: Any) -> Tensor:
+    """All ranks' positions; gradients go back to the rank that they belong to, summed."""
+    from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
+    gathered: Tensor = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
+    return gathered

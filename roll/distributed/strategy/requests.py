@@ -1,0 +1,46 @@
+"""What every generator demands of a request, whatever engine is behind it."""
+
+from __future__ import annotations
+
+from roll.agentic.types import GenerateRequest
+
+
+def check_request(request: GenerateRequest, *, vocab_size: int, sequence_length: int, n: int = 1) -> int:
+    """Checks a request before an engine sees it, where an error could take other requests along.
+
+    Args:
+        request: what the caller asks for.
+        vocab_size: token ids must be below it.
+        sequence_length: longest prompt plus completion.
+        n: completions wanted.
+
+    Returns:
+        The most tokens to sample: ``max_new_tokens``, or what is left of the context.
+
+    Raises:
+        ValueError: the prompt is empty or too long, a token id is outside the vocabulary, or a sampling parameter is
+            out of range.
+    """
+    prompt, params = request.prompt_ids, request.params
+    where = f"request {request.request_id!r}"
+    if n < 1:
+        raise ValueError(f"{where}: n is {n}, expected at least 1")
+    if prompt.ndim != 1 or len(prompt) == 0:
+        raise ValueError(f"{where}: prompt_ids has shape {prompt.shape}, expected [prompt_len] with at least 1")
+    if len(prompt) >= sequence_length:
+        raise ValueError(
+            f"{where}: the prompt has {len(prompt)} tokens, sequence_length is {sequence_length}; "
+            "expected a shorter prompt, with room for at least one new token"
+        )
+    if prompt.min() < 0 or prompt.max() >= vocab_size:
+        raise ValueError(f"{where}: token ids from {prompt.min()} to {prompt.max()}, expected 0 to {vocab_size - 1}")
+    for name, value, holds, expected in (
+        ("max_new_tokens", params.max_new_tokens, params.max_new_tokens >= 1, "at least 1"),
+        ("temperature", params.temperature, 0 <= params.temperature < float("inf"), "0 (greedy) or more"),
+        ("top_p", params.top_p, 0 < params.top_p <= 1, "above 0 and at most 1"),
+        ("repetition_penalty", params.repetition_penalty, params.repetition_penalty > 0, "above 0"),
+        ("stop", params.stop, all(params.stop), "strings that are not empty"),
+    ):
+        if not holds:
+            raise ValueError(f"{where}: params.{name} is {value!r}, expected {expected}")
+    return min(params.max_new_tokens, sequence_length - len(prompt))

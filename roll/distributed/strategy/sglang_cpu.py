@@ -1,0 +1,94 @@
+"""Lets SGLang run where there is no accelerator. With one, nothing here does anything.
+
+The package registry has no CPU kernels for SGLang. It falls back to plain PyTorch almost everywhere; what is left:
+
+- It imports torchvision, which the registry has for CUDA only. Beside a CPU build of torch its operators are missing,
+  and importing it fails at the two that it describes to the compiler. Language models call neither.
+- Rotary position embeddings come from a kernel of vLLM's, which cannot live in the same environment.
+- LoRA pins the memory that it copies to the device; without a device, there is nothing to pin it with.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_libraries: list[torch.library.Library] = []  # an operator lives as long as its library
+
+
+def prepare() -> None:
+    """Call in every process before it imports SGLang."""
+    if torch.accelerator.is_available() or _libraries:
+        return
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _libraries.append(library)
+    package, kernels = ModuleType("vllm"), ModuleType("vllm._custom_ops")
+    package.__path__ = []  # a package without any other module
+    kernels.rotary_embedding = rotary_embedding  # type: ignore[attr-defined]
+    sys.modules.update({"vllm": package, "vllm._custom_ops": kernels})
+    for factory in ("tensor", "empty", "zeros", "arange"):
+        setattr(torch, factory, _unpinned(getattr(torch, factory)))
+    setattr(Tensor, "pin_memory", _unchanged)  # noqa: B010
+
+
+def _unchanged(tensor: Tensor, device: object = None) -> Tensor:
+    return tensor
+
+
+def _unpinned(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(factory)
+    def make(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        return factory(*args, **options)
+
+    return make
+
+
+def rotary_embedding(
+    positions_T: Tensor,
+    query_TQ: Tensor,
+    key_TK: Tensor | None,
+    head_size: int,
+    cos_sin_PR: Tensor,
+    is_neox: bool = True,
+) -> None:
+    """Rotates queries and keys in place (RoFormer, Su et al. 2021), with the signature of vLLM's kernel.
+
+    Args:
+        positions_T: of T tokens.
+        query_TQ: Q = heads x head_size.
+        key_TK: K = key heads x head_size.
+        head_size: the first R dimensions of each head are rotated.
+        cos_sin_PR: by position, R/2 cosines and R/2 sines.
+        is_neox: pairs are (i, i + R/2), as in GPT-NeoX and Llama; otherwise (2i, 2i + 1), as in GPT-J.
+    """
+    cos_T1R, sin_T1R = cos_sin_PR[positions_T.flatten()].unsqueeze(1).chunk(2, dim=-1)
+    half = cos_T1R.shape[-1]
+    for states in (query_TQ, key_TK):
+        if states is None:
+            continue
+        rotated = states.view(len(cos_T1R), -1, head_size)[..., : 2 * half]
+        first, second = (
+            (rotated[..., :half], rotated[..., half:]) if is_neox else (rotated[..., 0::2], rotated[..., 1::2])
+        )
+        turned = first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R
+        first.copy_(turned[0])
+        second.copy_(turned[1])
+
+
+ENGINE_OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "lora_backend": "torch_native",
+    "disable_cuda_graph": True,
+    "disable_overlap_schedule": True,  # it hides the scheduler behind the work of a GPU
+    "sleep_on_idle": True,  # else an idle engine takes a core
+}
+"""Arguments of ``ServerArgs`` that make the engine run on a CPU."""

@@ -1,0 +1,165 @@
+"""Sampling inside SGLang: the sampler of ``hf_infer`` as SGLang's own.
+
+SGLang's sampler has no seeds outside its deterministic mode, applies repetition penalties to sampled tokens only, and
+reports log-probabilities after them; a rollout's must be those that a trainer computes again. Registering a sampler and
+giving requests parameters of one's own are SGLang's extension points.
+
+Axes: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from roll.models.sampling import SamplerRows, sample
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.sampler import Sampler
+
+BACKEND = "pytorch"
+"""The sampler goes by the name of SGLang's plain one, which it replaces: on a CPU, SGLang insists on that name."""
+
+SEEN = "__seen__"
+"""Where a request's parameters keep the tokens that its repetition penalty falls on."""
+
+
+def register() -> None:
+    """Replaces SGLang's sampler in this process."""
+    from sglang.srt.layers.sampler import register_sampler_backend
+
+    register_sampler_backend(BACKEND, _make_sampler)
+
+
+def request_marker() -> str:
+    """What a request must carry so that SGLang keeps its parameters next to its row of the batch.
+
+    They come with a logit processor, SGLang's way to change logits; this one is never called.
+    """
+    from sglang.srt.sampling.custom_logit_processor import DisallowedTokensLogitsProcessor
+
+    return DisallowedTokensLogitsProcessor.to_str()
+
+
+def _make_sampler() -> Sampler:
+    from sglang.srt.layers.sampler import Sampler
+
+    class RolloutSampler(Sampler):
+        """Samples requests that bring parameters of ours; leaves SGLang's own, such as health checks, to SGLang."""
+
+        batch: SampledBatch | None = None
+
+        def forward(
+            self,
+            logits_output: Any,
+            sampling_info: Any,
+            return_logprob: bool,
+            top_logprobs_nums: list[int],
+            token_ids_logprobs: list[list[int]],
+            positions: Tensor,
+            *,
+            logprob_logits: Tensor | None = None,
+        ) -> Tensor:
+            params = sampling_info.custom_params
+            if params is None:
+                return super().forward(
+                    logits_output,
+                    sampling_info,
+                    return_logprob,
+                    top_logprobs_nums,
+                    token_ids_logprobs,
+                    positions,
+                    logprob_logits=logprob_logits,
+                )
+            logits_BV = logits_output.next_token_logits
+            if self.batch is None or not self.batch.holds(params):
+                self.batch = SampledBatch(params, logits_BV.device, logits_BV.shape[1])
+            tokens_B, logits_output.next_token_logprobs = self.batch.draw(logits_BV, positions)
+            self._sync_token_ids_across_tp(tokens_B, sampling_info)
+            return tokens_B
+
+    return RolloutSampler()
+
+
+class SampledBatch:
+    """The sampling state of a fixed list of requests, made anew when one joins or leaves.
+
+    Everything stays on the device, in the order of its kernels: SGLang starts a step before it has read the tokens of
+    the one before.
+
+    Args:
+        params: of each request ``seed`` (unsigned 64 bits), ``prompt_len``, ``temperature``, ``top_k``, ``top_p`` and
+            ``repetition_penalty``, and SGLang's own ``__req__``.
+        device: where the logits are.
+        vocab_size: V.
+    """
+
+    def __init__(self, params: list[dict[str, Any]], device: torch.device, vocab_size: int) -> None:
+        self._params = list(params)
+        self._rows = SamplerRows.build(
+            [p["temperature"] for p in params],
+            [p["top_k"] for p in params],
+            [p["top_p"] for p in params],
+            [p["repetition_penalty"] for p in params],
+            device,
+        )
+        self._seed_B = torch.tensor([_signed(p["seed"]) for p in params], device=device)
+        self._last_prompt_position_B = torch.tensor([p["prompt_len"] - 1 for p in params], device=device)
+        self._seen_BV = None if self._rows.penalty_B is None else self._gather_seen(device, vocab_size)
+
+    def holds(self, params: list[dict[str, Any]]) -> bool:
+        return len(params) == len(self._params) and all(a is b for a, b in zip(params, self._params, strict=True))
+
+    def draw(self, logits_BV: Tensor, position_B: Tensor) -> tuple[Tensor, Tensor]:
+        """One token and its log-probability per row.
+
+        Args:
+            logits_BV: of the next token.
+            position_B: of the last token that the model has seen.
+        """
+        index_B = position_B.to(torch.int64) - self._last_prompt_position_B
+        tokens_B, logprobs_B = sample(logits_BV, self._rows, uniforms(self._seed_B, index_B), self._seen_BV)
+        if self._seen_BV is not None:
+            # A prompt that is prefilled in parts has a negative index until its last; what is drawn then is no token.
+            seen_B1 = self._seen_BV.gather(1, tokens_B[:, None]) | (index_B >= 0)[:, None]
+            self._seen_BV.scatter_(1, tokens_B[:, None], seen_B1)
+        return tokens_B, logprobs_B
+
+    def _gather_seen(self, device: torch.device, vocab_size: int) -> Tensor:
+        """bool [B, V]. Each request keeps its row, as a view, for the next batch that it is in."""
+        for p in self._params:
+            if SEEN not in p:
+                request = p["__req__"]
+                history = torch.tensor([*request.origin_input_ids, *request.output_ids], device=device)
+                p[SEEN] = torch.zeros(vocab_size, dtype=torch.bool, device=device).index_fill_(0, history, True)
+        seen_BV = torch.stack([p[SEEN] for p in self._params])
+        for p, seen_V in zip(self._params, seen_BV, strict=True):
+            p[SEEN] = seen_V
+        return seen_BV
+
+
+def uniforms(seed_B: Tensor, index_B: Tensor) -> Tensor:
+    """``roll.models.sampling.uniforms`` on a device: int64 holds the bits of unsigned 64-bit numbers."""
+    bits_B = _mix(_mix(seed_B + _GOLDEN) + (index_B + 1) * _GOLDEN)
+    return (_shift(bits_B, 41).to(torch.float32) + 0.5) * 2.0**-23
+
+
+def _mix(z: Tensor) -> Tensor:
+    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """To the right, filling up with zeros."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    """The signed 64-bit number with the same bits."""
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)

@@ -1,0 +1,83 @@
+"""What runs inside SGLang's own processes, next to the model: their entry points, and loading weights.
+
+Importing this module prepares the process for SGLang. It is what a new process imports first, before the arguments of
+its entry point, which are SGLang's, are unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll.distributed.strategy import sglang_cpu, sglang_sampler
+
+sglang_cpu.prepare()
+
+LOADER = "roll.distributed.strategy.sglang_scheduler.load_staged"
+"""By this name SGLang is told to load weights with ``load_staged``."""
+
+PAUSED_ROUND_S = 0.002
+
+
+Staged = Sequence[tuple[str, str, Sequence[int], int]]
+"""(name, dtype name, shape, offset in bytes) of the tensors in a block of bytes."""
+
+
+def run_scheduler(*args: Any, **kwargs: Any) -> None:
+    """The process that holds the model, one per device."""
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    sglang_sampler.register()
+    _rest_while_paused()
+    run_scheduler_process(*args, **kwargs)
+
+
+def run_detokenizer(*args: Any, **kwargs: Any) -> None:
+    """The process that turns tokens into text."""
+    from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
+
+    run_detokenizer_process(*args, **kwargs)
+
+
+def load_staged(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Loads weights from one block of bytes, which is described in its name.
+
+    It is either on a device, shared by the process that has it, or in a file in memory, and the tensor is empty then.
+    Every process of a tensor-parallel engine maps the same block; it crosses to the process's device as a whole.
+    """
+    ((description, block),) = named_tensors
+    staged = json.loads(description)
+    if staged["path"] is not None:
+        block = map_file(staged["path"], staged["num_bytes"])
+    device = next(iter(model.parameters())).device
+    model.load_weights(views(block.to(device), staged["tensors"]))
+
+
+def map_file(path: str, num_bytes: int) -> Tensor:
+    return torch.from_file(path, shared=False, size=num_bytes, dtype=torch.uint8)
+
+
+def views(block: Tensor, tensors: Staged) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors, without a copy."""
+    for name, dtype_name, shape, offset in tensors:
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        yield name, block[offset : offset + num_bytes].view(dtype).view(tuple(shape))
+
+
+def _rest_while_paused() -> None:
+    """SGLang's scheduler asks for messages without a break while it is paused, which takes a whole core."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    each_round = Scheduler._record_scheduler_state_for_paused_engine
+
+    def and_rest(scheduler: Scheduler) -> None:
+        each_round(scheduler)
+        time.sleep(PAUSED_ROUND_S)
+
+    Scheduler._record_scheduler_state_for_paused_engine = and_rest

@@ -1,0 +1,334 @@
+"""The process that SGLang has for itself: builds its engine and answers the calls of ``sglang.py``.
+
+Run as ``python -m roll.distributed.strategy.sglang_server FD``, by any interpreter that has SGLang and this package.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import psutil
+import torch
+
+from roll.distributed.strategy import sglang_cpu, sglang_sampler
+from roll.distributed.strategy.engine_server import EngineServer
+from roll.distributed.strategy.sglang_scheduler import (
+    LOADER,
+    Staged,
+    map_file,
+    run_detokenizer,
+    run_scheduler,
+    views,
+)
+
+
+class SglangServer:
+    """What ``sglang.py`` calls. Everything runs on one event loop, in order of arrival where it does not wait."""
+
+    def __init__(self, connection: EngineServer) -> None:
+        self._connection = connection
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+        self._holds: set[str] = set()
+        self._update_lock = asyncio.Lock()
+        self._adapter: str | None = None
+        self._users: Counter[str] = Counter()
+        self._folder = tempfile.TemporaryDirectory(prefix="roll-sglang-")
+
+    async def start(self, arguments: dict[str, Any]) -> None:
+        """Builds the engine, which loads the model, from arguments of ``ServerArgs``."""
+        # A file for its processes to meet at: the port that they would use is open to all of the network.
+        os.environ.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{self._folder.name}/rendezvous")
+        self._engine = _engine_class()(
+            **arguments,
+            sampling_backend=sglang_sampler.BACKEND,
+            enable_custom_logit_processor=True,
+            custom_weight_loader=[LOADER],
+            weight_version="0",
+        )
+        self._manager = manager = self._engine.tokenizer_manager
+        # SGLang's own watchdog looks once a second and kills without a word.
+        manager._subprocess_watchdog.stop()
+        manager.signal_handler_class = _SignalHandler
+        manager.sampling_params_class = _sampling_params_class()
+        self._marker = sglang_sampler.request_marker()
+        for process in multiprocessing.active_children():
+            title = psutil.Process(process.pid).cmdline()[0]
+            asyncio.get_running_loop().add_reader(process.sentinel, self._died, process, title)
+
+    async def generate(self, rid: str, prompt: list[int], sampling: dict[str, Any]) -> dict[str, Any]:
+        """Samples one completion; see ``_result`` for what it gives."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        adapter = self._adapter
+        request = GenerateReqInput(
+            rid=rid,
+            input_ids=prompt,
+            sampling_params=sampling,
+            lora_path=adapter,
+            custom_logit_processor=self._marker,
+            return_logprob=True,
+            stream=True,  # so that an aborted request's tokens are here
+        )
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks[rid] = task
+        last: dict[str, Any] | None = None
+        with self._using(adapter):
+            try:
+                async for output in self._manager.generate_request(request, None):
+                    last = output
+            except asyncio.CancelledError:
+                task.uncancel()  # only ``abort`` cancels
+            finally:
+                del self._tasks[rid]
+        return _result(last)
+
+    async def abort(self, rids: list[str]) -> None:
+        """Ends requests with what they have."""
+        for rid in rids:
+            state = self._manager.rid_to_state.get(rid)
+            if state is None:
+                continue  # done, and on its way to the caller
+            if state.dispatched:
+                self._manager.abort_request(rid)
+            else:  # SGLang would forget the abort
+                self._tasks[rid].cancel()
+
+    async def hold(self, reason: str) -> None:
+        """No step starts until ``release(reason)``. Running requests leave the model: their keys and values go."""
+        from sglang.srt.managers.io_struct import PauseGenerationReqInput
+
+        if not self._holds:
+            await self._manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+        self._holds.add(reason)
+        await self._manager.get_internal_state()  # answered when the step in progress is over
+
+    async def release(self, reason: str) -> None:
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
+
+        if self._holds == {reason}:
+            await self._manager.continue_generation(ContinueGenerationReqInput())
+        self._holds.discard(reason)
+
+    async def offload(self, frees_memory: bool) -> None:
+        from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+        async with self._update_lock:
+            held = "offload" in self._holds
+            await self.hold("offload")  # SGLang dies when told to let go of memory in use
+            if frees_memory and not held:
+                await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput())
+
+    async def onload(self, frees_memory: bool) -> None:
+        from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
+
+        async with self._update_lock:
+            if frees_memory and "offload" in self._holds:
+                await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput())
+            await self.release("offload")
+
+    async def begin_update(self) -> None:
+        """Nothing runs until ``end_update``."""
+        await self._update_lock.acquire()
+        await self.hold("update")
+
+    async def begin_weights(self) -> None:
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqInput
+
+        _check(*await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
+
+    async def load(self, path: str, num_bytes: int, tensors: Staged) -> None:
+        """Loads tensors from a file, which may go when this returns."""
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        description = json.dumps({"path": path, "num_bytes": num_bytes, "tensors": tensors})
+        payload = MultiprocessingSerializer.serialize([(description, torch.empty(0))])
+        await self.load_shared([payload] * self._engine.server_args.tp_size)
+
+    async def load_shared(self, payloads: list[bytes]) -> None:
+        """Loads tensors from memory that another process shares; one payload for each device, see ``load_staged``."""
+        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
+
+        request = UpdateWeightsFromTensorReqInput(
+            serialized_named_tensors=payloads, load_format=LOADER, flush_cache=False
+        )
+        _check(*await self._manager.update_weights_from_tensor(request, None))
+
+    async def end_weights(self) -> None:
+        """The adapter was for the old weights; requests in flight keep it."""
+        from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
+
+        _check(*await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
+        await self._switch_adapter(None)
+
+    async def load_adapter(self, path: str, num_bytes: int, tensors: Staged, config: dict[str, Any]) -> None:
+        """Loads an adapter from a file, which may go when this returns; requests that start from now on use it."""
+        from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
+        from sglang.srt.utils import MultiprocessingSerializer
+
+        adapter = {name: tensor.clone() for name, tensor in views(map_file(path, num_bytes), tensors)}
+        name = f"adapter-{uuid.uuid4().hex}"
+        request = LoadLoRAAdapterFromTensorsReqInput(
+            lora_name=name,
+            config_dict=config,
+            serialized_named_tensors=[
+                MultiprocessingSerializer.serialize(adapter) for _ in range(self._engine.server_args.tp_size)
+            ],
+        )
+        loaded = await self._manager.load_lora_adapter_from_tensors(request)
+        _check(loaded.success, loaded.error_message)
+        await self._switch_adapter(name)
+
+    async def end_update(self, version: int) -> None:
+        """Forgets all that was computed before, and goes on."""
+        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
+
+        await self._manager.update_weight_version(UpdateWeightVersionReqInput(new_version=str(version)))
+        flushed = await self._manager.flush_cache()
+        _check(flushed.success, flushed.message or "the prefix cache was not emptied, as requests were running")
+        await self.release("update")
+        self._update_lock.release()
+
+    def stop(self) -> None:
+        for process in multiprocessing.active_children():
+            process.kill()
+        for process in multiprocessing.active_children():
+            process.join()
+        self._folder.cleanup()
+
+    @contextlib.contextmanager
+    def _using(self, adapter: str | None) -> Iterator[None]:
+        """SGLang takes an adapter out only when no request uses it, and blocks all adapters until then."""
+        if adapter is None:
+            yield
+            return
+        self._users[adapter] += 1
+        try:
+            yield
+        finally:
+            self._users[adapter] -= 1
+            if not self._users[adapter] and adapter != self._adapter:
+                asyncio.get_running_loop().create_task(self._unload(adapter))
+
+    async def _switch_adapter(self, name: str | None) -> None:
+        old, self._adapter = self._adapter, name
+        if old is not None and not self._users[old]:
+            await self._unload(old)
+
+    async def _unload(self, adapter: str) -> None:
+        from sglang.srt.managers.io_struct import UnloadLoRAAdapterReqInput
+
+        del self._users[adapter]
+        unloaded = await self._manager.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=adapter))
+        _check(unloaded.success, unloaded.error_message)
+
+    def _died(self, process: BaseProcess, title: str) -> None:
+        process.join()
+        self._connection.say(f"its process {title} (pid {process.pid}) ended with exit code {process.exitcode}")
+        self.stop()
+        os._exit(1)
+
+
+def _engine_class() -> type:
+    from sglang.srt.entrypoints.engine import Engine
+
+    class RolloutEngine(Engine):
+        run_scheduler_process_func = staticmethod(run_scheduler)
+        run_detokenizer_process_func = staticmethod(run_detokenizer)
+
+        @classmethod
+        def _launch_scheduler_processes(cls, *args: Any, **kwargs: Any) -> Any:
+            # A process that fails sends it, and SGLang would kill everything before anybody can say why.
+            signal.signal(signal.SIGQUIT, signal.SIG_IGN)
+            if not torch.accelerator.is_available():
+                # Without a device a fork is safe, and saves importing SGLang twice more.
+                multiprocessing.set_start_method("fork", force=True)
+            return super()._launch_scheduler_processes(*args, **kwargs)
+
+    return RolloutEngine
+
+
+class _SignalHandler:
+    """In place of SGLang's, which kills this process before it can say why: ``SglangServer._died`` does."""
+
+    def __init__(self, tokenizer_manager: object) -> None:
+        pass
+
+    def sigterm_handler(self, signum: int | None = None, frame: object = None) -> None:
+        raise SystemExit(0)
+
+    def running_phase_sigquit_handler(self, signum: int | None = None, frame: object = None) -> None:
+        pass
+
+
+def _sampling_params_class() -> type:
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    class RolloutSamplingParams(SamplingParams, kw_only=True, array_like=True):  # type: ignore[call-arg]
+        """Looks for stop strings in as many tokens as they could be written with, one for each byte.
+
+        SGLang looks at as many tokens as its tokenizer would use, and misses a stop string that was sampled in
+        smaller pieces.
+        """
+
+        def normalize(self, tokenizer: Any) -> None:
+            super().normalize(tokenizer)
+            self.stop_str_max_len = max((len(s.encode()) for s in self.stop_strs), default=0)
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            """Crosses to SGLang's scheduler as what that knows."""
+            return functools.partial(SamplingParams, **{f: getattr(self, f) for f in self.__struct_fields__}), ()
+
+    return RolloutSamplingParams
+
+
+def _result(output: dict[str, Any] | None) -> dict[str, Any]:
+    """``tokens``, ``logprobs``, ``reason`` (stop, length or abort), ``cached`` prompt tokens, ``version`` (or None)."""
+    if output is None:  # aborted before it started
+        return {"tokens": [], "logprobs": [], "reason": "abort", "cached": 0, "version": None}
+    info = output["meta_info"]
+    scored = info.get("output_token_logprobs") or []
+    spans = info.get("weight_versions") or []
+    return {
+        "tokens": list(output["output_ids"]),
+        "logprobs": [logprob for logprob, _, _ in scored],
+        "scored_tokens": [token for _, token, _ in scored],
+        "reason": info["finish_reason"]["type"],
+        "message": info["finish_reason"].get("message"),
+        "cached": info.get("cached_tokens", 0),
+        "version": spans[0]["version"] if spans else None,
+    }
+
+
+def _check(success: bool, message: str | None) -> None:
+    if not success:
+        raise RuntimeError(message)
+
+
+def main() -> None:
+    sglang_cpu.prepare()
+    connection = EngineServer(int(sys.argv[1]))
+    server = SglangServer(connection)
+    try:
+        asyncio.run(connection.serve(server))
+    finally:
+        with contextlib.suppress(Exception):
+            server.stop()
+        os._exit(0)  # the engine's own threads would wait for ever
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""The part of ``vllm.py`` that runs in vLLM's own worker processes, next to the model.
+
+vLLM mixes ``WorkerExtension`` into its worker class (``worker_extension_cls``); the strategy calls the methods by name.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roll.distributed.weights.segments import SegmentReader
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+StagedTensor = Sequence[Any]
+"""(checkpoint name, dtype name, shape, offset in bytes): a tuple that became a list on its way."""
+
+
+class WorkerExtension:
+    """Methods of every worker process; ``roll_`` keeps their names apart from the worker's own."""
+
+    vllm_config: VllmConfig
+    model_config: ModelConfig
+    model_runner: Any
+
+    def roll_prepare(self) -> None:
+        """Makes the reported log-probabilities those of the distribution that a trainer computes again."""
+        scale_logprobs(self.model_runner.sampler)
+        self._roll_segments = SegmentReader()
+
+    def roll_begin_weights(self, segments: Sequence[str]) -> None:
+        """Makes every layer ready to take new weights, and to pack them as its kernels want them.
+
+        Args:
+            segments: shared memory that the strategy still has; maps of other are dropped.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._roll_segments.forget_all_but(segments)
+        model = self.model_runner.get_model()
+        reset_cpu_experts(model)
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(model)
+
+    def roll_load_weights(
+        self, segment: str, path: str, num_bytes: int, staged: Sequence[StagedTensor]
+    ) -> tuple[str, ...]:
+        """Loads tensors from shared memory; a layer goes to the device once all of it has come.
+
+        Returns:
+            Segments that nothing here needs any more; a layer that is not complete holds on to its own.
+        """
+        from vllm.config import set_current_vllm_config
+
+        with set_current_vllm_config(self.vllm_config):
+            views = _views(self._roll_segments.read(segment, path, num_bytes), staged)
+            self.model_runner.get_model().load_weights(views)
+        del views
+        return self._roll_segments.take_released()
+
+    def roll_finish_weights(self) -> tuple[str, ...]:
+        """Finishes layers that wait for it, and drops what was derived from the old weights.
+
+        Returns:
+            As ``roll_load_weights``.
+        """
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        model = self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(model, self.model_config)
+            repack_output_layers(model)
+        self.model_runner.reset_lora_state()
+        return self._roll_segments.take_released()
+
+
+def scale_logprobs(sampler: Any) -> None:
+    """Divides logits by each request's temperature before their log-softmax is reported.
+
+    vLLM reports either the model's distribution (``raw_logprobs``, no temperature) or the one that it sampled from
+    (``processed_logprobs``, after penalties, top-k and top-p); ``Completion.logprobs`` is neither. Greedy requests
+    (temperature 0) report temperature 1.
+    """
+    if not callable(getattr(sampler, "compute_logprobs", None)):
+        raise TypeError(f"vllm: cannot scale log-probs in {type(sampler).__name__}; expected a V1 Sampler")
+    temperature_B: Tensor | None = None
+
+    def remember(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal temperature_B
+        metadata = kwargs["sampling_metadata"] if "sampling_metadata" in kwargs else args[1]
+        temperature_B = metadata.temperature  # None when all are greedy
+
+    def compute_logprobs(logits_BV: Tensor) -> Tensor:
+        if temperature_B is not None:
+            scale_B = torch.where(temperature_B < 1e-5, 1.0, temperature_B)  # vLLM's bound for greedy
+            logits_BV = logits_BV.float() / scale_B[:, None]
+        return logits_BV.log_softmax(dim=-1, dtype=torch.float32)
+
+    sampler.register_forward_pre_hook(remember, with_kwargs=True)
+    sampler.compute_logprobs = compute_logprobs
+
+
+def reset_cpu_experts(model: torch.nn.Module) -> None:
+    """Makes the next load of a mixture of experts pack its weights, as the first load did.
+
+    While a layer has its kernel, vLLM 0.32 takes a load for an update and copies the weights as they are; the CPU
+    kernels would read them as packed.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        for module in model.modules():
+            method: Any = getattr(module, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
+
+
+def repack_output_layers(model: torch.nn.Module) -> None:
+    """Packs output layers for the CPU kernel again.
+
+    With tied embeddings the reload fills the shared weight but leaves the packed copy that the output layer computes
+    with as it was (vLLM 0.32).
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _views(data: np.ndarray, staged: Sequence[StagedTensor]) -> Iterator[tuple[str, Tensor]]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only copied from
+        flat = torch.from_numpy(data)
+    for name, dtype_name, shape, offset in staged:
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        num_bytes = torch.Size(shape).numel() * dtype.itemsize
+        yield name, flat[offset : offset + num_bytes].view(dtype).view(tuple(shape))

@@ -1,0 +1,130 @@
+"""What a sender of weights and its receivers say to each other, over Ray's actor calls; the bytes go beside them.
+
+An update is ``Open``, a ``Parcel`` for each bucket, ``Close``; before the first one over a new process group, ``Join``.
+The sender waits for the reply to each, so at most a few buckets are under way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from roll.distributed.strategy.base import WeightBucket
+
+Payload: TypeAlias = Literal["weights", "adapter"]
+"""A model's weights, or a LoRA adapter alone."""
+
+
+class WeightTransferError(ValueError):
+    """An update of weights did not arrive as it was sent, or the receiver refused it."""
+
+    def __init__(self, role: str, rank: int, payload: Payload, version: int, reason: str) -> None:
+        super().__init__(role, rank, payload, version, reason)
+        self.role = role
+        self.rank = rank
+        self.payload = payload
+        self.version = version
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.role} rank {self.rank} did not take {self.payload} of version {self.version}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Open:
+    """An update begins; one that was not closed is given up."""
+
+    payload: Payload
+    version: int
+    segments: tuple[str, ...]
+    """Ids of the shared memory that the sender still has; the receiver forgets all other."""
+
+
+@dataclass(frozen=True)
+class Invitation:
+    """Where a process group meets."""
+
+    group: str
+    """Its unique name."""
+    host: str
+    port: int
+    backend: Literal["gloo", "nccl"]
+    world_size: int
+    """The sender, which is rank 0, and the receivers."""
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class Join:
+    """Form a process group with the sender."""
+
+    invitation: Invitation
+    rank: int
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """The bytes are at the start of a segment."""
+
+    segment: str
+    path: str
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The bytes are in a block of a GPU that both processes use."""
+
+    handle: tuple[Any, ...]
+    """Arguments of ``torch.multiprocessing.reductions.rebuild_cuda_tensor``."""
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """The bytes come as a broadcast in the process group that was joined last."""
+
+
+Place: TypeAlias = SharedMemory | DeviceMemory | Broadcast
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """One bucket, without its bytes."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    checksum: int
+    num_bytes: int
+    place: Place
+
+
+@dataclass(frozen=True)
+class Close:
+    """All buckets are sent: answer when they are in use."""
+
+
+Message: TypeAlias = Open | Join | Parcel | Close
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a receiver answers."""
+
+    released: tuple[str, ...] = ()
+    """Segments that it no longer reads, one entry per bucket."""
+    digest: str | None = None
+    """Of the whole update, in the answer to ``Close``."""
+
+
+class UpdateDigest:
+    """Names, shapes, dtypes and checksums of all buckets in their order: equal on both ends, or something is lost."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def add(self, bucket: WeightBucket) -> None:
+        self._hash.update(repr((bucket.names, bucket.dtypes, bucket.shapes, bucket.checksum)).encode())
+
+    def hex(self) -> str:
+        return self._hash.hexdigest()

@@ -1,0 +1,54 @@
+"""Which way buckets take to each receiver, by where it sits."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from roll.distributed.executor.resources import PlacementPlan, WorkerSlot
+
+
+class Route(enum.Enum):
+    """A way for bytes."""
+
+    SHARED_MEMORY = "shared memory"
+    """Same node, and one of the two computes on the CPU: host memory that both processes map."""
+    CUDA_IPC = "CUDA IPC"
+    """Same GPU: the receiver opens the sender's device memory."""
+    COLLECTIVE = "collective"
+    """Other nodes or other GPUs: a broadcast, by nccl between GPUs and by gloo otherwise."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The way from a sender to one receiver."""
+
+    route: Route
+    device: int | None
+    """Index of the GPU that the receiver gets the bytes on, among those it sees; ``None`` for host memory."""
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """A worker that takes weights."""
+
+    role: str
+    rank: int
+    link: Link
+    handle: Any
+    """Its Ray actor, with a method ``receive_weights(message, link) -> Reply``."""
+
+
+def plan_link(plan: PlacementPlan, sender: WorkerSlot, receiver: WorkerSlot) -> Link:
+    """The fastest way between two workers."""
+    same_node = sender.node == receiver.node
+    if not (_has_gpu(plan, sender) and _has_gpu(plan, receiver)):
+        return Link(Route.SHARED_MEMORY if same_node else Route.COLLECTIVE, None)
+    if same_node and sender.devices[0] in receiver.devices:
+        return Link(Route.CUDA_IPC, receiver.devices.index(sender.devices[0]))
+    return Link(Route.COLLECTIVE, 0)
+
+
+def _has_gpu(plan: PlacementPlan, slot: WorkerSlot) -> bool:
+    return bool(slot.devices) and plan.nodes[slot.node].kind == "gpu"

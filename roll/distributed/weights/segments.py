@@ -1,0 +1,154 @@
+"""Host memory that processes of one machine share, reused from bucket to bucket.
+
+Fresh pages cost several times as much as the copy into them, so a segment goes back to its pool when no reader needs
+it any more. On Linux a segment has no name in any file system: it is gone when its last process is, however that ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+_numbers = itertools.count()
+
+
+class Segment:
+    """Some shared memory, seen from the process that writes it."""
+
+    def __init__(self, capacity: int) -> None:
+        self.id = f"{os.getpid()}-{next(_numbers)}"
+        self._fd, self.path = _create(capacity)
+        self.array = np.frombuffer(mmap.mmap(self._fd, capacity), dtype=np.uint8)
+        """uint8 [capacity]. Pages that were never written take no memory."""
+        self.used = 0
+        """Bytes at its start that were ever written."""
+        self.readers: set[str] = set()
+        """Who holds what was written last."""
+        self._close = weakref.finalize(self, _remove, self._fd, self.path)
+
+    def close(self) -> None:
+        """Gives the memory up; readers keep theirs."""
+        self._close()
+
+
+class SegmentPool:
+    """The segments of one sender."""
+
+    def __init__(self) -> None:
+        self._segments: dict[int, Segment] = {}  # by address
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(segment.id for segment in self._segments.values())
+
+    def allocate(self, num_bytes: int, at_least: int = 0) -> np.ndarray:
+        """uint8 [num_bytes] in a segment that nobody reads; a new one has room for ``at_least`` bytes."""
+        free = (s for s in self._segments.values() if not s.readers and len(s.array) >= num_bytes)
+        segment = next(free, None)
+        if segment is None:
+            segment = Segment(max(num_bytes, at_least, mmap.PAGESIZE))
+            self._segments[_address(segment.array)] = segment
+        segment.readers = {_WRITER}
+        segment.used = max(segment.used, num_bytes)
+        return segment.array[:num_bytes]
+
+    def find(self, data: object) -> Segment | None:
+        """The segment that an array of ``allocate`` lies in."""
+        return self._segments.get(_address(data)) if isinstance(data, np.ndarray) else None
+
+    def hand_over(self, segment: Segment, readers: Iterable[str]) -> None:
+        """Written: it belongs to the readers until each has released it."""
+        segment.readers = set(readers)
+
+    def release(self, ids: Iterable[str], reader: str) -> None:
+        by_id = {segment.id: segment for segment in self._segments.values()}
+        for name in ids:
+            if name in by_id:
+                by_id[name].readers.discard(reader)
+
+    def drop_held(self) -> None:
+        """Gives up what someone may still read: an update that failed, or a reader that died, never releases it."""
+        self._keep(lambda segment: not segment.readers)
+
+    def trim(self, num_segments: int, num_bytes: int) -> None:
+        """Gives up free segments beyond that number and beyond that many bytes."""
+        kept = total = 0
+
+        def fits(segment: Segment) -> bool:
+            nonlocal kept, total
+            if not segment.readers:
+                kept, total = kept + 1, total + segment.used
+            return bool(segment.readers) or kept <= num_segments or total <= num_bytes
+
+        self._keep(fits)
+
+    def _keep(self, wanted: Callable[[Segment], bool]) -> None:
+        for address, segment in list(self._segments.items()):
+            if not wanted(segment):
+                del self._segments[address]
+                segment.close()
+
+
+class SegmentReader:
+    """The segments of a sender, seen from a process that reads them."""
+
+    def __init__(self) -> None:
+        self._maps: dict[str, mmap.mmap] = {}
+        self._released: list[str] = []
+
+    def read(self, segment: str, path: str, num_bytes: int) -> np.ndarray:
+        """uint8 [num_bytes], read-only, without a copy; released when nothing refers to it any more.
+
+        Raises:
+            OSError: the sender's memory cannot be reached: it has ended, or lives in another container.
+        """
+        if num_bytes == 0:
+            self._released.append(segment)
+            return np.empty(0, dtype=np.uint8)
+        if segment not in self._maps:
+            with Path(path).open("rb") as file:
+                self._maps[segment] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        array = np.frombuffer(self._maps[segment], dtype=np.uint8, count=num_bytes)
+        weakref.finalize(array, self._released.append, segment).atexit = False
+        return array
+
+    def take_released(self) -> tuple[str, ...]:
+        """Segments released since the last call."""
+        released = tuple(self._released)
+        del self._released[: len(released)]
+        return released
+
+    def forget_all_but(self, ids: Iterable[str]) -> None:
+        self._maps = {name: self._maps[name] for name in ids if name in self._maps}
+
+
+_WRITER = "the writer"
+
+
+def _create(capacity: int) -> tuple[int, str]:
+    """A file in memory: its descriptor, and the path at which processes of the same user open it."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create("roll-weights")
+        path = f"/proc/{os.getpid()}/fd/{fd}"
+    else:
+        fd, path = tempfile.mkstemp(prefix="roll-weights-")
+    os.ftruncate(fd, capacity)
+    return fd, path
+
+
+def _remove(fd: int, path: str) -> None:
+    os.close(fd)
+    if not path.startswith("/proc/"):
+        Path(path).unlink(missing_ok=True)
+
+
+def _address(array: object) -> int:
+    assert isinstance(array, np.ndarray)
+    return int(array.__array_interface__["data"][0])

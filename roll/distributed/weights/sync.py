@@ -1,0 +1,103 @@
+"""Weight synchronisation as the driver sees it: which version the generators have, and how they get the next."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.weights.messages import Payload, WeightTransferError
+from roll.distributed.weights.routes import Receiver, plan_link
+from roll.distributed.weights.sender import Delivery, WeightOrder
+
+logger = logging.getLogger(__name__)
+
+_SHARE_OF_TIMEOUT = 0.9  # of the driver's own patience, so that the worker that hangs is named and not the sender
+
+
+class WeightSync:
+    """Keeps the generators at one version.
+
+    No weights pass through the driver: rank 0 of the trainer sends them itself.
+
+    Args:
+        trainer: its workers have ``send_weights`` and ``resend_weights``.
+        generator: its workers have ``receive_weights``.
+        bucket_bytes: size of a bucket.
+        adapter_only: the base weights are frozen; they go to each generator once and then the adapter alone.
+        trains_between: the trainer may take optimizer steps before the next sync, so that it cannot export anew what
+            a replaced generator needs. Rank 0 then keeps each version's buckets until the next.
+    """
+
+    def __init__(
+        self,
+        trainer: Cluster,
+        generator: Cluster,
+        *,
+        bucket_bytes: int,
+        adapter_only: bool = False,
+        trains_between: bool = False,
+    ) -> None:
+        self.version = -1
+        """What the generators have; -1: what they loaded at their start."""
+        self._trainer = trainer
+        self._generator = generator
+        self._bucket_bytes = bucket_bytes
+        self._adapter_only = adapter_only
+        self._keep = trains_between
+        self._have_base: set[int] = set()
+
+    def sync(self, version: int) -> None:
+        """Sends the trainer's present weights to all generators, as ``version``.
+
+        Raises:
+            WeightTransferError: a generator refused the update, or got something else than was sent.
+            ClusterError: a worker died or hangs.
+        """
+        self.version = version
+        self._send(range(self._generator.world_size), again=False)
+
+    def restore(self, rank: int) -> None:
+        """Brings a replaced generator to the version of the others."""
+        self._have_base.discard(rank)
+        if self.version >= 0:
+            self._send([rank], again=True)
+
+    def _send(self, ranks: Iterable[int], *, again: bool) -> None:
+        ranks = list(ranks)
+        if not self._adapter_only:
+            self._deliver("weights", ranks, again=again, keep=self._keep)
+            return
+        if new := [rank for rank in ranks if rank not in self._have_base]:
+            self._deliver("weights", new, again=False, keep=False)
+            self._have_base.update(new)
+        self._deliver("adapter", ranks, again=again, keep=self._keep)
+
+    def _deliver(self, payload: Payload, ranks: list[int], *, again: bool, keep: bool) -> None:
+        receivers = tuple(self._receiver(rank) for rank in ranks)
+        timeout = self._trainer.rpc_timeout or 1800.0
+        order = WeightOrder(
+            payload, self.version, receivers, self._bucket_bytes, timeout * _SHARE_OF_TIMEOUT, keep and not again
+        )
+        delivery: Delivery
+        if again and keep:
+            delivery = self._trainer.call_rank(0, "resend_weights", order)
+        else:
+            delivery = self._trainer.call("send_weights", order)[0]
+        for receiver, digest in zip(receivers, delivery.received, strict=True):
+            if digest != delivery.digest:
+                reason = f"digest of what arrived {digest}, expected {delivery.digest}"
+                raise WeightTransferError(receiver.role, receiver.rank, payload, self.version, reason)
+        logger.debug(
+            "%s of version %d: %.1f MB to %d workers in %.3f s",
+            payload,
+            self.version,
+            delivery.num_bytes / 1e6,
+            len(receivers),
+            delivery.seconds,
+        )
+
+    def _receiver(self, rank: int) -> Receiver:
+        plan = self._trainer.placement.plan
+        link = plan_link(plan, self._trainer.slots[0], self._generator.slots[rank])
+        return Receiver(self._generator.name, rank, link, self._generator.handles[rank])

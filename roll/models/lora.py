@@ -1,0 +1,159 @@
+"""LoRA adapters (Hu et al. 2021) on Transformers models, by peft, whose layers go into the model that is there.
+
+The base weights are frozen, the adapter's are float32. Two sets of names matter: those of the model's checkpoint, which
+knows no adapter, and those of a peft folder (``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from roll.utils.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ALL_LINEAR = "all-linear"
+ADAPTER_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+_ADAPTER = "default"
+_MARKS = (".lora_A.", ".lora_B.")
+
+
+class AdapterShape(Protocol):
+    """What an adapter looks like (``LoraSpec``)."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def alpha(self) -> int: ...
+    @property
+    def targets(self) -> tuple[str, ...]: ...
+    @property
+    def dropout(self) -> float: ...
+
+
+def inject_adapter(model: PreTrainedModel, shape: AdapterShape) -> None:
+    """Adds an adapter to the target layers and freezes everything else; its values are unset (``initial_value``).
+
+    Raises:
+        ValueError: a target that matches no linear layer.
+    """
+    from peft import inject_adapter_in_model
+
+    inject_adapter_in_model(_peft_config(shape, adapted_layers(model, shape.targets)), model, adapter_name=_ADAPTER)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+        if is_adapter(name):
+            parameter.data = parameter.data.float()
+    model.eval()  # the new layers too: their dropout belongs to training steps alone
+
+
+def adapted_layers(model: PreTrainedModel, targets: tuple[str, ...]) -> list[str]:
+    """Names of the linear layers that the targets mean: by their last part, never the output layer.
+
+    Raises:
+        ValueError: a target that matches none.
+    """
+    output = model.get_output_embeddings() if model.can_generate() else None
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output]
+    if ALL_LINEAR in targets:
+        return linear
+    known = sorted({name.rpartition(".")[2] for name in linear})
+    for target in targets:
+        if target not in known:
+            near = difflib.get_close_matches(target, known, n=3, cutoff=0.5) or known
+            raise ValueError(
+                f"model_args.lora_target: {target!r} matches no linear layer of {type(model).__name__}, expected "
+                f"{ALL_LINEAR} or some of {', '.join(known)}; the nearest: {', '.join(near)}"
+            )
+    return [name for name in linear if name.rpartition(".")[2] in targets]
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is an adapter's."""
+    return any(mark in name for mark in _MARKS)
+
+
+def base_name(name: str) -> str:
+    """A base parameter's name in the model without an adapter."""
+    return name.replace(".base_layer.", ".")
+
+
+def adapter_name(name: str) -> str:
+    """An adapter parameter's name in a peft folder."""
+    return PREFIX + name.replace(f".{_ADAPTER}.", ".")
+
+
+def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
+    """What an adapter's parameter starts with: B at zero, A as ``nn.Linear`` does, from the seed and its name alone.
+
+    Args:
+        name: of the parameter.
+        shape: of the whole parameter.
+        seed: the run's.
+
+    Returns:
+        float32, the same on every rank and in every layout.
+    """
+    value = torch.zeros(shape)
+    if _MARKS[0] in name:
+        generator = torch.Generator().manual_seed(derive_seed(seed, "adapter", name))
+        nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+    return value
+
+
+@contextlib.contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """The model as it is without its adapter."""
+    layers = _adapted(model)
+    for layer in layers:
+        # Not enable_adapters(), which also changes what is trained.
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+@contextlib.contextmanager
+def adapter_dropout(model: nn.Module) -> Iterator[None]:
+    """Drops out inputs of the adapter, as in training; elsewhere and otherwise the model stays in evaluation mode."""
+    dropouts = [layer.lora_dropout for layer in _adapted(model)]
+    for dropout in dropouts:
+        dropout.train()
+    try:
+        yield
+    finally:
+        for dropout in dropouts:
+            dropout.eval()
+
+
+def write_adapter_config(folder: Path, shape: AdapterShape, base_model: str) -> None:
+    """Writes ``adapter_config.json``, which makes a folder with ``ADAPTER_FILE`` one that peft loads."""
+    config = _peft_config(shape, ALL_LINEAR if ALL_LINEAR in shape.targets else list(shape.targets))
+    config.base_model_name_or_path = base_model
+    config.task_type = "CAUSAL_LM"
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+
+
+def _peft_config(shape: AdapterShape, targets: list[str] | str) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=shape.rank, lora_alpha=shape.alpha, lora_dropout=shape.dropout, target_modules=targets)
+
+
+def _adapted(model: nn.Module) -> list[Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return [module for module in model.modules() if isinstance(module, LoraLayer)]

@@ -1,0 +1,77 @@
+"""Writes the tables of figures into ``docs/strategies.md``: what the parity tests measure, on this machine, now.
+
+python scripts/generate_strategy_docs.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "strategies.md"
+TESTS = ROOT / "tests" / "parity"
+MEASURES = ("logprobs", "loss", "grad_norm", "weights")
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "figures.jsonl"
+        environment = os.environ | {"ROLL_PARITY_FIGURES": str(file), "OMP_NUM_THREADS": "1"}
+        code = subprocess.run([sys.executable, "-m", "pytest", str(TESTS)], env=environment, cwd=ROOT).returncode
+        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    text = PAGE.read_text(encoding="utf-8")
+    text = replaced(text, "layouts", layout_table([row for row in rows if row["kind"] == "layout"]))
+    text = replaced(text, "round trips", round_trip_table([row for row in rows if row["kind"] == "round trip"]))
+    PAGE.write_text(text, encoding="utf-8")
+    return code
+
+
+def replaced(text: str, name: str, table: str) -> str:
+    """The page with the table between its two marks replaced."""
+    start, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, _, rest = text.partition(start)
+    _, _, after = rest.partition(end)
+    if not after:
+        raise ValueError(f"{PAGE}: no {start} … {end} in it")
+    return f"{before}{start}\n{table}\n{end}{after}"
+
+
+def layout_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = [
+        "| Strategy | Layout | Processes | Model | Options | Log-probs | Loss | Gradient norm | Weights |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: (row["strategy"], row["model_args"].get("dtype", ""), row["world_size"])):
+        shown = [f"`{row['strategy']}`", row["name"], str(row["world_size"]), row["model"], options(row)]
+        lines.append(" | ".join(["", *shown, *(f"{row[name]:.1e}" for name in MEASURES), ""]).strip())
+    return "\n".join(lines)
+
+
+def options(row: Mapping[str, Any]) -> str:
+    """What the layout sets, in short."""
+    given = flat(row["strategy_config"]) | row["model_args"] | row["worker"]
+    return ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in given.items()) or "–"
+
+
+def flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in section.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found
+
+
+def round_trip_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = ["| Trainer | Generator | Largest difference of a log-prob |", "|---|---|---|"]
+    lines += [f"| `{row['trainer']}` | `{row['generator']}` | {row['logprobs']:.1e} |" for row in rows]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

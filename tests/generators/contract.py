@@ -1,0 +1,166 @@
+"""What the tests of all generators share: models, requests, and transformers as the oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from roll.agentic.types import Completion, FinishReason, GenerateRequest, SamplingParams
+from roll.configs.strategy import StrategyArguments
+from roll.configs.worker import WorkerConfig
+from roll.distributed.strategy.base import LoraSpec, StrategyContext, WeightBucket
+from roll.distributed.weight_sync import pack_buckets
+from roll.models.loading import to_hf_weights
+from roll.models.tiny import make_tokenizer
+
+SEQUENCE_LENGTH = 1024
+MAX_RUNNING = 32
+BUCKET_BYTES = 40_000
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "tied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "untied": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": False, "head_dim": 32}),
+}
+LORA = LoraSpec(rank=4, alpha=12, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
+
+
+def make_model(family: str, seed: int) -> PreTrainedModel:
+    """A random model whose heads (of size 32) every engine's kernels take."""
+    config_class, model_class, extra = FAMILIES[family]
+    tokenizer = make_tokenizer()
+    torch.manual_seed(seed)
+    model = model_class(
+        config_class(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=SEQUENCE_LENGTH,
+            # Wide enough for peaked distributions: near-ties would make greedy comparisons a matter of rounding.
+            initializer_range=0.15,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            **extra,
+        )
+    ).eval()
+    # Many tokens that end a completion, stated where only the generation defaults are: random text meets some of them.
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(40, 70)]
+    return model
+
+
+def save_model(folder: Path, family: str, seed: int) -> None:
+    make_model(family, seed).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+
+
+def load(path: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def context_of(name: str, path: str, config: Mapping[str, Any] | None = None, **context: Any) -> StrategyContext:
+    worker = WorkerConfig(strategy_args=StrategyArguments(strategy_name=name, strategy_config=dict(config or {})))
+    defaults = {"sequence_length": SEQUENCE_LENGTH, "max_running_requests": MAX_RUNNING}
+    return StrategyContext(worker, "actor_infer", path, **{**defaults, **context})
+
+
+def prompts(count: int, seed: int = 0, low: int = 1, high: int = 60) -> list[np.ndarray]:
+    rng = random.Random(seed)
+    vocab = len(make_tokenizer())
+    return [np.array([rng.randrange(vocab) for _ in range(rng.randint(low, high))]) for _ in range(count)]
+
+
+def requests_of(prompt_list: Iterable[np.ndarray], **params: Any) -> list[GenerateRequest]:
+    return [GenerateRequest(str(i), prompt, SamplingParams(**params)) for i, prompt in enumerate(prompt_list)]
+
+
+async def burst(engine: Any, requests: Iterable[GenerateRequest]) -> list[Completion]:
+    return list(await asyncio.gather(*map(engine.generate, requests)))
+
+
+async def staggered(engine: Any, requests: Iterable[GenerateRequest]) -> list[Completion]:
+    """Each request enters a little after the one before, so that steps hold old and new ones."""
+
+    async def later(index: int, request: GenerateRequest) -> Completion:
+        await asyncio.sleep(0.004 * index)
+        return await engine.generate(request)
+
+    return list(await asyncio.gather(*(later(i, r) for i, r in enumerate(requests))))
+
+
+def greedy_oracle(model: PreTrainedModel, prompt: np.ndarray, max_new_tokens: int, **options: Any) -> list[int]:
+    ids = torch.from_numpy(prompt)[None]
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens, **options
+    )
+    return output[0, len(prompt) :].tolist()
+
+
+def forward_logprobs(model: PreTrainedModel, prompt: np.ndarray, token_ids: np.ndarray, temperature: float) -> Any:
+    """float32, of the whole distribution at that temperature."""
+    ids = torch.from_numpy(np.concatenate([prompt, token_ids]))
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits / temperature, -1).gather(1, torch.from_numpy(token_ids)[:, None])[:, 0].numpy()
+
+
+def assert_greedy(
+    completions: Iterable[Completion], model: PreTrainedModel, prompt_list: Iterable[np.ndarray], max_new_tokens: int
+) -> None:
+    """The completions are transformers' greedy ones, and say rightly why they ended."""
+    eos_ids = model.generation_config.eos_token_id
+    for completion, prompt in zip(completions, prompt_list, strict=True):
+        tokens = completion.token_ids.tolist()
+        assert tokens == greedy_oracle(model, prompt, max_new_tokens)
+        ended = tokens[-1] in eos_ids
+        assert completion.finish_reason is (FinishReason.STOP if ended else FinishReason.LENGTH)
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
+    """As a trainer exports them."""
+    return {
+        part: tensor.detach()
+        for name, parameter in model.named_parameters()
+        for part, tensor in to_hf_weights(model, name, parameter).items()
+    }
+
+
+async def buckets_of(tensors: Mapping[str, Tensor], bucket_bytes: int = BUCKET_BYTES) -> AsyncIterator[WeightBucket]:
+    for bucket in pack_buckets(tensors.items(), bucket_bytes):
+        yield bucket
+
+
+def make_adapter(base_path: str, seed: int, spec: LoraSpec = LORA) -> tuple[dict[str, Tensor], PreTrainedModel]:
+    """A random adapter as peft's state dict, and the model with it merged by peft."""
+    import peft
+
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=list(spec.targets))
+    model = peft.get_peft_model(load(base_path), config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    tensors = {name: tensor.detach().clone() for name, tensor in peft.get_peft_model_state_dict(model).items()}
+    return tensors, model.merge_and_unload().eval()
+
+
+async def first_token(engine: Any) -> None:
+    """Waits until requests that were handed in before have a token: a later one that wants a single token is done."""
+    await asyncio.sleep(0)
+    await engine.generate(GenerateRequest("probe", np.array([5, 6, 7]), SamplingParams(max_new_tokens=1)))

@@ -1,0 +1,335 @@
+"""Every generator gives the same completions: transformers' greedy tokens and scores, whatever runs beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+from contract import (
+    SEQUENCE_LENGTH,
+    assert_greedy,
+    burst,
+    forward_logprobs,
+    greedy_oracle,
+    load,
+    prompts,
+    requests_of,
+    staggered,
+)
+from transformers import PreTrainedModel
+
+from roll.agentic.types import FinishReason, GenerateRequest, SamplingParams
+from roll.distributed.strategy.base import States
+from roll.models.tiny import make_tokenizer
+
+LONG = 600  # tokens: more than an engine samples within the pauses below
+
+
+@pytest.fixture(scope="module")
+def oracle(model_path: Any) -> PreTrainedModel:
+    return load(model_path("tied", 0))
+
+
+@pytest.fixture(scope="module")
+def endless(oracle: PreTrainedModel) -> np.ndarray:
+    """A prompt whose greedy completion goes on for ``LONG`` tokens."""
+    for prompt in prompts(40, seed=7, low=4, high=12):
+        if len(greedy_oracle(oracle, prompt, 80)) == 80 and len(greedy_oracle(oracle, prompt, LONG)) == LONG:
+            return prompt
+    raise AssertionError("no prompt whose completion is long")
+
+
+@pytest.mark.parametrize("arrive", [burst, staggered])
+def test_greedy_tokens_are_those_of_transformers(engine: Any, oracle: PreTrainedModel, arrive: Any) -> None:
+    prompt_list = prompts(24, seed=1)
+    completions = asyncio.run(arrive(engine, requests_of(prompt_list, temperature=0.0, max_new_tokens=24)))
+    assert_greedy(completions, oracle, prompt_list, 24)
+    assert {c.finish_reason for c in completions} == {FinishReason.STOP, FinishReason.LENGTH}
+    for completion, prompt in zip(completions, prompt_list, strict=True):
+        expected = forward_logprobs(oracle, prompt, completion.token_ids, 1.0)  # greedy reports temperature 1
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.6},
+        {"temperature": 1.4, "top_p": 0.8},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.3},
+    ],
+    ids=["plain", "cold", "nucleus", "everything"],
+)
+def test_logprobs_are_those_of_the_whole_distribution(
+    engine: Any, oracle: PreTrainedModel, params: dict[str, float], record_property: Any
+) -> None:
+    """Temperature counts; penalties and truncation, which a trainer does not compute again, do not."""
+    prompt_list = prompts(12, seed=2)
+    completions = asyncio.run(burst(engine, requests_of(prompt_list, max_new_tokens=24, seed=5, **params)))
+    worst = 0.0
+    for completion, prompt in zip(completions, prompt_list, strict=True):
+        assert completion.logprobs.dtype == np.float32
+        assert completion.token_ids.dtype == np.int64
+        expected = forward_logprobs(oracle, prompt, completion.token_ids, params["temperature"])
+        worst = max(worst, float(np.abs(completion.logprobs - expected).max()))
+    record_property("largest error", worst)
+    print(f"largest error {worst:.1e}")
+    assert worst < 1e-4
+
+
+def test_requests_with_different_parameters_do_not_disturb_each_other(engine: Any, oracle: PreTrainedModel) -> None:
+    prompt_list = prompts(12, seed=3)
+    kinds: list[dict[str, float]] = [{"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 1.3}]
+    requests = [
+        GenerateRequest(str(i), prompt, SamplingParams(max_new_tokens=16, seed=i, **kinds[i % 3]))
+        for i, prompt in enumerate(prompt_list)
+    ]
+    completions = asyncio.run(burst(engine, requests))
+    assert_greedy(completions[::3], oracle, prompt_list[::3], 16)
+    for i, (completion, prompt) in enumerate(zip(completions, prompt_list, strict=True)):
+        expected = forward_logprobs(oracle, prompt, completion.token_ids, kinds[i % 3]["temperature"] or 1.0)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-6}], ids=["top_k", "top_p"])
+def test_truncation_to_one_token_is_greedy(engine: Any, oracle: PreTrainedModel, params: dict[str, float]) -> None:
+    prompt_list = prompts(6, seed=4)
+    completions = asyncio.run(burst(engine, requests_of(prompt_list, max_new_tokens=12, temperature=1.0, **params)))
+    assert_greedy(completions, oracle, prompt_list, 12)
+
+
+def test_the_repetition_penalty_is_that_of_transformers(engine: Any, oracle: PreTrainedModel) -> None:
+    prompt_list = prompts(6, seed=5)
+    requests = requests_of(prompt_list, max_new_tokens=24, temperature=0.0, repetition_penalty=1.5)
+    for completion, prompt in zip(asyncio.run(burst(engine, requests)), prompt_list, strict=True):
+        assert completion.token_ids.tolist() == greedy_oracle(oracle, prompt, 24, repetition_penalty=1.5)
+
+
+def test_a_seed_gives_the_same_tokens_whenever_the_request_arrives(engine: Any) -> None:
+    prompt_list = prompts(16, seed=6)
+    requests = [
+        GenerateRequest(str(i), prompt, SamplingParams(max_new_tokens=32, seed=100 + i))
+        for i, prompt in enumerate(prompt_list)
+    ]
+    together = asyncio.run(burst(engine, requests))
+    one_by_one = asyncio.run(staggered(engine, requests))
+    for left, right in zip(together, one_by_one, strict=True):
+        assert left.token_ids.tolist() == right.token_ids.tolist()
+    same_prompt = [GenerateRequest(str(i), prompt_list[0], SamplingParams(seed=i)) for i in range(4)]
+    assert len({tuple(c.token_ids) for c in asyncio.run(burst(engine, same_prompt))}) == 4
+
+
+def test_n_completions_of_one_prompt(engine: Any, oracle: PreTrainedModel) -> None:
+    request = GenerateRequest("n", prompts(1, seed=8)[0], SamplingParams(max_new_tokens=20, seed=2**64 - 1))
+
+    async def run() -> Any:
+        return await engine.generate(request), await engine.generate_n(request, 5)
+
+    single, several = asyncio.run(run())
+    assert single.token_ids.tolist() == several[0].token_ids.tolist()
+    assert len({tuple(c.token_ids) for c in several}) == 5
+    for completion in several:
+        assert completion.request_id == "n"
+        expected = forward_logprobs(oracle, request.prompt_ids, completion.token_ids, 1.0)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+def test_requests_without_a_seed_differ(engine: Any) -> None:
+    completions = asyncio.run(burst(engine, requests_of([prompts(1, seed=9)[0]] * 4, max_new_tokens=20)))
+    assert len({tuple(c.token_ids) for c in completions}) == 4
+
+
+def test_stop_strings_end_a_completion_and_stay_in_it(engine: Any, oracle: PreTrainedModel) -> None:
+    tokenizer = make_tokenizer()
+    found = 0
+    for random_prompt in prompts(12, seed=10):
+        # As text ends: vllm decodes on from the prompt, and half a character there would bring old text with it.
+        prompt = np.append(random_prompt, tokenizer.convert_tokens_to_ids("assistant\n"))
+        tokens = greedy_oracle(oracle, prompt, 24)
+        for last in range(4, len(tokens) - 1):
+            text = tokenizer.decode(tokens[last : last + 1])
+            before = tokenizer.decode(tokens[:last])
+            if "�" not in text and text.strip() == text and text and text not in before:
+                break
+        else:
+            continue
+        found += 1
+        request = GenerateRequest("s", prompt, SamplingParams(max_new_tokens=24, temperature=0.0, stop=("∞∞", text)))
+        completion = asyncio.run(engine.generate(request))
+        assert completion.token_ids.tolist() == tokens[: last + 1]
+        assert len(completion.logprobs) == last + 1
+        assert completion.finish_reason is FinishReason.STOP
+    assert found >= 3
+
+
+def test_a_special_token_can_be_a_stop_string(engine: Any, oracle: PreTrainedModel) -> None:
+    tokenizer = make_tokenizer()
+    specials = {i: tokenizer.decode([i]) for i in tokenizer.all_special_ids if i != tokenizer.eos_token_id}
+    stop = tuple(specials.values())
+    requests = requests_of(prompts(64, seed=11), max_new_tokens=64, temperature=2.0, seed=1, stop=stop)
+    for completion in asyncio.run(burst(engine, requests)):
+        tokens = completion.token_ids.tolist()
+        assert not specials.keys() & set(tokens[:-1])
+        if tokens[-1] in specials:
+            assert completion.finish_reason is FinishReason.STOP
+
+
+def test_the_context_bounds_a_completion(engine: Any, oracle: PreTrainedModel, endless: np.ndarray) -> None:
+    tail = np.array(greedy_oracle(oracle, endless, 1))
+    prompt = np.concatenate([np.resize(endless, SEQUENCE_LENGTH - 4), tail])
+    completion = asyncio.run(engine.generate(GenerateRequest("c", prompt, SamplingParams(temperature=0.0, seed=1))))
+    assert completion.token_ids.tolist() == greedy_oracle(oracle, prompt, 3)
+
+
+def test_abort_gives_the_tokens_so_far(engine: Any, oracle: PreTrainedModel, endless: np.ndarray) -> None:
+    request = GenerateRequest("a", endless, SamplingParams(max_new_tokens=LONG, temperature=0.0))
+    other = requests_of(prompts(3, seed=12), max_new_tokens=40, temperature=0.0)
+
+    async def run() -> Any:
+        task, others = asyncio.create_task(engine.generate(request)), asyncio.create_task(burst(engine, other))
+        await asyncio.sleep(0.15)
+        await engine.abort("a")
+        await engine.abort("unknown")
+        return await asyncio.wait_for(task, 10), await others
+
+    completion, others = asyncio.run(run())
+    assert completion.finish_reason is FinishReason.ABORT
+    assert 0 < len(completion.token_ids) < LONG
+    assert len(completion.logprobs) == len(completion.token_ids)
+    assert completion.token_ids.tolist() == greedy_oracle(oracle, endless, len(completion.token_ids))
+    assert_greedy(others, oracle, [r.prompt_ids for r in other], 40)
+
+
+def test_abort_ends_all_samples_of_a_request_even_before_their_first_token(engine: Any, endless: np.ndarray) -> None:
+    async def run() -> Any:
+        await engine.pause()
+        task = asyncio.create_task(engine.generate_n(GenerateRequest("a", endless), 3))
+        await asyncio.sleep(0)
+        await engine.abort("a")
+        try:
+            return await asyncio.wait_for(task, 10)
+        finally:
+            await engine.resume()
+
+    completions = asyncio.run(run())
+    assert [c.finish_reason for c in completions] == [FinishReason.ABORT] * 3
+    assert all(len(c.token_ids) == len(c.logprobs) == 0 for c in completions)
+
+
+def test_a_cancelled_caller_aborts_its_request(engine: Any, endless: np.ndarray) -> None:
+    request = GenerateRequest("x", endless, SamplingParams(max_new_tokens=LONG, temperature=0.0))
+
+    async def run() -> None:
+        task = asyncio.create_task(engine.generate(request))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        for _ in range(50):  # the engine gets to know of it a little later
+            with contextlib.suppress(ValueError):
+                await engine.generate(GenerateRequest("x", endless, SamplingParams(max_new_tokens=2)))
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("the request's id is still in flight")
+
+    asyncio.run(run())
+
+
+def test_requests_in_flight_wait_while_paused(engine: Any, oracle: PreTrainedModel, endless: np.ndarray) -> None:
+    prompt_list = [endless, *prompts(3, seed=13)]
+    requests = requests_of(prompt_list, max_new_tokens=200, temperature=0.0)
+
+    async def run() -> Any:
+        tasks = [asyncio.create_task(engine.generate(request)) for request in requests[:1]]
+        await asyncio.sleep(0.05)
+        await engine.pause()
+        await engine.pause()  # twice is as good as once
+        tasks += [asyncio.create_task(engine.generate(request)) for request in requests[1:]]
+        await asyncio.sleep(0.4)
+        done = [task.done() for task in tasks]
+        await engine.resume()
+        return done, await asyncio.wait_for(asyncio.gather(*tasks), 60)
+
+    done, completions = asyncio.run(run())
+    assert not any(done)
+    assert_greedy(completions, oracle, prompt_list, 200)
+
+
+BAD = {
+    "an empty prompt": (np.array([], dtype=np.int64), {}),
+    "a prompt in two dimensions": (np.zeros((1, 3), dtype=np.int64), {}),
+    "a prompt as long as the context": (np.zeros(SEQUENCE_LENGTH, dtype=np.int64), {}),
+    "a token outside the vocabulary": (np.array([10**6]), {}),
+    "a negative token": (np.array([-1]), {}),
+    "no token wanted": (np.array([1]), {"max_new_tokens": 0}),
+    "a negative temperature": (np.array([1]), {"temperature": -0.1}),
+    "top_p of zero": (np.array([1]), {"top_p": 0.0}),
+    "a penalty of zero": (np.array([1]), {"repetition_penalty": 0.0}),
+    "an empty stop string": (np.array([1]), {"stop": ("",)}),
+}
+
+
+def test_bad_requests_are_refused_and_hurt_nobody(engine: Any, oracle: PreTrainedModel) -> None:
+    prompt_list = prompts(4, seed=14)
+
+    async def run() -> Any:
+        good = asyncio.create_task(burst(engine, requests_of(prompt_list, max_new_tokens=40, temperature=0.0)))
+        await asyncio.sleep(0.01)
+        for what, (prompt, params) in BAD.items():
+            with pytest.raises(ValueError, match=r"request 'bad': .*expected"):
+                await engine.generate(GenerateRequest("bad", prompt, SamplingParams(**params)))
+                pytest.fail(what)
+        with pytest.raises(ValueError, match="n is 0"):
+            await engine.generate_n(GenerateRequest("bad", prompt_list[0]), 0)
+        return await good
+
+    assert_greedy(asyncio.run(run()), oracle, prompt_list, 40)
+
+
+def test_a_request_id_is_unique_among_those_in_flight(engine: Any, endless: np.ndarray) -> None:
+    request = GenerateRequest("twin", endless, SamplingParams(max_new_tokens=LONG, temperature=0.0))
+
+    async def run() -> None:
+        first = asyncio.create_task(engine.generate(request))
+        await asyncio.sleep(0.05)
+        with pytest.raises(ValueError, match="'twin' is in flight"):
+            await engine.generate(request)
+        await engine.abort("twin")
+        await first
+
+    asyncio.run(run())
+
+
+def test_requests_wait_while_the_weights_are_away(engine: Any, oracle: PreTrainedModel, endless: np.ndarray) -> None:
+    prompt_list = [endless, *prompts(2, seed=15)]
+    requests = requests_of(prompt_list, max_new_tokens=150, temperature=0.0)
+
+    async def run() -> Any:
+        tasks = [asyncio.create_task(engine.generate(requests[0]))]
+        await asyncio.sleep(0.05)
+        engine.offload(States.OPTIMIZER)  # a generator has none
+        engine.offload(States.ALL)
+        tasks += [asyncio.create_task(engine.generate(request)) for request in requests[1:]]
+        await asyncio.sleep(0.3)
+        done = [task.done() for task in tasks]
+        engine.onload(States.ALL)
+        return done, await asyncio.wait_for(asyncio.gather(*tasks), 60)
+
+    done, completions = asyncio.run(run())
+    assert not any(done)
+    assert_greedy(completions, oracle, prompt_list, 150)
+
+
+def test_stats_count_tokens_and_requests(engine: Any) -> None:
+    before = engine.stats()
+    prompt_list = prompts(5, seed=16, low=70, high=90)
+    completions = asyncio.run(burst(engine, requests_of([*prompt_list, *prompt_list], max_new_tokens=8)))
+    gained = {name: value - before[name] for name, value in engine.stats().items()}
+    assert gained["finished"] == 10
+    assert gained["generated_tokens"] == sum(len(c.token_ids) for c in completions)
+    computed = gained["prefill_tokens"] + gained["shared_tokens"]
+    assert 0.9 * 2 * sum(map(len, prompt_list)) < computed <= 2 * sum(map(len, prompt_list))
+    assert all(isinstance(value, float) for value in engine.stats().values())

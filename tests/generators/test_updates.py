@@ -1,0 +1,190 @@
+"""New weights: after an update every generator is the new model, and nothing of the old one shows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contract import (
+    assert_greedy,
+    buckets_of,
+    burst,
+    first_token,
+    forward_logprobs,
+    greedy_oracle,
+    load,
+    prompts,
+    requests_of,
+    weights_of,
+)
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from roll.agentic.types import Completion, GenerateRequest, SamplingParams
+from roll.distributed.strategy.base import WeightBucket
+from roll.distributed.weight_sync import WeightChecksumError, WeightMismatchError, host_bytes, pack_buckets
+
+
+@pytest.fixture(scope="module")
+def old(model_path: Any) -> PreTrainedModel:
+    return load(model_path("tied", 0))
+
+
+@pytest.fixture(scope="module")
+def new(model_path: Any) -> PreTrainedModel:
+    return load(model_path("tied", 1))
+
+
+@pytest.fixture
+def fresh(engine: Any, old: PreTrainedModel) -> Iterator[Any]:
+    """The engine with its first weights, before and after."""
+    yield engine
+    asyncio.run(engine.resume())
+    asyncio.run(engine.update_weights(buckets_of(weights_of(old)), 0))
+
+
+def greedy(engine: Any, prompt_list: list[np.ndarray], max_new_tokens: int = 16) -> list[Completion]:
+    requests = requests_of(prompt_list, temperature=0.0, max_new_tokens=max_new_tokens)
+    return asyncio.run(burst(engine, requests))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 10, 1 << 24], ids=["a bucket each", "one bucket"])
+def test_an_update_makes_the_engine_the_new_model(
+    fresh: Any, old: PreTrainedModel, new: PreTrainedModel, bucket_bytes: int
+) -> None:
+    prompt_list = prompts(12, seed=20, low=40, high=100)  # long enough for blocks of a prefix cache
+    assert_greedy(greedy(fresh, prompt_list), old, prompt_list, 16)
+    asyncio.run(fresh.update_weights(buckets_of(weights_of(new), bucket_bytes), 3))
+    for _ in range(2):  # the second time from the cache
+        completions = greedy(fresh, prompt_list)
+        assert_greedy(completions, new, prompt_list, 16)
+        assert {c.weight_version for c in completions} == {3} == {fresh.weight_version}
+    for completion, prompt in zip(completions, prompt_list, strict=True):
+        expected = forward_logprobs(new, prompt, completion.token_ids, 1.0)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+
+def test_updates_follow_each_other(fresh: Any, old: PreTrainedModel, new: PreTrainedModel) -> None:
+    prompt_list = prompts(6, seed=21, low=40, high=80)
+    for version, model in enumerate([new, old, new, old], start=1):
+        asyncio.run(fresh.update_weights(buckets_of(weights_of(model)), version))
+        assert_greedy(greedy(fresh, prompt_list), model, prompt_list, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_cast_to_the_engines_dtype(fresh: Any, new: PreTrainedModel, dtype: torch.dtype) -> None:
+    prompt_list = prompts(4, seed=22)
+    weights = {name: tensor.to(dtype) for name, tensor in weights_of(new).items()}
+    asyncio.run(fresh.update_weights(buckets_of(weights), 1))
+    rounded = new if dtype is torch.float32 else load(new.name_or_path)
+    rounded.to(dtype).to(torch.float32)
+    assert_greedy(greedy(fresh, prompt_list), rounded, prompt_list, 16)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["stale", "recomputed"])
+def test_requests_in_flight_go_on(fresh: Any, old: PreTrainedModel, new: PreTrainedModel, recompute: bool) -> None:
+    prompt_list = prompts(30, seed=23, low=40, high=60)
+    running = [p for p in prompt_list if len(greedy_oracle(old, p, 100)) == 100][:2]
+    assert running
+
+    async def run() -> Any:
+        requests = requests_of(running, temperature=0.0, max_new_tokens=400)
+        tasks = [asyncio.create_task(fresh.generate(request)) for request in requests]
+        await first_token(fresh)
+        await fresh.update_weights(buckets_of(weights_of(new)), 5, recompute_kv=recompute)
+        later = await fresh.generate(
+            GenerateRequest("later", running[0], SamplingParams(temperature=0.0, max_new_tokens=16))
+        )
+        return await asyncio.wait_for(asyncio.gather(*tasks), 60), later
+
+    completions, later = asyncio.run(run())
+    assert_greedy([later], new, running[:1], 16)
+    assert later.weight_version == 5
+    for completion, prompt in zip(completions, running, strict=True):
+        assert completion.weight_version == 0, "the version of the first token"
+        tokens = completion.token_ids.tolist()
+        before = greedy_oracle(old, prompt, 400)
+        same = next((i for i, (a, b) in enumerate(zip(tokens, before, strict=False)) if a != b), len(tokens))
+        assert 0 < same < 400, "begun with the old weights, ended with the new ones"
+        if recompute:  # from some token on, exactly the new model's continuation
+            history = np.concatenate([prompt, completion.token_ids[:same]])
+            assert tokens[same:] == greedy_oracle(new, history, 400 - same)
+
+
+def test_an_update_while_paused_leaves_the_engine_paused(fresh: Any, new: PreTrainedModel) -> None:
+    prompt_list = prompts(2, seed=24, low=40)
+
+    async def run() -> Any:
+        await fresh.pause()
+        task = asyncio.create_task(burst(fresh, requests_of(prompt_list, temperature=0.0, max_new_tokens=16)))
+        await asyncio.sleep(0.02)
+        await fresh.update_weights(buckets_of(weights_of(new)), 2)
+        await asyncio.sleep(0.2)
+        done = task.done()
+        await fresh.resume()
+        return done, await task
+
+    done, completions = asyncio.run(run())
+    assert not done
+    assert_greedy(completions, new, prompt_list, 16)
+    assert {c.weight_version for c in completions} == {2}
+
+
+def changed(weights: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+    name = "model.layers.1.mlp.up_proj.weight"
+    match kind:
+        case "a missing name":
+            return {key: value for key, value in weights.items() if key != name}
+        case "an unknown name":
+            return {**weights, "model.layers.9.mlp.up_proj.weight": weights[name]}
+        case "a wrong shape":
+            return {**weights, name: weights[name].T}
+        case _:
+            raise AssertionError(kind)
+
+
+@pytest.mark.parametrize("kind", ["a missing name", "an unknown name", "a wrong shape", "nothing"])
+def test_an_update_that_does_not_fit_changes_nothing(
+    fresh: Any, old: PreTrainedModel, new: PreTrainedModel, kind: str
+) -> None:
+    prompt_list = prompts(4, seed=25, low=40)
+    weights = {} if kind == "nothing" else changed(weights_of(new), kind)
+    with pytest.raises(WeightMismatchError, match="the old weights stay"):
+        asyncio.run(fresh.update_weights(buckets_of(weights), 9))
+    assert fresh.weight_version == 0
+    assert_greedy(greedy(fresh, prompt_list), old, prompt_list, 16)
+
+
+def test_a_damaged_bucket_changes_nothing(fresh: Any, old: PreTrainedModel, new: PreTrainedModel) -> None:
+    prompt_list = prompts(4, seed=26, low=40)
+
+    async def damaged() -> AsyncIterator[WeightBucket]:
+        for index, bucket in enumerate(pack_buckets(weights_of(new).items(), 40_000)):
+            if index == 3:
+                data = host_bytes(bucket).copy()
+                data[100] ^= 1
+                bucket = replace(bucket, data=data)
+            yield bucket
+
+    with pytest.raises(WeightChecksumError):
+        asyncio.run(fresh.update_weights(damaged(), 9))
+    assert fresh.weight_version == 0
+    assert_greedy(greedy(fresh, prompt_list), old, prompt_list, 16)
+
+
+def test_a_sender_that_fails_changes_nothing(fresh: Any, old: PreTrainedModel, new: PreTrainedModel) -> None:
+    prompt_list = prompts(2, seed=27, low=40)
+
+    async def broken() -> AsyncIterator[WeightBucket]:
+        async for bucket in buckets_of(weights_of(new)):
+            yield bucket
+            raise ConnectionError("the trainer died")
+
+    with pytest.raises(ConnectionError):
+        asyncio.run(fresh.update_weights(broken(), 9))
+    assert_greedy(greedy(fresh, prompt_list), old, prompt_list, 16)

@@ -1,0 +1,140 @@
+"""What only vllm has: its options, and its life in a Ray worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from contract import BUCKET_BYTES, LORA, context_of, greedy_oracle, load, make_model, prompts, requests_of, weights_of
+
+from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.engines import MissingEngineError, require_engine
+from roll.distributed.strategy.vllm import check_engine_options
+
+pytest.importorskip("vllm", reason="vllm: the package vllm is not installed")
+if "vllm" not in os.environ.get("ROLL_GENERATORS", "vllm").split(","):
+    pytest.skip("vllm: ROLL_GENERATORS leaves it out", allow_module_level=True)
+
+
+def test_importing_the_strategy_imports_no_engine() -> None:
+    modules = "roll.distributed.strategy.vllm, roll.distributed.strategy.vllm_worker"
+    code = f"import sys, {modules}; print('vllm' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+def test_a_missing_package_names_the_extra() -> None:
+    with pytest.raises(MissingEngineError, match=r"pip install 'roll-rl\[nothing\]'"):
+        require_engine("no_such_engine", extra="nothing", strategy="none")
+
+
+def test_options_of_the_engine_are_passed_on_and_others_refused() -> None:
+    assert check_engine_options({"block_size": 32, "max_num_batched_tokens": 512}) == []
+    (typo,) = check_engine_options({"enforce_eagre": True})
+    assert typo == (
+        "enforce_eagre: seen True, expected an argument of vLLM's AsyncEngineArgs; did you mean enforce_eager?"
+    )
+    (owned,) = check_engine_options({"dtype": "float16"})
+    assert owned == "dtype: seen 'float16', expected model_args.dtype instead"
+
+
+@pytest.mark.parametrize(
+    ("config", "context", "message"),
+    [
+        ({"max_model_len": 16}, {}, "max_model_len: 16, expected at least sequence_length"),
+        ({"no_such_option": 1}, {}, "no_such_option: seen 1"),
+        ({}, {"sequence_length": 10**6}, "the model has positions for at most"),
+        ({}, {"head": "value"}, "no 'value' head"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_engine_starts(
+    model_path: Any, config: dict[str, Any], context: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        STRATEGIES.get("vllm")(context_of("vllm", model_path("tied", 0), config, **context)).setup()
+
+
+def test_heads_that_the_cpu_kernels_do_not_take_are_refused(tmp_path: Path) -> None:
+    from roll.models.tiny import make_tokenizer
+
+    model = make_model("untied", 0)
+    model.config.head_dim = 16
+    type(model)(model.config).save_pretrained(tmp_path / "small")
+    make_tokenizer().save_pretrained(tmp_path / "small")
+    with pytest.raises(ValueError, match="heads have size 16, expected one of 32"):
+        STRATEGIES.get("vllm")(context_of("vllm", str(tmp_path / "small"))).setup()
+
+
+def test_in_a_ray_worker_with_an_engine_of_two_processes(model_path: Any) -> None:
+    """Starts, generates, updates over tensor-parallel workers, dies with an error, and leaves no process behind."""
+    import ray
+
+    from roll.distributed.scheduler.router import GenerationError
+    from roll.distributed.weight_sync import pack_buckets
+    from roll.pipeline.workers import InferWorker
+
+    class Worker(InferWorker):
+        async def update(self, refs: list[Any]) -> None:
+            async def buckets() -> Any:
+                for ref in refs:
+                    yield await ref
+
+            await self.strategy.update_weights(buckets(), 1)
+
+    path, new = model_path("tied", 0), load(model_path("tied", 1))
+    prompt_list = prompts(4, seed=50, low=40, high=60)
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
+    try:
+        environment = {"OMP_NUM_THREADS": "1"}
+        worker = ray.remote(num_cpus=1)(Worker).remote("actor_infer", 0, 1, environment)
+        context = context_of("vllm", path, {"tensor_parallel_size": 2}, lora=LORA)
+        ray.get(worker.setup.remote(context), timeout=300)
+        requests = requests_of(prompt_list, temperature=0.0, max_new_tokens=12)
+
+        def generate() -> dict[str, Any]:
+            ray.get(worker.submit.remote("me", requests))
+            results: dict[str, Any] = {}
+            while len(results) < len(requests):
+                results |= dict(ray.get(worker.poll.remote("me"), timeout=60))
+            return results
+
+        def assert_greedy_of(model: Any) -> None:
+            results = generate()
+            for request in requests:
+                assert results[request.request_id].token_ids.tolist() == greedy_oracle(model, request.prompt_ids, 12)
+
+        assert_greedy_of(load(path))
+        refs = [ray.put(bucket) for bucket in pack_buckets(weights_of(new).items(), BUCKET_BYTES)]
+        ray.get(worker.update.remote(refs), timeout=60)
+        assert_greedy_of(new)
+
+        children = _descendants(ray.get(worker.pid.remote()))
+        engine = next(pid for pid in children if "EngineCore" in _command(pid))
+        os.kill(engine, signal.SIGKILL)
+        assert all(isinstance(result, GenerationError) for result in generate().values())
+        ray.kill(worker)
+    finally:
+        ray.shutdown()
+    for _ in range(100):
+        if not (left := [pid for pid in children if "VLLM" in _command(pid)]):
+            break
+        time.sleep(0.2)
+    assert not left
+
+
+def _descendants(pid: int) -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""

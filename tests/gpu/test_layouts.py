@@ -1,0 +1,52 @@
+"""The parity suite's layouts on GPUs: those of one process on one, the others wherever there are enough.
+
+GPU kernels add up in another order than a CPU's, and some matrix products round to TF32: the bounds are wider.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Figures, Layout, as_row, measure
+from layouts_deepspeed import LAYOUTS as DEEPSPEED
+from layouts_fsdp2 import LAYOUTS as FSDP2
+from layouts_megatron import LAYOUTS as MEGATRON
+
+from roll.distributed.strategy.engines import PACKAGES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"),
+]
+ALONE = [
+    Layout("alone", "fsdp2_train", 1),
+    Layout("alone-packed", "fsdp2_train", 1, worker={"use_sequence_packing": True}),
+    Layout("alone", "deepspeed_train", 1, {"zero_optimization": {"stage": 2}}),
+    Layout("alone-zero3", "deepspeed_train", 1, {"zero_optimization": {"stage": 3}}),
+    Layout("alone", "megatron_train", 1),
+]
+LAYOUTS = [*ALONE, *(layout for layout in [*FSDP2, *DEEPSPEED, *MEGATRON] if layout.world_size > 1)]
+FP32_BOUND = 2e-4
+
+
+@pytest.fixture(scope="session")
+def figures() -> dict[str, Figures]:
+    return {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
+def test_layout_on_gpus(layout: Layout, figures: dict, tmp_path_factory: pytest.TempPathFactory) -> None:
+    package = PACKAGES.get(layout.strategy)
+    if package is not None and not package.installed:
+        pytest.skip(f"{package.module} is not installed (extra {package.extra})")
+    if layout.world_size > torch.cuda.device_count():
+        pytest.skip(f"needs {layout.world_size} GPUs, there are {torch.cuda.device_count()}")
+    if layout.id not in figures:
+        members = [m for m in LAYOUTS if (m.strategy, m.world_size) == (layout.strategy, layout.world_size)]
+        figures |= measure(members, Path(tmp_path_factory.mktemp("gpus")), on_gpus=True)
+    found = figures[layout.id]
+    assert not found.error, found.error
+    for name in ("logprobs", "loss", "grad_norm", "weights"):
+        assert getattr(found, name) <= max(FP32_BOUND, layout.bound(name)), f"{name}: {as_row(found)}"

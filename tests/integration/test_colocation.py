@@ -1,0 +1,241 @@
+"""Roles that share devices take turns on them: in which order, and with the real engines on a local Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from roll.agentic.types import Completion, GenerateRequest, SamplingParams
+from roll.algorithms.losses import build_sft_loss
+from roll.configs.worker import WorkerConfig
+from roll.data.batch import Batch
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.executor.placement import create_placement, discover_nodes
+from roll.distributed.executor.ray_session import ray_session
+from roll.distributed.executor.resources import NodeInfo, RoleRequest, plan_placement
+from roll.distributed.strategy.base import States, StrategyContext
+from roll.distributed.weights.sync import WeightSync
+from roll.models.tiny import make_tiny_model
+from roll.pipeline.model_cluster import ModelCluster
+from roll.pipeline.residency import Residency, memory_gb
+from roll.pipeline.workers import InferWorker, TrainWorker
+
+WEIGHTS, ALL = States.WEIGHTS, States.ALL
+REST = States.GRADS | States.OPTIMIZER
+Calls = list[tuple[str, str, States]]
+
+
+class RecordingCluster:
+    """Stands in for a role's workers: notes what it is told."""
+
+    def __init__(self, name: str, placement: Any, calls: Calls) -> None:
+        self.name, self.placement, self.calls = name, placement, calls
+
+    def submit(self, call: str, *args: Any) -> list[Any]:
+        if args:
+            self.calls.append((call, self.name, *args))
+        return []
+
+    def gather(self, refs: list[Any], call: str) -> list[Any]:
+        return []
+
+
+def recorded(kind: str = "gpu", **mappings: tuple[int, ...]) -> tuple[Residency, Calls]:
+    """A residency of roles that are all loaded, the last one last, and the calls from then on."""
+    nodes = [NodeInfo("a", kind, 8, 8.0)]  # type: ignore[arg-type]
+    plan = plan_placement([RoleRequest(name, mapping) for name, mapping in mappings.items()], nodes)
+    calls: Calls = []
+    clusters: Any = {name: RecordingCluster(name, SimpleNamespace(plan=plan), calls) for name in mappings}
+    residency = Residency(clusters)
+    for name in mappings:
+        residency.loading(name)
+    return residency, calls
+
+
+PHASES: dict[str, dict[str, States]] = {
+    "sync": {"actor_train": WEIGHTS, "actor_infer": ALL},
+    "rollout": {"actor_infer": ALL},
+    "logprobs": {"actor_train": WEIGHTS},
+    "reference": {"reference": WEIGHTS},
+    "train": {"actor_train": ALL},
+}
+
+
+def step(residency: Residency, calls: Calls) -> dict[str, Calls]:
+    """The calls in each phase of a step, by what the pipeline asks for there."""
+    phases = {}
+    for phase, needs in PHASES.items():
+        calls.clear()
+        residency.bring(needs)
+        phases[phase] = list(calls)
+    return phases
+
+
+def test_roles_on_the_same_devices_take_turns() -> None:
+    residency, calls = recorded(actor_train=(0, 1), reference=(0, 1), actor_infer=(0, 1))
+    assert calls == [("offload", "actor_train", ALL), ("offload", "reference", ALL)], "each makes room for the next"
+    first, second = step(residency, calls), step(residency, calls)
+    assert first.pop("sync") == [("onload", "actor_train", WEIGHTS)]
+    assert second.pop("sync") == [("offload", "actor_train", REST), ("onload", "actor_infer", ALL)]
+    expected = {
+        "rollout": [("offload", "actor_train", WEIGHTS)],
+        "logprobs": [("offload", "actor_infer", ALL), ("onload", "actor_train", WEIGHTS)],
+        "reference": [("offload", "actor_train", WEIGHTS), ("onload", "reference", WEIGHTS)],
+        "train": [("offload", "reference", WEIGHTS), ("onload", "actor_train", ALL)],
+    }
+    assert first == second == expected
+
+
+def test_roles_apart_are_never_moved() -> None:
+    residency, calls = recorded(actor_train=(0, 1), reference=(2,), actor_infer=(3, 4))
+    for _ in range(2):
+        assert not any(step(residency, calls).values())
+
+
+def test_only_roles_whose_devices_are_needed_move() -> None:
+    residency, calls = recorded(actor_train=(0, 1, 2, 3), reference=(0, 1), actor_infer=(4, 5), critic=(2, 3))
+    assert calls == [("offload", "actor_train", ALL)]
+    assert residency.shares_devices("actor_train", "critic") and not residency.shares_devices("reference", "critic")
+    calls.clear()
+    residency.bring({"actor_infer": ALL, "reference": WEIGHTS, "critic": WEIGHTS})
+    assert calls == []
+    residency.bring({"actor_train": ALL})
+    assert calls == [("offload", "reference", ALL), ("offload", "critic", ALL), ("onload", "actor_train", ALL)]
+    calls.clear()
+    residency.bring({"reference": WEIGHTS})
+    residency.bring({"critic": WEIGHTS})
+    assert calls == [("offload", "actor_train", ALL), ("onload", "reference", WEIGHTS), ("onload", "critic", WEIGHTS)]
+
+
+def test_nothing_moves_where_host_memory_is_the_device() -> None:
+    residency, calls = recorded("cpu", actor_train=(0, 1), reference=(0, 1), actor_infer=(0, 1))
+    assert calls == []
+    assert not any(step(residency, calls).values())
+
+
+class Trainer(TrainWorker):
+    """Says what it has on its device."""
+
+    def resident(self) -> States:
+        return self.strategy._resident
+
+
+class Generator(InferWorker):
+    async def greedy(self) -> Completion:
+        params = SamplingParams(max_new_tokens=4, temperature=0.0)
+        return await self.strategy.generate(GenerateRequest("it", np.arange(5, 45, dtype=np.int64), params))
+
+
+def context(model: Path, role: str, strategy: str) -> StrategyContext:
+    section = {"model_args": {"dtype": "fp32"}, "strategy_args": {"strategy_name": strategy}}
+    return StrategyContext(WorkerConfig.model_validate(section), role, str(model), sequence_length=64)
+
+
+def batch() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 300, (64,), generator=generator)
+    return Batch(torch.full((4,), 16), tokens, torch.arange(64) % 16 > 0)
+
+
+@pytest.fixture(scope="module")
+def clusters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Cluster]]:
+    """A trainer, a reference and a generator on the same devices."""
+    workers = {"actor_train": Trainer, "reference": Trainer, "actor_infer": Generator}
+    with ray_session({"num_cpus": 2, "object_store_memory": 2**27}):
+        requests = [RoleRequest(name, (0,)) for name in workers]
+        placement = create_placement(plan_placement(requests, discover_nodes()))
+        started = {}
+        for name, worker in workers.items():
+            started[name] = Cluster(name, worker, placement, system_envs={"OMP_NUM_THREADS": "1"}, rpc_timeout=120.0)
+            started[name].launch()
+        yield started
+        for cluster in started.values():
+            cluster.shutdown()
+        placement.remove()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_model(path, seed=1)
+    return path
+
+
+def test_a_step_of_real_engines_that_take_turns(clusters: dict[str, Cluster], model: Path) -> None:
+    """On a CPU the strategies only note what would have left; using what is away is an error in each of them."""
+    residency = Residency(clusters, kinds=("cpu", "gpu"))
+    actor, reference = (ModelCluster(clusters[name], residency) for name in ("actor_train", "reference"))
+    infer = clusters["actor_infer"]
+    reference.setup(context(model, "reference", "fsdp2_infer"))
+    actor.setup(context(model, "actor_train", "fsdp2_train"))
+    residency.loading("actor_infer")
+    infer.call("setup", context(model, "actor_infer", "hf_infer"))
+    actor.call("set_loss", build_sft_loss)
+    updates = WeightSync(actor.cluster, infer, bucket_bytes=1 << 20)
+    states = [actor.call("resident")[0] | reference.call("resident")[0]]
+
+    losses, tokens = [], []
+    for version in range(2):
+        residency.bring({"actor_train": WEIGHTS, "actor_infer": ALL})
+        updates.sync(version)
+        residency.bring({"actor_infer": ALL})
+        states.append(actor.call("resident")[0])
+        tokens.append(infer.call("greedy")[0])
+        figures = residency.memory("rollout")
+        scores = actor.submit_logprobs(batch())
+        expected = reference.logprobs(batch()).logprobs_T
+        states.append(actor.call("resident")[0])
+        actual = actor.gather_scores(batch(), *scores).logprobs_T
+        assert actual is not None and expected is not None
+        assert torch.equal(actual, expected) == (version == 0), "the actor learns, the reference does not"
+        losses.append(actor.train(batch(), [torch.arange(4)])[0]["actor/loss"])
+        assert actor.call("resident")[0] == ALL
+
+    assert losses[1] < losses[0]
+    assert [completion.weight_version for completion in tokens] == [0, 1]
+    assert all(state == States(0) for state in states), "on a device that another role used"
+    unit = "allocated_gb" if torch.cuda.is_available() else "resident_gb"
+    for role in clusters:
+        assert figures[f"memory/{role}/rollout_{unit}"] > 0
+
+
+def test_a_dead_role_has_no_memory_figures(clusters: dict[str, Cluster]) -> None:
+    import ray
+
+    residency = Residency(clusters)
+    ray.kill(clusters["reference"].handles[0])
+    roles = {name.split("/")[1] for name in residency.memory("train")}
+    assert roles == {"actor_train", "actor_infer"}
+
+
+def test_the_figures_of_a_process_grow_with_what_it_holds() -> None:
+    if torch.cuda.is_initialized():
+        pytest.skip("counts device memory here")
+    before = memory_gb()["resident_gb"]
+    held = torch.ones(2**26)  # 256 MiB
+    assert 0.2 < memory_gb()["resident_gb"] - before < 0.3
+    del held
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
+def test_a_role_that_leaves_a_gpu_frees_its_memory(clusters: dict[str, Cluster], model: Path) -> None:
+    residency = Residency({name: clusters[name] for name in ("actor_train", "actor_infer")})
+    actor, infer = ModelCluster(clusters["actor_train"], residency), clusters["actor_infer"]
+    actor.setup(context(model, "actor_train", "fsdp2_train"))
+    residency.loading("actor_infer")
+    infer.call("setup", context(model, "actor_infer", "hf_infer"))
+    actor.call("set_loss", build_sft_loss)
+    actor.train(batch(), [torch.arange(4)])
+    trained = residency.memory("x")
+    residency.bring({"actor_infer": ALL})
+    rollout = residency.memory("x")
+    name = "memory/{}/x_allocated_gb".format
+    assert rollout[name("actor_train")] < 0.1 * trained[name("actor_train")]
+    assert trained[name("actor_infer")] < 0.1 * rollout[name("actor_infer")]

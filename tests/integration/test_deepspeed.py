@@ -1,0 +1,495 @@
+"""``deepspeed_train`` beside the parity matrix: skipped steps, checkpoints, uneven parts, and what is refused.
+
+The two processes start once and leave files that the tests judge, mostly beside ``fsdp2_train`` in one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from roll.algorithms.types import LossContext, LossOutput, TokenScores
+from roll.configs.agentic import AgenticConfig
+from roll.configs.loader import load_config
+from roll.configs.strategy import DeepSpeedConfig
+from roll.configs.worker import WorkerConfig
+from roll.data.batch import Batch
+from roll.distributed.strategy.base import LoraSpec, Metrics, States, StrategyContext
+from roll.distributed.strategy.deepspeed import DeepSpeedInfer, DeepSpeedTrain, check_engine_options
+from roll.distributed.strategy.fsdp2 import Fsdp2Infer, Fsdp2Train
+from roll.distributed.weight_sync import unpack_bucket
+from roll.models import scoring
+
+pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
+
+VOCABULARY = 61
+CPU = {"device": "cpu"}
+LORA = LoraSpec(rank=3, alpha=6, targets=("q_proj", "down_proj"))
+CASES: dict[str, dict[str, Any]] = {
+    "zero0": {"stage": 0},
+    "zero1": {"stage": 1},
+    "zero2-offload": {"stage": 2, "offload_optimizer": CPU},
+    "zero3": {"stage": 3, "stage3_param_persistence_threshold": 40},
+    "zero3-offload": {
+        "stage": 3,
+        "offload_optimizer": CPU,
+        "offload_param": CPU,
+        "stage3_param_persistence_threshold": 0,
+    },
+}
+
+
+def make_model(path: Path) -> Path:
+    """Sizes are odd, so that two ranks get parts of different sizes."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=33,
+        intermediate_size=47,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=10,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def shares(step: int) -> list[Batch]:
+    """Ragged shares of the two ranks: 7 and 2 sequences, 9 and 0, 2 and 7."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(3, 15, (9,), generator=generator)
+    num_tokens = int(lengths.sum())
+    batch = Batch(
+        lengths, torch.randint(0, VOCABULARY, (num_tokens,), generator=generator), torch.zeros(num_tokens) > 0
+    )
+    mask = (torch.rand(num_tokens, generator=generator) < 0.5) & (batch.positions_T > 0)
+    batch = batch.replace(loss_mask_T=mask, advantages_T=torch.randn(num_tokens, generator=generator))
+    rows = torch.arange(9)
+    cut = (7, 9, 2)[step % 3]
+    return [batch.select(rows[:cut]), batch.select(rows[cut:])]
+
+
+def loss_fn(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    if scores.values_T is not None:
+        return LossOutput(
+            (scores.values_T - batch.advantages_T)[batch.loss_mask_T].square().sum() / context.num_tokens, {}
+        )
+    assert scores.logprobs_T is not None
+    gain_T = batch.advantages_T * scores.logprobs_T
+    if scores.kl_T is not None:
+        gain_T = gain_T - scores.kl_T
+    return LossOutput(-gain_T[batch.loss_mask_T].sum() / context.num_tokens, {})
+
+
+def nan_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    """Broken in some micro-batches only: the first of a rank may be sound."""
+    loss = loss_fn(scores, batch, context).loss
+    return LossOutput(loss * math.nan if batch.num_sequences == 1 else loss, {})
+
+
+class FailingLoss:
+    """Fails in the second micro-batch of a step, when DeepSpeed has gradients of the first."""
+
+    calls = 0
+
+    def __call__(self, scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+        self.calls += 1
+        if self.calls == 2:
+            raise ArithmeticError("no such loss")
+        return loss_fn(scores, batch, context)
+
+
+def make_context(model: Path, name: str, strategy: dict[str, Any] | None = None, **kwargs: Any) -> StrategyContext:
+    worker = {
+        "model_args": {"dtype": "fp32", **kwargs.pop("model_args", {})},
+        "training_args": {
+            "learning_rate": 1e-3,
+            "weight_decay": 0.1,
+            "lr_scheduler_type": "cosine",
+            "adam_epsilon": 1e-6,
+            "per_device_train_batch_size": 2,
+        },
+        "strategy_args": {"strategy_name": name, "strategy_config": strategy or {}},
+    }
+    options = {"temperature": 0.8, "max_grad_norm": 0.5, "total_optimizer_steps": 10, "l2": 0.01, **kwargs}
+    return StrategyContext(
+        worker=WorkerConfig.model_validate(worker), **{"role": "actor_train", "model_path": str(model), **options}
+    )
+
+
+def zero_trainer(model: Path, zero: dict[str, Any], **kwargs: Any) -> DeepSpeedTrain:
+    trainer = DeepSpeedTrain(make_context(model, "deepspeed_train", {"zero_optimization": zero}, **kwargs))
+    trainer.setup()
+    return trainer
+
+
+def fsdp_trainer(model: Path, **kwargs: Any) -> Fsdp2Train:
+    trainer = Fsdp2Train(make_context(model, "fsdp2_train", **kwargs))
+    trainer.setup()
+    return trainer
+
+
+def exported(trainer: DeepSpeedTrain | Fsdp2Train) -> dict[str, Tensor]:
+    buckets = list(trainer.export_weights(10_000))
+    return {name: tensor.clone() for bucket in buckets for name, tensor in unpack_bucket(bucket)}
+
+
+def exported_adapter(trainer: DeepSpeedTrain | Fsdp2Train) -> dict[str, Tensor]:
+    buckets = list(trainer.export_adapter(10_000))
+    return {name: tensor.clone() for bucket in buckets for name, tensor in unpack_bucket(bucket)}
+
+
+def with_reference(batch: Batch) -> Batch:
+    """Hidden states of no model: the KL to them is far from 0."""
+    generator = torch.Generator().manual_seed(9)
+    return batch.replace(ref_hidden_TH=torch.randn(batch.num_tokens, 33, generator=generator))
+
+
+# ---- two processes: one start, many scenarios
+
+
+def write(folder: Path, name: str, tensors: dict[str, Tensor], metrics: Metrics | None = None) -> None:
+    save_file({key: value.contiguous().clone() for key, value in tensors.items()}, folder / f"{name}.safetensors")
+    (folder / f"{name}.json").write_text(json.dumps(metrics or {}))
+
+
+def run_case(out: Path, model: Path, name: str, rank: int) -> None:
+    options: dict[str, Any] = {"rank": rank, "world_size": 2}
+    # Stage 3 also scores in chunks that are computed again in the backward pass.
+    scoring.MAX_CHUNK_LOGITS = 5 * VOCABULARY if name == "zero3" else 2**25
+    trainer = zero_trainer(model, CASES[name], **options)
+    for step in range(3):
+        write(out, f"{name}-scores{step}-{rank}", {"logprobs": trainer.logprobs(shares(step)[rank]).logprobs_T})
+        metrics = trainer.train_step(shares(step)[rank], loss_fn)
+        norm = trainer.weights.engine.get_global_grad_norm()
+        write(out, f"{name}-step{step}-{rank}", {}, metrics | ({} if norm is None else {"engine_norm": float(norm)}))
+        if step == 1:
+            trainer.save(out / f"{name}-checkpoint")
+    write(out, f"{name}-final-{rank}", exported(trainer))
+    with contextlib.suppress(ArithmeticError):
+        trainer.train_step(shares(0)[rank], FailingLoss())
+    metrics = trainer.train_step(shares(0)[rank], nan_loss)
+    write(out, f"{name}-nan-{rank}", exported(trainer), metrics)
+    trainer.load(out / f"{name}-checkpoint")
+    trainer.train_step(shares(2)[rank], loss_fn)
+    write(out, f"{name}-went_back-{rank}", exported(trainer))
+    trainer.shutdown()
+    resumed = zero_trainer(model, CASES[name], **options)
+    resumed.load(out / f"{name}-checkpoint")
+    resumed.train_step(shares(2)[rank], loss_fn)
+    write(out, f"{name}-resumed-{rank}", exported(resumed))
+    resumed.shutdown()
+
+
+def run_others(out: Path, model: Path, rank: int) -> None:
+    options: dict[str, Any] = {"rank": rank, "world_size": 2}
+    # The value head's bias is one number: one of the ranks has no part of it.
+    critic = zero_trainer(model, CASES["zero3-offload"], head="value", role="critic", **options)
+    for step in range(2):
+        critic.train_step(shares(step)[rank], loss_fn)
+    write(out, f"values-{rank}", {"values": critic.logprobs(shares(1)[rank]).values_T})
+    critic.save(out / "critic")
+    critic.shutdown()
+    for name in ("zero2-offload", "zero3"):
+        learner = zero_trainer(model, CASES[name], lora=LORA, **options)
+        metrics = {}
+        for step in range(2):
+            metrics = learner.train_step(shares(step)[rank], loss_fn)
+        write(out, f"lora-{name}-{rank}", exported_adapter(learner), metrics)
+        write(out, f"lora-base-{name}-{rank}", exported(learner))
+        scores = learner.logprobs(shares(0)[rank], adapter=False)
+        write(out, f"lora-off-{name}-{rank}", {"logprobs": scores.logprobs_T})
+        learner.save(out / f"lora-{name}")
+        learner.reset_optimizer()
+        learner.load(out / f"lora-{name}")
+        write(out, f"lora-restored-{name}-{rank}", exported_adapter(learner))
+        learner.shutdown()
+    for name in ("zero1", "zero3"):
+        other = zero_trainer(model, CASES[name], keeps_output_layer=True, **options)
+        batch = with_reference(Batch.concat(shares(0)))
+        part = batch.select(torch.arange(9).tensor_split([4])[rank])
+        metrics = other.train_step(part, loss_fn)
+        write(out, f"kl-{name}-{rank}", exported(other), metrics)
+        other.load(out / "fsdp2-checkpoint")
+        other.shutdown()
+        moved = zero_trainer(model, CASES[name], **options)
+        moved.load(out / "fsdp2-checkpoint")
+        moved.weights.leave(States.ALL)  # from a CPU to a CPU
+        moved.weights.come_back(States.WEIGHTS)
+        moved.weights.leave(States.WEIGHTS)
+        moved.weights.come_back(States.ALL)
+        moved.train_step(shares(2)[rank], loss_fn)
+        write(out, f"from_fsdp2-{name}-{rank}", exported(moved))
+        moved.shutdown()
+    for name, strategy in (("zero3", {"zero_optimization": CASES["zero3-offload"]}), ("whole", {})):
+        half = {"model_args": {"dtype": "bf16"}, "returns_hidden": True}
+        reference = DeepSpeedInfer(make_context(model, "deepspeed_infer", strategy, **half, **options))
+        reference.setup()
+        scores = reference.logprobs(shares(1)[rank])
+        write(out, f"reference-{name}-{rank}", {"logprobs": scores.logprobs_T, "hidden": scores.hidden_TH})
+        reference.shutdown()
+    bf16 = zero_trainer(model, {"stage": 3}, model_args={"dtype": "bf16"}, **options)
+    bf16.train_step(shares(0)[rank], loss_fn)
+    bf16.save(out / "bf16-checkpoint")
+    write(out, f"bf16-master-{rank}", {name: bf16.weights.whole(name) for name in bf16.weights.trained})
+    bf16.reset_optimizer()
+    bf16.load(out / "bf16-checkpoint")
+    write(out, f"bf16-restored-{rank}", {name: bf16.weights.whole(name) for name in bf16.weights.trained})
+    (out / "occupied").write_text("a file, not a folder")
+    try:
+        bf16.save(out / "occupied")
+    except OSError as error:
+        (out / f"error{rank}").write_text(str(error))
+
+
+def rank_main(rank: int, port: int, out: Path, model: Path) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    for name in CASES:
+        run_case(out, model, name, rank)
+    run_others(out, model, rank)
+    torch.distributed.destroy_process_group()
+    os._exit(0)  # torch's threads sometimes abort the interpreter's own end
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def one_process(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What FSDP2 does in one process."""
+    folder = tmp_path_factory.mktemp("runs")
+    trainer = fsdp_trainer(model)
+    result: dict[str, Any] = {"folder": folder, "metrics": [], "scores": []}
+    for step in range(3):
+        batch = Batch.concat(shares(step))
+        result["scores"].append(trainer.logprobs(batch).logprobs_T)
+        result["metrics"].append(trainer.train_step(batch, loss_fn))
+        if step == 1:
+            trainer.save(folder / "fsdp2-checkpoint")
+    return result | {"final": exported(trainer)}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(one_process: dict[str, Any], model: Path) -> Path:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(rank_main, (port, one_process["folder"], model), nprocs=2)
+    return Path(one_process["folder"])
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert found.keys() == expected.keys()
+    worst = max(((found[name].double() - expected[name].double()).abs().max().item(), name) for name in expected)
+    assert worst[0] <= tolerance, worst
+
+
+def metrics_of(folder: Path, name: str) -> dict[str, float]:
+    found: dict[str, float] = json.loads((folder / f"{name}.json").read_text())
+    return found
+
+
+def tensors_of(folder: Path, name: str) -> dict[str, Tensor]:
+    return load_file(folder / f"{name}.safetensors")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_with_uneven_shares_and_l2_are_those_of_one_process(
+    two_ranks: Path, one_process: dict[str, Any], name: str
+) -> None:
+    for step, expected in enumerate(one_process["metrics"]):
+        for rank in range(2):
+            found = metrics_of(two_ranks, f"{name}-step{step}-{rank}")
+            for key in ("actor/loss", "actor/grad_norm", "actor/num_tokens", "actor/lr"):
+                assert found[key] == pytest.approx(expected[key], rel=2e-6, abs=2e-6), key
+            if name != "zero0":  # DeepSpeed reports no norm there
+                assert found["engine_norm"] == pytest.approx(found["actor/grad_norm"], rel=1e-5)
+        parts = [tensors_of(two_ranks, f"{name}-scores{step}-{rank}")["logprobs"] for rank in range(2)]
+        torch.testing.assert_close(torch.cat(parts), one_process["scores"][step], rtol=0, atol=5e-6)
+    assert_near(tensors_of(two_ranks, f"{name}-final-0"), one_process["final"], 5e-6)
+    assert not tensors_of(two_ranks, f"{name}-final-1")  # only rank 0 gets buckets
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nan_in_one_micro_batch_changes_nothing(two_ranks: Path, name: str) -> None:
+    assert_near(tensors_of(two_ranks, f"{name}-nan-0"), tensors_of(two_ranks, f"{name}-final-0"), 0.0)
+    for rank in range(2):
+        metrics = metrics_of(two_ranks, f"{name}-nan-{rank}")
+        assert metrics["actor/skipped_steps"] == 1
+        assert "actor/loss" not in metrics
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("how", ["resumed", "went_back"])
+def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(two_ranks: Path, name: str, how: str) -> None:
+    assert_near(tensors_of(two_ranks, f"{name}-{how}-0"), tensors_of(two_ranks, f"{name}-final-0"), 0.0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_checkpoint_of_two_ranks_continues_with_fsdp2_on_one(
+    two_ranks: Path, one_process: dict[str, Any], model: Path, name: str
+) -> None:
+    trainer = fsdp_trainer(model)
+    trainer.load(two_ranks / f"{name}-checkpoint")
+    trainer.train_step(Batch.concat(shares(2)), loss_fn)
+    assert_near(exported(trainer), one_process["final"], 5e-6)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_checkpoint_of_fsdp2_continues_and_states_come_back_as_they_left(
+    two_ranks: Path, one_process: dict[str, Any], name: str
+) -> None:
+    assert_near(tensors_of(two_ranks, f"from_fsdp2-{name}-0"), one_process["final"], 5e-6)
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero3"])
+def test_step_with_kl_over_the_vocabulary_is_that_of_one_process(two_ranks: Path, model: Path, name: str) -> None:
+    trainer = fsdp_trainer(model, keeps_output_layer=True)
+    metrics = trainer.train_step(with_reference(Batch.concat(shares(0))), loss_fn)
+    found = metrics_of(two_ranks, f"kl-{name}-0")
+    assert found["actor/loss"] == pytest.approx(metrics["actor/loss"], rel=2e-6)
+    assert found["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=2e-6)
+    assert_near(tensors_of(two_ranks, f"kl-{name}-0"), exported(trainer), 5e-6)
+
+
+@pytest.mark.parametrize("name", ["zero2-offload", "zero3"])
+def test_adapter_is_that_of_one_process(two_ranks: Path, one_process: dict[str, Any], model: Path, name: str) -> None:
+    trainer = fsdp_trainer(model, lora=LORA)
+    metrics: Metrics = {}
+    for step in range(2):
+        metrics = trainer.train_step(Batch.concat(shares(step)), loss_fn)
+    found = metrics_of(two_ranks, f"lora-{name}-0")
+    assert found["actor/loss"] == pytest.approx(metrics["actor/loss"], rel=2e-6)
+    assert found["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=2e-6)
+    adapter = tensors_of(two_ranks, f"lora-{name}-0")
+    assert_near(adapter, exported_adapter(trainer), 5e-6)
+    assert_near(tensors_of(two_ranks, f"lora-restored-{name}-0"), adapter, 0.0)
+    assert_near(load_file(two_ranks / f"lora-{name}" / "adapter_model.safetensors"), adapter, 0.0)
+    assert_near(tensors_of(two_ranks, f"lora-base-{name}-0"), load_file(model / "model.safetensors"), 0.0)
+    parts = [tensors_of(two_ranks, f"lora-off-{name}-{rank}")["logprobs"] for rank in range(2)]
+    torch.testing.assert_close(torch.cat(parts), one_process["scores"][0], rtol=0, atol=5e-6)
+
+
+def test_critic_is_the_same_on_one_process(two_ranks: Path, model: Path) -> None:
+    found = torch.cat([tensors_of(two_ranks, f"values-{rank}")["values"] for rank in range(2)])
+    trained = fsdp_trainer(model, head="value", role="critic")
+    for step in range(2):
+        trained.train_step(Batch.concat(shares(step)), loss_fn)
+    saved = Fsdp2Infer(make_context(two_ranks / "critic", "fsdp2_infer", head="value"))
+    saved.setup()
+    for critic in (trained, saved):
+        values = critic.logprobs(Batch.concat(shares(1))).values_T
+        assert values.abs().max() > 0
+        torch.testing.assert_close(values, found, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["zero3", "whole"])
+def test_bf16_reference_is_near_fp32(two_ranks: Path, model: Path, name: str) -> None:
+    reference = Fsdp2Infer(make_context(model, "fsdp2_infer", returns_hidden=True))
+    reference.setup()
+    expected = reference.logprobs(Batch.concat(shares(1)))
+    parts = [tensors_of(two_ranks, f"reference-{name}-{rank}") for rank in range(2)]
+    for key, tensor in (("logprobs", expected.logprobs_T), ("hidden", expected.hidden_TH)):
+        torch.testing.assert_close(torch.cat([part[key] for part in parts]), tensor, rtol=0, atol=0.1)
+
+
+def test_float32_weights_behind_bf16_survive_a_checkpoint(two_ranks: Path, model: Path) -> None:
+    master, restored = (tensors_of(two_ranks, f"bf16-{name}-0") for name in ("master", "restored"))
+    assert_near(restored, master, 0.0)
+    rounded = [name for name, weight in master.items() if torch.equal(weight.bfloat16().float(), weight)]
+    assert not rounded
+    stored = load_file(two_ranks / "bf16-checkpoint" / "model.safetensors")
+    for name, weight in stored.items():
+        torch.testing.assert_close(weight, master[f"model.{name}"].bfloat16(), rtol=0, atol=0)
+
+
+def test_failed_write_is_an_error_on_every_rank(two_ranks: Path) -> None:
+    for rank in range(2):
+        assert "occupied" in (two_ranks / f"error{rank}").read_text()
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "zero_optimization.overlap_com: .*overlap_comm"),
+        ({"zero_optimisation": {"stage": 2}}, "zero_optimisation: .*did you mean zero_optimization"),
+        ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, "offload_param.devise: .*did you mean device"),
+        ({"bf16": {"enable": True}}, "bf16.enable: .*did you mean enabled"),
+    ],
+)
+def test_unknown_keys_are_refused_with_the_nearest_one(model: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DeepSpeedTrain(make_context(model, "deepspeed_train", options))
+
+
+def test_keys_of_every_section_and_second_names_are_known() -> None:
+    zero = {"stage": 3, "stage3_max_live_parameters": 1, "max_live_parameters": 1, "offload_optimizer": {"ratio": 0.5}}
+    assert not check_engine_options({"zero_optimization": zero, "bf16": {"enabled": "auto"}, "steps_per_print": 5})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_clipping": 1.0}, "gradient_clipping: seen 1.0, expected max_grad_norm"),
+        ({"optimizer": {"type": "Lamb"}}, "optimizer.type: seen 'Lamb', expected AdamW"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, "optimizer.params.lr: seen 1e-05"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.device: seen 'nvme'"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "expected one of the two"),
+        ({"sequence_parallel_size": 2}, "model_args.ulysses_size"),
+    ],
+)
+def test_what_is_decided_elsewhere_is_refused(options: dict[str, Any], message: str) -> None:
+    assert any(message in problem for problem in DeepSpeedConfig.model_validate(options).problems())
+
+
+def test_auto_means_left_out() -> None:
+    options = {"train_batch_size": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
+    options |= {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": False}}, "scheduler": "auto"}
+    config = DeepSpeedConfig.model_validate(options | {"zero_optimization": {"stage": "auto"}})
+    assert not config.problems()
+    assert (config.stage, config.precision, config.torch_adam) == (0, None, False)
+
+
+def test_training_in_fp16_is_refused(model: Path) -> None:
+    trainer = DeepSpeedTrain(make_context(model, "deepspeed_train", {"fp16": {"enabled": True}}))
+    with pytest.raises(ValueError, match="fp16 needs loss scaling"):
+        trainer.setup()
+
+
+@pytest.mark.parametrize("name", ["zero", "zero2", "zero3", "zero3_cpuoffload"])
+def test_examples_are_used_as_documented(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "config"
+    shutil.copytree(Path(__file__).parents[2] / "examples" / "config", folder)
+    (folder / "mine.yaml").write_text(
+        f"defaults: [agentic_sokoban, config/deepspeed_{name}@_here_, _self_]\n"
+        "actor_train:\n"
+        "  strategy_args:\n"
+        "    strategy_name: deepspeed_train\n"
+        f"    strategy_config: ${{deepspeed_{name}}}\n"
+    )
+    options = load_config(AgenticConfig, "mine", folder).actor_train.strategy_args.strategy_config
+    assert not check_engine_options(options)
+    assert DeepSpeedConfig.model_validate(options).stage == (int(name[4]) if name != "zero" else 0)

@@ -1,0 +1,82 @@
+"""Every trainer with every generator: the examples' configurations, two steps on a tiny model."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from conftest import LAUNCHER, RLVR_LAUNCHER, ROOT, Launch, Run
+
+from roll.distributed.strategy.engines import PACKAGES
+from roll.models.tiny import make_tiny_model
+
+EXAMPLES = ROOT / "examples" / "config"
+TRAINERS = {"fsdp2": "fsdp2_train", "deepspeed": "deepspeed_train", "megatron": "megatron_train"}
+GENERATORS = {"hf": "hf_infer", "vllm": "vllm", "sglang": "sglang"}
+PAIRS = [(trainer, generator) for trainer in TRAINERS for generator in GENERATORS]
+
+SMALL = (
+    "max_steps=2",
+    "rollout_batch_size=8",
+    "val_batch_size=8",
+    "eval_steps=0",
+    "save_steps=2",
+    "num_renders=0",
+    "track_with=[]",
+    "actor_train.training_args.per_device_train_batch_size=4",
+    "actor_train.training_args.gradient_accumulation_steps=1",
+    "model_update_buffer_size_mb=1",
+    "enable_old_logprobs_recompute=true",
+    "entropy_loss_coef=0.01",  # a gradient also where all rewards of a group are equal
+    "entropy_loss_coef_end=0.01",
+)
+AGENTIC = ("train_env_manager.env_groups=2", "train_env_manager.group_size=4", "val_env_manager.env_groups=8")
+RLVR = (
+    "rollout_batch_size=4",
+    "num_return_sequences_in_group=4",
+    "data_generator.folder=data",
+    "data_generator.args={num_train: 64, num_val: 8, num_demonstrations: 64}",
+)
+
+
+@pytest.fixture(scope="module")
+def wide_headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained tiny model with heads that vLLM takes."""
+    path = tmp_path_factory.mktemp("wide_headed") / "tiny"
+    make_tiny_model(path, seed=1, num_heads=2)
+    return path
+
+
+def check_run(run: Run) -> None:
+    assert run.wait() == 0, run.output
+    metrics = run.metrics
+    assert sorted(metrics) == [0, 1, 2]
+    for step in (1, 2):
+        assert metrics[step]["actor/skipped_steps"] == 0
+        assert metrics[step]["actor/grad_norm"] > 0
+        assert all(math.isfinite(value) for value in metrics[step].values())
+        # The trainer's own opinion of what the generator sampled with the weights that it was sent.
+        assert metrics[step]["mismatch/logprob_diff_max"] < 1e-4, metrics[step]
+    assert (run.checkpoint(2) / "actor_train" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("trainer", "generator"), PAIRS)
+def test_sokoban(launch: Launch, wide_headed: Path, trainer: str, generator: str) -> None:
+    skip_missing(trainer, generator)
+    options = (*SMALL, *AGENTIC, f"pretrain={wide_headed}")
+    check_run(launch(*options, config=f"agentic_sokoban_{trainer}_{generator}", script=LAUNCHER, folder=EXAMPLES))
+
+
+@pytest.mark.parametrize(("trainer", "generator"), PAIRS)
+def test_maths(launch: Launch, wide_headed: Path, trainer: str, generator: str) -> None:
+    skip_missing(trainer, generator)
+    options = (*SMALL, *RLVR, f"pretrain={wide_headed}")
+    check_run(launch(*options, config=f"rlvr_math_{trainer}_{generator}", script=RLVR_LAUNCHER, folder=EXAMPLES))
+
+
+def skip_missing(trainer: str, generator: str) -> None:
+    for strategy in (TRAINERS[trainer], GENERATORS[generator]):
+        package = PACKAGES.get(strategy)
+        if package is not None and not package.installed:
+            pytest.skip(f"{strategy}: {package.module} is not installed (extra {package.extra})")

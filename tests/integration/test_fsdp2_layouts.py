@@ -1,0 +1,218 @@
+"""What ``fsdp2_train`` adds to plain sharding: lean loading, checkpoints in shards, offloaded activations."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from safetensors.torch import load_file, save_file
+from test_fsdp2 import assert_near, make_batch, make_context, make_model, make_trainer, policy_loss
+from torch import Tensor
+
+from roll.distributed.strategy import activation_offload
+from roll.distributed.strategy.fsdp2 import Fsdp2Infer, Fsdp2Train
+from roll.distributed.strategy.optim import ADAM_STATE
+from roll.models.liger import use_liger_kernels
+
+SHARDED = {"checkpoint": "sharded"}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "four": {},
+    "groups": {"fsdp_size": 2},
+    "tensor": {"tensor_parallel_size": 2},
+    "whole replicas": {"fsdp_size": 1},
+}
+
+
+def state_of(trainer: Fsdp2Train) -> dict[str, Tensor]:
+    """All trained weights and moments, whole (collective)."""
+    weights, found = trainer.weights, {}
+    for name, share in weights.trained.items():
+        found[name] = weights.whole(name, share)
+        for kind in ADAM_STATE:
+            found[f"{name}.{kind}"] = weights.whole(name, trainer._optimizer.state[share][kind])
+    return {name: tensor.detach().clone().contiguous() for name, tensor in found.items()}
+
+
+def step(trainer: Fsdp2Train, seed: int) -> float:
+    batch, info = make_batch(seed=seed), trainer.info
+    rows = torch.arange(batch.num_sequences).tensor_split(info.dp_size)[info.dp_rank]
+    return trainer.train_step(batch.select(rows), policy_loss)["actor/loss"]
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has ever held."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def two_main(rank: int, port: int, folder: Path, large: Path, small: Path) -> None:
+    join(port)
+    warm = Fsdp2Infer(make_context(small, rank=rank, world_size=2))
+    warm.setup()  # imports and first calls cost memory of their own
+    before = peak_bytes()
+    model = Fsdp2Infer(make_context(large, rank=rank, world_size=2))
+    model.setup()
+    taken = peak_bytes() - before
+    whole = sum(shape.numel() for shape in model.weights.shapes.values()) * 4
+    trainer = make_trainer(small, SHARDED, rank=rank, world_size=2)
+    losses = [step(trainer, seed) for seed in range(2)]
+    trainer.save(folder / "two")
+    state = state_of(trainer)
+    losses.append(step(trainer, 2))
+    after = state_of(trainer)
+    (folder / "taken").mkdir(exist_ok=True)
+    (folder / "taken" / str(rank)).write_text(json.dumps([taken, whole]))
+    if rank == 0:
+        save_file(state, folder / "state.safetensors")
+        save_file(after, folder / "after.safetensors")
+        (folder / "loss").write_text(str(losses[-1]))
+    leave()
+
+
+def four_main(rank: int, port: int, folder: Path, small: Path) -> None:
+    join(port)
+    for name, config in LAYOUTS.items():
+        trainer = make_trainer(small, config | SHARDED, rank=rank, world_size=4)
+        trainer.load(folder / "two")
+        state = state_of(trainer)
+        trainer.save(folder / f"by {name}")
+        loss = step(trainer, 2)
+        after = state_of(trainer)
+        if rank == 0:
+            save_file(state, folder / f"{name}-state.safetensors")
+            save_file(after, folder / f"{name}-after.safetensors")
+            (folder / f"{name}-loss").write_text(str(loss))
+    leave()
+
+
+def join(port: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+
+
+def leave() -> None:
+    torch.distributed.barrier()
+    os._exit(0)  # torch's threads sometimes abort the interpreter's own end
+
+
+def start(main: Callable[..., None], ranks: int, *args: Any) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(main, (port, *args), nprocs=ranks)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # 61 rows of the vocabulary and single numbers divide by nothing: some ranks have empty shards.
+    return make_model(tmp_path_factory.mktemp("small"), tied=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, small: Path) -> Path:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    path = tmp_path_factory.mktemp("layouts")
+    shape = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8}
+    config = Qwen2Config(vocab_size=500, num_hidden_layers=16, tie_word_embeddings=True, **shape)
+    Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(path / "large")
+    start(two_main, 2, path, path / "large", small)
+    start(four_main, 4, path, small)
+    return path
+
+
+def test_only_rank_0_ever_holds_the_whole_model(folder: Path) -> None:
+    """Each of two ranks keeps half of a model of 270 MB; rank 0 reads a copy of it first."""
+    (first, whole), (second, _) = (json.loads((folder / "taken" / str(rank)).read_text()) for rank in range(2))
+    assert whole > 250e6
+    assert second < 0.75 * whole, f"rank 1 took {second / whole:.2f} of the model"
+    # A copy in float32, the file's pages (a quarter: bfloat16 of the layer that is read, mapped), its half.
+    assert first < 2.2 * whole, f"rank 0 took {first / whole:.2f} of the model"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_shards_of_two_ranks_continue_on_four(folder: Path, name: str) -> None:
+    assert_near(load_file(folder / f"{name}-state.safetensors"), load_file(folder / "state.safetensors"), 0.0)
+    assert_near(load_file(folder / f"{name}-after.safetensors"), load_file(folder / "after.safetensors"), 5e-6)
+    assert float((folder / f"{name}-loss").read_text()) == pytest.approx(float((folder / "loss").read_text()), abs=2e-6)
+
+
+@pytest.mark.parametrize("name", ["two", *(f"by {name}" for name in LAYOUTS)])
+def test_shards_of_several_ranks_continue_on_one(folder: Path, small: Path, name: str) -> None:
+    trainer = make_trainer(small)
+    trainer.load(folder / name)
+    assert trainer.optimizer_steps == 2
+    assert_near(state_of(trainer), load_file(folder / "state.safetensors"), 0.0)
+
+
+def test_shards_hold_no_pickle(folder: Path) -> None:
+    files = [file for file in (folder / "two").rglob("*") if file.is_file()]
+    assert {file.suffix for file in files} <= {".safetensors", ".json"}, files
+    assert len(list((folder / "two" / "shards").glob("shard-*.safetensors"))) == 2
+    assert not list((folder / "two").glob("model*.safetensors"))
+
+
+def test_missing_shards_are_refused(folder: Path, small: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(folder / "two", tmp_path / "copy")
+    next((tmp_path / "copy" / "shards").glob("shard-00002*")).unlink()
+    with pytest.raises(ValueError, match="expected the shards of this model"):
+        make_trainer(small).load(tmp_path / "copy")
+
+
+def test_offloaded_activations_change_nothing(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
+    results = []
+    for offload in (False, True):
+        args = {"model_args": {"disable_gradient_checkpointing": False}}
+        trainer = make_trainer(small, {"activation_offload": offload}, **args)
+        step(trainer, 0)
+        results.append(trainer.gradient)
+    assert_near(results[1], results[0], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "model_args", "message"),
+    [
+        ({"tensor_parallel_size": 3}, {}, "tensor_parallel_size: 3, expected a divisor of the 1 workers"),
+        ({}, {"ulysses_size": 2}, "ulysses_size: 2, expected a divisor of the 1 workers"),
+        ({"fsdp_size": 2, "cpu_offload": True}, {}, "fsdp_size: 2, expected a divisor of the 1 workers"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(
+    small: Path, config: dict[str, Any], model_args: dict[str, Any], message: str
+) -> None:
+    try:
+        with pytest.raises(ValueError, match=message):
+            make_trainer(small, config, model_args=model_args)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_liger_kernels_need_a_gpu(small: Path) -> None:
+    with pytest.raises(ValueError, match="use_liger_kernel: true, expected false on a machine without a GPU"):
+        make_trainer(small, model_args={"use_liger_kernel": True})
+
+
+def test_missing_liger_kernels_name_the_extra(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("liger_kernel") is not None:
+        pytest.skip("liger-kernel is installed")
+    from roll.models.loading import load_causal_lm
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ImportError, match=r"use_liger_kernel.*roll-rl\[liger\]"):
+        use_liger_kernels(load_causal_lm(str(small)))

@@ -1,0 +1,505 @@
+"""``megatron_train`` beyond the parity matrix: steps that are skipped, checkpoints, critics, KL terms, refusals.
+
+What a layout computes is compared with ``fsdp2_train`` in one process, which the parity matrix holds to plain Hugging
+Face in float64. All layouts of this file run in one pair of processes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from safetensors.torch import load_file
+from torch import Tensor
+
+from roll.algorithms.losses import build_policy_loss
+from roll.algorithms.types import LossContext, LossOutput, TokenScores
+from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.strategy import MegatronConfig
+from roll.configs.worker import WorkerConfig
+from roll.data.batch import Batch
+from roll.distributed.strategy import STRATEGIES, megatron_scores
+from roll.distributed.strategy.base import Metrics, StrategyContext
+from roll.distributed.weight_sync import unpack_bucket
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+CP, EP = "context_parallel_size", "expert_model_parallel_size"
+TP_SP = {TP: 2, "sequence_parallel": True}
+SHARED = {"moe_shared_expert_overlap": True, "recompute_granularity": "full"}
+FULL_KL = AlgorithmConfig(use_kl_loss=True, kl_penalty="full", kl_loss_coef=0.5, loss_agg_mode="token-mean")
+VOCABULARY, HIDDEN = 61, 32
+NEAR = 2e-6
+
+
+def make_model(path: Path, kind: str) -> Path:
+    """A random model of four layers; ``kind`` is ``dense`` or ``moe`` (with a shared expert)."""
+    import transformers
+
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": HIDDEN,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": kind == "dense",
+        "initializer_range": 0.1,
+    }
+    torch.manual_seed(0)
+    if kind == "dense":
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape))
+    else:
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": False}
+        config = transformers.Qwen2MoeConfig(**shape, **experts, shared_expert_intermediate_size=16)
+        model = transformers.Qwen2MoeForCausalLM(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "gate.weight" in name:
+                    parameter.mul_(10.0)  # experts that score alike would be chosen by rounding
+    model.save_pretrained(path)
+    return path
+
+
+def make_batch(seed: int, num_sequences: int = 7) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(3, 20, (num_sequences,), generator=generator)
+    num_tokens = int(lengths.sum())
+    tokens = torch.randint(0, VOCABULARY, (num_tokens,), generator=generator)
+    batch = Batch(lengths, tokens, torch.zeros(num_tokens, dtype=torch.bool))
+    mask = (torch.rand(num_tokens, generator=generator) < 0.5) & (batch.positions_T > 0)
+    mask[1] = True
+    return batch.replace(loss_mask_T=mask, advantages_T=torch.randn(num_tokens, generator=generator))
+
+
+def loss_of(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    assert batch.advantages_T is not None
+    if scores.values_T is not None:
+        error = ((scores.values_T - batch.advantages_T).square() * batch.loss_mask_T).sum() / context.num_tokens
+        return LossOutput(error, {"critic/error": error.detach()})
+    assert scores.logprobs_T is not None
+    gain_T = batch.advantages_T * scores.logprobs_T * batch.loss_mask_T
+    return LossOutput(-gain_T.sum() / context.num_tokens, {"actor/logprob": scores.logprobs_T.detach().sum()})
+
+
+def nan_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    output = loss_of(scores, batch, context)
+    return LossOutput(output.loss * math.nan, output.metrics)
+
+
+def make_trainer(model: Path, name: str, options: dict[str, Any] | None = None, rank: int = 0, **kwargs: Any) -> Any:
+    """A trainer (or scorer) that is set up; on its own, or one of two."""
+    worker = {
+        "model_args": {"dtype": kwargs.pop("dtype", "fp32"), "disable_gradient_checkpointing": True},
+        "training_args": {
+            "learning_rate": 1e-3,
+            "weight_decay": 0.1,
+            "adam_epsilon": 1e-4,  # Adam divides by the gradient: rounding noise must not become steps
+            "per_device_train_batch_size": 2,
+        },
+        "strategy_args": {"strategy_name": name, "strategy_config": options or {}},
+        "infer_batch_size": 3,
+        "share_prompts": False,
+    }
+    settings = {"temperature": 0.9, "max_grad_norm": 0.5, "total_optimizer_steps": 8, "role": "actor_train", **kwargs}
+    context = StrategyContext(
+        worker=WorkerConfig.model_validate(worker),
+        model_path=str(model),
+        rank=rank,
+        world_size=2 if name.startswith("megatron") else 1,
+        **settings,
+    )
+    trainer = STRATEGIES.get(name)(context)
+    trainer.setup()
+    return trainer
+
+
+def share(trainer: Any, batch: Batch) -> Batch:
+    return batch.select(batch.split(trainer.info.dp_size)[trainer.info.dp_rank])
+
+
+def step(trainer: Any, seed: int, loss: Any = loss_of, **kwargs: Any) -> Metrics:
+    return trainer.train_step(share(trainer, make_batch(seed, **kwargs)), loss)
+
+
+def weights_of(trainer: Any) -> dict[str, Tensor]:
+    return {n: t.clone() for bucket in trainer.export_weights(20_000) for n, t in unpack_bucket(bucket)}
+
+
+def with_reference(batch: Batch) -> Batch:
+    """What ``FULL_KL`` reads. The hidden states are no model's: the KL to them is far from 0."""
+    generator = torch.Generator().manual_seed(9)
+    return batch.replace(
+        old_logprobs_T=torch.full((batch.num_tokens,), -4.0) * batch.loss_mask_T,
+        ref_hidden_TH=torch.randn(batch.num_tokens, HIDDEN, generator=generator) * batch.loss_mask_T[:, None],
+    )
+
+
+# Cases run on both ranks. Each gets the folder with the models and what fsdp2 has saved, and says what it found.
+
+
+def case_skipped_step(folder: Path, rank: int) -> dict[str, Any]:
+    trainer = make_trainer(folder / "dense", "megatron_train", {PP: 2}, rank)
+    before = weights_of(trainer)
+    metrics = step(trainer, 1, nan_loss)
+    after = weights_of(trainer)
+    return {
+        "metrics": metrics,
+        "unchanged": all(before[n].equal(after[n]) for n in before),
+        "next": step(trainer, 1),
+        "weights": weights_of(trainer),
+    }
+
+
+def case_empty_share(folder: Path, rank: int) -> dict[str, Any]:
+    trainer = make_trainer(folder / "dense", "megatron_train", {"overlap_grad_reduce": True}, rank)
+    return {"metrics": step(trainer, 3, num_sequences=1), "weights": weights_of(trainer)}
+
+
+def case_l2(folder: Path, rank: int) -> dict[str, Any]:
+    trainer = make_trainer(folder / "dense", "megatron_train", TP_SP, rank, l2=0.01)
+    return {"metrics": step(trainer, 1), "weights": weights_of(trainer)}
+
+
+def case_chunks(folder: Path, rank: int) -> dict[str, Any]:
+    """The output layer takes three tokens at a time."""
+    megatron_scores.MAX_CHUNK_LOGITS, whole = 31 * 3, megatron_scores.MAX_CHUNK_LOGITS
+    trainer = make_trainer(folder / "dense", "megatron_train", TP_SP, rank)
+    metrics = step(trainer, 1)
+    megatron_scores.MAX_CHUNK_LOGITS = whole
+    return {"metrics": metrics, "weights": weights_of(trainer)}
+
+
+def case_checkpoint(folder: Path, rank: int) -> dict[str, Any]:
+    """Saved by tensor-parallel ranks, continued by pipeline stages."""
+    trainer = make_trainer(folder / "dense", "megatron_train", TP_SP, rank)
+    step(trainer, 1)
+    trainer.save(folder / "saved-dense")
+    step(trainer, 2)
+    other = make_trainer(folder / "dense", "megatron_train", {PP: 2, VPP: 2}, rank)
+    other.load(folder / "saved-dense")
+    step(other, 2)
+    return {"weights": weights_of(other), "steps": other.optimizer_steps}
+
+
+def case_checkpoint_of_fsdp2(folder: Path, rank: int) -> dict[str, Any]:
+    trainer = make_trainer(folder / "moe", "megatron_train", {EP: 2}, rank)
+    trainer.load(folder / "saved-by-fsdp2")
+    step(trainer, 2)
+    return {"weights": weights_of(trainer)}
+
+
+def case_checkpoint_of_experts(folder: Path, rank: int) -> dict[str, Any]:
+    """Saved by expert-parallel ranks without sharing the optimizer's states; fsdp2 continues from it."""
+    trainer = make_trainer(folder / "moe", "megatron_train", {EP: 2, "use_distributed_optimizer": False}, rank)
+    step(trainer, 1)
+    trainer.save(folder / "saved-moe")
+    step(trainer, 2)
+    return {"weights": weights_of(trainer)}
+
+
+def case_checkpoint_bf16(folder: Path, rank: int) -> dict[str, Any]:
+    """Continuing in the same layout changes not a bit."""
+    trainer = make_trainer(folder / "dense", "megatron_train", {}, rank, dtype="bf16")
+    step(trainer, 1)
+    trainer.save(folder / "saved-bf16")
+    step(trainer, 2)
+    expected = weights_of(trainer)
+    other = make_trainer(folder / "dense", "megatron_train", {}, rank, dtype="bf16")
+    other.load(folder / "saved-bf16")
+    step(other, 2)
+    found = weights_of(other)
+    return {"equal": all(found[n].equal(expected[n]) for n in expected), "count": len(expected)}
+
+
+def case_critic(folder: Path, rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, options in (("tp", TP_SP), ("pp", {PP: 2}), ("cp", {CP: 2})):
+        trainer = make_trainer(folder / "dense", "megatron_train", options, rank, role="critic", head="value")
+        found[name] = [step(trainer, 1), step(trainer, 2)]
+        if name == "pp":
+            trainer.save(folder / "saved-critic")
+        found[f"{name} values"] = trainer.logprobs(share(trainer, make_batch(4))).values_T
+    return found
+
+
+def case_full_kl(folder: Path, rank: int) -> dict[str, Any]:
+    batch = with_reference(make_batch(1))
+    found = {}
+    for name, options in (("tp", TP_SP), ("pp", {PP: 2})):
+        trainer = make_trainer(folder / "dense", "megatron_train", options, rank, keeps_output_layer=True)
+        metrics = trainer.train_step(batch, build_policy_loss(FULL_KL))
+        found[name] = {"metrics": metrics, "kl": trainer.logprobs(batch).kl_T}
+    return found
+
+
+def case_reference(folder: Path, rank: int) -> dict[str, Any]:
+    found = {}
+    for name, options in (("tp", TP_SP), ("pp", {PP: 2}), ("cp", {CP: 2})):
+        scorer = make_trainer(folder / "dense", "megatron_infer", options, rank, returns_hidden=True)
+        scores = scorer.logprobs(make_batch(1))
+        found[name] = [scores.logprobs_T, scores.entropy_T, scores.hidden_TH]
+    return found
+
+
+def case_shared_expert(folder: Path, rank: int) -> dict[str, Any]:
+    trainer = make_trainer(folder / "moe", "megatron_train", {EP: 2, **SHARED}, rank)
+    return {"metrics": step(trainer, 1), "weights": weights_of(trainer)}
+
+
+def case_frozen_router(folder: Path, rank: int) -> dict[str, Any]:
+    options = {**TP_SP, "freeze_moe_router": True, "overlap_grad_reduce": True}
+    trainer = make_trainer(folder / "moe", "megatron_train", options, rank)
+    before = weights_of(trainer)
+    step(trainer, 1)
+    trainer.save(folder / "saved-frozen")
+    after = weights_of(trainer)
+    return {"same": sorted(n for n in before if before[n].equal(after[n]))}
+
+
+def case_balancing_loss(folder: Path, rank: int) -> dict[str, Any]:
+    norms = [
+        step(make_trainer(folder / "moe", "megatron_train", {**TP_SP, "moe_aux_loss_coeff": c}, rank), 1)
+        for c in (0.0, 1.0)
+    ]
+    return {"norms": [metrics["actor/grad_norm"] for metrics in norms], "losses": [m["actor/loss"] for m in norms]}
+
+
+def case_refused_setup(folder: Path, rank: int) -> dict[str, Any]:
+    refused = {
+        "workers": {TP: 4},
+        "heads": {TP: 2, PP: 1, "overlap_grad_reduse": True},
+        "experts": {EP: 2, "moe_grouped_gemm": True},
+        "owned": {"adam_eps": 1e-3, "num_layers": 3},
+    }
+    messages = {}
+    for name, options in refused.items():
+        with pytest.raises(ValueError) as raised:
+            make_trainer(folder / "dense", "megatron_train", options, rank)
+        messages[name] = str(raised.value)
+    return messages
+
+
+CASES = [value for name, value in globals().items() if name.startswith("case_")]
+
+
+def run_rank(rank: int, port: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for case in CASES:
+        try:
+            found = case(folder, rank)
+        except BaseException:
+            found = {"error": traceback.format_exc()}
+        torch.save(found, folder / f"{case.__name__}-{rank}.pt")
+        if "error" in found:
+            break  # the other rank may be waiting in a collective
+    os._exit(0)  # torch's threads sometimes abort the interpreter's own end
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Results of all cases, the models, and what either engine saved."""
+    path: Path = tmp_path_factory.mktemp("megatron")
+    for kind in ("dense", "moe"):
+        make_model(path / kind, kind)
+    trainer = make_trainer(path / "moe", "fsdp2_train")
+    step(trainer, 1)
+    trainer.save(path / "saved-by-fsdp2")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    torch.multiprocessing.spawn(run_rank, (port, path), nprocs=2)
+    return path
+
+
+def found_by(case: Any, folder: Path) -> dict[str, Any]:
+    """What rank 0 found; both must have come through."""
+    results = []
+    for rank in (0, 1):
+        file = folder / f"{case.__name__}-{rank}.pt"
+        assert file.exists(), "not run: an earlier case failed"
+        results.append(torch.load(file, weights_only=True))
+        assert "error" not in results[-1], results[-1]["error"]
+    return results[0]
+
+
+def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = NEAR) -> None:
+    assert found.keys() == expected.keys()
+    worst = max((float((found[name] - expected[name]).abs().max()), name) for name in expected)
+    assert worst[0] <= tolerance, worst
+
+
+def assert_same_metrics(found: Metrics, expected: Metrics) -> None:
+    for name, value in expected.items():
+        if not name.startswith("time/") and not name.endswith("padding_waste"):
+            assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+def expected_after(folder: Path, kind: str, *seeds: int, **kwargs: Any) -> tuple[Metrics, dict[str, Tensor]]:
+    """The last step's metrics, and the weights, of fsdp2."""
+    trainer = make_trainer(folder / kind, "fsdp2_train", **kwargs)
+    metrics = [step(trainer, seed) for seed in seeds][-1]
+    return metrics, weights_of(trainer)
+
+
+def test_step_with_a_nan_changes_nothing(folder: Path) -> None:
+    found = found_by(case_skipped_step, folder)
+    assert found["metrics"]["actor/skipped_steps"] == 1.0
+    assert all(math.isfinite(value) for value in found["metrics"].values())
+    assert found["unchanged"]
+    metrics, weights = expected_after(folder, "dense", 1)
+    assert_same_metrics(found["next"], metrics)
+    assert_near(found["weights"], weights)
+
+
+def test_rank_without_sequences_takes_part(folder: Path) -> None:
+    found = found_by(case_empty_share, folder)
+    trainer = make_trainer(folder / "dense", "fsdp2_train")
+    metrics = step(trainer, 3, num_sequences=1)
+    assert_same_metrics(found["metrics"], metrics)
+    assert_near(found["weights"], weights_of(trainer))
+
+
+def test_l2_penalty_counts_every_weight_once(folder: Path) -> None:
+    found = found_by(case_l2, folder)
+    metrics, weights = expected_after(folder, "dense", 1, l2=0.01)
+    assert_same_metrics(found["metrics"], metrics)
+    assert_near(found["weights"], weights)
+
+
+def test_output_layer_in_chunks(folder: Path) -> None:
+    found = found_by(case_chunks, folder)
+    metrics, weights = expected_after(folder, "dense", 1)
+    assert_same_metrics(found["metrics"], metrics)
+    assert_near(found["weights"], weights)
+
+
+def test_checkpoint_continues_in_another_layout_and_engine(folder: Path) -> None:
+    found = found_by(case_checkpoint, folder)
+    assert found["steps"] == 2
+    _, weights = expected_after(folder, "dense", 1, 2)
+    assert_near(found["weights"], weights)
+    trainer = make_trainer(folder / "dense", "fsdp2_train")
+    trainer.load(folder / "saved-dense")
+    step(trainer, 2)
+    assert_near(weights_of(trainer), weights)
+
+
+def test_checkpoint_with_experts_travels_both_ways(folder: Path) -> None:
+    _, weights = expected_after(folder, "moe", 1, 2)
+    assert_near(found_by(case_checkpoint_of_fsdp2, folder)["weights"], weights)
+    assert_near(found_by(case_checkpoint_of_experts, folder)["weights"], weights)
+    trainer = make_trainer(folder / "moe", "fsdp2_train")
+    trainer.load(folder / "saved-moe")
+    step(trainer, 2)
+    assert_near(weights_of(trainer), weights)
+
+
+def test_bf16_continues_bit_for_bit(folder: Path) -> None:
+    found = found_by(case_checkpoint_bf16, folder)
+    assert found["equal"] and found["count"] > 40
+    stored = load_file(folder / "saved-bf16" / "optimizer" / "state.safetensors")
+    assert stored["model.norm.weight.master"].dtype == torch.float32
+
+
+def test_critic_trains_and_is_saved_like_any_other(folder: Path) -> None:
+    found = found_by(case_critic, folder)
+    trainer = make_trainer(folder / "dense", "fsdp2_train", role="critic", head="value")
+    expected = [step(trainer, 1), step(trainer, 2)]
+    values = trainer.logprobs(make_batch(4)).values_T
+    for name in ("tp", "pp", "cp"):
+        for metrics, reference in zip(found[name], expected, strict=True):
+            assert_same_metrics(metrics, reference)
+        torch.testing.assert_close(found[f"{name} values"], values, rtol=0, atol=NEAR)
+    other = make_trainer(folder / "dense", "fsdp2_train", role="critic", head="value")
+    other.load(folder / "saved-critic")
+    torch.testing.assert_close(other.logprobs(make_batch(4)).values_T, values, rtol=0, atol=NEAR)
+
+
+def test_kl_over_the_vocabulary(folder: Path) -> None:
+    batch = with_reference(make_batch(1))
+    trainer = make_trainer(folder / "dense", "fsdp2_train", keeps_output_layer=True)
+    metrics = trainer.train_step(batch, build_policy_loss(FULL_KL))
+    kl_T = trainer.logprobs(batch).kl_T
+    for found in found_by(case_full_kl, folder).values():
+        assert_same_metrics(found["metrics"], metrics)
+        torch.testing.assert_close(found["kl"], kl_T, rtol=1e-5, atol=NEAR)
+
+
+def test_reference_scores_and_hidden_states(folder: Path) -> None:
+    scorer = make_trainer(folder / "dense", "fsdp2_infer", returns_hidden=True)
+    scores = scorer.logprobs(make_batch(1))
+    for found in found_by(case_reference, folder).values():
+        for tensor, expected in zip(found, [scores.logprobs_T, scores.entropy_T, scores.hidden_TH], strict=True):
+            torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=5e-6)
+
+
+def test_shared_expert_beside_the_dispatcher(folder: Path) -> None:
+    found = found_by(case_shared_expert, folder)
+    metrics, weights = expected_after(folder, "moe", 1)
+    assert_same_metrics(found["metrics"], metrics)
+    assert_near(found["weights"], weights)
+
+
+def test_frozen_routers_stay(folder: Path) -> None:
+    names = found_by(case_frozen_router, folder)["same"]
+    assert names == [f"model.layers.{layer}.mlp.gate.weight" for layer in range(4)]
+
+
+def test_balancing_loss_adds_to_the_gradient_alone(folder: Path) -> None:
+    found = found_by(case_balancing_loss, folder)
+    assert found["losses"][0] == pytest.approx(found["losses"][1], abs=1e-6)
+    assert abs(found["norms"][0] - found["norms"][1]) > 1e-4
+
+
+def test_setup_says_what_does_not_fit(folder: Path) -> None:
+    messages = found_by(case_refused_setup, folder)
+    assert "expected a multiple of 4" in messages["workers"]
+    assert "overlap_grad_reduse" in messages["heads"] and "nearest: overlap_grad_reduce" in messages["heads"]
+    assert "expert_model_parallel_size: seen 2, expected 1" in messages["experts"]
+    assert "moe_grouped_gemm: seen true, expected false" in messages["experts"]
+    assert "adam_eps" in messages["owned"] and "training_args.adam_epsilon" in messages["owned"]
+    assert "num_layers: comes from the model" in messages["owned"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({TP: 3}, "tensor_model_parallel_size: seen 3, expected a divisor of num_attention_heads 4"),
+        ({PP: 3}, "pipeline_model_parallel_size: seen 3, expected a divisor of num_hidden_layers 4 (nearest: 2)"),
+        ({PP: 2, VPP: 3}, "seen 6, expected a divisor of num_hidden_layers 4 (nearest: 4)"),
+        ({PP: 3, "num_layers_in_first_pipeline_stage": 3}, "1 layers left for 2 other stages"),
+        ({PP: 2, "num_layers_in_last_pipeline_stage": 4}, "0 layers left for 1 other stages"),
+        ({EP: 3}, "expert_model_parallel_size: seen 3, expected a divisor of num_experts 4"),
+        ({TP: 2}, "sequence_parallel: seen false with experts"),
+    ],
+)
+def test_model_that_does_not_fit_the_layout(options: dict[str, Any], expected: str) -> None:
+    from transformers import Qwen3MoeConfig
+
+    from roll.distributed.strategy.megatron import check_model_fit
+
+    config = Qwen3MoeConfig(
+        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2
+    )
+    problems = check_model_fit(config, MegatronConfig.model_validate(options))
+    assert any(expected in problem for problem in problems), problems
+
+
+def test_unknown_model_class_is_named() -> None:
+    from transformers import GemmaConfig
+
+    from roll.distributed.strategy.megatron import check_model_fit
+
+    (problem,) = check_model_fit(GemmaConfig(), MegatronConfig())
+    assert "gemma" in problem and "LlamaForCausalLM" in problem

@@ -1,0 +1,320 @@
+"""Weights from a sharded trainer to two generators on a local Ray: by every route a CPU has, and when it goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from roll.agentic.types import Completion, GenerateRequest, SamplingParams
+from roll.algorithms.losses import build_sft_loss
+from roll.configs.worker import WorkerConfig
+from roll.data.batch import Batch
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.executor.errors import RpcTimeoutError, WorkerDiedError
+from roll.distributed.executor.placement import create_placement, discover_nodes
+from roll.distributed.executor.ray_session import ray_session
+from roll.distributed.executor.resources import RoleRequest, plan_placement
+from roll.distributed.strategy.base import LoraSpec, StrategyContext, WeightBucket
+from roll.distributed.weight_sync import unpack_bucket
+from roll.distributed.weights import sync
+from roll.distributed.weights.messages import Close, Message, Parcel, Reply, WeightTransferError
+from roll.distributed.weights.routes import Link, Route
+from roll.distributed.weights.sender import Delivery, WeightOrder
+from roll.distributed.weights.sync import WeightSync
+from roll.models.tiny import make_tiny_model
+from roll.pipeline.workers import InferWorker, TrainWorker
+
+BUCKET_BYTES = 100_000
+PROMPT = np.arange(5, 45, dtype=np.int64)
+
+
+class Trainer(TrainWorker):
+    """Can be made to damage a bucket, or the word of what it has sent."""
+
+    damaged_bucket = -1
+    lost_bucket = -1
+
+    def learn(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(0, 300, (4 * 16,), generator=generator)
+        batch = Batch(torch.full((4,), 16), tokens, torch.arange(64) % 16 > 0)
+        self.strategy.train_step(batch, build_sft_loss())
+
+    def weights(self, adapter: bool = False) -> dict[str, np.ndarray]:
+        export = self.strategy.export_adapter if adapter else self.strategy.export_weights
+        buckets = list(export(BUCKET_BYTES))
+        return {name: tensor.clone().numpy() for bucket in buckets for name, tensor in unpack_bucket(bucket)}
+
+    def spoil(self, damaged_bucket: int = -1, lost_bucket: int = -1) -> None:
+        self.damaged_bucket, self.lost_bucket = damaged_bucket, lost_bucket
+
+    def num_segments(self) -> int:
+        return len(self._sender._pool.ids) if self._sender else 0
+
+    def _send(self, order: WeightOrder, buckets: Iterable[WeightBucket]) -> Delivery:
+        return super()._send(order, self._spoiled(buckets))
+
+    def _spoiled(self, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
+        for number, bucket in enumerate(buckets):
+            if number == self.damaged_bucket:
+                bucket.data[77] ^= 4
+            if number == self.lost_bucket:
+                bucket = dataclasses.replace(bucket, names=("lost", *bucket.names[1:]))
+            yield bucket
+
+
+class Generator(InferWorker):
+    """Can be made to die, to hang or to lie in the middle of an update."""
+
+    orders: dict[str, int]
+
+    def order(self, **orders: int) -> None:
+        self.orders, self.parcels = orders, 0
+
+    async def receive_weights(self, message: Message, link: Link) -> Reply:
+        orders = getattr(self, "orders", {})
+        if isinstance(message, Parcel):
+            self.parcels = getattr(self, "parcels", 0) + 1
+            if orders.get("die_at") == self.parcels:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if orders.get("hang_at") == self.parcels:
+                await asyncio.sleep(3600)
+        reply = await super().receive_weights(message, link)
+        if isinstance(message, Close) and "lie" in orders:
+            return dataclasses.replace(reply, digest="0" * 32)
+        return reply
+
+    async def greedy(self) -> Completion:
+        params = SamplingParams(max_new_tokens=6, temperature=0.0)
+        return await self.strategy.generate(GenerateRequest("it", PROMPT, params))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_model(path, seed=1)
+    return path
+
+
+def context(model: Path, role: str, strategy: str) -> StrategyContext:
+    section = {
+        "model_args": {"dtype": "fp32", "attn_implementation": "sdpa"},
+        "training_args": {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "per_device_train_batch_size": 4},
+        "strategy_args": {"strategy_name": strategy},
+    }
+    return StrategyContext(WorkerConfig.model_validate(section), role, str(model), sequence_length=64)
+
+
+@pytest.fixture(scope="module")
+def clusters(model: Path) -> Iterator[tuple[Cluster, Cluster]]:
+    requests = [RoleRequest("actor_train", None, world_size=2), RoleRequest("actor_infer", None, world_size=2)]
+    with ray_session({"num_cpus": 2, "object_store_memory": 2**27}):
+        placement = create_placement(plan_placement(requests, discover_nodes()))
+        threads = {"OMP_NUM_THREADS": "1"}
+        trainer = Cluster("actor_train", Trainer, placement, system_envs=threads, rpc_timeout=120.0)
+        generator = Cluster("actor_infer", Generator, placement, system_envs=threads, rpc_timeout=120.0)
+        for cluster in (trainer, generator):
+            cluster.launch()
+        trainer.wait_ready()
+        trainer.rendezvous()
+        contexts = [context(model, "actor_train", "fsdp2_train").at_rank(rank, 2) for rank in range(2)]
+        loading = trainer.submit_each("setup", [(c,) for c in contexts])
+        generator.call("setup", context(model, "actor_infer", "hf_infer"))
+        trainer.gather(loading, call="setup")
+        yield trainer, generator
+        for cluster in (trainer, generator):
+            cluster.shutdown()
+        placement.remove()
+
+
+@pytest.fixture(params=[Route.SHARED_MEMORY, Route.COLLECTIVE], ids=lambda route: route.name)
+def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Route:
+    """Every route that a CPU has; the driver is made to believe that the workers' places ask for it."""
+    monkeypatch.setattr(sync, "plan_link", lambda *_: Link(request.param, None))
+    return request.param
+
+
+def restart(generator: Cluster, rank: int, model: Path) -> None:
+    generator.restart(rank)
+    generator.call_rank(rank, "setup", context(model, "actor_infer", "hf_infer"))
+
+
+def greedy_reference(model: Path, weights: dict[str, np.ndarray]) -> list[int]:
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    named = dict(reference.named_parameters())
+    with torch.no_grad():
+        for name, value in weights.items():
+            named[name].copy_(torch.tensor(value))
+    ids = torch.from_numpy(PROMPT)[None]
+    out: Tensor = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+    return out[0, len(PROMPT) :].tolist()
+
+
+def assert_serves(generator: Cluster, model: Path, weights: dict[str, np.ndarray], version: int) -> None:
+    """Both generators decode as Hugging Face does with these weights."""
+    expected = greedy_reference(model, weights)
+    for completion in generator.call("greedy"):
+        assert completion.token_ids.tolist() == expected[: len(completion.token_ids)]
+        assert completion.weight_version == version
+
+
+def test_generators_decode_as_hugging_face_with_the_trained_weights(
+    clusters: tuple[Cluster, Cluster], model: Path, route: Route
+) -> None:
+    trainer, generator = clusters
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
+    outputs = set()
+    for version in range(3):
+        trainer.call("learn", version)
+        updates.sync(version)
+        weights = trainer.call("weights")[0]
+        assert_serves(generator, model, weights, version)
+        outputs.add(tuple(greedy_reference(model, weights)))
+    assert len(outputs) > 1, "training changes nothing that greedy decoding shows"
+
+
+def test_a_replaced_generator_gets_the_version_of_the_others(
+    clusters: tuple[Cluster, Cluster], model: Path, route: Route
+) -> None:
+    trainer, generator = clusters
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
+    trainer.call("learn", 7)
+    updates.sync(4)
+    weights = trainer.call("weights")[0]
+    restart(generator, 1, model)
+    updates.restore(1)
+    assert_serves(generator, model, weights, 4)
+    updates.sync(5)
+    assert_serves(generator, model, weights, 5)
+
+
+def test_it_gets_that_version_also_when_the_trainer_has_moved_on(
+    clusters: tuple[Cluster, Cluster], model: Path
+) -> None:
+    trainer, generator = clusters
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, trains_between=True)
+    updates.sync(8)
+    weights = trainer.call("weights")[0]
+    trainer.call("learn", 8)
+    restart(generator, 0, model)
+    updates.restore(0)
+    assert_serves(generator, model, weights, 8)
+    updates.sync(9)
+    assert_serves(generator, model, trainer.call("weights")[0], 9)
+
+
+def test_a_damaged_bucket_is_refused_by_name_and_the_old_weights_stay(
+    clusters: tuple[Cluster, Cluster], model: Path, route: Route
+) -> None:
+    trainer, generator = clusters
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
+    updates.sync(10)
+    weights = trainer.call("weights")[0]
+    trainer.call("learn", 10)
+    trainer.call_rank(0, "spoil", damaged_bucket=1)
+    message = r"actor_infer rank [01] did not take weights of version 11: WeightChecksumError: .* damaged in transfer"
+    with pytest.raises(WeightTransferError, match=message):
+        updates.sync(11)
+    assert_serves(generator, model, weights, 10)
+    trainer.call_rank(0, "spoil")
+    updates.sync(12)
+    assert_serves(generator, model, trainer.call("weights")[0], 12)
+
+
+def test_names_that_do_not_fit_and_a_wrong_digest_are_refused_by_name(clusters: tuple[Cluster, Cluster]) -> None:
+    trainer, generator = clusters
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
+    trainer.call_rank(0, "spoil", lost_bucket=0)
+    with pytest.raises(WeightTransferError, match=r"actor_infer rank [01] .* WeightMismatchError: .*unknown name lost"):
+        updates.sync(13)
+    trainer.call_rank(0, "spoil")
+    generator.call_rank(1, "order", lie=1)
+    with pytest.raises(WeightTransferError, match=r"actor_infer rank 1 .* digest of what arrived 0000"):
+        updates.sync(14)
+    generator.call_rank(1, "order")
+    updates.sync(15)
+
+
+def test_a_generator_that_dies_in_an_update_is_named_and_replaced(
+    clusters: tuple[Cluster, Cluster], model: Path, route: Route
+) -> None:
+    trainer, generator = clusters
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
+    trainer.call("learn", 16)
+    generator.call_rank(1, "order", die_at=2)
+    with pytest.raises(WorkerDiedError) as death:
+        updates.sync(16)
+    assert (death.value.role, death.value.rank) == ("actor_infer", 1)
+    restart(generator, 1, model)
+    updates.sync(17)
+    assert_serves(generator, model, trainer.call("weights")[0], 17)
+
+
+def test_a_generator_that_hangs_is_named(clusters: tuple[Cluster, Cluster], model: Path) -> None:
+    trainer, generator = clusters
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
+    generator.call_rank(0, "order", hang_at=2)
+    trainer.rpc_timeout = 6.0
+    with pytest.raises(RpcTimeoutError, match="actor_infer rank 0: update to version 18"):
+        updates.sync(18)
+    trainer.rpc_timeout = 120.0
+    restart(generator, 0, model)
+    updates.sync(19)
+
+
+def test_little_stays_behind(clusters: tuple[Cluster, Cluster]) -> None:
+    import ray
+
+    trainer, generator = clusters
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
+    for version in range(20, 24):
+        updates.sync(version)
+    total = sum(array.nbytes for array in trainer.call("weights")[0].values())
+    assert 0 < trainer.call("num_segments")[0] <= 1 + total // BUCKET_BYTES + 4
+    used = ray.cluster_resources()["object_store_memory"] - ray.available_resources()["object_store_memory"]
+    assert used < total / 2, "the weights went through the object store"
+
+
+def test_with_lora_generators_decode_as_hugging_face_with_base_and_adapter(
+    clusters: tuple[Cluster, Cluster], model: Path
+) -> None:
+    trainer, generator = clusters
+    lora = LoraSpec(rank=4, alpha=32, targets=("q_proj", "v_proj", "down_proj"))
+    train = dataclasses.replace(context(model, "actor_train", "fsdp2_train"), lora=lora)
+    trainer.rendezvous()
+    trainer.dispatch("setup", [(train.at_rank(rank, 2),) for rank in range(2)])
+    infer = dataclasses.replace(context(model, "actor_infer", "hf_infer"), lora=lora)
+    generator.call("setup", infer)
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, adapter_only=True)
+    for version in range(2):
+        for seed in range(8):
+            trainer.call("learn", seed)
+        updates.sync(version)
+        assert_serves(generator, model, merged(trainer, lora), version)
+    generator.restart(0)
+    generator.call_rank(0, "setup", infer)
+    updates.restore(0)
+    weights = merged(trainer, lora)
+    assert_serves(generator, model, weights, 1)
+    base = trainer.call("weights")[0]
+    assert greedy_reference(model, weights) != greedy_reference(model, base), "the adapter changes nothing"
+
+
+def merged(trainer: Cluster, lora: LoraSpec) -> dict[str, np.ndarray]:
+    """The base weights plus the adapter's change, in float64."""
+    weights, adapter = trainer.call("weights")[0], trainer.call("weights", adapter=True)[0]
+    for name in [name for name in adapter if ".lora_A." in name]:
+        layer = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
+        down, up = (adapter[name.replace(".lora_A.", part)].astype(np.float64) for part in (".lora_A.", ".lora_B."))
+        weights[layer] = (weights[layer] + lora.alpha / lora.rank * (up @ down)).astype(np.float32)
+    return weights

@@ -1,0 +1,42 @@
+"""Every trainer and layout takes the same three steps as plain Hugging Face in float64."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from harness import Figures, Layout, as_row, measure, record
+from layouts_deepspeed import LAYOUTS as DEEPSPEED
+from layouts_fsdp2 import LAYOUTS as FSDP2
+from layouts_megatron import LAYOUTS as MEGATRON
+
+from roll.distributed.strategy.engines import PACKAGES
+
+LAYOUTS = [*FSDP2, *DEEPSPEED, *MEGATRON]
+
+
+def group(layout: Layout) -> tuple[str, int]:
+    """Layouts that share their processes: engines keep state outside their objects."""
+    return layout.strategy, layout.world_size
+
+
+@pytest.fixture(scope="session")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[str, Figures]]:
+    return {}
+
+
+@pytest.mark.parametrize("layout", sorted(LAYOUTS, key=group), ids=lambda layout: layout.id)
+def test_parity(layout: Layout, figures: dict, tmp_path_factory: pytest.TempPathFactory) -> None:
+    package = PACKAGES.get(layout.strategy)
+    if package is not None and not package.installed:
+        pytest.skip(f"{package.module} is not installed (extra {package.extra})")
+    key = group(layout)
+    if key not in figures:
+        members = [other for other in LAYOUTS if group(other) == key]
+        figures[key] = measure(members, Path(tmp_path_factory.mktemp("parity")))
+    found = figures[key][layout.id]
+    assert not found.error, found.error
+    record("layout", asdict(layout) | as_row(found))
+    for name in ("logprobs", "loss", "grad_norm", "weights"):
+        assert getattr(found, name) <= layout.bound(name), f"{name}: {as_row(found)}"

@@ -1,0 +1,185 @@
+"""Train, send the weights, generate, score: the trainer agrees with what the generator says it sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import TEMPERATURE, Layout, enter_rank, make_context, policy_loss, record, start_ranks
+from torch import Tensor
+
+from roll.agentic.types import GenerateRequest, SamplingParams
+from roll.configs.worker import WorkerConfig
+from roll.data.batch import Batch
+from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.base import StrategyContext, WeightBucket
+from roll.distributed.strategy.engines import PACKAGES
+from roll.distributed.weight_sync import pack_buckets, unpack_bucket
+from roll.models.tiny import make_tiny_model
+
+TRAINERS = {
+    "fsdp2_train": Layout("shard2", "fsdp2_train", 2),
+    "deepspeed_train": Layout("zero3", "deepspeed_train", 2, {"zero_optimization": {"stage": 3}}),
+    "megatron_train": Layout("tp2", "megatron_train", 2, {"tensor_model_parallel_size": 2}),
+}
+GENERATORS = ("hf_infer", "vllm", "sglang")
+BUCKET_BYTES = 40_000
+NUM_PROMPTS = 6
+BOUND = 1e-5
+
+
+def installed(strategy: str) -> bool:
+    return strategy not in PACKAGES or PACKAGES[strategy].installed
+
+
+def prompts() -> list[np.ndarray]:
+    """Of 4 to 40 tokens: some fill a block of the prefix cache."""
+    draw = np.random.default_rng(3)
+    return [draw.integers(4, 300, size) for size in np.linspace(4, 40, NUM_PROMPTS).astype(int)]
+
+
+def train_batch() -> Batch:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.tensor([12, 20, 7, 16])
+    tokens = torch.randint(4, 300, (int(lengths.sum()),), generator=generator)
+    batch = Batch(lengths, tokens, torch.zeros(len(tokens), dtype=torch.bool))
+    return batch.replace(
+        loss_mask_T=batch.positions_T > 2, advantages_T=torch.randn(len(tokens), generator=generator) * 20
+    )
+
+
+def rank_main(rank: int, port: int, layout: Layout, model: Path, folder: Path, generators: list[str]) -> None:
+    """One step, an export, and then a score of whatever the generators made of it."""
+    enter_rank(port)
+    strategy: Any = STRATEGIES.get(layout.strategy)(make_context(layout, model, rank))
+    info = strategy.setup()
+
+    def share(batch: Batch) -> tuple[Tensor, Batch]:
+        part = batch.split(info.dp_size)[info.dp_rank]
+        return batch.token_index(part), batch.select(part)
+
+    strategy.train_step(share(train_batch())[1], policy_loss)
+    weights = {n: t.clone() for bucket in strategy.export_weights(BUCKET_BYTES) for n, t in unpack_bucket(bucket)}
+    if rank == 0:
+        hand_over(weights, folder / "weights.pt")
+    for name in generators:
+        found = wait_for(folder / f"{name}.pt")
+        batch = Batch(found["lengths"], found["tokens"], found["mask"])
+        index, part = share(batch)
+        hand_over({"index": index, "logprobs": strategy.logprobs(part).logprobs_T}, folder / f"{name}-{rank}.pt")
+    os._exit(0)  # torch's threads sometimes abort the interpreter's own end
+
+
+def hand_over(value: Any, path: Path) -> None:
+    torch.save(value, path.with_suffix(".part"))
+    path.with_suffix(".part").rename(path)
+
+
+def wait_for(path: Path, seconds: float = 300.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.05)
+    return torch.load(path, weights_only=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("round_trip") / "tiny"
+    make_tiny_model(path, seed=1, num_heads=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def generators(model: Path, loop: asyncio.AbstractEventLoop) -> Iterator[dict[str, Any]]:
+    """The engines that are installed, started once."""
+    engines = {}
+    for name in filter(installed, GENERATORS):
+        worker = WorkerConfig.model_validate(
+            {"model_args": {"dtype": "fp32"}, "strategy_args": {"strategy_name": name}, "infer_batch_size": 4}
+        )
+        engines[name] = STRATEGIES.get(name)(
+            StrategyContext(
+                worker=worker,
+                role="actor_infer",
+                model_path=str(model),
+                temperature=TEMPERATURE,
+                sequence_length=128,
+                max_running_requests=8,
+            )
+        )
+        engines[name].setup()
+    yield engines
+    for engine in engines.values():
+        engine.shutdown()
+
+
+async def generate(engine: Any, weights: dict[str, Tensor], version: int) -> tuple[Batch, Tensor]:
+    """What the engine samples with new weights, and the log-probabilities that it reports."""
+
+    async def buckets() -> AsyncIterator[WeightBucket]:
+        for bucket in pack_buckets(weights.items(), BUCKET_BYTES):
+            yield bucket
+
+    await engine.update_weights(buckets(), version)
+    params = [SamplingParams(max_new_tokens=24, temperature=TEMPERATURE, seed=seed) for seed in range(NUM_PROMPTS)]
+    completions = await asyncio.gather(
+        *(
+            engine.generate(GenerateRequest(f"{version}-{i}", prompt, param))
+            for i, (prompt, param) in enumerate(zip(prompts(), params, strict=True))
+        )
+    )
+    assert {completion.weight_version for completion in completions} == {version}
+    rows = [np.concatenate([p, c.token_ids]) for p, c in zip(prompts(), completions, strict=True)]
+    sampled = [np.arange(len(row)) >= len(p) for row, p in zip(rows, prompts(), strict=True)]
+    said = [np.concatenate([np.zeros(len(p)), c.logprobs]) for p, c in zip(prompts(), completions, strict=True)]
+    batch = Batch(
+        torch.tensor([len(row) for row in rows]),
+        torch.from_numpy(np.concatenate(rows)),
+        torch.from_numpy(np.concatenate(sampled)),
+    )
+    return batch, torch.from_numpy(np.concatenate(said))
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_generators_sample_from_the_trained_policy(
+    trainer: str,
+    model: Path,
+    generators: dict[str, Any],
+    loop: asyncio.AbstractEventLoop,
+    tmp_path: Path,
+) -> None:
+    if not installed(trainer):
+        pytest.skip(f"{trainer}: {PACKAGES[trainer].module} is not installed")
+    layout, version = TRAINERS[trainer], 1 + list(TRAINERS).index(trainer)
+    ranks = start_ranks(rank_main, layout.world_size, layout, model, tmp_path, list(generators))
+    try:
+        weights = wait_for(tmp_path / "weights.pt")
+        for name, engine in generators.items():
+            batch, said_T = loop.run_until_complete(generate(engine, weights, version))
+            found = {"lengths": batch.lengths_B, "tokens": batch.tokens_T, "mask": batch.loss_mask_T}
+            hand_over(found, tmp_path / f"{name}.pt")
+            worst = 0.0
+            for rank in range(layout.world_size):
+                scored = wait_for(tmp_path / f"{name}-{rank}.pt")
+                gap_T = (scored["logprobs"].double() - said_T[scored["index"]]) * batch.loss_mask_T[scored["index"]]
+                worst = max(worst, float(gap_T.abs().max()))
+            record("round trip", {"trainer": layout.id, "generator": name, "logprobs": worst})
+            assert 0 < worst < BOUND, f"{trainer} → {name}: {worst}"
+    finally:
+        for process in ranks.processes:
+            process.kill()

@@ -1,0 +1,81 @@
+"""Tiny random models of every class that converts to Megatron-Core, each with something in it that could go wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from roll.models.loading import to_hf_weights
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 97,  # divides by nothing, so that every tensor-parallel size pads it
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+WIDE_HEADS: dict[str, Any] = {"head_dim": 16}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE),
+    "llama with every bias, tied": LlamaConfig(
+        **SHAPE, attention_bias=True, mlp_bias=True, tie_word_embeddings=True, rms_norm_eps=1e-3
+    ),
+    "llama 3 rope": LlamaConfig(**SHAPE | {"num_key_value_heads": 4}, rope_parameters=LLAMA3),
+    "llama linear rope": LlamaConfig(
+        **SHAPE, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+    ),
+    "qwen2": Qwen2Config(**SHAPE, rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "qwen2, tied": Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=24),
+    "qwen3, tied": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True),
+    "qwen3 moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, norm_topk_prob=True, **WIDE_HEADS),
+    "qwen3 moe, not normalised": Qwen3MoeConfig(**SHAPE, **EXPERTS, norm_topk_prob=False, **WIDE_HEADS),
+    "qwen3 moe, second layer dense": Qwen3MoeConfig(
+        **SHAPE, **EXPERTS, norm_topk_prob=True, **WIDE_HEADS, mlp_only_layers=[1], tie_word_embeddings=True
+    ),
+    "qwen2 moe, every other layer dense": Qwen2MoeConfig(
+        **SHAPE, **EXPERTS, shared_expert_intermediate_size=40, decoder_sparse_step=2
+    ),
+}
+
+
+def make_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A model in which no two parameters are equal, biases and norms included."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+        for name, parameter in model.named_parameters():
+            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.1)
+    return model.eval()
+
+
+def checkpoint(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Its weights as a model folder names and shapes them."""
+    weights: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        weights.update(to_hf_weights(model, name, parameter.detach()))
+    return weights

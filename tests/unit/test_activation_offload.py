@@ -1,0 +1,42 @@
+"""Activations in host memory give the same gradient, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from roll.distributed.strategy import activation_offload
+from roll.distributed.strategy.activation_offload import OffloadedActivations
+
+
+def test_gradient_is_the_same_and_parameters_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
+    moved: list[torch.Size] = []
+    unpack = activation_offload._unpack
+
+    def counted(packed: activation_offload.Packed) -> torch.Tensor:
+        if not isinstance(packed, torch.Tensor):
+            moved.append(packed[1].shape)
+        return unpack(packed)
+
+    monkeypatch.setattr(activation_offload, "_unpack", counted)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4), nn.LayerNorm(4))
+    inputs = torch.randn(3, 8)
+    expected = torch.autograd.grad(model(inputs).square().sum(), list(model.parameters()))
+    with OffloadedActivations():
+        loss = model(inputs).square().sum()
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    shapes = {tuple(shape) for shape in moved}
+    assert {(3, 16), (3, 8)} <= shapes
+    assert not shapes & {tuple(view.shape) for p in model.parameters() for view in (p, p.t() if p.ndim == 2 else p)}
+
+
+def test_small_tensors_stay() -> None:
+    weight = torch.randn(4, 4, requires_grad=True)
+    with OffloadedActivations():
+        loss = (weight * weight).sum()
+    loss.backward()
+    torch.testing.assert_close(weight.grad, 2 * weight.detach())

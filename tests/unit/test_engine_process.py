@@ -1,0 +1,117 @@
+"""An engine in its own process: calls, their errors, and its death, with a small engine of the tests' own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from roll.distributed.strategy.engine_process import EngineCallError, EngineProcess
+from roll.distributed.strategy.engine_thread import EngineStoppedError
+
+ENGINE = """
+    import asyncio, os, subprocess, sys
+    from roll.distributed.strategy.engine_server import EngineServer
+
+    class Engine:
+        def __init__(self, server):
+            self.server, self.event = server, asyncio.Event()
+
+        async def add(self, a, b):
+            return {"sum": a + b}
+
+        async def wait(self):
+            await self.event.wait()
+            return "woken"
+
+        async def wake(self):
+            self.event.set()
+
+        async def refuse(self):
+            raise ValueError("seen 3, expected 4")
+
+        async def fail(self):
+            raise OSError("no disk")
+
+        async def spawn(self):
+            return subprocess.Popen(["sleep", "600"]).pid
+
+        async def die(self):
+            self.server.say("out of memory")
+            os._exit(3)
+
+    server = EngineServer(int(sys.argv[1]))
+    asyncio.run(server.serve(Engine(server)))
+"""
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[EngineProcess]:
+    script = tmp_path / "engine.py"
+    script.write_text(textwrap.dedent(ENGINE))
+    process = EngineProcess([sys.executable, str(script)], dict(os.environ), "the engine")
+    yield process
+    process.close()
+
+
+def gone(pid: int) -> bool:
+    """Dead, or a zombie that its new parent has yet to collect."""
+    status = Path(f"/proc/{pid}/stat")
+    for _ in range(200):
+        try:
+            if status.read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_calls_run_side_by_side_and_bring_their_results(engine: EngineProcess) -> None:
+    waiting = engine.submit("wait")
+    assert engine.submit("add", 2, 3).result(20) == {"sum": 5}
+    assert not waiting.done()
+    engine.submit("wake")
+    assert waiting.result(20) == "woken"
+
+
+def test_an_error_belongs_to_its_call(engine: EngineProcess) -> None:
+    with pytest.raises(ValueError, match="seen 3, expected 4"):
+        engine.submit("refuse").result(20)
+    with pytest.raises(EngineCallError, match="OSError: no disk"):
+        engine.submit("fail").result(20)
+    assert engine.submit("add", 1, 1).result(20) == {"sum": 2}
+
+
+def test_the_last_words_of_an_engine_reach_all_who_wait(engine: EngineProcess) -> None:
+    waiting = engine.submit("wait")
+    engine.submit("die")
+    with pytest.raises(EngineStoppedError, match="the engine died: out of memory"):
+        waiting.result(20)
+    with pytest.raises(EngineStoppedError, match="out of memory"):
+        engine.submit("add", 1, 1)
+
+
+def test_a_killed_engine_fails_its_callers_and_takes_its_processes_along(engine: EngineProcess) -> None:
+    child = engine.submit("spawn").result(20)
+    waiting = engine.submit("wait")
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineStoppedError, match="exit code -9"):
+        waiting.result(20)
+    assert gone(child)
+
+
+def test_close_stops_the_engine_with_its_processes(engine: EngineProcess) -> None:
+    child = engine.submit("spawn").result(20)
+    waiting = engine.submit("wait")
+    engine.close()
+    with pytest.raises(EngineStoppedError, match="the engine was shut down"):
+        waiting.result(20)
+    assert gone(child) and gone(engine.pid)
+    engine.close()  # twice is as good as once

@@ -1,0 +1,146 @@
+"""What of the SGLang strategy runs without SGLang: its sampler, its CPU kernel, and the checks of its options."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rotary
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotary
+
+from roll.configs.strategy import StrategyArguments
+from roll.configs.worker import WorkerConfig
+from roll.distributed.strategy.base import StrategyContext
+from roll.distributed.strategy.engines import MissingEngineError
+from roll.distributed.strategy.sglang import SglangStrategy, check_engine_options
+from roll.distributed.strategy.sglang_cpu import rotary_embedding
+from roll.distributed.strategy.sglang_sampler import SampledBatch, uniforms
+from roll.models import sampling
+
+VOCAB = 50
+
+
+def params_of(seed: int, prompt: list[int], **changes: Any) -> dict[str, Any]:
+    defaults = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    request = SimpleNamespace(origin_input_ids=prompt, output_ids=[])
+    return {**defaults, **changes, "seed": seed, "prompt_len": len(prompt), "__req__": request}
+
+
+def test_random_numbers_are_those_of_hf_infer() -> None:
+    seeds = np.array([0, 1, 2**63 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15], dtype=np.uint64).repeat(50)
+    index = np.tile(np.arange(50, dtype=np.uint64), 6)
+    expected = sampling.uniforms(seeds, index)
+    found = uniforms(torch.from_numpy(seeds.view(np.int64)), torch.from_numpy(index.view(np.int64)))
+    np.testing.assert_array_equal(found.numpy(), expected)
+
+
+def test_a_repetition_penalty_follows_its_request_from_batch_to_batch() -> None:
+    """Oracle: the sampler of hf_infer with the tokens seen, kept as Python sets."""
+    torch.manual_seed(0)
+    requests = [params_of(2**64 - 1 - i, [i, i + 1, i + 2], repetition_penalty=1.0 + i) for i in range(4)]
+    seen = [set(p["__req__"].origin_input_ids) for p in requests]
+    position = [2] * 4
+    for members in ([0, 1], [0, 1, 2], [2, 1], [3, 2, 1], [3, 2, 1]):
+        batch = SampledBatch([requests[i] for i in members], torch.device("cpu"), VOCAB)
+        logits = torch.randn(len(members), VOCAB) * 3
+        tokens, logprobs = batch.draw(logits, torch.tensor([position[i] for i in members]))
+        for row, i in enumerate(members):
+            p = requests[i]
+            mask = torch.zeros(1, VOCAB, dtype=torch.bool)
+            mask[0, list(seen[i])] = True
+            rows = sampling.SamplerRows.build([0.8], [0], [1.0], [p["repetition_penalty"]], torch.device("cpu"))
+            index = np.array([position[i] - 2], dtype=np.uint64)
+            uniform = torch.from_numpy(sampling.uniforms(np.array([p["seed"]], dtype=np.uint64), index))
+            token, logprob = sampling.sample(logits[row : row + 1], rows, uniform, mask)
+            assert tokens[row] == token[0]
+            torch.testing.assert_close(logprobs[row], logprob[0])
+            seen[i].add(int(token[0]))
+            position[i] += 1
+
+
+def test_what_is_drawn_inside_a_prompt_is_not_seen() -> None:
+    request = params_of(1, list(range(10)), repetition_penalty=5.0)
+    batch = SampledBatch([request], torch.device("cpu"), VOCAB)
+    logits = torch.full((1, VOCAB), -50.0)
+    logits[0, 30] = 50.0
+    batch.draw(logits, torch.tensor([4]))  # the first half of the prompt
+    assert not request["__seen__"][30]
+    batch.draw(logits, torch.tensor([9]))
+    assert request["__seen__"][30]
+
+
+def test_a_batch_is_known_by_its_requests() -> None:
+    requests = [params_of(i, [1]) for i in range(3)]
+    batch = SampledBatch(requests[:2], torch.device("cpu"), VOCAB)
+    assert batch.holds([requests[0], requests[1]])
+    assert not batch.holds([requests[1], requests[0]])
+    assert not batch.holds(requests)
+    assert not batch.holds([requests[0], {**requests[1]}])
+
+
+@pytest.mark.parametrize("is_neox", [True, False], ids=["llama", "gptj"])
+def test_rotary_positions_are_those_of_transformers(is_neox: bool) -> None:
+    torch.manual_seed(0)
+    tokens, heads, key_heads, size, positions = 7, 4, 2, 16, torch.randint(0, 100, (7,))
+    angles = torch.arange(100)[:, None] * 10000.0 ** (-torch.arange(0, size, 2) / size)
+    cos, sin = angles.cos(), angles.sin()
+    query, key = torch.randn(tokens, heads * size), torch.randn(tokens, key_heads * size)
+    if is_neox:
+        both = [torch.cat([part[positions]] * 2, -1)[None] for part in (cos, sin)]
+        shaped = [x.view(tokens, -1, size).transpose(0, 1)[None] for x in (query, key)]
+        expected = [x[0].transpose(0, 1) for x in llama_rotary(*shaped, *both)]
+    else:
+        # GPT-J's own function takes half-size tables by position, [1, tokens, size / 2].
+        tables = sin[positions][None], cos[positions][None]
+        expected = [gptj_rotary(x.view(1, tokens, -1, size), *tables)[0] for x in (query, key)]
+    rotary_embedding(positions, query, key, size, torch.cat([cos, sin], -1), is_neox)
+    torch.testing.assert_close(query.view(tokens, -1, size), expected[0])
+    torch.testing.assert_close(key.view(tokens, -1, size), expected[1])
+
+
+@pytest.fixture
+def fake_environment(tmp_path: Path) -> str:
+    """An interpreter's folder with nothing of SGLang but the file that names its arguments."""
+    source = tmp_path / "lib" / "python3.11" / "site-packages" / "sglang" / "srt" / "arg_groups"
+    source.mkdir(parents=True)
+    (source / "field_order.py").write_text('POSITIONAL_FIELD_ORDER = ("model_path", "chunked_prefill_size")\n')
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.symlink_to(sys.executable)
+    return str(python)
+
+
+def test_an_argument_that_sglang_does_not_have_names_the_nearest(fake_environment: str) -> None:
+    options = {"python_executable": fake_environment, "tp_size": 1, "chunked_prefil_size": 64}
+    (problem,) = check_engine_options(options)
+    assert problem.startswith("chunked_prefil_size: seen 64")
+    assert "did you mean chunked_prefill_size?" in problem
+    assert not check_engine_options({"python_executable": fake_environment, "chunked_prefill_size": 64})
+
+
+def test_an_argument_that_is_set_elsewhere_says_where(fake_environment: str) -> None:
+    options = {"python_executable": fake_environment, "model_path": "/tmp", "dp_size": 2}
+    assert check_engine_options(options) == [
+        "model_path: seen '/tmp', expected pretrain instead",
+        "dp_size: seen 2, expected more workers in device_mapping instead",
+    ]
+
+
+@pytest.mark.parametrize(("python", "message"), [("/no/python", "no such program"), (sys.executable, "not installed")])
+def test_an_environment_without_sglang_is_refused(python: str, message: str, tmp_path: Path) -> None:
+    worker = WorkerConfig(
+        strategy_args=StrategyArguments(strategy_name="sglang", strategy_config={"python_executable": python})
+    )
+    with pytest.raises(MissingEngineError, match=message):
+        SglangStrategy(StrategyContext(worker, "actor_infer", str(tmp_path)))
+
+
+def test_importing_the_strategy_imports_no_engine() -> None:
+    code = "import sys, roll.distributed.strategy.sglang; assert not {'sglang', 'vllm'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,436 @@
+"""The parts of a weight update: checksums, shared memory, routes, and what a receiver does with what it gets."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import random
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from roll.distributed.executor.resources import NodeInfo, PlacementPlan, RoleRequest, plan_placement
+from roll.distributed.strategy.base import WeightBucket
+from roll.distributed.weight_sync import (
+    WeightChecksumError,
+    as_tensor,
+    checksum,
+    copy_exact,
+    pack_buckets,
+    packing_into,
+    unpack_bucket,
+    verify,
+)
+from roll.distributed.weights.messages import Close, Open, Parcel, Payload, SharedMemory, UpdateDigest
+from roll.distributed.weights.receiver import WeightReceiver
+from roll.distributed.weights.routes import Link, Route, plan_link
+from roll.distributed.weights.segments import SegmentPool, SegmentReader
+from roll.distributed.weights.sender import Delivery, WeightOrder
+from roll.distributed.weights.sync import WeightSync
+
+SIZES = (0, 16, 4080, 4096, 4112, 3 * 4096, 10_000 * 16)
+
+
+def random_bytes(size: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_checksum_is_the_stated_sum(size: int) -> None:
+    data = random_bytes(size)
+    words = [int.from_bytes(data[i : i + 8].tobytes(), "little") for i in range(0, size, 8)]
+    rows = size // 4096
+    expected = size + sum((2 * min(i // 512, rows) + 1) * word for i, word in enumerate(words))
+    assert checksum(data) == checksum(torch.from_numpy(data)) == expected % 2**64
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_the_checksum_sees_every_single_change(size: int) -> None:
+    data, dice = random_bytes(size), random.Random(1)
+    before = checksum(data)
+    for position in {0, size - 1, *(dice.randrange(size) for _ in range(200))}:
+        data[position] ^= 1 << dice.randrange(8)
+        assert checksum(data) != before
+        data[:] = random_bytes(size)
+    assert checksum(data) == before
+
+
+def test_the_checksum_sees_moved_lost_and_stale_blocks() -> None:
+    data = random_bytes(8 * 4096)
+    blocks = data.reshape(8, 4096)
+    moved, lost, stale = blocks.copy(), blocks.copy(), blocks.copy()
+    moved[[2, 5]] = moved[[5, 2]]
+    lost[3] = 0
+    stale[7] = random_bytes(4096, seed=1)
+    sums = [checksum(array.reshape(-1)) for array in (blocks, moved, lost, stale)]
+    sums += [checksum(data[: 7 * 4096]), checksum(np.zeros(32, np.uint8)), checksum(np.zeros(64, np.uint8))]
+    assert len(set(sums)) == len(sums)
+    with pytest.raises(ValueError, match="17 bytes, expected a multiple of 16"):
+        checksum(np.zeros(17, np.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.bool])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_exact_copies(dtype: torch.dtype, transposed: bool) -> None:
+    source = (torch.randn(400, 500) * 3).to(dtype)
+    source = source.t() if transposed else source
+    target = torch.empty(source.shape, dtype=dtype)
+    copy_exact(target, source)
+    assert torch.equal(target.view(torch.uint8), source.contiguous().view(torch.uint8))
+    wider = torch.empty(source.shape, dtype=torch.float64)
+    copy_exact(wider, source)
+    assert torch.equal(wider, source.double())
+
+
+def tensors(num: int = 6, size: int = 1000, seed: int = 0) -> list[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(f"w{i}", torch.randn(size, generator=generator)) for i in range(num)]
+
+
+def test_packing_without_a_place_for_it_takes_private_memory() -> None:
+    pool = SegmentPool()
+    with packing_into(pool.allocate):
+        (inside,) = pack_buckets(tensors(2), 1 << 20)
+    (outside,) = pack_buckets(tensors(2), 1 << 20)
+    assert pool.find(inside.data) is not None and pool.find(outside.data) is None
+    assert inside.checksum == outside.checksum
+
+
+def test_segments_are_used_again_once_every_reader_has_let_go() -> None:
+    pool, readers = SegmentPool(), {"a": SegmentReader(), "b": SegmentReader()}
+    first = pool.find(pool.allocate(64, at_least=8192))
+    assert first is not None and len(first.array) == 8192
+    first.array[:64] = 7
+    pool.hand_over(first, readers)
+    views = {name: reader.read(first.id, first.path, 64) for name, reader in readers.items()}
+    slices = {name: as_tensor(view)[8:16] for name, view in views.items()}
+    views.clear()
+    gc.collect()
+    assert [reader.take_released() for reader in readers.values()] == [(), ()], "a tensor still refers to the data"
+    second = pool.find(pool.allocate(64, at_least=8192))
+    assert second is not first
+    for name in ("a", "b"):
+        assert slices.pop(name).tolist() == [7] * 8
+        gc.collect()
+        pool.release(readers[name].take_released(), name)
+    assert pool.find(pool.allocate(64)) is first
+    assert len(pool.ids) == 2
+
+
+def test_segments_that_nobody_gives_back_are_given_up() -> None:
+    pool, reader = SegmentPool(), SegmentReader()
+    held, free = (pool.find(pool.allocate(100)) for _ in range(2))
+    assert held is not None and free is not None
+    held.array[:100] = 3
+    pool.hand_over(held, ["gone"])
+    pool.hand_over(free, [])
+    view = reader.read(held.id, held.path, 100)
+    pool.drop_held()
+    assert pool.ids == (free.id,)
+    assert view.tolist() == [3] * 100, "a reader keeps what it has"
+    with pytest.raises(OSError):
+        reader.read("other", held.path, 100)
+    assert not reader.read(free.id, free.path, 0).size
+
+
+def test_little_shared_memory_stays_after_an_update() -> None:
+    pool = SegmentPool()
+    segments = [pool.find(pool.allocate(1000)) for _ in range(6)]
+    for segment in segments:
+        assert segment is not None
+        pool.hand_over(segment, [])
+    pool.trim(4, 5000)
+    assert len(pool.ids) == 5
+    pool.trim(2, 10)
+    assert len(pool.ids) == 2
+
+
+def test_another_process_reads_a_segment_and_a_killed_writer_leaves_no_file() -> None:
+    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    script = """
+import os, sys
+from roll.distributed.weights.segments import SegmentPool
+pool = SegmentPool()
+array = pool.allocate(1 << 20)
+array[:] = 5
+segment = pool.find(array)
+print(segment.id, segment.path, flush=True)
+sys.stdin.readline()
+os.kill(os.getpid(), 9)
+"""
+    writer = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout
+    name, path = writer.stdout.readline().split()
+    view = SegmentReader().read(name, path, 1 << 20)
+    assert view[:: 1 << 10].tolist() == [5] * 1024 and not view.flags.writeable
+    writer.communicate("\n")
+    assert view[-1] == 5
+    if before:
+        assert {entry for entry in set(os.listdir("/dev/shm")) - before if "roll" in entry} == set()
+
+
+@pytest.mark.parametrize(
+    ("kind", "trainer", "generator", "per_worker", "expected"),
+    [
+        ("cpu", (0,), (0,), 1, [(Route.SHARED_MEMORY, None)]),
+        ("cpu", (0,), (1, 2), 1, [(Route.SHARED_MEMORY, None), (Route.COLLECTIVE, None)]),
+        ("cpu", None, (0, 2), 1, [(Route.SHARED_MEMORY, None), (Route.COLLECTIVE, None)]),
+        ("gpu", (0, 1), (0, 1, 2, 3), 1, [(Route.CUDA_IPC, 0)] + 3 * [(Route.COLLECTIVE, 0)]),
+        ("gpu", (1,), (0, 1, 2, 3), 2, [(Route.CUDA_IPC, 1), (Route.COLLECTIVE, 0)]),
+        ("gpu", (0, 1), (2, 3), 2, [(Route.COLLECTIVE, 0)]),
+        ("gpu", (0,), None, 1, [(Route.COLLECTIVE, None)]),
+        ("gpu", (0, 2), None, 1, [(Route.SHARED_MEMORY, None)]),
+    ],
+)
+def test_the_route_follows_from_the_places(
+    kind: str,
+    trainer: tuple[int, ...] | None,
+    generator: tuple[int, ...] | None,
+    per_worker: int,
+    expected: list[tuple[Route, int | None]],
+) -> None:
+    nodes = [NodeInfo(str(i), kind, 2, 2.0) for i in range(2)]  # type: ignore[arg-type]
+    alone = {"world_size": 1}
+    plan = plan_placement(
+        [
+            RoleRequest("actor_train", trainer, **({} if trainer else alone)),
+            RoleRequest("actor_infer", generator, per_worker, **({} if generator else alone)),
+        ],
+        nodes,
+    )
+    sender = plan.workers("actor_train")[0]
+    links = [plan_link(plan, sender, slot) for slot in plan.workers("actor_infer")]
+    assert links == [Link(*pair) for pair in expected]
+
+
+class Engine:
+    """Keeps what it is given, and can be told to go wrong."""
+
+    def __init__(self, fail_at: int = -1, stop_at: int = -1) -> None:
+        self.fail_at, self.stop_at = fail_at, stop_at
+        self.weights: dict[str, Tensor] = {}
+        self.version = -1
+        self.error: BaseException | None = None
+
+    async def load(self, payload: Payload, buckets: AsyncIterator[WeightBucket], version: int) -> None:
+        number = 0
+        try:
+            async for bucket in buckets:
+                if number == self.fail_at:
+                    raise KeyError("no such layer")
+                if number == self.stop_at:
+                    return
+                self.weights |= {name: tensor.clone() for name, tensor in unpack_bucket(bucket)}
+                number += 1
+        except BaseException as error:
+            self.error = error
+            raise
+        self.version = version
+
+
+LINK = Link(Route.SHARED_MEMORY, None)
+
+
+class Sender:
+    """Does by hand what ``WeightSender`` does over Ray."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.pool = SegmentPool()
+        self.receiver = WeightReceiver(engine.load, "127.0.0.1")
+        self.digest = UpdateDigest()
+
+    async def open(self, version: int) -> None:
+        self.digest = UpdateDigest()
+        reply = await self.receiver.handle(Open("weights", version, self.pool.ids), LINK)
+        self.pool.release(reply.released, "it")
+
+    async def send(self, bucket: WeightBucket) -> None:
+        segment = self.pool.find(bucket.data)
+        assert segment is not None
+        self.pool.hand_over(segment, ["it"])
+        place = SharedMemory(segment.id, segment.path)
+        parcel = Parcel(bucket.names, bucket.dtypes, bucket.shapes, bucket.checksum, len(bucket.data), place)
+        self.digest.add(bucket)
+        reply = await asyncio.wait_for(self.receiver.handle(parcel, LINK), 20)
+        self.pool.release(reply.released, "it")
+
+    async def send_all(self, version: int, named: list[tuple[str, Tensor]]) -> str | None:
+        await self.open(version)
+        with packing_into(self.pool.allocate):
+            for bucket in pack_buckets(named, 4096):
+                await self.send(bucket)
+        reply = await self.receiver.handle(Close(), LINK)
+        self.pool.release(reply.released, "it")
+        return reply.digest
+
+
+def test_an_update_arrives_whole_in_few_segments() -> None:
+    engine = Engine()
+
+    async def run() -> None:
+        sender = Sender(engine)
+        for version in range(3):
+            named = tensors(30, seed=version)
+            assert await sender.send_all(version, named) == sender.digest.hex()
+            assert engine.version == version
+            assert list(engine.weights) == [name for name, _ in named]
+            assert all(torch.equal(engine.weights[name], tensor) for name, tensor in named)
+            assert len(sender.pool.ids) <= 4, "more buckets under way than a pipeline needs"
+
+    asyncio.run(run())
+
+
+def test_digests_tell_a_lost_a_swapped_and_a_renamed_bucket() -> None:
+    buckets = list(pack_buckets(tensors(4), 4096))
+    renamed = [replace(buckets[0], names=("other",)), *buckets[1:]]
+    sequences = (buckets, buckets[:-1], [buckets[1], buckets[0], *buckets[2:]], renamed)
+    digests = set()
+    for sequence in sequences:
+        digest = UpdateDigest()
+        for bucket in sequence:
+            digest.add(bucket)
+        digests.add(digest.hex())
+    assert len(digests) == len(sequences)
+
+
+def test_a_damaged_bucket_reaches_neither_the_engine_nor_the_next_update() -> None:
+    engine = Engine()
+
+    async def run() -> None:
+        sender = Sender(engine)
+        assert await sender.send_all(0, tensors())
+        await sender.open(1)
+        with packing_into(sender.pool.allocate):
+            first, second, *_ = pack_buckets(tensors(seed=1), 4096)
+        await sender.send(first)
+        segment = sender.pool.find(second.data)
+        assert segment is not None
+        segment.array[9] ^= 1
+        with pytest.raises(WeightChecksumError, match=r"1 tensors \(w1 …\)"):
+            await sender.send(second)
+        assert isinstance(engine.error, WeightChecksumError), "the engine is told"
+        assert engine.version == 0
+        sender.pool.drop_held()
+        assert await sender.send_all(2, tensors(seed=2)) == sender.digest.hex()
+        assert engine.version == 2
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_fails_or_stops_early_is_reported_and_not_waited_for() -> None:
+    async def run(engine: Engine, error: type[Exception], match: str) -> None:
+        sender = Sender(engine)
+        with pytest.raises(error, match=match):
+            await sender.send_all(0, tensors())
+        sender.pool.drop_held()
+        engine.fail_at = engine.stop_at = -1
+        assert await sender.send_all(1, tensors()) == sender.digest.hex()
+
+    asyncio.run(run(Engine(fail_at=2), KeyError, "no such layer"))
+    asyncio.run(run(Engine(stop_at=1), RuntimeError, "stopped reading before the last bucket"))
+
+
+def test_an_update_that_was_never_closed_is_given_up_at_the_next() -> None:
+    engine = Engine()
+
+    async def run() -> None:
+        sender = Sender(engine)
+        await sender.open(0)
+        with packing_into(sender.pool.allocate):
+            bucket, *_ = pack_buckets(tensors(), 4096)
+        await sender.send(bucket)
+        await asyncio.sleep(0)
+        assert await sender.send_all(1, tensors(seed=1)) == sender.digest.hex()
+        assert engine.version == 1
+
+    asyncio.run(run())
+    assert isinstance(engine.error, asyncio.CancelledError)
+
+
+def test_what_was_checked_once_is_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    (bucket,) = pack_buckets(tensors(1), 1 << 20)
+    verify(bucket)
+    spoiled = replace(bucket, checksum=bucket.checksum + 1)
+    with pytest.raises(WeightChecksumError):
+        list(unpack_bucket(spoiled))
+    assert len(list(unpack_bucket(replace(spoiled, checked=True)))) == 1
+
+
+class RecordingTrainer:
+    """Stands in for a trainer's workers: notes what it is asked to send, and says that it has arrived."""
+
+    rpc_timeout = None
+
+    def __init__(self, plan: PlacementPlan) -> None:
+        self.placement = SimpleNamespace(plan=plan)
+        self.slots = plan.workers("actor_train")
+        self.sent: list[tuple[str, str, int, list[int], bool]] = []
+
+    def call(self, method: str, order: WeightOrder) -> list[Delivery | None]:
+        self.sent.append((method, order.payload, order.version, [r.rank for r in order.receivers], order.keep))
+        return [Delivery("d", ("d",) * len(order.receivers), 0, 1.0), None]
+
+    def call_rank(self, rank: int, method: str, order: WeightOrder) -> Delivery | None:
+        assert rank == 0
+        return self.call(method, order)[0]
+
+
+def recorded_sync(**options: bool) -> tuple[WeightSync, RecordingTrainer]:
+    plan = plan_placement(
+        [RoleRequest("actor_train", (0,)), RoleRequest("actor_infer", (0, 1))], [NodeInfo("a", "cpu", 2, 2.0)]
+    )
+    trainer = RecordingTrainer(plan)
+    generator: Any = SimpleNamespace(
+        name="actor_infer", world_size=2, slots=plan.workers("actor_infer"), handles=[None, None]
+    )
+    updates = WeightSync(trainer, generator, bucket_bytes=1 << 20, **options)  # type: ignore[arg-type]
+    return updates, trainer
+
+
+def test_before_the_first_sync_a_replaced_generator_keeps_what_it_loaded() -> None:
+    updates, trainer = recorded_sync()
+    updates.restore(1)
+    assert trainer.sent == []
+    updates.sync(3)
+    updates.restore(1)
+    assert trainer.sent == [
+        ("send_weights", "weights", 3, [0, 1], False),
+        ("send_weights", "weights", 3, [1], False),
+    ]
+
+
+def test_a_trainer_that_moves_on_keeps_what_it_sent() -> None:
+    updates, trainer = recorded_sync(trains_between=True)
+    updates.sync(3)
+    updates.restore(0)
+    assert trainer.sent == [
+        ("send_weights", "weights", 3, [0, 1], True),
+        ("resend_weights", "weights", 3, [0], False),
+    ]
+
+
+@pytest.mark.parametrize("trains_between", [False, True])
+def test_with_lora_the_base_goes_once_to_each_generator_and_then_the_adapter_alone(trains_between: bool) -> None:
+    updates, trainer = recorded_sync(adapter_only=True, trains_between=trains_between)
+    updates.sync(0)
+    updates.sync(1)
+    updates.restore(1)
+    updates.sync(2)
+    again = "resend_weights" if trains_between else "send_weights"
+    assert trainer.sent == [
+        ("send_weights", "weights", 0, [0, 1], False),
+        ("send_weights", "adapter", 0, [0, 1], trains_between),
+        ("send_weights", "adapter", 1, [0, 1], trains_between),
+        ("send_weights", "weights", 1, [1], False),
+        (again, "adapter", 1, [1], False),
+        ("send_weights", "adapter", 2, [0, 1], trains_between),
+    ]
