@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -63,20 +64,26 @@ def check_run(run: Run) -> None:
 
 @pytest.mark.parametrize(("trainer", "generator"), PAIRS)
 def test_sokoban(launch: Launch, wide_headed: Path, trainer: str, generator: str) -> None:
-    skip_missing(trainer, generator)
-    options = (*SMALL, *AGENTIC, f"pretrain={wide_headed}")
+    options = (*SMALL, *AGENTIC, f"pretrain={wide_headed}", *environment(trainer, generator))
     check_run(launch(*options, config=f"agentic_sokoban_{trainer}_{generator}", script=LAUNCHER, folder=EXAMPLES))
 
 
 @pytest.mark.parametrize(("trainer", "generator"), PAIRS)
 def test_maths(launch: Launch, wide_headed: Path, trainer: str, generator: str) -> None:
-    skip_missing(trainer, generator)
-    options = (*SMALL, *RLVR, f"pretrain={wide_headed}")
+    options = (*SMALL, *RLVR, f"pretrain={wide_headed}", *environment(trainer, generator))
     check_run(launch(*options, config=f"rlvr_math_{trainer}_{generator}", script=RLVR_LAUNCHER, folder=EXAMPLES))
 
 
-def skip_missing(trainer: str, generator: str) -> None:
-    for strategy in (TRAINERS[trainer], GENERATORS[generator]):
+def environment(trainer: str, generator: str) -> tuple[str, ...]:
+    """Overrides that say where the generator is installed; skips what is not."""
+    overrides = ()
+    if generator == "sglang":
+        python = Path(os.environ.get("ROLL_SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
+        if not python.exists():
+            pytest.skip("sglang: there is no .venv-sglang (make test-sglang)")
+        overrides = (f"actor_infer.strategy_args.strategy_config.python_executable={python}",)
+    for strategy in {TRAINERS[trainer], GENERATORS[generator]} - {"sglang"}:
         package = PACKAGES.get(strategy)
         if package is not None and not package.installed:
             pytest.skip(f"{strategy}: {package.module} is not installed (extra {package.extra})")
+    return overrides

@@ -271,7 +271,8 @@ def sample_batch() -> tuple[Batch, TokenScores]:
 
 def run_properties(config: AgenticConfig, batch: Batch) -> list[float]:
     """What the loop and the engines are told."""
-    roles = Roles(config, {"actor_train": None, "actor_infer": None})  # type: ignore[dict-item]
+    nowhere = SimpleNamespace(name="", placement=SimpleNamespace(plan=SimpleNamespace(nodes=[], workers=lambda _: [])))
+    roles = Roles(config, {"actor_train": nowhere, "actor_infer": nowhere})  # type: ignore[dict-item]
     contexts = [roles._context(role, "") for role in ("actor_train", "reference")]
     recorders = SimpleNamespace(actor=Recorder(), critic=Recorder())
     shaped = batch.replace(advantages_T=torch.zeros(batch.num_tokens))
