@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "strategies.md"
 TESTS = ROOT / "tests" / "parity"
-MEASURES = ("logprobs", "loss", "grad_norm", "weights")
+MEASURES = ("logprobs", "loss", "grad_norm", "weights", "neighbour")
 
 
 def main() -> int:
@@ -45,8 +45,8 @@ def replaced(text: str, name: str, table: str) -> str:
 
 def layout_table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines = [
-        "| Strategy | Layout | Processes | Model | Options | Log-probs | Loss | Gradient norm | Weights |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| Strategy | Layout | Processes | Model | Options | Log-probs | Loss | Gradient norm | Weights | Neighbour |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda row: (row["strategy"], row["model_args"].get("dtype", ""), row["world_size"])):
         shown = [f"`{row['strategy']}`", row["name"], str(row["world_size"]), row["model"], options(row)]

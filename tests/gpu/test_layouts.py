@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import Figures, Layout, as_row, measure
+from harness import MEASURES, Figures, Layout, as_row, measure
 from layouts_deepspeed import LAYOUTS as DEEPSPEED
 from layouts_fsdp2 import LAYOUTS as FSDP2
 from layouts_megatron import LAYOUTS as MEGATRON
@@ -48,5 +48,5 @@ def test_layout_on_gpus(layout: Layout, figures: dict, tmp_path_factory: pytest.
         figures |= measure(members, Path(tmp_path_factory.mktemp("gpus")), on_gpus=True)
     found = figures[layout.id]
     assert not found.error, found.error
-    for name in ("logprobs", "loss", "grad_norm", "weights"):
+    for name in MEASURES:
         assert getattr(found, name) <= max(FP32_BOUND, layout.bound(name)), f"{name}: {as_row(found)}"

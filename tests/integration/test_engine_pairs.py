@@ -16,12 +16,24 @@ EXAMPLES = ROOT / "examples" / "config"
 TRAINERS = {"fsdp2": "fsdp2_train", "deepspeed": "deepspeed_train", "megatron": "megatron_train"}
 GENERATORS = {"hf": "hf_infer", "vllm": "vllm", "sglang": "sglang"}
 PAIRS = [(trainer, generator) for trainer in TRAINERS for generator in GENERATORS]
+ALL_PAIRS = "ROLL_ALL_PAIRS"
+"""Environment variable: every pair in both pipelines. Without it each pair runs in one of the two, in turn."""
+
+
+def in_turn(remainder: int) -> list[object]:
+    """The pairs as parameters; those of the other pipeline are skipped unless all are wanted."""
+    other = pytest.mark.skipif(
+        not os.environ.get(ALL_PAIRS), reason=f"runs in the other pipeline; {ALL_PAIRS}=1: in both"
+    )
+    return [pytest.param(*pair, marks=[] if i % 2 == remainder else [other]) for i, pair in enumerate(PAIRS)]
+
 
 SMALL = (
     "max_steps=2",
     "rollout_batch_size=8",
     "val_batch_size=8",
     "eval_steps=0",
+    "val_before_train=false",
     "save_steps=2",
     "num_renders=0",
     "track_with=[]",
@@ -52,7 +64,7 @@ def wide_headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check_run(run: Run) -> None:
     assert run.wait() == 0, run.output
     metrics = run.metrics
-    assert sorted(metrics) == [0, 1, 2]
+    assert {1, 2} <= set(metrics)
     for step in (1, 2):
         assert metrics[step]["actor/skipped_steps"] == 0
         assert metrics[step]["actor/grad_norm"] > 0
@@ -62,13 +74,13 @@ def check_run(run: Run) -> None:
     assert (run.checkpoint(2) / "actor_train" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(("trainer", "generator"), PAIRS)
+@pytest.mark.parametrize(("trainer", "generator"), in_turn(0))
 def test_sokoban(launch: Launch, wide_headed: Path, trainer: str, generator: str) -> None:
     options = (*SMALL, *AGENTIC, f"pretrain={wide_headed}", *environment(trainer, generator))
     check_run(launch(*options, config=f"agentic_sokoban_{trainer}_{generator}", script=LAUNCHER, folder=EXAMPLES))
 
 
-@pytest.mark.parametrize(("trainer", "generator"), PAIRS)
+@pytest.mark.parametrize(("trainer", "generator"), in_turn(1))
 def test_maths(launch: Launch, wide_headed: Path, trainer: str, generator: str) -> None:
     options = (*SMALL, *RLVR, f"pretrain={wide_headed}", *environment(trainer, generator))
     check_run(launch(*options, config=f"rlvr_math_{trainer}_{generator}", script=RLVR_LAUNCHER, folder=EXAMPLES))

@@ -465,11 +465,11 @@ def test_balancing_loss_adds_to_the_gradient_alone(folder: Path) -> None:
 def test_setup_says_what_does_not_fit(folder: Path) -> None:
     messages = found_by(case_refused_setup, folder)
     assert "expected a multiple of 4" in messages["workers"]
-    assert "overlap_grad_reduse" in messages["heads"] and "nearest: overlap_grad_reduce" in messages["heads"]
+    assert "overlap_grad_reduse" in messages["heads"] and "did you mean overlap_grad_reduce?" in messages["heads"]
     assert "expert_model_parallel_size: seen 2, expected 1" in messages["experts"]
     assert "moe_grouped_gemm: seen true, expected false" in messages["experts"]
     assert "adam_eps" in messages["owned"] and "training_args.adam_epsilon" in messages["owned"]
-    assert "num_layers: comes from the model" in messages["owned"]
+    assert "num_layers: seen 3" in messages["owned"]
 
 
 @pytest.mark.parametrize(

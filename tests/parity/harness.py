@@ -27,7 +27,7 @@ from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.base import LoraSpec, StrategyContext
+from roll.distributed.strategy.base import LoraSpec, RankInfo, StrategyContext
 from roll.distributed.weight_sync import unpack_bucket
 
 TEMPERATURE = 0.8
@@ -47,7 +47,7 @@ TRAINING = {
 }
 TOTAL_STEPS = 10
 FP32_BOUND = 5e-6
-BF16_BOUNDS = {"logprobs": 0.05, "loss": 0.01, "grad_norm": 0.03, "weights": 0.012}
+BF16_BOUNDS = {"logprobs": 0.05, "loss": 0.01, "grad_norm": 0.03, "weights": 0.012, "neighbour": 0.01}
 """bfloat16 keeps 8 bits of a number; weights leave rounded to it (2**-9 of up to 2), besides Adam's steps of 1e-3."""
 
 
@@ -81,6 +81,9 @@ class Layout:
         return self.bounds.get(measure, default)
 
 
+MEASURES = ("logprobs", "loss", "grad_norm", "weights", "neighbour")
+
+
 @dataclass
 class Figures:
     """How far a layout is from the oracle: the largest absolute differences."""
@@ -93,6 +96,8 @@ class Figures:
     """Relative, over three steps, before clipping."""
     weights: float = math.nan
     """Over all exported weights after three steps."""
+    neighbour: float = math.nan
+    """Of the log-probs of other sequences, when one sequence of their micro-batches is changed."""
     seconds: float = math.nan
     """Setup and all steps, on whatever the machine was doing."""
     error: str = ""
@@ -342,12 +347,23 @@ def _run(layout: Layout, model_path: Path, rank: int) -> dict[str, Any]:
         share = batch.select(batch.split(info.dp_size)[info.dp_rank])
         result["metrics"].append(strategy.train_step(share, policy_loss))
     result["after"] = scores()
+    result["neighbour"] = _influence(strategy, info, result["after"][1])
     result["weights"] = {
         name: tensor.clone() for bucket in strategy.export_weights(20_000) for name, tensor in unpack_bucket(bucket)
     }
     if hasattr(strategy, "shutdown"):
         strategy.shutdown()
     return result
+
+
+def _influence(strategy: Any, info: RankInfo, before_T: Tensor) -> float:
+    """How much the scores of a share's other sequences move when its first gets other tokens."""
+    batch = make_batch(0)
+    share = batch.select(batch.split(info.dp_size)[info.dp_rank])
+    others_T = (share.rows_T > 0) & share.loss_mask_T
+    tokens_T = torch.where(share.rows_T == 0, (share.tokens_T + 7) % VOCABULARY, share.tokens_T)
+    after_T = strategy.logprobs(share.replace(tokens_T=tokens_T)).logprobs_T
+    return float((after_T - before_T)[others_T].abs().max()) if others_T.any() else 0.0
 
 
 def _compare(layout: Layout, model_path: Path, folder: Path) -> Figures:
@@ -374,6 +390,7 @@ def _compare(layout: Layout, model_path: Path, folder: Path) -> Figures:
         loss=max(losses),
         grad_norm=max(abs(m["actor/grad_norm"] / x - 1) for m, x in zip(metrics, expected.norms, strict=True)),
         weights=max(float((found["weights"][n].double() - w).abs().max()) for n, w in expected.weights.items()),
+        neighbour=found["neighbour"],
         seconds=found["seconds"],
     )
 

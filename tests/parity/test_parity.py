@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from harness import Figures, Layout, as_row, measure, record
+from harness import MEASURES, Figures, Layout, as_row, measure, record
 from layouts_deepspeed import LAYOUTS as DEEPSPEED
 from layouts_fsdp2 import LAYOUTS as FSDP2
 from layouts_megatron import LAYOUTS as MEGATRON
@@ -38,5 +38,5 @@ def test_parity(layout: Layout, figures: dict, tmp_path_factory: pytest.TempPath
     found = figures[key][layout.id]
     assert not found.error, found.error
     record("layout", asdict(layout) | as_row(found))
-    for name in ("logprobs", "loss", "grad_norm", "weights"):
+    for name in MEASURES:
         assert getattr(found, name) <= layout.bound(name), f"{name}: {as_row(found)}"
