@@ -42,7 +42,7 @@ $(SGLANG): constraints/sglang-cpu.txt scripts/make_sglang_env.sh
 	touch $@
 
 test-sglang: $(ENGINES) $(SGLANG)
-	ROLL_GENERATORS=sglang ROLL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest tests/generators
+	ROLL_GENERATORS=sglang ROLL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python $(BIN)/python -m pytest tests/generators tests/parity/test_round_trip.py
 
 check: $(ENGINES) lint types imports test
 

@@ -35,8 +35,13 @@ NUM_PROMPTS = 6
 BOUND = 1e-5
 
 
+SGLANG_PYTHON = os.environ.get("ROLL_SGLANG_PYTHON")
+"""Interpreter of the environment that SGLang is installed in (``make test-sglang``)."""
+OPTIONS = {"sglang": {"python_executable": SGLANG_PYTHON}} if SGLANG_PYTHON else {}
+
+
 def installed(strategy: str) -> bool:
-    return strategy not in PACKAGES or PACKAGES[strategy].installed
+    return strategy in OPTIONS or strategy not in PACKAGES or PACKAGES[strategy].installed
 
 
 def prompts() -> list[np.ndarray]:
@@ -110,7 +115,11 @@ def generators(model: Path, loop: asyncio.AbstractEventLoop) -> Iterator[dict[st
     engines = {}
     for name in filter(installed, GENERATORS):
         worker = WorkerConfig.model_validate(
-            {"model_args": {"dtype": "fp32"}, "strategy_args": {"strategy_name": name}, "infer_batch_size": 4}
+            {
+                "model_args": {"dtype": "fp32"},
+                "strategy_args": {"strategy_name": name, "strategy_config": OPTIONS.get(name, {})},
+                "infer_batch_size": 4,
+            }
         )
         engines[name] = STRATEGIES.get(name)(
             StrategyContext(
