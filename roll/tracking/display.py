@@ -211,8 +211,10 @@ def closing_line(summary: Mapping[str, Any], run_dir: Path) -> str:
         said = f"{word}: {measure} {before:.1%} → {after:.1%} ({gain:+.1f} points){where}"
     elif before is not None and summary.get("steps"):
         said = f"Not evaluated after training; {measure} before was {before:.1%}{where}"
-    elif before is not None or after is not None:
-        said = f"{measure.capitalize()}{' after training' if before is None else ''}: {after or before:.1%}{where}"
+    elif after is not None:
+        said = f"{measure.capitalize()} after training: {after:.1%}{where}"
+    elif before is not None:
+        said = f"{measure.capitalize()}: {before:.1%}{where}"
     else:
         said = "No evaluation"
     status = summary.get("status", "completed")

@@ -61,7 +61,7 @@ def wide_headed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def check_run(run: Run) -> None:
+def check_run(run: Run, adapter: bool = False) -> None:
     assert run.wait() == 0, run.output
     metrics = run.metrics
     assert {1, 2} <= set(metrics)
@@ -71,7 +71,12 @@ def check_run(run: Run) -> None:
         assert all(math.isfinite(value) for value in metrics[step].values())
         # The trainer's own opinion of what the generator sampled with the weights that it was sent.
         assert metrics[step]["mismatch/logprob_diff_max"] < 1e-4, metrics[step]
-    assert (run.checkpoint(2) / "actor_train" / "model.safetensors").is_file()
+    if adapter:
+        assert (run.checkpoint(2) / "actor_train" / "adapter_model.safetensors").is_file()
+        assert metrics[1]["actor/kl_loss"] == pytest.approx(0, abs=1e-7), "the adapter starts as nothing"
+        assert metrics[2]["actor/kl_loss"] > 1e-7
+    else:
+        assert (run.checkpoint(2) / "actor_train" / "model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(("trainer", "generator"), in_turn(0))
@@ -99,3 +104,14 @@ def environment(trainer: str, generator: str) -> tuple[str, ...]:
         if package is not None and not package.installed:
             pytest.skip(f"{strategy}: {package.module} is not installed (extra {package.extra})")
     return overrides
+
+
+@pytest.mark.parametrize("generator", ["vllm"])
+def test_an_adapter_is_trained_against_the_actor_without_it(launch: Launch, wide_headed: Path, generator: str) -> None:
+    options = (*SMALL, *RLVR, f"pretrain={wide_headed}", *environment("fsdp2", generator))
+    lora = ("actor_train.model_args.lora_target=all-linear", "actor_train.model_args.lora_rank=4")
+    # One optimizer step per rollout: in the first, the policy is still the reference.
+    penalty = ("use_kl_loss=true", "kl_loss_coef=0.1", "actor_train.training_args.gradient_accumulation_steps=2")
+    config = f"rlvr_math_fsdp2_{generator}"
+    run = launch(*options, *lora, *penalty, config=config, script=RLVR_LAUNCHER, folder=EXAMPLES)
+    check_run(run, adapter=True)

@@ -450,6 +450,8 @@ def test_the_closing_line_says_what_was_learned_and_where_to_look(tmp_path: Path
     interrupted = closing_line({"status": "interrupted", "steps": 3, "eval": {"before": {"success": 0.3}}}, tmp_path)
     assert interrupted.startswith("Interrupted. Not evaluated after training; success before was 30.0% in 3 steps")
     assert closing_line({}, tmp_path).startswith("No evaluation; ")
+    only_after = {"eval": {"after": {"accuracy": 0.0}}}  # val_before_train: false, and nothing learned
+    assert closing_line(only_after, tmp_path).startswith("Accuracy after training: 0.0%")
 
 
 def test_progress_is_silent_off_a_terminal_until_nothing_was_said_for_long(monkeypatch):

@@ -124,7 +124,7 @@ class ScoreStrategy(Protocol):
 
 
 class TrainStrategy(ScoreStrategy, Protocol):
-    """Takes optimizer steps (fsdp2_train; deepspeed_train and megatron_train come with their engines)."""
+    """Takes optimizer steps (every ``*_train``)."""
 
     def logprobs(self, batch: Batch, *, adapter: bool = True) -> TokenScores: ...
     def train_step(self, batch: Batch, loss_fn: LossFn) -> Metrics: ...
@@ -135,7 +135,7 @@ class TrainStrategy(ScoreStrategy, Protocol):
 
 
 class GenerateStrategy(Protocol):
-    """Samples completions (hf_infer; vllm and sglang come with their engines)."""
+    """Samples completions (hf_infer, vllm, sglang)."""
 
     def setup(self) -> RankInfo: ...
     def shutdown(self) -> None: ...
