@@ -182,6 +182,7 @@ def test_a_full_disk_leaves_the_earlier_checkpoint(launch: Launch, small_disk: P
     run.assert_nothing_left()
 
 
+@pytest.mark.slow
 def test_a_hung_call_is_named_after_rpc_timeout(launch: Launch) -> None:
     run = launch("rpc_timeout=40", orders=("hold-actor_train-0-logprobs",))
     run.pid_at("actor_train-0-logprobs")

@@ -113,6 +113,7 @@ def test_a_stopped_run_meets_the_data_and_ends_as_an_undisturbed_one_does(rlvr: 
     assert [whole.metrics[step]["rollout/epoch"] for step in range(1, steps + 1)] == [n // 10 for n in taken]
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_at_the_edge_of_an_epoch_goes_on_with_the_next(rlvr: Rlvr, tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", rows("t", [""] * 4))
     first = rlvr("max_steps=1", "val_before_train=false")
