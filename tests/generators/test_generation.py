@@ -333,3 +333,12 @@ def test_stats_count_tokens_and_requests(engine: Any) -> None:
     computed = gained["prefill_tokens"] + gained["shared_tokens"]
     assert 0.9 * 2 * sum(map(len, prompt_list)) < computed <= 2 * sum(map(len, prompt_list))
     assert all(isinstance(value, float) for value in engine.stats().values())
+
+
+def test_seeded_prompts_beyond_one_steps_budget_all_finish(engine: Any) -> None:
+    prompt_list = prompts(40, seed=31, low=200, high=300)  # 10,000 tokens at once
+    requests = [
+        GenerateRequest(f"many-{i}", p, SamplingParams(max_new_tokens=2, seed=i)) for i, p in enumerate(prompt_list)
+    ]
+    completions = asyncio.run(burst(engine, requests))
+    assert all(len(completion.token_ids) > 0 for completion in completions)

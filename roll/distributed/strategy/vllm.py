@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 __all__ = ["EngineStoppedError", "VllmStrategy", "check_engine_options"]
 
 CPU_BLOCK = 32  # tokens; the CPU attention kernels want multiples of it
+CPU_STEP_TOKENS = 4096  # prompt tokens computed in one step on a CPU
 CPU_CACHE_SHARE = 0.25  # of the host memory that is free, at most, unless kv_cache_memory_bytes says otherwise
 STAGED_BUCKETS = 2  # kept from one update to the next; fresh memory costs more than the copy into it
 SHUTDOWN_S = 2.0  # the engine's own clean-up takes less; then its process is killed, which it survives for seconds more
@@ -569,7 +570,14 @@ def _cpu_arguments(context: StrategyContext, config: VllmConfig, outline: ModelO
         one = blocks * block * outline.cache_bytes_per_token
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         cache = max(2 * one, min(context.max_running_requests * one, int(CPU_CACHE_SHARE * free)))
-    return {"block_size": block, "kv_cache_memory_bytes": cache, "enforce_eager": True}
+    return {
+        "block_size": block,
+        "kv_cache_memory_bytes": cache,
+        "enforce_eager": True,
+        # After part of a prompt vLLM winds a seeded generator back; a CPU's cannot be wound, and the engine would die.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(CPU_STEP_TOKENS, config.max_model_len or context.sequence_length),
+    }
 
 
 def _check_cpu_kernels(outline: ModelOutline) -> None:
