@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,36 @@ def require_engine(module: str, *, extra: str, strategy: str) -> None:
             f"strategy {strategy}: the package {module!r} is not installed; expected: pip install 'roll-rl[{extra}]'",
             name=module,
         )
+
+
+def option_problems(
+    options: Mapping[str, Any],
+    *,
+    typed: Collection[str],
+    known: Collection[str],
+    elsewhere: Mapping[str, str],
+    arguments: str,
+) -> list[str]:
+    """What is wrong with the keys that a ``strategy_config`` passes on to an engine's constructor.
+
+    Args:
+        options: the whole section.
+        typed: keys that its own class checks.
+        known: arguments of the constructor; empty when the engine is not installed.
+        elsewhere: arguments that are set by other keys, and by which.
+        arguments: what they are called, for messages, e.g. ``vLLM's AsyncEngineArgs``.
+
+    Returns:
+        ``key: seen …, expected …``.
+    """
+    extra = [key for key in options if key not in typed]
+    problems = [f"{k}: seen {options[k]!r}, expected {elsewhere[k]} instead" for k in extra if k in elsewhere]
+    for key in extra if known else ():
+        if key not in known and key not in elsewhere:
+            near = difflib.get_close_matches(key, sorted({*known, *typed} - {*elsewhere}), n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            problems.append(f"{key}: seen {options[key]!r}, expected an argument of {arguments}{hint}")
+    return problems
 
 
 def constructor_fields(package: str, file: str, classes: Sequence[str]) -> frozenset[str]:

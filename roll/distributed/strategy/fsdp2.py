@@ -19,7 +19,7 @@ from roll.algorithms.types import TokenScores
 from roll.configs.strategy import Fsdp2Config
 from roll.data.batch import Batch
 from roll.distributed.strategy.activation_offload import OffloadedActivations
-from roll.distributed.strategy.base import RankInfo, States, StrategyContext, WeightBucket
+from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.fsdp2_checkpoint import (
     adapter_weights,
     hf_weights,
@@ -179,24 +179,11 @@ class Fsdp2Train(Fsdp2Infer, Trainer):
         self._gradients = []
         self.weights.drop_gradients()
 
-    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        return self._export(hf_weights(self.weights, self._model_dtype), bucket_bytes)
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return hf_weights(self.weights, self._model_dtype)
 
-    def export_adapter(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """The adapter alone in float32, under the names of a peft folder; otherwise as ``export_weights``."""
-        if self.context.lora is None:
-            raise ValueError(f"{self.context.role}: it has no LoRA adapter to export")
-        return self._export(adapter_weights(self.weights), bucket_bytes)
-
-    def _export(self, named: Iterator[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
-        from roll.distributed.weight_sync import pack_buckets
-
-        self._require(States.WEIGHTS)
-        if self.context.rank == 0:
-            yield from pack_buckets(named, bucket_bytes)
-        else:
-            for _ in named:
-                pass
+    def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        return super().named_adapter() if self.context.lora is None else adapter_weights(self.weights)
 
     def save(self, path: Path) -> None:
         """Writes a checkpoint, see ``checkpoint.py`` (collective)."""

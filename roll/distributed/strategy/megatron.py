@@ -27,7 +27,7 @@ from roll.configs.strategy import MegatronConfig
 from roll.data.batch import Batch
 from roll.data.packing import take_micro_batch
 from roll.distributed.strategy import megatron_cpu
-from roll.distributed.strategy.base import RankInfo, States, WeightBucket
+from roll.distributed.strategy.base import RankInfo, States
 from roll.distributed.strategy.engines import require_engine
 from roll.distributed.strategy.megatron_checkpoint import fill_weights, restore_model, save_model
 from roll.distributed.strategy.megatron_input import MegatronInput, Rounding, grid_shape, lay_out
@@ -292,16 +292,8 @@ class MegatronTrain(MegatronInfer, Trainer):
     def drop_gradients(self) -> None:
         self._optimizer.drop_gradients()
 
-    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        from roll.distributed.weight_sync import pack_buckets
-
-        self._require(States.WEIGHTS)
-        named = self._gatherer.weights(lambda parameter: parameter, self._model_dtype)
-        if self.context.rank == 0:
-            yield from pack_buckets(named, bucket_bytes)
-        else:
-            for _ in named:
-                pass
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return self._gatherer.weights(lambda parameter: parameter, self._model_dtype)
 
     def save(self, path: Path) -> None:
         """Writes a checkpoint, see ``checkpoint`` (collective)."""

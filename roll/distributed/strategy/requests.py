@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from roll.agentic.types import GenerateRequest
+
+
+@dataclass
+class Counters:
+    """Running totals since the start."""
+
+    generated_tokens: int = 0
+    prefill_tokens: int = 0
+    """Prompt tokens computed."""
+    shared_tokens: int = 0
+    """Prompt tokens that came from the prefix cache."""
+    finished: int = 0
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, sequence_length: int, n: int = 1) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
-import difflib
 import importlib.util
 import itertools
 import json
@@ -26,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -42,10 +41,10 @@ from roll.distributed.strategy import sglang_cpu
 from roll.distributed.strategy.base import LoraSpec, RankInfo, States, StrategyContext, WeightBucket
 from roll.distributed.strategy.engine_process import EngineCallError, EngineProcess
 from roll.distributed.strategy.engine_thread import EngineStoppedError
-from roll.distributed.strategy.engines import MissingEngineError, require_engine
+from roll.distributed.strategy.engines import MissingEngineError, option_problems, require_engine
 from roll.distributed.strategy.model_outline import ModelOutline
 from roll.distributed.strategy.receiving import receive
-from roll.distributed.strategy.requests import check_request
+from roll.distributed.strategy.requests import Counters, check_request
 from roll.distributed.weight_sync import ALIGNMENT, host_bytes, pack_buckets
 from roll.models.loading import locate_model
 from roll.models.sampling import child_seed
@@ -99,27 +98,13 @@ def check_engine_options(options: Mapping[str, Any]) -> list[str]:
         ``key: seen …, expected …`` for keys that the installed SGLang has no argument for, or that are set from
         elsewhere; only the latter when SGLang is not installed.
     """
-    extra = [key for key in options if key not in SglangConfig.model_fields]
-    problems = [f"{k}: seen {options[k]!r}, expected {OWNED_OPTIONS[k]} instead" for k in extra if k in OWNED_OPTIONS]
-    known = _server_arguments(options.get("python_executable"))
-    for key in extra if known else ():
-        if key not in known and key not in OWNED_OPTIONS:
-            near = difflib.get_close_matches(key, sorted({*known, *SglangConfig.model_fields} - {*OWNED_OPTIONS}), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            problems.append(f"{key}: seen {options[key]!r}, expected an argument of SGLang's ServerArgs{hint}")
-    return problems
-
-
-@dataclass
-class Counters:
-    """Running totals since the start."""
-
-    generated_tokens: int = 0
-    prefill_tokens: int = 0
-    """Prompt tokens computed."""
-    shared_tokens: int = 0
-    """Prompt tokens that came from the prefix cache."""
-    finished: int = 0
+    return option_problems(
+        options,
+        typed=SglangConfig.model_fields,
+        known=_server_arguments(options.get("python_executable")),
+        elsewhere=OWNED_OPTIONS,
+        arguments="SGLang's ServerArgs",
+    )
 
 
 class SglangStrategy:

@@ -29,6 +29,7 @@ from roll.data.packing import padding_waste, take_micro_batch
 from roll.data.shared_prompts import worth_sharing
 from roll.distributed.strategy.base import Metrics, RankInfo, States, StrategyContext, WeightBucket
 from roll.distributed.strategy.optim import learning_rate
+from roll.distributed.weight_sync import pack_buckets
 from roll.models.scoring import gather_scores, split_batch
 
 logger = logging.getLogger(__name__)
@@ -183,11 +184,16 @@ class Trainer(Scorer):
         """Forgets the gradients, after every step."""
 
     @abstractmethod
-    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """The weights under Hugging Face names in the model's number format, tied ones once.
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights under Hugging Face names in the model's number format, tied ones once (collective)."""
 
-        Every rank must exhaust the iterator, which gathers a few parameters at a time; only rank 0 gets buckets.
+    def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """The LoRA adapter in float32, under the names of a peft folder (collective; engines that train one override).
+
+        Raises:
+            ValueError: there is none.
         """
+        raise ValueError(f"{self.context.role}: it has no LoRA adapter to export")
 
     @abstractmethod
     def reset_optimizer(self) -> None:
@@ -200,6 +206,25 @@ class Trainer(Scorer):
     @abstractmethod
     def load(self, path: Path) -> None:
         """Continues from a checkpoint (collective)."""
+
+    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """``named_weights`` in buckets.
+
+        Every rank must exhaust the iterator, which gathers a few parameters at a time; only rank 0 gets buckets.
+        """
+        return self._export(self.named_weights(), bucket_bytes)
+
+    def export_adapter(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """``named_adapter`` in buckets; otherwise as ``export_weights``."""
+        return self._export(self.named_adapter(), bucket_bytes)
+
+    def _export(self, named: Iterator[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
+        self._require(States.WEIGHTS)
+        if self.context.rank == 0:
+            yield from pack_buckets(named, bucket_bytes)
+        else:
+            for _ in named:
+                pass
 
     @property
     def optimizer_steps(self) -> int:

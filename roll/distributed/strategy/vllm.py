@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,15 +30,19 @@ from roll.configs.strategy import VllmConfig
 from roll.distributed.strategy.base import LoraSpec, RankInfo, States, StrategyContext, WeightBucket
 from roll.distributed.strategy.engine_loop import EngineLoop
 from roll.distributed.strategy.engine_thread import EngineStoppedError
-from roll.distributed.strategy.engines import constructor_fields, require_engine
+from roll.distributed.strategy.engines import require_engine
 from roll.distributed.strategy.model_outline import ModelOutline
 from roll.distributed.strategy.receiving import receive
-from roll.distributed.strategy.requests import check_request
+from roll.distributed.strategy.requests import Counters, check_request
+from roll.distributed.strategy.vllm_arguments import (
+    check_cpu_kernels,
+    check_engine_options,
+    engine_arguments,
+    environment,
+)
 from roll.distributed.weight_sync import ALIGNMENT, host_bytes
 from roll.distributed.weights.segments import SegmentPool
-from roll.models.loading import locate_model
 from roll.models.sampling import child_seed
-from roll.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -51,77 +54,9 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["EngineStoppedError", "VllmStrategy", "check_engine_options"]
 
-CPU_BLOCK = 32  # tokens; the CPU attention kernels want multiples of it
-CPU_STEP_TOKENS = 4096  # prompt tokens computed in one step on a CPU
-CPU_CACHE_SHARE = 0.25  # of the host memory that is free, at most, unless kv_cache_memory_bytes says otherwise
 STAGED_BUCKETS = 2  # kept from one update to the next; fresh memory costs more than the copy into it
 SHUTDOWN_S = 2.0  # the engine's own clean-up takes less; then its process is killed, which it survives for seconds more
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # sizes that vLLM makes room for
 ADAPTER_ID = 1  # vLLM counts adapters from 1; there is only one, replaced in place
-
-OWNED_OPTIONS = {
-    "model": "pretrain",
-    "tokenizer": "pretrain",
-    "dtype": "model_args.dtype",
-    "hf_overrides": "model_args.model_config_kwargs",
-    "seed": "seed",
-    "max_num_seqs": "max_running_requests",
-    "enable_lora": "lora_target in actor_train",
-    "max_lora_rank": "lora_rank in actor_train",
-    "max_loras": "lora_target in actor_train",
-    "trust_remote_code": "no such key, since code that comes with a model never runs",
-    "logprobs_mode": "no such key, since log-probs follow the sampling temperature",
-    "speculative_config": "no such key, since draft tokens would report other log-probs",
-    "generation_config": "generating_args",
-    "worker_extension_cls": "no such key, since weights arrive through it",
-    "data_parallel_size": "more workers in device_mapping",
-    "pipeline_parallel_size": "tensor_parallel_size",
-}
-"""Arguments of the engine that are set from elsewhere, and where."""
-
-COMMON_ENVIRONMENT = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_DO_NOT_TRACK": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "VLLM_HOST_IP": "127.0.0.1",  # all processes of an engine are on one machine
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy threads' locks
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler reports log-probs without the temperature
-}
-CPU_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM turns the executor "uni" into "mp", one more process
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers share the cores with other roles
-    "TORCHDYNAMO_DISABLE": "1",  # else the sampler compiles for 16 s at the first request
-}
-
-
-def check_engine_options(options: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the keys of a ``strategy_config`` that vLLM's own constructor gets.
-
-    Returns:
-        ``key: seen …, expected …`` for keys that the installed vLLM has no argument for, or that are set from
-        elsewhere; only the latter when vLLM is not installed.
-    """
-    extra = [key for key in options if key not in VllmConfig.model_fields]
-    problems = [f"{k}: seen {options[k]!r}, expected {OWNED_OPTIONS[k]} instead" for k in extra if k in OWNED_OPTIONS]
-    known = constructor_fields("vllm", "engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs"))
-    for key in extra if known else ():
-        if key not in known and key not in OWNED_OPTIONS:
-            near = difflib.get_close_matches(key, sorted({*known, *VllmConfig.model_fields} - {*OWNED_OPTIONS}), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            problems.append(f"{key}: seen {options[key]!r}, expected an argument of vLLM's AsyncEngineArgs{hint}")
-    return problems
-
-
-@dataclass
-class Counters:
-    """Running totals since the start."""
-
-    generated_tokens: int = 0
-    prefill_tokens: int = 0
-    """Prompt tokens computed."""
-    shared_tokens: int = 0
-    """Prompt tokens that came from the prefix cache."""
-    finished: int = 0
 
 
 class VllmStrategy:
@@ -320,12 +255,12 @@ class VllmStrategy:
 
     async def _start(self) -> None:
         context = self._context
-        with _environment(context.model_path, self._on_cpu):
+        with environment(context.model_path, self._on_cpu):
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
             if self._on_cpu:
-                _check_cpu_kernels(self._outline)
+                check_cpu_kernels(self._outline)
             arguments = engine_arguments(context, self._config, self._outline, on_cpu=self._on_cpu)
             started = time.monotonic()
             self._engine: AsyncLLM = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
@@ -514,84 +449,6 @@ class VllmStrategy:
             raise EngineStoppedError(f"the generation engine {self._stopped}")
 
 
-def engine_arguments(
-    context: StrategyContext, config: VllmConfig, outline: ModelOutline, *, on_cpu: bool
-) -> dict[str, Any]:
-    """The arguments of ``AsyncEngineArgs``, for this role, model and machine."""
-    devices = config.tensor_parallel_size or context.worker.num_gpus_per_worker
-    arguments: dict[str, Any] = {
-        "model": locate_model(context.model_path)[0],
-        "dtype": str(outline.dtype).removeprefix("torch."),
-        "hf_overrides": dict(context.worker.model_args.model_config_kwargs),
-        "generation_config": "vllm",
-        # Requests without a seed draw from the engine's own stream, which must differ between replicas.
-        "seed": derive_seed(context.seed, context.role, context.rank) % 2**31,
-        "max_model_len": config.max_model_len or context.sequence_length,
-        "max_num_seqs": context.max_running_requests,
-        "tensor_parallel_size": devices,
-        "distributed_executor_backend": "uni" if devices == 1 else "mp",
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
-        "block_size": config.block_size,
-        "load_format": config.load_format,
-        "enforce_eager": config.enforce_eager,
-        "enable_prefix_caching": config.enable_prefix_caching,
-        "logprobs_mode": "raw_logprobs",
-        "worker_extension_cls": "roll.distributed.strategy.vllm_worker.WorkerExtension",
-        "disable_log_stats": True,
-        "trust_remote_code": False,
-    }
-    if context.lora is not None:
-        room = next((size for size in LORA_RANKS if size >= context.lora.rank), None)
-        if room is None:
-            raise ValueError(f"lora_rank: {context.lora.rank}, expected at most {LORA_RANKS[-1]} with vllm")
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
-    if on_cpu:
-        arguments |= _cpu_arguments(context, config, outline)
-    else:
-        arguments["enable_sleep_mode"] = True
-    return arguments | (config.model_extra or {})
-
-
-def _cpu_arguments(context: StrategyContext, config: VllmConfig, outline: ModelOutline) -> dict[str, Any]:
-    block = -(-config.block_size // CPU_BLOCK) * CPU_BLOCK
-    if block != config.block_size:
-        logger.info(
-            "%s: block_size %d is %d on a CPU, whose kernels want multiples of %d",
-            context.role,
-            config.block_size,
-            block,
-            CPU_BLOCK,
-        )
-    cache = config.kv_cache_memory_bytes
-    if cache is None:
-        # On a CPU gpu_memory_utilization would be a share of the machine's memory, for each worker.
-        blocks = -(-(config.max_model_len or context.sequence_length) // block) + 1
-        one = blocks * block * outline.cache_bytes_per_token
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        cache = max(2 * one, min(context.max_running_requests * one, int(CPU_CACHE_SHARE * free)))
-    return {
-        "block_size": block,
-        "kv_cache_memory_bytes": cache,
-        "enforce_eager": True,
-        # After part of a prompt vLLM winds a seeded generator back; a CPU's cannot be wound, and the engine would die.
-        "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(CPU_STEP_TOKENS, config.max_model_len or context.sequence_length),
-    }
-
-
-def _check_cpu_kernels(outline: ModelOutline) -> None:
-    """vLLM itself finds out at the first request, and dies of it."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    sizes = CPUAttentionBackend.get_supported_head_sizes()
-    if outline.head_size not in sizes:
-        raise ValueError(
-            f"vllm: the model's attention heads have size {outline.head_size}, expected one of "
-            f"{', '.join(map(str, sizes))} on a CPU; hf_infer takes any size"
-        )
-
-
 def _check_lengths(context: StrategyContext, config: VllmConfig, outline: ModelOutline) -> None:
     longest = config.max_model_len
     if longest is not None and longest < context.sequence_length:
@@ -623,21 +480,3 @@ def _memory_folder(num_bytes: int) -> Iterator[Path]:
     fits = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2 * num_bytes
     with tempfile.TemporaryDirectory(prefix="roll-vllm-", dir=memory if fits else None) as folder:
         yield Path(folder)
-
-
-@contextlib.contextmanager
-def _environment(model_path: str, on_cpu: bool) -> Iterator[None]:
-    """What vLLM reads from the environment when it is imported and when it starts its processes.
-
-    What the user has set stays as it is, and other code in this process sees none of it afterwards.
-    """
-    wanted = COMMON_ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {})
-    if locate_model(model_path)[1]:
-        wanted = wanted | {"HF_HUB_OFFLINE": "1"}
-    added = {name: value for name, value in wanted.items() if name not in os.environ}
-    os.environ.update(added)
-    try:
-        yield
-    finally:
-        for name in added:
-            os.environ.pop(name, None)

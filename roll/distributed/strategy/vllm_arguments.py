@@ -1,0 +1,169 @@
+"""How vLLM is started: its arguments, what may be asked of them, and its environment."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from roll.configs.strategy import VllmConfig
+from roll.distributed.strategy.base import StrategyContext
+from roll.distributed.strategy.engines import constructor_fields, option_problems
+from roll.distributed.strategy.model_outline import ModelOutline
+from roll.models.loading import locate_model
+from roll.utils.seeding import derive_seed
+
+logger = logging.getLogger(__name__)
+
+CPU_BLOCK = 32  # tokens; the CPU attention kernels want multiples of it
+CPU_STEP_TOKENS = 4096  # prompt tokens computed in one step on a CPU
+CPU_CACHE_SHARE = 0.25  # of the host memory that is free, at most, unless kv_cache_memory_bytes says otherwise
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # sizes that vLLM makes room for
+
+OWNED_OPTIONS = {
+    "model": "pretrain",
+    "tokenizer": "pretrain",
+    "dtype": "model_args.dtype",
+    "hf_overrides": "model_args.model_config_kwargs",
+    "seed": "seed",
+    "max_num_seqs": "max_running_requests",
+    "enable_lora": "lora_target in actor_train",
+    "max_lora_rank": "lora_rank in actor_train",
+    "max_loras": "lora_target in actor_train",
+    "trust_remote_code": "no such key, since code that comes with a model never runs",
+    "logprobs_mode": "no such key, since log-probs follow the sampling temperature",
+    "speculative_config": "no such key, since draft tokens would report other log-probs",
+    "generation_config": "generating_args",
+    "worker_extension_cls": "no such key, since weights arrive through it",
+    "data_parallel_size": "more workers in device_mapping",
+    "pipeline_parallel_size": "tensor_parallel_size",
+}
+"""Arguments of the engine that are set from elsewhere, and where."""
+
+COMMON_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_HOST_IP": "127.0.0.1",  # all processes of an engine are on one machine
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy threads' locks
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler reports log-probs without the temperature
+}
+CPU_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # else vLLM turns the executor "uni" into "mp", one more process
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers share the cores with other roles
+    "TORCHDYNAMO_DISABLE": "1",  # else the sampler compiles for 16 s at the first request
+}
+
+
+def check_engine_options(options: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the keys of a ``strategy_config`` that vLLM's own constructor gets.
+
+    Returns:
+        ``key: seen …, expected …`` for keys that the installed vLLM has no argument for, or that are set from
+        elsewhere; only the latter when vLLM is not installed.
+    """
+    return option_problems(
+        options,
+        typed=VllmConfig.model_fields,
+        known=constructor_fields("vllm", "engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")),
+        elsewhere=OWNED_OPTIONS,
+        arguments="vLLM's AsyncEngineArgs",
+    )
+
+
+def engine_arguments(
+    context: StrategyContext, config: VllmConfig, outline: ModelOutline, *, on_cpu: bool
+) -> dict[str, Any]:
+    """The arguments of ``AsyncEngineArgs``, for this role, model and machine."""
+    devices = config.tensor_parallel_size or context.worker.num_gpus_per_worker
+    arguments: dict[str, Any] = {
+        "model": locate_model(context.model_path)[0],
+        "dtype": str(outline.dtype).removeprefix("torch."),
+        "hf_overrides": dict(context.worker.model_args.model_config_kwargs),
+        "generation_config": "vllm",
+        # Requests without a seed draw from the engine's own stream, which must differ between replicas.
+        "seed": derive_seed(context.seed, context.role, context.rank) % 2**31,
+        "max_model_len": config.max_model_len or context.sequence_length,
+        "max_num_seqs": context.max_running_requests,
+        "tensor_parallel_size": devices,
+        "distributed_executor_backend": "uni" if devices == 1 else "mp",
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": config.kv_cache_memory_bytes,
+        "block_size": config.block_size,
+        "load_format": config.load_format,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "logprobs_mode": "raw_logprobs",
+        "worker_extension_cls": "roll.distributed.strategy.vllm_worker.WorkerExtension",
+        "disable_log_stats": True,
+        "trust_remote_code": False,
+    }
+    if context.lora is not None:
+        room = next((size for size in LORA_RANKS if size >= context.lora.rank), None)
+        if room is None:
+            raise ValueError(f"lora_rank: {context.lora.rank}, expected at most {LORA_RANKS[-1]} with vllm")
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+    if on_cpu:
+        arguments |= _cpu_arguments(context, config, outline)
+    else:
+        arguments["enable_sleep_mode"] = True
+    return arguments | (config.model_extra or {})
+
+
+def _cpu_arguments(context: StrategyContext, config: VllmConfig, outline: ModelOutline) -> dict[str, Any]:
+    block = -(-config.block_size // CPU_BLOCK) * CPU_BLOCK
+    if block != config.block_size:
+        logger.info(
+            "%s: block_size %d is %d on a CPU, whose kernels want multiples of %d",
+            context.role,
+            config.block_size,
+            block,
+            CPU_BLOCK,
+        )
+    cache = config.kv_cache_memory_bytes
+    if cache is None:
+        # On a CPU gpu_memory_utilization would be a share of the machine's memory, for each worker.
+        blocks = -(-(config.max_model_len or context.sequence_length) // block) + 1
+        one = blocks * block * outline.cache_bytes_per_token
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        cache = max(2 * one, min(context.max_running_requests * one, int(CPU_CACHE_SHARE * free)))
+    return {
+        "block_size": block,
+        "kv_cache_memory_bytes": cache,
+        "enforce_eager": True,
+        # After part of a prompt vLLM winds a seeded generator back; a CPU's cannot be wound, and the engine would die.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(CPU_STEP_TOKENS, config.max_model_len or context.sequence_length),
+    }
+
+
+def check_cpu_kernels(outline: ModelOutline) -> None:
+    """vLLM itself finds out at the first request, and dies of it."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    sizes = CPUAttentionBackend.get_supported_head_sizes()
+    if outline.head_size not in sizes:
+        raise ValueError(
+            f"vllm: the model's attention heads have size {outline.head_size}, expected one of "
+            f"{', '.join(map(str, sizes))} on a CPU; hf_infer takes any size"
+        )
+
+
+@contextlib.contextmanager
+def environment(model_path: str, on_cpu: bool) -> Iterator[None]:
+    """What vLLM reads from the environment when it is imported and when it starts its processes.
+
+    What the user has set stays as it is, and other code in this process sees none of it afterwards.
+    """
+    wanted = COMMON_ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {})
+    if locate_model(model_path)[1]:
+        wanted = wanted | {"HF_HUB_OFFLINE": "1"}
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
