@@ -9,7 +9,7 @@ folder=${1:-.venv-sglang}
 "$folder/bin/pip" install --quiet --no-deps --requirement constraints/sglang-cpu.txt
 "$folder/bin/pip" install --quiet --no-deps --editable .
 "$folder/bin/python" -c "
-from roll.distributed.strategy import sglang_cpu
-sglang_cpu.prepare()
+from roll.distributed.strategy.sglang import cpu
+cpu.prepare()
 import sglang.srt.entrypoints.engine"
 echo "SGLang is installed; use strategy_config.python_executable: $folder/bin/python"

@@ -136,7 +136,7 @@ def check_fit(config: RLConfig) -> list[ConfigProblem]:
         if sizes is None:
             continue
         if isinstance(options, MegatronConfig):
-            from roll.distributed.strategy.megatron import check_model_fit
+            from roll.distributed.strategy.megatron.strategy import check_model_fit
 
             for text in check_model_fit(sizes, options):
                 key = text.partition(":")[0].split()[0]

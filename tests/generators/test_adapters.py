@@ -22,7 +22,7 @@ from contract import (
 )
 
 from roll.agentic.types import Completion, GenerateRequest, SamplingParams
-from roll.distributed.strategy.engine_thread import EngineStoppedError
+from roll.distributed.strategy.requests import EngineStoppedError
 from roll.distributed.weight_sync import WeightMismatchError
 
 

@@ -15,7 +15,7 @@ from contract import BUCKET_BYTES, LORA, context_of, greedy_oracle, load, make_m
 
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.engines import MissingEngineError, require_engine
-from roll.distributed.strategy.vllm import check_engine_options
+from roll.distributed.strategy.vllm.strategy import check_engine_options
 
 pytest.importorskip("vllm", reason="vllm: the package vllm is not installed")
 if "vllm" not in os.environ.get("ROLL_GENERATORS", "vllm").split(","):
@@ -23,7 +23,7 @@ if "vllm" not in os.environ.get("ROLL_GENERATORS", "vllm").split(","):
 
 
 def test_importing_the_strategy_imports_no_engine() -> None:
-    modules = "roll.distributed.strategy.vllm, roll.distributed.strategy.vllm_worker"
+    modules = "roll.distributed.strategy.vllm.strategy, roll.distributed.strategy.vllm.worker"
     code = f"import sys, {modules}; print('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
 

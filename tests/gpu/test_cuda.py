@@ -16,8 +16,8 @@ from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import States, StrategyContext
-from roll.distributed.strategy.fsdp2 import Fsdp2Train
-from roll.distributed.strategy.hf_infer import HfInfer
+from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
+from roll.distributed.strategy.hf_infer.strategy import HfInfer
 from roll.models.loading import load_causal_lm
 from roll.models.tiny import make_tiny_model
 

@@ -27,8 +27,8 @@ from roll.configs.strategy import DeepSpeedConfig
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import LoraSpec, Metrics, States, StrategyContext
-from roll.distributed.strategy.deepspeed import DeepSpeedInfer, DeepSpeedTrain, check_engine_options
-from roll.distributed.strategy.fsdp2 import Fsdp2Infer, Fsdp2Train
+from roll.distributed.strategy.deepspeed.strategy import DeepSpeedInfer, DeepSpeedTrain, check_engine_options
+from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.weight_sync import unpack_bucket
 from roll.models import scoring
 

@@ -23,7 +23,7 @@ from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.shared_prompts import worth_sharing
 from roll.distributed.strategy.base import Metrics, States, StrategyContext
-from roll.distributed.strategy.fsdp2 import Fsdp2Infer, Fsdp2Train
+from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.weight_sync import unpack_bucket
 
 TEMPERATURE = 0.8

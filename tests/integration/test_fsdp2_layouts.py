@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from test_fsdp2 import assert_near, make_batch, make_context, make_model, make_trainer, policy_loss
 from torch import Tensor
 
-from roll.distributed.strategy import activation_offload
-from roll.distributed.strategy.fsdp2 import Fsdp2Infer, Fsdp2Train
+from roll.distributed.strategy.fsdp2 import activation_offload
+from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.strategy.optim import ADAM_STATE
 from roll.models.liger import use_liger_kernels
 

@@ -487,7 +487,7 @@ def test_setup_says_what_does_not_fit(folder: Path) -> None:
 def test_model_that_does_not_fit_the_layout(options: dict[str, Any], expected: str) -> None:
     from transformers import Qwen3MoeConfig
 
-    from roll.distributed.strategy.megatron import check_model_fit
+    from roll.distributed.strategy.megatron.strategy import check_model_fit
 
     config = Qwen3MoeConfig(
         num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2
@@ -499,7 +499,7 @@ def test_model_that_does_not_fit_the_layout(options: dict[str, Any], expected: s
 def test_unknown_model_class_is_named() -> None:
     from transformers import GemmaConfig
 
-    from roll.distributed.strategy.megatron import check_model_fit
+    from roll.distributed.strategy.megatron.strategy import check_model_fit
 
     (problem,) = check_model_fit(GemmaConfig(), MegatronConfig())
     assert "gemma" in problem and "LlamaForCausalLM" in problem

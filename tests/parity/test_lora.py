@@ -29,7 +29,7 @@ from torch import Tensor
 
 from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy.base import LoraSpec
-from roll.distributed.strategy.fsdp2 import Fsdp2Train
+from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.distributed.strategy.optim import learning_rate
 from roll.distributed.weight_sync import unpack_bucket
 from roll.models.loading import load_causal_lm

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from roll.distributed.strategy import activation_offload
-from roll.distributed.strategy.activation_offload import OffloadedActivations
+from roll.distributed.strategy.fsdp2 import activation_offload
+from roll.distributed.strategy.fsdp2.activation_offload import OffloadedActivations
 
 
 def test_gradient_is_the_same_and_parameters_stay(monkeypatch: pytest.MonkeyPatch) -> None:

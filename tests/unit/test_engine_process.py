@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from roll.distributed.strategy.engine_process import EngineCallError, EngineProcess
-from roll.distributed.strategy.engine_thread import EngineStoppedError
+from roll.distributed.strategy.requests import EngineStoppedError
 
 ENGINE = """
     import asyncio, os, subprocess, sys

@@ -31,8 +31,8 @@ from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import States, StrategyContext, WeightBucket
-from roll.distributed.strategy.engine_thread import EngineStoppedError
-from roll.distributed.strategy.hf_infer import HfInfer
+from roll.distributed.strategy.hf_infer.strategy import HfInfer
+from roll.distributed.strategy.requests import EngineStoppedError
 from roll.distributed.weight_sync import WeightChecksumError, WeightMismatchError, pack_buckets
 from roll.models.tiny import make_tokenizer
 

@@ -35,7 +35,7 @@ def start_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartGroups]:
     from megatron.core.transformer.moe import moe_utils
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from roll.distributed.strategy.megatron_cpu import enable
+    from roll.distributed.strategy.megatron.cpu import enable
 
     enable()
     # Without TransformerEngine, megatron-core 0.16.1 reads this name where it never set it.

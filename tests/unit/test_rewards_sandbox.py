@@ -69,8 +69,10 @@ def descendants() -> set[int]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays(adopts_orphans):
+def nothing_stays(adopts_orphans, monkeypatch, tmp_path_factory):
     """After each test: no process, no temporary file, no open descriptor more than before."""
+    # A folder of their own: other tests that run meanwhile have sandboxes too.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("sandboxes")))
     processes, files, descriptors = descendants(), set(leftovers()), len(os.listdir("/proc/self/fd"))
     yield
     deadline = time.monotonic() + 3

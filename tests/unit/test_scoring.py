@@ -216,7 +216,7 @@ def test_gradient_of_the_kl_over_the_vocabulary_is_that_of_a_direct_one(
     twin = make_model().double()
     (full_kl(twin, reference, batch, 0.7) * weights).sum().backward()
     for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(found.grad.double(), expected.grad, rtol=1e-4, atol=3e-5)
+        assert (found.grad.double() - expected.grad).norm() < 3e-5 * expected.grad.norm()
 
 
 def test_hidden_states_are_kept_for_loss_tokens_alone() -> None:

@@ -18,9 +18,9 @@ from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.engines import MissingEngineError
-from roll.distributed.strategy.sglang import SglangStrategy, check_engine_options
-from roll.distributed.strategy.sglang_cpu import rotary_embedding
-from roll.distributed.strategy.sglang_sampler import SampledBatch, uniforms
+from roll.distributed.strategy.sglang.cpu import rotary_embedding
+from roll.distributed.strategy.sglang.sampler import SampledBatch, uniforms
+from roll.distributed.strategy.sglang.strategy import SglangStrategy, check_engine_options
 from roll.models import sampling
 
 VOCAB = 50
@@ -142,5 +142,5 @@ def test_an_environment_without_sglang_is_refused(python: str, message: str, tmp
 
 
 def test_importing_the_strategy_imports_no_engine() -> None:
-    code = "import sys, roll.distributed.strategy.sglang; assert not {'sglang', 'vllm'} & set(sys.modules)"
+    code = "import sys, roll.distributed.strategy.sglang.strategy; assert not {'sglang', 'vllm'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from roll.distributed.strategy.engine_thread import EngineStoppedError
+from roll.distributed.strategy.requests import EngineStoppedError
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from roll.distributed.strategy.engine_thread import EngineStoppedError
+from roll.distributed.strategy.requests import EngineStoppedError
 
 STOP_WAIT_S = 20.0
 """How long an engine may take to end by itself before its processes are killed."""

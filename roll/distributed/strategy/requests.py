@@ -1,10 +1,14 @@
-"""What every generator demands of a request, whatever engine is behind it."""
+"""What every generator demands of a request and reports of itself, whatever engine is behind it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from roll.agentic.types import GenerateRequest
+
+
+class EngineStoppedError(RuntimeError):
+    """The engine failed or was shut down; ``__cause__`` holds the failure."""
 
 
 @dataclass

@@ -1,8 +1,8 @@
 """``sglang``: generation with SGLang's asynchronous engine, on GPUs or on a CPU.
 
-SGLang has a process to itself (``sglang_server.py``), which may run under another interpreter: its pinned packages
+SGLang has a process to itself (``server.py``), which may run under another interpreter: its pinned packages
 agree with no other engine's. This file is the near side: what crosses to that process, and when. Sampling and loading
-weights happen in a third process, next to the model (``sglang_sampler.py``, ``sglang_scheduler.py``).
+weights happen in a third process, next to the model (``sampler.py``, ``scheduler.py``).
 
 Several workers of a role are independent replicas; one worker has ``tp_size`` devices.
 """
@@ -37,14 +37,13 @@ from torch import Tensor
 
 from roll.agentic.types import Completion, FinishReason, GenerateRequest
 from roll.configs.strategy import SglangConfig
-from roll.distributed.strategy import sglang_cpu
 from roll.distributed.strategy.base import LoraSpec, RankInfo, States, StrategyContext, WeightBucket
 from roll.distributed.strategy.engine_process import EngineCallError, EngineProcess
-from roll.distributed.strategy.engine_thread import EngineStoppedError
 from roll.distributed.strategy.engines import MissingEngineError, option_problems, require_engine
 from roll.distributed.strategy.model_outline import ModelOutline
 from roll.distributed.strategy.receiving import receive
-from roll.distributed.strategy.requests import Counters, check_request
+from roll.distributed.strategy.requests import Counters, EngineStoppedError, check_request
+from roll.distributed.strategy.sglang import cpu
 from roll.distributed.weight_sync import ALIGNMENT, host_bytes, pack_buckets
 from roll.models.loading import locate_model
 from roll.models.sampling import child_seed
@@ -53,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = ["EngineStoppedError", "SglangStrategy", "check_engine_options"]
 
-SERVER = "roll.distributed.strategy.sglang_server"
+SERVER = "roll.distributed.strategy.sglang.server"
 CPU_CACHE_SHARE = 0.25  # of the host memory that is free, at most, unless max_total_tokens says otherwise
 CONTEXT_MARGIN = 8  # SGLang leaves the last positions of its context empty
 ADAPTERS = 3  # in one batch: none, the old one of requests in flight, and the new one
@@ -394,7 +393,7 @@ def engine_arguments(
             "max_loras_per_batch": ADAPTERS,
         }
     if on_cpu:
-        arguments |= sglang_cpu.ENGINE_OPTIONS
+        arguments |= cpu.ENGINE_OPTIONS
         arguments["max_total_tokens"] = config.max_total_tokens or _cpu_cache_tokens(context, outline)
     else:
         arguments |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from roll.data.batch import Batch
 from roll.data.packing import packed_row, rectangle
-from roll.distributed.strategy.megatron_modules import held_columns
+from roll.distributed.strategy.megatron.modules import held_columns
 
 
 @dataclass(frozen=True)

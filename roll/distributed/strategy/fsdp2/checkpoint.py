@@ -20,8 +20,8 @@ from roll.distributed.strategy.checkpoint import (
     restore_rng,
     save_checkpoint,
 )
-from roll.distributed.strategy.fsdp2_shards import SHARDS_FOLDER, load_shards, save_shards
-from roll.distributed.strategy.fsdp2_weights import Weights, whole_parameters
+from roll.distributed.strategy.fsdp2.shards import SHARDS_FOLDER, load_shards, save_shards
+from roll.distributed.strategy.fsdp2.weights import Weights, whole_parameters
 from roll.distributed.strategy.optim import ADAM_STATE
 from roll.distributed.strategy.trainer import TrainerState
 from roll.models.heads import VALUE_HEAD_FILE, load_value_head

@@ -1,6 +1,6 @@
 """The process that SGLang has for itself: builds its engine and answers the calls of ``sglang.py``.
 
-Run as ``python -m roll.distributed.strategy.sglang_server FD``, by any interpreter that has SGLang and this package.
+Run as ``python -m roll.distributed.strategy.sglang.server FD``, by any interpreter that has SGLang and this package.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any
 import psutil
 import torch
 
-from roll.distributed.strategy import sglang_cpu, sglang_sampler
 from roll.distributed.strategy.engine_server import EngineServer
-from roll.distributed.strategy.sglang_scheduler import (
+from roll.distributed.strategy.sglang import cpu, sampler
+from roll.distributed.strategy.sglang.scheduler import (
     LOADER,
     Staged,
     map_file,
@@ -53,7 +53,7 @@ class SglangServer:
         os.environ.setdefault("SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE", f"file://{self._folder.name}/rendezvous")
         self._engine = _engine_class()(
             **arguments,
-            sampling_backend=sglang_sampler.BACKEND,
+            sampling_backend=sampler.BACKEND,
             enable_custom_logit_processor=True,
             custom_weight_loader=[LOADER],
             weight_version="0",
@@ -63,7 +63,7 @@ class SglangServer:
         manager._subprocess_watchdog.stop()
         manager.signal_handler_class = _SignalHandler
         manager.sampling_params_class = _sampling_params_class()
-        self._marker = sglang_sampler.request_marker()
+        self._marker = sampler.request_marker()
         for process in multiprocessing.active_children():
             title = psutil.Process(process.pid).cmdline()[0]
             asyncio.get_running_loop().add_reader(process.sentinel, self._died, process, title)
@@ -319,7 +319,7 @@ def _check(success: bool, message: str | None) -> None:
 
 
 def main() -> None:
-    sglang_cpu.prepare()
+    cpu.prepare()
     connection = EngineServer(int(sys.argv[1]))
     server = SglangServer(connection)
     try:

@@ -22,9 +22,9 @@ from roll.distributed.strategy.checkpoint import (
     restore_rng,
     save_checkpoint,
 )
-from roll.distributed.strategy.megatron_model import HEAD_PREFIX, MegatronModel, load_weights
-from roll.distributed.strategy.megatron_optimizer import MegatronAdam
-from roll.distributed.strategy.megatron_weights import WeightGatherer
+from roll.distributed.strategy.megatron.model import HEAD_PREFIX, MegatronModel, load_weights
+from roll.distributed.strategy.megatron.optimizer import MegatronAdam
+from roll.distributed.strategy.megatron.weights import WeightGatherer
 from roll.distributed.strategy.optim import ADAM_STATE
 from roll.distributed.strategy.trainer import TrainerState
 from roll.models.heads import load_value_head

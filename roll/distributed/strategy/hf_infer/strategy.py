@@ -21,11 +21,11 @@ from roll.configs.strategy import HfInferConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.adapters import MergedAdapter, check_adapter
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext, WeightBucket
-from roll.distributed.strategy.continuous_batching import ContinuousBatching, RunningSequence
-from roll.distributed.strategy.engine_thread import EngineStoppedError, EngineThread
+from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence
+from roll.distributed.strategy.hf_infer.engine_thread import EngineThread
 from roll.distributed.strategy.model_outline import eos_token_ids
 from roll.distributed.strategy.receiving import receive
-from roll.distributed.strategy.requests import check_request
+from roll.distributed.strategy.requests import EngineStoppedError, check_request
 from roll.distributed.weight_sync import WeightUpdate
 from roll.models.loading import load_causal_lm, load_tokenizer, resolve_dtype
 from roll.models.sampling import child_seed
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["EngineStoppedError", "HfInfer"]
 
 CACHE_SHARE = 0.6  # of the device memory that is free after loading; the rest is for activations and logits
 

@@ -1,7 +1,7 @@
 """``vllm``: generation with vLLM's asynchronous engine (V1), on GPUs or on a CPU.
 
 The engine runs in processes of its own, so this file is about what crosses to them: requests with token ids, weights
-through files in memory, and an adapter the way vLLM reads one. What runs over there is ``vllm_worker.py``.
+through files in memory, and an adapter the way vLLM reads one. What runs over there is ``worker.py``.
 
 Several workers of a role are independent replicas; one worker has ``tensor_parallel_size`` devices.
 """
@@ -29,12 +29,11 @@ from roll.agentic.types import Completion, FinishReason, GenerateRequest
 from roll.configs.strategy import VllmConfig
 from roll.distributed.strategy.base import LoraSpec, RankInfo, States, StrategyContext, WeightBucket
 from roll.distributed.strategy.engine_loop import EngineLoop
-from roll.distributed.strategy.engine_thread import EngineStoppedError
 from roll.distributed.strategy.engines import require_engine
 from roll.distributed.strategy.model_outline import ModelOutline
 from roll.distributed.strategy.receiving import receive
-from roll.distributed.strategy.requests import Counters, check_request
-from roll.distributed.strategy.vllm_arguments import (
+from roll.distributed.strategy.requests import Counters, EngineStoppedError, check_request
+from roll.distributed.strategy.vllm.arguments import (
     check_cpu_kernels,
     check_engine_options,
     engine_arguments,

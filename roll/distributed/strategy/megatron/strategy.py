@@ -3,7 +3,7 @@
 Parallelism is tensor, sequence, pipeline (virtual stages too), expert and context. Ranks that hold parts of one copy of
 the model get the same data; copies of the model (data parallelism) get shares of it. With TransformerEngine (GPUs) the
 model is built from its modules; otherwise from Megatron's own, with ``RmsNorm`` and ``CoreAttention`` of
-``megatron_modules``, which are exact for packed sequences and context parallelism too. Without a GPU ``megatron_cpu``
+``modules``, which are exact for packed sequences and context parallelism too. Without a GPU ``cpu``
 redirects what Megatron asks of CUDA. Grouped matrix products for experts need a GPU.
 
 Megatron's schedules run all micro-batches of a step. The last pipeline stage scores tokens and computes the loss; the
@@ -26,27 +26,27 @@ from roll.algorithms.types import LossContext, LossFn, TokenScores
 from roll.configs.strategy import MegatronConfig
 from roll.data.batch import Batch
 from roll.data.packing import take_micro_batch
-from roll.distributed.strategy import megatron_cpu
 from roll.distributed.strategy.base import RankInfo, States
 from roll.distributed.strategy.engines import require_engine
-from roll.distributed.strategy.megatron_checkpoint import fill_weights, restore_model, save_model
-from roll.distributed.strategy.megatron_input import MegatronInput, Rounding, grid_shape, lay_out
-from roll.distributed.strategy.megatron_model import (
+from roll.distributed.strategy.megatron import cpu
+from roll.distributed.strategy.megatron.checkpoint import fill_weights, restore_model, save_model
+from roll.distributed.strategy.megatron.input import MegatronInput, Rounding, grid_shape, lay_out
+from roll.distributed.strategy.megatron.model import (
     MegatronModel,
     build_model,
     check_engine_options,
     check_model_fit,
     join_parallel_state,
 )
-from roll.distributed.strategy.megatron_optimizer import (
+from roll.distributed.strategy.megatron.optimizer import (
     MegatronAdam,
     loss_factor,
     move_gradients,
     move_weights,
     wrap_for_data_parallelism,
 )
-from roll.distributed.strategy.megatron_scores import TokenScorer, sum_over
-from roll.distributed.strategy.megatron_weights import WeightGatherer
+from roll.distributed.strategy.megatron.scores import TokenScorer, sum_over
+from roll.distributed.strategy.megatron.weights import WeightGatherer
 from roll.distributed.strategy.trainer import Limits, Scorer, Trainer, TrainerState, join_group, local_device
 from roll.models.loading import load_config, resolve_dtype
 from roll.models.megatron.weight_files import WeightFiles
@@ -70,7 +70,7 @@ class MegatronInfer(Scorer):
             )
         self.device = local_device(context.rank)
         join_group(context, self.device, alone=True)
-        megatron_cpu.enable()
+        cpu.enable()
         self.options = MegatronConfig.model_validate(context.worker.strategy_args.strategy_config)
         self.info = join_parallel_state(context, self.options)
         args = context.worker.model_args

@@ -15,15 +15,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from roll.agentic.types import Completion, FinishReason
-from roll.distributed.strategy.continuous_batching import ContinuousBatching, RunningSequence
+from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence
+from roll.distributed.strategy.requests import EngineStoppedError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class EngineStoppedError(RuntimeError):
-    """The engine failed or was shut down; ``__cause__`` holds the failure."""
 
 
 @dataclass(frozen=True)

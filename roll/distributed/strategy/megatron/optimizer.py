@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from roll.configs.strategy import MegatronConfig
 from roll.configs.training import TrainingArguments
-from roll.distributed.strategy.megatron_model import MegatronModel
+from roll.distributed.strategy.megatron.model import MegatronModel
 from roll.distributed.strategy.optim import ADAM_STATE
 
 MASTER = "master"

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.distributed.strategy import sglang_cpu, sglang_sampler
+from roll.distributed.strategy.sglang import cpu, sampler
 
-sglang_cpu.prepare()
+cpu.prepare()
 
-LOADER = "roll.distributed.strategy.sglang_scheduler.load_staged"
+LOADER = "roll.distributed.strategy.sglang.scheduler.load_staged"
 """By this name SGLang is told to load weights with ``load_staged``."""
 
 PAUSED_ROUND_S = 0.002
@@ -32,7 +32,7 @@ def run_scheduler(*args: Any, **kwargs: Any) -> None:
     """The process that holds the model, one per device."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    sglang_sampler.register()
+    sampler.register()
     _rest_while_paused()
     run_scheduler_process(*args, **kwargs)
 

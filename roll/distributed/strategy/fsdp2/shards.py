@@ -19,7 +19,7 @@ from roll.distributed.strategy.optim import ADAM_STATE
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-    from roll.distributed.strategy.fsdp2_weights import Weights
+    from roll.distributed.strategy.fsdp2.weights import Weights
 
 SHARDS_FOLDER = "shards"
 

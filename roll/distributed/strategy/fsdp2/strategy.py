@@ -18,9 +18,9 @@ from torch import Tensor
 from roll.algorithms.types import TokenScores
 from roll.configs.strategy import Fsdp2Config
 from roll.data.batch import Batch
-from roll.distributed.strategy.activation_offload import OffloadedActivations
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
-from roll.distributed.strategy.fsdp2_checkpoint import (
+from roll.distributed.strategy.fsdp2.activation_offload import OffloadedActivations
+from roll.distributed.strategy.fsdp2.checkpoint import (
     adapter_weights,
     hf_weights,
     load_weights,
@@ -28,7 +28,7 @@ from roll.distributed.strategy.fsdp2_checkpoint import (
     save_weights,
     start_adapter,
 )
-from roll.distributed.strategy.fsdp2_weights import (
+from roll.distributed.strategy.fsdp2.weights import (
     ReplicatedWeights,
     ShardedWeights,
     Weights,

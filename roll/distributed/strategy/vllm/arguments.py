@@ -96,7 +96,7 @@ def engine_arguments(
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": config.enable_prefix_caching,
         "logprobs_mode": "raw_logprobs",
-        "worker_extension_cls": "roll.distributed.strategy.vllm_worker.WorkerExtension",
+        "worker_extension_cls": "roll.distributed.strategy.vllm.worker.WorkerExtension",
         "disable_log_stats": True,
         "trust_remote_code": False,
     }

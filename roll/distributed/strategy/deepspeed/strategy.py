@@ -21,7 +21,7 @@ from roll.algorithms.types import TokenScores
 from roll.configs.strategy import DeepSpeedConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
-from roll.distributed.strategy.deepspeed_checkpoint import (
+from roll.distributed.strategy.deepspeed.checkpoint import (
     adapter_weights,
     fill_from,
     hf_weights,
@@ -29,8 +29,8 @@ from roll.distributed.strategy.deepspeed_checkpoint import (
     save_weights,
     start_adapter,
 )
-from roll.distributed.strategy.deepspeed_config import check_engine_options, scoring_config, training_config
-from roll.distributed.strategy.deepspeed_weights import EngineWeights, copy_output_layer, engine_weights
+from roll.distributed.strategy.deepspeed.config import check_engine_options, scoring_config, training_config
+from roll.distributed.strategy.deepspeed.weights import EngineWeights, copy_output_layer, engine_weights
 from roll.distributed.strategy.engines import require_engine
 from roll.distributed.strategy.hf_scorer import (
     make_scorer,

@@ -1,6 +1,6 @@
 """A Hugging Face model built from Megatron's modules, as far as one rank holds it.
 
-The model stops at the final hidden states; ``megatron_scores`` applies the output layer to the tokens that count.
+The model stops at the final hidden states; ``scores`` applies the output layer to the tokens that count.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from roll.configs.strategy import MegatronConfig
 from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.distributed.strategy.engines import constructor_fields
-from roll.distributed.strategy.megatron_modules import layer_specs
-from roll.distributed.strategy.megatron_scores import VocabularyShare
+from roll.distributed.strategy.megatron.modules import layer_specs
+from roll.distributed.strategy.megatron.scores import VocabularyShare
 from roll.models.heads import load_value_head
 from roll.models.megatron.config import MegatronModelConfig, check_parallel_sizes, megatron_config, padded_vocab_size
 from roll.models.megatron.convert import load_shards

@@ -21,7 +21,7 @@ from roll.distributed.strategy.checkpoint import (
     restore_rng,
     save_checkpoint,
 )
-from roll.distributed.strategy.deepspeed_weights import EngineWeights
+from roll.distributed.strategy.deepspeed.weights import EngineWeights
 from roll.distributed.strategy.optim import ADAM_STATE
 from roll.distributed.strategy.trainer import TrainerState
 from roll.models.heads import VALUE_HEAD_FILE, load_value_head

@@ -1,0 +1,1 @@
+"""``deepspeed_train`` and ``deepspeed_infer``."""

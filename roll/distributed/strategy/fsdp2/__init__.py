@@ -1,0 +1,1 @@
+"""``fsdp2_train`` and ``fsdp2_infer``."""

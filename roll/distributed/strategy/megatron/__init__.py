@@ -1,0 +1,1 @@
+"""``megatron_train`` and ``megatron_infer``."""
