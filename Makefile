@@ -60,7 +60,7 @@ docs: $(ENGINES)
 	$(BIN)/python scripts/generate_config_docs.py
 
 bench: $(ENGINES)
-	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+	missed=0; for script in benchmarks/*.py; do $(BIN)/python $$script || missed=1; done; exit $$missed
 
 clean:
 	rm -rf $(VENV) output build *.egg-info

@@ -33,7 +33,7 @@ from roll.distributed.executor.placement import create_placement, discover_nodes
 from roll.distributed.executor.ray_session import ray_session
 from roll.distributed.executor.resources import RoleRequest, plan_placement
 from roll.distributed.strategy.base import StrategyContext, WeightBucket
-from roll.distributed.weight_sync import copy_exact, unpack_bucket
+from roll.distributed.weight_sync import unpack_bucket
 from roll.distributed.weights import sync
 from roll.distributed.weights.messages import Payload
 from roll.distributed.weights.receiver import WeightReceiver
@@ -55,7 +55,7 @@ class LoadingWorker(InferWorker):
             for name, tensor in unpack_bucket(bucket):
                 if name not in self._weights:
                     self._weights[name] = torch.empty_like(tensor)
-                copy_exact(self._weights[name], tensor)
+                self._weights[name].copy_(tensor)
             del bucket, tensor
 
 

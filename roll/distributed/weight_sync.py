@@ -6,11 +6,9 @@ travel is the business of ``roll.distributed.weights``; strategies see only what
 
 from __future__ import annotations
 
-import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -25,9 +23,10 @@ from roll.models.loading import to_hf_weights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ALIGNMENT = 16  # bytes; a multiple of every element size, so that views by dtype need no copy
-_ROW = 512  # words of 8 bytes that the checksum adds up before it weighs them by their place
-_LONG_COPY = 1 << 18  # bytes per thread from which the C library's copy beats the loop of torch
+ALIGNMENT = 64  # bytes; as torch aligns its own tensors, so that a model computes the same with views of a bucket
+_WORD = 8  # bytes that the checksum takes for one number
+_ROW = 512  # words that it adds up before it weighs them by their place
+_PIECE = 1 << 18  # bytes per thread that are still in the cache when they were copied, for the checksum
 
 
 class WeightChecksumError(ValueError):
@@ -125,17 +124,35 @@ def checksum(data: np.ndarray | Tensor) -> int:
     it costs is one read of the data, at several times the speed of a cryptographic or CRC checksum.
 
     Args:
-        data: uint8, its length a multiple of ``ALIGNMENT``.
+        data: uint8, its length a multiple of 8.
     """
-    if len(data) % ALIGNMENT:
-        raise ValueError(f"weight bucket: {len(data)} bytes, expected a multiple of {ALIGNMENT}")
-    if not len(data):
-        return 0
-    words = as_tensor(data).view(torch.int64)
-    whole = len(words) // _ROW * _ROW
-    sums = torch.cat([words[:whole].view(-1, _ROW).sum(1), words[whole:].sum()[None]])
-    places = torch.arange(1, 2 * len(sums), 2, device=sums.device)
-    return (int((sums * places).sum()) + len(data)) % 2**64
+    return _RunningChecksum(as_tensor(data)).result()
+
+
+class _RunningChecksum:
+    """The checksum of data that is still being written, taken while what was written last is in the cache."""
+
+    def __init__(self, data: Tensor) -> None:
+        if len(data) % _WORD:
+            raise ValueError(f"weight bucket: {len(data)} bytes, expected a multiple of {_WORD}")
+        self._words = data.view(torch.int64) if len(data) else data.to(torch.int64)
+        whole = len(self._words) // _ROW
+        self._rows = self._words[: whole * _ROW].view(whole, _ROW)
+        self._sums = self._words.new_empty(whole + 1)
+        self._done = 0
+
+    def written(self, num_bytes: int, at_least: int = 0) -> None:
+        """So many bytes are final. Nothing happens before ``at_least`` bytes can be added up."""
+        rows = num_bytes // (_WORD * _ROW)
+        if rows > self._done and (rows - self._done) * _WORD * _ROW >= at_least:
+            torch.sum(self._rows[self._done : rows], 1, out=self._sums[self._done : rows])
+            self._done = rows
+
+    def result(self) -> int:
+        self.written(len(self._words) * _WORD)
+        self._sums[-1] = self._words[len(self._rows) * _ROW :].sum()
+        places = torch.arange(1, 2 * len(self._sums), 2, device=self._sums.device)
+        return (int((self._sums * places).sum()) + len(self._words) * _WORD) % 2**64
 
 
 def host_bytes(bucket: WeightBucket) -> np.ndarray:
@@ -144,7 +161,7 @@ def host_bytes(bucket: WeightBucket) -> np.ndarray:
 
 
 class WeightUpdate:
-    """New values for all of a model's weights: checked when it is made, copied in by ``apply``.
+    """New values for all of a model's weights: checked when it is made, the model's after ``apply``.
 
     Checkpoint names and shapes are not always the model's own (transformers fuses the experts of a layer into one
     parameter, for example); its own conversion table says which elements go where.
@@ -179,17 +196,23 @@ class WeightUpdate:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Copies the values in, in place, across dtypes and devices."""
+        """Gives the parameters their new values, across dtypes and devices.
+
+        Where neither changes, the tensors themselves become the model's, without a copy: they must stay as they are
+        for as long as the model has them, and nothing may write to the model's parameters in place.
+        """
         for name, source in self._sources.items():
             target = self._model.get_parameter(name)
             if list(source) == [name]:
-                copy_exact(target, source[name])
+                target.data = source[name].to(target.device, target.dtype)
                 continue
             # Converting the element numbers shows where every element of every part belongs.
             numbers = torch.arange(target.numel(), device=target.device).view(target.shape)
+            whole = torch.empty_like(target)
             for part, index in to_hf_weights(self._model, name, numbers).items():
                 values = source[part].to(target.device, target.dtype)
-                target.view(-1).index_copy_(0, index.reshape(-1), values.reshape(-1))
+                whole.view(-1).index_copy_(0, index.reshape(-1), values.reshape(-1))
+            target.data = whole
         buffers = dict(self._model.named_buffers())
         for name in self._tensors.keys() & buffers.keys():
             buffers[name].copy_(self._tensors[name])
@@ -222,45 +245,33 @@ def _pack(named_tensors: list[tuple[str, Tensor]], size: int) -> WeightBucket:
     on_host = device.type == "cpu"
     data = _host_memory.get()(size) if on_host else torch.empty(size, dtype=torch.uint8, device=device)
     flat = as_tensor(data)
+    running = _RunningChecksum(flat)
+    piece = _PIECE * torch.get_num_threads() if on_host else size
     offset = 0
     for _, tensor in named_tensors:
         end = offset + tensor.numel() * tensor.element_size()
-        copy_exact(flat[offset:end].view(tensor.dtype).view(tensor.shape), tensor)
-        offset += _aligned(end - offset)
+        target = flat[offset:end].view(tensor.dtype).view(tensor.shape)
+        for part, source in _parts(target, tensor, piece):
+            part.copy_(source)
+            offset += part.numel() * part.element_size()
+            running.written(offset, at_least=piece)
+        offset = _aligned(end)
         flat[end:offset] = 0  # the gap is part of the checksum
     return WeightBucket(
         names=tuple(name for name, _ in named_tensors),
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in named_tensors),
         shapes=tuple(tuple(tensor.shape) for _, tensor in named_tensors),
         data=data,
-        checksum=checksum(data),
+        checksum=running.result(),
     )
 
 
-def copy_exact(target: Tensor, source: Tensor) -> None:
-    """``target.copy_(source)``, at the speed of memcpy where both are plain host memory of one dtype."""
-    num_bytes = source.numel() * source.element_size()
-    plain = all(tensor.device.type == "cpu" and tensor.is_contiguous() for tensor in (target, source))
-    if num_bytes < _LONG_COPY or not plain or target.dtype != source.dtype:
-        target.copy_(source)
-        return
-    threads = min(torch.get_num_threads(), num_bytes // _LONG_COPY)
-    pieces = zip(np.array_split(_bytes(target), threads), np.array_split(_bytes(source), threads), strict=True)
-    if threads == 1:
-        np.copyto(*next(pieces))
-    else:
-        list(_copiers().map(lambda piece: np.copyto(*piece), pieces))
-
-
-@functools.cache
-def _copiers() -> ThreadPoolExecutor:
-    """Copying releases the interpreter's lock, so that as many threads work as torch may use."""
-    return ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="copy_exact")
-
-
-def _bytes(tensor: Tensor) -> np.ndarray:
-    array: np.ndarray = tensor.detach().view(-1).view(torch.uint8).numpy()
-    return array
+def _parts(target: Tensor, source: Tensor, num_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Both, cut into parts of about ``num_bytes`` where that takes no copy."""
+    if not source.is_contiguous():
+        return iter([(target, source)])
+    size = num_bytes // source.element_size()
+    return zip(target.view(-1).split(size), source.view(-1).split(size), strict=True)
 
 
 def as_tensor(data: np.ndarray | Tensor) -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from roll.distributed.strategy.adapters import MergedAdapter, adapter_shapes
+from roll.distributed.strategy.base import LoraSpec, WeightBucket
 from roll.distributed.weight_sync import (
     ALIGNMENT,
     WeightChecksumError,
@@ -77,7 +81,7 @@ def test_unpacking_copies_nothing_and_reads_read_only_arrays(recwarn: pytest.War
     bucket.data.setflags(write=False)
     base = bucket.data.__array_interface__["data"][0]
     addresses = [tensor.data_ptr() for _, tensor in unpack_bucket(bucket)]
-    assert addresses == [base, base + 32]
+    assert addresses == [base, base + ALIGNMENT]
     assert not recwarn.list
 
 
@@ -129,6 +133,51 @@ def test_an_update_makes_the_receiver_equal_to_the_sender(kind: str) -> None:
         assert torch.equal(receiver(ids).logits, before), "nothing may change before apply"
         update.apply()
         assert torch.equal(receiver(ids).logits, expected)
+
+
+def read_only_buckets(model: PreTrainedModel) -> list[WeightBucket]:
+    """As they come through shared memory; a write to them would end the process there."""
+    buckets = list(pack_buckets(exported(model).items(), 4096))
+    for bucket in buckets:
+        bucket.data.setflags(write=False)
+    return buckets
+
+
+def unpacked(buckets: list[WeightBucket]) -> dict[str, Tensor]:
+    return dict(item for bucket in buckets for item in unpack_bucket(bucket))
+
+
+def test_what_needs_no_cast_becomes_the_models_without_a_copy_and_is_let_go_at_the_next_update() -> None:
+    receiver, sender = pair("tied")
+    buckets = read_only_buckets(sender)
+    watched = [weakref.ref(bucket.data) for bucket in buckets]
+    tensors = unpacked(buckets)
+    WeightUpdate(receiver, tensors).apply()
+    assert {n: p.data_ptr() for n, p in receiver.named_parameters()} == {n: t.data_ptr() for n, t in tensors.items()}
+    assert receiver.get_output_embeddings().weight is receiver.get_input_embeddings().weight
+    del buckets, tensors
+    assert all(array() is not None for array in watched)
+    WeightUpdate(receiver, unpacked(read_only_buckets(pair("tied")[0]))).apply()
+    gc.collect()
+    assert [array for array in watched if array() is not None] == []
+
+
+def test_an_adapter_leaves_the_buckets_of_the_base_as_they_are() -> None:
+    receiver, sender = pair("untied")
+    buckets = read_only_buckets(sender)
+    before = [bucket.data.tobytes() for bucket in buckets]
+    spec = LoraSpec(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))
+    adapter = MergedAdapter(receiver, spec)
+    WeightUpdate(receiver, unpacked(buckets)).apply()
+    torch.manual_seed(3)
+    for _ in range(2):  # the second in place of the first, not on top of it
+        tensors = {name: torch.randn(shape) for name, shape in adapter_shapes(receiver, spec).items()}
+        adapter.apply(tensors)
+    layer = "model.layers.1.self_attn.q_proj"
+    down, up = (tensors[f"base_model.model.{layer}.lora_{part}.weight"] for part in "AB")
+    expected = sender.get_parameter(f"{layer}.weight") + 2.0 * up @ down
+    torch.testing.assert_close(receiver.get_parameter(f"{layer}.weight"), expected)
+    assert [bucket.data.tobytes() for bucket in buckets] == before
 
 
 def test_weights_are_cast_to_the_receivers_dtype() -> None:

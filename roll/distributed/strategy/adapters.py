@@ -72,9 +72,10 @@ def check_adapter(model: PreTrainedModel, spec: LoraSpec | None, tensors: Mappin
 
 
 class MergedAdapter:
-    """An adapter that is added to the weights of a model, and can be taken out again exactly.
+    """An adapter that is added to the weights of a model.
 
-    The weights as they are without it are kept in host memory, for the adapted layers only.
+    The weights as they are without it are kept in host memory, for the adapted layers only, so that nothing of one
+    adapter stays in the next.
     """
 
     def __init__(self, model: PreTrainedModel, spec: LoraSpec) -> None:
@@ -88,17 +89,11 @@ class MergedAdapter:
         scale = self._spec.alpha / self._spec.rank
         for name, layer in self._layers.items():
             weight = layer.weight
-            base = self._base.setdefault(name, weight.detach().to("cpu", copy=True))
+            base = self._base.setdefault(name, weight.detach().cpu())
             down_RI, up_OR = (tensors[_name(name, part)].to(weight.device, torch.float32) for part in ("A", "B"))
             # The sum in float32, rounded once: what peft's merge gives in float32, and at least as exact in others.
-            weight.copy_(torch.addmm(base.to(weight.device).float(), up_OR, down_RI, alpha=scale))
-
-    @torch.no_grad()
-    def remove(self) -> None:
-        """Puts the base weights back, bit for bit."""
-        for name, base in self._base.items():
-            self._layers[name].weight.copy_(base)
-        self.forget()
+            merged = torch.addmm(base.to(weight.device).float(), up_OR, down_RI, alpha=scale)
+            weight.data = merged.to(weight.dtype)
 
     def forget(self) -> None:
         """Takes the weights as they are for the base: they were replaced."""

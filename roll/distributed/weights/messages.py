@@ -1,7 +1,7 @@
 """What a sender of weights and its receivers say to each other, over Ray's actor calls; the bytes go beside them.
 
 An update is ``Open``, a ``Parcel`` for each bucket, ``Close``; before the first one over a new process group, ``Join``.
-The sender waits for the reply to each, so at most a few buckets are under way.
+The sender waits for replies before it goes on, so at most a few buckets are under way.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ Place: TypeAlias = SharedMemory | DeviceMemory | Broadcast
 class Parcel:
     """One bucket, without its bytes."""
 
+    number: int
+    """Its place in the update, from 0: Ray may deliver calls out of order."""
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -115,6 +117,8 @@ class Reply:
     """Segments that it no longer reads, one entry per bucket."""
     digest: str | None = None
     """Of the whole update, in the answer to ``Close``."""
+    holding: tuple[str, ...] = ()
+    """Segments that it still reads, in the answer to ``Open``."""
 
 
 class UpdateDigest:

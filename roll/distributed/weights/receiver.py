@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -60,12 +61,16 @@ class WeightReceiver:
                 await self.give_up()
                 self._segments.forget_all_but(message.segments)
                 self._update = _Update(self._load, message)
+                holding = self._segments.holding  # before what is released, or a release would be told too late
+                return Reply(self._segments.take_released(), holding=holding)
             case Join():
                 await asyncio.to_thread(self._join, message)
             case Parcel():
-                bucket = await asyncio.to_thread(self._fetch, message, link)
-                await self._current().put(bucket)
-                del bucket
+                update = self._current()
+                async with update.turn(message.number):
+                    bucket = await asyncio.to_thread(self._fetch, message, link)
+                    await update.put(bucket)
+                    del bucket
             case Close():
                 digest = await self._current().finish()
                 self._update = None
@@ -116,7 +121,26 @@ class _Update:
     def __init__(self, load: Load, message: Open) -> None:
         self._digest = UpdateDigest()
         self._queue: asyncio.Queue[WeightBucket | Exception | None] = asyncio.Queue(maxsize=1)
+        self._arrived = 0
+        self._broken = False
+        self._turn = asyncio.Condition()
         self._task = asyncio.ensure_future(load(message.payload, self._buckets(), message.version))
+
+    @asynccontextmanager
+    async def turn(self, number: int) -> AsyncIterator[None]:
+        """Waits until the buckets before are in; once one of them failed, no other gets its turn."""
+        async with self._turn:
+            await self._turn.wait_for(lambda: self._arrived == number or self._broken)
+            if self._broken:
+                raise RuntimeError(f"bucket {number} of an update of which an earlier one was refused")
+            try:
+                yield
+            except BaseException:
+                self._broken = True
+                raise
+            finally:
+                self._arrived += 1
+                self._turn.notify_all()
 
     async def put(self, bucket: WeightBucket) -> None:
         """Returns when the bucket is checked and the engine has taken the one before."""

@@ -1,7 +1,8 @@
 """Host memory that processes of one machine share, reused from bucket to bucket.
 
 Fresh pages cost several times as much as the copy into them, so a segment goes back to its pool when no reader needs
-it any more. On Linux a segment has no name in any file system: it is gone when its last process is, however that ends.
+it any more: at once with an engine that copies what it loads, at the next update with one whose model it became. On
+Linux a segment has no name in any file system: it is gone when its last process is, however that ends.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,7 @@ class SegmentPool:
     def allocate(self, num_bytes: int, at_least: int = 0) -> np.ndarray:
         """uint8 [num_bytes] in a segment that nobody reads; a new one has room for ``at_least`` bytes."""
         free = (s for s in self._segments.values() if not s.readers and len(s.array) >= num_bytes)
-        segment = next(free, None)
+        segment = min(free, key=lambda s: len(s.array), default=None)
         if segment is None:
             segment = Segment(max(num_bytes, at_least, mmap.PAGESIZE))
             self._segments[_address(segment.array)] = segment
@@ -73,9 +74,15 @@ class SegmentPool:
             if name in by_id:
                 by_id[name].readers.discard(reader)
 
-    def drop_held(self) -> None:
-        """Gives up what someone may still read: an update that failed, or a reader that died, never releases it."""
-        self._keep(lambda segment: not segment.readers)
+    def reclaim(self, holding: Mapping[str, Collection[str]]) -> None:
+        """Takes back what was never released: an update failed, or a reader died and was replaced.
+
+        Args:
+            holding: what each reader, by name, does still read. Those of other readers stay as they are.
+        """
+        for segment in self._segments.values():
+            segment.readers.discard(_WRITER)
+            segment.readers -= {reader for reader, ids in holding.items() if segment.id not in ids}
 
     def trim(self, num_segments: int, num_bytes: int) -> None:
         """Gives up free segments beyond that number and beyond that many bytes."""
@@ -101,6 +108,7 @@ class SegmentReader:
 
     def __init__(self) -> None:
         self._maps: dict[str, mmap.mmap] = {}
+        self._reading: dict[int, str] = {}
         self._released: list[str] = []
 
     def read(self, segment: str, path: str, num_bytes: int) -> np.ndarray:
@@ -116,8 +124,15 @@ class SegmentReader:
             with Path(path).open("rb") as file:
                 self._maps[segment] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         array = np.frombuffer(self._maps[segment], dtype=np.uint8, count=num_bytes)
-        weakref.finalize(array, self._released.append, segment).atexit = False
+        number = next(_numbers)
+        self._reading[number] = segment
+        weakref.finalize(array, self._let_go, number).atexit = False
         return array
+
+    @property
+    def holding(self) -> tuple[str, ...]:
+        """Segments that something still refers to."""
+        return tuple(self._reading.values())
 
     def take_released(self) -> tuple[str, ...]:
         """Segments released since the last call."""
@@ -127,6 +142,9 @@ class SegmentReader:
 
     def forget_all_but(self, ids: Iterable[str]) -> None:
         self._maps = {name: self._maps[name] for name in ids if name in self._maps}
+
+    def _let_go(self, number: int) -> None:
+        self._released.append(self._reading.pop(number))
 
 
 _WRITER = "the writer"

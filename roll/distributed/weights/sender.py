@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
-import numpy as np
 import ray
-import torch
 from torch import Tensor
 
 from roll.distributed.executor.errors import RpcTimeoutError
 from roll.distributed.strategy.base import WeightBucket
-from roll.distributed.weight_sync import as_tensor, copy_exact, host_bytes, packing_into
+from roll.distributed.weight_sync import as_tensor, host_bytes, packing_into
 from roll.distributed.weights import device_memory
 from roll.distributed.weights.collective import BroadcastGroup, invite
 from roll.distributed.weights.messages import (
@@ -36,6 +35,8 @@ from roll.distributed.weights.routes import Receiver, Route
 from roll.distributed.weights.segments import Segment, SegmentPool
 
 _DEATH_NOTICE_S = 5.0
+_UNDER_WAY = 2
+"""Buckets that may be without a reply while the next is packed: the receivers' answers take as long as their work."""
 _KEPT_SEGMENTS, _KEPT_BYTES = 4, 1 << 30
 """Shared memory that stays for the next update: that many segments, or more of them while they are small."""
 
@@ -96,13 +97,13 @@ class WeightSender:
         receivers = order.receivers
         talk = _Talk(self._pool, order)
         try:
-            talk.ask(Open(order.payload, order.version, self._pool.ids))
-            self._pool.drop_held()
+            opened = talk.ask(Open(order.payload, order.version, self._pool.ids))
+            self._pool.reclaim({_name(receiver): opened[receiver.rank].holding for receiver in receivers})
             self._meet(talk)
             with self._shared_packing(order):
-                for bucket in buckets:
-                    talk.wait()
-                    self._pass_on(bucket, talk)
+                for number, bucket in enumerate(buckets):
+                    talk.wait(_UNDER_WAY - 1)
+                    self._pass_on(bucket, number, talk)
                     digest.add(bucket)
                     num_bytes += len(bucket.data)
             talk.wait()
@@ -123,38 +124,39 @@ class WeightSender:
             return nullcontext()
         return packing_into(lambda num_bytes: self._pool.allocate(num_bytes, at_least=order.bucket_bytes))
 
-    def _pass_on(self, bucket: WeightBucket, talk: _Talk) -> None:
+    def _pass_on(self, bucket: WeightBucket, number: int, talk: _Talk) -> None:
         """Starts the way of one bucket; ``talk.wait`` ends it. The broadcast, if there is one, is over on return."""
-        places: dict[int, Place] = {}
-        readers = [talk.name(r) for r in talk.order.receivers if r.link.route is Route.SHARED_MEMORY]
+        links = [receiver.link for receiver in talk.order.receivers]
+        on_gpu = as_tensor(bucket.data).cuda() if any(link.device is not None for link in links) else None
+        readers = [_name(r) for r in talk.order.receivers if r.link.route is Route.SHARED_MEMORY]
         if readers:
             segment = self._segment_of(bucket)
             self._pool.hand_over(segment, readers)
-        outgoing: np.ndarray | Tensor | None = None
+        outgoing: Tensor | None = None
         for receiver in talk.order.receivers:
+            place: Place
             match receiver.link.route:
                 case Route.SHARED_MEMORY:
-                    places[receiver.rank] = SharedMemory(segment.id, segment.path)
+                    place = SharedMemory(segment.id, segment.path)
                 case Route.CUDA_IPC:
-                    outgoing = _on_gpu(bucket)
-                    places[receiver.rank] = DeviceMemory(device_memory.share(outgoing))
+                    assert on_gpu is not None
+                    place = DeviceMemory(device_memory.share(on_gpu))
                 case Route.COLLECTIVE:
-                    outgoing = host_bytes(bucket) if receiver.link.device is None else _on_gpu(bucket)
-                    places[receiver.rank] = Broadcast()
-        for receiver in talk.order.receivers:
-            talk.tell(receiver, _parcel(bucket, places[receiver.rank]))
-        talk.keep = outgoing
-        if any(isinstance(place, Broadcast) for place in places.values()):
-            assert self._group is not None and outgoing is not None
+                    outgoing = as_tensor(host_bytes(bucket)) if receiver.link.device is None else on_gpu
+                    place = Broadcast()
+            talk.tell(receiver, _parcel(bucket, number, place))
+        talk.passed_on((on_gpu, outgoing))
+        if outgoing is not None:
+            assert self._group is not None
             with _naming_the_dead(talk):
-                self._group.broadcast(as_tensor(outgoing), talk.check)
+                self._group.broadcast(outgoing, talk.check)
 
     def _segment_of(self, bucket: WeightBucket) -> Segment:
         """Where the bucket lies, or a copy of it when it was packed elsewhere."""
         segment = self._pool.find(bucket.data)
         if segment is None:
             data = self._pool.allocate(len(bucket.data))
-            copy_exact(torch.from_numpy(data), as_tensor(bucket.data))
+            as_tensor(data).copy_(as_tensor(bucket.data))
             segment = self._pool.find(data)
         assert segment is not None
         return segment
@@ -162,7 +164,7 @@ class WeightSender:
     def _meet(self, talk: _Talk) -> None:
         """Sees to it that there is a process group with just the receivers that need one."""
         guests = [receiver for receiver in talk.order.receivers if receiver.link.route is Route.COLLECTIVE]
-        members = [talk.name(receiver) for receiver in guests]
+        members = [_actor(receiver) for receiver in guests]
         if not guests or (self._group is not None and members == self._members):
             return
         self._leave_group()
@@ -172,7 +174,7 @@ class WeightSender:
             talk.tell(receiver, Join(invitation, rank))
         with _naming_the_dead(talk):
             self._group = BroadcastGroup(invitation, 0, store, self._host)
-        talk.wait()
+        talk.answers()
         self._members = members
 
     def _leave_group(self) -> None:
@@ -186,45 +188,58 @@ class _Talk:
 
     def __init__(self, pool: SegmentPool, order: WeightOrder) -> None:
         self.order = order
-        self.keep: object = None
-        """What must stay in memory until the replies are there."""
         self._pool = pool
-        self._open: dict[ray.ObjectRef, Receiver] = {}
-
-    @staticmethod
-    def name(receiver: Receiver) -> str:
-        """Another one after a restart."""
-        return str(receiver.handle._actor_id.hex())
+        self._due: dict[ray.ObjectRef, Receiver] = {}
+        self._told: list[ray.ObjectRef] = []
+        """The messages since the last ``passed_on``."""
+        self._under_way: deque[tuple[list[ray.ObjectRef], object]] = deque()
+        """Of each bucket, oldest first: its messages, and what must stay in memory until they are answered."""
 
     def tell(self, receiver: Receiver, message: Message) -> None:
-        self._open[receiver.handle.receive_weights.remote(message, receiver.link)] = receiver
+        ref = receiver.handle.receive_weights.remote(message, receiver.link)
+        self._due[ref] = receiver
+        self._told.append(ref)
+
+    def passed_on(self, keep: object) -> None:
+        """The last messages were those of one bucket."""
+        self._under_way.append((self._told, keep))
+        self._told = []
 
     def ask(self, message: Message) -> dict[int, Reply]:
         """Tells everybody the same and returns their replies by rank."""
         for receiver in self.order.receivers:
             self.tell(receiver, message)
-        return self.wait()
+        return self.answers()
 
-    def wait(self) -> dict[int, Reply]:
-        """All replies that are due, by rank."""
+    def answers(self) -> dict[int, Reply]:
+        """The replies to what was told last, by rank."""
+        told, self._told = self._told, []
+        return self._replies(told)
+
+    def wait(self, at_most: int = 0) -> None:
+        """Returns when no more than so many buckets are without a reply."""
+        while len(self._under_way) > at_most:
+            self._replies(self._under_way[0][0])
+            self._under_way.popleft()
+
+    def _replies(self, refs: list[ray.ObjectRef]) -> dict[int, Reply]:
         deadline = time.monotonic() + self.order.timeout_s
         replies = {}
-        while self._open:
-            ready, _ = ray.wait(list(self._open), num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+        while late := [ref for ref in refs if ref in self._due]:
+            ready, _ = ray.wait(late, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                late = list(self._open.values())
-                ranks = tuple(receiver.rank for receiver in late)
+                receivers = [self._due[ref] for ref in late]
+                ranks = tuple(receiver.rank for receiver in receivers)
                 call = f"update to version {self.order.version}"
-                raise RpcTimeoutError(late[0].role, ranks, call, None, self.order.timeout_s)
+                raise RpcTimeoutError(receivers[0].role, ranks, call, None, self.order.timeout_s)
             rank, reply = self._take(ready[0])
             replies[rank] = reply
-        self.keep = None
         return replies
 
     def check(self, patience_s: float = 0.0) -> None:
         """Raises the error of a receiver that has failed; a death comes first, which makes others fail too."""
         errors: list[Exception] = []
-        waiting = list(self._open)
+        waiting = list(self._due)
         for ref in ray.wait(waiting, num_returns=len(waiting), timeout=patience_s)[0] if waiting else []:
             try:
                 self._take(ref)
@@ -234,7 +249,7 @@ class _Talk:
             raise next((e for e in errors if isinstance(e, ray.exceptions.RayActorError)), errors[0])
 
     def _take(self, ref: ray.ObjectRef) -> tuple[int, Reply]:
-        receiver = self._open.pop(ref)
+        receiver = self._due.pop(ref)
         try:
             reply: Reply = ray.get(ref)
         except ray.exceptions.RayTaskError as error:
@@ -242,7 +257,7 @@ class _Talk:
             refusal = WeightTransferError(receiver.role, receiver.rank, self.order.payload, self.order.version, reason)
             refusal.add_note(str(error))
             raise refusal from None
-        self._pool.release(reply.released, self.name(receiver))
+        self._pool.release(reply.released, _name(receiver))
         return receiver.rank, reply
 
 
@@ -256,10 +271,15 @@ def _naming_the_dead(talk: _Talk) -> Iterator[None]:
         raise
 
 
-def _parcel(bucket: WeightBucket, place: Place) -> Parcel:
-    return Parcel(bucket.names, bucket.dtypes, bucket.shapes, bucket.checksum, len(bucket.data), place)
+def _parcel(bucket: WeightBucket, number: int, place: Place) -> Parcel:
+    return Parcel(number, bucket.names, bucket.dtypes, bucket.shapes, bucket.checksum, len(bucket.data), place)
 
 
-def _on_gpu(bucket: WeightBucket) -> Tensor:
-    """The bucket's bytes on this process's GPU, copied only if they lie in host memory."""
-    return as_tensor(bucket.data).cuda()
+def _name(receiver: Receiver) -> str:
+    """The same after a restart."""
+    return f"{receiver.role}/{receiver.rank}"
+
+
+def _actor(receiver: Receiver) -> str:
+    """Another one after a restart."""
+    return str(receiver.handle._actor_id.hex())

@@ -130,7 +130,8 @@ class HfInfer:
         weights stay, as in other engines: they are stale by one update for the rest of those requests.
 
         Args:
-            buckets: all of the model's weights under Hugging Face names.
+            buckets: all of the model's weights under Hugging Face names. On a CPU they are not copied: the model lives
+                in them until the next update.
             version: what completions that start from now on report.
             recompute_kv: prefill the running requests anew, so that nothing is stale.
 
