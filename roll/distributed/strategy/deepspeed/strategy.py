@@ -21,16 +21,9 @@ from roll.algorithms.types import TokenScores
 from roll.configs.strategy import DeepSpeedConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
-from roll.distributed.strategy.deepspeed.checkpoint import (
-    adapter_weights,
-    fill_from,
-    hf_weights,
-    restore_weights,
-    save_weights,
-    start_adapter,
-)
+from roll.distributed.strategy.checkpoint import restore_checkpoint
 from roll.distributed.strategy.deepspeed.config import check_engine_options, scoring_config, training_config
-from roll.distributed.strategy.deepspeed.weights import EngineWeights, copy_output_layer, engine_weights
+from roll.distributed.strategy.deepspeed.weights import EngineWeights, engine_weights
 from roll.distributed.strategy.engines import require_engine
 from roll.distributed.strategy.hf_scorer import (
     make_scorer,
@@ -38,6 +31,15 @@ from roll.distributed.strategy.hf_scorer import (
     recompute_activations,
     score_micro_batch,
     share_sequences,
+)
+from roll.distributed.strategy.module_weights import (
+    TrainedModule,
+    adapter_weights,
+    copy_output_layer,
+    hf_weights,
+    load_model,
+    save_module,
+    start_adapter,
 )
 from roll.distributed.strategy.trainer import Limits, Scorer, Trainer, TrainerState, join_group, local_device
 from roll.models import planned_attention
@@ -111,7 +113,7 @@ class DeepSpeedInfer(Scorer):
         self._prepare(scorer)
         engine = start_engine(scorer, self._engine_config(compute), self._parameter_groups(scorer), self.device)
         weights = engine_weights(engine, scorer, self.device, self._stage)
-        fill_from(Path(path), weights, args.model_config_kwargs)
+        load_model(Path(path), weights, args.model_config_kwargs)
         if self.context.lora is not None:
             start_adapter(weights, self.context.seed)
         if self.context.keeps_output_layer:
@@ -191,12 +193,12 @@ class DeepSpeedTrain(DeepSpeedInfer, Trainer):
     def save(self, path: Path) -> None:
         """Writes a checkpoint, see ``checkpoint`` (collective)."""
         self._require(States.WEIGHTS | States.OPTIMIZER)
-        save_weights(path, self.weights, self._state, dtype=self._model_dtype, context=self.context)
+        save_module(path, self.weights, self._state, dtype=self._model_dtype, context=self.context)
 
     def load(self, path: Path) -> None:
         """Continues from a checkpoint that any number of ranks and any trainer has written (collective)."""
         self._require(States.WEIGHTS | States.OPTIMIZER)
-        self._continue_from(restore_weights(path, self.weights), path)
+        self._continue_from(restore_checkpoint(path, TrainedModule(self.weights)), path)
 
     def _square_norm(self, shares: list[Tensor]) -> Tensor:
         """Their part of the sum of squares over all ranks, float64; a rank may have no share of a small model."""

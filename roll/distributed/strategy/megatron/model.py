@@ -20,6 +20,7 @@ from torch import Tensor
 
 from roll.configs.strategy import MegatronConfig
 from roll.distributed.strategy.base import RankInfo, StrategyContext
+from roll.distributed.strategy.checkpoint import HEAD_PREFIX
 from roll.distributed.strategy.engines import constructor_fields
 from roll.distributed.strategy.megatron.modules import layer_specs
 from roll.distributed.strategy.megatron.scores import VocabularyShare
@@ -31,8 +32,6 @@ from roll.models.megatron.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-HEAD_PREFIX = "value_head."
 
 OWNED = {
     "bf16": "model_args.dtype",
