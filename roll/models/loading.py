@@ -182,6 +182,7 @@ def _load(
     attn_implementation: str | None,
     config_kwargs: Mapping[str, Any] | None,
 ) -> PreTrainedModel:
+    from safetensors import SafetensorError
     from transformers import AutoModel, AutoModelForCausalLM
 
     path, local = locate_model(path)
@@ -197,15 +198,18 @@ def _load(
             local_files_only=local,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below
             **options,
         )
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ValueError(f"model path {path!r}: no safetensors weights could be loaded ({error})") from error
     model: PreTrainedModel
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
         # transformers would go on with random weights in their place.
         raise ValueError(f"model path {path!r}: {len(missing)} weights are missing, the first is {missing[0]!r}")
+    for name, seen, expected in report["mismatched_keys"]:
+        raise ValueError(f"model path {path!r}: {name}: seen shape {tuple(seen)}, expected {tuple(expected)}")
     return model.to(device).eval()  # type: ignore[arg-type]
 
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll.distributed.strategy.agreement import agreed
 from roll.distributed.strategy.optim import ADAM_STATE, MASTER
 from roll.distributed.strategy.trainer import TrainerState, all_gather
 from roll.models.heads import VALUE_HEAD_FILE
@@ -121,20 +122,30 @@ def restore_checkpoint(path: Path, trained: Trained, *, tensors: bool = True) ->
         tensors: False leaves weights and moments as they are, which an engine then reads in a way of its own.
 
     Raises:
-        ValueError: a part is missing or belongs to another model.
+        ValueError: on every rank, when a part is missing or belongs to another model.
     """
-    state = read_state(path)
+    with agreed():
+        state = read_state(path)
     if tensors:
-        stored = StoredTensors((path / OPTIMIZER).parent)
-        if MASTER in stored.kinds:
-            trained.fill(MASTER, stored.reader(MASTER))
-        else:
-            trained.load(path)
-        for kind in ADAM_STATE:
-            trained.fill(kind, stored.reader(kind))
+        try:
+            _restore_tensors(path, trained)
+        except ValueError as error:
+            raise ValueError(f"checkpoint {path}: {error}") from error
     trained.set_steps(state.optimizer_steps)
-    restore_rng(path, trained.device)
+    with agreed():
+        restore_rng(path, trained.device)
     return state
+
+
+def _restore_tensors(path: Path, trained: Trained) -> None:
+    with agreed():
+        stored = StoredTensors((path / OPTIMIZER).parent)
+    if MASTER in stored.kinds:
+        trained.fill(MASTER, stored.reader(MASTER))
+    else:
+        trained.load(path)
+    for kind in ADAM_STATE:
+        trained.fill(kind, stored.reader(kind))
 
 
 def read_state(path: Path) -> TrainerState:
@@ -156,16 +167,24 @@ class StoredTensors:
     """
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
+        """Opens the files.
+
+        Raises:
+            ValueError: there are none, or one is damaged.
+        """
+        from safetensors import SafetensorError, safe_open
 
         self._folder = folder
         self._files: dict[str, Any] = {}
         for file in sorted(folder.glob("*.safetensors")):
-            opened = safe_open(file, framework="pt")
+            try:
+                opened = safe_open(file, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{file.name}: {error}; expected a whole safetensors file") from error
             self._files |= dict.fromkeys(opened.keys(), opened)
         self.kinds = {name.rpartition(".")[2] for name in self._files}
         if not self._files:
-            raise ValueError(f"checkpoint {folder}: no safetensors in it; expected a trainer's")
+            raise ValueError(f"no safetensors in {folder.name}; expected a trainer's")
 
     def get(self, name: str) -> Tensor:
         """Reads one tensor.
@@ -174,7 +193,7 @@ class StoredTensors:
             ValueError: there is none of that name.
         """
         if name not in self._files:
-            raise ValueError(f"checkpoint {self._folder}: no tensor {name!r}; it belongs to another model")
+            raise ValueError(f"no tensor {name!r} in {self._folder.name}; it belongs to another model")
         return cast(Tensor, self._files[name].get_tensor(name))
 
     def reader(self, kind: str) -> Reader:
@@ -261,13 +280,9 @@ class _FirstError:
 
     def agree(self, path: Path) -> None:
         """Raises on every rank if rank 0 failed (collective)."""
-        failed = torch.tensor([float(self.error is not None)])
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            failed = all_gather(failed).flatten()
-        if self.error is not None:
-            raise OSError(f"checkpoint {path}: {self.error}") from self.error
-        if failed.any():
-            raise OSError(f"checkpoint {path}: rank 0 could not write it")
+        with agreed():
+            if self.error is not None:
+                raise OSError(f"checkpoint {path}: {self.error}") from self.error
 
 
 def _stream(result: _FirstError, path: Path, tensors: Named) -> None:

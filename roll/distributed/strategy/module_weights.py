@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from roll.distributed.strategy.agreement import agreed
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.checkpoint import (
     ADAPTER,
@@ -88,9 +89,10 @@ class TrainedModule:
             load_model(path, weights)
             return
         # What is trained beside frozen weights: the adapter, and a critic's head.
-        if not (path / ADAPTER_FILE).is_file():
-            raise ValueError(f"checkpoint {path}: no {ADAPTER_FILE}; expected one of a run with lora_target")
-        stored = StoredTensors(path)
+        with agreed():
+            if not (path / ADAPTER_FILE).is_file():
+                raise ValueError(f"no {ADAPTER_FILE}; expected a checkpoint of a run with lora_target")
+            stored = StoredTensors(path)
         _fill(weights, weights.trained, MASTER, lambda name: stored.get(_stored_name(name).removeprefix(HEAD_PREFIX)))
 
     def set_steps(self, steps: int) -> None:
@@ -98,8 +100,15 @@ class TrainedModule:
 
 
 def load_model(path: Path, weights: ModuleWeights, config_kwargs: Mapping[str, Any] | None = None) -> None:
-    """Sets all parameters, but for an adapter's, to those of a model folder that rank 0 reads (collective)."""
-    whole = _read_model(path, weights.scorer.value_head is not None, config_kwargs) if _rank() == 0 else {}
+    """Sets all parameters, but for an adapter's, to those of a model folder that rank 0 reads (collective).
+
+    Raises:
+        ValueError: on every rank, when rank 0 cannot read it.
+    """
+    whole: dict[str, Tensor] = {}
+    with agreed():
+        if _rank() == 0:
+            whole = _read_model(path, weights.scorer.value_head is not None, config_kwargs)
     names = [name for name in weights.parameters if not is_adapter(name)]
     _fill(weights, names, MASTER, lambda name: whole[base_name(name)])
 
@@ -203,7 +212,16 @@ def _read_model(path: Path, has_head: bool, config_kwargs: Mapping[str, Any] | N
 def _fill(weights: ModuleWeights, names: Iterable[str], kind: str, read: Callable[[str], Tensor]) -> None:
     """Sets what ``names`` mean from whole tensors that rank 0 reads (collective)."""
     for name in names:
-        weights.fill(name, kind, read(name) if _rank() == 0 else None)
+        with agreed():
+            whole = _read(weights, name, read) if _rank() == 0 else None
+        weights.fill(name, kind, whole)
+
+
+def _read(weights: ModuleWeights, name: str, read: Callable[[str], Tensor]) -> Tensor:
+    whole, expected = read(name), weights.shape(name)
+    if whole.shape != expected:
+        raise ValueError(f"{_stored_name(name)}: seen shape {tuple(whole.shape)}, expected {tuple(expected)}")
+    return whole
 
 
 def _head_weights(weights: ModuleWeights) -> Iterator[tuple[str, Tensor]]:

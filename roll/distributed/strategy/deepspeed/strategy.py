@@ -20,6 +20,7 @@ from torch import Tensor
 from roll.algorithms.types import TokenScores
 from roll.configs.strategy import DeepSpeedConfig
 from roll.data.batch import Batch
+from roll.distributed.strategy.agreement import agreed
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.checkpoint import restore_checkpoint
 from roll.distributed.strategy.deepspeed.config import check_engine_options, scoring_config, training_config
@@ -103,11 +104,12 @@ class DeepSpeedInfer(Scorer):
 
     def _load(self) -> EngineWeights:
         args, path = self.context.worker.model_args, self.context.model_path
-        # The format in which weights leave: exports and saved models.
-        self._model_dtype = resolve_dtype(args.dtype, load_config(path, args.model_config_kwargs))
-        asked = self._options.precision
-        compute = self._model_dtype if asked is None else resolve_dtype(asked)
-        scorer = make_scorer(self.context, self._stored_dtype(compute))
+        with agreed():
+            # The format in which weights leave: exports and saved models.
+            self._model_dtype = resolve_dtype(args.dtype, load_config(path, args.model_config_kwargs))
+            asked = self._options.precision
+            compute = self._model_dtype if asked is None else resolve_dtype(asked)
+            scorer = make_scorer(self.context, self._stored_dtype(compute))
         self.shares_prompts = self.context.worker.share_prompts and planned_attention.enable(scorer.model)
         self._sequence_group = share_sequences(self.context, scorer)
         self._prepare(scorer)

@@ -18,6 +18,7 @@ from torch import Tensor
 from roll.algorithms.types import TokenScores
 from roll.configs.strategy import Fsdp2Config
 from roll.data.batch import Batch
+from roll.distributed.strategy.agreement import agreed
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.checkpoint import restore_checkpoint
 from roll.distributed.strategy.fsdp2.activation_offload import OffloadedActivations
@@ -104,10 +105,11 @@ class Fsdp2Infer(Scorer):
                 f"{self.context.role}: strategy_config.tensor_parallel_size: {config.tensor_parallel_size}, expected 1 "
                 "with lora_target, whose layers are not split"
             )
-        # The format in which weights leave: exports and saved models.
-        self._model_dtype = resolve_dtype(args.dtype, load_config(path, args.model_config_kwargs))
-        compute = self._model_dtype if config.param_dtype is None else resolve_dtype(config.param_dtype)
-        scorer = make_scorer(self.context, self._stored_dtype(compute))
+        with agreed():
+            # The format in which weights leave: exports and saved models.
+            self._model_dtype = resolve_dtype(args.dtype, load_config(path, args.model_config_kwargs))
+            compute = self._model_dtype if config.param_dtype is None else resolve_dtype(config.param_dtype)
+            scorer = make_scorer(self.context, self._stored_dtype(compute))
         self.shares_prompts = self.context.worker.share_prompts and planned_attention.enable(scorer.model)
         self._sequence_group = share_sequences(self.context, scorer, config.tensor_parallel_size)
         weights: Weights

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from roll.distributed.strategy.agreement import agreed
 from roll.distributed.strategy.checkpoint import (
     HEAD_PREFIX,
     MODEL,
@@ -25,15 +26,12 @@ from roll.distributed.strategy.checkpoint import (
     optimizer_tensors,
     save_checkpoint,
 )
-from roll.distributed.strategy.megatron.model import MegatronModel
+from roll.distributed.strategy.megatron.model import MegatronModel, folder_reader, own_parts
 from roll.distributed.strategy.megatron.optimizer import MegatronAdam
 from roll.distributed.strategy.megatron.weights import WeightGatherer
 from roll.distributed.strategy.optim import MASTER
 from roll.distributed.strategy.trainer import TrainerState
-from roll.models.heads import load_value_head
 from roll.models.loading import Head, make_skeleton, save_config
-from roll.models.megatron.convert import shard
-from roll.models.megatron.weight_files import WeightFiles
 
 _EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 
@@ -62,31 +60,22 @@ class TrainedModel:
             yield HEAD_PREFIX + name, tensor
 
     def fill(self, kind: str, read: Reader) -> None:
-        self._fill(kind, _checkpoint_reader(read, self.head))
+        with agreed():
+            self._set(kind, _checkpoint_reader(read, self.head))
 
     def load(self, path: Path) -> None:
-        read = WeightFiles(str(path)).read
-        if self.model.value_head is not None:
-            head = load_value_head(self.model.config.hidden_size, path)
-            saved = {HEAD_PREFIX + name: parameter for name, parameter in head.named_parameters()}
-            self._fill(MASTER, lambda name: saved[name] if name in saved else read(name))
-        else:
-            self._fill(MASTER, read)
+        with agreed():
+            self._set(MASTER, folder_reader(self.model, path))
 
     def set_steps(self, steps: int) -> None:
         self.optimizer.set_step(steps)
 
     @torch.no_grad()
-    def _fill(self, kind: str, read: Reader) -> None:
-        """Sets this rank's part, from whole tensors under a checkpoint's names."""
-        model = self.model
-        for layout, chunk in zip(model.layouts, model.chunks, strict=True):
-            for name, parameter in chunk.named_parameters():
-                is_head = name.startswith(HEAD_PREFIX)
-                part = read(name) if is_head else shard(name, read, model.converted, layout)
-                if kind == MASTER:
-                    parameter.copy_(part)
-                self.optimizer.set(parameter, kind, part)
+    def _set(self, kind: str, read: Reader) -> None:
+        for parameter, part in own_parts(self.model, read):
+            if kind == MASTER:
+                parameter.copy_(part)
+            self.optimizer.set(parameter, kind, part)
 
 
 def save_model(path: Path, trained: TrainedModel, state: TrainerState, *, dtype: torch.dtype, source: str) -> None:

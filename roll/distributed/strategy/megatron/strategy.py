@@ -26,6 +26,7 @@ from roll.algorithms.types import LossContext, LossFn, TokenScores
 from roll.configs.strategy import MegatronConfig
 from roll.data.batch import Batch
 from roll.data.packing import take_micro_batch
+from roll.distributed.strategy.agreement import agreed
 from roll.distributed.strategy.base import RankInfo, States
 from roll.distributed.strategy.checkpoint import restore_checkpoint
 from roll.distributed.strategy.engines import require_engine
@@ -74,7 +75,8 @@ class MegatronInfer(Scorer):
         self.options = MegatronConfig.model_validate(context.worker.strategy_args.strategy_config)
         self.info = join_parallel_state(context, self.options)
         args = context.worker.model_args
-        hf_config = load_config(context.model_path, args.model_config_kwargs)
+        with agreed():
+            hf_config = load_config(context.model_path, args.model_config_kwargs)
         # The format in which weights leave: exports and saved models.
         self._model_dtype = resolve_dtype(args.dtype, hf_config)
         if self._trained and self._model_dtype == torch.float16:
