@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -49,6 +51,14 @@ def leave_rank() -> NoReturn:
     """
     torch.distributed.barrier()
     os._exit(0)
+
+
+@contextlib.contextmanager
+def recorded_warnings(file: Path) -> Iterator[None]:
+    """Leaves in ``file`` the warnings that a run would print, one in a line."""
+    with warnings.catch_warnings(record=True) as caught:
+        yield
+    file.write_text("".join(f"{warning.filename}: {warning.message}\n" for warning in caught))
 
 
 def write(folder: Path, name: str, tensors: dict[str, Tensor], metrics: Metrics | None = None) -> None:

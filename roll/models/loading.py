@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -137,6 +138,23 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def save_model(model: PreTrainedModel, path: Path) -> None:
+    """Writes a model folder, in the number format of the weights.
+
+    Not by ``save_pretrained``, which imports DeepSpeed wherever it is installed: that takes seconds, and it warns.
+    """
+    from safetensors.torch import save_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name: tensor.contiguous()
+        for parameter_name, parameter in model.named_parameters()
+        for name, tensor in to_hf_weights(model, parameter_name, parameter.detach()).items()
+    }
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    save_config(model, path, model.dtype)
+
+
 def save_config(model: PreTrainedModel, path: Path, dtype: torch.dtype) -> None:
     """Writes what belongs beside the weights: ``config.json`` (naming ``dtype``) and ``generation_config.json``."""
     model.config.save_pretrained(path)
@@ -184,7 +202,10 @@ def _load(
 ) -> PreTrainedModel:
     from safetensors import SafetensorError
     from transformers import AutoModel, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # in a log it is lines that overwrite nothing
     path, local = locate_model(path)
     config = load_config(path, config_kwargs)
     kind = AutoModelForCausalLM if head == "lm" else AutoModel

@@ -20,6 +20,7 @@ from ranks import (
     exported_adapter,
     leave_rank,
     metrics_of,
+    recorded_warnings,
     run_ranks,
     tensors_of,
     write,
@@ -224,9 +225,10 @@ def run_others(out: Path, model: Path, rank: int) -> None:
 
 def rank_main(rank: int, port: int, out: Path, model: Path) -> None:
     enter_rank(port)
-    for name in CASES:
-        run_case(out, model, name, rank)
-    run_others(out, model, rank)
+    with recorded_warnings(out / f"warnings-{rank}"):
+        for name in CASES:
+            run_case(out, model, name, rank)
+        run_others(out, model, rank)
     leave_rank()
 
 
@@ -369,6 +371,11 @@ def test_float32_weights_behind_bf16_survive_a_checkpoint(two_ranks: Path, model
 def test_failed_write_is_an_error_on_every_rank(two_ranks: Path) -> None:
     for rank in range(2):
         assert "occupied" in (two_ranks / f"error{rank}").read_text()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_is_said_that_a_user_cannot_change(two_ranks: Path, rank: int) -> None:
+    assert (two_ranks / f"warnings-{rank}").read_text() == ""
 
 
 # ---- what is refused

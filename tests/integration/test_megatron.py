@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import assert_near, enter_rank, exported, run_ranks
+from ranks import assert_near, enter_rank, exported, recorded_warnings, run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -289,14 +289,15 @@ CASES = [value for name, value in globals().items() if name.startswith("case_")]
 
 def run_rank(rank: int, port: int, folder: Path) -> None:
     enter_rank(port)
-    for case in CASES:
-        try:
-            found = case(folder, rank)
-        except BaseException:
-            found = {"error": traceback.format_exc()}
-        torch.save(found, folder / f"{case.__name__}-{rank}.pt")
-        if "error" in found:
-            break  # the other rank may be waiting in a collective
+    with recorded_warnings(folder / f"warnings-{rank}"):
+        for case in CASES:
+            try:
+                found = case(folder, rank)
+            except BaseException:
+                found = {"error": traceback.format_exc()}
+            torch.save(found, folder / f"{case.__name__}-{rank}.pt")
+            if "error" in found:
+                break  # the other rank may be waiting in a collective
     os._exit(0)  # torch's threads sometimes abort the interpreter's own end
 
 
@@ -335,6 +336,11 @@ def expected_after(folder: Path, kind: str, *seeds: int, **kwargs: Any) -> tuple
     trainer = make_trainer(folder / kind, "fsdp2_train", **kwargs)
     metrics = [step(trainer, seed) for seed in seeds][-1]
     return metrics, exported(trainer)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_is_said_that_a_user_cannot_change(folder: Path, rank: int) -> None:
+    assert (folder / f"warnings-{rank}").read_text() == ""
 
 
 def test_step_with_a_nan_changes_nothing(folder: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.checkpoint import restore_checkpoint
 from roll.distributed.strategy.deepspeed.config import check_engine_options, scoring_config, training_config
 from roll.distributed.strategy.deepspeed.weights import EngineWeights, engine_weights
-from roll.distributed.strategy.engines import require_engine
+from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.hf_scorer import (
     make_scorer,
     rank_info,
@@ -270,6 +269,5 @@ def _import_deepspeed(device: torch.device) -> Any:
     if device.type == "cpu":
         # Collectives through shared memory, for tensor-parallel inference only: they take minutes to compile.
         deepspeed.ops.__compatible_ops__ = {}
-    for old in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-        warnings.filterwarnings("ignore", f"`torch.distributed.{old}` is deprecated", FutureWarning)
+    ignore_renamed_collectives()
     return deepspeed

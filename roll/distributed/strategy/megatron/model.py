@@ -337,6 +337,7 @@ def transformer_config(
         # Weights are loaded anyway, but this is what marks parameters as cut over tensor-parallel ranks.
         "perform_initialization": True,
         "deallocate_pipeline_outputs": True,
+        "cuda_graph_scope": [],  # whole layers, as by Megatron's own default, which warns that it is deprecated
         # Shapes are sent along where stages take turns; the interleaved schedule hangs with it, so there all are equal.
         "variable_seq_lengths": pipelined and not options.virtual_stages,
         "batch_p2p_comm": gpu,

@@ -29,7 +29,7 @@ from roll.data.packing import take_micro_batch
 from roll.distributed.strategy.agreement import agreed
 from roll.distributed.strategy.base import RankInfo, States
 from roll.distributed.strategy.checkpoint import restore_checkpoint
-from roll.distributed.strategy.engines import require_engine
+from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.megatron import cpu
 from roll.distributed.strategy.megatron.checkpoint import TrainedModel, save_model
 from roll.distributed.strategy.megatron.input import MegatronInput, Rounding, grid_shape, lay_out
@@ -71,6 +71,7 @@ class MegatronInfer(Scorer):
             )
         self.device = local_device(context.rank)
         join_group(context, self.device, alone=True)
+        ignore_renamed_collectives()
         cpu.enable()
         self.options = MegatronConfig.model_validate(context.worker.strategy_args.strategy_config)
         self.info = join_parallel_state(context, self.options)
