@@ -103,9 +103,9 @@ def make_model(path: Path, eos_probability: float | None) -> None:
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-    from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
+    from roll.models.loading import save_model
+
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -135,7 +135,7 @@ def make_model(path: Path, eos_probability: float | None) -> None:
         constant = model.model(torch.randint(VOCABULARY, (8, 64))).last_hidden_state[..., 0].mean()
         odds = math.exp(-60) if eos_probability is None else eos_probability / (1 - eos_probability)
         output[tokenizer.eos_token_id, 0] = math.log(odds * VOCABULARY) / constant
-    model.save_pretrained(path)
+    save_model(model, path)
     tokenizer.save_pretrained(path)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -137,6 +138,23 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def save_model(model: PreTrainedModel, path: Path) -> None:
+    """Writes a model folder, in the number format of the weights.
+
+    Not by ``save_pretrained``, which imports DeepSpeed wherever it is installed: that takes seconds, and it warns.
+    """
+    from safetensors.torch import save_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name: tensor.contiguous()
+        for parameter_name, parameter in model.named_parameters()
+        for name, tensor in to_hf_weights(model, parameter_name, parameter.detach()).items()
+    }
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    save_config(model, path, model.dtype)
+
+
 def save_config(model: PreTrainedModel, path: Path, dtype: torch.dtype) -> None:
     """Writes what belongs beside the weights: ``config.json`` (naming ``dtype``) and ``generation_config.json``."""
     model.config.save_pretrained(path)
@@ -182,8 +200,12 @@ def _load(
     attn_implementation: str | None,
     config_kwargs: Mapping[str, Any] | None,
 ) -> PreTrainedModel:
+    from safetensors import SafetensorError
     from transformers import AutoModel, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # in a log it is lines that overwrite nothing
     path, local = locate_model(path)
     config = load_config(path, config_kwargs)
     kind = AutoModelForCausalLM if head == "lm" else AutoModel
@@ -197,15 +219,18 @@ def _load(
             local_files_only=local,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below
             **options,
         )
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ValueError(f"model path {path!r}: no safetensors weights could be loaded ({error})") from error
     model: PreTrainedModel
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
         # transformers would go on with random weights in their place.
         raise ValueError(f"model path {path!r}: {len(missing)} weights are missing, the first is {missing[0]!r}")
+    for name, seen, expected in report["mismatched_keys"]:
+        raise ValueError(f"model path {path!r}: {name}: seen shape {tuple(seen)}, expected {tuple(expected)}")
     return model.to(device).eval()  # type: ignore[arg-type]
 
 

@@ -100,6 +100,8 @@ def make_tiny_model(path: Path, seed: int, num_heads: int = 4) -> None:
     import torch
     from transformers import Qwen2ForCausalLM
 
+    from roll.models.loading import save_model
+
     tokenizer = make_tokenizer()
     config = tiny_config(num_heads)
     with torch.random.fork_rng():
@@ -107,7 +109,7 @@ def make_tiny_model(path: Path, seed: int, num_heads: int = 4) -> None:
         model = Qwen2ForCausalLM(config).float()
     building = path.with_name(path.name + ".building")
     shutil.rmtree(building, ignore_errors=True)
-    model.save_pretrained(building)
+    save_model(model, building)
     tokenizer.save_pretrained(building)
     shutil.rmtree(path, ignore_errors=True)
     building.rename(path)

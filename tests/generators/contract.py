@@ -35,33 +35,34 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "tied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "untied": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": False, "head_dim": 32}),
 }
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+"""Of size 32, which every engine's kernels take."""
 LORA = LoraSpec(rank=4, alpha=12, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
 
 
-def make_model(family: str, seed: int) -> PreTrainedModel:
-    """A random model whose heads (of size 32) every engine's kernels take."""
-    config_class, model_class, extra = FAMILIES[family]
+def random_model(config_class: Any, model_class: Any, seed: int, **config: Any) -> PreTrainedModel:
+    """A model of two layers for the tiny tokenizer."""
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
-    model = model_class(
-        config_class(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=SEQUENCE_LENGTH,
-            # Wide enough for peaked distributions: near-ties would make greedy comparisons a matter of rounding.
-            initializer_range=0.15,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            **extra,
-        )
-    ).eval()
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        # Wide enough for peaked distributions: near-ties would make greedy comparisons a matter of rounding.
+        "initializer_range": 0.15,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return model_class(config_class(**shape, **config)).eval()
+
+
+def make_model(family: str, seed: int) -> PreTrainedModel:
+    config_class, model_class, extra = FAMILIES[family]
+    model = random_model(config_class, model_class, seed, max_position_embeddings=SEQUENCE_LENGTH, **HEADS, **extra)
     # Many tokens that end a completion, stated where only the generation defaults are: random text meets some of them.
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, *range(40, 70)]
+    model.generation_config.eos_token_id = [model.config.eos_token_id, *range(40, 70)]
     return model
 
 

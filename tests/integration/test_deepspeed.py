@@ -6,35 +6,42 @@ The two processes start once and leave files that the tests judge, mostly beside
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import os
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from ranks import (
+    assert_near,
+    enter_rank,
+    exported,
+    exported_adapter,
+    leave_rank,
+    metrics_of,
+    recorded_warnings,
+    run_ranks,
+    tensors_of,
+    write,
+)
+from safetensors.torch import load_file
+from trainers import VOCABULARY, shares
+from trainers import make_context as context_of
 
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.agentic import AgenticConfig
 from roll.configs.loader import load_config
 from roll.configs.strategy import DeepSpeedConfig
-from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import LoraSpec, Metrics, States, StrategyContext
 from roll.distributed.strategy.deepspeed.strategy import DeepSpeedInfer, DeepSpeedTrain, check_engine_options
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
-from roll.distributed.weight_sync import unpack_bucket
+from roll.distributed.strategy.optim import MASTER
 from roll.models import scoring
 
 pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
 
-VOCABULARY = 61
 CPU = {"device": "cpu"}
 LORA = LoraSpec(rank=3, alpha=6, targets=("q_proj", "down_proj"))
 CASES: dict[str, dict[str, Any]] = {
@@ -71,21 +78,6 @@ def make_model(path: Path) -> Path:
     return path
 
 
-def shares(step: int) -> list[Batch]:
-    """Ragged shares of the two ranks: 7 and 2 sequences, 9 and 0, 2 and 7."""
-    generator = torch.Generator().manual_seed(step)
-    lengths = torch.randint(3, 15, (9,), generator=generator)
-    num_tokens = int(lengths.sum())
-    batch = Batch(
-        lengths, torch.randint(0, VOCABULARY, (num_tokens,), generator=generator), torch.zeros(num_tokens) > 0
-    )
-    mask = (torch.rand(num_tokens, generator=generator) < 0.5) & (batch.positions_T > 0)
-    batch = batch.replace(loss_mask_T=mask, advantages_T=torch.randn(num_tokens, generator=generator))
-    rows = torch.arange(9)
-    cut = (7, 9, 2)[step % 3]
-    return [batch.select(rows[:cut]), batch.select(rows[cut:])]
-
-
 def loss_fn(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
     if scores.values_T is not None:
         return LossOutput(
@@ -117,21 +109,8 @@ class FailingLoss:
 
 
 def make_context(model: Path, name: str, strategy: dict[str, Any] | None = None, **kwargs: Any) -> StrategyContext:
-    worker = {
-        "model_args": {"dtype": "fp32", **kwargs.pop("model_args", {})},
-        "training_args": {
-            "learning_rate": 1e-3,
-            "weight_decay": 0.1,
-            "lr_scheduler_type": "cosine",
-            "adam_epsilon": 1e-6,
-            "per_device_train_batch_size": 2,
-        },
-        "strategy_args": {"strategy_name": name, "strategy_config": strategy or {}},
-    }
-    options = {"temperature": 0.8, "max_grad_norm": 0.5, "total_optimizer_steps": 10, "l2": 0.01, **kwargs}
-    return StrategyContext(
-        worker=WorkerConfig.model_validate(worker), **{"role": "actor_train", "model_path": str(model), **options}
-    )
+    kwargs["model_args"] = {"disable_gradient_checkpointing": False, **kwargs.get("model_args", {})}
+    return context_of(model, name, strategy, training_args={"adam_epsilon": 1e-6}, **{"l2": 0.01, **kwargs})
 
 
 def zero_trainer(model: Path, zero: dict[str, Any], **kwargs: Any) -> DeepSpeedTrain:
@@ -146,16 +125,6 @@ def fsdp_trainer(model: Path, **kwargs: Any) -> Fsdp2Train:
     return trainer
 
 
-def exported(trainer: DeepSpeedTrain | Fsdp2Train) -> dict[str, Tensor]:
-    buckets = list(trainer.export_weights(10_000))
-    return {name: tensor.clone() for bucket in buckets for name, tensor in unpack_bucket(bucket)}
-
-
-def exported_adapter(trainer: DeepSpeedTrain | Fsdp2Train) -> dict[str, Tensor]:
-    buckets = list(trainer.export_adapter(10_000))
-    return {name: tensor.clone() for bucket in buckets for name, tensor in unpack_bucket(bucket)}
-
-
 def with_reference(batch: Batch) -> Batch:
     """Hidden states of no model: the KL to them is far from 0."""
     generator = torch.Generator().manual_seed(9)
@@ -163,11 +132,6 @@ def with_reference(batch: Batch) -> Batch:
 
 
 # ---- two processes: one start, many scenarios
-
-
-def write(folder: Path, name: str, tensors: dict[str, Tensor], metrics: Metrics | None = None) -> None:
-    save_file({key: value.contiguous().clone() for key, value in tensors.items()}, folder / f"{name}.safetensors")
-    (folder / f"{name}.json").write_text(json.dumps(metrics or {}))
 
 
 def run_case(out: Path, model: Path, name: str, rank: int) -> None:
@@ -248,10 +212,10 @@ def run_others(out: Path, model: Path, rank: int) -> None:
     bf16 = zero_trainer(model, {"stage": 3}, model_args={"dtype": "bf16"}, **options)
     bf16.train_step(shares(0)[rank], loss_fn)
     bf16.save(out / "bf16-checkpoint")
-    write(out, f"bf16-master-{rank}", {name: bf16.weights.whole(name) for name in bf16.weights.trained})
+    write(out, f"bf16-master-{rank}", {name: bf16.weights.whole(name, MASTER) for name in bf16.weights.trained})
     bf16.reset_optimizer()
     bf16.load(out / "bf16-checkpoint")
-    write(out, f"bf16-restored-{rank}", {name: bf16.weights.whole(name) for name in bf16.weights.trained})
+    write(out, f"bf16-restored-{rank}", {name: bf16.weights.whole(name, MASTER) for name in bf16.weights.trained})
     (out / "occupied").write_text("a file, not a folder")
     try:
         bf16.save(out / "occupied")
@@ -260,13 +224,12 @@ def run_others(out: Path, model: Path, rank: int) -> None:
 
 
 def rank_main(rank: int, port: int, out: Path, model: Path) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    for name in CASES:
-        run_case(out, model, name, rank)
-    run_others(out, model, rank)
-    torch.distributed.destroy_process_group()
-    os._exit(0)  # torch's threads sometimes abort the interpreter's own end
+    enter_rank(port)
+    with recorded_warnings(out / f"warnings-{rank}"):
+        for name in CASES:
+            run_case(out, model, name, rank)
+        run_others(out, model, rank)
+    leave_rank()
 
 
 @pytest.fixture(scope="module")
@@ -291,26 +254,8 @@ def one_process(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 @pytest.fixture(scope="module")
 def two_ranks(one_process: dict[str, Any], model: Path) -> Path:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(rank_main, (port, one_process["folder"], model), nprocs=2)
+    run_ranks(rank_main, 2, one_process["folder"], model)
     return Path(one_process["folder"])
-
-
-def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    assert found.keys() == expected.keys()
-    worst = max(((found[name].double() - expected[name].double()).abs().max().item(), name) for name in expected)
-    assert worst[0] <= tolerance, worst
-
-
-def metrics_of(folder: Path, name: str) -> dict[str, float]:
-    found: dict[str, float] = json.loads((folder / f"{name}.json").read_text())
-    return found
-
-
-def tensors_of(folder: Path, name: str) -> dict[str, Tensor]:
-    return load_file(folder / f"{name}.safetensors")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -426,6 +371,11 @@ def test_float32_weights_behind_bf16_survive_a_checkpoint(two_ranks: Path, model
 def test_failed_write_is_an_error_on_every_rank(two_ranks: Path) -> None:
     for rank in range(2):
         assert "occupied" in (two_ranks / f"error{rank}").read_text()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_is_said_that_a_user_cannot_change(two_ranks: Path, rank: int) -> None:
+    assert (two_ranks / f"warnings-{rank}").read_text() == ""
 
 
 # ---- what is refused

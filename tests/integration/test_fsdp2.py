@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
-from safetensors.torch import load_file, save_file
+from ranks import assert_near, enter_rank, exported, leave_rank, run_ranks, write
+from safetensors.torch import load_file
 from torch import Tensor
+from trainers import TEMPERATURE, VOCABULARY, make_batch, shares
+from trainers import make_context as context_of
 
 from roll.algorithms.losses import build_policy_loss
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.algorithm import AlgorithmConfig
-from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.shared_prompts import worth_sharing
-from roll.distributed.strategy.base import Metrics, States, StrategyContext
+from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
-from roll.distributed.weight_sync import unpack_bucket
 
-TEMPERATURE = 0.8
 ENTROPY_COEF = 0.01
 KL_COV = {"pg_variant": "kl_cov", "ppo_kl_coef": 0.3}
 FULL_KL = {"use_kl_loss": True, "kl_penalty": "full", "kl_loss_coef": 0.5}
@@ -46,7 +43,7 @@ class ProbedTrain(Fsdp2Train):
 
     def apply_gradients(self, rate: float, norm: float) -> None:
         weights = self.weights
-        self.gradient = {n.removeprefix("model."): weights.whole(n, p.grad).clone() for n, p in weights.local.items()}
+        self.gradient = {n.removeprefix("model."): weights.join(n, p.grad).clone() for n, p in weights.local.items()}
         super().apply_gradients(rate, norm)
 
 
@@ -55,7 +52,7 @@ def make_model(path: Path, *, tied: bool = True, **kwargs: Any) -> Path:
 
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=61,
+        vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
@@ -67,15 +64,6 @@ def make_model(path: Path, *, tied: bool = True, **kwargs: Any) -> Path:
     )
     Qwen2ForCausalLM(config).save_pretrained(path)
     return path
-
-
-def make_batch(num_sequences: int = 9, seed: int = 0) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(3, 15, (num_sequences,), generator=generator)
-    num_tokens = int(lengths.sum())
-    batch = Batch(lengths, torch.randint(0, 61, (num_tokens,), generator=generator), torch.zeros(num_tokens).bool())
-    mask = (torch.rand(num_tokens, generator=generator) < 0.5) & (batch.positions_T > 0)
-    return batch.replace(loss_mask_T=mask, advantages_T=torch.randn(num_tokens, generator=generator))
 
 
 def with_reference(batch: Batch, seed: int = 0) -> Batch:
@@ -105,34 +93,14 @@ def nan_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOut
 
 
 def make_context(model: Path, strategy: dict[str, Any] | None = None, **kwargs: Any) -> StrategyContext:
-    worker = {
-        "model_args": {"dtype": "fp32", "disable_gradient_checkpointing": True, **kwargs.pop("model_args", {})},
-        "training_args": {
-            "learning_rate": 1e-3,
-            "weight_decay": 0.1,
-            "lr_scheduler_type": "cosine",
-            "warmup_steps": 1,
-            "per_device_train_batch_size": 2,
-            **kwargs.pop("training_args", {}),
-        },
-        "strategy_args": {"strategy_name": "fsdp2_train", "strategy_config": strategy or {}},
-        **kwargs.pop("worker", {}),
-    }
-    options = {"temperature": TEMPERATURE, "max_grad_norm": 0.5, "total_optimizer_steps": 10, **kwargs}
-    return StrategyContext(
-        worker=WorkerConfig.model_validate(worker), **{"role": "actor_train", "model_path": str(model), **options}
-    )
+    kwargs["training_args"] = {"warmup_steps": 1, **kwargs.get("training_args", {})}
+    return context_of(model, "fsdp2_train", strategy, **kwargs)
 
 
 def make_trainer(model: Path, strategy: dict[str, Any] | None = None, **kwargs: Any) -> ProbedTrain:
     trainer = ProbedTrain(make_context(model, strategy, **kwargs))
     trainer.setup()
     return trainer
-
-
-def exported(trainer: Fsdp2Train, bucket_bytes: int = 10_000) -> dict[str, Tensor]:
-    buckets = list(trainer.export_weights(bucket_bytes))
-    return {name: tensor.clone() for bucket in buckets for name, tensor in unpack_bucket(bucket)}
 
 
 def reference_step(model_path: Path, batch: Batch) -> tuple[float, dict[str, Tensor]]:
@@ -174,12 +142,6 @@ def reference_algorithm_step(model_path: Path, batch: Batch) -> tuple[float, dic
     loss = total / batch.loss_mask_T.sum()
     loss.backward()
     return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}, divergences
-
-
-def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-6) -> None:
-    assert found.keys() == expected.keys()
-    worst = max(((found[name].double() - expected[name].double()).abs().max().item(), name) for name in expected)
-    assert worst[0] <= tolerance, worst
 
 
 CUTTINGS: dict[str, dict[str, Any]] = {
@@ -292,14 +254,6 @@ def test_kl_over_the_vocabulary_needs_the_kept_output_layer(model: Path) -> None
 # ---- two processes: one start, many scenarios; each leaves files that the tests below judge
 
 
-def shares(step: int) -> list[Batch]:
-    """Ragged shares of the two ranks: 7 and 2 sequences, 9 and 0, 2 and 7."""
-    batch = make_batch(seed=step)
-    cut = (7, 9, 2)[step % 3]
-    rows = torch.arange(batch.num_sequences)
-    return [batch.select(rows[:cut]), batch.select(rows[cut:])]
-
-
 def reference_shares(step: int) -> list[Batch]:
     """``shares`` with what ``ALGORITHM`` reads."""
     parts = shares(step)
@@ -309,25 +263,15 @@ def reference_shares(step: int) -> list[Batch]:
     return [whole.select(rows[:cut]), whole.select(rows[cut:])]
 
 
-def write(folder: Path, name: str, tensors: dict[str, Tensor], metrics: Metrics | None = None) -> None:
-    save_file({key: value.contiguous().clone() for key, value in tensors.items()}, folder / f"{name}.safetensors")
-    (folder / f"{name}.json").write_text(json.dumps(metrics or {}))
-
-
-def join(port: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-
-
 def hybrid_main(rank: int, port: int, folder: Path, model: Path) -> None:
     """Two copies of two shards each; one of the four ranks has nothing to do."""
-    join(port)
+    enter_rank(port)
     trainer = make_trainer(model, {"fsdp_size": 2}, rank=rank, world_size=4)
     batch = make_batch()
     rows = torch.arange(batch.num_sequences).tensor_split(torch.tensor([4, 4, 6]))[rank]
     metrics = trainer.train_step(batch.select(rows), policy_loss)
     write(folder, f"hybrid{rank}", trainer.gradient, metrics)
-    leave()
+    leave_rank()
 
 
 def run_sharding(folder: Path, model: Path, name: str, rank: int) -> None:
@@ -379,34 +323,17 @@ def run_others(folder: Path, model: Path, rank: int) -> None:
 
 
 def rank_main(rank: int, port: int, folder: Path, model: Path) -> None:
-    join(port)
+    enter_rank(port)
     for name in SHARDINGS:
         run_sharding(folder, model, name, rank)
     run_others(folder, model, rank)
-    leave()
-
-
-def leave() -> None:
-    """Ends a rank whose results are on disk.
-
-    Without the interpreter's own end, in which torch's threads sometimes abort the process ("terminate called without
-    an active exception", once in some ten runs of torch 2.13 with gloo).
-    """
-    torch.distributed.destroy_process_group()
-    os._exit(0)
-
-
-def start_ranks(main: Callable[..., None], world_size: int, *args: Any) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(main, (port, *args), nprocs=world_size)
+    leave_rank()
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, untied_model: Path) -> Path:
     folder = tmp_path_factory.mktemp("two_ranks")
-    start_ranks(rank_main, 2, folder, untied_model)
+    run_ranks(rank_main, 2, folder, untied_model)
     return folder
 
 
@@ -522,7 +449,7 @@ def test_failed_write_is_an_error_on_every_rank(two_ranks: Path) -> None:
 
 @pytest.mark.slow
 def test_replicated_shards_take_the_same_step(tmp_path: Path, model: Path) -> None:
-    start_ranks(hybrid_main, 4, tmp_path, model)
+    run_ranks(hybrid_main, 4, tmp_path, model)
     _, gradient = reference_step(model, make_batch())
     norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
     for rank in range(4):

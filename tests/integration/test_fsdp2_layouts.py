@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
+from ranks import assert_near, enter_rank, leave_rank, run_ranks
 from safetensors.torch import load_file, save_file
-from test_fsdp2 import assert_near, make_batch, make_context, make_model, make_trainer, policy_loss
+from test_fsdp2 import make_context, make_model, make_trainer, policy_loss
 from torch import Tensor
+from trainers import make_batch
 
 from roll.distributed.strategy.fsdp2 import activation_offload
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
-from roll.distributed.strategy.optim import ADAM_STATE
+from roll.distributed.strategy.optim import ADAM_STATE, MASTER
 from roll.models.liger import use_liger_kernels
 
 SHARDED = {"checkpoint": "sharded"}
@@ -33,11 +31,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def state_of(trainer: Fsdp2Train) -> dict[str, Tensor]:
     """All trained weights and moments, whole (collective)."""
-    weights, found = trainer.weights, {}
-    for name, share in weights.trained.items():
-        found[name] = weights.whole(name, share)
-        for kind in ADAM_STATE:
-            found[f"{name}.{kind}"] = weights.whole(name, trainer._optimizer.state[share][kind])
+    weights, kinds = trainer.weights, (*ADAM_STATE, MASTER)
+    found = {f"{name}.{kind}": weights.whole(name, kind) for name in weights.trained for kind in kinds}
     return {name: tensor.detach().clone().contiguous() for name, tensor in found.items()}
 
 
@@ -55,14 +50,14 @@ def peak_bytes() -> int:
 
 
 def two_main(rank: int, port: int, folder: Path, large: Path, small: Path) -> None:
-    join(port)
+    enter_rank(port)
     warm = Fsdp2Infer(make_context(small, rank=rank, world_size=2))
     warm.setup()  # imports and first calls cost memory of their own
     before = peak_bytes()
     model = Fsdp2Infer(make_context(large, rank=rank, world_size=2))
     model.setup()
     taken = peak_bytes() - before
-    whole = sum(shape.numel() for shape in model.weights.shapes.values()) * 4
+    whole = sum(parameter.numel() for parameter in model.weights.parameters.values()) * 4
     trainer = make_trainer(small, SHARDED, rank=rank, world_size=2)
     losses = [step(trainer, seed) for seed in range(2)]
     trainer.save(folder / "two")
@@ -75,11 +70,11 @@ def two_main(rank: int, port: int, folder: Path, large: Path, small: Path) -> No
         save_file(state, folder / "state.safetensors")
         save_file(after, folder / "after.safetensors")
         (folder / "loss").write_text(str(losses[-1]))
-    leave()
+    leave_rank()
 
 
 def four_main(rank: int, port: int, folder: Path, small: Path) -> None:
-    join(port)
+    enter_rank(port)
     for name, config in LAYOUTS.items():
         trainer = make_trainer(small, config | SHARDED, rank=rank, world_size=4)
         trainer.load(folder / "two")
@@ -91,24 +86,7 @@ def four_main(rank: int, port: int, folder: Path, small: Path) -> None:
             save_file(state, folder / f"{name}-state.safetensors")
             save_file(after, folder / f"{name}-after.safetensors")
             (folder / f"{name}-loss").write_text(str(loss))
-    leave()
-
-
-def join(port: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-
-
-def leave() -> None:
-    torch.distributed.barrier()
-    os._exit(0)  # torch's threads sometimes abort the interpreter's own end
-
-
-def start(main: Callable[..., None], ranks: int, *args: Any) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(main, (port, *args), nprocs=ranks)
+    leave_rank()
 
 
 @pytest.fixture(scope="module")
@@ -125,8 +103,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, small: Path) -> Path:
     shape = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8}
     config = Qwen2Config(vocab_size=500, num_hidden_layers=16, tie_word_embeddings=True, **shape)
     Qwen2ForCausalLM(config).to(torch.bfloat16).save_pretrained(path / "large")
-    start(two_main, 2, path, path / "large", small)
-    start(four_main, 4, path, small)
+    run_ranks(two_main, 2, path, path / "large", small)
+    run_ranks(four_main, 4, path, small)
     return path
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
+from ranks import assert_near, enter_rank, exported, recorded_warnings, run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -25,9 +24,9 @@ from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.strategy import MegatronConfig
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
-from roll.distributed.strategy import STRATEGIES, megatron_scores
+from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import Metrics, StrategyContext
-from roll.distributed.weight_sync import unpack_bucket
+from roll.distributed.strategy.megatron import scores as megatron_scores
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -131,10 +130,6 @@ def step(trainer: Any, seed: int, loss: Any = loss_of, **kwargs: Any) -> Metrics
     return trainer.train_step(share(trainer, make_batch(seed, **kwargs)), loss)
 
 
-def weights_of(trainer: Any) -> dict[str, Tensor]:
-    return {n: t.clone() for bucket in trainer.export_weights(20_000) for n, t in unpack_bucket(bucket)}
-
-
 def with_reference(batch: Batch) -> Batch:
     """What ``FULL_KL`` reads. The hidden states are no model's: the KL to them is far from 0."""
     generator = torch.Generator().manual_seed(9)
@@ -149,25 +144,25 @@ def with_reference(batch: Batch) -> Batch:
 
 def case_skipped_step(folder: Path, rank: int) -> dict[str, Any]:
     trainer = make_trainer(folder / "dense", "megatron_train", {PP: 2}, rank)
-    before = weights_of(trainer)
+    before = exported(trainer)
     metrics = step(trainer, 1, nan_loss)
-    after = weights_of(trainer)
+    after = exported(trainer)
     return {
         "metrics": metrics,
         "unchanged": all(before[n].equal(after[n]) for n in before),
         "next": step(trainer, 1),
-        "weights": weights_of(trainer),
+        "weights": exported(trainer),
     }
 
 
 def case_empty_share(folder: Path, rank: int) -> dict[str, Any]:
     trainer = make_trainer(folder / "dense", "megatron_train", {"overlap_grad_reduce": True}, rank)
-    return {"metrics": step(trainer, 3, num_sequences=1), "weights": weights_of(trainer)}
+    return {"metrics": step(trainer, 3, num_sequences=1), "weights": exported(trainer)}
 
 
 def case_l2(folder: Path, rank: int) -> dict[str, Any]:
     trainer = make_trainer(folder / "dense", "megatron_train", TP_SP, rank, l2=0.01)
-    return {"metrics": step(trainer, 1), "weights": weights_of(trainer)}
+    return {"metrics": step(trainer, 1), "weights": exported(trainer)}
 
 
 def case_chunks(folder: Path, rank: int) -> dict[str, Any]:
@@ -176,7 +171,7 @@ def case_chunks(folder: Path, rank: int) -> dict[str, Any]:
     trainer = make_trainer(folder / "dense", "megatron_train", TP_SP, rank)
     metrics = step(trainer, 1)
     megatron_scores.MAX_CHUNK_LOGITS = whole
-    return {"metrics": metrics, "weights": weights_of(trainer)}
+    return {"metrics": metrics, "weights": exported(trainer)}
 
 
 def case_checkpoint(folder: Path, rank: int) -> dict[str, Any]:
@@ -188,14 +183,14 @@ def case_checkpoint(folder: Path, rank: int) -> dict[str, Any]:
     other = make_trainer(folder / "dense", "megatron_train", {PP: 2, VPP: 2}, rank)
     other.load(folder / "saved-dense")
     step(other, 2)
-    return {"weights": weights_of(other), "steps": other.optimizer_steps}
+    return {"weights": exported(other), "steps": other.optimizer_steps}
 
 
 def case_checkpoint_of_fsdp2(folder: Path, rank: int) -> dict[str, Any]:
     trainer = make_trainer(folder / "moe", "megatron_train", {EP: 2}, rank)
     trainer.load(folder / "saved-by-fsdp2")
     step(trainer, 2)
-    return {"weights": weights_of(trainer)}
+    return {"weights": exported(trainer)}
 
 
 def case_checkpoint_of_experts(folder: Path, rank: int) -> dict[str, Any]:
@@ -204,7 +199,7 @@ def case_checkpoint_of_experts(folder: Path, rank: int) -> dict[str, Any]:
     step(trainer, 1)
     trainer.save(folder / "saved-moe")
     step(trainer, 2)
-    return {"weights": weights_of(trainer)}
+    return {"weights": exported(trainer)}
 
 
 def case_checkpoint_bf16(folder: Path, rank: int) -> dict[str, Any]:
@@ -213,11 +208,11 @@ def case_checkpoint_bf16(folder: Path, rank: int) -> dict[str, Any]:
     step(trainer, 1)
     trainer.save(folder / "saved-bf16")
     step(trainer, 2)
-    expected = weights_of(trainer)
+    expected = exported(trainer)
     other = make_trainer(folder / "dense", "megatron_train", {}, rank, dtype="bf16")
     other.load(folder / "saved-bf16")
     step(other, 2)
-    found = weights_of(other)
+    found = exported(other)
     return {"equal": all(found[n].equal(expected[n]) for n in expected), "count": len(expected)}
 
 
@@ -253,16 +248,16 @@ def case_reference(folder: Path, rank: int) -> dict[str, Any]:
 
 def case_shared_expert(folder: Path, rank: int) -> dict[str, Any]:
     trainer = make_trainer(folder / "moe", "megatron_train", {EP: 2, **SHARED}, rank)
-    return {"metrics": step(trainer, 1), "weights": weights_of(trainer)}
+    return {"metrics": step(trainer, 1), "weights": exported(trainer)}
 
 
 def case_frozen_router(folder: Path, rank: int) -> dict[str, Any]:
     options = {**TP_SP, "freeze_moe_router": True, "overlap_grad_reduce": True}
     trainer = make_trainer(folder / "moe", "megatron_train", options, rank)
-    before = weights_of(trainer)
+    before = exported(trainer)
     step(trainer, 1)
     trainer.save(folder / "saved-frozen")
-    after = weights_of(trainer)
+    after = exported(trainer)
     return {"same": sorted(n for n in before if before[n].equal(after[n]))}
 
 
@@ -293,16 +288,16 @@ CASES = [value for name, value in globals().items() if name.startswith("case_")]
 
 
 def run_rank(rank: int, port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for case in CASES:
-        try:
-            found = case(folder, rank)
-        except BaseException:
-            found = {"error": traceback.format_exc()}
-        torch.save(found, folder / f"{case.__name__}-{rank}.pt")
-        if "error" in found:
-            break  # the other rank may be waiting in a collective
+    enter_rank(port)
+    with recorded_warnings(folder / f"warnings-{rank}"):
+        for case in CASES:
+            try:
+                found = case(folder, rank)
+            except BaseException:
+                found = {"error": traceback.format_exc()}
+            torch.save(found, folder / f"{case.__name__}-{rank}.pt")
+            if "error" in found:
+                break  # the other rank may be waiting in a collective
     os._exit(0)  # torch's threads sometimes abort the interpreter's own end
 
 
@@ -315,10 +310,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainer = make_trainer(path / "moe", "fsdp2_train")
     step(trainer, 1)
     trainer.save(path / "saved-by-fsdp2")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(run_rank, (port, path), nprocs=2)
+    run_ranks(run_rank, 2, path)
     return path
 
 
@@ -333,12 +325,6 @@ def found_by(case: Any, folder: Path) -> dict[str, Any]:
     return results[0]
 
 
-def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = NEAR) -> None:
-    assert found.keys() == expected.keys()
-    worst = max((float((found[name] - expected[name]).abs().max()), name) for name in expected)
-    assert worst[0] <= tolerance, worst
-
-
 def assert_same_metrics(found: Metrics, expected: Metrics) -> None:
     for name, value in expected.items():
         if not name.startswith("time/") and not name.endswith("padding_waste"):
@@ -349,7 +335,12 @@ def expected_after(folder: Path, kind: str, *seeds: int, **kwargs: Any) -> tuple
     """The last step's metrics, and the weights, of fsdp2."""
     trainer = make_trainer(folder / kind, "fsdp2_train", **kwargs)
     metrics = [step(trainer, seed) for seed in seeds][-1]
-    return metrics, weights_of(trainer)
+    return metrics, exported(trainer)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_nothing_is_said_that_a_user_cannot_change(folder: Path, rank: int) -> None:
+    assert (folder / f"warnings-{rank}").read_text() == ""
 
 
 def test_step_with_a_nan_changes_nothing(folder: Path) -> None:
@@ -359,7 +350,7 @@ def test_step_with_a_nan_changes_nothing(folder: Path) -> None:
     assert found["unchanged"]
     metrics, weights = expected_after(folder, "dense", 1)
     assert_same_metrics(found["next"], metrics)
-    assert_near(found["weights"], weights)
+    assert_near(found["weights"], weights, NEAR)
 
 
 def test_rank_without_sequences_takes_part(folder: Path) -> None:
@@ -367,42 +358,42 @@ def test_rank_without_sequences_takes_part(folder: Path) -> None:
     trainer = make_trainer(folder / "dense", "fsdp2_train")
     metrics = step(trainer, 3, num_sequences=1)
     assert_same_metrics(found["metrics"], metrics)
-    assert_near(found["weights"], weights_of(trainer))
+    assert_near(found["weights"], exported(trainer), NEAR)
 
 
 def test_l2_penalty_counts_every_weight_once(folder: Path) -> None:
     found = found_by(case_l2, folder)
     metrics, weights = expected_after(folder, "dense", 1, l2=0.01)
     assert_same_metrics(found["metrics"], metrics)
-    assert_near(found["weights"], weights)
+    assert_near(found["weights"], weights, NEAR)
 
 
 def test_output_layer_in_chunks(folder: Path) -> None:
     found = found_by(case_chunks, folder)
     metrics, weights = expected_after(folder, "dense", 1)
     assert_same_metrics(found["metrics"], metrics)
-    assert_near(found["weights"], weights)
+    assert_near(found["weights"], weights, NEAR)
 
 
 def test_checkpoint_continues_in_another_layout_and_engine(folder: Path) -> None:
     found = found_by(case_checkpoint, folder)
     assert found["steps"] == 2
     _, weights = expected_after(folder, "dense", 1, 2)
-    assert_near(found["weights"], weights)
+    assert_near(found["weights"], weights, NEAR)
     trainer = make_trainer(folder / "dense", "fsdp2_train")
     trainer.load(folder / "saved-dense")
     step(trainer, 2)
-    assert_near(weights_of(trainer), weights)
+    assert_near(exported(trainer), weights, NEAR)
 
 
 def test_checkpoint_with_experts_travels_both_ways(folder: Path) -> None:
     _, weights = expected_after(folder, "moe", 1, 2)
-    assert_near(found_by(case_checkpoint_of_fsdp2, folder)["weights"], weights)
-    assert_near(found_by(case_checkpoint_of_experts, folder)["weights"], weights)
+    assert_near(found_by(case_checkpoint_of_fsdp2, folder)["weights"], weights, NEAR)
+    assert_near(found_by(case_checkpoint_of_experts, folder)["weights"], weights, NEAR)
     trainer = make_trainer(folder / "moe", "fsdp2_train")
     trainer.load(folder / "saved-moe")
     step(trainer, 2)
-    assert_near(weights_of(trainer), weights)
+    assert_near(exported(trainer), weights, NEAR)
 
 
 def test_bf16_continues_bit_for_bit(folder: Path) -> None:
@@ -448,7 +439,7 @@ def test_shared_expert_beside_the_dispatcher(folder: Path) -> None:
     found = found_by(case_shared_expert, folder)
     metrics, weights = expected_after(folder, "moe", 1)
     assert_same_metrics(found["metrics"], metrics)
-    assert_near(found["weights"], weights)
+    assert_near(found["weights"], weights, NEAR)
 
 
 def test_frozen_routers_stay(folder: Path) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from ranks import enter_rank, leave_rank, run_ranks
 from torch import Tensor
 
 from roll.data.batch import Batch
@@ -106,7 +104,7 @@ def result_of(scorer: TokenScorer, batch: Batch, scores: Any) -> tuple[dict[str,
 
 
 def rank_main(rank: int, port: int, folder: Path) -> None:
-    torch.set_num_threads(1)
+    enter_rank(port)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=WORLD)
     groups = {size: ulysses.make_group(size) for size in (2, 4)}
     found = {}
@@ -130,8 +128,7 @@ def rank_main(rank: int, port: int, folder: Path) -> None:
     found["bf16"] = _bf16(groups[2])
     found["neighbour"] = _neighbour(groups[2])
     (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    os._exit(0)  # torch's threads sometimes abort the interpreter's own end
+    leave_rank()
 
 
 @torch.no_grad()
@@ -169,10 +166,7 @@ def _neighbour(group: ulysses.SequenceGroup) -> float:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ulysses")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(rank_main, (port, folder), nprocs=WORLD)
+    run_ranks(rank_main, WORLD, folder)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 

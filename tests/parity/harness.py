@@ -10,17 +10,16 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing
+from ranks import enter_rank, exported, run_ranks
 from torch import Tensor
 
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
@@ -28,7 +27,6 @@ from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import LoraSpec, RankInfo, StrategyContext
-from roll.distributed.weight_sync import unpack_bucket
 
 TEMPERATURE = 0.8
 ENTROPY_COEF = 0.01
@@ -284,22 +282,6 @@ def make_context(layout: Layout, model_path: Path, rank: int) -> StrategyContext
     )
 
 
-def start_ranks(main: Callable[..., None], world_size: int, *args: Any) -> torch.multiprocessing.ProcessContext:
-    """Starts ``main(rank, port, *args)`` in a group of processes and returns at once."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return torch.multiprocessing.spawn(main, (port, *args), nprocs=world_size, join=False)
-
-
-def enter_rank(port: int, *, on_gpus: bool = False) -> None:
-    """What a process of ``start_ranks`` does first; the parity suite itself runs on CPUs, wherever it is."""
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if not on_gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
 def measure(layouts: list[Layout], folder: Path, *, on_gpus: bool = False) -> dict[str, Figures]:
     """Runs layouts of one world size in one group of processes, on CPUs or GPUs; figures by ``Layout.id``."""
     models = {kind: folder / kind for kind in {layout.model for layout in layouts}}
@@ -308,9 +290,7 @@ def measure(layouts: list[Layout], folder: Path, *, on_gpus: bool = False) -> di
             make_model(path, kind)
     world_size = layouts[0].world_size
     assert all(layout.world_size == world_size for layout in layouts)
-    processes = start_ranks(_rank_main, world_size, layouts, models, folder, on_gpus)
-    while not processes.join():
-        pass
+    run_ranks(_rank_main, world_size, layouts, models, folder, on_gpus)
     return {layout.id: _compare(layout, models[layout.model], folder) for layout in layouts}
 
 
@@ -348,9 +328,7 @@ def _run(layout: Layout, model_path: Path, rank: int) -> dict[str, Any]:
         result["metrics"].append(strategy.train_step(share, policy_loss))
     result["after"] = scores()
     result["neighbour"] = _influence(strategy, info, result["after"][1])
-    result["weights"] = {
-        name: tensor.clone() for bucket in strategy.export_weights(20_000) for name, tensor in unpack_bucket(bucket)
-    }
+    result["weights"] = exported(strategy)
     if hasattr(strategy, "shutdown"):
         strategy.shutdown()
     return result

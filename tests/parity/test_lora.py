@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing
 from harness import (
     ENTROPY_COEF,
     MAX_GRAD_NORM,
@@ -24,6 +21,7 @@ from harness import (
     make_model,
     policy_loss,
 )
+from ranks import assert_near, enter_rank, leave_rank, run_ranks, unpacked
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -31,7 +29,6 @@ from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy.base import LoraSpec
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.distributed.strategy.optim import learning_rate
-from roll.distributed.weight_sync import unpack_bucket
 from roll.models.loading import load_causal_lm
 from roll.models.lora import ADAPTER_FILE, adapter_dropout, inject_adapter
 
@@ -55,10 +52,6 @@ def make_trainer(layout: Layout, model: Path, rank: int, spec: LoraSpec = SPEC) 
     return trainer
 
 
-def exported(buckets: Any) -> dict[str, Tensor]:
-    return {name: tensor.clone() for bucket in buckets for name, tensor in unpack_bucket(bucket)}
-
-
 def train(trainer: Fsdp2Train, steps: range) -> list[dict[str, float]]:
     info, metrics = trainer.info, []
     for step in steps:
@@ -75,15 +68,15 @@ def scores(trainer: Fsdp2Train, adapter: bool) -> Tensor:
 
 def run(name: str, model: Path, folder: Path, rank: int) -> None:
     trainer = make_trainer(LAYOUTS[name], model, rank)
-    result = {"start": exported(trainer.export_adapter(500)), "base": exported(trainer.export_weights(5000))}
+    result = {"start": unpacked(trainer.export_adapter(500)), "base": unpacked(trainer.export_weights(5000))}
     losses = train(trainer, range(2))
     trainer.save(folder / f"{name}-checkpoint")
     losses += train(trainer, range(2, NUM_STEPS))
-    result["end"] = exported(trainer.export_adapter(10_000))
+    result["end"] = unpacked(trainer.export_adapter(10_000))
     result["scores"] = {"on": scores(trainer, True), "off": scores(trainer, False)}
     trainer.load(folder / f"{name}-checkpoint")
     train(trainer, range(2, NUM_STEPS))
-    result["resumed"] = exported(trainer.export_adapter(10_000))
+    result["resumed"] = unpacked(trainer.export_adapter(10_000))
     if rank == 0:
         flat = {f"{part}/{key}": tensor for part, tensors in result.items() for key, tensor in tensors.items()}
         save_file(flat, folder / f"{name}.safetensors")
@@ -91,13 +84,11 @@ def run(name: str, model: Path, folder: Path, rank: int) -> None:
 
 
 def rank_main(rank: int, port: int, model: Path, folder: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    enter_rank(port)
     for name, layout in LAYOUTS.items():
         if layout.world_size == 2:
             run(name, model, folder, rank)
-    torch.distributed.barrier()
-    os._exit(0)  # torch's threads sometimes abort the interpreter's own end
+    leave_rank()
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +100,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Path:
     path = tmp_path_factory.mktemp("runs")
     run("alone", model, path, 0)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(rank_main, (port, model, path), nprocs=2)
+    run_ranks(rank_main, 2, model, path)
     return path
 
 
@@ -173,12 +161,6 @@ def oracle(folder: Path, model: Path) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "adapter": adapter, "on": after, "off": before}
 
 
-def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    assert found.keys() == expected.keys()
-    worst = max((float((found[n].double() - t.double()).abs().max()), n) for n, t in expected.items())
-    assert worst[0] <= tolerance, worst
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_adapter_learns_as_plain_peft_does(folder: Path, oracle: dict[str, Any], name: str) -> None:
     bf16 = name == "bf16"
@@ -216,7 +198,7 @@ def test_checkpoint_of_two_ranks_continues_on_one(folder: Path, model: Path, ora
     trainer = make_trainer(LAYOUTS["alone"], model, 0)
     trainer.load(folder / f"{name}-checkpoint")
     train(trainer, range(2, NUM_STEPS))
-    assert_near(exported(trainer.export_adapter(10_000)), oracle["adapter"], 5e-6)
+    assert_near(unpacked(trainer.export_adapter(10_000)), oracle["adapter"], 5e-6)
 
 
 def test_checkpoint_is_a_folder_that_peft_loads(folder: Path, model: Path) -> None:
@@ -237,7 +219,7 @@ def test_checkpoint_is_a_folder_that_peft_loads(folder: Path, model: Path) -> No
 
 def test_all_linear_means_all_but_the_output_layer(model: Path) -> None:
     trainer = make_trainer(LAYOUTS["alone"], model, 0, replace(SPEC, targets=("all-linear",)))
-    names = {name.split(".lora_")[0].rpartition(".")[2] for name in exported(trainer.export_adapter(10_000))}
+    names = {name.split(".lora_")[0].rpartition(".")[2] for name in unpacked(trainer.export_adapter(10_000))}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 

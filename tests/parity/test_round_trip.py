@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import TEMPERATURE, Layout, enter_rank, make_context, policy_loss, record, start_ranks
+from harness import TEMPERATURE, Layout, make_context, policy_loss, record
+from ranks import enter_rank, start_ranks, unpacked
 from torch import Tensor
 
 from roll.agentic.types import GenerateRequest, SamplingParams
@@ -21,7 +22,7 @@ from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import StrategyContext, WeightBucket
 from roll.distributed.strategy.engines import PACKAGES
-from roll.distributed.weight_sync import pack_buckets, unpack_bucket
+from roll.distributed.weight_sync import pack_buckets
 from roll.models.tiny import make_tiny_model
 
 TRAINERS = {
@@ -71,7 +72,7 @@ def rank_main(rank: int, port: int, layout: Layout, model: Path, folder: Path, g
         return batch.token_index(part), batch.select(part)
 
     strategy.train_step(share(train_batch())[1], policy_loss)
-    weights = {n: t.clone() for bucket in strategy.export_weights(BUCKET_BYTES) for n, t in unpack_bucket(bucket)}
+    weights = unpacked(strategy.export_weights(BUCKET_BYTES))
     if rank == 0:
         hand_over(weights, folder / "weights.pt")
     for name in generators:

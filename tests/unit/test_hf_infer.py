@@ -9,11 +9,22 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import contract
 import numpy as np
 import pytest
 import torch
+from contract import (
+    burst,
+    forward_logprobs,
+    greedy_oracle,
+    load,
+    prompts,
+    random_model,
+    requests_of,
+    staggered,
+    weights_of,
+)
 from transformers import (
-    AutoModelForCausalLM,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
@@ -33,7 +44,7 @@ from roll.data.batch import Batch
 from roll.distributed.strategy.base import States, StrategyContext, WeightBucket
 from roll.distributed.strategy.hf_infer.strategy import HfInfer
 from roll.distributed.strategy.requests import EngineStoppedError
-from roll.distributed.weight_sync import WeightChecksumError, WeightMismatchError, pack_buckets
+from roll.distributed.weight_sync import WeightChecksumError, WeightMismatchError
 from roll.models.tiny import make_tokenizer
 
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -47,25 +58,8 @@ SEQUENCE_LENGTH = 256
 
 def make_model(family: str, seed: int, **config: Any) -> PreTrainedModel:
     config_class, model_class, extra = FAMILIES[family]
-    tokenizer = make_tokenizer()
-    torch.manual_seed(seed)
-    return model_class(
-        config_class(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            # Wide enough for peaked distributions: near-ties would make greedy comparisons a matter of rounding.
-            initializer_range=0.15,
-            bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-            **{**extra, **config},
-        )
-    ).eval()
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return random_model(config_class, model_class, seed, **{"max_position_embeddings": 512, **heads, **extra, **config})
 
 
 @pytest.fixture(scope="module")
@@ -108,54 +102,10 @@ def shared_engine(model_path: Callable[..., str]) -> Iterator[HfInfer]:
         yield engine
 
 
-def prompts(count: int, seed: int = 0, low: int = 1, high: int = 60) -> list[np.ndarray]:
-    rng = random.Random(seed)
-    vocab = len(make_tokenizer())
-    return [np.array([rng.randrange(vocab) for _ in range(rng.randint(low, high))]) for _ in range(count)]
-
-
-def requests_of(prompt_list: list[np.ndarray], **params: Any) -> list[GenerateRequest]:
-    return [GenerateRequest(str(i), prompt, SamplingParams(**params)) for i, prompt in enumerate(prompt_list)]
-
-
-async def burst(engine: HfInfer, requests: list[GenerateRequest]) -> list[Completion]:
-    return list(await asyncio.gather(*map(engine.generate, requests)))
-
-
-async def staggered(engine: HfInfer, requests: list[GenerateRequest]) -> list[Completion]:
-    """Each request enters a little after the one before, so that steps hold old and new ones."""
-
-    async def later(index: int, request: GenerateRequest) -> Completion:
-        await asyncio.sleep(0.002 * index)
-        return await engine.generate(request)
-
-    return list(await asyncio.gather(*(later(i, r) for i, r in enumerate(requests))))
-
-
-def greedy_oracle(model: PreTrainedModel, prompt: np.ndarray, max_new_tokens: int, **options: Any) -> list[int]:
-    ids = torch.from_numpy(prompt)[None]
-    output = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens, **options
-    )
-    return output[0, len(prompt) :].tolist()
-
-
-def forward_logprobs(model: PreTrainedModel, prompt: np.ndarray, token_ids: np.ndarray, temperature: float) -> Any:
-    ids = torch.from_numpy(np.concatenate([prompt, token_ids]))
-    with torch.no_grad():
-        logits = model(ids[None]).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits / temperature, -1).gather(1, torch.from_numpy(token_ids)[:, None])[:, 0].numpy()
-
-
-def load(path: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
-async def buckets_of(path_or_model: str | PreTrainedModel, **changes: Any) -> AsyncIterator[WeightBucket]:
+def buckets_of(path_or_model: str | PreTrainedModel, **changes: Any) -> AsyncIterator[WeightBucket]:
     model = load(path_or_model) if isinstance(path_or_model, str) else path_or_model
-    weights = {**dict(model.named_parameters()), **changes}
-    for bucket in pack_buckets(((n, t) for n, t in weights.items() if t is not None), 50_000):
-        yield bucket
+    weights = {**weights_of(model), **changes}
+    return contract.buckets_of({name: tensor for name, tensor in weights.items() if tensor is not None})
 
 
 async def wait_for(condition: Callable[[], bool]) -> None:

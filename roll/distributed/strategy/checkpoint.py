@@ -11,36 +11,69 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll.distributed.strategy.agreement import agreed
+from roll.distributed.strategy.optim import ADAM_STATE, MASTER
 from roll.distributed.strategy.trainer import TrainerState, all_gather
 from roll.models.heads import VALUE_HEAD_FILE
 from roll.models.loading import copy_tokenizer
+from roll.models.lora import ADAPTER_FILE
 
 logger = logging.getLogger(__name__)
 
-OPTIMIZER_FOLDER = "optimizer"
+MODEL = "model"
+ADAPTER = Path(ADAPTER_FILE).stem
+VALUE_HEAD = Path(VALUE_HEAD_FILE).stem
+OPTIMIZER = "optimizer/state"
+"""What a checkpoint holds, by the stems of its files."""
+
 TRAINER_FILE = "trainer.json"
 RNG_FILE = "rng.safetensors"
-MASTER = "master"
 MAX_FILE_BYTES = 4 * 2**30
 
-Named = Iterable[tuple[str, Tensor]]
+MODEL_PREFIX = "model."
+HEAD_PREFIX = "value_head."
+"""Parameters of the language model and of a critic's head, as a trainer's whole module names them."""
+
+Named: TypeAlias = Iterable[tuple[str, Tensor]]
+Reader: TypeAlias = Callable[[str], Tensor]
+"""A whole tensor by name."""
+
+
+class Trained(Protocol):
+    """What a trainer changes, as whole tensors under the names of the Hugging Face module.
+
+    A ``kind`` is one of Adam's moments or ``MASTER``, the float32 weights.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def tensors(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        """One after the other, at least on rank 0 (collective: every rank must exhaust it)."""
+
+    def fill(self, kind: str, read: Reader) -> None:
+        """Sets all of a kind (collective)."""
+
+    def load(self, path: Path) -> None:
+        """Sets the weights to those of a model folder or an adapter's (collective)."""
+
+    def set_steps(self, steps: int) -> None:
+        """Tells Adam how many steps it has taken, for its bias correction."""
 
 
 def save_checkpoint(
     path: Path,
+    files: Mapping[str, Named],
     *,
-    model: Named,
-    optimizer: Named,
-    value_head: Named | None,
     state: TrainerState,
     device: torch.device,
     write_config: Callable[[Path], None],
@@ -52,10 +85,9 @@ def save_checkpoint(
 
     Args:
         path: folder; made if need be.
-        model: the language model's weights under the names and in the number format of a Hugging Face checkpoint.
-        optimizer: ``<parameter>.exp_avg``, ``.exp_avg_sq``, and ``.master`` where the model is stored in fewer bits;
-            ``<parameter>`` is the Hugging Face module's name.
-        value_head: a critic's head.
+        files: tensors by the stems of their files: ``MODEL`` under the names and in the number format of a Hugging Face
+            checkpoint, or ``ADAPTER`` under those of a peft folder; ``VALUE_HEAD``; ``OPTIMIZER``, see
+            ``optimizer_tensors``. Nothing is written of what has no tensors.
         state: the counters.
         device: whose generator states are kept beside the CPU's.
         write_config: writes ``config.json`` and its like into the folder; called on rank 0.
@@ -67,14 +99,53 @@ def save_checkpoint(
     result = _FirstError()
     if _rank() == 0:
         result.attempt(lambda: path.mkdir(parents=True, exist_ok=True))
-    _stream(result, path, "model", model)
-    if value_head is not None:
-        _stream(result, path, VALUE_HEAD_FILE.removesuffix(".safetensors"), value_head)
-    _stream(result, path / OPTIMIZER_FOLDER, "state", optimizer)
-    _stream(result, path, RNG_FILE.removesuffix(".safetensors"), _rng_states(device))
+    for stem, tensors in {**files, Path(RNG_FILE).stem: _rng_states(device)}.items():
+        _stream(result, path / stem, tensors)
     if _rank() == 0:
         result.attempt(lambda: _write_rest(path, state, write_config, tokenizer_from))
     result.agree(path)
+
+
+def optimizer_tensors(trained: Trained, *, masters: bool) -> Iterator[tuple[str, Tensor]]:
+    """``<parameter>.exp_avg``, ``.exp_avg_sq``, and ``.master`` where the model is stored in fewer bits."""
+    for kind in (*ADAM_STATE, MASTER) if masters else ADAM_STATE:
+        for name, tensor in trained.tensors(kind):
+            yield f"{name}.{kind}", tensor
+
+
+def restore_checkpoint(path: Path, trained: Trained, *, tensors: bool = True) -> TrainerState:
+    """Restores what a trainer saved, whatever its ranks and engine (collective).
+
+    Args:
+        path: the checkpoint's folder.
+        trained: what is set.
+        tensors: False leaves weights and moments as they are, which an engine then reads in a way of its own.
+
+    Raises:
+        ValueError: on every rank, when a part is missing or belongs to another model.
+    """
+    with agreed():
+        state = read_state(path)
+    if tensors:
+        try:
+            _restore_tensors(path, trained)
+        except ValueError as error:
+            raise ValueError(f"checkpoint {path}: {error}") from error
+    trained.set_steps(state.optimizer_steps)
+    with agreed():
+        restore_rng(path, trained.device)
+    return state
+
+
+def _restore_tensors(path: Path, trained: Trained) -> None:
+    with agreed():
+        stored = StoredTensors((path / OPTIMIZER).parent)
+    if MASTER in stored.kinds:
+        trained.fill(MASTER, stored.reader(MASTER))
+    else:
+        trained.load(path)
+    for kind in ADAM_STATE:
+        trained.fill(kind, stored.reader(kind))
 
 
 def read_state(path: Path) -> TrainerState:
@@ -96,16 +167,24 @@ class StoredTensors:
     """
 
     def __init__(self, folder: Path) -> None:
-        from safetensors import safe_open
+        """Opens the files.
+
+        Raises:
+            ValueError: there are none, or one is damaged.
+        """
+        from safetensors import SafetensorError, safe_open
 
         self._folder = folder
         self._files: dict[str, Any] = {}
         for file in sorted(folder.glob("*.safetensors")):
-            opened = safe_open(file, framework="pt")
+            try:
+                opened = safe_open(file, framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{file.name}: {error}; expected a whole safetensors file") from error
             self._files |= dict.fromkeys(opened.keys(), opened)
         self.kinds = {name.rpartition(".")[2] for name in self._files}
         if not self._files:
-            raise ValueError(f"checkpoint {folder}: no safetensors in it; expected the optimizer's state")
+            raise ValueError(f"no safetensors in {folder.name}; expected a trainer's")
 
     def get(self, name: str) -> Tensor:
         """Reads one tensor.
@@ -114,8 +193,12 @@ class StoredTensors:
             ValueError: there is none of that name.
         """
         if name not in self._files:
-            raise ValueError(f"checkpoint {self._folder}: no tensor {name!r}; it belongs to another model")
+            raise ValueError(f"no tensor {name!r} in {self._folder.name}; it belongs to another model")
         return cast(Tensor, self._files[name].get_tensor(name))
+
+    def reader(self, kind: str) -> Reader:
+        """Reads what is stored of a parameter by the parameter's name."""
+        return lambda name: self.get(f"{name}.{kind}")
 
 
 def restore_rng(path: Path, device: torch.device) -> None:
@@ -197,23 +280,19 @@ class _FirstError:
 
     def agree(self, path: Path) -> None:
         """Raises on every rank if rank 0 failed (collective)."""
-        failed = torch.tensor([float(self.error is not None)])
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            failed = all_gather(failed).flatten()
-        if self.error is not None:
-            raise OSError(f"checkpoint {path}: {self.error}") from self.error
-        if failed.any():
-            raise OSError(f"checkpoint {path}: rank 0 could not write it")
+        with agreed():
+            if self.error is not None:
+                raise OSError(f"checkpoint {path}: {self.error}") from self.error
 
 
-def _stream(result: _FirstError, folder: Path, stem: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def _stream(result: _FirstError, path: Path, tensors: Named) -> None:
     """Writes tensors on rank 0. Goes through all of them even after an error: the other ranks take part in each."""
     if _rank() != 0:
         for _ in tensors:
             pass
         return
     writer: list[SafetensorsWriter] = []
-    result.attempt(lambda: writer.append(SafetensorsWriter(folder, stem)))
+    result.attempt(lambda: writer.append(SafetensorsWriter(path.parent, path.name)))
     for name, tensor in tensors:
         result.attempt(lambda name=name, tensor=tensor: writer[0].add(name, tensor))  # type: ignore[misc]
     result.attempt(lambda: writer[0].finish())

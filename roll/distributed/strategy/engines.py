@@ -5,10 +5,17 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+
+def ignore_renamed_collectives() -> None:
+    """Silences PyTorch's warning about two old names, which are called by engines and not by who reads the warning."""
+    for old in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        warnings.filterwarnings("ignore", f"`torch.distributed.{old}` is deprecated", FutureWarning)
 
 
 @dataclass(frozen=True)

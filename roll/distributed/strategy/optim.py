@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from roll.configs.training import TrainingArguments
 
 ADAM_STATE = ("exp_avg", "exp_avg_sq")
+MASTER = "master"
+"""The kinds of state behind a trained parameter: Adam's moments, and its float32 weights."""
 
 
 def make_adamw(
-    local: Mapping[str, nn.Parameter], shapes: Mapping[str, torch.Size], args: TrainingArguments
+    local: Mapping[str, nn.Parameter], whole: Mapping[str, nn.Parameter], args: TrainingArguments
 ) -> torch.optim.AdamW:
     """AdamW with decoupled weight decay (Loshchilov & Hutter 2019) on matrices only.
 
@@ -25,11 +27,11 @@ def make_adamw(
 
     Args:
         local: this rank's share of each trained parameter.
-        shapes: the whole parameters' shapes (a share may be empty).
+        whole: the parameters themselves (an empty share has lost its axes).
         args: learning rate, betas, epsilon and weight decay.
     """
-    decayed = [parameter for name, parameter in local.items() if len(shapes[name]) >= 2]
-    others = [parameter for name, parameter in local.items() if len(shapes[name]) < 2]
+    decayed = [parameter for name, parameter in local.items() if whole[name].ndim >= 2]
+    others = [parameter for name, parameter in local.items() if whole[name].ndim < 2]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}],
         lr=args.learning_rate,

@@ -52,10 +52,13 @@ class WeightFiles:
         return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118 (not a dict)
 
     def _open(self, file: str) -> Any:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
         if file not in self._files:
-            self._files[file] = safe_open(str(self._folder / file), framework="pt")
+            try:
+                self._files[file] = safe_open(str(self._folder / file), framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"{self._folder / file}: {error}; expected a whole safetensors file") from error
         return self._files[file]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,24 +19,27 @@ from torch import Tensor
 from roll.algorithms.types import TokenScores
 from roll.configs.strategy import DeepSpeedConfig
 from roll.data.batch import Batch
+from roll.distributed.strategy.agreement import agreed
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
-from roll.distributed.strategy.deepspeed.checkpoint import (
-    adapter_weights,
-    fill_from,
-    hf_weights,
-    restore_weights,
-    save_weights,
-    start_adapter,
-)
+from roll.distributed.strategy.checkpoint import restore_checkpoint
 from roll.distributed.strategy.deepspeed.config import check_engine_options, scoring_config, training_config
-from roll.distributed.strategy.deepspeed.weights import EngineWeights, copy_output_layer, engine_weights
-from roll.distributed.strategy.engines import require_engine
+from roll.distributed.strategy.deepspeed.weights import EngineWeights, engine_weights
+from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.hf_scorer import (
     make_scorer,
     rank_info,
     recompute_activations,
     score_micro_batch,
     share_sequences,
+)
+from roll.distributed.strategy.module_weights import (
+    TrainedModule,
+    adapter_weights,
+    copy_output_layer,
+    hf_weights,
+    load_model,
+    save_module,
+    start_adapter,
 )
 from roll.distributed.strategy.trainer import Limits, Scorer, Trainer, TrainerState, join_group, local_device
 from roll.models import planned_attention
@@ -101,17 +103,18 @@ class DeepSpeedInfer(Scorer):
 
     def _load(self) -> EngineWeights:
         args, path = self.context.worker.model_args, self.context.model_path
-        # The format in which weights leave: exports and saved models.
-        self._model_dtype = resolve_dtype(args.dtype, load_config(path, args.model_config_kwargs))
-        asked = self._options.precision
-        compute = self._model_dtype if asked is None else resolve_dtype(asked)
-        scorer = make_scorer(self.context, self._stored_dtype(compute))
+        with agreed():
+            # The format in which weights leave: exports and saved models.
+            self._model_dtype = resolve_dtype(args.dtype, load_config(path, args.model_config_kwargs))
+            asked = self._options.precision
+            compute = self._model_dtype if asked is None else resolve_dtype(asked)
+            scorer = make_scorer(self.context, self._stored_dtype(compute))
         self.shares_prompts = self.context.worker.share_prompts and planned_attention.enable(scorer.model)
         self._sequence_group = share_sequences(self.context, scorer)
         self._prepare(scorer)
         engine = start_engine(scorer, self._engine_config(compute), self._parameter_groups(scorer), self.device)
         weights = engine_weights(engine, scorer, self.device, self._stage)
-        fill_from(Path(path), weights, args.model_config_kwargs)
+        load_model(Path(path), weights, args.model_config_kwargs)
         if self.context.lora is not None:
             start_adapter(weights, self.context.seed)
         if self.context.keeps_output_layer:
@@ -191,12 +194,12 @@ class DeepSpeedTrain(DeepSpeedInfer, Trainer):
     def save(self, path: Path) -> None:
         """Writes a checkpoint, see ``checkpoint`` (collective)."""
         self._require(States.WEIGHTS | States.OPTIMIZER)
-        save_weights(path, self.weights, self._state, dtype=self._model_dtype, context=self.context)
+        save_module(path, self.weights, self._state, dtype=self._model_dtype, context=self.context)
 
     def load(self, path: Path) -> None:
         """Continues from a checkpoint that any number of ranks and any trainer has written (collective)."""
         self._require(States.WEIGHTS | States.OPTIMIZER)
-        self._continue_from(restore_weights(path, self.weights), path)
+        self._continue_from(restore_checkpoint(path, TrainedModule(self.weights)), path)
 
     def _square_norm(self, shares: list[Tensor]) -> Tensor:
         """Their part of the sum of squares over all ranks, float64; a rank may have no share of a small model."""
@@ -266,6 +269,5 @@ def _import_deepspeed(device: torch.device) -> Any:
     if device.type == "cpu":
         # Collectives through shared memory, for tensor-parallel inference only: they take minutes to compile.
         deepspeed.ops.__compatible_ops__ = {}
-    for old in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-        warnings.filterwarnings("ignore", f"`torch.distributed.{old}` is deprecated", FutureWarning)
+    ignore_renamed_collectives()
     return deepspeed

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from roll.distributed.strategy.base import States
-from roll.distributed.strategy.optim import ADAM_STATE
-from roll.models.scoring import OutputLayer, TokenScorer
+from roll.distributed.strategy.optim import ADAM_STATE, MASTER
+from roll.models.scoring import TokenScorer
 
 ENGINE_STATES = {
     States.WEIGHTS: ("lp_params",),
@@ -112,8 +112,7 @@ class EngineWeights(ABC):
 
     def share(self, name: str) -> Tensor:
         """The fragment's float32 weights, a flat view."""
-        fragment = self.fragments[name]
-        return fragment.cut(fragment.partition)
+        return self._kept(self.fragments[name], MASTER)
 
     def gradients_changed(self) -> None:
         """Called when gradients were written to: with offload, DeepSpeed took their norms while it copied them."""
@@ -123,13 +122,17 @@ class EngineWeights(ABC):
                 parameter = self.parameters[name]
                 optimizer.norm_for_param_grads[optimizer.get_param_id(parameter)] = self.gradient(name).norm()
 
-    def whole(self, name: str, kind: str | None = None) -> Tensor:
+    def weight(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The whole parameter in a number format, as exact as there is (collective)."""
+        exact = name not in self.trained or self.parameters[name].dtype in (dtype, torch.float32)
+        return (self.stored(name) if exact else self.whole(name, MASTER)).to(dtype)
+
+    def whole(self, name: str, kind: str) -> Tensor:
         """A trained parameter's float32 weights, or one of Adam's moments, joined from all ranks (collective)."""
         shape = self.shape(name)
         joined = torch.zeros(shape.numel(), device=self.device)
         if (fragment := self.fragments.get(name)) is not None:
-            source = fragment.partition if kind is None else self.states[fragment.partition][kind]
-            joined.narrow(0, fragment.offset, fragment.size).copy_(fragment.cut(source))
+            joined.narrow(0, fragment.offset, fragment.size).copy_(self._kept(fragment, kind))
         if self.copies == 1 and dist.get_world_size() > 1:
             dist.all_reduce(joined)  # what a rank does not hold is 0
         return joined.view(shape)
@@ -160,22 +163,21 @@ class EngineWeights(ABC):
         for state in self.states.values():
             state.update({kind: state[kind].to(device) for kind in ADAM_STATE})
 
-    def master(self, name: str) -> Tensor:
-        """The whole parameter in float32, as exact as there is (collective)."""
-        exact = name not in self.trained or self.parameters[name].dtype == torch.float32
-        return self.stored(name).float() if exact else self.whole(name)
-
     @torch.no_grad()
-    def fill(self, name: str, whole: Tensor | None, kind: str | None = None) -> None:
+    def fill(self, name: str, kind: str, whole: Tensor | None) -> None:
         """Sets a parameter, or one of its moments, to rank 0's ``whole`` on all ranks (collective)."""
         shape = self.shape(name)
         buffer = torch.empty(shape, device=self.device) if whole is None else whole.to(self.device).float().contiguous()
         dist.broadcast(buffer, src=0)
-        if kind is None:
+        if kind == MASTER:
             self.store(name, buffer)
         if (fragment := self.fragments.get(name)) is not None:
-            target = fragment.partition if kind is None else self.states[fragment.partition][kind]
-            fragment.cut(target).copy_(buffer.view(-1).narrow(0, fragment.offset, fragment.size))
+            self._kept(fragment, kind).copy_(buffer.view(-1).narrow(0, fragment.offset, fragment.size))
+
+    def _kept(self, fragment: Fragment, kind: str) -> Tensor:
+        """The fragment's weights or moment, a flat view."""
+        partition = fragment.partition
+        return fragment.cut(partition if kind == MASTER else self.states[partition][kind])
 
     def reset_moments(self) -> None:
         """Makes Adam's state as it is before the first step.
@@ -373,20 +375,3 @@ def engine_weights(engine: Any, scorer: TokenScorer, device: torch.device, stage
     """The view of an engine that fits its stage."""
     kinds = (ReplicatedWeights, PartitionedOptimizer, PartitionedOptimizer, PartitionedWeights)
     return kinds[stage](engine, scorer, device)
-
-
-def copy_output_layer(weights: EngineWeights, dtype: torch.dtype) -> OutputLayer:
-    """A frozen copy of the model's output layer as it is now, whole on every rank (collective).
-
-    Raises:
-        ValueError: the output layer is not a linear map of the hidden states.
-    """
-    layer = weights.scorer.model.get_output_embeddings()
-    if not isinstance(layer, nn.Linear):
-        raise ValueError(f"kl_penalty 'full': the output layer is a {type(layer).__name__}, expected Linear")
-    names = {id(parameter): name for name, parameter in weights.parameters.items()}
-
-    def copy(parameter: Tensor) -> Tensor:
-        return weights.master(names[id(parameter)]).to(weights.device, dtype, copy=True)
-
-    return OutputLayer(copy(layer.weight), None if layer.bias is None else copy(layer.bias))

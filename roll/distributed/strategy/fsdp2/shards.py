@@ -10,7 +10,6 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 SHARDS_FOLDER = "shards"
 
 
-def save_shards(path: Path, weights: Weights, optimizer: torch.optim.Optimizer) -> None:
+def save_shards(path: Path, weights: Weights) -> None:
     """Writes weights and moments into the folder ``path`` (collective).
 
     Raises:
@@ -36,12 +35,12 @@ def save_shards(path: Path, weights: Weights, optimizer: torch.optim.Optimizer) 
     writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
     try:
         with _quiet():
-            dcp.save(_state(weights, optimizer), storage_writer=writer, no_dist=not dist.is_initialized())
+            dcp.save(_state(weights), storage_writer=writer, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise OSError(f"checkpoint {path}: {error}") from error
 
 
-def load_shards(path: Path, weights: Weights, optimizer: torch.optim.Optimizer) -> None:
+def load_shards(path: Path, weights: Weights) -> None:
     """Sets weights and moments to what ``save_shards`` wrote (collective).
 
     Raises:
@@ -53,7 +52,7 @@ def load_shards(path: Path, weights: Weights, optimizer: torch.optim.Optimizer) 
     reader = HuggingFaceStorageReader(str(path))
     try:
         with _quiet():
-            dcp.load(_state(weights, optimizer), storage_reader=reader, no_dist=not dist.is_initialized())
+            dcp.load(_state(weights), storage_reader=reader, no_dist=not dist.is_initialized())
     except (CheckpointException, RuntimeError) as error:
         raise ValueError(f"checkpoint {path}: {error}; expected the shards of this model") from error
 
@@ -63,13 +62,13 @@ def _quiet() -> warnings.catch_warnings:
     return warnings.catch_warnings(action="ignore", category=UserWarning)
 
 
-def _state(weights: Weights, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def _state(weights: Weights) -> dict[str, Tensor]:
     """What is trained and its moments as they lie on the ranks; writing into the tensors changes it."""
     state = {}
     for name, share in weights.trained.items():
         state[name] = _placed(share.detach(), weights.parameters[name])
         for kind in ADAM_STATE:
-            state[f"{name}.{kind}"] = _placed(optimizer.state[share][kind], weights.parameters[name])
+            state[f"{name}.{kind}"] = _placed(weights.optimizer.state[share][kind], weights.parameters[name])
     return state
 
 

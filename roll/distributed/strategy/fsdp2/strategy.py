@@ -18,28 +18,27 @@ from torch import Tensor
 from roll.algorithms.types import TokenScores
 from roll.configs.strategy import Fsdp2Config
 from roll.data.batch import Batch
+from roll.distributed.strategy.agreement import agreed
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
+from roll.distributed.strategy.checkpoint import restore_checkpoint
 from roll.distributed.strategy.fsdp2.activation_offload import OffloadedActivations
-from roll.distributed.strategy.fsdp2.checkpoint import (
-    adapter_weights,
-    hf_weights,
-    load_weights,
-    restore_weights,
-    save_weights,
-    start_adapter,
-)
-from roll.distributed.strategy.fsdp2.weights import (
-    ReplicatedWeights,
-    ShardedWeights,
-    Weights,
-    copy_output_layer,
-)
+from roll.distributed.strategy.fsdp2.shards import SHARDS_FOLDER, load_shards, save_shards
+from roll.distributed.strategy.fsdp2.weights import ReplicatedWeights, ShardedWeights, Weights
 from roll.distributed.strategy.hf_scorer import (
     make_scorer,
     rank_info,
     recompute_activations,
     score_micro_batch,
     share_sequences,
+)
+from roll.distributed.strategy.module_weights import (
+    TrainedModule,
+    adapter_weights,
+    copy_output_layer,
+    hf_weights,
+    load_model,
+    save_module,
+    start_adapter,
 )
 from roll.distributed.strategy.optim import ADAM_STATE, make_adamw
 from roll.distributed.strategy.trainer import Limits, Scorer, Trainer, TrainerState, join_group, local_device
@@ -106,10 +105,11 @@ class Fsdp2Infer(Scorer):
                 f"{self.context.role}: strategy_config.tensor_parallel_size: {config.tensor_parallel_size}, expected 1 "
                 "with lora_target, whose layers are not split"
             )
-        # The format in which weights leave: exports and saved models.
-        self._model_dtype = resolve_dtype(args.dtype, load_config(path, args.model_config_kwargs))
-        compute = self._model_dtype if config.param_dtype is None else resolve_dtype(config.param_dtype)
-        scorer = make_scorer(self.context, self._stored_dtype(compute))
+        with agreed():
+            # The format in which weights leave: exports and saved models.
+            self._model_dtype = resolve_dtype(args.dtype, load_config(path, args.model_config_kwargs))
+            compute = self._model_dtype if config.param_dtype is None else resolve_dtype(config.param_dtype)
+            scorer = make_scorer(self.context, self._stored_dtype(compute))
         self.shares_prompts = self.context.worker.share_prompts and planned_attention.enable(scorer.model)
         self._sequence_group = share_sequences(self.context, scorer, config.tensor_parallel_size)
         weights: Weights
@@ -117,7 +117,7 @@ class Fsdp2Infer(Scorer):
             weights = ReplicatedWeights(scorer, self.device, compute_dtype=compute, trained=self._trained)
         else:
             weights = ShardedWeights(scorer, self.device, compute_dtype=compute, config=config)
-        load_weights(Path(path), weights, self.context.head, args.model_config_kwargs)
+        load_model(Path(path), weights, args.model_config_kwargs)
         if self.context.lora is not None:
             start_adapter(weights, self.context.seed)
         if self.context.keeps_output_layer:
@@ -141,7 +141,8 @@ class Fsdp2Train(Fsdp2Infer, Trainer):
         return info
 
     def reset_optimizer(self) -> None:
-        self._optimizer = make_adamw(self.weights.trained, self.weights.shapes, self.context.worker.training_args)
+        weights = self.weights
+        weights.optimizer = make_adamw(weights.trained, weights.parameters, self.context.worker.training_args)
         self._state = TrainerState(total_optimizer_steps=self.context.total_optimizer_steps)
 
     def forward(self, micro_batch: Batch, limits: Limits) -> TokenScores:
@@ -171,9 +172,10 @@ class Fsdp2Train(Fsdp2Infer, Trainer):
         limit = self.context.max_grad_norm
         if 0 < limit < norm:
             torch._foreach_mul_(self._gradients, limit / norm)
-        for group in self._optimizer.param_groups:
+        optimizer = self.weights.optimizer
+        for group in optimizer.param_groups:
             group["lr"] = rate
-        self._optimizer.step()
+        optimizer.step()
 
     def drop_gradients(self) -> None:
         self._gradients = []
@@ -188,25 +190,24 @@ class Fsdp2Train(Fsdp2Infer, Trainer):
     def save(self, path: Path) -> None:
         """Writes a checkpoint, see ``checkpoint.py`` (collective)."""
         self._require(States.WEIGHTS | States.OPTIMIZER)
-        save_weights(
-            path,
-            self.weights,
-            self._optimizer,
-            self._state,
-            dtype=self._model_dtype,
-            context=self.context,
-            sharded=self._config.checkpoint == "sharded",
-        )
+        weights, whole = self.weights, self._config.checkpoint != "sharded"
+        if not whole:
+            save_shards(path / SHARDS_FOLDER, weights)
+        save_module(path, weights, self._state, dtype=self._model_dtype, context=self.context, tensors=whole)
 
     def load(self, path: Path) -> None:
         """Continues from a checkpoint that any number of ranks has written (collective)."""
         self._require(States.WEIGHTS | States.OPTIMIZER)
-        self._continue_from(restore_weights(path, self.weights, self._optimizer), path)
+        weights, shards = self.weights, path / SHARDS_FOLDER
+        state = restore_checkpoint(path, TrainedModule(weights), tensors=not shards.is_dir())
+        if shards.is_dir():
+            load_shards(shards, weights)
+        self._continue_from(state, path)
 
     def move(self, what: States, device: torch.device) -> None:
         super().move(what, device)
         if States.OPTIMIZER in what:
-            for moments in self._optimizer.state.values():
+            for moments in self.weights.optimizer.state.values():
                 for name in ADAM_STATE:
                     moments[name] = moments[name].to(device)
 

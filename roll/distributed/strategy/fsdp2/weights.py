@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -19,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from roll.distributed.strategy.hf_scorer import decoder_layers
+from roll.distributed.strategy.optim import MASTER
 from roll.models.loading import resolve_dtype
-from roll.models.scoring import OutputLayer, TokenScorer
+from roll.models.scoring import TokenScorer
 from roll.models.tensor_parallel import split_layers
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ class Weights(ABC):
 
     copies: list[int]
     """For each share in ``trained``, the ranks that hold the same, and after ``reduce_gradients`` the same gradient."""
+    optimizer: torch.optim.Optimizer
+    """A trainer's, over ``trained``."""
 
     def __init__(self, scorer: TokenScorer, device: torch.device) -> None:
         self.scorer = scorer
@@ -47,10 +49,9 @@ class Weights(ABC):
         """Of ``local``, what an optimizer changes."""
         return {name: share for name, share in self.local.items() if share.requires_grad}
 
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """Shapes of the whole parameters."""
-        return {name: parameter.shape for name, parameter in self.parameters.items()}
+    def shape(self, name: str) -> torch.Size:
+        """The whole parameter's."""
+        return self.parameters[name].shape
 
     def forward_context(self) -> contextlib.AbstractContextManager[object]:
         """Entered around every forward pass."""
@@ -76,7 +77,7 @@ class Weights(ABC):
         """Forgets the gradients."""
 
     @abstractmethod
-    def whole(self, name: str, share: Tensor) -> Tensor:
+    def join(self, name: str, share: Tensor) -> Tensor:
         """Joins all ranks' values for a parameter's local shares (collective)."""
 
     @abstractmethod
@@ -87,20 +88,32 @@ class Weights(ABC):
     def move(self, device: torch.device) -> None:
         """Moves the parameters; the optimizer's shares follow."""
 
-    def broadcast(self, name: str, whole: Tensor | None) -> Tensor:
-        """Hands rank 0's tensor for a parameter to every rank and returns this rank's part of it (collective)."""
-        parameter = self.parameters[name]
+    def weight(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The whole parameter in a number format (collective)."""
+        return self.join(name, self.local[name]).to(dtype)
+
+    def whole(self, name: str, kind: str) -> Tensor:
+        """A trained parameter's weights, or one of its moments, joined from all ranks (collective)."""
+        return self.join(name, self._kept(name, kind))
+
+    @torch.no_grad()
+    def fill(self, name: str, kind: str, whole: Tensor | None) -> None:
+        """Sets a parameter, or one of its moments, to rank 0's ``whole`` on all ranks (collective)."""
         if dist.is_initialized() and dist.get_world_size() > 1:
-            buffer = torch.empty(parameter.shape, device=self.device) if whole is None else whole.to(self.device)
+            buffer = torch.empty(self.shape(name), device=self.device) if whole is None else whole.to(self.device)
             whole = buffer.float().contiguous()
             dist.broadcast(whole, src=0)
         assert whole is not None
-        return self.share(name, whole)
+        self._kept(name, kind).copy_(self.share(name, whole))
 
-    @torch.no_grad()
-    def fill(self, name: str, whole: Tensor | None) -> None:
-        """Sets a parameter to rank 0's ``whole`` on all ranks (collective)."""
-        self.local[name].copy_(self.broadcast(name, whole))
+    def set_steps(self, steps: int) -> None:
+        """Tells Adam how many steps it has taken, for its bias correction."""
+        for share in self.trained.values():
+            self.optimizer.state[share]["step"].fill_(steps)
+
+    def _kept(self, name: str, kind: str) -> Tensor:
+        share = self.local[name]
+        return share if kind == MASTER else cast(Tensor, self.optimizer.state[share][kind])
 
 
 class ReplicatedWeights(Weights):
@@ -138,7 +151,7 @@ class ReplicatedWeights(Weights):
     def drop_gradients(self) -> None:
         self._flat_gradient.zero_()
 
-    def whole(self, name: str, share: Tensor) -> Tensor:
+    def join(self, name: str, share: Tensor) -> Tensor:
         return share.detach()
 
     def share(self, name: str, whole: Tensor) -> Tensor:
@@ -217,7 +230,7 @@ class ShardedWeights(Weights):
         for name, parameter in self.parameters.items():
             parameter.grad = self.local[name].grad = None
 
-    def whole(self, name: str, share: Tensor) -> Tensor:
+    def join(self, name: str, share: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor, Replicate
 
         like = cast("DTensor", self.parameters[name])
@@ -242,34 +255,6 @@ class ShardedWeights(Weights):
         self.parameters = dict(self.scorer.named_parameters())
         for name, parameter in self.parameters.items():
             self.local[name].data = _local(parameter)
-
-
-def whole_parameters(weights: Weights) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter in full, one at a time (collective: every rank must go through all of it)."""
-    for name, share in weights.local.items():
-        yield name, weights.whole(name, share)
-
-
-def copy_output_layer(weights: Weights, dtype: torch.dtype) -> OutputLayer:
-    """A frozen copy of the model's output layer as it is now, whole on every rank (collective).
-
-    Raises:
-        ValueError: the output layer is not a linear map of the hidden states.
-    """
-    layer = weights.scorer.model.get_output_embeddings()
-    if not isinstance(layer, nn.Linear):
-        raise ValueError(f"kl_penalty 'full': the output layer is a {type(layer).__name__}, expected Linear")
-    names = {id(parameter): name for name, parameter in weights.parameters.items()}
-
-    def copy(parameter: Tensor | None) -> Tensor | None:
-        if parameter is None:
-            return None
-        name = names[id(parameter)]
-        return weights.whole(name, weights.local[name]).to(weights.device, dtype, copy=True)
-
-    weight = copy(layer.weight)
-    assert weight is not None
-    return OutputLayer(weight, copy(layer.bias))
 
 
 def _shard(

@@ -12,6 +12,7 @@ import functools
 import importlib
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -38,7 +39,9 @@ def enable() -> None:
     """Imports Megatron, and redirects it to the CPU where there is no accelerator. May be called again at any time."""
     if torch.cuda.is_available():
         return
-    with _no_compiler():
+    with _no_compiler(), warnings.catch_warnings():
+        # They are for GPUs; without one, nobody can do anything about it.
+        warnings.filterwarnings("ignore", "(Transformer Engine and )?Apex (is|are) not installed", UserWarning)
         for name in MODULES:
             importlib.import_module(f"megatron.core.{name}")
     for name, module in list(sys.modules.items()):
@@ -168,6 +171,9 @@ def _redirect_functions() -> None:
     random._set_cuda_rng_state = _set_generator_state
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = _to_host
+    layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
+    # Or it advises an environment variable of CUDA's.
+    layers.linear_with_grad_accumulation_and_async_allreduce.warned = True
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

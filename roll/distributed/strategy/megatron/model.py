@@ -9,8 +9,9 @@ import dataclasses
 import difflib
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll.configs.strategy import MegatronConfig
+from roll.distributed.strategy.agreement import agreed
 from roll.distributed.strategy.base import RankInfo, StrategyContext
+from roll.distributed.strategy.checkpoint import HEAD_PREFIX, Reader
 from roll.distributed.strategy.engines import constructor_fields
 from roll.distributed.strategy.megatron.modules import layer_specs
 from roll.distributed.strategy.megatron.scores import VocabularyShare
-from roll.models.heads import load_value_head
+from roll.models.heads import ValueHead, load_value_head
 from roll.models.megatron.config import MegatronModelConfig, check_parallel_sizes, megatron_config, padded_vocab_size
 from roll.models.megatron.convert import load_shards
 from roll.models.megatron.layout import ParallelLayout
@@ -31,8 +34,6 @@ from roll.models.megatron.weight_files import WeightFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-HEAD_PREFIX = "value_head."
 
 OWNED = {
     "bf16": "model_args.dtype",
@@ -114,13 +115,6 @@ class MegatronModel:
     """Which part of the model each chunk is."""
     wrapped: list[Any] = field(default_factory=list)
     """The chunks as they are called."""
-
-    def named_parameters(self) -> Iterator[tuple[int, str, torch.nn.Parameter]]:
-        """Chunk number, Megatron's name, parameter; without the value head."""
-        for number, chunk in enumerate(self.chunks):
-            for name, parameter in chunk.named_parameters():
-                if not name.startswith(HEAD_PREFIX):
-                    yield number, name, parameter
 
     @property
     def last(self) -> Any:
@@ -277,8 +271,10 @@ def build_model(
         chunks.append(chunk.train(trained).requires_grad_(trained))
         layouts.append(_layout(chunk, first=first, last=last))
     model = MegatronModel(config, converted, chunks, layouts, wrapped=list(chunks))
-    load_weights(model, WeightFiles(context.model_path).read)
-    for _, name, parameter in model.named_parameters():
+    with agreed(), torch.no_grad():
+        for parameter, part in own_parts(model, folder_reader(model, Path(context.model_path))):
+            parameter.copy_(part)
+    for name, parameter in chain.from_iterable(chunk.named_parameters() for chunk in chunks):
         if trained and options.freeze_moe_router:
             parameter.requires_grad_(not name.endswith("mlp.router.weight"))
         if ".experts." in name and options.expert_tensor_size != options.tensor_model_parallel_size:
@@ -288,13 +284,34 @@ def build_model(
     return model
 
 
-@torch.no_grad()
-def load_weights(model: MegatronModel, read: Callable[[str], Tensor]) -> None:
-    """Fills the parameters from whole Hugging Face tensors."""
-    for number, layout in enumerate(model.layouts):
-        parameters = {name: parameter for index, name, parameter in model.named_parameters() if index == number}
-        for name, shard in load_shards(read, parameters, model.converted, layout):
-            parameters[name].copy_(shard)
+def folder_reader(model: MegatronModel, path: Path) -> Reader:
+    """Reads the tensors of a model folder (or hub name) by their names, and this rank's value head, if it has one.
+
+    Raises:
+        ValueError: no such folder, or no safetensors files in it; later, no tensor of a name.
+    """
+    read, saved = WeightFiles(str(path)).read, {}
+    if model.value_head is not None:
+        head = load_value_head(model.config.hidden_size, path)
+        saved = {HEAD_PREFIX + name: parameter.detach() for name, parameter in head.named_parameters()}
+    return lambda name: saved[name] if name in saved else read(name)
+
+
+def own_parts(model: MegatronModel, read: Reader) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+    """Every parameter of this rank with its part of the whole tensors, which are read by a checkpoint's names.
+
+    Raises:
+        ValueError: a tensor of the wrong shape.
+    """
+    for layout, chunk in zip(model.layouts, model.chunks, strict=True):
+        parameters = dict(chunk.named_parameters())
+        trunk = [name for name in parameters if not name.startswith(HEAD_PREFIX)]
+        head = ((name, read(name)) for name in parameters if name.startswith(HEAD_PREFIX))
+        for name, part in chain(load_shards(read, trunk, model.converted, layout), head):
+            expected = parameters[name].shape
+            if part.shape != expected:
+                raise ValueError(f"{name}: seen a part of shape {tuple(part.shape)}, expected {tuple(expected)}")
+            yield parameters[name], part
 
 
 def transformer_config(
@@ -320,6 +337,7 @@ def transformer_config(
         # Weights are loaded anyway, but this is what marks parameters as cut over tensor-parallel ranks.
         "perform_initialization": True,
         "deallocate_pipeline_outputs": True,
+        "cuda_graph_scope": [],  # whole layers, as by Megatron's own default, which warns that it is deprecated
         # Shapes are sent along where stages take turns; the interleaved schedule hangs with it, so there all are equal.
         "variable_seq_lengths": pipelined and not options.virtual_stages,
         "batch_p2p_comm": gpu,
@@ -386,7 +404,7 @@ def _make_chunk(
     if value and last:
         del chunk.output_layer
         device = next(chunk.parameters()).device
-        chunk.value_head = load_value_head(config.hidden_size, Path(context.model_path)).to(device)
+        chunk.value_head = ValueHead(config.hidden_size).to(device)
     return chunk
 
 

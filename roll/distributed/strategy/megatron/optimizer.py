@@ -18,10 +18,7 @@ from torch import Tensor, nn
 from roll.configs.strategy import MegatronConfig
 from roll.configs.training import TrainingArguments
 from roll.distributed.strategy.megatron.model import MegatronModel
-from roll.distributed.strategy.optim import ADAM_STATE
-
-MASTER = "master"
-KINDS = (*ADAM_STATE, MASTER)
+from roll.distributed.strategy.optim import ADAM_STATE, MASTER
 
 
 def loss_factor(num_micro_batches: int) -> int:
@@ -177,7 +174,7 @@ class MegatronAdam:
 
         Args:
             parameter: of the model.
-            kind: one of ``KINDS``.
+            kind: one of ``ADAM_STATE``, or ``MASTER``.
         """
         if not parameter.requires_grad:
             return parameter.detach().float() if kind == MASTER else torch.zeros_like(parameter, dtype=torch.float32)

@@ -26,10 +26,12 @@ from roll.algorithms.types import LossContext, LossFn, TokenScores
 from roll.configs.strategy import MegatronConfig
 from roll.data.batch import Batch
 from roll.data.packing import take_micro_batch
+from roll.distributed.strategy.agreement import agreed
 from roll.distributed.strategy.base import RankInfo, States
-from roll.distributed.strategy.engines import require_engine
+from roll.distributed.strategy.checkpoint import restore_checkpoint
+from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.megatron import cpu
-from roll.distributed.strategy.megatron.checkpoint import fill_weights, restore_model, save_model
+from roll.distributed.strategy.megatron.checkpoint import TrainedModel, save_model
 from roll.distributed.strategy.megatron.input import MegatronInput, Rounding, grid_shape, lay_out
 from roll.distributed.strategy.megatron.model import (
     MegatronModel,
@@ -49,7 +51,6 @@ from roll.distributed.strategy.megatron.scores import TokenScorer, sum_over
 from roll.distributed.strategy.megatron.weights import WeightGatherer
 from roll.distributed.strategy.trainer import Limits, Scorer, Trainer, TrainerState, join_group, local_device
 from roll.models.loading import load_config, resolve_dtype
-from roll.models.megatron.weight_files import WeightFiles
 
 __all__ = ["MegatronInfer", "MegatronTrain", "check_engine_options", "check_model_fit"]
 
@@ -70,11 +71,13 @@ class MegatronInfer(Scorer):
             )
         self.device = local_device(context.rank)
         join_group(context, self.device, alone=True)
+        ignore_renamed_collectives()
         cpu.enable()
         self.options = MegatronConfig.model_validate(context.worker.strategy_args.strategy_config)
         self.info = join_parallel_state(context, self.options)
         args = context.worker.model_args
-        hf_config = load_config(context.model_path, args.model_config_kwargs)
+        with agreed():
+            hf_config = load_config(context.model_path, args.model_config_kwargs)
         # The format in which weights leave: exports and saved models.
         self._model_dtype = resolve_dtype(args.dtype, hf_config)
         if self._trained and self._model_dtype == torch.float16:
@@ -218,9 +221,10 @@ class MegatronTrain(MegatronInfer, Trainer):
         wrap_for_data_parallelism(self.model, self.options)
         self._optimizer = MegatronAdam(self.model, self.options, self.context.worker.training_args)
         self._gatherer = WeightGatherer(self.model)
+        self._trained_model = TrainedModel(self.model, self._gatherer, self._optimizer, self.context.head)
         if self._model_dtype != torch.float32:
             # The optimizer's weights start from those in the files, which may be more exact than the model's.
-            fill_weights(self.model, self._optimizer, WeightFiles(self.context.model_path).read)
+            self._trained_model.load(Path(self.context.model_path))
         self._state = TrainerState(total_optimizer_steps=self.context.total_optimizer_steps)
         return info
 
@@ -298,18 +302,9 @@ class MegatronTrain(MegatronInfer, Trainer):
     def save(self, path: Path) -> None:
         """Writes a checkpoint, see ``checkpoint`` (collective)."""
         self._require(States.WEIGHTS | States.OPTIMIZER)
-        save_model(
-            path,
-            self.model,
-            self._gatherer,
-            self._optimizer,
-            self._state,
-            head=self.context.head,
-            dtype=self._model_dtype,
-            source=self.context.model_path,
-        )
+        save_model(path, self._trained_model, self._state, dtype=self._model_dtype, source=self.context.model_path)
 
     def load(self, path: Path) -> None:
         """Continues from a checkpoint of any engine and layout, which every rank must be able to read (collective)."""
         self._require(States.WEIGHTS | States.OPTIMIZER)
-        self._continue_from(restore_model(path, self.model, self._optimizer, self.context.head), path)
+        self._continue_from(restore_checkpoint(path, self._trained_model), path)

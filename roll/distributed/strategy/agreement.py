@@ -1,0 +1,46 @@
+"""A failure that one rank alone meets, told to the others."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+
+@contextlib.contextmanager
+def agreed() -> Iterator[None]:
+    """Makes a failure inside one on every rank, at once (collective).
+
+    For what a rank does by itself, such as reading files, before a step that takes all of them: without it, the others
+    would wait in that step until the collective's timeout. What is inside must not be collective, unless its own
+    failures are agreed on.
+
+    Raises:
+        Exception: what was raised inside, where it was.
+        OSError: on the other ranks, if that was one, with the message of the first rank that failed.
+        ValueError: the same, for all other kinds.
+    """
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # of any kind: it is raised again below
+        own = error
+    told = _first(own) if dist.is_initialized() and dist.get_world_size() > 1 else None
+    if failure := own or told:
+        raise failure
+
+
+def _first(own: Exception | None) -> Exception | None:
+    """The failure of the first rank that has one, as the others report it."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    first = torch.tensor(ranks if own is None else rank)
+    dist.all_reduce(first, dist.ReduceOp.MIN)
+    source = int(first)
+    if source == ranks:
+        return None
+    told = [(isinstance(own, OSError), f"rank {rank}: {str(own) or type(own).__name__}")]
+    dist.broadcast_object_list(told, source)
+    is_os_error, message = told[0]
+    return OSError(message) if is_os_error else ValueError(message)
