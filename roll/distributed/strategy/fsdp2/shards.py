@@ -7,6 +7,7 @@ a pickle, which could run code when it is read; the safetensors storage keeps it
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -49,13 +50,20 @@ def load_shards(path: Path, weights: Weights, optimizer: torch.optim.Optimizer) 
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
+    from torch.distributed.tensor import DTensor
 
     reader = HuggingFaceStorageReader(str(path))
+    state = _state(weights, optimizer)
     try:
         with _quiet():
-            dcp.load(_state(weights, optimizer), storage_reader=reader, no_dist=not dist.is_initialized())
+            dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     except (CheckpointException, RuntimeError) as error:
         raise ValueError(f"checkpoint {path}: {error}; expected the shards of this model") from error
+    for name, share, _ in _shares(weights, optimizer):
+        loaded = state[name]
+        loaded = loaded.to_local() if isinstance(loaded, DTensor) else loaded
+        if loaded.device != share.device:
+            share.copy_(loaded)
 
 
 def _quiet() -> warnings.catch_warnings:
@@ -64,13 +72,20 @@ def _quiet() -> warnings.catch_warnings:
 
 
 def _state(weights: Weights, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What is trained and its moments as they lie on the ranks; writing into the tensors changes it."""
-    state = {}
+    """What is trained and its moments as they lie on the ranks; writing into the tensors changes it.
+
+    With ``cpu_offload`` beside a GPU they are copies, as a DTensor lies on the devices of its mesh.
+    """
+    return {name: _placed(share, like) for name, share, like in _shares(weights, optimizer)}
+
+
+def _shares(weights: Weights, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, this rank's share, and the parameter that it is shaped like."""
     for name, share in weights.trained.items():
-        state[name] = _placed(share.detach(), weights.parameters[name])
+        parameter = weights.parameters[name]
+        yield name, share.detach(), parameter
         for kind in ADAM_STATE:
-            state[f"{name}.{kind}"] = _placed(optimizer.state[share][kind], weights.parameters[name])
-    return state
+            yield f"{name}.{kind}", optimizer.state[share][kind], parameter
 
 
 def _placed(share: Tensor, like: Tensor) -> Tensor:
