@@ -78,7 +78,7 @@ def metrics_of(folder: Path, name: str) -> dict[str, float]:
 
 def unpacked(buckets: Iterable[WeightBucket]) -> dict[str, Tensor]:
     """Copies of the tensors in weight buckets."""
-    return {name: tensor.clone() for bucket in buckets for name, tensor in unpack_bucket(bucket)}
+    return {name: tensor.cpu().clone() for bucket in buckets for name, tensor in unpack_bucket(bucket)}
 
 
 def exported(trainer: Any) -> dict[str, Tensor]:

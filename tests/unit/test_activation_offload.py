@@ -40,3 +40,32 @@ def test_small_tensors_stay() -> None:
         loss = (weight * weight).sum()
     loss.backward()
     torch.testing.assert_close(weight.grad, 2 * weight.detach())
+
+
+def test_a_tensor_comes_back_with_its_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention kernels of a GPU look at them: the mask's rows are padded, and a head's share may be transposed."""
+    monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
+    padded = torch.randn(2, 1, 5, 8)[..., :6].expand(2, 3, 5, 6)
+    transposed = torch.randn(2, 5, 3, 4).transpose(1, 2)
+    saved: list[torch.Tensor] = []
+
+    class Save(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *others):
+            ctx.save_for_backward(*others)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            saved.extend(ctx.saved_tensors)
+            return gradient, None, None
+
+    leaf = torch.zeros((), requires_grad=True)
+    with OffloadedActivations():
+        result = Save.apply(leaf, padded, transposed)
+    result.backward()
+    for found, expected in zip(saved, (padded, transposed), strict=True):
+        assert found.stride() == expected.stride()
+        assert torch.equal(found, expected)
+    assert saved[0].data_ptr() == padded.data_ptr(), "stays where it is"
+    assert saved[1].data_ptr() != transposed.data_ptr()

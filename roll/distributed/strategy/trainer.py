@@ -123,6 +123,7 @@ class Scorer(ABC):
         """Moves states to host memory; using them before ``onload`` is an error. On a CPU nothing moves."""
         if self.device.type != "cpu":
             self.move(what & self._resident, torch.device("cpu"))
+            torch.cuda.empty_cache()  # what PyTorch keeps for later, other processes on the device cannot have
         self._resident &= ~what
 
     def onload(self, what: States) -> None:

@@ -30,7 +30,11 @@ def _pack(tensor: Tensor) -> Packed:
     # Subclasses such as DTensor know their own places.
     if type(tensor) is not Tensor or isinstance(owner, nn.Parameter) or tensor.nbytes < MIN_BYTES:
         return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+        # A view with gaps or repeated elements, whose strides a copy would not have. Backward passes count on them:
+        # memory-efficient attention pads the rows of its mask, and refuses one without the padding.
+        return tensor
+    host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     return tensor.device, host.copy_(tensor, non_blocking=True)
 
 

@@ -7,6 +7,7 @@ a pickle, which could run code when it is read; the safetensors storage keeps it
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -48,13 +49,20 @@ def load_shards(path: Path, weights: Weights) -> None:
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
+    from torch.distributed.tensor import DTensor
 
     reader = HuggingFaceStorageReader(str(path))
+    state = _state(weights)
     try:
         with _quiet():
-            dcp.load(_state(weights), storage_reader=reader, no_dist=not dist.is_initialized())
+            dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     except (CheckpointException, RuntimeError) as error:
         raise ValueError(f"checkpoint {path}: {error}; expected the shards of this model") from error
+    for name, share, _ in _shares(weights):
+        loaded = state[name]
+        loaded = loaded.to_local() if isinstance(loaded, DTensor) else loaded
+        if loaded.device != share.device:
+            share.copy_(loaded)
 
 
 def _quiet() -> warnings.catch_warnings:
@@ -63,13 +71,20 @@ def _quiet() -> warnings.catch_warnings:
 
 
 def _state(weights: Weights) -> dict[str, Tensor]:
-    """What is trained and its moments as they lie on the ranks; writing into the tensors changes it."""
-    state = {}
+    """What is trained and its moments as they lie on the ranks; writing into the tensors changes it.
+
+    With ``cpu_offload`` beside a GPU they are copies, as a DTensor lies on the devices of its mesh.
+    """
+    return {name: _placed(share, like) for name, share, like in _shares(weights)}
+
+
+def _shares(weights: Weights) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Name, this rank's share, and the parameter that it is shaped like."""
     for name, share in weights.trained.items():
-        state[name] = _placed(share.detach(), weights.parameters[name])
+        parameter = weights.parameters[name]
+        yield name, share.detach(), parameter
         for kind in ADAM_STATE:
-            state[f"{name}.{kind}"] = _placed(weights.optimizer.state[share][kind], weights.parameters[name])
-    return state
+            yield f"{name}.{kind}", weights.optimizer.state[share][kind], parameter
 
 
 def _placed(share: Tensor, like: Tensor) -> Tensor:

@@ -86,7 +86,8 @@ class Fsdp2Infer(Scorer):
 
     def move(self, what: States, device: torch.device) -> None:
         if States.WEIGHTS in what:
-            self.weights.move(device)
+            if not self._config.cpu_offload:  # else they are in host memory already, and must stay there
+                self.weights.move(device)
             scorer = self.weights.scorer
             if scorer.reference_layer is not None:
                 scorer.reference_layer = scorer.reference_layer.to(device)
@@ -206,7 +207,7 @@ class Fsdp2Train(Fsdp2Infer, Trainer):
 
     def move(self, what: States, device: torch.device) -> None:
         super().move(what, device)
-        if States.OPTIMIZER in what:
+        if States.OPTIMIZER in what and not self._config.cpu_offload:
             for moments in self.weights.optimizer.state.values():
                 for name in ADAM_STATE:
                     moments[name] = moments[name].to(device)
