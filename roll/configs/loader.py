@@ -14,6 +14,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.agentic_rules import AGENTIC_RULES
 from roll.configs.base import Config
 from roll.configs.compose import compose_config
+from roll.configs.engine_rules import ENGINE_RULES
 from roll.configs.env import ALIASES, CustomEnvConfig, EnvManagerConfig
 from roll.configs.obsolete import OBSOLETE
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem, Words
@@ -94,7 +95,7 @@ def validate(
     found += wrong + unknown_options
     broken = _broken_paths(found)
     later = [*_section_problems(config), *option_rules]
-    for rule in (*RULES, *PIPELINE_RULES[schema], *extra_checks):
+    for rule in (*RULES, *ENGINE_RULES, *PIPELINE_RULES[schema], *extra_checks):
         later += rule(config)
     # A value that is wrong by itself counts as broken for the rules that combine it with others.
     alone = [problem for problem in later if set(problem.involves) <= {problem.path}]

@@ -35,7 +35,6 @@ from roll.distributed.strategy.megatron.model import (
     MegatronModel,
     build_model,
     check_engine_options,
-    check_model_fit,
     join_parallel_state,
 )
 from roll.distributed.strategy.megatron.optimizer import (
@@ -51,7 +50,7 @@ from roll.distributed.strategy.trainer import Limits, Scorer, Trainer, TrainerSt
 from roll.models.loading import load_config, resolve_dtype
 from roll.models.megatron.weight_files import WeightFiles
 
-__all__ = ["MegatronInfer", "MegatronTrain", "check_engine_options", "check_model_fit"]
+__all__ = ["MegatronInfer", "MegatronTrain", "check_engine_options"]
 
 
 class MegatronInfer(Scorer):
