@@ -16,7 +16,7 @@ from roll.configs.base import Config
 from roll.configs.compose import compose_config
 from roll.configs.engine_rules import ENGINE_RULES
 from roll.configs.env import ALIASES, CustomEnvConfig, EnvManagerConfig
-from roll.configs.obsolete import OBSOLETE
+from roll.configs.obsolete import ENGINE_NAMES, OBSOLETE
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem, Words
 from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
@@ -179,8 +179,8 @@ def _unknown_key(
     known += variables if len(path) == 1 else ()
     prefix = ".".join(map(str, path[:-1]))
     involves: tuple[str, ...] = ()
-    if name in OBSOLETE:
-        hint = OBSOLETE[name]
+    if advice := OBSOLETE.get(name) or ENGINE_NAMES.get(name):
+        hint = advice
     elif elsewhere := _elsewhere(schema, name):
         hint = f"did you mean {elsewhere}?"
     elif near := nearest(name, known):

@@ -30,8 +30,8 @@ VALUES = {
 SHAPE = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 256}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 4}
 MODELS = {
-    "dense": Qwen2Config(**SHAPE | {"hidden_size": 96, "intermediate_size": 192}, num_hidden_layers=6, num_attention_heads=6,
-                         num_key_value_heads=3),
+    "dense": Qwen2Config(**SHAPE | {"hidden_size": 96, "intermediate_size": 192}, num_hidden_layers=6,
+                         num_attention_heads=6, num_key_value_heads=3),
     "moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, num_attention_heads=4, num_key_value_heads=2, head_dim=32),
     "moe2": Qwen2MoeConfig(**SHAPE, **EXPERTS, num_attention_heads=4, num_key_value_heads=4,
                            shared_expert_intermediate_size=64),
@@ -222,6 +222,14 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
         ({"sequence_length": 4096}, "sequence_length", "at most 2048"),
         (args(model_config_kwargs={"num_layerz": 3}), "actor_train.model_args.model_config_kwargs.num_layerz",
          "num_hidden_layers"),
+        # what other libraries call it
+        (args(use_liger=True), "actor_train.model_args.use_liger", "use_liger_kernel"),
+        (train(packing=True), "actor_train.packing", "use_sequence_packing"),
+        (fsdp2(param_offload=True), f"{TRAIN}.param_offload", "cpu_offload"),
+        (deepspeed(ulysses_sequence_parallel_size=2), f"{TRAIN}.ulysses_sequence_parallel_size", "ulysses_size"),
+        (megatron(decoder_first_pipeline_num_layers=2), f"{TRAIN}.decoder_first_pipeline_num_layers", FIRST),
+        (vllm(free_cache_engine=True), f"{INFER}.free_cache_engine", "share devices"),
+        ({"update_weights_bucket_megabytes": 512}, "update_weights_bucket_megabytes", "model_update_buffer_size_mb"),
         # batches and keys that a role does not read
         (train(device_mapping=[0, 1, 2, 3, 4]), "actor_train.training_args.gradient_accumulation_steps",
          "5 data-parallel ranks cannot share 48 samples"),

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from roll.configs.obsolete import ENGINE_NAMES
 from roll.distributed.strategy.arguments import type_problems
 
 
@@ -90,7 +91,14 @@ def option_problems(
     ]
     for key in extra if known else ():
         if key not in known and key not in elsewhere:
-            near = difflib.get_close_matches(key, sorted({*known, *typed} - {*elsewhere}), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = advice(key, {*known, *typed} - {*elsewhere})
             problems.append(f"{key}: seen {options[key]!r}, expected an argument of {arguments}{hint}")
     return problems + type_problems({key: options[key] for key in extra if key not in elsewhere}, known)
+
+
+def advice(key: str, known: Collection[str]) -> str:
+    """What to say of a key that an engine does not have: where it belongs, or what it may be meant for."""
+    if key in ENGINE_NAMES:
+        return f"; {ENGINE_NAMES[key]}"
+    near = difflib.get_close_matches(key, sorted(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

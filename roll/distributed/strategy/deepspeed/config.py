@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.schema import nearest
 from roll.configs.strategy import AUTO, DEEPSPEED_ELSEWHERE, DeepSpeedConfig
 from roll.distributed.strategy.arguments import constructor_fields, type_problems
+from roll.distributed.strategy.engines import advice
 
 if TYPE_CHECKING:
     from roll.configs.training import TrainingArguments
@@ -120,7 +120,7 @@ def check_engine_options(options: Mapping[str, Any]) -> list[str]:
         with names of their own only when it is installed. What ``DeepSpeedConfig`` itself refuses is not repeated.
     """
     problems = [
-        f"{key}: seen {options[key]!r}, expected a key of DeepSpeed's configuration{_hint(key, PASSED_ON)}"
+        f"{key}: seen {options[key]!r}, expected a key of DeepSpeed's configuration{advice(key, PASSED_ON)}"
         for key in options
         if key not in PASSED_ON and key not in DEEPSPEED_ELSEWHERE
     ]
@@ -128,7 +128,7 @@ def check_engine_options(options: Mapping[str, Any]) -> list[str]:
         section = _section(options, place)
         fields = constructor_fields("deepspeed", file, (model,))
         problems += [
-            f"{place}.{key}: seen {value!r}, expected a key of DeepSpeed's {model}{_hint(key, fields)}"
+            f"{place}.{key}: seen {value!r}, expected a key of DeepSpeed's {model}{advice(key, fields)}"
             for key, value in section.items()
             if fields and key not in fields
         ]
@@ -152,15 +152,10 @@ def _format_problems(options: Mapping[str, Any]) -> list[str]:
     problems = []
     for key, value in given.items():
         if key not in FORMATS:
-            problems.append(f"{key}: seen {value!r}, expected a key of DeepSpeed's configuration{_hint(key, FORMATS)}")
+            problems.append(f"{key}: seen {value!r}, expected a key of DeepSpeed's configuration{advice(key, FORMATS)}")
         elif (allowed := FORMATS[key]) and value not in (*allowed, AUTO, None):
             problems.append(f"{key}: seen {value!r}, expected {' or '.join(allowed)}")
     return problems
-
-
-def _hint(key: str, known: Iterable[str]) -> str:
-    near = nearest(key, sorted(known))
-    return f"; did you mean {near}?" if near else ""
 
 
 def _passed_on(options: DeepSpeedConfig) -> dict[str, Any]:

@@ -6,7 +6,6 @@ The model stops at the final hidden states; ``scores`` applies the output layer 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from torch import Tensor
 from roll.configs.strategy import MegatronConfig
 from roll.distributed.strategy.arguments import constructor_fields, type_problems
 from roll.distributed.strategy.base import RankInfo, StrategyContext
+from roll.distributed.strategy.engines import advice
 from roll.distributed.strategy.megatron.fit import check_model_fit
 from roll.distributed.strategy.megatron.modules import layer_specs
 from roll.distributed.strategy.megatron.scores import VocabularyShare
@@ -56,6 +56,7 @@ OWNED = {
     "num_distributed_optimizer_instances": "nothing: all data-parallel ranks share the optimizer states",
     "use_megatron_fsdp": "strategy_name fsdp2_train",
     "use_custom_fsdp": "strategy_name fsdp2_train",
+    "moe_router_force_load_balancing": "nothing: routing at random only serves benchmarks",
     "perform_initialization": "nothing: weights are always loaded",
     "use_cpu_initialization": "nothing: weights are always loaded",
     "init_model_with_meta_device": "nothing: weights are always loaded",
@@ -173,8 +174,7 @@ def check_engine_options(options: Mapping[str, Any]) -> list[str]:
         elif name in OWNED:
             problems.append(f"{name}: seen {options[name]!r}, expected {OWNED[name]}")
         elif name not in known:
-            nearest = difflib.get_close_matches(name, known.keys() | typed, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            hint = advice(name, known.keys() | typed)
             problems.append(f"{name}: seen {options[name]!r}, expected an option of Megatron-Core{hint}")
         else:
             problems += type_problems({name: options[name]}, known)

@@ -45,7 +45,6 @@ OWNED_OPTIONS = {
     "max_total_tokens": "kv_cache_memory_bytes",
     "mem_fraction_static": "gpu_memory_utilization",
     "python_executable": "no such key, since vLLM runs in the environment of the run",
-    "sleep_level": "no such key, since a role's weights and cache leave shared devices between its turns",
     "tensor_model_parallel_size": "tensor_parallel_size",
     "tp_size": "tensor_parallel_size",
 }
