@@ -168,6 +168,10 @@ class DeepSpeedConfig(EngineConfig):
                 found.append(f"zero_optimization.{section}.device: seen {device!r}, expected cpu or none")
             if device == "cpu" and self.stage < least:
                 found.append(f"zero_optimization.stage: seen {self.stage} with {section}, expected at least {least}")
+        for key, section in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            if self.zero_optimization.get(key) not in (None, AUTO):
+                seen = self.zero_optimization[key]
+                found.append(f"zero_optimization.{key}: seen {seen}, expected {section}: {{device: cpu}} instead")
         if self.zero_optimization.get("zenflow"):
             zenflow = self.zero_optimization["zenflow"]
             found.append(

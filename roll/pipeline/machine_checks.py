@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 
 from roll.configs.problems import ConfigProblem
 from roll.configs.rl import RLConfig
 from roll.configs.rules import ULYSSES, valid_options
-from roll.configs.strategy import MegatronConfig
+from roll.configs.strategy import STRATEGY_CONFIGS, MegatronConfig
 from roll.configs.worker import WorkerConfig
+from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.engines import PACKAGES, MissingEngineError
+from roll.utils.registry import UnknownNameError, import_path
 
 
 def check_machine(config: RLConfig) -> list[ConfigProblem]:
@@ -18,7 +21,24 @@ def check_machine(config: RLConfig) -> list[ConfigProblem]:
 
     A configuration may be checked without them (``--validate-only``), but not run.
     """
-    return [problem for role, worker in config.roles.items() for problem in _role_problems(config, role, worker)]
+    problems = [problem for role, worker in config.roles.items() for problem in _role_problems(config, role, worker)]
+    return problems + list(_plug_in_problems(config))
+
+
+def _plug_in_problems(config: RLConfig) -> Iterator[ConfigProblem]:
+    """Classes given by path: their packages are imported, which a check of the configuration alone does not do."""
+    given = {
+        f"{role}.strategy_args.strategy_name": worker.strategy_args.strategy_name
+        for role, worker in config.roles.items()
+        if worker.strategy_args.strategy_name not in STRATEGY_CONFIGS
+    }
+    clusters = {config.key_of(name): worker.worker_cls for name, worker in config.clusters.items()}
+    given |= {f"{key}.worker_cls": path for key, path in clusters.items() if path is not None}
+    for key, path in given.items():
+        try:
+            import_path(path) if path not in STRATEGIES else STRATEGIES.get(path)
+        except UnknownNameError as error:
+            yield ConfigProblem(key, path, "package.module:Class that can be imported", str(error))
 
 
 def _role_problems(config: RLConfig, role: str, worker: WorkerConfig) -> list[ConfigProblem]:

@@ -169,6 +169,8 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
         (zero(stage=2, offload_param={"device": "cpu"}), f"{TRAIN}.zero_optimization.stage", "at least 3"),
         (zero(stage=3, offload_param={"device": "nvme"}), f"{TRAIN}.zero_optimization.offload_param.device", "cpu"),
         (deepspeed(zero_optimization=[1]), f"{TRAIN}.zero_optimization", "mapping"),
+        (zero(stage=2, cpu_offload=True), f"{TRAIN}.zero_optimization.cpu_offload", "offload_optimizer: {device: cpu}"),
+        (deepspeed(wall_clock_breakdown="false"), f"{TRAIN}.wall_clock_breakdown", "bool"),
         (deepspeed(bf16=True), f"{TRAIN}.bf16", "mapping"),
         (deepspeed(fp16={"enabled": True}), f"{TRAIN}.fp16.enabled", "bf16 or fp32"),
         (deepspeed(communication_data_type="bf17"), f"{TRAIN}.communication_data_type", "bf16"),
@@ -214,6 +216,9 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
         (engine("deepspeed_zero2"), "actor_train.strategy_args.strategy_name", "did you mean deepspeed_train?"),
         (engine("hf", "actor_infer"), "actor_infer.strategy_args.strategy_name", "did you mean hf_infer?"),
         (engine("roll.nothing:Here"), "actor_train.strategy_args.strategy_name", "there is no roll.nothing"),
+        (train(worker_cls="roll.pipeline.workers:TrianWorker"), "actor_train.worker_cls", "TrainWorker"),
+        (vllm() | {"actor_infer.device_mapping": None, "actor_infer.num_gpus_per_worker": 2},
+         "actor_infer.num_gpus_per_worker", "a device_mapping"),
         # models
         ({"pretrain": "broken"}, "pretrain", "double quotes"),
         ({"pretrain": "nameless"}, "pretrain", "no model_type"),

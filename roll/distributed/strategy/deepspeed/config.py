@@ -97,6 +97,19 @@ SECTIONS = {
 }
 """Where DeepSpeed says which keys a section has."""
 
+SCALARS = {
+    "disable_allgather": "bool",
+    "dump_state": "bool",
+    "gradient_predivide_factor": "float",
+    "memory_breakdown": "bool",
+    "prescale_gradients": "bool",
+    "steps_per_print": "int",
+    "wall_clock_breakdown": "bool",
+    "zero_allow_untested_optimizer": "bool",
+    "zero_force_ds_cpu_optimizer": "bool",
+}
+"""Types of the keys outside of sections, which DeepSpeed does not check: to it the text ``"false"`` is true."""
+
 DTYPES = ("fp32", "bf16", "fp16")
 FORMATS = {
     "communication_data_type": DTYPES,
@@ -134,7 +147,8 @@ def check_engine_options(options: Mapping[str, Any]) -> list[str]:
         ]
         given = {key: value for key, value in section.items() if value != AUTO and value is not None}
         problems += [f"{place}.{problem}" for problem in type_problems(given, fields)]
-    return problems + _format_problems(options)
+    given = {key: value for key, value in options.items() if value != AUTO and value is not None}
+    return problems + type_problems(given, SCALARS) + _format_problems(options)
 
 
 def _section(options: Mapping[str, Any], place: str) -> Mapping[str, Any]:

@@ -56,6 +56,7 @@ OWNED = {
     "num_distributed_optimizer_instances": "nothing: all data-parallel ranks share the optimizer states",
     "use_megatron_fsdp": "strategy_name fsdp2_train",
     "use_custom_fsdp": "strategy_name fsdp2_train",
+    "variable_seq_lengths": "nothing: it follows from the pipeline's schedule",
     "moe_router_force_load_balancing": "nothing: routing at random only serves benchmarks",
     "perform_initialization": "nothing: weights are always loaded",
     "use_cpu_initialization": "nothing: weights are always loaded",
