@@ -14,8 +14,9 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.agentic_rules import AGENTIC_RULES
 from roll.configs.base import Config
 from roll.configs.compose import compose_config
+from roll.configs.engine_rules import ENGINE_RULES
 from roll.configs.env import ALIASES, CustomEnvConfig, EnvManagerConfig
-from roll.configs.obsolete import OBSOLETE
+from roll.configs.obsolete import ENGINE_NAMES, OBSOLETE
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem, Words
 from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
@@ -94,7 +95,7 @@ def validate(
     found += wrong + unknown_options
     broken = _broken_paths(found)
     later = [*_section_problems(config), *option_rules]
-    for rule in (*RULES, *PIPELINE_RULES[schema], *extra_checks):
+    for rule in (*RULES, *ENGINE_RULES, *PIPELINE_RULES[schema], *extra_checks):
         later += rule(config)
     # A value that is wrong by itself counts as broken for the rules that combine it with others.
     alone = [problem for problem in later if set(problem.involves) <= {problem.path}]
@@ -178,8 +179,8 @@ def _unknown_key(
     known += variables if len(path) == 1 else ()
     prefix = ".".join(map(str, path[:-1]))
     involves: tuple[str, ...] = ()
-    if name in OBSOLETE:
-        hint = OBSOLETE[name]
+    if advice := OBSOLETE.get(name) or ENGINE_NAMES.get(name):
+        hint = advice
     elif elsewhere := _elsewhere(schema, name):
         hint = f"did you mean {elsewhere}?"
     elif near := nearest(name, known):

@@ -26,8 +26,8 @@ class ModelArguments(Config):
     )
     attn_implementation: Literal["sdpa", "eager", "fa2", "auto"] = Field(
         default="auto",
-        description="Attention kernel (fsdp2, deepspeed, hf_infer strategies). auto lets Transformers choose; "
-        "fa2 is FlashAttention 2.",
+        description="Attention kernel. auto lets Transformers choose; fa2 is FlashAttention 2. Megatron takes that of "
+        "TransformerEngine where it is installed (fa2: flash, eager: unfused); vllm and sglang have their own.",
     )
     lora_rank: int = Field(default=8, ge=1, description="Rank of the LoRA matrices, with lora_target.")
     lora_alpha: int | None = Field(
@@ -51,3 +51,15 @@ class ModelArguments(Config):
     model_config_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Entries written over the checkpoint's own config.json before loading."
     )
+
+    def problems(self) -> list[str]:
+        if self.lora_targets:
+            return []
+        if self.lora_target is not None:
+            return [f"lora_target: seen {self.lora_target!r}, expected names of layers, all-linear, or null"]
+        unset = ModelArguments()
+        return [
+            f"{key}: seen {getattr(self, key)} without lora_target, expected lora_target (all-linear …) or no {key}"
+            for key in ("lora_rank", "lora_alpha", "lora_dropout")
+            if getattr(self, key) != getattr(unset, key)
+        ]

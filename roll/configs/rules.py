@@ -14,14 +14,14 @@ from roll.configs.generating import GeneratingArguments
 from roll.configs.model import ModelArguments
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.rl import RLConfig
-from roll.configs.strategy import GENERATORS, TRAINERS
+from roll.configs.strategy import GENERATORS, TRAINERS, VLLM_LORA_RANKS, Fsdp2Config
 from roll.configs.training import TrainingArguments
 from roll.configs.worker import WorkerConfig
 
 Rule = Callable[[Any], list[ConfigProblem]]
 """Takes the configuration of the pipeline that it is a rule of."""
 
-_TRAINED = ("actor_train", "critic")
+TRAINED = ("actor_train", "critic")
 ULYSSES = ("fsdp2", "deepspeed")
 """Strategies, by the start of their names, that train Hugging Face models: with Ulysses and Liger kernels."""
 LORA_TRAINERS = frozenset({"fsdp2_train", "deepspeed_train"})
@@ -79,7 +79,7 @@ def check_roles(config: RLConfig) -> list[ConfigProblem]:
         involved = ("add_token_level_kl", "use_kl_loss", "kl_loss_coef")
         problems.append(ConfigProblem("reference", NOTHING, expected, involves=involved))
     for role, worker in sections(config):
-        if worker.training_args != TrainingArguments() and role not in _TRAINED:
+        if worker.training_args != TrainingArguments() and role not in TRAINED:
             problems.append(_unread(role, "training_args", "only actor_train and critic are trained"))
         if worker.generating_args != GeneratingArguments() and role != "actor_infer":
             problems.append(
@@ -109,9 +109,10 @@ def check_parallelism(config: RLConfig) -> list[ConfigProblem]:
         name, options = worker.strategy_args.strategy_name, valid_options(worker)
         base = f"{role}.strategy_args.strategy_config"
         involves = (f"{role}.device_mapping", f"{role}.world_size", f"{role}.strategy_args.strategy_name")
-        if options is not None and worker.num_devices % worker.devices_per_copy:
+        foreign = worker.model_args.ulysses_size > 1 and not name.startswith(ULYSSES)
+        if options is not None and worker.num_devices % worker.devices_per_copy and not foreign:
             problems.append(_undivided(role, worker, options, involves))
-        if worker.model_args.ulysses_size > 1 and not name.startswith(ULYSSES):
+        if foreign:
             expected = f"1 with {name}, or a strategy that has it: {', '.join(f'{s}_train' for s in ULYSSES)}"
             if name.startswith("megatron"):
                 expected = "1 with megatron strategies, whose context_parallel_size shares sequences"
@@ -145,7 +146,7 @@ def check_parallelism(config: RLConfig) -> list[ConfigProblem]:
 def check_batches(config: RLConfig) -> list[ConfigProblem]:
     """Whole optimizer steps make up a rollout, and the critic takes as many as the actor."""
     problems = []
-    for role in _TRAINED:
+    for role in TRAINED:
         worker = config.roles.get(role)
         # An uneven split of the devices is the business of check_parallelism.
         if worker is None or valid_options(worker) is None or worker.num_devices % worker.devices_per_copy:
@@ -156,8 +157,10 @@ def check_batches(config: RLConfig) -> list[ConfigProblem]:
             f"{arguments.per_device_train_batch_size} per device × {arguments.gradient_accumulation_steps} accumulated "
             f"× {worker.data_parallel_size} data-parallel = {batch}"
         )
+        hint = ""
         if samples % batch:
             expected = f"the global batch ({words}) to divide {config.samples_in_words}"
+            hint = _nearest_batch(worker, samples)
         elif role == "critic" and batch != config.actor_train.global_train_batch_size:
             expected = f"the global batch ({words}) to be that of actor_train"
         else:
@@ -169,8 +172,23 @@ def check_batches(config: RLConfig) -> list[ConfigProblem]:
         ]
         path, seen = f"{base}.gradient_accumulation_steps", arguments.gradient_accumulation_steps
         involved = ("rollout_batch_size", "actor_train.training_args.gradient_accumulation_steps", *involves)
-        problems.append(ConfigProblem(path, seen, expected, involves=involved))
+        problems.append(ConfigProblem(path, seen, expected, hint, involves=involved))
     return problems
+
+
+def _nearest_batch(worker: WorkerConfig, samples: int) -> str:
+    """What makes whole optimizer steps of so many samples."""
+    arguments, ranks = worker.training_args, worker.data_parallel_size
+    if samples % ranks:
+        near = min((n for n in range(1, samples + 1) if samples % n == 0), key=lambda n: abs(n - ranks))
+        return f"{ranks} data-parallel ranks cannot share {samples} samples; the nearest is {near}"
+    share = samples // ranks
+    per_device, steps = arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps
+    if share % per_device:
+        near = min((n for n in range(1, share + 1) if share % n == 0), key=lambda n: abs(n - per_device))
+        return f"per_device_train_batch_size {per_device} does not divide the {share} of a rank; the nearest is {near}"
+    near = min((n for n in range(1, share + 1) if share // per_device % n == 0), key=lambda n: abs(n - steps))
+    return f"the nearest is {near}"
 
 
 def check_lora(config: RLConfig) -> list[ConfigProblem]:
@@ -188,9 +206,20 @@ def check_lora(config: RLConfig) -> list[ConfigProblem]:
             expected = f"null, or the adapter of actor_train: {_adapter(actor)}"
         elif role not in ("actor_train", "actor_infer"):
             expected = "null: only the actor has an adapter"
+        elif isinstance(options := valid_options(worker), Fsdp2Config) and options.tensor_parallel_size > 1:
+            key = f"{role}.strategy_args.strategy_config.tensor_parallel_size"
+            expected = f"1 with {role}.model_args.lora_target, whose layers are not split"
+            problems.append(ConfigProblem(key, options.tensor_parallel_size, expected, involves=involves))
+            continue
         else:
             continue
         problems.append(ConfigProblem(key, args.lora_target, expected, involves=involves))
+    if config.uses_lora and config.actor_infer.strategy_args.strategy_name == "vllm":
+        rank, most = actor.lora_rank, VLLM_LORA_RANKS[-1]
+        if rank > most:
+            involves = ("actor_infer.strategy_args.strategy_name", "actor_train.model_args.lora_target")
+            key = "actor_train.model_args.lora_rank"
+            problems.append(ConfigProblem(key, rank, f"at most {most} with vllm", involves=involves))
     if config.uses_lora and config.uses_full_kl:
         expected = "an estimator such as k3: with lora_target no reference sends hidden states"
         problems.append(
@@ -218,7 +247,7 @@ def valid_options(worker: WorkerConfig) -> object | None:
 def _undivided(role: str, worker: WorkerConfig, options: object, involves: tuple[str, ...]) -> ConfigProblem:
     """Devices are left over that are too few to hold one more copy of the model."""
     base = f"{role}.strategy_args.strategy_config"
-    sizes = {f"{base}.{key}": getattr(options, key) for key in PARALLEL_SIZES if hasattr(options, key)}
+    sizes: dict[str, int] = {f"{base}.{key}": getattr(options, key, None) or 1 for key in PARALLEL_SIZES}
     sizes[f"{role}.model_args.ulysses_size"] = worker.model_args.ulysses_size
     wrong = max(sizes, key=lambda key: sizes[key])
     words = " × ".join(f"{key.rpartition('.')[2]} {size}" for key, size in sizes.items() if size > 1)

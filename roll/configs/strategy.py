@@ -57,8 +57,20 @@ class Fsdp2Config(Config):
         """Devices that work on the same sequences."""
         return self.tensor_parallel_size
 
+    @property
+    def replicated(self) -> bool:
+        """Every worker holds a whole replica, and the weights are never sharded."""
+        return self.fsdp_size == 1 and not self.cpu_offload and self.tensor_parallel_size == 1
+
     def problems(self) -> list[str]:
-        return ["fsdp_size: seen 0, expected -1 or at least 1"] if self.fsdp_size == 0 else []
+        if self.fsdp_size == 0:
+            return ["fsdp_size: seen 0, expected -1 or at least 1"]
+        if self.replicated and self.reduce_dtype not in (None, "fp32"):
+            return [
+                f"reduce_dtype: seen {self.reduce_dtype} with fsdp_size 1, expected null or fp32: replicas add up "
+                "gradients in fp32"
+            ]
+        return []
 
 
 class EngineConfig(Config):
@@ -130,6 +142,8 @@ class DeepSpeedConfig(EngineConfig):
         options = self.optimizer or {}
         found = []
         kind, params = options.get("type", AUTO), options.get("params") or {}
+        if not isinstance(params, dict):
+            return [f"optimizer.params: seen {params!r}, expected a mapping such as {{torch_adam: true}}"]
         if str(kind).lower() not in (AUTO, "adam", "adamw"):
             found.append(f"optimizer.type: seen {kind!r}, expected AdamW")
         if params.get("torch_adam", AUTO) not in (True, False, AUTO):
@@ -143,13 +157,26 @@ class DeepSpeedConfig(EngineConfig):
     def _section_problems(self) -> list[str]:
         found = []
         for section, least in (("offload_param", 3), ("offload_optimizer", 1)):
-            device = (self.zero_optimization.get(section) or {}).get("device", AUTO)
+            options = self.zero_optimization.get(section) or {}
+            if not isinstance(options, dict):
+                found.append(
+                    f"zero_optimization.{section}: seen {options!r}, expected a mapping such as {{device: cpu}}"
+                )
+                continue
+            device = options.get("device", AUTO)
             if device not in ("cpu", "none", None, AUTO):
                 found.append(f"zero_optimization.{section}.device: seen {device!r}, expected cpu or none")
             if device == "cpu" and self.stage < least:
                 found.append(f"zero_optimization.stage: seen {self.stage} with {section}, expected at least {least}")
+        for key, section in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            if self.zero_optimization.get(key) not in (None, AUTO):
+                seen = self.zero_optimization[key]
+                found.append(f"zero_optimization.{key}: seen {seen}, expected {section}: {{device: cpu}} instead")
         if self.zero_optimization.get("zenflow"):
-            found.append("zero_optimization.zenflow: seen, expected none: it takes steps before their end is known")
+            zenflow = self.zero_optimization["zenflow"]
+            found.append(
+                f"zero_optimization.zenflow: seen {zenflow}, expected no such key: it takes steps before they are whole"
+            )
         for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
             if (self.bf16 or {}).get(key, AUTO) is True:
                 found.append(f"bf16.{key}: seen true, expected false: these are kept in fp32")
@@ -175,9 +202,14 @@ DEEPSPEED_ELSEWHERE = {
     "data_efficiency": "no such key; the pipeline chooses the data",
     "autotuning": "no such key; it would start runs of its own",
     "activation_checkpointing": "model_args.disable_gradient_checkpointing instead",
+    "aio": "no such key: offload goes to host memory, never to a disk",
+    "checkpoint": "no such key; save_steps, max_ckpt_to_keep and checkpoint_config write checkpoints",
     "compile": "no such key",
 }
 """Keys of a DeepSpeed configuration file that this library decides, and where."""
+
+
+RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
 
 
 class MegatronConfig(EngineConfig):
@@ -223,8 +255,8 @@ class MegatronConfig(EngineConfig):
     recompute_num_layers: int | None = Field(
         default=None, ge=1, description="Layers per group (uniform) or per stage (block). null: 1."
     )
-    recompute_modules: list[str] | None = Field(
-        default=None, description="With granularity selective: core_attn, mlp, moe, layernorm … null: core_attn."
+    recompute_modules: list[RecomputeModule] | None = Field(
+        default=None, description="With granularity selective: the parts of a layer. null: core_attn."
     )
     moe_layer_recompute: bool = Field(default=False, description="Compute MoE layers again in the backward pass.")
     moe_token_dispatcher_type: Literal["allgather", "alltoall"] = Field(
@@ -238,6 +270,9 @@ class MegatronConfig(EngineConfig):
         default=0.0, ge=0, description="Weight of the loss that balances experts, a mean over micro-batches and ranks."
     )
     freeze_moe_router: bool = Field(default=False, description="Do not train the routers.")
+    attention_backend: Literal["auto", "flash", "fused", "unfused"] | None = Field(
+        default=None, description="Attention kernel of TransformerEngine. null: model_args.attn_implementation decides."
+    )
     overlap_grad_reduce: bool = Field(default=False, description="Reduce gradients while the backward pass still runs.")
     use_distributed_optimizer: bool = Field(
         default=True, description="Shard the optimizer states over data-parallel ranks."
@@ -261,6 +296,7 @@ class MegatronConfig(EngineConfig):
     def engine_arguments(self) -> dict[str, Any]:
         """What goes to the fields of Megatron's configurations under the same name."""
         ours = {
+            "attention_backend",
             "freeze_moe_router",
             "moe_layer_recompute",
             "recompute_granularity",
@@ -277,20 +313,53 @@ class MegatronConfig(EngineConfig):
             found.append("sequence_parallel: seen true with tensor_model_parallel_size 1, expected at least 2")
         if self.virtual_stages and self.pipeline_model_parallel_size == 1:
             found.append(
-                "virtual_pipeline_model_parallel_size: seen with pipeline_model_parallel_size 1, expected at least 2"
+                f"virtual_pipeline_model_parallel_size: seen {self.virtual_stages} with pipeline_model_parallel_size "
+                "1, expected null, or pipeline_model_parallel_size of at least 2"
             )
-        if self.moe_layer_recompute and self.recompute_granularity == "full":
-            found.append("moe_layer_recompute: seen true with recompute_granularity full, which includes MoE layers")
-        for key in ("recompute_method", "recompute_num_layers"):
-            if getattr(self, key) is not None and self.recompute_granularity == "selective":
-                found.append(f"{key}: seen with recompute_granularity selective, expected recompute_granularity full")
-        if self.recompute_modules is not None and self.recompute_granularity != "selective":
-            found.append("recompute_modules: seen without recompute_granularity selective")
+        if self.pipeline_model_parallel_size == 1:
+            found += [
+                f"{key}: seen {getattr(self, key)} with pipeline_model_parallel_size 1, expected null: one stage has "
+                "all layers"
+                for key in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+                if getattr(self, key) is not None
+            ]
         if self.moe_shared_expert_overlap and self.moe_token_dispatcher_type != "alltoall":
             found.append(
                 "moe_shared_expert_overlap: seen true with allgather, expected moe_token_dispatcher_type alltoall"
             )
+        return found + self._recompute_problems()
+
+    def _recompute_problems(self) -> list[str]:
+        found = []
+        granularity = self.recompute_granularity
+        if self.moe_layer_recompute and granularity == "full":
+            found.append(
+                "moe_layer_recompute: seen true with recompute_granularity full, expected false: whole layers include "
+                "their experts"
+            )
+        selective = "recompute_granularity selective" if granularity == "selective" else "moe_layer_recompute true"
+        for key in ("recompute_method", "recompute_num_layers"):
+            if (value := getattr(self, key)) is not None and (
+                granularity == "selective" or (granularity is None and self.moe_layer_recompute)
+            ):
+                found.append(f"{key}: seen {value} with {selective}, expected recompute_granularity full")
+        modules = self.recompute_modules or []
+        if self.recompute_modules is not None and granularity != "selective":
+            found.append(
+                f"recompute_modules: seen {', '.join(modules)} with recompute_granularity {granularity or 'null'}, "
+                "expected recompute_granularity selective"
+            )
+        if "moe_act" in modules and not self.moe_grouped_gemm:
+            found.append("recompute_modules: seen moe_act with moe_grouped_gemm false, expected moe, or no moe_act")
+        if "shared_experts" in modules and self.moe_shared_expert_overlap:
+            found.append(
+                "recompute_modules: seen shared_experts with moe_shared_expert_overlap true, expected one of the two"
+            )
         return found
+
+
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes that vLLM makes room for in an adapter."""
 
 
 class VllmConfig(EngineConfig):
@@ -369,6 +438,7 @@ STRATEGY_CONFIGS: dict[str, type[Config]] = {
 
 GENERATORS = frozenset({"hf_infer", "vllm", "sglang"})
 TRAINERS = frozenset({"fsdp2_train", "deepspeed_train", "megatron_train"})
+SCORERS = TRAINERS | {"hf_infer", "fsdp2_infer", "deepspeed_infer", "megatron_infer"}
 
 
 class StrategyArguments(Config):
@@ -378,7 +448,7 @@ class StrategyArguments(Config):
         default="fsdp2_train",
         min_length=1,
         description="Training: fsdp2_train, deepspeed_train, megatron_train. Generation: hf_infer, vllm, sglang. "
-        "Scoring: any of those, or fsdp2_infer, deepspeed_infer, megatron_infer. Or package.module:Class.",
+        "Scoring: hf_infer, fsdp2_infer, deepspeed_infer, megatron_infer, or one that trains. Or package.module:Class.",
     )
     strategy_config: dict[str, Any] = Field(
         default_factory=dict, description="Options of that engine, see the tables of the strategies below."

@@ -143,7 +143,12 @@ class WorkerConfig(Config):
 
     def _placement_problems(self) -> list[str]:
         if not self.device_mapping:
-            return []
+            per_worker = self.num_gpus_per_worker
+            return (
+                [f"num_gpus_per_worker: seen {per_worker} without device_mapping, expected 1, or a device_mapping"]
+                if per_worker > 1
+                else []
+            )
         devices, per_worker = len(self.device_mapping), self.num_gpus_per_worker
         if devices % per_worker:
             return [

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 RECIPE_VERSION = 1
 """Part of the cache key: raise it when the tokenizer or the architecture changes."""
 
+MAX_POSITIONS = 2048
+"""Of the longest sample."""
+
 PAD, END, TURN_START, TURN_END = "<|endoftext|>", "<|end|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -79,7 +82,7 @@ def tiny_config(num_heads: int = 4) -> Qwen2Config:
         num_hidden_layers=2,
         num_attention_heads=num_heads,
         num_key_value_heads=num_heads,
-        max_position_embeddings=2048,
+        max_position_embeddings=MAX_POSITIONS,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=True,
         initializer_range=0.1,

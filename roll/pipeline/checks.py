@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import glob
 import importlib.util
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import roll.agentic.env as envs
 from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.base import Config
 from roll.configs.env import CustomEnvConfig
-from roll.configs.problems import NOTHING, ConfigProblem, Words
-from roll.configs.rl import TINY, RLConfig
+from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.rules import Rule, sections, valid_options
+from roll.configs.rules import TRAINED, Rule, sections
 from roll.configs.schema import nearest
-from roll.configs.strategy import GENERATORS, STRATEGY_CONFIGS, TRAINERS, EngineConfig, MegatronConfig
+from roll.configs.strategy import GENERATORS, SCORERS, STRATEGY_CONFIGS, TRAINERS, EngineConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.executor.errors import PlacementError
 from roll.distributed.executor.resources import RoleRequest, plan_placement, pretend_nodes
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.engines import PACKAGES
+from roll.pipeline.model_checks import MODEL_CHECKS, problem_of_sentence
 from roll.tracking import TRACKERS
 from roll.utils.registry import UnknownNameError
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ENV_MANAGERS = ("step", "traj")
 
 
@@ -68,7 +65,7 @@ def check_verifiers(config: RLVRConfig) -> list[ConfigProblem]:
     from roll.rewards.scorer import check_rewards
 
     return [
-        _sentence_problem(f"rewards.{name}.", text)
+        problem_of_sentence(f"rewards.{name}.", text)
         for name, reward in config.rewards.items()
         for text in check_rewards(reward)
     ]
@@ -84,14 +81,6 @@ def check_data_plugins(config: RLVRConfig) -> list[ConfigProblem]:
     return [problem for key, path in paths.items() if path is not None for problem in _path_problems(key, path, ())]
 
 
-def _sentence_problem(prefix: str, text: str) -> ConfigProblem:
-    """``key: what was seen, expected what`` with the key's full path."""
-    key, _, rest = text.partition(": ")
-    key = key.split()[0]
-    seen, _, expected = rest.removeprefix("seen ").rpartition(", expected ")
-    return ConfigProblem(prefix + key, Words(seen) if seen else NOTHING, expected or rest)
-
-
 def _workers(config: RLConfig) -> Iterator[tuple[str, WorkerConfig]]:
     """The key and section of everything that gets processes, and of roles that are given but not used."""
     yield from (
@@ -101,17 +90,25 @@ def _workers(config: RLConfig) -> Iterator[tuple[str, WorkerConfig]]:
 
 def check_strategies(config: RLConfig) -> list[ConfigProblem]:
     """Strategies exist, and each does what its role needs."""
-    names = sorted({*STRATEGIES.names(), *STRATEGY_CONFIGS})
+    known = {*STRATEGIES.names(), *STRATEGY_CONFIGS}
     problems: list[ConfigProblem] = []
     for role, worker in sections(config):
         name, path = worker.strategy_args.strategy_name, f"{role}.strategy_args.strategy_name"
-        if name not in names:
-            problems += _path_problems(path, name, names)
-        elif role in ("actor_train", "critic") and name in STRATEGY_CONFIGS and name not in TRAINERS:
-            problems.append(ConfigProblem(path, name, f"a strategy that trains: {', '.join(sorted(TRAINERS))}"))
-        elif role == "actor_infer" and name in STRATEGY_CONFIGS and name not in GENERATORS:
-            problems.append(ConfigProblem(path, name, f"a strategy that generates: {', '.join(sorted(GENERATORS))}"))
+        able, does = _able(role)
+        if name not in known:
+            problems += _path_problems(path, name, sorted(able | (known - STRATEGY_CONFIGS.keys())))
+        elif name in STRATEGY_CONFIGS and name not in able:
+            near = nearest_name(name, sorted(able))
+            hint = f"did you mean {near}?" if near else ""
+            problems.append(ConfigProblem(path, name, f"a strategy that {does}: {', '.join(sorted(able))}", hint))
     return problems
+
+
+def _able(role: str) -> tuple[frozenset[str], str]:
+    """The strategies that can play a role, and what they do in it."""
+    if role in TRAINED:
+        return TRAINERS, "trains"
+    return (GENERATORS, "generates") if role == "actor_infer" else (SCORERS, "scores")
 
 
 def check_engine_options(config: RLConfig) -> list[ConfigProblem]:
@@ -122,56 +119,8 @@ def check_engine_options(config: RLConfig) -> list[ConfigProblem]:
         if options and issubclass(STRATEGY_CONFIGS.get(name, Config), EngineConfig):
             check = getattr(import_module(STRATEGIES.get(name).__module__), "check_engine_options")  # noqa: B009
             prefix = f"{role}.strategy_args.strategy_config."
-            problems += [_sentence_problem(prefix, text) for text in check(options)]
+            problems += [problem_of_sentence(prefix, text) for text in check(options)]
     return problems
-
-
-def check_fit(config: RLConfig) -> list[ConfigProblem]:
-    """The model's sizes divide into the parallel layout, for models whose configuration is on this machine."""
-    problems: list[ConfigProblem] = []
-    for role, worker in sections(config):
-        name, options = worker.strategy_args.strategy_name, valid_options(worker)
-        split = 1 if options is None else worker.devices_per_copy
-        sizes = _model_config(config, role) if split > 1 or isinstance(options, MegatronConfig) else None
-        if sizes is None:
-            continue
-        if isinstance(options, MegatronConfig):
-            from roll.distributed.strategy.megatron.strategy import check_model_fit
-
-            for text in check_model_fit(sizes, options):
-                key = text.partition(":")[0].split()[0]
-                if key in MegatronConfig.model_fields:
-                    problems.append(_sentence_problem(f"{role}.strategy_args.strategy_config.", text))
-                else:
-                    expected = "a strategy that can run the model, such as fsdp2_train"
-                    problems.append(ConfigProblem(f"{role}.strategy_args.strategy_name", name, expected, text))
-        elif sizes.num_attention_heads % split:
-            heads = sizes.num_attention_heads
-            nearest_size = min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - split))
-            ulysses = worker.model_args.ulysses_size > 1
-            key = "model_args.ulysses_size" if ulysses else "strategy_args.strategy_config.tensor_parallel_size"
-            seen = worker.model_args.ulysses_size if ulysses else split
-            hint = f"the nearest is {nearest_size} in all"
-            problems.append(
-                ConfigProblem(f"{role}.{key}", seen, f"sizes that divide the {heads} attention heads", hint)
-            )
-    return problems
-
-
-def _model_config(config: RLConfig, role: str) -> Any:
-    """The configuration of a role's model; ``None`` if it is not on this machine or cannot be read."""
-    from roll.models.loading import load_config
-    from roll.models.tiny import tiny_config
-
-    path = config.reward_pretrain if role == "critic" and config.reward_pretrain else config.pretrain
-    if path == TINY:
-        return tiny_config(config.tiny_num_heads)
-    if not (Path(path).expanduser() / "config.json").is_file():
-        return None
-    try:
-        return load_config(path, getattr(config, role).model_args.model_config_kwargs).get_text_config()
-    except (OSError, ValueError):
-        return None  # loading it will say what is wrong
 
 
 def check_plugins(config: RLConfig) -> list[ConfigProblem]:
@@ -188,35 +137,6 @@ def check_plugins(config: RLConfig) -> list[ConfigProblem]:
     for key, path in paths.items():
         if path is not None:
             problems += _path_problems(key, path, ())
-    return problems
-
-
-def check_models(config: RLConfig) -> list[ConfigProblem]:
-    """Models are ``tiny``, a folder in Hugging Face format, or look like a name on the hub (which is not asked)."""
-    problems = []
-    models = {"pretrain": config.pretrain}
-    if config.reward_pretrain is not None and config.uses_critic:
-        models["reward_pretrain"] = config.reward_pretrain
-    for key, model in models.items():
-        folder = Path(model)
-        if model == TINY or (folder / "config.json").is_file():
-            continue
-        if folder.exists():
-            problems.append(ConfigProblem(key, model, "a folder that holds a config.json in Hugging Face format"))
-        elif not _HUB_ID.fullmatch(model):
-            near = nearest(folder.name, [path.name for path in folder.parent.glob("*")])
-            hint = f"did you mean {folder.parent / near}?" if near else "there is nothing at this path"
-            problems.append(
-                ConfigProblem(key, model, "tiny, an existing model folder, or an org/name on the hub", hint)
-            )
-    generator = config.actor_infer.strategy_args.strategy_name
-    if config.pretrain == TINY and generator == "vllm" and config.tiny_num_heads > 2:
-        expected = "2 with vllm, whose attention kernels take heads of 32 units at least"
-        involved = ("pretrain", "actor_infer.strategy_args.strategy_name")
-        problems.append(ConfigProblem("tiny_num_heads", config.tiny_num_heads, expected, involves=involved))
-    if isinstance(config.resume_from_checkpoint, str) and not Path(config.resume_from_checkpoint).is_dir():
-        seen = config.resume_from_checkpoint
-        problems.append(ConfigProblem("resume_from_checkpoint", seen, "true, false or an existing checkpoint folder"))
     return problems
 
 
@@ -242,22 +162,6 @@ def check_placement(config: RLConfig) -> list[ConfigProblem]:
             hint = "; ".join(error.problems)
             problems.append(ConfigProblem(path, mapping, expected, hint, involves=involved))
     return problems
-
-
-def missing_engines(config: RLConfig) -> list[ConfigProblem]:
-    """Strategies whose package is not installed here; such a configuration can be checked, but not run."""
-    return [
-        ConfigProblem(
-            f"{role}.strategy_args.strategy_name",
-            name,
-            f"the package {package.module} to be installed",
-            f"pip install 'roll-rl[{package.extra}]'; --validate-only checks a configuration without it",
-        )
-        for role, worker in config.roles.items()
-        if (package := PACKAGES.get(name := worker.strategy_args.strategy_name)) is not None
-        and not package.installed
-        and not worker.strategy_args.strategy_config.get("python_executable")  # an environment of its own
-    ]
 
 
 def role_requests(config: RLConfig) -> list[RoleRequest]:
@@ -297,9 +201,8 @@ def describe_placement(config: RLConfig) -> list[str]:
 _CHECKS: tuple[Rule, ...] = (
     check_strategies,
     check_engine_options,
-    check_fit,
     check_plugins,
-    check_models,
+    *MODEL_CHECKS,
     check_placement,
 )
 CHECKS: dict[type[RLConfig], tuple[Rule, ...]] = {
@@ -309,11 +212,11 @@ CHECKS: dict[type[RLConfig], tuple[Rule, ...]] = {
 """By the class of the configuration, for ``load_config``."""
 
 
-def _path_problems(key: str, path: str, names: tuple[str, ...] | list[str]) -> Iterator[ConfigProblem]:
+def _path_problems(key: str, path: str, names: Sequence[str]) -> Iterator[ConfigProblem]:
     """A name that is none of ``names`` must be ``package.module:attribute`` in a package that can be found."""
     module, colon, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     known = ", ".join([*names, "package.module:attribute"])
-    near = nearest(path, names)
+    near = nearest_name(path, names)
     hint = f"did you mean {near}?" if near else ""
     if not colon or not attribute.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         yield ConfigProblem(key, path, f"one of: {known}" if names else known, hint)
@@ -321,6 +224,23 @@ def _path_problems(key: str, path: str, names: tuple[str, ...] | list[str]) -> I
         yield ConfigProblem(key, path, f"a module that can be imported; there is no {module}", hint)
 
 
+def nearest_name(name: str, names: Sequence[str]) -> str | None:
+    """The most similar of the names: one that begins alike before one that is spelt alike."""
+    word = name.partition("_")[0]
+    alike = [each for each in names if word and each.startswith(word)]
+    return nearest(name, alike) or next(iter(alike), None) or nearest(name, names)
+
+
 def _exists(module: str) -> bool:
-    """Whether the module's top package can be found; parents of a module are not imported to look deeper."""
-    return importlib.util.find_spec(module.partition(".")[0]) is not None
+    """Whether the module's file can be found; no package is imported to look for it."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    folders = [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or []]
+    if spec is None or not folders:
+        return spec is not None and not rest
+    for part in rest:
+        found = [folder / part for folder in folders if (folder / part).is_dir() or any(folder.glob(f"{part}.*"))]
+        if not found:
+            return False
+        folders = [folder for folder in found if folder.is_dir()]
+    return True

@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None, program: Program = AGENTIC) -> int:
     options = _parser(program).parse_intermixed_args(argv)
     # Imported here: --help answers at once, and neither torch nor Ray is loaded for a configuration that is wrong.
     from roll.configs.loader import load_config
-    from roll.pipeline.checks import CHECKS, missing_engines
+    from roll.pipeline.checks import CHECKS
+    from roll.pipeline.machine_checks import check_machine
     from roll.utils.registry import import_path
 
     schema = cast("type[RLConfig]", import_path(program.schema))
@@ -90,7 +91,7 @@ def main(argv: Sequence[str] | None = None, program: Program = AGENTIC) -> int:
     if options.validate_only:
         sys.stdout.write("\n".join([f"{options.config_name}: valid", *_summary(config)]) + "\n")
         return 0
-    if missing := missing_engines(config):
+    if missing := check_machine(config):
         sys.stderr.write(report(ConfigErrors(missing), options.config_name))
         return EXIT_CONFIG
     run = cast("Callable[[RLConfig, float], int]", import_path(program.run))

@@ -468,9 +468,9 @@ def test_setup_says_what_does_not_fit(folder: Path) -> None:
     [
         ({TP: 3}, "tensor_model_parallel_size: seen 3, expected a divisor of num_attention_heads 4"),
         ({PP: 3}, "pipeline_model_parallel_size: seen 3, expected a divisor of num_hidden_layers 4 (nearest: 2)"),
-        ({PP: 2, VPP: 3}, "seen 6, expected a divisor of num_hidden_layers 4 (nearest: 4)"),
-        ({PP: 3, "num_layers_in_first_pipeline_stage": 3}, "1 layers left for 2 other stages"),
-        ({PP: 2, "num_layers_in_last_pipeline_stage": 4}, "0 layers left for 1 other stages"),
+        ({PP: 2, VPP: 3}, "= 6, expected a divisor of num_hidden_layers 4 (nearest: 4)"),
+        ({PP: 3, "num_layers_in_first_pipeline_stage": 3}, "seen 3, expected to leave equally many for 2"),
+        ({PP: 2, "num_layers_in_last_pipeline_stage": 4}, "of 4 layers (nearest: 3)"),
         ({EP: 3}, "expert_model_parallel_size: seen 3, expected a divisor of num_experts 4"),
         ({TP: 2}, "sequence_parallel: seen false with experts"),
     ],
@@ -478,7 +478,7 @@ def test_setup_says_what_does_not_fit(folder: Path) -> None:
 def test_model_that_does_not_fit_the_layout(options: dict[str, Any], expected: str) -> None:
     from transformers import Qwen3MoeConfig
 
-    from roll.distributed.strategy.megatron.strategy import check_model_fit
+    from roll.distributed.strategy.megatron.fit import check_model_fit
 
     config = Qwen3MoeConfig(
         num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2
@@ -490,7 +490,7 @@ def test_model_that_does_not_fit_the_layout(options: dict[str, Any], expected: s
 def test_unknown_model_class_is_named() -> None:
     from transformers import GemmaConfig
 
-    from roll.distributed.strategy.megatron.strategy import check_model_fit
+    from roll.distributed.strategy.megatron.fit import check_model_fit
 
     (problem,) = check_model_fit(GemmaConfig(), MegatronConfig())
     assert "gemma" in problem and "LlamaForCausalLM" in problem

@@ -340,6 +340,8 @@ def test_a_hub_name_is_accepted_and_a_folder_without_a_model_is_not(load, proble
     (tmp_path / "model").mkdir()
     assert "config.json" in problems(f"pretrain={tmp_path}/model")["pretrain"].expected
     (tmp_path / "model" / "config.json").write_text("{}")
+    assert "no model_type" in problems(f"pretrain={tmp_path}/model")["pretrain"].hint
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
     assert load(f"pretrain={tmp_path}/model").pretrain
 
 

@@ -104,11 +104,11 @@ def test_parallel_sizes_that_do_not_divide_are_all_named() -> None:
     with pytest.raises(ValueError) as error:
         check_parallel_sizes(moe, tensor=5, expert=3)
     assert str(error.value).splitlines() == [
-        "tensor_model_parallel_size: seen 5, expected a divisor of num_attention_heads 4",
+        "tensor_model_parallel_size: seen 5, expected a divisor of num_attention_heads 4 (nearest: 4)",
         "tensor_model_parallel_size: seen 5, expected a divisor or multiple of num_key_value_heads 2",
-        "tensor_model_parallel_size: seen 5, expected a divisor of intermediate_size 48",
-        "tensor_model_parallel_size: seen 5, expected a divisor of moe_intermediate_size 24",
-        "expert_model_parallel_size: seen 3, expected a divisor of num_experts 4",
+        "tensor_model_parallel_size: seen 5, expected a divisor of intermediate_size 48 (nearest: 4)",
+        "tensor_model_parallel_size: seen 5, expected a divisor of moe_intermediate_size 24 (nearest: 4)",
+        "expert_model_parallel_size: seen 3, expected a divisor of num_experts 4 (nearest: 2)",
     ]
     with pytest.raises(ValueError, match="expected 1 \\(Qwen3ForCausalLM has no experts\\)"):
         check_parallel_sizes(megatron_config(CONFIGS["qwen3"]), expert=2)

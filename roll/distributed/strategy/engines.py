@@ -1,15 +1,16 @@
-"""Engines are optional packages: which extra installs one, and what its constructor takes, without importing it."""
+"""Engines are optional packages: which extra installs one, and what is wrong with the options it is given."""
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib.util
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from roll.configs.obsolete import ENGINE_NAMES
+from roll.distributed.strategy.arguments import type_problems
 
 
 def ignore_renamed_collectives() -> None:
@@ -72,7 +73,7 @@ def option_problems(
     options: Mapping[str, Any],
     *,
     typed: Collection[str],
-    known: Collection[str],
+    known: Mapping[str, str],
     elsewhere: Mapping[str, str],
     arguments: str,
 ) -> list[str]:
@@ -81,45 +82,30 @@ def option_problems(
     Args:
         options: the whole section.
         typed: keys that its own class checks.
-        known: arguments of the constructor; empty when the engine is not installed.
-        elsewhere: arguments that are set by other keys, and by which.
+        known: arguments of the constructor and their annotations; empty when the engine is not installed.
+        elsewhere: arguments that are set by other keys, and by which; also what other engines call an option.
         arguments: what they are called, for messages, e.g. ``vLLM's AsyncEngineArgs``.
 
     Returns:
         ``key: seen …, expected …``.
     """
     extra = [key for key in options if key not in typed]
-    problems = [f"{k}: seen {options[k]!r}, expected {elsewhere[k]} instead" for k in extra if k in elsewhere]
+    problems = [
+        f"{key}: seen {options[key]!r}, expected {elsewhere[key]}"
+        + ("" if elsewhere[key].startswith("no such key") else " instead")
+        for key in extra
+        if key in elsewhere
+    ]
     for key in extra if known else ():
         if key not in known and key not in elsewhere:
-            near = difflib.get_close_matches(key, sorted({*known, *typed} - {*elsewhere}), n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = advice(key, {*known, *typed} - {*elsewhere})
             problems.append(f"{key}: seen {options[key]!r}, expected an argument of {arguments}{hint}")
-    return problems
+    return problems + type_problems({key: options[key] for key in extra if key not in elsewhere}, known)
 
 
-def constructor_fields(package: str, file: str, classes: Sequence[str]) -> frozenset[str]:
-    """The names that an engine's dataclass of arguments has, read from its source.
-
-    Importing an engine takes many seconds and a device; a check of the configuration may take neither.
-
-    Args:
-        package: top-level name of the engine.
-        file: where the classes are, below the package's folder.
-        classes: the dataclass and those that it inherits from.
-
-    Returns:
-        Names of annotated fields; empty when the package is not installed or has no such file.
-    """
-    spec = importlib.util.find_spec(package)
-    folders = (spec.submodule_search_locations if spec else None) or []
-    source = next((path for folder in folders if (path := Path(folder) / file).is_file()), None)
-    if source is None:
-        return frozenset()
-    return frozenset(
-        statement.target.id
-        for node in ast.parse(source.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and node.name in classes
-        for statement in node.body
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
-    )
+def advice(key: str, known: Collection[str]) -> str:
+    """What to say of a key that an engine does not have: where it belongs, or what it may be meant for."""
+    if key in ENGINE_NAMES:
+        return f"; {ENGINE_NAMES[key]}"
+    near = difflib.get_close_matches(key, sorted(known), n=1)
+    return f"; did you mean {near[0]}?" if near else ""

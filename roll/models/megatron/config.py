@@ -115,7 +115,10 @@ def check_parallel_sizes(
 
 
 def _indivisible(name: str, divisor: int, what: str, number: int) -> list[str]:
-    return [f"{name}: seen {divisor}, expected a divisor of {what} {number}"] if number % divisor else []
+    if number % divisor == 0:
+        return []
+    near = min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: abs(n - divisor))
+    return [f"{name}: seen {divisor}, expected a divisor of {what} {number} (nearest: {near})"]
 
 
 def _known_class(config: PreTrainedConfig) -> str:

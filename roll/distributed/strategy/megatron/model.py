@@ -6,7 +6,6 @@ The model stops at the final hidden states; ``scores`` applies the output layer 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import importlib.util
 from collections.abc import Iterator, Mapping
@@ -21,13 +20,15 @@ from torch import Tensor
 
 from roll.configs.strategy import MegatronConfig
 from roll.distributed.strategy.agreement import agreed
+from roll.distributed.strategy.arguments import constructor_fields, type_problems
 from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.distributed.strategy.checkpoint import HEAD_PREFIX, Reader
-from roll.distributed.strategy.engines import constructor_fields
+from roll.distributed.strategy.engines import advice
+from roll.distributed.strategy.megatron.fit import check_model_fit
 from roll.distributed.strategy.megatron.modules import layer_specs
 from roll.distributed.strategy.megatron.scores import VocabularyShare
 from roll.models.heads import ValueHead, load_value_head
-from roll.models.megatron.config import MegatronModelConfig, check_parallel_sizes, megatron_config, padded_vocab_size
+from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size
 from roll.models.megatron.convert import load_shards
 from roll.models.megatron.layout import ParallelLayout
 from roll.models.megatron.weight_files import WeightFiles
@@ -56,6 +57,8 @@ OWNED = {
     "num_distributed_optimizer_instances": "nothing: all data-parallel ranks share the optimizer states",
     "use_megatron_fsdp": "strategy_name fsdp2_train",
     "use_custom_fsdp": "strategy_name fsdp2_train",
+    "variable_seq_lengths": "nothing: it follows from the pipeline's schedule",
+    "moe_router_force_load_balancing": "nothing: routing at random only serves benchmarks",
     "perform_initialization": "nothing: weights are always loaded",
     "use_cpu_initialization": "nothing: weights are always loaded",
     "init_model_with_meta_device": "nothing: weights are always loaded",
@@ -98,6 +101,9 @@ ENGINE_CONFIGS = {
     "core/optimizer/optimizer_config.py": ("OptimizerConfig",),
 }
 """Where Megatron's configurations are, below its package."""
+
+ATTENTION = {"fa2": "flash", "eager": "unfused"}
+"""Kernels of TransformerEngine by ``model_args.attn_implementation``; otherwise it chooses."""
 
 CALLABLES = ("timers", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func")
 
@@ -149,12 +155,12 @@ class MegatronModel:
 
 def check_engine_options(options: Mapping[str, Any]) -> list[str]:
     """What is wrong with the keys of a ``strategy_config`` that are for Megatron; reads its source, imports nothing."""
-    known: set[str] = set()
+    known: dict[str, str] = {}
     for file, classes in ENGINE_CONFIGS.items():
         known |= constructor_fields("megatron", file, classes)
     if not known:
         return []  # it is not installed, which setup says
-    known -= {*CALLABLES, *OWNED}
+    known = {name: annotation for name, annotation in known.items() if name not in OWNED and name not in CALLABLES}
     typed = set(MegatronConfig.model_fields)
     problems = []
     for name in sorted(options.keys() - typed):
@@ -163,34 +169,10 @@ def check_engine_options(options: Mapping[str, Any]) -> list[str]:
         elif name in OWNED:
             problems.append(f"{name}: seen {options[name]!r}, expected {OWNED[name]}")
         elif name not in known:
-            nearest = difflib.get_close_matches(name, known | typed, n=1)
-            hint = f"; did you mean {nearest[0]}?" if nearest else ""
+            hint = advice(name, known.keys() | typed)
             problems.append(f"{name}: seen {options[name]!r}, expected an option of Megatron-Core{hint}")
-    return problems
-
-
-def check_model_fit(hf_config: PreTrainedConfig, options: MegatronConfig) -> list[str]:
-    """Sizes of the model that the parallel layout does not divide, with the nearest right choice; needs no Megatron."""
-    try:
-        converted = megatron_config(hf_config)
-    except ValueError as error:
-        return [str(error)]
-    problems = []
-    try:
-        check_parallel_sizes(
-            converted,
-            tensor=options.tensor_model_parallel_size,
-            expert=options.expert_model_parallel_size,
-            expert_tensor=options.expert_tensor_parallel_size,
-        )
-    except ValueError as error:
-        problems += str(error).splitlines()
-    problems += _stage_problems(converted.num_layers, options)
-    if converted.num_experts and options.tensor_model_parallel_size > 1 and not options.sequence_parallel:
-        problems.append(
-            "sequence_parallel: seen false with experts and "
-            f"tensor_model_parallel_size {options.tensor_model_parallel_size}, expected true"
-        )
+        else:
+            problems += type_problems({name: options[name]}, known)
     return problems
 
 
@@ -324,6 +306,7 @@ def transformer_config(
 ) -> Any:
     """Megatron's ``TransformerConfig``: the model's shape, the parallel layout, then the options passed on."""
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import AttnBackend
 
     engine = uses_transformer_engine(dtype)
     gpu = torch.cuda.is_available()
@@ -348,6 +331,9 @@ def transformer_config(
     }
     fields = {f.name for f in dataclasses.fields(TransformerConfig)}
     arguments |= {name: value for name, value in options.engine_arguments().items() if name in fields}
+    if engine:
+        asked = ATTENTION.get(context.worker.model_args.attn_implementation, "auto")
+        arguments["attention_backend"] = AttnBackend[options.attention_backend or asked]
     arguments |= _recompute(context, options, trained=trained)
     return TransformerConfig(**arguments)
 
@@ -458,38 +444,14 @@ def _layout(chunk: Any, *, first: bool, last: bool) -> ParallelLayout:
 
 def _machine_problems(options: MegatronConfig, dtype: torch.dtype) -> list[str]:
     """Options for which this machine has not the kernels."""
+    problems = []
     kernels = torch.cuda.is_available() and importlib.util.find_spec("grouped_gemm") is not None
-    if not options.moe_grouped_gemm or uses_transformer_engine(dtype) or (kernels and dtype == torch.bfloat16):
-        return []
-    needs = "a GPU, TransformerEngine (or grouped_gemm) and dtype bf16"
-    return [f"moe_grouped_gemm: seen true, expected false without {needs}"]
-
-
-def _stage_problems(num_layers: int, options: MegatronConfig) -> list[str]:
-    """Layers that cannot be dealt out to the pipeline's stages."""
-    stages, virtual = options.pipeline_model_parallel_size, options.virtual_stages or 1
-    first, last = options.num_layers_in_first_pipeline_stage, options.num_layers_in_last_pipeline_stage
-    chunks = stages * virtual
-    if first is None and last is None:
-        if num_layers % chunks == 0:
-            return []
-        name = "pipeline_model_parallel_size" + (" x virtual_pipeline_model_parallel_size" if virtual > 1 else "")
-        nearest = min(_divisors(num_layers), key=lambda divisor: abs(divisor - chunks))
-        return [f"{name}: seen {chunks}, expected a divisor of num_hidden_layers {num_layers} (nearest: {nearest})"]
-    rest, middle = num_layers - (first or 0) - (last or 0), stages - (first is not None) - (last is not None)
-    seen = f"num_layers_in_first_pipeline_stage {first}, num_layers_in_last_pipeline_stage {last}"
-    if middle < 0 or (middle == 0 and rest):
-        return [f"{seen}: expected {num_layers} layers in {stages} stages"]
-    if middle and (rest <= 0 or rest % middle):
-        return [f"{seen}: {rest} layers left for {middle} other stages, expected a multiple of {middle} above 0"]
-    counts = {"first": first, "last": last, "middle": rest // middle if middle else None}
-    name = "virtual_pipeline_model_parallel_size"
-    return [
-        f"{name}: seen {virtual}, expected a divisor of the {count} layers of a {where} stage"
-        for where, count in counts.items()
-        if count is not None and count % virtual
-    ]
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    if options.moe_grouped_gemm and not uses_transformer_engine(dtype) and not (kernels and dtype == torch.bfloat16):
+        needs = "a GPU, TransformerEngine (or grouped_gemm) and dtype bf16"
+        problems.append(f"moe_grouped_gemm: seen true, expected false without {needs}")
+    if options.attention_backend not in (None, "auto") and not uses_transformer_engine(dtype):
+        seen = options.attention_backend
+        problems.append(
+            f"attention_backend: seen {seen}, expected null without a GPU, TransformerEngine and dtype bf16"
+        )
+    return problems

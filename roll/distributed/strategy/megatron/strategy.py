@@ -37,7 +37,6 @@ from roll.distributed.strategy.megatron.model import (
     MegatronModel,
     build_model,
     check_engine_options,
-    check_model_fit,
     join_parallel_state,
 )
 from roll.distributed.strategy.megatron.optimizer import (
@@ -52,7 +51,7 @@ from roll.distributed.strategy.megatron.weights import WeightGatherer
 from roll.distributed.strategy.trainer import Limits, Scorer, Trainer, TrainerState, join_group, local_device
 from roll.models.loading import load_config, resolve_dtype
 
-__all__ = ["MegatronInfer", "MegatronTrain", "check_engine_options", "check_model_fit"]
+__all__ = ["MegatronInfer", "MegatronTrain", "check_engine_options"]
 
 
 class MegatronInfer(Scorer):

@@ -50,7 +50,7 @@ from roll.models.sampling import child_seed
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["EngineStoppedError", "SglangStrategy", "check_engine_options"]
+__all__ = ["EngineStoppedError", "SglangStrategy", "check_engine_options", "require_sglang"]
 
 SERVER = "roll.distributed.strategy.sglang.server"
 CPU_CACHE_SHARE = 0.25  # of the host memory that is free, at most, unless max_total_tokens says otherwise
@@ -86,8 +86,17 @@ OWNED_OPTIONS = {
     "nnodes": "workers that fit into one machine",
     "tokenizer_worker_num": "more workers in device_mapping",
     "incremental_streaming_output": "no such key, since whole completions are wanted",
+    "enable_prefix_caching": "disable_radix_cache",
+    "enforce_eager": "disable_cuda_graph",
+    "gpu_memory_utilization": "mem_fraction_static",
+    "kv_cache_memory_bytes": "max_total_tokens",
+    "max_model_len": "sequence_length",
+    "max_num_batched_tokens": "chunked_prefill_size",
+    "max_num_seqs": "max_running_requests",
+    "tensor_parallel_size": "num_gpus_per_worker",
+    "tensor_model_parallel_size": "num_gpus_per_worker",
 }
-"""Arguments of the engine that are set from elsewhere, and where."""
+"""Arguments of the engine that are set from elsewhere, and where; and what vLLM calls an option of this engine."""
 
 
 def check_engine_options(options: Mapping[str, Any]) -> list[str]:
@@ -115,7 +124,7 @@ class SglangStrategy:
         options = context.worker.strategy_args.strategy_config
         self._context = context
         self._config = SglangConfig.model_validate(options)
-        _require_sglang(self._config.python_executable)
+        require_sglang(self._config.python_executable)
         if problems := check_engine_options(options):
             raise ValueError(f"{context.role}.strategy_args.strategy_config: {'; '.join(problems)}")
         self._on_cpu = not torch.accelerator.is_available()
@@ -440,14 +449,22 @@ def _adapted(names: Iterable[str]) -> set[str]:
     return {name.rpartition(".lora_")[0].rpartition(".")[2] for name in names}
 
 
-def _require_sglang(python: str | None) -> None:
+def require_sglang(python: str | None) -> None:
+    """Checks that SGLang is installed for an interpreter (``None``: this one), without starting it.
+
+    Raises:
+        MissingEngineError: it is not, or there is no such interpreter.
+    """
     if python is None:
         require_engine("sglang", extra="sglang", strategy="sglang")
-    elif not os.access(python, os.X_OK):
-        raise MissingEngineError(f"strategy_config.python_executable: {python}: no such program")
+    elif not (Path(python).is_file() and os.access(python, os.X_OK)):
+        raise MissingEngineError(
+            f"strategy_config.python_executable: {python}: no such program, expected the interpreter of an environment "
+            "that scripts/make_sglang_env.sh made"
+        )
     elif _package_folder(python) is None:
         raise MissingEngineError(
-            f"strategy_config.python_executable: {python}: the package 'sglang' is not installed there; "
+            f"strategy_config.python_executable: {python}: the package 'sglang' is not installed there, "
             "expected an environment that scripts/make_sglang_env.sh made"
         )
 
@@ -461,16 +478,16 @@ def _package_folder(python: str | None) -> Path | None:
     return next(folders, None)
 
 
-def _server_arguments(python: str | None) -> frozenset[str]:
-    """The names that ``ServerArgs`` takes, read from SGLang's source; empty where there is none."""
+def _server_arguments(python: str | None) -> dict[str, str]:
+    """The names that ``ServerArgs`` takes, read from SGLang's source (without types); empty where there is none."""
     folder = _package_folder(python)
     source = folder / "srt" / "arg_groups" / "field_order.py" if folder else None
     if source is None or not source.is_file():
-        return frozenset()
+        return {}
     for statement in ast.parse(source.read_text(encoding="utf-8")).body:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "POSITIONAL_FIELD_ORDER":
-            return frozenset(ast.literal_eval(statement.value))
-    return frozenset()
+            return dict.fromkeys(ast.literal_eval(statement.value), "")
+    return {}
 
 
 def _environment(model_path: str, *, on_cpu: bool) -> dict[str, str]:

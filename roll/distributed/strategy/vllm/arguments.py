@@ -8,9 +8,10 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from roll.configs.strategy import VllmConfig
+from roll.configs.strategy import VLLM_LORA_RANKS, VllmConfig
+from roll.distributed.strategy.arguments import constructor_fields
 from roll.distributed.strategy.base import StrategyContext
-from roll.distributed.strategy.engines import constructor_fields, option_problems
+from roll.distributed.strategy.engines import option_problems
 from roll.distributed.strategy.model_outline import ModelOutline
 from roll.models.loading import locate_model
 from roll.utils.seeding import derive_seed
@@ -20,7 +21,6 @@ logger = logging.getLogger(__name__)
 CPU_BLOCK = 32  # tokens; the CPU attention kernels want multiples of it
 CPU_STEP_TOKENS = 4096  # prompt tokens computed in one step on a CPU
 CPU_CACHE_SHARE = 0.25  # of the host memory that is free, at most, unless kv_cache_memory_bytes says otherwise
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # sizes that vLLM makes room for
 
 OWNED_OPTIONS = {
     "model": "pretrain",
@@ -39,8 +39,16 @@ OWNED_OPTIONS = {
     "worker_extension_cls": "no such key, since weights arrive through it",
     "data_parallel_size": "more workers in device_mapping",
     "pipeline_parallel_size": "tensor_parallel_size",
+    "context_length": "max_model_len",
+    "disable_cuda_graph": "enforce_eager",
+    "disable_radix_cache": "enable_prefix_caching",
+    "max_total_tokens": "kv_cache_memory_bytes",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "python_executable": "no such key, since vLLM runs in the environment of the run",
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "tp_size": "tensor_parallel_size",
 }
-"""Arguments of the engine that are set from elsewhere, and where."""
+"""Arguments of the engine that are set from elsewhere, and where; and what SGLang calls an option of this engine."""
 
 COMMON_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -101,9 +109,9 @@ def engine_arguments(
         "trust_remote_code": False,
     }
     if context.lora is not None:
-        room = next((size for size in LORA_RANKS if size >= context.lora.rank), None)
+        room = next((size for size in VLLM_LORA_RANKS if size >= context.lora.rank), None)
         if room is None:
-            raise ValueError(f"lora_rank: {context.lora.rank}, expected at most {LORA_RANKS[-1]} with vllm")
+            raise ValueError(f"lora_rank: {context.lora.rank}, expected at most {VLLM_LORA_RANKS[-1]} with vllm")
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
     if on_cpu:
         arguments |= _cpu_arguments(context, config, outline)

@@ -1,0 +1,146 @@
+"""Whether a model fits a layout: sizes that must divide, layers per stage, options for experts. Needs no Megatron."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from roll.configs.problems import show
+from roll.configs.strategy import MegatronConfig
+from roll.models.megatron.config import MegatronModelConfig, check_parallel_sizes, megatron_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+VIRTUAL = "virtual_pipeline_model_parallel_size"
+FOR_EXPERTS = (
+    "expert_tensor_parallel_size",
+    "moe_layer_recompute",
+    "moe_token_dispatcher_type",
+    "moe_grouped_gemm",
+    "moe_shared_expert_overlap",
+    "moe_aux_loss_coeff",
+    "freeze_moe_router",
+)
+"""Options that say nothing to a dense model; ``expert_model_parallel_size`` is one of the sizes."""
+
+
+def check_model_fit(hf_config: PreTrainedConfig, options: MegatronConfig) -> list[str]:
+    """What of a model and a layout does not go together, with the nearest right choice.
+
+    Returns:
+        ``option: seen …, expected …``; a sentence without an option where the model cannot be converted.
+    """
+    try:
+        converted = megatron_config(hf_config)
+    except ValueError as error:
+        return [str(error)]
+    problems = []
+    try:
+        check_parallel_sizes(
+            converted,
+            tensor=options.tensor_model_parallel_size,
+            expert=options.expert_model_parallel_size,
+            expert_tensor=options.expert_tensor_parallel_size,
+        )
+    except ValueError as error:
+        problems += str(error).splitlines()
+    stages = _stage_problems(converted.num_layers, options)
+    return problems + (stages or _recompute_problems(converted.num_layers, options)) + _moe_problems(converted, options)
+
+
+def _stage_problems(num_layers: int, options: MegatronConfig) -> list[str]:
+    """Layers that cannot be dealt out to the pipeline's stages."""
+    stages, virtual = options.pipeline_model_parallel_size, options.virtual_stages or 1
+    if options.num_layers_in_first_pipeline_stage is None and options.num_layers_in_last_pipeline_stage is None:
+        chunks = stages * virtual
+        if num_layers % chunks == 0:
+            return []
+        seen = f"{stages} x {VIRTUAL} {virtual} = {chunks}" if virtual > 1 else str(stages)
+        nearest = min(_divisors(num_layers), key=lambda divisor: abs(divisor - chunks))
+        return [
+            f"pipeline_model_parallel_size: seen {seen}, expected a divisor of num_hidden_layers {num_layers} "
+            f"(nearest: {nearest})"
+        ]
+    if stages == 1:
+        return []  # refused by itself
+    counts = _uneven_stages(num_layers, options)
+    if isinstance(counts, str):
+        return [counts]
+    return [
+        f"{VIRTUAL}: seen {virtual}, expected a divisor of the {count} layers of a {where} stage"
+        for where, count in counts.items()
+        if count % virtual
+    ]
+
+
+def _uneven_stages(num_layers: int, options: MegatronConfig) -> dict[str, int] | str:
+    """Layers of the first, the last and the other stages; a problem where they do not add up."""
+    given = {"first": options.num_layers_in_first_pipeline_stage, "last": options.num_layers_in_last_pipeline_stage}
+    counts = {where: count for where, count in given.items() if count is not None}
+    stages, rest = options.pipeline_model_parallel_size, num_layers - sum(counts.values())
+    others = stages - len(counts)
+    if (rest == 0) if others == 0 else (rest > 0 and rest % others == 0):
+        return counts | ({"middle": rest // others} if others else {})
+    where = max(counts, key=lambda each: counts[each])
+    key = FIRST if where == "first" else LAST
+    # Leaving equally many, at least one, to each of the others.
+    left = num_layers - sum(count for each, count in counts.items() if each != where)
+    fits = [n for n in range(1, left + 1) if (n == left if others == 0 else left > n and (left - n) % others == 0)]
+    near = f" (nearest: {min(fits, key=lambda n: abs(n - counts[where]))})" if fits else ""
+    beside = "".join(f" and {count} in the {each} stage" for each, count in counts.items() if each != where)
+    share = f"equally many for {others} other stage{'s' if others > 1 else ''}" if others else "none over"
+    return f"{key}: seen {counts[where]}{beside}, expected to leave {share} of {num_layers} layers{near}"
+
+
+def _recompute_problems(num_layers: int, options: MegatronConfig) -> list[str]:
+    """Groups of recomputed layers that do not fit the layers of a stage."""
+    count = options.recompute_num_layers
+    if count is None:
+        return []
+    stages, virtual = options.pipeline_model_parallel_size, options.virtual_stages or 1
+    given = options.num_layers_in_first_pipeline_stage or options.num_layers_in_last_pipeline_stage
+    uneven = _uneven_stages(num_layers, options) if stages > 1 and given else None
+    layers = {n // virtual for n in uneven.values()} if isinstance(uneven, dict) else {num_layers // stages // virtual}
+    if options.recompute_method == "block" and count > max(layers):
+        return [f"recompute_num_layers: seen {count}, expected at most {max(layers)}, the layers of a stage"]
+    if options.recompute_method != "block" and any(n % count for n in layers):
+        words = ", ".join(map(str, sorted(layers)))
+        shared = [n for n in range(1, max(layers) + 1) if not any(each % n for each in layers)]
+        near = min(shared, key=lambda n: abs(n - count))
+        return [
+            f"recompute_num_layers: seen {count} with recompute_method uniform, expected a divisor of the {words} "
+            f"layers of a stage (nearest: {near})"
+        ]
+    return []
+
+
+def _moe_problems(converted: MegatronModelConfig, options: MegatronConfig) -> list[str]:
+    """Options for experts that the model does not have, or that need others."""
+    parts = [part for part in options.recompute_modules or () if part in ("moe", "moe_act", "shared_experts")]
+    if not converted.num_experts:
+        default = MegatronConfig()
+        unread = [key for key in FOR_EXPERTS if getattr(options, key) != getattr(default, key)]
+        words = f"({converted.model_class} has no experts)"
+        problems = [
+            f"{key}: seen {show(getattr(options, key))}, expected {show(getattr(default, key))} {words}"
+            for key in unread
+        ]
+        return problems + [f"recompute_modules: seen {part}, expected no such part {words}" for part in parts]
+    problems = []
+    tensor = options.tensor_model_parallel_size
+    if tensor > 1 and not options.sequence_parallel:
+        problems.append(
+            f"sequence_parallel: seen false with experts and tensor_model_parallel_size {tensor}, expected true"
+        )
+    if not converted.transformer.get("moe_shared_expert_intermediate_size"):
+        words = f"({converted.model_class} has no shared expert)"
+        if options.moe_shared_expert_overlap:
+            problems.append(f"moe_shared_expert_overlap: seen true, expected false {words}")
+        if "shared_experts" in parts:
+            problems.append(f"recompute_modules: seen shared_experts, expected no such part {words}")
+    return problems
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

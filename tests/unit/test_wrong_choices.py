@@ -1,0 +1,277 @@
+"""Wrong choices of engines, layouts and devices: each is refused by its key, with the nearest right one."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from transformers import GemmaConfig, Qwen2Config, Qwen2MoeConfig, Qwen3MoeConfig
+
+from roll.configs.agentic import AgenticConfig
+from roll.configs.loader import validate
+from roll.configs.problems import ConfigErrors
+from roll.pipeline.checks import CHECKS
+from roll.pipeline.machine_checks import check_machine
+
+VALUES = {
+    "pretrain": "tiny",
+    "adv_estimator": "reinforce",
+    "rollout_batch_size": 48,
+    "prompt_length": 96,
+    "response_length": 32,
+    "sequence_length": 128,
+    "num_gpus_per_node": 8,
+    "custom_envs": {"Lake": {"env_type": "frozen_lake", "env_manager_cls": "traj"}},
+    "train_env_manager": {"env_groups": 4, "group_size": 4, "tags": ["Lake"]},
+    "val_env_manager": {"env_groups": 8, "tags": ["Lake"]},
+    "actor_train": {"device_mapping": [0, 1]},
+    "actor_infer": {"strategy_args": {"strategy_name": "hf_infer"}, "device_mapping": [0]},
+}
+SHAPE = {"vocab_size": 160, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 256}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 4}
+MODELS = {
+    "dense": Qwen2Config(**SHAPE | {"hidden_size": 96, "intermediate_size": 192}, num_hidden_layers=6,
+                         num_attention_heads=6, num_key_value_heads=3),
+    "moe": Qwen3MoeConfig(**SHAPE, **EXPERTS, num_attention_heads=4, num_key_value_heads=2, head_dim=32),
+    "moe2": Qwen2MoeConfig(**SHAPE, **EXPERTS, num_attention_heads=4, num_key_value_heads=4,
+                           shared_expert_intermediate_size=64),
+    "gemma": GemmaConfig(**SHAPE, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, head_dim=32),
+    "short": Qwen2Config(**SHAPE | {"max_position_embeddings": 64}, num_hidden_layers=2, num_attention_heads=2,
+                         num_key_value_heads=2),
+    "half": Qwen2Config(**SHAPE, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, dtype="float16"),
+}  # fmt: skip
+TRAIN, INFER = "actor_train.strategy_args.strategy_config", "actor_infer.strategy_args.strategy_config"
+TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
+EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders with a model's configuration, by name, and some that hold none."""
+    root = tmp_path_factory.mktemp("models")
+    for name, config in MODELS.items():
+        config.save_pretrained(root / name)
+    for name, text in {"broken": "{", "nameless": "{}", "unheard": '{"model_type": "frobnicator"}'}.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(text)
+    return root
+
+
+@pytest.fixture
+def problems(models, monkeypatch):
+    """The problems of VALUES with changes by dotted key, as ``path -> expected and hint``."""
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def find(changes):
+        values = copy.deepcopy(VALUES)
+        for path, value in changes.items():
+            *sections, key = path.split(".")
+            node = values
+            for section in sections:
+                node = node.setdefault(section, {})
+            node[key] = str(models / value) if path == "pretrain" and value in MODELS_AND_OTHERS else value
+        try:
+            config = validate(AgenticConfig, values, CHECKS[AgenticConfig])
+        except ConfigErrors as errors:
+            return {problem.path: f"{problem.expected} {problem.hint}" for problem in errors.problems}
+        return {problem.path: f"{problem.expected} {problem.hint}" for problem in check_machine(config)}
+
+    return find
+
+
+MODELS_AND_OTHERS = {*MODELS, "broken", "nameless", "unheard"}
+
+
+def engine(name, /, role="actor_train", **options):
+    return {f"{role}.strategy_args.strategy_name": name, f"{role}.strategy_args.strategy_config": options}
+
+
+def megatron(model="dense", devices=2, /, **options):
+    return {**engine("megatron_train", **options), "pretrain": model, "actor_train.device_mapping": [*range(devices)]}
+
+
+def fsdp2(model="dense", devices=2, /, **options):
+    return {**engine("fsdp2_train", **options), "pretrain": model, "actor_train.device_mapping": [*range(devices)]}
+
+
+def deepspeed(**options):
+    return engine("deepspeed_train", **options)
+
+
+def zero(**options):
+    return deepspeed(zero_optimization=options)
+
+
+def vllm(**options):
+    return {**engine("vllm", "actor_infer", **options), "tiny_num_heads": 2}
+
+
+def sglang(**options):
+    return engine("sglang", "actor_infer", **{"python_executable": sys.executable, **options})
+
+
+def train(**options):
+    return {f"actor_train.{key}": value for key, value in options.items()}
+
+
+def args(**options):
+    return {f"actor_train.model_args.{key}": value for key, value in options.items()}
+
+
+REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "words"),
+    [
+        # Megatron: sizes
+        (megatron("dense", 4, **{TP: 4}), f"{TRAIN}.{TP}", "num_key_value_heads 3"),
+        (megatron("dense", 4, **{PP: 4}), f"{TRAIN}.{PP}", "num_hidden_layers 6 (nearest: 3)"),
+        (megatron("dense", 2, **{PP: 2, VPP: 2}), f"{TRAIN}.{PP}", "divisor of num_hidden_layers 6"),
+        (megatron("dense", 2, **{VPP: 2}), f"{TRAIN}.{VPP}", "at least 2"),
+        (megatron("dense", 2, **{PP: 2, FIRST: 7}), f"{TRAIN}.{FIRST}", "6 layers (nearest: 5)"),
+        (megatron("dense", 3, **{PP: 3, LAST: 1}), f"{TRAIN}.{LAST}", "2 other stages of 6 layers (nearest: 2)"),
+        (megatron("dense", 2, **{FIRST: 3}), f"{TRAIN}.{FIRST}", "one stage has all layers"),
+        (megatron("moe", 3, **{EP: 3}), f"{TRAIN}.{EP}", "num_experts 4 (nearest: 2)"),
+        (megatron("moe", 2, **{EP: 4}), f"{TRAIN}.{EP}", "the nearest is 2"),
+        (megatron("moe", 2, **{EP: 2, TP: 2, "sequence_parallel": True}), f"{TRAIN}.{EP}", f"{ETP} 1"),
+        (megatron("dense", 2, **{EP: 2}), f"{TRAIN}.{EP}", "has no experts"),
+        (megatron("dense", 2, context_parallel_size=3), f"{TRAIN}.context_parallel_size", "divide the 2 devices"),
+        (megatron(sequence_parallel=True), f"{TRAIN}.sequence_parallel", "at least 2"),
+        (megatron("moe", **{TP: 2}), f"{TRAIN}.sequence_parallel", "true"),
+        # Megatron: options that nothing would read, or that exclude each other
+        (megatron("dense", 2, **{ETP: 2}), f"{TRAIN}.{ETP}", "null (Qwen2ForCausalLM has no experts)"),
+        (megatron(freeze_moe_router=True), f"{TRAIN}.freeze_moe_router", "has no experts"),
+        (megatron(moe_aux_loss_coeff=0.1), f"{TRAIN}.moe_aux_loss_coeff", "0.0"),
+        (megatron("moe", moe_shared_expert_overlap=True), f"{TRAIN}.moe_shared_expert_overlap", "no shared expert"),
+        (megatron("moe2", moe_shared_expert_overlap=True, moe_token_dispatcher_type="allgather"),
+         f"{TRAIN}.moe_shared_expert_overlap", "alltoall"),
+        (megatron("moe", moe_grouped_gemm=True), f"{TRAIN}.moe_grouped_gemm", "without a GPU"),
+        (megatron(recompute_num_layers=4), f"{TRAIN}.recompute_num_layers", "the 6 layers of a stage (nearest: 3)"),
+        (megatron(recompute_method="block", recompute_num_layers=7), f"{TRAIN}.recompute_num_layers", "at most 6"),
+        (megatron(recompute_modules=["core_atn"]), f"{TRAIN}.recompute_modules.0", "core_attn"),
+        (megatron(recompute_modules=["mlp"]), f"{TRAIN}.recompute_modules", "recompute_granularity selective"),
+        (megatron("moe", recompute_granularity="selective", recompute_modules=["moe_act"]),
+         f"{TRAIN}.recompute_modules", "moe"),
+        (megatron(recompute_method="block") | args(disable_gradient_checkpointing=True),
+         f"{TRAIN}.recompute_method", "recompute_granularity full"),
+        (megatron("moe", recompute_method="block", moe_layer_recompute=True), f"{TRAIN}.recompute_method", "full"),
+        (megatron(batch_p2p_comm="maybe"), f"{TRAIN}.batch_p2p_comm", "bool"),
+        (megatron(attention_backend="flesh"), f"{TRAIN}.attention_backend", "flash"),
+        (megatron() | args(dtype="fp16"), "actor_train.model_args.dtype", "bf16 or fp32"),
+        (megatron("gemma"), "actor_train.strategy_args.strategy_name", "fsdp2_train"),
+        # DeepSpeed
+        (zero(stage=4), f"{TRAIN}.zero_optimization.stage", "0, 1, 2 or 3"),
+        (zero(stage=2, overlap_comm="maybe"), f"{TRAIN}.zero_optimization.overlap_comm", "bool"),
+        (zero(stage=3, offload_param="cpu"), f"{TRAIN}.zero_optimization.offload_param", "{device: cpu}"),
+        (zero(stage=2, offload_param={"device": "cpu"}), f"{TRAIN}.zero_optimization.stage", "at least 3"),
+        (zero(stage=3, offload_param={"device": "nvme"}), f"{TRAIN}.zero_optimization.offload_param.device", "cpu"),
+        (deepspeed(zero_optimization=[1]), f"{TRAIN}.zero_optimization", "mapping"),
+        (zero(stage=2, cpu_offload=True), f"{TRAIN}.zero_optimization.cpu_offload", "offload_optimizer: {device: cpu}"),
+        (deepspeed(wall_clock_breakdown="false"), f"{TRAIN}.wall_clock_breakdown", "bool"),
+        (deepspeed(bf16=True), f"{TRAIN}.bf16", "mapping"),
+        (deepspeed(fp16={"enabled": True}), f"{TRAIN}.fp16.enabled", "bf16 or fp32"),
+        (deepspeed(communication_data_type="bf17"), f"{TRAIN}.communication_data_type", "bf16"),
+        (deepspeed(data_types={"grad_acum_dtype": "fp32"}), f"{TRAIN}.data_types.grad_acum_dtype", "grad_accum_dtype"),
+        (deepspeed(tensorboard={"enabld": True}), f"{TRAIN}.tensorboard.enabld", "did you mean enabled?"),
+        (deepspeed(checkpoint={"tag_validation": "Warn"}), f"{TRAIN}.checkpoint", "save_steps"),
+        (deepspeed(optimizer={"type": "AdamW", "params": 1}), f"{TRAIN}.optimizer.params", "mapping"),
+        (deepspeed() | args(ulysses_size=2) | {"pretrain": "dense"}, "actor_train.model_args.ulysses_size",
+         "3 key-value heads"),
+        # FSDP2
+        (fsdp2("dense", 4, fsdp_size=3), f"{TRAIN}.fsdp_size", "divisor of the 4 workers"),
+        (fsdp2("dense", 2, tensor_parallel_size=2), f"{TRAIN}.tensor_parallel_size", "the nearest is 1"),
+        (fsdp2("dense", 2, fsdp_size=1, reduce_dtype="bf16"), f"{TRAIN}.reduce_dtype", "null or fp32"),
+        (fsdp2("dense", 2, param_dtype="fp16"), f"{TRAIN}.param_dtype", "bf16 or fp32"),
+        (fsdp2("half"), "actor_train.model_args.dtype", "the model is in fp16"),
+        (fsdp2() | args(attn_implementation="fa2", dtype="fp32"), "actor_train.model_args.attn_implementation", "sdpa"),
+        (fsdp2() | args(attn_implementation="fa2", dtype="bf16"), "actor_train.model_args.attn_implementation", "auto"),
+        (fsdp2("moe") | args(attn_implementation="eager", ulysses_size=2),
+         "actor_train.model_args.attn_implementation", "sdpa or fa2"),
+        (fsdp2() | args(use_liger_kernel=True), "actor_train.model_args.use_liger_kernel", "without a GPU"),
+        # LoRA
+        (args(lora_target="q_prj"), "actor_train.model_args.lora_target", "q_proj"),
+        (args(lora_target=" , "), "actor_train.model_args.lora_target", "all-linear"),
+        (args(lora_rank=4), "actor_train.model_args.lora_rank", "lora_target"),
+        (fsdp2("moe", tensor_parallel_size=2) | args(lora_target="q_proj"), f"{TRAIN}.tensor_parallel_size", "1 with"),
+        (vllm() | args(lora_target="all-linear", lora_rank=1000), "actor_train.model_args.lora_rank", "at most 512"),
+        # vLLM and SGLang
+        (vllm(max_num_batched_tokens="many"), f"{INFER}.max_num_batched_tokens", "int"),
+        (vllm(mem_fraction_static=0.5), f"{INFER}.mem_fraction_static", "gpu_memory_utilization"),
+        (vllm(max_model_len=64), f"{INFER}.max_model_len", "sequence_length = 128"),
+        (vllm() | {"actor_infer.device_mapping": [0, 1, 2, 3], "actor_infer.num_gpus_per_worker": 4},
+         "actor_infer.num_gpus_per_worker", "the nearest is 2"),
+        (vllm() | {"actor_infer.model_args.ulysses_size": 2}, "actor_infer.model_args.ulysses_size", "1 with vllm"),
+        (vllm() | {"actor_infer.model_args.attn_implementation": "eager"},
+         "actor_infer.model_args.attn_implementation", "attention_backend"),
+        (sglang(gpu_memory_utilization=0.5), f"{INFER}.gpu_memory_utilization", "mem_fraction_static"),
+        (sglang(tensor_parallel_size=1), f"{INFER}.tensor_parallel_size", "num_gpus_per_worker"),
+        (sglang(python_executable="/no/such/python"), f"{INFER}.python_executable", "make_sglang_env.sh"),
+        (sglang(python_executable="/tmp"), f"{INFER}.python_executable", "no such program"),
+        # roles
+        ({**REFERENCE, **engine("vllm", "reference")}, "reference.strategy_args.strategy_name", "that scores"),
+        (engine("fsdp2_infer"), "actor_train.strategy_args.strategy_name", "did you mean fsdp2_train?"),
+        (engine("deepspeed_zero2"), "actor_train.strategy_args.strategy_name", "did you mean deepspeed_train?"),
+        (engine("hf", "actor_infer"), "actor_infer.strategy_args.strategy_name", "did you mean hf_infer?"),
+        (engine("roll.nothing:Here"), "actor_train.strategy_args.strategy_name", "there is no roll.nothing"),
+        (train(worker_cls="roll.pipeline.workers:TrianWorker"), "actor_train.worker_cls", "TrainWorker"),
+        (vllm() | {"actor_infer.device_mapping": None, "actor_infer.num_gpus_per_worker": 2},
+         "actor_infer.num_gpus_per_worker", "a device_mapping"),
+        # models
+        ({"pretrain": "broken"}, "pretrain", "double quotes"),
+        ({"pretrain": "nameless"}, "pretrain", "no model_type"),
+        ({"pretrain": "unheard"}, "pretrain", "frobnicator"),
+        ({"pretrain": "short"}, "sequence_length", "at most 64"),
+        ({"sequence_length": 4096}, "sequence_length", "at most 2048"),
+        (args(model_config_kwargs={"num_layerz": 3}), "actor_train.model_args.model_config_kwargs.num_layerz",
+         "num_hidden_layers"),
+        # what other libraries call it
+        (args(use_liger=True), "actor_train.model_args.use_liger", "use_liger_kernel"),
+        (train(packing=True), "actor_train.packing", "use_sequence_packing"),
+        (fsdp2(param_offload=True), f"{TRAIN}.param_offload", "cpu_offload"),
+        (deepspeed(ulysses_sequence_parallel_size=2), f"{TRAIN}.ulysses_sequence_parallel_size", "ulysses_size"),
+        (megatron(decoder_first_pipeline_num_layers=2), f"{TRAIN}.decoder_first_pipeline_num_layers", FIRST),
+        (vllm(free_cache_engine=True), f"{INFER}.free_cache_engine", "share devices"),
+        ({"update_weights_bucket_megabytes": 512}, "update_weights_bucket_megabytes", "model_update_buffer_size_mb"),
+        # batches and keys that a role does not read
+        (train(device_mapping=[0, 1, 2, 3, 4]), "actor_train.training_args.gradient_accumulation_steps",
+         "5 data-parallel ranks cannot share 48 samples"),
+        (train(sequence_length_round_in_train=256), "actor_train.sequence_length_round_in_train", "at most"),
+        (train(sequence_length_round_in_infer=96, use_dynamic_batching_in_infer=True,
+               max_tokens_per_microbatch_in_infer=130), "actor_train.max_tokens_per_microbatch_in_infer", "192"),
+        ({"actor_infer.use_sequence_packing": True}, "actor_infer.use_sequence_packing", "actor_infer does not read"),
+        ({"actor_infer.model_update_frequency": 2}, "actor_infer.model_update_frequency", "actor_train"),
+        ({**REFERENCE, **engine("fsdp2_infer", "reference"), "reference.sequence_length_round_in_train": 8},
+         "reference.sequence_length_round_in_train", "reference does not read"),
+    ],
+)  # fmt: skip
+def test_a_wrong_choice_is_refused_with_its_key_and_a_right_one(problems, changes, path, words):
+    found = problems(changes)
+    assert path in found, found
+    assert words in found[path]
+    assert len(found) == 1, found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        megatron("dense", 4, **{PP: 4, FIRST: 1, LAST: 1}),
+        megatron("dense", 3, **{TP: 3}),
+        megatron("moe", 2, **{EP: 2, TP: 2, ETP: 1, "sequence_parallel": True}),
+        megatron("moe2", moe_shared_expert_overlap=True, freeze_moe_router=True, moe_aux_loss_coeff=0.1),
+        megatron(recompute_method="uniform", recompute_num_layers=3),
+        megatron() | args(attn_implementation="fa2"),
+        zero(stage=3, reduce_bucket_size=5e8, stage3_param_persistence_threshold=10, overlap_comm="auto"),
+        fsdp2("moe", tensor_parallel_size=2),
+        fsdp2("dense", 3, tensor_parallel_size=3),
+        fsdp2("dense", 6) | args(ulysses_size=6),
+        args(lora_target="q_proj,v_proj", lora_rank=4),
+        vllm(max_num_batched_tokens=4096, enforce_eager=True),
+        {"actor_infer.use_sequence_packing": True, **train(use_sequence_packing=True)},
+        {**REFERENCE, **engine("hf_infer", "reference")},
+    ],
+)
+def test_a_right_choice_passes(problems, changes):
+    assert problems(changes) == {}
