@@ -231,7 +231,7 @@ print(libc.shmget(0, 1 << 20, 0o1600))
 def test_endless_computation_is_killed_by_its_cpu_time(sandbox):
     source = "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True:\n    pass"
     result = run(sandbox, source, cpu_seconds=1, wall_seconds=60)
-    assert (result.exit_code, result.timed_out) == (137, False) and result.cpu_s >= 0.9
+    assert (result.exit_code, result.timed_out) == (137, False) and result.cpu_s >= 0.5
 
 
 def test_endless_sleep_is_killed_by_the_clock(sandbox):
