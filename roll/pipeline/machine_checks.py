@@ -91,7 +91,7 @@ def _engine_problems(role: str, worker: WorkerConfig) -> list[ConfigProblem]:
         return []
     if python is None:
         return [_missing(f"{role}.strategy_args.strategy_name", strategy.strategy_name, package.module, package.extra)]
-    from roll.distributed.strategy.sglang.strategy import require_sglang
+    from roll.distributed.strategy.sglang.options import require_sglang
 
     try:
         require_sglang(python)
