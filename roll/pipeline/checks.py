@@ -117,7 +117,8 @@ def check_engine_options(config: RLConfig) -> list[ConfigProblem]:
     for role, worker in sections(config):
         name, options = worker.strategy_args.strategy_name, worker.strategy_args.strategy_config
         if options and issubclass(STRATEGY_CONFIGS.get(name, Config), EngineConfig):
-            check = getattr(import_module(STRATEGIES.get(name).__module__), "check_engine_options")  # noqa: B009
+            folder = name.partition("_")[0]
+            check = import_module(f"roll.distributed.strategy.{folder}.options").check_engine_options
             prefix = f"{role}.strategy_args.strategy_config."
             problems += [problem_of_sentence(prefix, text) for text in check(options)]
     return problems

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 
 from roll.configs.problems import ConfigProblem
@@ -22,7 +23,30 @@ def check_machine(config: RLConfig) -> list[ConfigProblem]:
     A configuration may be checked without them (``--validate-only``), but not run.
     """
     problems = [problem for role, worker in config.roles.items() for problem in _role_problems(config, role, worker)]
-    return problems + list(_plug_in_problems(config))
+    return [*problems, *_plug_in_problems(config), *_device_problems(config)]
+
+
+def _device_problems(config: RLConfig) -> Iterator[ConfigProblem]:
+    """Devices that this machine has not, where the run starts a Ray of its own; a running one is asked later."""
+    if (config.ray_init.address or os.environ.get("RAY_ADDRESS") or "local") != "local" or _connected():
+        return
+    import torch
+
+    gpus = torch.cuda.device_count()
+    # Ray may count fewer cores than the machine has, and says so itself.
+    count = gpus or max(2, config.ray_init.num_cpus or os.cpu_count() or 1)
+    kind = "GPUs" if gpus else "CPU slots"
+    for name, worker in config.clusters.items():
+        if any(device >= count for device in worker.device_mapping or ()):
+            expected = f"ids from 0 to {count - 1}, as this machine has {count} {kind}"
+            hint = "ray_init.address joins a running Ray cluster; ray_init.num_cpus may offer more CPU slots"
+            yield ConfigProblem(f"{config.key_of(name)}.device_mapping", worker.device_mapping, expected, hint)
+
+
+def _connected() -> bool:
+    """Whether this process has joined a Ray cluster already."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def _plug_in_problems(config: RLConfig) -> Iterator[ConfigProblem]:
@@ -67,7 +91,7 @@ def _engine_problems(role: str, worker: WorkerConfig) -> list[ConfigProblem]:
         return []
     if python is None:
         return [_missing(f"{role}.strategy_args.strategy_name", strategy.strategy_name, package.module, package.extra)]
-    from roll.distributed.strategy.sglang.strategy import require_sglang
+    from roll.distributed.strategy.sglang.options import require_sglang
 
     try:
         require_sglang(python)

@@ -93,6 +93,9 @@ def _head_problems(role: str, worker: WorkerConfig, split: int, sizes: Any) -> l
     tensor = options.tensor_parallel_size if isinstance(options, Fsdp2Config) else split // ulysses
     heads = sizes.num_attention_heads
     kv_heads = getattr(sizes, "num_key_value_heads", None) or heads
+    if isinstance(options, Fsdp2Config) and tensor > 1 and not getattr(sizes, "base_model_tp_plan", None):
+        expected = f"1: {type(sizes).__name__} has no tensor-parallel plan"
+        return [ConfigProblem(f"{role}.strategy_args.strategy_config.tensor_parallel_size", tensor, expected)]
     if heads % split:
         fits = [n for n in range(1, heads + 1) if heads % n == 0]
         expected = f"sizes that divide the {heads} attention heads"
@@ -132,6 +135,21 @@ def check_positions(config: RLConfig) -> list[ConfigProblem]:
         return []
     expected = f"at most {most}, the positions that the model has"
     return [ConfigProblem("sequence_length", config.sequence_length, expected, involves=("pretrain",))]
+
+
+def check_attention_kinds(config: RLConfig) -> list[ConfigProblem]:
+    """``hf_infer`` has the kinds of attention that the model's layers are of."""
+    from roll.distributed.strategy.hf_infer.model_fit import foreign_attention
+
+    problems = []
+    for role, worker in sections(config):
+        name = worker.strategy_args.strategy_name
+        sizes = _model_config(config, role) if name == "hf_infer" and _model_path(config, role) != TINY else None
+        if sizes is not None and (kinds := foreign_attention(sizes, config.sequence_length)):
+            key, involved = f"{role}.strategy_args.strategy_name", ("sequence_length", "pretrain")
+            expected = f"{'vllm or sglang' if role == 'actor_infer' else 'fsdp2_infer'} for layers of {kinds}"
+            problems.append(ConfigProblem(key, name, expected, "hf_infer has full attention", involves=involved))
+    return problems
 
 
 def check_trained_format(config: RLConfig) -> list[ConfigProblem]:
@@ -194,6 +212,7 @@ MODEL_CHECKS: tuple[Rule, ...] = (
     check_model_kwargs,
     check_fit,
     check_positions,
+    check_attention_kinds,
     check_trained_format,
     check_adapted_layers,
 )

@@ -16,7 +16,7 @@ from contract import BUCKET_BYTES, LORA, context_of, greedy_oracle, load, make_m
 
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.engines import MissingEngineError, require_engine
-from roll.distributed.strategy.vllm.strategy import check_engine_options
+from roll.distributed.strategy.vllm.options import check_engine_options
 
 pytest.importorskip("vllm", reason="vllm: the package vllm is not installed")
 if "vllm" not in os.environ.get("ROLL_GENERATORS", "vllm").split(","):

@@ -35,7 +35,8 @@ from roll.configs.loader import load_config
 from roll.configs.strategy import DeepSpeedConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import LoraSpec, Metrics, States, StrategyContext
-from roll.distributed.strategy.deepspeed.strategy import DeepSpeedInfer, DeepSpeedTrain, check_engine_options
+from roll.distributed.strategy.deepspeed.options import check_engine_options
+from roll.distributed.strategy.deepspeed.strategy import DeepSpeedInfer, DeepSpeedTrain
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.strategy.optim import MASTER
 from roll.models import scoring

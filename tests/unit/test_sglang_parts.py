@@ -19,8 +19,9 @@ from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.engines import MissingEngineError
 from roll.distributed.strategy.sglang.cpu import rotary_embedding
+from roll.distributed.strategy.sglang.options import check_engine_options
 from roll.distributed.strategy.sglang.sampler import SampledBatch, uniforms
-from roll.distributed.strategy.sglang.strategy import SglangStrategy, check_engine_options
+from roll.distributed.strategy.sglang.strategy import SglangStrategy
 from roll.models import sampling
 
 VOCAB = 50

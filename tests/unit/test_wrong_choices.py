@@ -10,6 +10,7 @@ from transformers import GemmaConfig, Qwen2Config, Qwen2MoeConfig, Qwen3MoeConfi
 from roll.configs.agentic import AgenticConfig
 from roll.configs.loader import validate
 from roll.configs.problems import ConfigErrors
+from roll.pipeline import machine_checks
 from roll.pipeline.checks import CHECKS
 from roll.pipeline.machine_checks import check_machine
 
@@ -20,7 +21,8 @@ VALUES = {
     "prompt_length": 96,
     "response_length": 32,
     "sequence_length": 128,
-    "num_gpus_per_node": 8,
+    "num_gpus_per_node": 16,
+    "ray_init": {"num_cpus": 8},
     "custom_envs": {"Lake": {"env_type": "frozen_lake", "env_manager_cls": "traj"}},
     "train_env_manager": {"env_groups": 4, "group_size": 4, "tags": ["Lake"]},
     "val_env_manager": {"env_groups": 8, "tags": ["Lake"]},
@@ -38,6 +40,8 @@ MODELS = {
     "gemma": GemmaConfig(**SHAPE, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4, head_dim=32),
     "short": Qwen2Config(**SHAPE | {"max_position_embeddings": 64}, num_hidden_layers=2, num_attention_heads=2,
                          num_key_value_heads=2),
+    "window": Qwen2Config(**SHAPE, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+                          use_sliding_window=True, sliding_window=16, max_window_layers=0),
     "half": Qwen2Config(**SHAPE, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, dtype="float16"),
 }  # fmt: skip
 TRAIN, INFER = "actor_train.strategy_args.strategy_config", "actor_infer.strategy_args.strategy_config"
@@ -63,6 +67,8 @@ def problems(models, monkeypatch):
     """The problems of VALUES with changes by dotted key, as ``path -> expected and hint``."""
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(machine_checks, "_connected", lambda: False)  # to the Ray of other tests
 
     def find(changes):
         values = copy.deepcopy(VALUES)
@@ -216,6 +222,8 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
         (engine("deepspeed_zero2"), "actor_train.strategy_args.strategy_name", "did you mean deepspeed_train?"),
         (engine("hf", "actor_infer"), "actor_infer.strategy_args.strategy_name", "did you mean hf_infer?"),
         (engine("roll.nothing:Here"), "actor_train.strategy_args.strategy_name", "there is no roll.nothing"),
+        (train(device_mapping=[7, 8]), "actor_train.device_mapping", "ids from 0 to 7"),
+        (train(device_mapping=[15, 16]), "actor_train.device_mapping", "ids from 0 to 15"),
         (train(worker_cls="roll.pipeline.workers:TrianWorker"), "actor_train.worker_cls", "TrainWorker"),
         (vllm() | {"actor_infer.device_mapping": None, "actor_infer.num_gpus_per_worker": 2},
          "actor_infer.num_gpus_per_worker", "a device_mapping"),
@@ -223,6 +231,7 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
         ({"pretrain": "broken"}, "pretrain", "double quotes"),
         ({"pretrain": "nameless"}, "pretrain", "no model_type"),
         ({"pretrain": "unheard"}, "pretrain", "frobnicator"),
+        ({"pretrain": "window"}, "actor_infer.strategy_args.strategy_name", "vllm or sglang"),
         ({"pretrain": "short"}, "sequence_length", "at most 64"),
         ({"sequence_length": 4096}, "sequence_length", "at most 2048"),
         (args(model_config_kwargs={"num_layerz": 3}), "actor_train.model_args.model_config_kwargs.num_layerz",

@@ -22,7 +22,8 @@ from roll.data.batch import Batch
 from roll.distributed.strategy.agreement import agreed
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.checkpoint import restore_checkpoint
-from roll.distributed.strategy.deepspeed.config import check_engine_options, scoring_config, training_config
+from roll.distributed.strategy.deepspeed.config import scoring_config, training_config
+from roll.distributed.strategy.deepspeed.options import check_engine_options
 from roll.distributed.strategy.deepspeed.weights import EngineWeights, engine_weights
 from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.hf_scorer import (
@@ -46,8 +47,6 @@ from roll.models import planned_attention
 from roll.models.loading import load_config, resolve_dtype
 from roll.models.lora import adapter_dropout, adapter_off
 from roll.models.scoring import TokenScorer
-
-__all__ = ["DeepSpeedInfer", "DeepSpeedTrain", "check_engine_options"]
 
 
 class DeepSpeedInfer(Scorer):

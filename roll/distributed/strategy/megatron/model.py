@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -20,12 +20,11 @@ from torch import Tensor
 
 from roll.configs.strategy import MegatronConfig
 from roll.distributed.strategy.agreement import agreed
-from roll.distributed.strategy.arguments import constructor_fields, type_problems
 from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.distributed.strategy.checkpoint import HEAD_PREFIX, Reader
-from roll.distributed.strategy.engines import advice
 from roll.distributed.strategy.megatron.fit import check_model_fit
 from roll.distributed.strategy.megatron.modules import layer_specs
+from roll.distributed.strategy.megatron.options import check_engine_options
 from roll.distributed.strategy.megatron.scores import VocabularyShare
 from roll.models.heads import ValueHead, load_value_head
 from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size
@@ -36,76 +35,8 @@ from roll.models.megatron.weight_files import WeightFiles
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-OWNED = {
-    "bf16": "model_args.dtype",
-    "fp16": "model_args.dtype (bf16 or fp32)",
-    "params_dtype": "model_args.dtype",
-    "pipeline_dtype": "model_args.dtype",
-    "lr": "training_args.learning_rate",
-    "min_lr": "training_args.min_lr_ratio",
-    "weight_decay": "training_args.weight_decay",
-    "adam_beta1": "training_args.adam_beta1",
-    "adam_beta2": "training_args.adam_beta2",
-    "adam_eps": "training_args.adam_epsilon",
-    "clip_grad": "max_grad_norm",
-    "calculate_per_token_loss": "loss_agg_mode",
-    "average_in_collective": "nothing: gradients are summed",
-    "optimizer": "nothing: it is AdamW",
-    "use_precision_aware_optimizer": "nothing: Adam's moments are float32",
-    "optimizer_cpu_offload": "nothing: optimizer states leave the device between steps, with offload",
-    "overlap_param_gather": "nothing: weights are read between steps",
-    "num_distributed_optimizer_instances": "nothing: all data-parallel ranks share the optimizer states",
-    "use_megatron_fsdp": "strategy_name fsdp2_train",
-    "use_custom_fsdp": "strategy_name fsdp2_train",
-    "variable_seq_lengths": "nothing: it follows from the pipeline's schedule",
-    "moe_router_force_load_balancing": "nothing: routing at random only serves benchmarks",
-    "perform_initialization": "nothing: weights are always loaded",
-    "use_cpu_initialization": "nothing: weights are always loaded",
-    "init_model_with_meta_device": "nothing: weights are always loaded",
-}
-"""Fields of Megatron's configurations that are not options here, and what to set instead."""
-
-MODEL_FIELDS = frozenset(
-    (
-        "activation_func",
-        "add_bias_linear",
-        "add_qkv_bias",
-        "attention_dropout",
-        "ffn_hidden_size",
-        "gated_linear_unit",
-        "hidden_dropout",
-        "hidden_size",
-        "kv_channels",
-        "layernorm_epsilon",
-        "moe_ffn_hidden_size",
-        "moe_layer_freq",
-        "moe_router_pre_softmax",
-        "moe_router_score_function",
-        "moe_router_topk",
-        "moe_shared_expert_gate",
-        "moe_shared_expert_intermediate_size",
-        "normalization",
-        "num_attention_heads",
-        "num_layers",
-        "num_moe_experts",
-        "num_query_groups",
-        "qk_layernorm",
-    )
-)
-"""Fields of Megatron's configurations that the model's own configuration sets."""
-
-ENGINE_CONFIGS = {
-    "core/model_parallel_config.py": ("ModelParallelConfig",),
-    "core/transformer/transformer_config.py": ("TransformerConfig",),
-    "core/distributed/distributed_data_parallel_config.py": ("DistributedDataParallelConfig",),
-    "core/optimizer/optimizer_config.py": ("OptimizerConfig",),
-}
-"""Where Megatron's configurations are, below its package."""
-
 ATTENTION = {"fa2": "flash", "eager": "unfused"}
 """Kernels of TransformerEngine by ``model_args.attn_implementation``; otherwise it chooses."""
-
-CALLABLES = ("timers", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func")
 
 
 @dataclass(eq=False)
@@ -151,29 +82,6 @@ class MegatronModel:
             parallel_state.get_tensor_model_parallel_rank() * share,
             parallel_state.get_tensor_model_parallel_group(),
         )
-
-
-def check_engine_options(options: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the keys of a ``strategy_config`` that are for Megatron; reads its source, imports nothing."""
-    known: dict[str, str] = {}
-    for file, classes in ENGINE_CONFIGS.items():
-        known |= constructor_fields("megatron", file, classes)
-    if not known:
-        return []  # it is not installed, which setup says
-    known = {name: annotation for name, annotation in known.items() if name not in OWNED and name not in CALLABLES}
-    typed = set(MegatronConfig.model_fields)
-    problems = []
-    for name in sorted(options.keys() - typed):
-        if name in MODEL_FIELDS:
-            problems.append(f"{name}: seen {options[name]!r}, expected model_args.model_config_kwargs instead")
-        elif name in OWNED:
-            problems.append(f"{name}: seen {options[name]!r}, expected {OWNED[name]}")
-        elif name not in known:
-            hint = advice(name, known.keys() | typed)
-            problems.append(f"{name}: seen {options[name]!r}, expected an option of Megatron-Core{hint}")
-        else:
-            problems += type_problems({name: options[name]}, known)
-    return problems
 
 
 def join_parallel_state(context: StrategyContext, options: MegatronConfig) -> RankInfo:

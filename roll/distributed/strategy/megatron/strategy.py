@@ -36,7 +36,6 @@ from roll.distributed.strategy.megatron.input import MegatronInput, Rounding, gr
 from roll.distributed.strategy.megatron.model import (
     MegatronModel,
     build_model,
-    check_engine_options,
     join_parallel_state,
 )
 from roll.distributed.strategy.megatron.optimizer import (
@@ -50,8 +49,6 @@ from roll.distributed.strategy.megatron.scores import TokenScorer, sum_over
 from roll.distributed.strategy.megatron.weights import WeightGatherer
 from roll.distributed.strategy.trainer import Limits, Scorer, Trainer, TrainerState, join_group, local_device
 from roll.models.loading import load_config, resolve_dtype
-
-__all__ = ["MegatronInfer", "MegatronTrain", "check_engine_options"]
 
 
 class MegatronInfer(Scorer):

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from roll.configs.strategy import VLLM_LORA_RANKS, VllmConfig
-from roll.distributed.strategy.arguments import constructor_fields
 from roll.distributed.strategy.base import StrategyContext
-from roll.distributed.strategy.engines import option_problems
 from roll.distributed.strategy.model_outline import ModelOutline
 from roll.models.loading import locate_model
 from roll.utils.seeding import derive_seed
@@ -21,34 +19,6 @@ logger = logging.getLogger(__name__)
 CPU_BLOCK = 32  # tokens; the CPU attention kernels want multiples of it
 CPU_STEP_TOKENS = 4096  # prompt tokens computed in one step on a CPU
 CPU_CACHE_SHARE = 0.25  # of the host memory that is free, at most, unless kv_cache_memory_bytes says otherwise
-
-OWNED_OPTIONS = {
-    "model": "pretrain",
-    "tokenizer": "pretrain",
-    "dtype": "model_args.dtype",
-    "hf_overrides": "model_args.model_config_kwargs",
-    "seed": "seed",
-    "max_num_seqs": "max_running_requests",
-    "enable_lora": "lora_target in actor_train",
-    "max_lora_rank": "lora_rank in actor_train",
-    "max_loras": "lora_target in actor_train",
-    "trust_remote_code": "no such key, since code that comes with a model never runs",
-    "logprobs_mode": "no such key, since log-probs follow the sampling temperature",
-    "speculative_config": "no such key, since draft tokens would report other log-probs",
-    "generation_config": "generating_args",
-    "worker_extension_cls": "no such key, since weights arrive through it",
-    "data_parallel_size": "more workers in device_mapping",
-    "pipeline_parallel_size": "tensor_parallel_size",
-    "context_length": "max_model_len",
-    "disable_cuda_graph": "enforce_eager",
-    "disable_radix_cache": "enable_prefix_caching",
-    "max_total_tokens": "kv_cache_memory_bytes",
-    "mem_fraction_static": "gpu_memory_utilization",
-    "python_executable": "no such key, since vLLM runs in the environment of the run",
-    "tensor_model_parallel_size": "tensor_parallel_size",
-    "tp_size": "tensor_parallel_size",
-}
-"""Arguments of the engine that are set from elsewhere, and where; and what SGLang calls an option of this engine."""
 
 COMMON_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
@@ -63,22 +33,6 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # workers share the cores with other roles
     "TORCHDYNAMO_DISABLE": "1",  # else the sampler compiles for 16 s at the first request
 }
-
-
-def check_engine_options(options: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the keys of a ``strategy_config`` that vLLM's own constructor gets.
-
-    Returns:
-        ``key: seen …, expected …`` for keys that the installed vLLM has no argument for, or that are set from
-        elsewhere; only the latter when vLLM is not installed.
-    """
-    return option_problems(
-        options,
-        typed=VllmConfig.model_fields,
-        known=constructor_fields("vllm", "engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")),
-        elsewhere=OWNED_OPTIONS,
-        arguments="vLLM's AsyncEngineArgs",
-    )
 
 
 def engine_arguments(

@@ -35,10 +35,10 @@ from roll.distributed.strategy.receiving import receive
 from roll.distributed.strategy.requests import Counters, EngineStoppedError, check_request
 from roll.distributed.strategy.vllm.arguments import (
     check_cpu_kernels,
-    check_engine_options,
     engine_arguments,
     environment,
 )
+from roll.distributed.strategy.vllm.options import check_engine_options
 from roll.distributed.weight_sync import ALIGNMENT, host_bytes
 from roll.distributed.weights.segments import SegmentPool
 from roll.models.sampling import child_seed
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["EngineStoppedError", "VllmStrategy", "check_engine_options"]
+__all__ = ["EngineStoppedError", "VllmStrategy"]
 
 STAGED_BUCKETS = 2  # kept from one update to the next; fresh memory costs more than the copy into it
 SHUTDOWN_S = 2.0  # the engine's own clean-up takes less; then its process is killed, which it survives for seconds more
