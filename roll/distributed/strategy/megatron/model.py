@@ -22,10 +22,11 @@ from torch import Tensor
 from roll.configs.strategy import MegatronConfig
 from roll.distributed.strategy.agreement import agreed
 from roll.distributed.strategy.base import RankInfo, StrategyContext
-from roll.distributed.strategy.checkpoint import HEAD_PREFIX, Reader
+from roll.distributed.strategy.checkpoint import HEAD_PREFIX
 from roll.distributed.strategy.engines import constructor_fields
 from roll.distributed.strategy.megatron.modules import layer_specs
 from roll.distributed.strategy.megatron.scores import VocabularyShare
+from roll.distributed.strategy.tensor_files import Reader
 from roll.models.heads import ValueHead, load_value_head
 from roll.models.megatron.config import MegatronModelConfig, check_parallel_sizes, megatron_config, padded_vocab_size
 from roll.models.megatron.convert import load_shards
