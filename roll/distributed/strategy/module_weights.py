@@ -25,12 +25,11 @@ from roll.distributed.strategy.checkpoint import (
     OPTIMIZER,
     VALUE_HEAD,
     Named,
-    Reader,
-    StoredTensors,
     optimizer_tensors,
     save_checkpoint,
 )
 from roll.distributed.strategy.optim import MASTER
+from roll.distributed.strategy.tensor_files import Reader, StoredTensors
 from roll.distributed.strategy.trainer import TrainerState
 from roll.models.heads import load_value_head
 from roll.models.loading import load_causal_lm, load_trunk, save_config, to_hf_weights

@@ -22,7 +22,6 @@ from roll.distributed.strategy.checkpoint import (
     MODEL_PREFIX,
     OPTIMIZER,
     VALUE_HEAD,
-    Reader,
     optimizer_tensors,
     save_checkpoint,
 )
@@ -30,6 +29,7 @@ from roll.distributed.strategy.megatron.model import MegatronModel, folder_reade
 from roll.distributed.strategy.megatron.optimizer import MegatronAdam
 from roll.distributed.strategy.megatron.weights import WeightGatherer
 from roll.distributed.strategy.optim import MASTER
+from roll.distributed.strategy.tensor_files import Reader
 from roll.distributed.strategy.trainer import TrainerState
 from roll.models.loading import Head, make_skeleton, save_config
 
