@@ -212,6 +212,8 @@ def run_others(out: Path, model: Path, rank: int) -> None:
         metrics = {}
         for step in range(2):
             metrics = learner.train_step(shares(step)[rank], loss_fn)
+            learner.weights.leave(States.ALL)  # from a CPU to a CPU, the frozen weights too
+            learner.weights.come_back(States.ALL)
         write(out, f"lora-{name}-{rank}", exported_adapter(learner), metrics)
         write(out, f"lora-base-{name}-{rank}", exported(learner))
         scores = learner.logprobs(shares(0)[rank], adapter=False)

@@ -250,6 +250,21 @@ class PartitionedOptimizer(EngineWeights):
         # DeepSpeed's bf16 optimizer keeps the whole gradient.
         return found if found.numel() == fragment.size else found.narrow(0, fragment.offset, fragment.size)
 
+    def leave(self, what: States) -> None:
+        super().leave(what)
+        self._move_frozen(what, torch.device("cpu"))
+
+    def come_back(self, what: States) -> None:
+        super().come_back(what)
+        self._move_frozen(what, self.device)
+
+    def _move_frozen(self, what: States, device: torch.device) -> None:
+        """An adapter's base weights: DeepSpeed moves what its optimizer has."""
+        if States.WEIGHTS in what:
+            for parameter in self.parameters.values():
+                if not parameter.requires_grad:
+                    parameter.data = parameter.data.to(device, copy=True)
+
     def drop_gradients(self) -> None:
         optimizer = self.optimizer
         optimizer.zero_grad()
@@ -312,47 +327,61 @@ class PartitionedWeights(EngineWeights):
                 partition.grad.zero_()
 
     def leave(self, what: States) -> None:
-        if not self.trains:
-            self._move_parts(what, torch.device("cpu"))
-        elif buffers := what & self._movable:
+        if self.trains and (buffers := what & self._movable):
             super().leave(buffers)
-        self._move_optimizer(what, torch.device("cpu"))
+        self._move(what, torch.device("cpu"))
 
     def come_back(self, what: States) -> None:
-        if not self.trains:
-            self._move_parts(what, self.device)
-        elif buffers := what & self._movable:
+        if self.trains and (buffers := what & self._movable):
             super().come_back(buffers)
-        self._move_optimizer(what, self.device)
+        self._move(what, self.device)
 
     @property
     def _movable(self) -> States:
-        """What DeepSpeed can move: nothing when it keeps parameters in host memory, nor the state of PyTorch's Adam."""
+        """What DeepSpeed is asked to move: it cannot move weights of which some are frozen, nor PyTorch's Adam."""
+        return States(0) if self._parameters_in_host_memory else States.GRADS
+
+    @property
+    def _parameters_in_host_memory(self) -> bool:
         offload = self.engine.zero_offload_param()
-        in_host_memory = offload is not None and offload.device != "none"
-        return States(0) if in_host_memory else States.WEIGHTS | States.GRADS
+        return offload is not None and offload.device != "none"
 
-    def _move_optimizer(self, what: States, device: torch.device) -> None:
-        if not self.trains or self.optimizer.offload_optimizer:
-            return
-        optimizer, offset = self.optimizer, 0
-        partitions = optimizer.fp32_partitioned_groups_flat
-        if States.OPTIMIZER in what:
+    def _move(self, what: States, device: torch.device) -> None:
+        if States.WEIGHTS in what and not self._parameters_in_host_memory:
+            self._move_parts(device)
+        if States.OPTIMIZER in what and self.trains and not self.optimizer.offload_optimizer:
             self._move_moments(device)
-        for partition, size in zip(partitions, optimizer.fp16_partitioned_groups_flat_numel, strict=True):
-            if partition.dtype == optimizer.lp_param_buffer.dtype:
-                # In fp32 these are the weights themselves, which DeepSpeed would leave behind.
-                partition.data = optimizer.lp_param_buffer.narrow(0, offset, size)
-            elif States.OPTIMIZER in what:
-                partition.data = partition.data.to(device)
-            offset += size
+            for partition in self.optimizer.fp32_partitioned_groups_flat:
+                if not self._is_part_of_the_model(partition):
+                    partition.data = partition.data.to(device)
 
-    def _move_parts(self, what: States, device: torch.device) -> None:
-        if States.WEIGHTS in what:
-            for parameter in self.parameters.values():
-                whole_and_part: Any = (parameter, parameter.ds_tensor)  # type: ignore[attr-defined]
-                for tensor in whole_and_part:
-                    tensor.data = tensor.data.to(device)
+    def _move_parts(self, device: torch.device) -> None:
+        """The ranks' parts of the parameters; those that are trained lie in one buffer, in the order of the groups."""
+        optimizer = self.optimizer
+        optimizer.empty_partition_cache()
+        for parameter in self.parameters.values():
+            if not (self.trains and parameter.requires_grad):
+                part: Tensor = parameter.ds_tensor  # type: ignore[attr-defined]
+                part.data = part.data.to(device, copy=True)
+        if not self.trains:
+            return
+        buffer, offset = optimizer.lp_param_buffer, 0
+        buffer.data = buffer.data.to(device, copy=True)
+        for part in optimizer._get_parameter_partitions():
+            part.data = buffer.narrow(0, offset, part.numel())
+            offset += part.numel()
+        optimizer.fp16_partitioned_groups_flat.clear()
+        optimizer._set_fp16_partitioned_groups_flat()
+        groups = optimizer.fp16_partitioned_groups_flat
+        for master, group in zip(optimizer.fp32_partitioned_groups_flat, groups, strict=True):
+            if self._is_part_of_the_model(master):
+                master.data = group
+
+    def _is_part_of_the_model(self, partition: Tensor) -> bool:
+        """In fp32 the optimizer's weights are those that the model computes with, unless one of them is offloaded."""
+        if self._parameters_in_host_memory or self.optimizer.offload_optimizer:
+            return False
+        return bool(partition.dtype == self.optimizer.lp_param_buffer.dtype)
 
     def locate(self) -> None:
         super().locate()
