@@ -259,7 +259,7 @@ def build_model(
     from megatron.core import parallel_state
 
     given = context.worker.strategy_args.strategy_config
-    problems = [*check_engine_options(given), *check_model_fit(hf_config, options), *_machine_problems(options)]
+    problems = [*check_engine_options(given), *check_model_fit(hf_config, options), *_machine_problems(options, dtype)]
     if problems:
         found = "\n".join(f"  {problem}" for problem in problems)
         raise ValueError(f"{context.role}: {context.model_path} with these megatron options\n{found}")
@@ -308,7 +308,7 @@ def transformer_config(
     """Megatron's ``TransformerConfig``: the model's shape, the parallel layout, then the options passed on."""
     from megatron.core.transformer import TransformerConfig
 
-    engine = has_transformer_engine()
+    engine = uses_transformer_engine(dtype)
     gpu = torch.cuda.is_available()
     pipelined = options.pipeline_model_parallel_size > 1
     arguments: dict[str, Any] = {
@@ -334,9 +334,13 @@ def transformer_config(
     return TransformerConfig(**arguments)
 
 
-def has_transformer_engine() -> bool:
-    """Whether Megatron can use TransformerEngine's modules, which need a GPU."""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+def uses_transformer_engine(dtype: torch.dtype) -> bool:
+    """Whether the model is made of TransformerEngine's modules, which need a GPU.
+
+    In float32 it is not: its matrix products would round to TF32, and it has no attention with context parallelism.
+    """
+    installed = importlib.util.find_spec("transformer_engine") is not None
+    return torch.cuda.is_available() and installed and dtype != torch.float32
 
 
 def _recompute(context: StrategyContext, options: MegatronConfig, *, trained: bool) -> dict[str, Any]:
@@ -382,10 +386,11 @@ def _make_chunk(
         vp_stage=vp_stage,
         **arguments,
     )
-    chunk.to(config.params_dtype)
+    # Routers, gates of shared experts and the norms of ``modules`` are made in host memory, whatever else there is.
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chunk.to(device, config.params_dtype)
     if value and last:
         del chunk.output_layer
-        device = next(chunk.parameters()).device
         chunk.value_head = load_value_head(config.hidden_size, Path(context.model_path)).to(device)
     return chunk
 
@@ -433,12 +438,13 @@ def _layout(chunk: Any, *, first: bool, last: bool) -> ParallelLayout:
     )
 
 
-def _machine_problems(options: MegatronConfig) -> list[str]:
+def _machine_problems(options: MegatronConfig, dtype: torch.dtype) -> list[str]:
     """Options for which this machine has not the kernels."""
     kernels = torch.cuda.is_available() and importlib.util.find_spec("grouped_gemm") is not None
-    if options.moe_grouped_gemm and not (kernels or has_transformer_engine()):
-        return ["moe_grouped_gemm: seen true, expected false without a GPU and TransformerEngine (or grouped_gemm)"]
-    return []
+    if not options.moe_grouped_gemm or uses_transformer_engine(dtype) or (kernels and dtype == torch.bfloat16):
+        return []
+    needs = "a GPU, TransformerEngine (or grouped_gemm) and dtype bf16"
+    return [f"moe_grouped_gemm: seen true, expected false without {needs}"]
 
 
 def _stage_problems(num_layers: int, options: MegatronConfig) -> list[str]:

@@ -1,10 +1,10 @@
 """``megatron_train`` and ``megatron_infer``: Megatron-Core on GPUs (nccl) or CPUs (gloo).
 
 Parallelism is tensor, sequence, pipeline (virtual stages too), expert and context. Ranks that hold parts of one copy of
-the model get the same data; copies of the model (data parallelism) get shares of it. With TransformerEngine (GPUs) the
-model is built from its modules; otherwise from Megatron's own, with ``RmsNorm`` and ``CoreAttention`` of
-``modules``, which are exact for packed sequences and context parallelism too. Without a GPU ``cpu``
-redirects what Megatron asks of CUDA. Grouped matrix products for experts need a GPU.
+the model get the same data; copies of the model (data parallelism) get shares of it. With TransformerEngine (GPUs) a
+model that computes in bf16 is built from its modules; otherwise from Megatron's own, with ``RmsNorm`` and
+``CoreAttention`` of ``modules``, which are exact for packed sequences and context parallelism too. Without a GPU
+``cpu`` redirects what Megatron asks of CUDA. Grouped matrix products for experts need a GPU.
 
 Megatron's schedules run all micro-batches of a step. The last pipeline stage scores tokens and computes the loss; the
 scores and metrics then travel to the other stages.
