@@ -25,8 +25,9 @@ from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.strategy import MegatronConfig
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
-from roll.distributed.strategy import STRATEGIES, megatron_scores
+from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import Metrics, StrategyContext
+from roll.distributed.strategy.megatron import scores
 from roll.distributed.weight_sync import unpack_bucket
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -172,10 +173,10 @@ def case_l2(folder: Path, rank: int) -> dict[str, Any]:
 
 def case_chunks(folder: Path, rank: int) -> dict[str, Any]:
     """The output layer takes three tokens at a time."""
-    megatron_scores.MAX_CHUNK_LOGITS, whole = 31 * 3, megatron_scores.MAX_CHUNK_LOGITS
+    scores.MAX_CHUNK_LOGITS, whole = 31 * 3, scores.MAX_CHUNK_LOGITS
     trainer = make_trainer(folder / "dense", "megatron_train", TP_SP, rank)
     metrics = step(trainer, 1)
-    megatron_scores.MAX_CHUNK_LOGITS = whole
+    scores.MAX_CHUNK_LOGITS = whole
     return {"metrics": metrics, "weights": weights_of(trainer)}
 
 
