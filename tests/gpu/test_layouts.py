@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness import MEASURES, Figures, Layout, as_row, measure
 from layouts_deepspeed import LAYOUTS as DEEPSPEED
+from layouts_deepspeed import zero
 from layouts_fsdp2 import LAYOUTS as FSDP2
 from layouts_megatron import LAYOUTS as MEGATRON
 
@@ -20,14 +21,14 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"),
 ]
+BF16 = {"model_args": {"dtype": "bf16"}}
 ALONE = [
-    Layout("alone", "fsdp2_train", 1),
-    Layout("alone-packed", "fsdp2_train", 1, worker={"use_sequence_packing": True}),
-    Layout("alone", "deepspeed_train", 1, {"zero_optimization": {"stage": 2}}),
-    Layout("alone-zero3", "deepspeed_train", 1, {"zero_optimization": {"stage": 3}}),
-    Layout("alone", "megatron_train", 1),
+    Layout(f"alone-zero{stage}{'-bf16' if options else ''}", "deepspeed_train", 1, zero(stage), **options)
+    for stage in range(4)
+    for options in ({}, BF16)
 ]
-LAYOUTS = [*ALONE, *(layout for layout in [*FSDP2, *DEEPSPEED, *MEGATRON] if layout.world_size > 1)]
+"""DeepSpeed's own rows all have several processes."""
+LAYOUTS = [*ALONE, *FSDP2, *DEEPSPEED, *MEGATRON]
 FP32_BOUND = 2e-4
 
 

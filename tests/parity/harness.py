@@ -349,7 +349,9 @@ def _run(layout: Layout, model_path: Path, rank: int) -> dict[str, Any]:
     result["after"] = scores()
     result["neighbour"] = _influence(strategy, info, result["after"][1])
     result["weights"] = {
-        name: tensor.clone() for bucket in strategy.export_weights(20_000) for name, tensor in unpack_bucket(bucket)
+        name: tensor.cpu().clone()
+        for bucket in strategy.export_weights(20_000)
+        for name, tensor in unpack_bucket(bucket)
     }
     if hasattr(strategy, "shutdown"):
         strategy.shutdown()

@@ -1,0 +1,120 @@
+"""The contract of the generators (``tests/generators``) on one GPU, and what only a GPU has to give back: memory."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from contract import (
+    assert_greedy,
+    buckets_of,
+    burst,
+    context_of,
+    first_token,
+    greedy_oracle,
+    load,
+    prompts,
+    requests_of,
+    save_model,
+    weights_of,
+)
+
+from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.base import States
+
+ROOT = Path(__file__).resolve().parents[2]
+SGLANG_PYTHON = os.environ.get("ROLL_SGLANG_PYTHON")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "vllm": {"gpu_memory_utilization": 0.3},
+    "sglang": {"mem_fraction_static": 0.3} | ({"python_executable": SGLANG_PYTHON} if SGLANG_PYTHON else {}),
+}
+EXACT = {"TRITON_F32_DEFAULT": "ieee"}
+"""Triton's matrix products round float32 to TF32 otherwise, in the attention of both engines."""
+PACKAGES = {"hf_infer": "transformers", "vllm": "vllm", "sglang": "sglang"}
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"),
+    pytest.mark.timeout(3600),  # an engine that captures graphs takes a minute or two to start
+]
+
+
+def require(name: str) -> None:
+    if importlib.util.find_spec(PACKAGES[name]) is None and not (name == "sglang" and SGLANG_PYTHON):
+        pytest.skip(f"{name}: the package {PACKAGES[name]} is not installed")
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_the_contract_holds_on_a_gpu(name: str) -> None:
+    """In a process of its own: the engines of one leave the device to those of the next."""
+    require(name)
+    environment = os.environ | EXACT | {"ROLL_GENERATORS": name}
+    command = [sys.executable, "-m", "pytest", "tests/generators", "-m", "not slow", "-p", "no:cacheprovider"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    print(run.stdout[-20_000:])
+    assert run.returncode == 0, run.stdout[-4_000:] + run.stderr[-2_000:]
+
+
+def in_use() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_an_engine_that_sleeps_frees_the_device_and_wakes_as_it_was(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and cache leave; requests in flight wait, and go on although their keys and values are gone."""
+    require(name)
+    for variable, value in EXACT.items():
+        monkeypatch.setenv(variable, value)
+    path, other = tmp_path / "old", tmp_path / "new"
+    save_model(path, "tied", 0)
+    save_model(other, "tied", 1)
+    old, new = load(str(path)), load(str(other))
+    prompt_list = prompts(8, seed=40, low=40, high=60)
+    endless = next(p for p in prompts(60, seed=7, low=4, high=12) if len(greedy_oracle(old, p, 300)) == 300)
+    before = in_use()
+    engine: Any = STRATEGIES.get(name)(context_of(name, str(path), OPTIONS[name]))
+    engine.setup()
+    assert engine.can_offload
+
+    async def asleep() -> Any:
+        awake = in_use()
+        tasks = [asyncio.create_task(engine.generate(r)) for r in requests_of([endless], **greedy(300))]
+        await first_token(engine)
+        await asyncio.to_thread(engine.offload, States.ALL)
+        away = in_use()
+        done = tasks[0].done()
+        await asyncio.to_thread(engine.onload, States.ALL)
+        return awake, away, done, await asyncio.wait_for(asyncio.gather(*tasks), 120)
+
+    try:
+        for round_ in range(2):
+            awake, away, done, completions = asyncio.run(asleep())
+            print(f"{name}: {before >> 20} MiB before, {awake >> 20} awake, {away >> 20} asleep")
+            assert away - before < 0.3 * (awake - before), "the context and the graphs stay"
+            assert not done, f"round {round_}: the request was over before the engine slept"
+            assert_greedy(completions, old, [endless], 300)
+        asyncio.run(engine.update_weights(buckets_of(weights_of(new)), 1))
+        assert_greedy(asyncio.run(burst(engine, requests_of(prompt_list, **greedy(16)))), new, prompt_list, 16)
+        asyncio.run(asleep_and_awake(engine))
+        assert_greedy(asyncio.run(burst(engine, requests_of(prompt_list, **greedy(16)))), new, prompt_list, 16)
+    finally:
+        engine.shutdown()
+
+
+async def asleep_and_awake(engine: Any) -> None:
+    await asyncio.to_thread(engine.offload, States.ALL)
+    await asyncio.to_thread(engine.onload, States.ALL)
+
+
+def greedy(max_new_tokens: int) -> dict[str, Any]:
+    return {"temperature": 0.0, "max_new_tokens": max_new_tokens}

@@ -1,0 +1,177 @@
+"""Every trainer that leaves a GPU gives its memory back, and goes on afterwards as if it had stayed."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import TEMPERATURE, Layout, enter_rank, make_context, policy_loss, start_ranks
+from layouts_deepspeed import zero
+
+from roll.data.batch import Batch
+from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.base import LoraSpec, States
+from roll.distributed.strategy.engines import PACKAGES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"),
+]
+VOCABULARY = 8192
+SPEC = LoraSpec(rank=4, alpha=8, targets=("q_proj", "down_proj"))
+LEFT = 0.2
+"""Of the memory before, what may stay: the workspaces of cuBLAS, and what engines keep of their own."""
+
+
+def row(name: str, strategy: str, config: dict[str, Any] | None = None, **options: Any) -> Layout:
+    return Layout(name, strategy, 1, config or {}, **options)
+
+
+BF16 = {"model_args": {"dtype": "bf16"}}
+ROWS = [
+    row("alone", "fsdp2_train"),
+    row("lora", "fsdp2_train", lora=SPEC),
+    row("cpu-offload", "fsdp2_train", {"cpu_offload": True}),
+    row("sharded-checkpoint", "fsdp2_train", {"cpu_offload": True, "checkpoint": "sharded"}),
+    *(row(f"zero{stage}", "deepspeed_train", zero(stage)) for stage in range(4)),
+    *(row(f"zero{stage}-bf16", "deepspeed_train", zero(stage), **BF16) for stage in (2, 3)),
+    *(row(f"zero{stage}-lora", "deepspeed_train", zero(stage), lora=SPEC) for stage in (2, 3)),
+    # With the default threshold small parameters stay whole between passes, and may hold on to the others' memory.
+    row("zero3-persistent", "deepspeed_train", {"zero_optimization": {"stage": 3}}),
+    row("zero3-cpu", "deepspeed_train", zero(3, offload_param={"device": "cpu"})),
+    row("alone", "megatron_train"),
+    row("whole-optimizer", "megatron_train", {"use_distributed_optimizer": False}),
+    row("bf16", "megatron_train", **BF16),
+]
+
+SCORERS = [
+    row("alone", "fsdp2_infer"),
+    row("cpu-offload", "fsdp2_infer", {"cpu_offload": True}),
+    *(row(f"zero{stage}", "deepspeed_infer", zero(stage)) for stage in (0, 3)),
+    row("zero3-cpu", "deepspeed_infer", zero(3, offload_param={"device": "cpu"})),
+    row("alone", "megatron_infer"),
+]
+
+
+def make_model(path: Path) -> Path:
+    """160 MB of weights in float32: the allocator's granularity does not show."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        eos_token_id=1,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    transformers.Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def make_batch() -> Batch:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(2, VOCABULARY, (64,), generator=generator)
+    batch = Batch(torch.full((4,), 16), tokens, torch.arange(64) % 16 > 2)
+    return batch.replace(advantages_T=torch.randn(64, generator=generator))
+
+
+def taken() -> int:
+    """Bytes of the device that this process has, but for its context."""
+    return torch.cuda.memory_reserved()
+
+
+def rank_main(rank: int, port: int, layout: Layout, model: Path, folder: Path) -> None:
+    enter_rank(port, on_gpus=True)
+    try:
+        result = train(layout, model, folder) if layout in ROWS else score(layout, model)
+    except Exception:
+        result = {"error": traceback.format_exc()}
+    torch.save(result, folder / "result.pt")
+    os._exit(0)  # torch's threads sometimes abort the interpreter's own end
+
+
+def score(layout: Layout, model: Path) -> dict[str, Any]:
+    strategy: Any = STRATEGIES.get(layout.strategy)(make_context(layout, model, 0))
+    strategy.setup()
+    batch = make_batch()
+    result = {"stayed": strategy.logprobs(batch).logprobs_T, "before": taken()}
+    strategy.offload(States.ALL)
+    result["away"] = taken()
+    strategy.onload(States.WEIGHTS)
+    return result | {"left and came back": strategy.logprobs(batch).logprobs_T}
+
+
+def train(layout: Layout, model: Path, folder: Path) -> dict[str, Any]:
+    strategy: Any = STRATEGIES.get(layout.strategy)(make_context(layout, model, 0))
+    strategy.setup()
+    batch, result = make_batch(), {}
+    strategy.train_step(batch, policy_loss)
+    result["stayed"] = strategy.logprobs(batch).logprobs_T
+    strategy.save(folder / "checkpoint")
+    result["before"] = taken()
+    strategy.offload(States.GRADS | States.OPTIMIZER)
+    result["scoring"] = taken()
+    strategy.offload(States.WEIGHTS)
+    result["away"] = taken()
+    strategy.onload(States.WEIGHTS)
+    result["left and came back"] = strategy.logprobs(batch).logprobs_T
+    strategy.offload(States.WEIGHTS)
+    strategy.onload(States.ALL)
+    for _ in range(2):
+        result["loss"] = strategy.train_step(batch, policy_loss)["actor/loss"]
+    result["trained on"] = strategy.logprobs(batch).logprobs_T
+    strategy.load(folder / "checkpoint")
+    result["loaded"] = strategy.logprobs(batch).logprobs_T
+    for _ in range(2):
+        loss = strategy.train_step(batch, policy_loss)["actor/loss"]
+    result["loss without leaving"] = loss
+    return result
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "larger")
+
+
+def measured(layout: Layout, model: Path, folder: Path) -> dict[str, Any]:
+    """What a process of its own found out."""
+    package = PACKAGES.get(layout.strategy)
+    if package is not None and not package.installed:
+        pytest.skip(f"{package.module} is not installed (extra {package.extra})")
+    if layout.lora is not None:
+        pytest.importorskip("peft", reason="peft is not installed (extra lora)")
+    processes = start_ranks(rank_main, 1, layout, model, folder)
+    while not processes.join():
+        pass
+    found: dict[str, Any] = torch.load(folder / "result.pt", weights_only=True)
+    assert "error" not in found, found["error"]
+    print({name: f"{found[name] / 2**20:.0f} MiB" for name in ("before", "scoring", "away") if name in found})
+    offloads = "offload" in str(layout.strategy_config)  # little is there to begin with
+    assert offloads or found["away"] < LEFT * found["before"]
+    assert torch.equal(found["left and came back"], found["stayed"])
+    return found
+
+
+@pytest.mark.parametrize("layout", ROWS, ids=lambda layout: layout.id)
+def test_a_trainer_that_leaves_gives_its_memory_back_and_goes_on(layout: Layout, model: Path, tmp_path: Path) -> None:
+    found = measured(layout, model, tmp_path)
+    assert found["away"] <= found["scoring"] <= found["before"]
+    assert not torch.equal(found["trained on"], found["stayed"])
+    torch.testing.assert_close(found["loaded"], found["stayed"], atol=1e-5 / TEMPERATURE, rtol=0)
+    assert found["loss"] == pytest.approx(found["loss without leaving"], rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", SCORERS, ids=lambda layout: layout.id)
+def test_a_scorer_that_leaves_gives_its_memory_back_and_goes_on(layout: Layout, model: Path, tmp_path: Path) -> None:
+    measured(layout, model, tmp_path)

@@ -1,0 +1,168 @@
+"""Weights from a trainer to generators by the routes that only GPUs have: CUDA IPC on one, nccl between several."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_weight_sync import BUCKET_BYTES, Generator, Trainer, assert_serves, context
+
+from roll.configs.strategy import StrategyArguments
+from roll.distributed.executor.cluster import Cluster
+from roll.distributed.executor.errors import WorkerDiedError
+from roll.distributed.executor.placement import create_placement, discover_nodes
+from roll.distributed.executor.ray_session import ray_session
+from roll.distributed.executor.resources import RoleRequest, plan_placement
+from roll.distributed.strategy.base import StrategyContext
+from roll.distributed.weight_sync import unpack_bucket
+from roll.distributed.weights.routes import Route, plan_link
+from roll.distributed.weights.sync import WeightSync
+from roll.models.tiny import make_tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"),
+    pytest.mark.timeout(1800),
+]
+OPTIONS: dict[str, dict[str, Any]] = {"vllm": {"gpu_memory_utilization": 0.3}, "sglang": {"mem_fraction_static": 0.3}}
+IPC, NCCL = Route.CUDA_IPC, Route.COLLECTIVE
+SGLANG_PYTHON = os.environ.get("ROLL_SGLANG_PYTHON")
+if SGLANG_PYTHON:
+    OPTIONS["sglang"]["python_executable"] = SGLANG_PYTHON
+
+
+class GpuTrainer(Trainer):
+    def weights(self, adapter: bool = False) -> dict[str, np.ndarray]:
+        export = self.strategy.export_adapter if adapter else self.strategy.export_weights
+        buckets = list(export(BUCKET_BYTES))
+        return {name: tensor.cpu().numpy() for bucket in buckets for name, tensor in unpack_bucket(bucket)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Who sits where."""
+
+    name: str
+    trainer: tuple[int, ...]
+    generator: tuple[int, ...]
+    routes: tuple[Route, ...]
+    """To each generating worker."""
+    per_worker: int = 1
+
+    @property
+    def num_gpus(self) -> int:
+        return len({*self.trainer, *self.generator})
+
+
+CASES = [
+    Case("shared", (0,), (0,), (IPC,)),
+    Case("apart", (0,), (1,), (NCCL,)),
+    Case("both", (0, 1), (0, 1), (IPC, NCCL)),
+    # The generator counts its devices in another order than the trainer's rank 0 does.
+    Case("swapped", (1, 0), (0, 1), (NCCL, IPC)),
+    Case("tp2 shared", (0, 1), (0, 1), (IPC,), per_worker=2),
+    Case("tp2 second", (1,), (0, 1), (IPC,), per_worker=2),
+    Case("tp2 apart", (0, 1), (2, 3), (NCCL,), per_worker=2),
+]
+
+
+def require(case: Case, generator: str) -> None:
+    if case.num_gpus > torch.cuda.device_count():
+        pytest.skip(f"needs {case.num_gpus} GPUs, there are {torch.cuda.device_count()}")
+    if case.per_worker > 1 and generator == "hf_infer":
+        pytest.skip("hf_infer has one device per worker")
+    package = {"hf_infer": "transformers"}.get(generator, generator)
+    if importlib.util.find_spec(package) is None and not (generator == "sglang" and SGLANG_PYTHON):
+        pytest.skip(f"{generator}: the package {package} is not installed")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    make_tiny_model(path, seed=1, num_heads=2)
+    return path
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[None]:
+    with ray_session({"num_cpus": 4, "object_store_memory": 2**27}, {"TRITON_F32_DEFAULT": "ieee"}):
+        yield
+
+
+def generating(model: Path, generator: str) -> StrategyContext:
+    plain = context(model, "actor_infer", generator)
+    options = StrategyArguments(strategy_name=generator, strategy_config=OPTIONS.get(generator, {}))
+    return replace(plain, worker=plain.worker.model_copy(update={"strategy_args": options}))
+
+
+def start(case: Case, model: Path, generator: str) -> tuple[Cluster, Cluster]:
+    requests = [
+        RoleRequest("actor_train", case.trainer),
+        RoleRequest("actor_infer", case.generator, num_gpus_per_worker=case.per_worker),
+    ]
+    placement = create_placement(plan_placement(requests, discover_nodes()))
+    trainer = Cluster("actor_train", GpuTrainer, placement, rpc_timeout=600.0)
+    infer = Cluster("actor_infer", Generator, placement, rpc_timeout=600.0)
+    for cluster in (trainer, infer):
+        cluster.launch()
+    for cluster in (trainer, infer):
+        cluster.wait_ready()
+    trainer.rendezvous()
+    size = trainer.world_size
+    train = context(model, "actor_train", "fsdp2_train")
+    trainer.dispatch("setup", [(train.at_rank(rank, size),) for rank in range(size)])
+    infer.call("setup", generating(model, generator))
+    return trainer, infer
+
+
+def stop(trainer: Cluster, infer: Cluster) -> None:
+    for cluster in (trainer, infer):
+        cluster.shutdown()
+    trainer.placement.remove()
+
+
+@pytest.mark.parametrize("generator", ["hf_infer", "vllm", "sglang"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_generators_decode_with_the_weights_that_were_sent(
+    session: None, model: Path, case: Case, generator: str
+) -> None:
+    require(case, generator)
+    trainer, infer = start(case, model, generator)
+    try:
+        plan = trainer.placement.plan
+        assert tuple(plan_link(plan, trainer.slots[0], slot).route for slot in infer.slots) == case.routes
+        updates = WeightSync(trainer, infer, bucket_bytes=BUCKET_BYTES)
+        for version in range(3):
+            trainer.call("learn", version)
+            updates.sync(version)
+            assert_serves(infer, model, trainer.call("weights")[0], version)
+    finally:
+        stop(trainer, infer)
+
+
+@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.name)
+def test_a_generator_that_dies_in_an_update_is_replaced(session: None, model: Path, case: Case) -> None:
+    """The trainer outlives it, and its group with it."""
+    require(case, "hf_infer")
+    trainer, infer = start(case, model, "hf_infer")
+    try:
+        updates = WeightSync(trainer, infer, bucket_bytes=BUCKET_BYTES)
+        updates.sync(0)
+        last = infer.world_size - 1
+        infer.call_rank(last, "order", die_at=2)
+        with pytest.raises(WorkerDiedError) as death:
+            updates.sync(1)
+        assert (death.value.role, death.value.rank) == ("actor_infer", last)
+        infer.restart(last)
+        infer.call_rank(last, "setup", generating(model, "hf_infer"))
+        updates.sync(2)
+        assert_serves(infer, model, trainer.call("weights")[0], 2)
+    finally:
+        stop(trainer, infer)
