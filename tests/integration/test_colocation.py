@@ -240,6 +240,7 @@ def test_a_role_that_leaves_a_gpu_frees_its_memory(clusters: dict[str, Cluster],
     trained = residency.memory("x")
     residency.bring({"actor_infer": ALL})
     rollout = residency.memory("x")
-    name = "memory/{}/x_allocated_gb".format
-    assert rollout[name("actor_train")] < 0.1 * trained[name("actor_train")]
-    assert trained[name("actor_infer")] < 0.1 * rollout[name("actor_infer")]
+    name, weights_gb = "memory/{}/x_allocated_gb".format, (model / "model.safetensors").stat().st_size / 2**30
+    # Differences, since cuBLAS has more memory for itself than a tiny model needs.
+    assert trained[name("actor_train")] - rollout[name("actor_train")] > 0.8 * 4 * weights_gb
+    assert rollout[name("actor_infer")] - trained[name("actor_infer")] > 0.8 * weights_gb
