@@ -63,6 +63,7 @@ def make_model(path: Path, mebibytes: int) -> list[int]:
     """Writes a random Qwen2 of about that size in float32 and returns the bytes of each of its tensors."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
+    from roll.models.loading import save_model
     from roll.models.tiny import make_tokenizer
 
     tokenizer = make_tokenizer()
@@ -81,7 +82,7 @@ def make_model(path: Path, mebibytes: int) -> list[int]:
         pad_token_id=tokenizer.pad_token_id,
     )
     model = Qwen2ForCausalLM(config).float()
-    model.save_pretrained(path)
+    save_model(model, path)
     tokenizer.save_pretrained(path)
     return [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
 

@@ -49,7 +49,9 @@ def inject_adapter(model: PreTrainedModel, shape: AdapterShape) -> None:
     """
     from peft import inject_adapter_in_model
 
-    inject_adapter_in_model(_peft_config(shape, adapted_layers(model, shape.targets)), model, adapter_name=_ADAPTER)
+    inject_adapter_in_model(
+        _peft_config(shape, list(adapted_layers(model, shape.targets))), model, adapter_name=_ADAPTER
+    )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
         if is_adapter(name):
@@ -57,14 +59,14 @@ def inject_adapter(model: PreTrainedModel, shape: AdapterShape) -> None:
     model.eval()  # the new layers too: their dropout belongs to training steps alone
 
 
-def adapted_layers(model: PreTrainedModel, targets: tuple[str, ...]) -> list[str]:
-    """Names of the linear layers that the targets mean: by their last part, never the output layer.
+def adapted_layers(model: PreTrainedModel, targets: tuple[str, ...]) -> dict[str, nn.Linear]:
+    """The linear layers that the targets mean, by name: those whose last part it is, never the output layer.
 
     Raises:
         ValueError: a target that matches none.
     """
     output = model.get_output_embeddings() if model.can_generate() else None
-    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output]
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output}
     if ALL_LINEAR in targets:
         return linear
     known = sorted({name.rpartition(".")[2] for name in linear})
@@ -75,7 +77,7 @@ def adapted_layers(model: PreTrainedModel, targets: tuple[str, ...]) -> list[str
                 f"model_args.lora_target: {target!r} matches no linear layer of {type(model).__name__}, expected "
                 f"{ALL_LINEAR} or some of {', '.join(known)}; the nearest: {', '.join(near)}"
             )
-    return [name for name in linear if name.rpartition(".")[2] in targets]
+    return {name: layer for name, layer in linear.items() if name.rpartition(".")[2] in targets}
 
 
 def is_adapter(name: str) -> bool:

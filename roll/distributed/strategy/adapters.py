@@ -10,40 +10,20 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from roll.distributed.strategy.base import LoraSpec
 from roll.distributed.weight_sync import WeightMismatchError
+from roll.models.lora import PREFIX, adapted_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-PREFIX = "base_model.model."
-ALL_LINEAR = "all-linear"
-
-
-def adapted_layers(model: PreTrainedModel, spec: LoraSpec) -> dict[str, nn.Linear]:
-    """The linear layers that have an adapter, by name: those whose last name is a target, never the output layer.
-
-    Raises:
-        ValueError: a target that no layer has.
-    """
-    output = model.get_output_embeddings()
-    linear = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output}
-    if ALL_LINEAR in spec.targets:
-        return linear
-    known = {name.rpartition(".")[2] for name in linear}
-    if unknown := sorted(set(spec.targets) - known):
-        raise ValueError(
-            f"lora_target: {', '.join(unknown)}; expected {ALL_LINEAR} or some of {', '.join(sorted(known))}"
-        )
-    return {name: layer for name, layer in linear.items() if name.rpartition(".")[2] in spec.targets}
 
 
 def adapter_shapes(model: PreTrainedModel, spec: LoraSpec) -> dict[str, tuple[int, int]]:
     """The tensors of an adapter, under peft's names."""
     shapes = {}
-    for name, layer in adapted_layers(model, spec).items():
+    for name, layer in adapted_layers(model, spec.targets).items():
         shapes[_name(name, "A")] = (spec.rank, layer.in_features)
         shapes[_name(name, "B")] = (layer.out_features, spec.rank)
     return shapes
@@ -80,7 +60,7 @@ class MergedAdapter:
 
     def __init__(self, model: PreTrainedModel, spec: LoraSpec) -> None:
         self._spec = spec
-        self._layers = adapted_layers(model, spec)
+        self._layers = adapted_layers(model, spec.targets)
         self._base: dict[str, Tensor] = {}
 
     @torch.no_grad()

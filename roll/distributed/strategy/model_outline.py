@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from roll.distributed.strategy.adapters import adapted_layers, adapter_shapes, check_adapter
+from roll.distributed.strategy.adapters import adapter_shapes, check_adapter
 from roll.distributed.strategy.base import LoraSpec, StrategyContext
 from roll.distributed.weight_sync import WeightUpdate
 from roll.models.loading import load_config, load_tokenizer, locate_model, make_skeleton, resolve_dtype, to_hf_weights
+from roll.models.lora import adapted_layers
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -70,7 +71,7 @@ class ModelOutline:
         Raises:
             ValueError: it does not.
         """
-        adapted_layers(self._model, spec)
+        adapted_layers(self._model, spec.targets)
 
     def empty_adapter(self, spec: LoraSpec) -> dict[str, Tensor]:
         """An adapter that changes nothing: all zeros."""

@@ -23,6 +23,7 @@ from roll.distributed.strategy.adapters import MergedAdapter, check_adapter
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext, WeightBucket
 from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence
 from roll.distributed.strategy.hf_infer.engine_thread import EngineThread
+from roll.distributed.strategy.hf_infer.model_fit import foreign_attention
 from roll.distributed.strategy.model_outline import eos_token_ids
 from roll.distributed.strategy.receiving import receive
 from roll.distributed.strategy.requests import EngineStoppedError, check_request
@@ -242,15 +243,10 @@ def _attention(name: str) -> str:
 
 def _check_model(model: PreTrainedModel, sequence_length: int) -> None:
     config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    default = "full_attention" if window is None else "sliding_attention"
-    kinds = set(getattr(config, "layer_types", None) or [default])
-    if window is not None and window >= sequence_length:
-        kinds.discard("sliding_attention")  # a window that the context never fills hides nothing
-    if kinds - {"full_attention"}:
+    if foreign := foreign_attention(config, sequence_length):
         raise ValueError(
-            f"hf_infer: {type(model).__name__} has layers of kind {', '.join(sorted(kinds))} (window {window}) at "
-            f"sequence_length {sequence_length}, expected full attention; use vllm or sglang for this model"
+            f"hf_infer: {type(model).__name__} has layers of kind {foreign} at sequence_length {sequence_length}, "
+            "expected full attention; use vllm or sglang for this model"
         )
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and sequence_length > positions:
