@@ -264,7 +264,7 @@ class VllmStrategy:
             started = time.monotonic()
             self._engine: AsyncLLM = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         self._update_lock = asyncio.Lock()
-        self._num_processes = len(await self._rpc("roll_prepare"))
+        self._num_processes = len(await self._rpc("roll_prepare", os.getpid()))
         await self._engine.update_weight_version("0")
         await self._engine.get_supported_tasks()  # cached, so that a request is registered without a pause
         logger.info("%s: vllm started in %.1f s", context.role, time.monotonic() - started)

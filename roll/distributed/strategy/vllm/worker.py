@@ -5,6 +5,10 @@ vLLM mixes ``WorkerExtension`` into its worker class (``worker_extension_cls``);
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,8 +33,13 @@ class WorkerExtension:
     model_config: ModelConfig
     model_runner: Any
 
-    def roll_prepare(self) -> None:
-        """Makes the reported log-probabilities those of the distribution that a trainer computes again."""
+    def roll_prepare(self, owner: int) -> None:
+        """Makes the reported log-probabilities those of the distribution that a trainer computes again.
+
+        Args:
+            owner: the strategy's process, with which this one ends.
+        """
+        threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True).start()
         scale_logprobs(self.model_runner.sampler)
         self._roll_segments = SegmentReader()
 
@@ -80,6 +89,15 @@ class WorkerExtension:
             repack_output_layers(model)
         self.model_runner.reset_lora_state()
         return self._roll_segments.take_released()
+
+
+def _end_with(owner: int) -> None:
+    """A strategy that is killed says no word to vLLM, whose processes would go on and keep the device's memory."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(owner).wait()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def scale_logprobs(sampler: Any) -> None:
