@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
@@ -35,6 +36,9 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "tied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "untied": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": False, "head_dim": 32}),
 }
+SGLANG_PYTHON = os.environ.get("ROLL_SGLANG_PYTHON")
+"""Interpreter of the environment that SGLang is installed in (``make test-sglang``)."""
+OPTIONS: dict[str, dict[str, Any]] = {"sglang": {"python_executable": SGLANG_PYTHON}} if SGLANG_PYTHON else {}
 LORA = LoraSpec(rank=4, alpha=12, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
 
 
