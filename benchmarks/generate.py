@@ -2,6 +2,8 @@
 
     python benchmarks/generate.py [--engines hf_infer,vllm,sglang] [--threads 1] [--json out.json]
 
+SGLang is found in the environment that ``make test-sglang`` makes, or in the one of ``ROLL_SGLANG_PYTHON``.
+
 Workloads, both on the embedded tiny model with random weights:
 
 - ``short``: 256 clients, each asking for one completion after the other (prompts of 20–30 tokens, 4–6 new tokens), as
@@ -35,6 +37,10 @@ from roll.distributed.strategy.engines import PACKAGES
 from roll.models.loading import load_causal_lm
 from roll.models.tiny import make_tiny_model
 
+SGLANG_PYTHON = Path(
+    os.environ.get("ROLL_SGLANG_PYTHON", Path(__file__).resolve().parents[1] / ".venv-sglang" / "bin" / "python")
+)
+
 
 def make_requests(count: int, prompt: tuple[int, int], new: tuple[int, int], vocab: int) -> list[GenerateRequest]:
     """Random prompts; lengths are drawn uniformly from the closed ranges."""
@@ -49,9 +55,19 @@ def make_requests(count: int, prompt: tuple[int, int], new: tuple[int, int], voc
     ]
 
 
+def installed(name: str) -> bool:
+    return name not in PACKAGES or PACKAGES[name].installed or (name == "sglang" and SGLANG_PYTHON.exists())
+
+
 def start_engine(name: str, path: Path) -> GenerateStrategy:
     """A generator of its own defaults but for the prefix cache: repeated rounds would find their prompts in it."""
-    options = {"vllm": {"enable_prefix_caching": False}, "sglang": {"disable_radix_cache": True}}.get(name, {})
+    options: dict[str, object] = {}
+    if name == "vllm":
+        options = {"enable_prefix_caching": False}
+    elif name == "sglang":
+        options = {"disable_radix_cache": True}
+        if SGLANG_PYTHON.exists():
+            options["python_executable"] = str(SGLANG_PYTHON)
     worker = WorkerConfig.model_validate(
         {"model_args": {"dtype": "fp32"}, "strategy_args": {"strategy_name": name, "strategy_config": options}}
     )
@@ -123,6 +139,7 @@ def main() -> None:
     parser.add_argument("--engines", default="hf_infer,vllm,sglang", help="default: %(default)s, if installed")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # for engines in processes of their own
     figures: dict[str, float] = {"threads": args.threads, "load": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tiny"
@@ -138,7 +155,7 @@ def main() -> None:
                 run_transformers(model, requests, clients) for _ in range(args.repeats)
             )
         for engine_name in args.engines.split(","):
-            if engine_name in PACKAGES and not PACKAGES[engine_name].installed:
+            if not installed(engine_name):
                 print(f"{engine_name}: not installed", flush=True)
                 continue
             figures |= measure(engine_name, path, workloads, args.repeats)

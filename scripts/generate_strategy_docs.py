@@ -1,10 +1,13 @@
 """Writes the tables of figures into ``docs/strategies.md``: what the parity tests measure, on this machine, now.
 
-python scripts/generate_strategy_docs.py
+    python scripts/generate_strategy_docs.py [--only "round trips"]
+
+SGLang's rows need its environment: `make test-sglang` makes it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -17,18 +20,30 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "strategies.md"
 TESTS = ROOT / "tests" / "parity"
+SGLANG_PYTHON = ROOT / ".venv-sglang" / "bin" / "python"
 MEASURES = ("logprobs", "loss", "grad_norm", "weights", "neighbour")
 
 
 def main() -> int:
+    tables = {
+        "layouts": ("test_parity.py", "layout", layout_table),
+        "round trips": ("test_round_trip.py", "round trip", round_trip_table),
+    }
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=list(tables), help="one table; default: all")
+    only = parser.parse_args().only
+    wanted = {name: table for name, table in tables.items() if only in (None, name)}
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "figures.jsonl"
-        environment = os.environ | {"ROLL_PARITY_FIGURES": str(file), "OMP_NUM_THREADS": "1"}
-        code = subprocess.run([sys.executable, "-m", "pytest", str(TESTS)], env=environment, cwd=ROOT).returncode
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        figures = Path(folder) / "figures.jsonl"
+        environment = os.environ | {"ROLL_PARITY_FIGURES": str(figures), "OMP_NUM_THREADS": "1"}
+        if SGLANG_PYTHON.exists():
+            environment.setdefault("ROLL_SGLANG_PYTHON", str(SGLANG_PYTHON))
+        tests = [str(TESTS / file) for file, _, _ in wanted.values()]
+        code = subprocess.run([sys.executable, "-m", "pytest", *tests], env=environment, cwd=ROOT).returncode
+        rows = [json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines()]
     text = PAGE.read_text(encoding="utf-8")
-    text = replaced(text, "layouts", layout_table([row for row in rows if row["kind"] == "layout"]))
-    text = replaced(text, "round trips", round_trip_table([row for row in rows if row["kind"] == "round trip"]))
+    for name, (_, kind, table) in wanted.items():
+        text = replaced(text, name, table([row for row in rows if row["kind"] == kind]))
     PAGE.write_text(text, encoding="utf-8")
     return code
 

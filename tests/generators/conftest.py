@@ -16,14 +16,11 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from contract import LORA, context_of, save_model
+from contract import LORA, OPTIONS, context_of, save_model
 
 from roll.distributed.strategy import STRATEGIES
 
 PACKAGES = {"hf_infer": "transformers", "vllm": "vllm", "sglang": "sglang"}
-SGLANG_PYTHON = os.environ.get("ROLL_SGLANG_PYTHON")
-"""Interpreter of the environment that SGLang is installed in (``make test-sglang``)."""
-OPTIONS = {"sglang": {"python_executable": SGLANG_PYTHON}} if SGLANG_PYTHON else {}
 ModelPath = Callable[[str, int], str]
 
 

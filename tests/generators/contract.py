@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
@@ -37,6 +38,9 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 }
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 """Of size 32, which every engine's kernels take."""
+SGLANG_PYTHON = os.environ.get("ROLL_SGLANG_PYTHON")
+"""Interpreter of the environment that SGLang is installed in (``make test-sglang``)."""
+OPTIONS: dict[str, dict[str, Any]] = {"sglang": {"python_executable": SGLANG_PYTHON}} if SGLANG_PYTHON else {}
 LORA = LoraSpec(rank=4, alpha=12, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
 
 

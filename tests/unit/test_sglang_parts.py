@@ -18,7 +18,7 @@ from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.engines import MissingEngineError
-from roll.distributed.strategy.sglang.cpu import rotary_embedding
+from roll.distributed.strategy.sglang.cpu import check_tensor_parallel, environment, rotary_embedding
 from roll.distributed.strategy.sglang.options import check_engine_options
 from roll.distributed.strategy.sglang.sampler import SampledBatch, uniforms
 from roll.distributed.strategy.sglang.strategy import SglangStrategy
@@ -103,6 +103,22 @@ def test_rotary_positions_are_those_of_transformers(is_neox: bool) -> None:
     rotary_embedding(positions, query, key, size, torch.cat([cos, sin], -1), is_neox)
     torch.testing.assert_close(query.view(tokens, -1, size), expected[0])
     torch.testing.assert_close(key.view(tokens, -1, size), expected[1])
+
+
+@pytest.mark.parametrize(("tp_size", "expected"), [(2, "0,1|2,4"), (3, "0|1|2"), (5, "0|1|2|4|0")])
+def test_tensor_parallel_processes_share_the_cores(monkeypatch: Any, tp_size: int, expected: str) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {4, 2, 1, 0})
+    assert environment(tp_size)["SGLANG_CPU_OMP_THREADS_BIND"] == expected
+
+
+def test_on_a_cpu_tensor_parallel_processes_share_a_model_evenly() -> None:
+    model = SimpleNamespace(num_key_value_heads=2, intermediate_size=96)
+    check_tensor_parallel(model, 1, lora=True)
+    check_tensor_parallel(model, 2, lora=False)
+    with pytest.raises(ValueError, match="num_key_value_heads 2, expected a multiple of 4"):
+        check_tensor_parallel(model, 4, lora=False)
+    with pytest.raises(ValueError, match="intermediate_size 96, expected a multiple of 64"):
+        check_tensor_parallel(model, 2, lora=True)
 
 
 @pytest.fixture

@@ -34,6 +34,8 @@ class ModelOutline:
                 "lm", context.model_path, dtype=self.dtype, config_kwargs=args.model_config_kwargs
             )
         text = self._model.config.get_text_config()
+        self.text_config = text
+        """The language model's part of the configuration."""
         self.vocab_size: int = text.vocab_size
         self.max_positions: int | None = getattr(text, "max_position_embeddings", None)
         self.eos_ids = eos_token_ids(

@@ -6,11 +6,14 @@ The package registry has no CPU kernels for SGLang. It falls back to plain PyTor
   and importing it fails at the two that it describes to the compiler. Language models call neither.
 - Rotary position embeddings come from a kernel of vLLM's, which cannot live in the same environment.
 - LoRA pins the memory that it copies to the device; without a device, there is nothing to pin it with.
+- A tensor-parallel process wants to be told its cores, as there may be more of them than NUMA nodes.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -92,3 +95,40 @@ ENGINE_OPTIONS: dict[str, Any] = {
     "sleep_on_idle": True,  # else an idle engine takes a core
 }
 """Arguments of ``ServerArgs`` that make the engine run on a CPU."""
+
+PADDED_TO = 32
+"""SGLang's weights on a CPU are this wide, times ``tp_size``, or padded."""
+
+
+def environment(tp_size: int) -> dict[str, str]:
+    """What an engine of so many processes finds in its environment."""
+    found = {"TORCHDYNAMO_DISABLE": "1"}  # compiling takes longer than what it saves
+    if tp_size > 1:
+        cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
+        share = max(1, len(cores) // tp_size)
+        groups = (itertools.islice(itertools.cycle(cores), rank * share, (rank + 1) * share) for rank in range(tp_size))
+        found["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(",".join, groups))
+    return found
+
+
+def check_tensor_parallel(model_config: Any, tp_size: int, *, lora: bool) -> None:
+    """Refuses a model that ``tp_size`` processes cannot share evenly: on a CPU, SGLang pads it and then cannot load it.
+
+    Args:
+        model_config: the language model's, of Transformers.
+        tp_size: of the engine.
+        lora: whether it holds an adapter, which SGLang does not pad with the layers.
+
+    Raises:
+        ValueError: it does not divide.
+    """
+    widths = {"num_key_value_heads": tp_size}
+    if lora:
+        widths |= dict.fromkeys(("intermediate_size", "moe_intermediate_size"), PADDED_TO * tp_size)
+    for name, unit in widths.items():
+        size = getattr(model_config, name, None)
+        if tp_size > 1 and size is not None and size % unit:
+            raise ValueError(
+                f"strategy_config.tp_size: {tp_size}, but the model has {name} {size}, expected a multiple of {unit} "
+                "on a machine without a GPU; several workers in device_mapping need no such thing"
+            )

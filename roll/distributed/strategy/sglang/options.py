@@ -41,6 +41,9 @@ OWNED_OPTIONS = {
     "nnodes": "workers that fit into one machine",
     "tokenizer_worker_num": "more workers in device_mapping",
     "incremental_streaming_output": "no such key, since whole completions are wanted",
+}
+"""Arguments of the engine that are set from elsewhere, and where."""
+OTHER_NAMES = {
     "enable_prefix_caching": "disable_radix_cache",
     "enforce_eager": "disable_cuda_graph",
     "gpu_memory_utilization": "mem_fraction_static",
@@ -51,7 +54,7 @@ OWNED_OPTIONS = {
     "tensor_parallel_size": "num_gpus_per_worker",
     "tensor_model_parallel_size": "num_gpus_per_worker",
 }
-"""Arguments of the engine that are set from elsewhere, and where; and what vLLM calls an option of this engine."""
+"""What vLLM calls an option of this engine."""
 
 
 def check_engine_options(options: Mapping[str, Any]) -> list[str]:
@@ -64,8 +67,8 @@ def check_engine_options(options: Mapping[str, Any]) -> list[str]:
     return option_problems(
         options,
         typed=SglangConfig.model_fields,
-        known=_server_arguments(options.get("python_executable")),
-        elsewhere=OWNED_OPTIONS,
+        known=server_arguments(options.get("python_executable")),
+        elsewhere=OWNED_OPTIONS | OTHER_NAMES,
         arguments="SGLang's ServerArgs",
     )
 
@@ -99,7 +102,7 @@ def _package_folder(python: str | None) -> Path | None:
     return next(folders, None)
 
 
-def _server_arguments(python: str | None) -> dict[str, str]:
+def server_arguments(python: str | None) -> dict[str, str]:
     """The names that ``ServerArgs`` takes, read from SGLang's source (without types); empty where there is none."""
     folder = _package_folder(python)
     source = folder / "srt" / "arg_groups" / "field_order.py" if folder else None

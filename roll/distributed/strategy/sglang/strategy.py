@@ -69,6 +69,7 @@ class SglangStrategy:
         if problems := check_engine_options(options):
             raise ValueError(f"{context.role}.strategy_args.strategy_config: {'; '.join(problems)}")
         self._on_cpu = not torch.accelerator.is_available()
+        self._tp_size = self._config.tp_size or context.worker.num_gpus_per_worker
         self._counters = Counters()
         self._ids = itertools.count()
         self._open: dict[str, list[str]] = {}
@@ -93,17 +94,19 @@ class SglangStrategy:
             )
         if context.lora is not None:
             self._outline.check_lora(context.lora)
+        if self._on_cpu:
+            cpu.check_tensor_parallel(self._outline.text_config, self._tp_size, lora=context.lora is not None)
         started = time.monotonic()
         self._engine = EngineProcess(
             [self._config.python_executable or sys.executable, "-m", SERVER],
-            _environment(context.model_path, on_cpu=self._on_cpu),
+            self._environment(),
             name=f"sglang of {context.role}[{context.rank}]",
         )
         try:
             self._engine.submit("start", engine_arguments(context, self._config, self._outline, self._on_cpu)).result()
         except EngineCallError as error:
             self._engine.close("did not start")
-            raise EngineStoppedError(f"{context.role}: sglang did not start: {error}") from error
+            raise EngineStoppedError(f"{context.role}: sglang did not start; its own log says why: {error}") from error
         except BaseException:
             self._engine.close("did not start")
             raise
@@ -312,8 +315,21 @@ class SglangStrategy:
             return
         block = bucket.data.clone()  # memory that came from another process cannot be handed on
         description = json.dumps({"path": None, "tensors": staged})
-        ranks = range(self._config.tp_size or self._context.worker.num_gpus_per_worker)
-        await self._do("load_shared", [_shared([(description, block)]) for _ in ranks])
+        payloads = [_shared([(description, block)]) for _ in range(self._tp_size)]
+        await self._do("load_shared", payloads)
+
+    def _environment(self) -> dict[str, str]:
+        """What the engine's processes find in their environment. What the user has set stays as it is."""
+        wanted = {
+            # The context is a little longer than the model's, for the positions that SGLang leaves empty.
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+            "PYTHONWARNINGS": "ignore",
+        }
+        if self._on_cpu:
+            wanted |= cpu.environment(self._tp_size)
+        if locate_model(self._context.model_path)[1]:
+            wanted["HF_HUB_OFFLINE"] = "1"
+        return wanted | {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "VIRTUAL_ENV")}
 
 
 def engine_arguments(
@@ -388,20 +404,6 @@ def _peft_config(spec: LoraSpec | None, tensors: Mapping[str, Tensor]) -> dict[s
 def _adapted(names: Iterable[str]) -> set[str]:
     """The last names of the layers that an adapter is for."""
     return {name.rpartition(".lora_")[0].rpartition(".")[2] for name in names}
-
-
-def _environment(model_path: str, *, on_cpu: bool) -> dict[str, str]:
-    """What the engine's processes find in their environment. What the user has set stays as it is."""
-    wanted = {
-        # The context is a little longer than the model's, for the positions that SGLang leaves empty.
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-        "PYTHONWARNINGS": "ignore",
-    }
-    if on_cpu:
-        wanted["TORCHDYNAMO_DISABLE"] = "1"  # compiling takes longer than what it saves
-    if locate_model(model_path)[1]:
-        wanted["HF_HUB_OFFLINE"] = "1"
-    return wanted | {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "VIRTUAL_ENV")}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,198 @@
+"""What only sglang has: seeds shared with hf_infer, its options, and its processes, alone and in a Ray worker."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from contract import (
+    BUCKET_BYTES,
+    LORA,
+    OPTIONS,
+    buckets_of,
+    burst,
+    context_of,
+    first_token,
+    greedy_oracle,
+    load,
+    make_adapter,
+    make_model,
+    prompts,
+    requests_of,
+    weights_of,
+)
+
+from roll.agentic.types import GenerateRequest, SamplingParams
+from roll.configs.strategy import SglangConfig
+from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.base import WeightBucket
+from roll.distributed.strategy.requests import EngineStoppedError
+from roll.distributed.strategy.sglang import cpu
+from roll.distributed.strategy.sglang.options import OWNED_OPTIONS, check_engine_options, server_arguments
+from roll.models.tiny import make_tokenizer
+
+SGLANG = OPTIONS.get("sglang", {})
+if "sglang" not in os.environ.get("ROLL_GENERATORS", "sglang").split(","):
+    pytest.skip("sglang: ROLL_GENERATORS leaves it out", allow_module_level=True)
+if not SGLANG and importlib.util.find_spec("sglang") is None:
+    pytest.skip("sglang: the package sglang is not installed", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def sglang(model_path: Any) -> Iterator[Any]:
+    engine = STRATEGIES.get("sglang")(context_of("sglang", model_path("tied", 0), SGLANG))
+    engine.setup()
+    yield engine
+    engine.shutdown()
+
+
+def test_options_are_those_of_the_installed_sglang() -> None:
+    assert check_engine_options({**SGLANG, "chunked_prefill_size": 64}) == []
+    (typo,) = check_engine_options({**SGLANG, "chunked_prefil_size": 64})
+    assert "did you mean chunked_prefill_size?" in typo
+    ours = SglangConfig.model_fields.keys() | OWNED_OPTIONS.keys() | cpu.ENGINE_OPTIONS.keys()
+    assert ours - server_arguments(SGLANG.get("python_executable")).keys() == {"python_executable"}
+
+
+def test_a_seed_gives_the_tokens_that_it_gives_in_hf_infer(sglang: Any, model_path: Any) -> None:
+    kinds: list[dict[str, Any]] = [{}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 20, "repetition_penalty": 1.3}]
+    requests = [
+        GenerateRequest(str(i), prompt, SamplingParams(max_new_tokens=32, seed=2**64 - 1 - i, **kinds[i % 3]))
+        for i, prompt in enumerate(prompts(12, seed=60))
+    ]
+    reference = STRATEGIES.get("hf_infer")(context_of("hf_infer", model_path("tied", 0)))
+    reference.setup()
+    try:
+        expected = asyncio.run(burst(reference, requests))
+    finally:
+        reference.shutdown()
+    for found, wanted in zip(asyncio.run(burst(sglang, requests)), expected, strict=True):
+        assert found.token_ids.tolist() == wanted.token_ids.tolist()
+
+
+def test_prompts_that_begin_alike_share_their_cache_until_the_next_weights(sglang: Any, model_path: Any) -> None:
+    (prompt,) = prompts(1, seed=61, low=200, high=200)
+
+    def shared_tokens() -> float:
+        before = sglang.stats()["shared_tokens"]
+        asyncio.run(burst(sglang, requests_of([prompt], max_new_tokens=1, temperature=0.0)))
+        return sglang.stats()["shared_tokens"] - before
+
+    assert shared_tokens() == 0
+    assert shared_tokens() > 100
+    asyncio.run(sglang.update_weights(buckets_of(weights_of(load(model_path("tied", 0)))), 0))
+    assert shared_tokens() == 0
+
+
+def test_a_model_that_does_not_divide_is_refused_before_the_engine_starts(model_path: Any) -> None:
+    with pytest.raises(ValueError, match="tp_size: 2, but the model has num_key_value_heads 1"):
+        STRATEGIES.get("sglang")(context_of("sglang", model_path("tied", 0), {**SGLANG, "tp_size": 2})).setup()
+
+
+def test_requests_fail_when_one_of_the_engines_processes_dies(sglang: Any) -> None:
+    """The last test of this engine."""
+    processes = engine_processes(os.getpid())
+    victim = next(process for process in processes if "detokenizer" in title(process))
+
+    async def run() -> None:
+        requests = requests_of(prompts(2, seed=62), max_new_tokens=900, temperature=2.0)
+        tasks = [asyncio.create_task(sglang.generate(request)) for request in requests]
+        await first_token(sglang)
+        victim.send_signal(signal.SIGKILL)
+        for task in tasks:
+            with pytest.raises(EngineStoppedError, match=rf"detokenizer \(pid {victim.pid}\) ended with exit code -9"):
+                await asyncio.wait_for(task, 20)
+
+    asyncio.run(run())
+    assert_gone(processes)
+
+
+def test_in_a_ray_worker_with_an_engine_of_two_processes(tmp_path: Path) -> None:
+    """Starts, generates, updates weights and adapter over tensor-parallel processes, which end with the worker."""
+    import ray
+
+    from roll.distributed.weight_sync import pack_buckets
+    from roll.pipeline.workers import InferWorker
+
+    class Worker(InferWorker):
+        async def update(self, refs: list[Any]) -> None:
+            await self.strategy.update_weights(self.buckets(refs), 1)
+
+        async def adapt(self, refs: list[Any]) -> None:
+            await self.strategy.update_adapter(self.buckets(refs), 2)
+
+        async def buckets(self, refs: list[Any]) -> AsyncIterator[WeightBucket]:
+            for ref in refs:
+                yield await ref
+
+    path, new_path = save_even_model(tmp_path, 0), save_even_model(tmp_path, 1)
+    new = load(new_path)
+    adapter, adapted = make_adapter(new_path, seed=3)
+    requests = requests_of(prompts(4, seed=63, low=40, high=60), temperature=0.0, max_new_tokens=12)
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
+    try:
+        worker = ray.remote(num_cpus=1)(Worker).remote("actor_infer", 0, 1, {"OMP_NUM_THREADS": "1"})
+        context = context_of("sglang", path, {**SGLANG, "tp_size": 2}, lora=LORA)
+        ray.get(worker.setup.remote(context), timeout=300)
+
+        def assert_greedy_of(model: Any) -> None:
+            ray.get(worker.submit.remote("me", requests))
+            results: dict[str, Any] = {}
+            while len(results) < len(requests):
+                results |= dict(ray.get(worker.poll.remote("me"), timeout=60))
+            for request in requests:
+                assert results[request.request_id].token_ids.tolist() == greedy_oracle(model, request.prompt_ids, 12)
+
+        def references(tensors: Any) -> list[Any]:
+            return [ray.put(bucket) for bucket in pack_buckets(tensors.items(), BUCKET_BYTES)]
+
+        assert_greedy_of(load(path))
+        ray.get(worker.update.remote(references(weights_of(new))), timeout=60)
+        assert_greedy_of(new)
+        ray.get(worker.adapt.remote(references(adapter)), timeout=60)
+        assert_greedy_of(adapted)
+
+        processes = engine_processes(ray.get(worker.pid.remote()))
+        assert sum("scheduler" in title(process) for process in processes) == 2
+        ray.kill(worker)
+        assert_gone(processes)
+    finally:
+        ray.shutdown()
+
+
+def save_even_model(folder: Path, seed: int) -> str:
+    """A model that two processes share evenly."""
+    model = make_model("untied", seed)
+    model.config.num_key_value_heads, model.config.intermediate_size = 2, 128
+    path = folder / str(seed)
+    even = type(model)(model.config)
+    even.generation_config = model.generation_config
+    even.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def engine_processes(pid: int) -> list[psutil.Process]:
+    """SGLang's, below a process: its own three or more."""
+    found = [p for p in psutil.Process(pid).children(recursive=True) if "sglang" in title(p)]
+    assert len(found) >= 3
+    return found
+
+
+def title(process: psutil.Process) -> str:
+    return " ".join(process.cmdline())
+
+
+def assert_gone(processes: list[psutil.Process], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while left := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
