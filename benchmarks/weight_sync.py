@@ -1,9 +1,9 @@
 """Gigabytes per second of a full weight sync, next to a plain memcpy of the same bytes in the same run.
 
-Real workers on a local Ray: ``fsdp2_train`` exports a model of 256 MiB, packs it into buckets with checksums, sends it,
+Real workers on a local Ray: ``fsdp2_train`` exports a model of 512 MiB, packs it into buckets with checksums, sends it,
 and the generator checks and loads it; the time is what the driver waits. Three ways:
 
-- shared memory (the route of colocated roles on a CPU) into ``hf_infer``, which takes a whole update in, then loads it;
+- shared memory (the route of colocated roles on a CPU) into ``hf_infer``, whose model lives in what it is sent;
 - shared memory into a receiver that loads each bucket as it comes, copying it into its own weights;
 - a gloo broadcast (the route between nodes) into ``hf_infer``.
 
@@ -140,8 +140,8 @@ def measure(path: Path, sizes: list[int], args: argparse.Namespace) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model-mb", type=int, default=256, help="size of the model, MiB")
-    parser.add_argument("--bucket-mb", type=int, default=32, help="model_update_buffer_size_mb")
+    parser.add_argument("--model-mb", type=int, default=512, help="size of the model, MiB")
+    parser.add_argument("--bucket-mb", type=int, default=128, help="model_update_buffer_size_mb")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds of each kind")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ray_session({"object_store_memory": 2**27}):

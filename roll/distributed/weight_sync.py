@@ -6,9 +6,12 @@ travel is the business of ``roll.distributed.weights``; strategies see only what
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 ALIGNMENT = 64  # bytes; as torch aligns its own tensors, so that a model computes the same with views of a bucket
 _WORD = 8  # bytes that the checksum takes for one number
 _ROW = 512  # words that it adds up before it weighs them by their place
-_PIECE = 1 << 18  # bytes per thread that are still in the cache when they were copied, for the checksum
+_PACKERS = 2  # buckets that are packed at once
 
 
 class WeightChecksumError(ValueError):
@@ -60,22 +63,18 @@ def packing_into(allocate: Callable[[int], np.ndarray]) -> Iterator[None]:
 def pack_buckets(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
     """Packs tensors, in order, into buckets of at most ``bucket_bytes``; a larger tensor gets a bucket of its own.
 
-    The tensors are consumed lazily and may live on any device; at most one bucket's worth is held at a time. A bucket
-    lies on the device of its first tensor.
+    The tensors are consumed lazily and may live on any device. A bucket lies on the device of its first tensor. In host
+    memory two are packed at the same time, each by a thread; elsewhere one. No more than these are held.
     """
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes: {bucket_bytes}, expected a positive number of bytes")
-    pending: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in named_tensors:
-        num_bytes = _aligned(tensor.numel() * tensor.element_size())
-        if pending and size + num_bytes > bucket_bytes:
-            yield _pack(pending, size)
-            pending, size = [], 0
-        pending.append((name, tensor.detach()))
-        size += num_bytes
-    if pending:
-        yield _pack(pending, size)
+    begun: deque[Callable[[], WeightBucket]] = deque()
+    for group in _groups(named_tensors, bucket_bytes):
+        begun.append(_begin_packing(group))
+        if len(begun) == (_PACKERS if group[0][1].device.type == "cpu" else 1):
+            yield begun.popleft()()
+    while begun:
+        yield begun.popleft()()
 
 
 def unpack_bucket(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
@@ -126,33 +125,15 @@ def checksum(data: np.ndarray | Tensor) -> int:
     Args:
         data: uint8, its length a multiple of 8.
     """
-    return _RunningChecksum(as_tensor(data)).result()
-
-
-class _RunningChecksum:
-    """The checksum of data that is still being written, taken while what was written last is in the cache."""
-
-    def __init__(self, data: Tensor) -> None:
-        if len(data) % _WORD:
-            raise ValueError(f"weight bucket: {len(data)} bytes, expected a multiple of {_WORD}")
-        self._words = data.view(torch.int64) if len(data) else data.to(torch.int64)
-        whole = len(self._words) // _ROW
-        self._rows = self._words[: whole * _ROW].view(whole, _ROW)
-        self._sums = self._words.new_empty(whole + 1)
-        self._done = 0
-
-    def written(self, num_bytes: int, at_least: int = 0) -> None:
-        """So many bytes are final. Nothing happens before ``at_least`` bytes can be added up."""
-        rows = num_bytes // (_WORD * _ROW)
-        if rows > self._done and (rows - self._done) * _WORD * _ROW >= at_least:
-            torch.sum(self._rows[self._done : rows], 1, out=self._sums[self._done : rows])
-            self._done = rows
-
-    def result(self) -> int:
-        self.written(len(self._words) * _WORD)
-        self._sums[-1] = self._words[len(self._rows) * _ROW :].sum()
-        places = torch.arange(1, 2 * len(self._sums), 2, device=self._sums.device)
-        return (int((self._sums * places).sum()) + len(self._words) * _WORD) % 2**64
+    if len(data) % _WORD:
+        raise ValueError(f"weight bucket: {len(data)} bytes, expected a multiple of {_WORD}")
+    if not len(data):
+        return 0
+    words = as_tensor(data).view(torch.int64)
+    whole = len(words) // _ROW * _ROW
+    sums = torch.cat([words[:whole].view(-1, _ROW).sum(1), words[whole:].sum()[None]])
+    places = torch.arange(1, 2 * len(sums), 2, device=sums.device)
+    return (int((sums * places).sum()) + len(data)) % 2**64
 
 
 def host_bytes(bucket: WeightBucket) -> np.ndarray:
@@ -240,21 +221,41 @@ class WeightUpdate:
                 self._problems.append(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected[name])}")
 
 
-def _pack(named_tensors: list[tuple[str, Tensor]], size: int) -> WeightBucket:
-    device = named_tensors[0][1].device
-    on_host = device.type == "cpu"
-    data = _host_memory.get()(size) if on_host else torch.empty(size, dtype=torch.uint8, device=device)
+def _groups(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    group: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in named_tensors:
+        num_bytes = _aligned(tensor.numel() * tensor.element_size())
+        if group and size + num_bytes > bucket_bytes:
+            yield group
+            group, size = [], 0
+        group.append((name, tensor.detach()))
+        size += num_bytes
+    if group:
+        yield group
+
+
+def _begin_packing(group: list[tuple[str, Tensor]]) -> Callable[[], WeightBucket]:
+    """Returns what waits for the bucket."""
+    size = sum(_aligned(tensor.numel() * tensor.element_size()) for _, tensor in group)
+    device = group[0][1].device
+    if device.type == "cpu":
+        return _packers().submit(_pack, group, _host_memory.get()(size)).result
+    return functools.partial(_pack, group, torch.empty(size, dtype=torch.uint8, device=device))
+
+
+@functools.cache
+def _packers() -> ThreadPoolExecutor:
+    """Copies and sums release the interpreter's lock."""
+    return ThreadPoolExecutor(_PACKERS, thread_name_prefix="pack_buckets")
+
+
+def _pack(named_tensors: list[tuple[str, Tensor]], data: np.ndarray | Tensor) -> WeightBucket:
     flat = as_tensor(data)
-    running = _RunningChecksum(flat)
-    piece = _PIECE * torch.get_num_threads() if on_host else size
     offset = 0
     for _, tensor in named_tensors:
         end = offset + tensor.numel() * tensor.element_size()
-        target = flat[offset:end].view(tensor.dtype).view(tensor.shape)
-        for part, source in _parts(target, tensor, piece):
-            part.copy_(source)
-            offset += part.numel() * part.element_size()
-            running.written(offset, at_least=piece)
+        flat[offset:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         offset = _aligned(end)
         flat[end:offset] = 0  # the gap is part of the checksum
     return WeightBucket(
@@ -262,16 +263,8 @@ def _pack(named_tensors: list[tuple[str, Tensor]], size: int) -> WeightBucket:
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in named_tensors),
         shapes=tuple(tuple(tensor.shape) for _, tensor in named_tensors),
         data=data,
-        checksum=running.result(),
+        checksum=checksum(data),
     )
-
-
-def _parts(target: Tensor, source: Tensor, num_bytes: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both, cut into parts of about ``num_bytes`` where that takes no copy."""
-    if not source.is_contiguous():
-        return iter([(target, source)])
-    size = num_bytes // source.element_size()
-    return zip(target.view(-1).split(size), source.view(-1).split(size), strict=True)
 
 
 def as_tensor(data: np.ndarray | Tensor) -> Tensor:

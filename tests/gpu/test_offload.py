@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import TEMPERATURE, Layout, enter_rank, make_context, policy_loss, start_ranks
+from harness import TEMPERATURE, Layout, make_context, policy_loss
 from layouts_deepspeed import zero
+from ranks import enter_rank, run_ranks
 
 from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
@@ -151,9 +152,7 @@ def measured(layout: Layout, model: Path, folder: Path) -> dict[str, Any]:
         pytest.skip(f"{package.module} is not installed (extra {package.extra})")
     if layout.lora is not None:
         pytest.importorskip("peft", reason="peft is not installed (extra lora)")
-    processes = start_ranks(rank_main, 1, layout, model, folder)
-    while not processes.join():
-        pass
+    run_ranks(rank_main, 1, layout, model, folder)
     found: dict[str, Any] = torch.load(folder / "result.pt", weights_only=True)
     assert "error" not in found, found["error"]
     print({name: f"{found[name] / 2**20:.0f} MiB" for name in ("before", "scoring", "away") if name in found})

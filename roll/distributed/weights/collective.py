@@ -11,7 +11,7 @@ import itertools
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +29,7 @@ class BroadcastGroup:
     """One member's side. Rank 0 sends."""
 
     def __init__(self, invitation: Invitation, rank: int, store: Any, own_host: str) -> None:
-        """Meets the other members; returns when all have come.
+        """Meets the other members: with gloo at once, with nccl in the first broadcast.
 
         Args:
             invitation: the sender's.
@@ -50,7 +50,8 @@ class BroadcastGroup:
         if invitation.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+            with _errors_that_leave_the_process():
+                self._group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
@@ -83,6 +84,21 @@ class BroadcastGroup:
         with contextlib.suppress(RuntimeError):  # whatever broke it has been reported
             self._group.abort()
         self._group = self._store = None
+
+
+@contextlib.contextmanager
+def _errors_that_leave_the_process() -> Iterator[None]:
+    """A group that is made here aborts when a member is lost; by nccl's default, a trainer's process would end."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "2"  # clean up only
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def invite(host: str, backend: Any, world_size: int, timeout_s: float) -> tuple[Invitation, Any]:

@@ -105,6 +105,9 @@ class Parcel:
 class Close:
     """All buckets are sent: answer when they are in use."""
 
+    number: int
+    """How many they are; some may still be on their way."""
+
 
 Message: TypeAlias = Open | Join | Parcel | Close
 

@@ -67,13 +67,17 @@ class WeightReceiver:
                 await asyncio.to_thread(self._join, message)
             case Parcel():
                 update = self._current()
-                async with update.turn(message.number):
+                async with update.turn(message.number):  # also after a refusal: others wait in the same broadcast
                     bucket = await asyncio.to_thread(self._fetch, message, link)
                     await update.put(bucket)
                     del bucket
             case Close():
-                digest = await self._current().finish()
+                update = self._current()
+                async with update.turn(message.number):
+                    digest = await update.finish()
                 self._update = None
+                if torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()  # a bucket's memory, which others on the device may want
                 return Reply(self._segments.take_released(), digest)
         return Reply(self._segments.take_released())
 
@@ -128,11 +132,9 @@ class _Update:
 
     @asynccontextmanager
     async def turn(self, number: int) -> AsyncIterator[None]:
-        """Waits until the buckets before are in; once one of them failed, no other gets its turn."""
+        """Waits until the messages before are done with."""
         async with self._turn:
-            await self._turn.wait_for(lambda: self._arrived == number or self._broken)
-            if self._broken:
-                raise RuntimeError(f"bucket {number} of an update of which an earlier one was refused")
+            await self._turn.wait_for(lambda: self._arrived == number)
             try:
                 yield
             except BaseException:
@@ -144,6 +146,7 @@ class _Update:
 
     async def put(self, bucket: WeightBucket) -> None:
         """Returns when the bucket is checked and the engine has taken the one before."""
+        self._check_whole()
         try:
             await asyncio.to_thread(verify, bucket)
         except Exception as error:
@@ -156,9 +159,14 @@ class _Update:
 
     async def finish(self) -> str:
         """Returns when the engine uses the new weights: the digest of all that it was given."""
+        self._check_whole()
         await self._offer(None)
         await self._task
         return self._digest.hex()
+
+    def _check_whole(self) -> None:
+        if self._broken:
+            raise RuntimeError("an earlier bucket of this update was refused")
 
     async def cancel(self) -> None:
         self._task.cancel()

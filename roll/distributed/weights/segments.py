@@ -74,14 +74,18 @@ class SegmentPool:
             if name in by_id:
                 by_id[name].readers.discard(reader)
 
+    def abandon_unwritten(self) -> None:
+        """Takes back what was allocated for an update that ended before it was handed over."""
+        for segment in self._segments.values():
+            segment.readers.discard(_WRITER)
+
     def reclaim(self, holding: Mapping[str, Collection[str]]) -> None:
-        """Takes back what was never released: an update failed, or a reader died and was replaced.
+        """Takes back what readers never released: an update failed, or one died and was replaced.
 
         Args:
             holding: what each reader, by name, does still read. Those of other readers stay as they are.
         """
         for segment in self._segments.values():
-            segment.readers.discard(_WRITER)
             segment.readers -= {reader for reader, ids in holding.items() if segment.id not in ids}
 
     def trim(self, num_segments: int, num_bytes: int) -> None:

@@ -93,21 +93,25 @@ class WeightSender:
             RpcTimeoutError: receivers gave no answer in time.
         """
         started = time.perf_counter()
-        digest, num_bytes = UpdateDigest(), 0
+        digest, num_buckets, num_bytes = UpdateDigest(), 0, 0
         receivers = order.receivers
         talk = _Talk(self._pool, order)
         try:
-            opened = talk.ask(Open(order.payload, order.version, self._pool.ids))
-            self._pool.reclaim({_name(receiver): opened[receiver.rank].holding for receiver in receivers})
-            self._meet(talk)
+            self._pool.abandon_unwritten()
+            talk.tell_all(Open(order.payload, order.version, self._pool.ids))
             with self._shared_packing(order):
-                for number, bucket in enumerate(buckets):
+                buckets = iter(buckets)
+                bucket = next(buckets, None)  # packed while the receivers get ready
+                self._meet(talk)
+                while bucket is not None:
                     talk.wait(_UNDER_WAY - 1)
-                    self._pass_on(bucket, number, talk)
+                    self._pass_on(bucket, num_buckets, talk)
                     digest.add(bucket)
-                    num_bytes += len(bucket.data)
+                    num_buckets, num_bytes = num_buckets + 1, num_bytes + len(bucket.data)
+                    bucket = next(buckets, None)
+            talk.tell_all(Close(num_buckets))
             talk.wait()
-            replies = talk.ask(Close())
+            replies = talk.answers()
         except BaseException:
             self._leave_group()
             raise
@@ -162,7 +166,9 @@ class WeightSender:
         return segment
 
     def _meet(self, talk: _Talk) -> None:
-        """Sees to it that there is a process group with just the receivers that need one."""
+        """Hears that the receivers are ready; sees to it that those that need a process group have one."""
+        opened = talk.answers()
+        self._pool.reclaim({_name(receiver): opened[receiver.rank].holding for receiver in talk.order.receivers})
         guests = [receiver for receiver in talk.order.receivers if receiver.link.route is Route.COLLECTIVE]
         members = [_actor(receiver) for receiver in guests]
         if not guests or (self._group is not None and members == self._members):
@@ -205,11 +211,9 @@ class _Talk:
         self._under_way.append((self._told, keep))
         self._told = []
 
-    def ask(self, message: Message) -> dict[int, Reply]:
-        """Tells everybody the same and returns their replies by rank."""
+    def tell_all(self, message: Message) -> None:
         for receiver in self.order.receivers:
             self.tell(receiver, message)
-        return self.answers()
 
     def answers(self) -> dict[int, Reply]:
         """The replies to what was told last, by rank."""
