@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import inspect
 import os
 import random
 import subprocess
@@ -29,6 +30,7 @@ from roll.distributed.weight_sync import (
     unpack_bucket,
     verify,
 )
+from roll.distributed.weights import device_memory
 from roll.distributed.weights.messages import Close, Open, Parcel, Payload, Reply, SharedMemory, UpdateDigest
 from roll.distributed.weights.receiver import WeightReceiver
 from roll.distributed.weights.routes import Link, Route, plan_link
@@ -94,6 +96,22 @@ def test_long_tensors_arrive_bit_for_bit_whatever_their_layout(dtype: torch.dtyp
 def tensors(num: int = 6, size: int = 1000, seed: int = 0) -> list[tuple[str, Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [(f"w{i}", torch.randn(size, generator=generator)) for i in range(num)]
+
+
+def test_a_handle_to_device_memory_is_what_pytorch_rebuilds_a_tensor_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's own part is simulated; that the arguments come back in their places is not."""
+    from torch.multiprocessing import reductions
+
+    names = list(inspect.signature(reductions.rebuild_cuda_tensor).parameters)
+    flat = {"tensor_cls": Tensor, "tensor_size": torch.Size([64]), "tensor_stride": (1,), "dtype": torch.uint8}
+    sent = {name: name.encode() for name in names} | flat
+    sent |= {"storage_cls": torch.storage.TypedStorage, "requires_grad": False, "storage_device": 3}
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda data: (None, tuple(sent.values())))
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda *arguments: arguments)
+    handle = device_memory.share(torch.empty(64, dtype=torch.uint8))
+    assert all(isinstance(part, (int, bytes, bool)) for part in handle), "plain, for any message format"
+    opened: Any = device_memory.open_shared(handle, 1)
+    assert dict(zip(names, opened, strict=True)) == sent | {"storage_device": 1}
 
 
 def test_packing_without_a_place_for_it_takes_private_memory() -> None:

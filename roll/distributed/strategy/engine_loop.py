@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 from roll.distributed.strategy.requests import EngineStoppedError
@@ -46,6 +46,17 @@ class EngineLoop:
         if self._loop.is_closed():
             coroutine.close()
             raise EngineStoppedError("the generation engine was shut down")
+
+
+async def brought_from(home: asyncio.AbstractEventLoop, items: AsyncIterator[T]) -> AsyncIterator[T]:
+    """Reads ``items``, which live on the loop ``home`` and are never ``None``, on another loop."""
+
+    async def following() -> T | None:
+        return await anext(items, None)
+
+    while (item := await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(following(), home))) is not None:
+        yield item
+        del item
 
 
 async def _cancel_others() -> None:

@@ -76,7 +76,7 @@ class DeviceMemory:
     """The bytes are in a block of a GPU that both processes use."""
 
     handle: tuple[Any, ...]
-    """Arguments of ``torch.multiprocessing.reductions.rebuild_cuda_tensor``."""
+    """Of ``device_memory.share``."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from roll.configs.strategy import SglangConfig
 from roll.distributed.strategy.base import LoraSpec, RankInfo, States, StrategyContext, WeightBucket
 from roll.distributed.strategy.engine_process import EngineCallError, EngineProcess
 from roll.distributed.strategy.model_outline import ModelOutline
-from roll.distributed.strategy.receiving import receive
+from roll.distributed.strategy.receiving import Intake, receive
 from roll.distributed.strategy.requests import Counters, EngineStoppedError, check_request
 from roll.distributed.strategy.sglang import cpu
 from roll.distributed.strategy.sglang.options import check_engine_options, require_sglang
@@ -87,6 +87,7 @@ class SglangStrategy:
         """
         context = self._context
         self._outline = ModelOutline(context)
+        self._intake = Intake(self._outline.check_weights)
         if self._outline.max_positions is not None and context.sequence_length > self._outline.max_positions:
             raise ValueError(
                 f"sequence_length: {context.sequence_length}, but the model has positions for at most "
@@ -175,8 +176,9 @@ class SglangStrategy:
     ) -> None:
         """Replaces all weights between two steps; requests in flight go on, and an adapter is dropped.
 
-        Everything is received and checked before anything is changed. Requests in flight are prefilled anew, so that
-        no keys and values of the old weights are left.
+        Everything is received and checked before anything is changed; updates after the first that lie on the
+        worker's GPU are loaded as they come. Requests in flight are prefilled anew, so that no keys and values of the
+        old weights are left.
 
         Args:
             buckets: all of the model's weights under Hugging Face names.
@@ -186,15 +188,13 @@ class SglangStrategy:
         Raises:
             WeightChecksumError: a bucket was damaged.
             WeightMismatchError: names or shapes are not the model's; the old weights stay.
-            EngineStoppedError: the engine failed while it loaded; it cannot be used any more.
+            EngineStoppedError: something failed while the engine loaded; it cannot be used any more.
         """
-        received, tensors = await receive(buckets)
-        names = await asyncio.to_thread(self._outline.check_weights, tensors)
-        del tensors  # views that would keep every bucket until the end
+        received, names = await self._intake.open(buckets)
         async with self._updating(version):
             await self._do("begin_weights")
-            while received:
-                await self._load(received.pop(0), names)
+            async for bucket in received:
+                await self._load(bucket, names)
             await self._do("end_weights")
 
     async def update_adapter(self, buckets: AsyncIterator[WeightBucket], version: int) -> None:

@@ -28,10 +28,10 @@ from torch import Tensor
 from roll.agentic.types import Completion, FinishReason, GenerateRequest
 from roll.configs.strategy import VllmConfig
 from roll.distributed.strategy.base import LoraSpec, RankInfo, States, StrategyContext, WeightBucket
-from roll.distributed.strategy.engine_loop import EngineLoop
+from roll.distributed.strategy.engine_loop import EngineLoop, brought_from
 from roll.distributed.strategy.engines import require_engine
 from roll.distributed.strategy.model_outline import ModelOutline
-from roll.distributed.strategy.receiving import receive
+from roll.distributed.strategy.receiving import Intake, on_device, receive
 from roll.distributed.strategy.requests import Counters, EngineStoppedError, check_request
 from roll.distributed.strategy.vllm.arguments import (
     check_cpu_kernels,
@@ -39,7 +39,8 @@ from roll.distributed.strategy.vllm.arguments import (
     environment,
 )
 from roll.distributed.strategy.vllm.options import check_engine_options
-from roll.distributed.weight_sync import ALIGNMENT, host_bytes
+from roll.distributed.weight_sync import ALIGNMENT, as_tensor, host_bytes
+from roll.distributed.weights import device_memory
 from roll.distributed.weights.segments import SegmentPool
 from roll.models.sampling import child_seed
 
@@ -89,6 +90,7 @@ class VllmStrategy:
         """
         context = self._context
         self._outline = ModelOutline(context)
+        self._intake = Intake(self._outline.check_weights)
         _check_lengths(context, self._config, self._outline)
         if context.lora is not None:
             self._outline.check_lora(context.lora)
@@ -146,8 +148,9 @@ class VllmStrategy:
     ) -> None:
         """Replaces all weights between two steps; requests in flight go on, and an adapter is dropped.
 
-        Everything is received and checked before anything is changed. Keys and values that were computed with the old
-        weights serve only the requests in flight, for which they are stale by one update.
+        Everything is received and checked before anything is changed; updates after the first that lie on the
+        worker's GPU are loaded as they come. Keys and values that were computed with the old weights serve only the
+        requests in flight, for which they are stale by one update.
 
         Args:
             buckets: all of the model's weights under Hugging Face names.
@@ -157,13 +160,12 @@ class VllmStrategy:
         Raises:
             WeightChecksumError: a bucket was damaged.
             WeightMismatchError: names or shapes are not the model's; the old weights stay.
-            EngineStoppedError: the engine failed while it loaded; it cannot be used any more.
+            EngineStoppedError: something failed while the engine loaded; it cannot be used any more.
         """
-        received, tensors = await receive(buckets)
-        names = await asyncio.to_thread(self._outline.check_weights, tensors)
-        del tensors  # views that would keep every bucket until the end
+        received, names = await self._intake.open(buckets)
         self._check_alive()
-        await self._loop.call(self._replace_weights(received, names, version, recompute_kv))
+        brought = brought_from(asyncio.get_running_loop(), received)
+        await self._loop.call(self._replace_weights(brought, names, version, recompute_kv))
 
     async def update_adapter(self, buckets: AsyncIterator[WeightBucket], version: int) -> None:
         """Puts a LoRA adapter on the base weights, in place of the one before; otherwise as ``update_weights``.
@@ -329,14 +331,16 @@ class VllmStrategy:
         await self._engine.abort(request_id)
 
     async def _replace_weights(
-        self, received: list[WeightBucket], names: Mapping[str, str], version: int, recompute_kv: bool
+        self, buckets: AsyncIterator[WeightBucket], names: Mapping[str, str], version: int, recompute_kv: bool
     ) -> None:
         async with self._updating():
             await self._rpc("roll_begin_weights", self._staging.ids)
-            while received:
-                await self._load(received.pop(0), names)
+            async for bucket in buckets:
+                await self._load(bucket, names)
             self._take_back(await self._rpc("roll_finish_weights"))
             self._staging.trim(STAGED_BUCKETS, 0)
+            if not self._on_cpu:
+                device_memory.collect()
             if self._adapter is not None and self._context.lora is not None:
                 # vLLM dropped it. Requests in flight still name it, so it comes back as one that changes nothing.
                 await self._load_adapter(self._outline.empty_adapter(self._context.lora))
@@ -364,13 +368,18 @@ class VllmStrategy:
             await self._release("update")
 
     async def _load(self, bucket: WeightBucket, names: Mapping[str, str]) -> None:
-        """Hands one bucket to the workers, through memory that they map."""
+        """Hands one bucket to the workers: through memory that they map, or as a handle to the device's."""
         staged, offset = [], 0
         for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
             num_bytes = int(np.prod(shape)) * getattr(torch, dtype).itemsize
             if name in names:
                 staged.append((names[name], dtype, shape, offset))
             offset += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if on_device(bucket):
+            block = as_tensor(bucket.data).clone()  # memory that came from another process cannot be handed on
+            handles = [device_memory.share(block) for _ in range(self._num_processes)]
+            await self._rpc("roll_load_weights_from_device", handles, block.device.index, staged)
+            return
         data = host_bytes(bucket)
         memory = self._staging.allocate(len(data))
         await asyncio.to_thread(np.copyto, memory, data)

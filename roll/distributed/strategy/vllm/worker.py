@@ -9,7 +9,6 @@ import contextlib
 import os
 import signal
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roll.distributed.weight_sync import as_tensor
+from roll.distributed.weights.device_memory import Handle, open_shared
 from roll.distributed.weights.segments import SegmentReader
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class WorkerExtension:
     vllm_config: VllmConfig
     model_config: ModelConfig
     model_runner: Any
+    rank: int
+    device: torch.device
 
     def roll_prepare(self, owner: int) -> None:
         """Makes the reported log-probabilities those of the distribution that a trainer computes again.
@@ -73,6 +76,24 @@ class WorkerExtension:
             self.model_runner.get_model().load_weights(views)
         del views
         return self._roll_segments.take_released()
+
+    def roll_load_weights_from_device(
+        self, handles: Sequence[Handle], device: int, staged: Sequence[StagedTensor]
+    ) -> None:
+        """Loads tensors from the strategy's device memory.
+
+        Args:
+            handles: one for each rank, see ``device_memory.share``.
+            device: where the memory is, among the devices that all these processes see.
+            staged: the tensors in it.
+        """
+        from vllm.config import set_current_vllm_config
+
+        # A copy, as a layer that is not complete holds on to what has come of it.
+        block = open_shared(tuple(handles[self.rank]), device).to(self.device, copy=True)
+        torch.cuda.synchronize(self.device)  # the memory may change as soon as nothing here refers to it
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.get_model().load_weights(_views(block, staged))
 
     def roll_finish_weights(self) -> tuple[str, ...]:
         """Finishes layers that wait for it, and drops what was derived from the old weights.
@@ -155,10 +176,8 @@ def repack_output_layers(model: torch.nn.Module) -> None:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
-def _views(data: np.ndarray, staged: Sequence[StagedTensor]) -> Iterator[tuple[str, Tensor]]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # it is only copied from
-        flat = torch.from_numpy(data)
+def _views(data: np.ndarray | Tensor, staged: Sequence[StagedTensor]) -> Iterator[tuple[str, Tensor]]:
+    flat = as_tensor(data)
     for name, dtype_name, shape, offset in staged:
         dtype: torch.dtype = getattr(torch, dtype_name)
         num_bytes = torch.Size(shape).numel() * dtype.itemsize
