@@ -137,7 +137,7 @@ def test_in_a_ray_worker_with_an_engine_of_two_processes(tmp_path: Path) -> None
     new = load(new_path)
     adapter, adapted = make_adapter(new_path, seed=3)
     requests = requests_of(prompts(4, seed=63, low=40, high=60), temperature=0.0, max_new_tokens=12)
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
     try:
         worker = ray.remote(num_cpus=1)(Worker).remote("actor_infer", 0, 1, {"OMP_NUM_THREADS": "1"})
         context = context_of("sglang", path, {**SGLANG, "tp_size": 2}, lora=LORA)

@@ -92,7 +92,7 @@ def test_in_a_ray_worker_with_an_engine_of_two_processes(model_path: Any) -> Non
         pytest.skip("needs no GPU or two, there is one")
     path, new = model_path("tied", 0), load(model_path("tied", 1))
     prompt_list = prompts(4, seed=50, low=40, high=60)
-    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=False)
     try:
         environment = {"OMP_NUM_THREADS": "1"}
         worker = ray.remote(num_cpus=1, num_gpus=min(gpus, 2))(Worker).remote("actor_infer", 0, 1, environment)
