@@ -59,6 +59,7 @@ def words(run: Run) -> str:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_stopped_run_meets_the_data_and_ends_as_an_undisturbed_one_does(rlvr: Rlvr, tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", rows("t", ["", "", "equal", "", "", "", "equal", "", "", ""]))
     steps = 5
@@ -218,6 +219,7 @@ def test_answers_without_a_reward_are_dropped_and_counted_until_they_are_too_man
     assert not any("Traceback" in failed.output for failed in (run, unbuildable))
 
 
+@pytest.mark.slow
 def test_prompts_of_which_none_is_worth_training_on_end_the_run_with_advice(rlvr: Rlvr, tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", rows("t", [""] * 4 + ["equal"] * 16))
     run = rlvr(
