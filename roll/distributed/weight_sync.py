@@ -7,7 +7,6 @@ travel is the business of ``roll.distributed.weights``; strategies see only what
 from __future__ import annotations
 
 import functools
-import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,12 +20,12 @@ import torch
 from torch import Tensor
 
 from roll.distributed.strategy.base import WeightBucket
+from roll.distributed.weights.contents import aligned, contents, views
 from roll.models.loading import to_hf_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-ALIGNMENT = 64  # bytes; as torch aligns its own tensors, so that a model computes the same with views of a bucket
 _WORD = 8  # bytes that the checksum takes for one number
 _ROW = 512  # words that it adds up before it weighs them by their place
 _PACKERS = 2  # buckets that are packed at once
@@ -88,17 +87,7 @@ def unpack_bucket(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
     """
     if not bucket.checked:
         verify(bucket)
-    flat = as_tensor(bucket.data)
-    offset = 0
-    for name, dtype_name, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
-        dtype = getattr(torch, dtype_name, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"weight bucket: {name} has dtype {dtype_name!r}, expected the name of a torch dtype")
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if offset + num_bytes > len(flat):
-            raise ValueError(f"weight bucket: {name} ends at byte {offset + num_bytes}, the data has {len(flat)}")
-        yield name, flat[offset : offset + num_bytes].view(dtype).view(shape)
-        offset += _aligned(num_bytes)
+    yield from views(as_tensor(bucket.data), contents(bucket))
 
 
 def verify(bucket: WeightBucket) -> None:
@@ -225,7 +214,7 @@ def _groups(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> I
     group: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in named_tensors:
-        num_bytes = _aligned(tensor.numel() * tensor.element_size())
+        num_bytes = aligned(tensor.numel() * tensor.element_size())
         if group and size + num_bytes > bucket_bytes:
             yield group
             group, size = [], 0
@@ -237,7 +226,7 @@ def _groups(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> I
 
 def _begin_packing(group: list[tuple[str, Tensor]]) -> Callable[[], WeightBucket]:
     """Returns what waits for the bucket."""
-    size = sum(_aligned(tensor.numel() * tensor.element_size()) for _, tensor in group)
+    size = sum(aligned(tensor.numel() * tensor.element_size()) for _, tensor in group)
     device = group[0][1].device
     if device.type == "cpu":
         return _packers().submit(_pack, group, _host_memory.get()(size)).result
@@ -256,7 +245,7 @@ def _pack(named_tensors: list[tuple[str, Tensor]], data: np.ndarray | Tensor) ->
     for _, tensor in named_tensors:
         end = offset + tensor.numel() * tensor.element_size()
         flat[offset:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        offset = _aligned(end)
+        offset = aligned(end)
         flat[end:offset] = 0  # the gap is part of the checksum
     return WeightBucket(
         names=tuple(name for name, _ in named_tensors),
@@ -277,7 +266,3 @@ def as_tensor(data: np.ndarray | Tensor) -> Tensor:
         # Arrays in shared memory are read-only; the receiver only copies from the views.
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(data)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

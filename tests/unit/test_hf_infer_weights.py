@@ -24,13 +24,13 @@ from transformers import (
 from roll.distributed.strategy.adapters import MergedAdapter, adapter_shapes
 from roll.distributed.strategy.base import LoraSpec, WeightBucket
 from roll.distributed.weight_sync import (
-    ALIGNMENT,
     WeightChecksumError,
     WeightMismatchError,
     WeightUpdate,
     pack_buckets,
     unpack_bucket,
 )
+from roll.distributed.weights.contents import ALIGNMENT
 from roll.models.loading import to_hf_weights
 
 DTYPES = (

@@ -6,8 +6,8 @@ The names are those of peft's state dict: ``base_model.model.<layer>.lora_A.weig
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,8 +29,11 @@ def adapter_shapes(model: PreTrainedModel, spec: LoraSpec) -> dict[str, tuple[in
     return shapes
 
 
-def check_adapter(model: PreTrainedModel, spec: LoraSpec | None, tensors: Mapping[str, Tensor]) -> None:
+def check_adapter(model: PreTrainedModel, spec: LoraSpec | None, tensors: Mapping[str, Tensor]) -> LoraSpec:
     """Checks that ``tensors`` are one whole adapter for ``model`` (whose weights may be on the meta device).
+
+    Returns:
+        ``spec``, which there is.
 
     Raises:
         WeightMismatchError: the role has no adapter; unknown or missing names, or wrong shapes; the first are listed.
@@ -49,6 +52,23 @@ def check_adapter(model: PreTrainedModel, spec: LoraSpec | None, tensors: Mappin
         shown, rest = problems[:8], len(problems) - 8
         more = f"; and {rest} more" if rest > 0 else ""
         raise WeightMismatchError(f"adapter refused, the old one stays: {'; '.join(shown)}{more}")
+    return spec
+
+
+def peft_config(spec: LoraSpec, names: Iterable[str]) -> dict[str, Any]:
+    """The part of a peft folder's ``adapter_config.json`` that engines read, for an adapter with these tensors."""
+    return {
+        "peft_type": "LORA",
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "target_modules": sorted(adapted_names(names)),
+        "bias": "none",
+    }
+
+
+def adapted_names(names: Iterable[str]) -> set[str]:
+    """The last names of the layers that an adapter with these tensors is for."""
+    return {name.rpartition(".lora_")[0].rpartition(".")[2] for name in names}
 
 
 class MergedAdapter:

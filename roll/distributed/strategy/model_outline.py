@@ -67,21 +67,27 @@ class ModelOutline:
                     chosen[part] = own_part
         return chosen
 
-    def check_lora(self, spec: LoraSpec) -> None:
-        """Checks that the model has the adapter's targets.
+    def check_role(self, context: StrategyContext) -> None:
+        """Checks that the model has positions for the role's longest sequence, and the targets of its adapter.
 
         Raises:
-            ValueError: it does not.
+            ValueError: it has not.
         """
-        adapted_layers(self._model, spec.targets)
+        if self.max_positions is not None and context.sequence_length > self.max_positions:
+            raise ValueError(
+                f"sequence_length: {context.sequence_length}, but the model has positions for at most "
+                f"{self.max_positions}"
+            )
+        if context.lora is not None:
+            adapted_layers(self._model, context.lora.targets)
 
     def empty_adapter(self, spec: LoraSpec) -> dict[str, Tensor]:
         """An adapter that changes nothing: all zeros."""
         return {name: torch.zeros(shape) for name, shape in adapter_shapes(self._model, spec).items()}
 
-    def check_adapter(self, spec: LoraSpec | None, tensors: Mapping[str, Tensor]) -> None:
+    def check_adapter(self, spec: LoraSpec | None, tensors: Mapping[str, Tensor]) -> LoraSpec:
         """See ``adapters.check_adapter``."""
-        check_adapter(self._model, spec, tensors)
+        return check_adapter(self._model, spec, tensors)
 
 
 def eos_token_ids(generation_config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from roll.distributed.strategy.sglang import cpu, sampler
+from roll.distributed.weights.contents import views
 
 cpu.prepare()
 
@@ -22,10 +23,6 @@ LOADER = "roll.distributed.strategy.sglang.scheduler.load_staged"
 """By this name SGLang is told to load weights with ``load_staged``."""
 
 PAUSED_ROUND_S = 0.002
-
-
-Staged = Sequence[tuple[str, str, Sequence[int], int]]
-"""(name, dtype name, shape, offset in bytes) of the tensors in a block of bytes."""
 
 
 def run_scheduler(*args: Any, **kwargs: Any) -> None:
@@ -60,14 +57,6 @@ def load_staged(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None
 
 def map_file(path: str, num_bytes: int) -> Tensor:
     return torch.from_file(path, shared=False, size=num_bytes, dtype=torch.uint8)
-
-
-def views(block: Tensor, tensors: Staged) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors, without a copy."""
-    for name, dtype_name, shape, offset in tensors:
-        dtype: torch.dtype = getattr(torch, dtype_name)
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        yield name, block[offset : offset + num_bytes].view(dtype).view(tuple(shape))
 
 
 def _rest_while_paused() -> None:

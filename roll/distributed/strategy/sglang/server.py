@@ -27,12 +27,11 @@ from roll.distributed.strategy.engine_server import EngineServer
 from roll.distributed.strategy.sglang import cpu, sampler
 from roll.distributed.strategy.sglang.scheduler import (
     LOADER,
-    Staged,
     map_file,
     run_detokenizer,
     run_scheduler,
-    views,
 )
+from roll.distributed.weights.contents import Contents, views
 
 
 class SglangServer:
@@ -150,7 +149,7 @@ class SglangServer:
 
         _check(*await self._manager.begin_weight_update(BeginWeightUpdateReqInput(), None))
 
-    async def load(self, path: str, num_bytes: int, tensors: Staged) -> None:
+    async def load(self, path: str, num_bytes: int, tensors: Contents) -> None:
         """Loads tensors from a file, which may go when this returns."""
         from sglang.srt.utils import MultiprocessingSerializer
 
@@ -174,7 +173,7 @@ class SglangServer:
         _check(*await self._manager.end_weight_update(EndWeightUpdateReqInput(), None))
         await self._switch_adapter(None)
 
-    async def load_adapter(self, path: str, num_bytes: int, tensors: Staged, config: dict[str, Any]) -> None:
+    async def load_adapter(self, path: str, num_bytes: int, tensors: Contents, config: dict[str, Any]) -> None:
         """Loads an adapter from a file, which may go when this returns; requests that start from now on use it."""
         from sglang.srt.managers.io_struct import LoadLoRAAdapterFromTensorsReqInput
         from sglang.srt.utils import MultiprocessingSerializer

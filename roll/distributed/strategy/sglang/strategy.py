@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import asdict
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -31,24 +31,23 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing  # teaches ForkingPickler tensors
-from torch import Tensor
 
 from roll.agentic.types import Completion, FinishReason, GenerateRequest
 from roll.configs.strategy import SglangConfig
-from roll.distributed.strategy.base import LoraSpec, RankInfo, States, StrategyContext, WeightBucket
+from roll.distributed.strategy.adapters import adapted_names, peft_config
+from roll.distributed.strategy.base import RankInfo, States, StrategyContext, WeightBucket
 from roll.distributed.strategy.engine_process import EngineCallError, EngineProcess
 from roll.distributed.strategy.model_outline import ModelOutline
 from roll.distributed.strategy.receiving import Intake, receive
 from roll.distributed.strategy.requests import Counters, EngineStoppedError, check_request
 from roll.distributed.strategy.sglang import cpu
 from roll.distributed.strategy.sglang.options import check_engine_options, require_sglang
-from roll.distributed.weight_sync import ALIGNMENT, host_bytes, pack_buckets
+from roll.distributed.weight_sync import host_bytes, pack_buckets
+from roll.distributed.weights.contents import contents
 from roll.models.loading import locate_model
 from roll.models.sampling import child_seed
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["EngineStoppedError", "SglangStrategy"]
 
 SERVER = "roll.distributed.strategy.sglang.server"
 CPU_CACHE_SHARE = 0.25  # of the host memory that is free, at most, unless max_total_tokens says otherwise
@@ -88,13 +87,7 @@ class SglangStrategy:
         context = self._context
         self._outline = ModelOutline(context)
         self._intake = Intake(self._outline.check_weights)
-        if self._outline.max_positions is not None and context.sequence_length > self._outline.max_positions:
-            raise ValueError(
-                f"sequence_length: {context.sequence_length}, but the model has positions for at most "
-                f"{self._outline.max_positions}"
-            )
-        if context.lora is not None:
-            self._outline.check_lora(context.lora)
+        self._outline.check_role(context)
         if self._on_cpu:
             cpu.check_tensor_parallel(self._outline.text_config, self._tp_size, lora=context.lora is not None)
         started = time.monotonic()
@@ -212,10 +205,10 @@ class SglangStrategy:
             EngineStoppedError: the engine failed.
         """
         _, tensors = await receive(buckets)
-        self._outline.check_adapter(self._context.lora, tensors)
+        spec = self._outline.check_adapter(self._context.lora, tensors)
         (bucket,) = pack_buckets(tensors.items(), sys.maxsize)
-        staged = _contents(bucket, {name: name for name in tensors})
-        config = _peft_config(self._context.lora, tensors)
+        staged = contents(bucket)
+        config = peft_config(spec, tensors)
         async with self._updating(version):
             with _memory_file(host_bytes(bucket)) as path:
                 await self._do("load_adapter", str(path), len(bucket.data), staged, config)
@@ -308,7 +301,7 @@ class SglangStrategy:
 
     async def _load(self, bucket: WeightBucket, names: Mapping[str, str]) -> None:
         """Hands a bucket's tensors to the engine under their new names, without a way through the host on a GPU."""
-        staged = _contents(bucket, names)
+        staged = contents(bucket, names)
         if isinstance(bucket.data, np.ndarray):
             with _memory_file(bucket.data) as path:
                 await self._do("load", str(path), len(bucket.data), staged)
@@ -355,7 +348,7 @@ def engine_arguments(
         arguments |= {
             "enable_lora": True,
             "max_lora_rank": context.lora.rank,
-            "lora_target_modules": sorted(_adapted(outline.empty_adapter(context.lora))),
+            "lora_target_modules": sorted(adapted_names(outline.empty_adapter(context.lora))),
             "max_loras_per_batch": ADAPTERS,
         }
     if on_cpu:
@@ -374,36 +367,9 @@ def _cpu_cache_tokens(context: StrategyContext, outline: ModelOutline) -> int:
     return max(2 * one, min(context.max_running_requests * one, affordable))
 
 
-def _contents(bucket: WeightBucket, names: Mapping[str, str]) -> list[tuple[str, str, tuple[int, ...], int]]:
-    """(new name, dtype name, shape, offset in bytes) of the tensors in ``names``."""
-    contents, offset = [], 0
-    for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
-        if name in names:
-            contents.append((names[name], dtype, shape, offset))
-        num_bytes = math.prod(shape) * getattr(torch, dtype).itemsize
-        offset += -(-num_bytes // ALIGNMENT) * ALIGNMENT
-    return contents
-
-
 def _shared(value: Any) -> bytes:
     """A pickle in which memory of a GPU is a handle to it (CUDA IPC), in the form that SGLang reads."""
     return bytes(ForkingPickler.dumps(value))
-
-
-def _peft_config(spec: LoraSpec | None, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    assert spec is not None
-    return {
-        "peft_type": "LORA",
-        "r": spec.rank,
-        "lora_alpha": spec.alpha,
-        "target_modules": sorted(_adapted(tensors)),
-        "bias": "none",
-    }
-
-
-def _adapted(names: Iterable[str]) -> set[str]:
-    """The last names of the layers that an adapter is for."""
-    return {name.rpartition(".lora_")[0].rpartition(".")[2] for name in names}
 
 
 @contextlib.contextmanager

@@ -26,6 +26,9 @@ OWNED_OPTIONS = {
     "worker_extension_cls": "no such key, since weights arrive through it",
     "data_parallel_size": "more workers in device_mapping",
     "pipeline_parallel_size": "tensor_parallel_size",
+}
+"""Arguments of the engine that are set from elsewhere, and where."""
+OTHER_NAMES = {
     "context_length": "max_model_len",
     "disable_cuda_graph": "enforce_eager",
     "disable_radix_cache": "enable_prefix_caching",
@@ -35,7 +38,7 @@ OWNED_OPTIONS = {
     "tensor_model_parallel_size": "tensor_parallel_size",
     "tp_size": "tensor_parallel_size",
 }
-"""Arguments of the engine that are set from elsewhere, and where; and what SGLang calls an option of this engine."""
+"""What SGLang calls an option of this engine."""
 
 
 def check_engine_options(options: Mapping[str, Any]) -> list[str]:
@@ -49,6 +52,6 @@ def check_engine_options(options: Mapping[str, Any]) -> list[str]:
         options,
         typed=VllmConfig.model_fields,
         known=constructor_fields("vllm", "engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")),
-        elsewhere=OWNED_OPTIONS,
+        elsewhere=OWNED_OPTIONS | OTHER_NAMES,
         arguments="vLLM's AsyncEngineArgs",
     )

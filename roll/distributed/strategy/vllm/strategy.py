@@ -27,7 +27,8 @@ from torch import Tensor
 
 from roll.agentic.types import Completion, FinishReason, GenerateRequest
 from roll.configs.strategy import VllmConfig
-from roll.distributed.strategy.base import LoraSpec, RankInfo, States, StrategyContext, WeightBucket
+from roll.distributed.strategy.adapters import peft_config
+from roll.distributed.strategy.base import RankInfo, States, StrategyContext, WeightBucket
 from roll.distributed.strategy.engine_loop import EngineLoop, brought_from
 from roll.distributed.strategy.engines import require_engine
 from roll.distributed.strategy.model_outline import ModelOutline
@@ -39,8 +40,9 @@ from roll.distributed.strategy.vllm.arguments import (
     environment,
 )
 from roll.distributed.strategy.vllm.options import check_engine_options
-from roll.distributed.weight_sync import ALIGNMENT, as_tensor, host_bytes
+from roll.distributed.weight_sync import as_tensor, host_bytes
 from roll.distributed.weights import device_memory
+from roll.distributed.weights.contents import contents
 from roll.distributed.weights.segments import SegmentPool
 from roll.models.sampling import child_seed
 
@@ -51,8 +53,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["EngineStoppedError", "VllmStrategy"]
 
 STAGED_BUCKETS = 2  # kept from one update to the next; fresh memory costs more than the copy into it
 SHUTDOWN_S = 2.0  # the engine's own clean-up takes less; then its process is killed, which it survives for seconds more
@@ -91,9 +91,11 @@ class VllmStrategy:
         context = self._context
         self._outline = ModelOutline(context)
         self._intake = Intake(self._outline.check_weights)
-        _check_lengths(context, self._config, self._outline)
-        if context.lora is not None:
-            self._outline.check_lora(context.lora)
+        longest = self._config.max_model_len
+        if longest is not None and longest < context.sequence_length:
+            wanted = f"at least sequence_length ({context.sequence_length})"
+            raise ValueError(f"strategy_config.max_model_len: {longest}, expected {wanted}")
+        self._outline.check_role(context)
         self._loop = EngineLoop(f"vllm-{context.role}-{context.rank}")
         try:
             self._loop.run(self._start())
@@ -369,12 +371,7 @@ class VllmStrategy:
 
     async def _load(self, bucket: WeightBucket, names: Mapping[str, str]) -> None:
         """Hands one bucket to the workers: through memory that they map, or as a handle to the device's."""
-        staged, offset = [], 0
-        for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
-            num_bytes = int(np.prod(shape)) * getattr(torch, dtype).itemsize
-            if name in names:
-                staged.append((names[name], dtype, shape, offset))
-            offset += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        staged = contents(bucket, names)
         if on_device(bucket):
             block = as_tensor(bucket.data).clone()  # memory that came from another process cannot be handed on
             handles = [device_memory.share(block) for _ in range(self._num_processes)]
@@ -404,7 +401,7 @@ class VllmStrategy:
             save_file(
                 {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors"
             )
-            (folder / "adapter_config.json").write_text(json.dumps(_peft_config(spec, tensors)))
+            (folder / "adapter_config.json").write_text(json.dumps(peft_config(spec, tensors)))
             request = LoRARequest("policy", ADAPTER_ID, str(folder), load_inplace=True)
             if not await self._engine.add_lora(request):
                 raise RuntimeError("vllm took no adapter")
@@ -455,30 +452,6 @@ class VllmStrategy:
     def _check_alive(self) -> None:
         if self._stopped is not None:
             raise EngineStoppedError(f"the generation engine {self._stopped}")
-
-
-def _check_lengths(context: StrategyContext, config: VllmConfig, outline: ModelOutline) -> None:
-    longest = config.max_model_len
-    if longest is not None and longest < context.sequence_length:
-        raise ValueError(
-            f"strategy_config.max_model_len: {longest}, expected at least sequence_length ({context.sequence_length})"
-        )
-    if outline.max_positions is not None and context.sequence_length > outline.max_positions:
-        raise ValueError(
-            f"sequence_length: {context.sequence_length}, but the model has positions for at most "
-            f"{outline.max_positions}"
-        )
-
-
-def _peft_config(spec: LoraSpec, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    layers = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
-    return {
-        "peft_type": "LORA",
-        "r": spec.rank,
-        "lora_alpha": spec.alpha,
-        "target_modules": sorted(layers),
-        "bias": "none",
-    }
 
 
 @contextlib.contextmanager

@@ -9,22 +9,19 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from roll.distributed.weight_sync import as_tensor
+from roll.distributed.weights.contents import Contents, views
 from roll.distributed.weights.device_memory import Handle, open_shared
 from roll.distributed.weights.segments import SegmentReader
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
-
-StagedTensor = Sequence[Any]
-"""(checkpoint name, dtype name, shape, offset in bytes): a tuple that became a list on its way."""
 
 
 class WorkerExtension:
@@ -61,9 +58,7 @@ class WorkerExtension:
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)
 
-    def roll_load_weights(
-        self, segment: str, path: str, num_bytes: int, staged: Sequence[StagedTensor]
-    ) -> tuple[str, ...]:
+    def roll_load_weights(self, segment: str, path: str, num_bytes: int, staged: Contents) -> tuple[str, ...]:
         """Loads tensors from shared memory; a layer goes to the device once all of it has come.
 
         Returns:
@@ -72,14 +67,12 @@ class WorkerExtension:
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config):
-            views = _views(self._roll_segments.read(segment, path, num_bytes), staged)
-            self.model_runner.get_model().load_weights(views)
-        del views
+            block = as_tensor(self._roll_segments.read(segment, path, num_bytes))
+            self.model_runner.get_model().load_weights(views(block, staged))
+        del block
         return self._roll_segments.take_released()
 
-    def roll_load_weights_from_device(
-        self, handles: Sequence[Handle], device: int, staged: Sequence[StagedTensor]
-    ) -> None:
+    def roll_load_weights_from_device(self, handles: Sequence[Handle], device: int, staged: Contents) -> None:
         """Loads tensors from the strategy's device memory.
 
         Args:
@@ -93,7 +86,7 @@ class WorkerExtension:
         block = open_shared(tuple(handles[self.rank]), device).to(self.device, copy=True)
         torch.cuda.synchronize(self.device)  # the memory may change as soon as nothing here refers to it
         with set_current_vllm_config(self.vllm_config):
-            self.model_runner.get_model().load_weights(_views(block, staged))
+            self.model_runner.get_model().load_weights(views(block, staged))
 
     def roll_finish_weights(self) -> tuple[str, ...]:
         """Finishes layers that wait for it, and drops what was derived from the old weights.
@@ -174,11 +167,3 @@ def repack_output_layers(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
-
-
-def _views(data: np.ndarray | Tensor, staged: Sequence[StagedTensor]) -> Iterator[tuple[str, Tensor]]:
-    flat = as_tensor(data)
-    for name, dtype_name, shape, offset in staged:
-        dtype: torch.dtype = getattr(torch, dtype_name)
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        yield name, flat[offset : offset + num_bytes].view(dtype).view(tuple(shape))
