@@ -14,7 +14,7 @@ from roll.configs.generating import GeneratingArguments
 from roll.configs.model import ModelArguments
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.rl import RLConfig
-from roll.configs.strategy import GENERATORS, TRAINERS, VLLM_LORA_RANKS, Fsdp2Config
+from roll.configs.strategy import GENERATORS, VLLM_LORA_RANKS, Fsdp2Config
 from roll.configs.training import TrainingArguments
 from roll.configs.worker import WorkerConfig
 
@@ -24,7 +24,6 @@ Rule = Callable[[Any], list[ConfigProblem]]
 TRAINED = ("actor_train", "critic")
 ULYSSES = ("fsdp2", "deepspeed")
 """Strategies, by the start of their names, that train Hugging Face models: with Ulysses and Liger kernels."""
-LORA_TRAINERS = frozenset({"fsdp2_train", "deepspeed_train"})
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -192,17 +191,15 @@ def _nearest_batch(worker: WorkerConfig, samples: int) -> str:
 
 
 def check_lora(config: RLConfig) -> list[ConfigProblem]:
-    """Adapters belong to the actor, and to strategies that train one."""
+    """Adapters belong to the actor alone."""
     problems = []
     actor = config.actor_train.model_args
     for role, worker in sections(config):
-        name, args, key = worker.strategy_args.strategy_name, worker.model_args, f"{role}.model_args.lora_target"
+        args, key = worker.model_args, f"{role}.model_args.lora_target"
         involves = ("actor_train.model_args.lora_target", f"{role}.strategy_args.strategy_name")
         if not args.lora_targets:
             continue
-        if role == "actor_train" and name in TRAINERS - LORA_TRAINERS:
-            expected = f"null with {name}, or a strategy that trains adapters: {', '.join(sorted(LORA_TRAINERS))}"
-        elif role == "actor_infer" and _adapter(args) != _adapter(actor):
+        if role == "actor_infer" and _adapter(args) != _adapter(actor):
             expected = f"null, or the adapter of actor_train: {_adapter(actor)}"
         elif role not in ("actor_train", "actor_infer"):
             expected = "null: only the actor has an adapter"

@@ -95,16 +95,30 @@ def adapter_name(name: str) -> str:
     return PREFIX + name.replace(f".{_ADAPTER}.", ".")
 
 
-def initial_value(name: str, shape: torch.Size, seed: int) -> Tensor:
-    """What an adapter's parameter starts with: B at zero, A as ``nn.Linear`` does, from the seed and its name alone.
+def matrix_name(layer: str, matrix: str) -> str:
+    """The name in a peft folder of a layer's ``A`` [rank, inputs] or ``B`` [outputs, rank]."""
+    return f"{PREFIX}{layer}.lora_{matrix}.weight"
+
+
+def matrix_shapes(model: PreTrainedModel, shape: AdapterShape) -> dict[str, tuple[int, int]]:
+    """All of an adapter's matrices, under their names in a peft folder."""
+    shapes = {}
+    for name, layer in adapted_layers(model, shape.targets).items():
+        shapes[matrix_name(name, "A")] = (shape.rank, layer.in_features)
+        shapes[matrix_name(name, "B")] = (layer.out_features, shape.rank)
+    return shapes
+
+
+def initial_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """What an adapter's matrix starts with: B at zero, A as ``nn.Linear`` does, from the seed and its name alone.
 
     Args:
-        name: of the parameter.
-        shape: of the whole parameter.
+        name: in a peft folder.
+        shape: of the whole matrix.
         seed: the run's.
 
     Returns:
-        float32, the same on every rank and in every layout.
+        float32, the same on every rank, in every layout and every engine.
     """
     value = torch.zeros(shape)
     if _MARKS[0] in name:

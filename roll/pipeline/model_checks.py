@@ -184,27 +184,32 @@ def check_model_kwargs(config: RLConfig) -> list[ConfigProblem]:
 
 
 def check_adapted_layers(config: RLConfig) -> list[ConfigProblem]:
-    """The model has the layers that ``lora_target`` names."""
-    targets = config.actor_train.model_args.lora_targets
-    sizes = _model_config(config, "actor_train") if targets and targets != ("all-linear",) else None
+    """The model has the layers that ``lora_target`` names, and the trainer can adapt them."""
+    args, options = config.actor_train.model_args, valid_options(config.actor_train)
+    targets, megatron = args.lora_targets, isinstance(options, MegatronConfig)
+    sizes = _model_config(config, "actor_train") if targets and (megatron or targets != ("all-linear",)) else None
     if sizes is None:
         return []
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
+    from roll.distributed.strategy.megatron.fit import check_adapter_fit, check_model_fit
     from roll.models.lora import adapted_layers
 
     with torch.device("meta"), no_init_weights():
         model = AutoModelForCausalLM.from_config(sizes, trust_remote_code=False)
     try:
-        adapted_layers(model, targets)
+        layers = adapted_layers(model, targets)
     except ValueError as error:
         seen = config.actor_train.model_args.lora_target
         reason, _, expected = str(error).partition(", expected ")
         key, hint = "actor_train.model_args.lora_target", reason.partition(": ")[2]
         return [ConfigProblem(key, seen, expected, hint, involves=("pretrain",))]
-    return []
+    if not isinstance(options, MegatronConfig) or check_model_fit(sizes, options):
+        return []  # what does not fit without an adapter is said by check_fit
+    problems = check_adapter_fit(sizes, options, layers, dropout=args.lora_dropout)
+    return [problem_of_sentence("actor_train.", text) for text in problems]
 
 
 MODEL_CHECKS: tuple[Rule, ...] = (

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import enter_rank, exported, run_ranks
+from ranks import enter_rank, exported, exported_adapter, run_ranks
 from torch import Tensor
 
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
@@ -44,6 +44,7 @@ TRAINING = {
     "per_device_train_batch_size": 2,
 }
 TOTAL_STEPS = 10
+SEED = 7
 FP32_BOUND = 5e-6
 BF16_BOUNDS = {"logprobs": 0.05, "loss": 0.01, "grad_norm": 0.03, "weights": 0.012, "neighbour": 0.01}
 """bfloat16 keeps 8 bits of a number; weights leave rounded to it (2**-9 of up to 2), besides Adam's steps of 1e-3."""
@@ -67,6 +68,7 @@ class Layout:
     model: str = "qwen2"
     """One of ``MODELS``."""
     lora: LoraSpec | None = None
+    """Trains an adapter, whose weights are then those compared."""
     bounds: dict[str, float] = field(default_factory=dict)
     """Other bounds than ``FP32_BOUND``, by measure, each with its reason in the layout's file."""
 
@@ -78,6 +80,9 @@ class Layout:
         default = BF16_BOUNDS[measure] if self.model_args.get("dtype") == "bf16" else FP32_BOUND
         return self.bounds.get(measure, default)
 
+
+ADAPTER = LoraSpec(rank=3, alpha=8, targets=("q_proj", "v_proj", "down_proj"))
+ALL_ADAPTED = LoraSpec(rank=2, alpha=4, targets=("all-linear",))
 
 MEASURES = ("logprobs", "loss", "grad_norm", "weights", "neighbour")
 
@@ -190,8 +195,9 @@ def oracle(model_path: Path, lora: LoraSpec | None = None) -> Expected:
     from roll.distributed.strategy.optim import learning_rate
 
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}  # fused kernels have no float64
-    model: Any = AutoModelForCausalLM.from_pretrained(model_path, **options).double()
-    trained = list(model.parameters())
+    model: Any = AutoModelForCausalLM.from_pretrained(model_path, **options)
+    model = model.double() if lora is None else with_adapter(model, lora)
+    trained = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in trained if p.ndim >= 2]
     groups = [
         {"params": decayed, "weight_decay": 0.1},
@@ -213,7 +219,30 @@ def oracle(model_path: Path, lora: LoraSpec | None = None) -> Expected:
         losses.append(loss.item())
         entropies.append(entropy)
     after_T = _oracle_logprobs(model, make_batch(0))
-    return Expected(before_T, after_T, losses, entropies, norms, checkpoint_weights(model))
+    weights = checkpoint_weights(model) if lora is None else adapter_weights(model)
+    return Expected(before_T, after_T, losses, entropies, norms, weights)
+
+
+def with_adapter(model: Any, lora: LoraSpec) -> Any:
+    """The model in peft's hands, in float64, with the adapter that every trainer starts with."""
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+
+    from roll.models.lora import initial_value, matrix_shapes
+
+    start = {name: initial_value(name, shape, SEED) for name, shape in matrix_shapes(model, lora).items()}
+    targets = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in start})
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0)
+    found = get_peft_model(model, config).double()
+    report = set_peft_model_state_dict(found, start)
+    assert not report.unexpected_keys, report.unexpected_keys
+    return found.double()
+
+
+def adapter_weights(model: Any) -> dict[str, Tensor]:
+    """An adapter in peft's hands under the names of a peft folder."""
+    from peft import get_peft_model_state_dict
+
+    return {name: tensor.clone() for name, tensor in get_peft_model_state_dict(model).items()}
 
 
 def checkpoint_weights(model: Any) -> dict[str, Tensor]:
@@ -274,7 +303,7 @@ def make_context(layout: Layout, model_path: Path, rank: int) -> StrategyContext
         rank=rank,
         world_size=layout.world_size,
         lora=layout.lora,
-        seed=7,
+        seed=SEED,
         temperature=TEMPERATURE,
         max_grad_norm=MAX_GRAD_NORM,
         total_optimizer_steps=TOTAL_STEPS,
@@ -328,7 +357,7 @@ def _run(layout: Layout, model_path: Path, rank: int) -> dict[str, Any]:
         result["metrics"].append(strategy.train_step(share, policy_loss))
     result["after"] = scores()
     result["neighbour"] = _influence(strategy, info, result["after"][1])
-    result["weights"] = exported(strategy)
+    result["weights"] = exported(strategy) if layout.lora is None else exported_adapter(strategy)
     if hasattr(strategy, "shutdown"):
         strategy.shutdown()
     return result

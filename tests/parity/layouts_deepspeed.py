@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness import Layout
+from harness import ADAPTER, ALL_ADAPTED, Layout
 
 
 def zero(stage: int, **options: Any) -> dict[str, Any]:
@@ -46,6 +46,10 @@ LAYOUTS = [
     *(layout(f"zero{stage}-bf16", zero(stage), **BF16) for stage in range(4)),
     layout("zero1-offload-bf16", zero(1, offload_optimizer=CPU), **BF16),
     layout("zero3-offload-bf16", zero(3, offload_optimizer=CPU), **BF16),
+    layout("zero0-lora", zero(0), lora=ADAPTER),
+    layout("zero1-lora-packed", zero(1), lora=ALL_ADAPTED, worker=PACKED, model="qwen3"),
+    layout("zero2-lora-ulysses2", zero(2), model_args={"ulysses_size": 2}, lora=ADAPTER),
+    layout("zero3-lora-recomputed", zero(3), model_args=RECOMPUTED, lora=ADAPTER, model="llama"),
     layout("zero1-ranks4", zero(1), world_size=4),
     layout("zero3-ranks4-ulysses2", zero(3), model_args={"ulysses_size": 2}, world_size=4),
 ]

@@ -1,10 +1,10 @@
-"""The layouts of ``fsdp2_train``. Adapters have an oracle of their own, see ``test_lora.py``."""
+"""The layouts of ``fsdp2_train``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from harness import Layout
+from harness import ADAPTER, ALL_ADAPTED, Layout
 
 PACKED = {"use_sequence_packing": True}
 BY_TOKENS = {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": 50}
@@ -30,6 +30,11 @@ LAYOUTS = [
     layout("shard2-moe", 2, model="qwen3_moe"),
     layout("shard2-recomputed", 2, {"activation_offload": True}, model="llama", **RECOMPUTED),
     layout("offload2", 2, {"cpu_offload": True}),
+    layout("alone-lora", 1, lora=ALL_ADAPTED),
+    layout("replica2-lora", 2, {"fsdp_size": 1}, lora=ADAPTER),
+    layout("shard2-lora-recomputed", 2, lora=ADAPTER, **RECOMPUTED),
+    layout("shard2-lora-bf16", 2, lora=ADAPTER, **BF16),
+    layout("ulysses2-lora-packed", 2, worker=PACKED, lora=ALL_ADAPTED, model="qwen3", **ULYSSES),
     layout("tp2", 2, TP),
     layout("tp2-packed", 2, TP, model="qwen3", worker=PACKED),
     layout("tp2-moe", 2, TP, model="qwen3_moe"),

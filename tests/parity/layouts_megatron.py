@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from harness import Layout
+from harness import ADAPTER, ALL_ADAPTED, Layout
 
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 CP, EP, ETP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
@@ -41,6 +41,8 @@ LAYOUTS = [
     layout("recompute-moe", 1, {"moe_layer_recompute": True}, **MOE),
     layout("packed", 1, **PACKED),
     layout("bf16", 1, **BF16),
+    layout("lora", 1, lora=ADAPTER),
+    layout("lora-all-recomputed", 1, FULL, lora=ALL_ADAPTED, model="llama"),
     layout("dp2", 2),
     layout("dp2-whole-optimizer", 2, {"use_distributed_optimizer": False}),
     layout("dp2-overlap", 2, {"overlap_grad_reduce": True}),
@@ -60,6 +62,16 @@ LAYOUTS = [
     layout("ep2", 2, {EP: 2}, **MOE),
     layout("ep2-whole-optimizer", 2, {EP: 2, "use_distributed_optimizer": False}, **MOE),
     layout("ep2-allgather", 2, {EP: 2, "moe_token_dispatcher_type": "allgather"}, **MOE),
+    layout("dp2-lora", 2, {"overlap_grad_reduce": True}, lora=ADAPTER),
+    layout("dp2-lora-bf16", 2, lora=ADAPTER, **BF16),
+    layout("dp2-lora-bf16-whole-optimizer", 2, {"use_distributed_optimizer": False}, lora=ADAPTER, **BF16),
+    layout("tp2-lora", 2, {TP: 2}, lora=ALL_ADAPTED),
+    layout("tp2-sp-lora-packed", 2, {TP: 2, **SP}, lora=ADAPTER, model="qwen3", **PACKED),
+    layout("tp2-sp-moe-lora", 2, {TP: 2, **SP}, lora=ALL_ADAPTED, **MOE),
+    layout("pp2-lora", 2, {PP: 2}, lora=ADAPTER),
+    layout("pp2-vpp2-lora", 2, {PP: 2, VPP: 2, **FULL}, lora=ALL_ADAPTED),
+    layout("cp2-lora-packed", 2, {CP: 2}, lora=ADAPTER, **PACKED),
+    layout("tp2-sp-pp2-lora", 4, {TP: 2, **SP, PP: 2, **FULL}, lora=ALL_ADAPTED),
     layout("tp2-pp2", 4, {TP: 2, PP: 2}),
     layout("tp2-sp-pp2-vpp2-bf16", 4, {TP: 2, **SP, PP: 2, VPP: 2}, **BF16),
     layout("dp2-pp2", 4, {PP: 2, "overlap_grad_reduce": True}),

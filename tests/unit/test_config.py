@@ -490,8 +490,6 @@ def test_roles_are_those_that_the_algorithm_needs(load):
         (["actor_train.strategy_args.strategy_name=megatron_train", "actor_train.model_args.ulysses_size=2",
           "actor_train.device_mapping=[0,1]", "num_gpus_per_node=8"],
          "actor_train.model_args.ulysses_size", "context_parallel_size"),
-        (["actor_train.strategy_args.strategy_name=megatron_train", "actor_train.model_args.lora_target=q_proj"],
-         "actor_train.model_args.lora_target", "fsdp2_train"),
         (["actor_infer.model_args.lora_target=q_proj"], "actor_infer.model_args.lora_target", "actor_train"),
         (["actor_train.model_args.lora_target=q_proj", "reference={}", "use_kl_loss=true", "kl_loss_coef=0.1"],
          "reference", "without its adapter"),

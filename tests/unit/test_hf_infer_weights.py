@@ -21,7 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from roll.distributed.strategy.adapters import MergedAdapter, adapter_shapes
+from roll.distributed.strategy.adapters import MergedAdapter
 from roll.distributed.strategy.base import LoraSpec, WeightBucket
 from roll.distributed.weight_sync import (
     WeightChecksumError,
@@ -32,6 +32,7 @@ from roll.distributed.weight_sync import (
 )
 from roll.distributed.weights.contents import ALIGNMENT
 from roll.models.loading import to_hf_weights
+from roll.models.lora import matrix_shapes
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -171,7 +172,7 @@ def test_an_adapter_leaves_the_buckets_of_the_base_as_they_are() -> None:
     WeightUpdate(receiver, unpacked(buckets)).apply()
     torch.manual_seed(3)
     for _ in range(2):  # the second in place of the first, not on top of it
-        tensors = {name: torch.randn(shape) for name, shape in adapter_shapes(receiver, spec).items()}
+        tensors = {name: torch.randn(shape) for name, shape in matrix_shapes(receiver, spec).items()}
         adapter.apply(tensors)
     layer = "model.layers.1.self_attn.q_proj"
     down, up = (tensors[f"base_model.model.{layer}.lora_{part}.weight"] for part in "AB")

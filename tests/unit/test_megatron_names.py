@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from megatron_models import CONFIGS, checkpoint, make_model
 
+from roll.models.lora import ALL_LINEAR, adapted_layers
 from roll.models.megatron.config import MegatronModelConfig, megatron_config
 from roll.models.megatron.layout import ParallelLayout
 from roll.models.megatron.names import (
@@ -17,6 +18,7 @@ from roll.models.megatron.names import (
     QKV_BIAS,
     ExpertModules,
     ModuleSet,
+    adaptable_layers,
     parameter_names,
     source,
 )
@@ -42,6 +44,26 @@ def test_each_weight_of_a_checkpoint_is_covered_once(case: str, modules: ModuleS
     names = list(parameter_names(config, WHOLE, modules, experts))
     assert len(set(names)) == len(names)
     assert hf_names(config, names) == Counter(checkpoint(make_model(CONFIGS[case])).keys())
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_adapters_go_on_all_linear_layers_but_gates(case: str) -> None:
+    linear = adapted_layers(make_model(CONFIGS[case]), (ALL_LINEAR,))
+    assert set(adaptable_layers(megatron_config(CONFIGS[case]))) == {n for n in linear if "shared_expert_gate" not in n}
+
+
+def test_an_adapter_is_cut_where_its_layer_is() -> None:
+    config = megatron_config(CONFIGS["qwen3"])
+    forms = {
+        "self_attention.linear_qkv.lora.k_proj.lora_A": ("replicated", "self_attn.k_proj.lora_A"),
+        "self_attention.linear_qkv.lora.k_proj.lora_B": ("rows", "self_attn.k_proj.lora_B"),
+        "mlp.linear_fc1.lora.up_proj.lora_B": ("rows", "mlp.up_proj.lora_B"),
+        "mlp.linear_fc2.lora.down_proj.lora_A": ("columns", "mlp.down_proj.lora_A"),
+        "mlp.linear_fc2.lora.down_proj.lora_B": ("replicated", "mlp.down_proj.lora_B"),
+    }
+    for name, (form, hf) in forms.items():
+        found = source(f"decoder.layers.1.{name}.weight", config, WHOLE)
+        assert (found.form, found.hf) == (form, ((f"base_model.model.model.layers.1.{hf}.weight",),))
 
 
 @pytest.mark.parametrize("case", CONFIGS)

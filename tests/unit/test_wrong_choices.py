@@ -202,6 +202,10 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
         (args(lora_target=" , "), "actor_train.model_args.lora_target", "all-linear"),
         (args(lora_rank=4), "actor_train.model_args.lora_rank", "lora_target"),
         (fsdp2("moe", tensor_parallel_size=2) | args(lora_target="q_proj"), f"{TRAIN}.tensor_parallel_size", "1 with"),
+        (megatron("moe2") | args(lora_target="all-linear"), "actor_train.model_args.lora_target", "gate_proj, k_proj"),
+        (megatron() | args(lora_target="q_proj", lora_dropout=0.1), "actor_train.model_args.lora_dropout", "0 with"),
+        (megatron("moe2", moe_shared_expert_overlap=True) | args(lora_target="up_proj"),
+         f"{TRAIN}.moe_shared_expert_overlap", "false with an adapter"),
         (vllm() | args(lora_target="all-linear", lora_rank=1000), "actor_train.model_args.lora_rank", "at most 512"),
         # vLLM and SGLang
         (vllm(max_num_batched_tokens="many"), f"{INFER}.max_num_batched_tokens", "int"),
@@ -277,6 +281,7 @@ def test_a_wrong_choice_is_refused_with_its_key_and_a_right_one(problems, change
         fsdp2("dense", 3, tensor_parallel_size=3),
         fsdp2("dense", 6) | args(ulysses_size=6),
         args(lora_target="q_proj,v_proj", lora_rank=4),
+        megatron("moe", 2, **{TP: 2, "sequence_parallel": True}) | args(lora_target="all-linear"),
         vllm(max_num_batched_tokens=4096, enforce_eager=True),
         {"actor_infer.use_sequence_packing": True, **train(use_sequence_packing=True)},
         {**REFERENCE, **engine("hf_infer", "reference")},

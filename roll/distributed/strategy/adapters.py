@@ -14,19 +14,10 @@ from torch import Tensor
 
 from roll.distributed.strategy.base import LoraSpec
 from roll.distributed.weight_sync import WeightMismatchError
-from roll.models.lora import PREFIX, adapted_layers
+from roll.models.lora import adapted_layers, matrix_name, matrix_shapes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-def adapter_shapes(model: PreTrainedModel, spec: LoraSpec) -> dict[str, tuple[int, int]]:
-    """The tensors of an adapter, under peft's names."""
-    shapes = {}
-    for name, layer in adapted_layers(model, spec.targets).items():
-        shapes[_name(name, "A")] = (spec.rank, layer.in_features)
-        shapes[_name(name, "B")] = (layer.out_features, spec.rank)
-    return shapes
 
 
 def check_adapter(model: PreTrainedModel, spec: LoraSpec | None, tensors: Mapping[str, Tensor]) -> LoraSpec:
@@ -40,7 +31,7 @@ def check_adapter(model: PreTrainedModel, spec: LoraSpec | None, tensors: Mappin
     """
     if spec is None:
         raise WeightMismatchError("adapter refused: this role has no LoRA adapter; expected lora_target in actor_train")
-    expected = adapter_shapes(model, spec)
+    expected = matrix_shapes(model, spec)
     problems = [f"missing name {name}" for name in expected if name not in tensors]
     problems += [f"unknown name {name}" for name in tensors if name not in expected]
     problems += [
@@ -90,7 +81,7 @@ class MergedAdapter:
         for name, layer in self._layers.items():
             weight = layer.weight
             base = self._base.setdefault(name, weight.detach().cpu())
-            down_RI, up_OR = (tensors[_name(name, part)].to(weight.device, torch.float32) for part in ("A", "B"))
+            down_RI, up_OR = (tensors[matrix_name(name, part)].to(weight.device, torch.float32) for part in ("A", "B"))
             # The sum in float32, rounded once: what peft's merge gives in float32, and at least as exact in others.
             merged = torch.addmm(base.to(weight.device).float(), up_OR, down_RI, alpha=scale)
             weight.data = merged.to(weight.dtype)
@@ -98,7 +89,3 @@ class MergedAdapter:
     def forget(self) -> None:
         """Takes the weights as they are for the base: they were replaced."""
         self._base.clear()
-
-
-def _name(layer: str, part: str) -> str:
-    return f"{PREFIX}{layer}.lora_{part}.weight"

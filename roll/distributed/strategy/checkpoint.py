@@ -135,6 +135,17 @@ def restore_checkpoint(path: Path, trained: Trained, *, tensors: bool = True) ->
     return state
 
 
+def adapter_tensors(path: Path) -> StoredTensors:
+    """What a checkpoint of a run with an adapter has beside ``OPTIMIZER``.
+
+    Raises:
+        ValueError: it is of a run without.
+    """
+    if not (path / ADAPTER_FILE).is_file():
+        raise ValueError(f"no {ADAPTER_FILE}; expected a checkpoint of a run with lora_target")
+    return StoredTensors(path)
+
+
 def _restore_tensors(path: Path, trained: Trained) -> None:
     with agreed():
         stored = StoredTensors((path / OPTIMIZER).parent)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from roll.distributed.strategy.adapters import adapter_shapes, check_adapter
+from roll.distributed.strategy.adapters import check_adapter
 from roll.distributed.strategy.base import LoraSpec, StrategyContext
 from roll.distributed.weight_sync import WeightUpdate
 from roll.models.loading import load_config, load_tokenizer, locate_model, make_skeleton, resolve_dtype, to_hf_weights
-from roll.models.lora import adapted_layers
+from roll.models.lora import adapted_layers, matrix_shapes
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -83,7 +83,7 @@ class ModelOutline:
 
     def empty_adapter(self, spec: LoraSpec) -> dict[str, Tensor]:
         """An adapter that changes nothing: all zeros."""
-        return {name: torch.zeros(shape) for name, shape in adapter_shapes(self._model, spec).items()}
+        return {name: torch.zeros(shape) for name, shape in matrix_shapes(self._model, spec).items()}
 
     def check_adapter(self, spec: LoraSpec | None, tensors: Mapping[str, Tensor]) -> LoraSpec:
         """See ``adapters.check_adapter``."""

@@ -25,15 +25,16 @@ from roll.distributed.strategy.checkpoint import (
     OPTIMIZER,
     VALUE_HEAD,
     Named,
+    adapter_tensors,
     optimizer_tensors,
     save_checkpoint,
 )
 from roll.distributed.strategy.optim import MASTER
-from roll.distributed.strategy.tensor_files import Reader, StoredTensors
+from roll.distributed.strategy.tensor_files import Reader
 from roll.distributed.strategy.trainer import TrainerState
 from roll.models.heads import load_value_head
 from roll.models.loading import load_causal_lm, load_trunk, save_config, to_hf_weights
-from roll.models.lora import ADAPTER_FILE, adapter_name, base_name, initial_value, is_adapter, write_adapter_config
+from roll.models.lora import adapter_name, base_name, initial_value, is_adapter, write_adapter_config
 from roll.models.scoring import OutputLayer, TokenScorer
 
 
@@ -89,9 +90,7 @@ class TrainedModule:
             return
         # What is trained beside frozen weights: the adapter, and a critic's head.
         with agreed():
-            if not (path / ADAPTER_FILE).is_file():
-                raise ValueError(f"no {ADAPTER_FILE}; expected a checkpoint of a run with lora_target")
-            stored = StoredTensors(path)
+            stored = adapter_tensors(path)
         _fill(weights, weights.trained, MASTER, lambda name: stored.get(_stored_name(name).removeprefix(HEAD_PREFIX)))
 
     def set_steps(self, steps: int) -> None:
@@ -115,7 +114,7 @@ def load_model(path: Path, weights: ModuleWeights, config_kwargs: Mapping[str, A
 def start_adapter(weights: ModuleWeights, seed: int) -> None:
     """Gives an adapter its first values (collective)."""
     names = [name for name in weights.parameters if is_adapter(name)]
-    _fill(weights, names, MASTER, lambda name: initial_value(name, weights.shape(name), seed))
+    _fill(weights, names, MASTER, lambda name: initial_value(_stored_name(name), weights.shape(name), seed))
 
 
 def hf_weights(weights: ModuleWeights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -99,6 +99,8 @@ def _cut(form: Form, whole: list[Tensor], config: MegatronModelConfig, rank: int
         return rows.chunk(size)[rank]
     if form == "qkv":
         return _interleave(whole, config).chunk(size)[rank]
+    if form == "rows":
+        return whole[0].chunk(size)[rank]
     if form in ("columns", "all_down"):
         part = whole[0].chunk(size, dim=1)[rank].contiguous()
     else:
@@ -113,6 +115,8 @@ def _uncut(form: Form, shards: list[Tensor], config: MegatronModelConfig) -> Seq
         return [torch.cat(shards)[: config.vocab_size]]
     if form == "qkv":
         return _separate(torch.cat(shards), config)
+    if form == "rows":
+        return [torch.cat(shards)]
     if form in ("columns", "all_down"):
         return [torch.cat(shards, dim=1)]
     return [torch.cat(halves) for halves in zip(*(part.chunk(2) for part in shards), strict=True)]

@@ -13,16 +13,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from roll.models.lora import matrix_name
 from roll.models.megatron.config import MegatronModelConfig
 from roll.models.megatron.layout import ParallelLayout
 
 ModuleSet = Literal["local", "te"]
 ExpertModules = Literal["sequential", "grouped", "legacy_grouped"]
 
-Form = Literal["replicated", "vocab", "columns", "qkv", "gate_up", "all_gate_up", "all_down"]
+Form = Literal["replicated", "vocab", "rows", "columns", "qkv", "gate_up", "all_gate_up", "all_down"]
 """How Hugging Face tensors become one of Megatron's, and how its tensor-parallel shards are cut.
 
-``replicated``: as it is, on every rank. ``vocab``: rows padded, cut by rows. ``columns``: cut by columns.
+``replicated``: as it is, on every rank. ``vocab``: rows padded, cut by rows. ``rows``, ``columns``: cut by these.
 ``qkv``: rows of query, key and value interleaved by query group, cut by rows. ``gate_up``: each shard is its rows of
 the gate above its rows of the up projection. ``all_gate_up``, ``all_down``: the transposed weights of all experts of a
 rank, as ``gate_up`` and ``columns``.
@@ -133,6 +134,8 @@ def source(name: str, config: MegatronModelConfig, layout: ParallelLayout) -> So
     Raises:
         ValueError: no such parameter in a converted model, or not on this rank.
     """
+    if adapter := _ADAPTER.fullmatch(name):
+        return _adapter_source(adapter, config, layout)
     relative, layer, expert = _parse(name)
     entry, is_expert = _ENTRIES.get(relative, (None, False))
     if entry is None or (layer is not None) != (relative in _LAYER_ENTRIES):
@@ -180,6 +183,28 @@ def layer_entries(config: MegatronModelConfig, layer: int, experts: ExpertModule
     return entries + MOE + (SHARED_EXPERT if has.get("moe_shared_expert_gate") else ()) + EXPERTS[experts]
 
 
+def adaptable_layers(config: MegatronModelConfig) -> Iterator[str]:
+    """Hugging Face names of the linear layers that can have an adapter: not routers, gates and routed experts."""
+    for layer in range(config.num_layers):
+        for entry in layer_entries(config, layer, "sequential"):
+            if entry.form in ("qkv", "gate_up", "columns") and re.search(r"linear_\w+\.weight$", entry.local):
+                names = (hf for hf in entry.hf if "{expert}" not in hf)
+                yield from (f"model.layers.{layer}.{hf.removesuffix('.weight')}" for hf in names)
+
+
+def _adapter_source(found: re.Match[str], config: MegatronModelConfig, layout: ParallelLayout) -> Source:
+    """Of one of the two matrices of a projection in a linear layer, which is cut where the layer is."""
+    base = source(f"{found['linear']}.weight", config, layout)
+    (layer,) = (hf.removesuffix(".weight") for hf in base.hf[0] if hf.endswith(f".{found['projection']}.weight"))
+    form: Form = "replicated"
+    if base.form == "columns" and found["matrix"] == "A":
+        form = "columns"
+    elif base.form != "columns" and found["matrix"] == "B":
+        form = "rows"
+    return Source(form, ((matrix_name(layer, found["matrix"]),),), expert=False)
+
+
+_ADAPTER = re.compile(r"(?P<linear>.+)\.lora\.(?P<projection>\w+)\.lora_(?P<matrix>[AB])\.weight")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+$")
 

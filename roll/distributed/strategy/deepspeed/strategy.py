@@ -9,50 +9,25 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from roll.algorithms.types import TokenScores
 from roll.configs.strategy import DeepSpeedConfig
-from roll.data.batch import Batch
-from roll.distributed.strategy.agreement import agreed
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
-from roll.distributed.strategy.checkpoint import restore_checkpoint
 from roll.distributed.strategy.deepspeed.config import scoring_config, training_config
 from roll.distributed.strategy.deepspeed.options import check_engine_options
 from roll.distributed.strategy.deepspeed.weights import EngineWeights, engine_weights
 from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
-from roll.distributed.strategy.hf_scorer import (
-    make_scorer,
-    rank_info,
-    recompute_activations,
-    score_micro_batch,
-    share_sequences,
-)
-from roll.distributed.strategy.module_weights import (
-    TrainedModule,
-    adapter_weights,
-    copy_output_layer,
-    hf_weights,
-    load_model,
-    save_module,
-    start_adapter,
-)
-from roll.distributed.strategy.trainer import Limits, Scorer, Trainer, TrainerState, join_group, local_device
-from roll.models import planned_attention
-from roll.models.loading import load_config, resolve_dtype
-from roll.models.lora import adapter_dropout, adapter_off
+from roll.distributed.strategy.hf_scorer import rank_info, recompute_activations
+from roll.distributed.strategy.module_trainer import ModuleScorer, ModuleTrainer
+from roll.distributed.strategy.trainer import TrainerState, join_group, local_device
 from roll.models.scoring import TokenScorer
 
 
-class DeepSpeedInfer(Scorer):
+class DeepSpeedInfer(ModuleScorer[EngineWeights]):
     """Scores tokens: whole weights on each rank, or partitioned with ZeRO stage 3."""
-
-    _trained = False
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
@@ -61,34 +36,19 @@ class DeepSpeedInfer(Scorer):
         if problems := check_engine_options(strategy.strategy_config):
             raise ValueError(f"{context.role}.strategy_args.strategy_config.{'; '.join(problems)}")
         self._options = DeepSpeedConfig.model_validate(strategy.strategy_config)
-        self._weights: EngineWeights | None = None
 
     def setup(self) -> RankInfo:
         context = self.context
         torch.manual_seed(context.seed)
         self.device = local_device(context.rank)
         join_group(context, self.device, alone=True)
-        self._weights = self._load()
+        self._weights = self._make_weights(self._options.precision)
         self.info = rank_info(context, context.worker.model_args.ulysses_size)
         return self.info
 
-    @property
-    def weights(self) -> EngineWeights:
-        if self._weights is None:
-            raise RuntimeError(f"{self.context.role}: setup() has not been called")
-        return self._weights
-
-    def forward(self, micro_batch: Batch, limits: Limits) -> TokenScores:
-        return score_micro_batch(self.weights.engine, micro_batch, limits, group=self._sequence_group)
-
-    def without_adapter(self) -> contextlib.AbstractContextManager[object]:
-        return adapter_off(self.weights.scorer) if self.context.lora is not None else super().without_adapter()
-
     def move(self, what: States, device: torch.device) -> None:
+        super().move(what, device)
         (self.weights.leave if device.type == "cpu" else self.weights.come_back)(what)
-        scorer = self.weights.scorer
-        if States.WEIGHTS in what and scorer.reference_layer is not None:
-            scorer.reference_layer = scorer.reference_layer.to(device)
 
     def shutdown(self) -> None:
         if self._weights is not None:
@@ -100,32 +60,18 @@ class DeepSpeedInfer(Scorer):
         # Without an optimizer, stages 1 and 2 have nothing to partition.
         return self._options.stage if self._trained or self._options.stage == 3 else 0
 
-    def _load(self) -> EngineWeights:
-        args, path = self.context.worker.model_args, self.context.model_path
-        with agreed():
-            # The format in which weights leave: exports and saved models.
-            self._model_dtype = resolve_dtype(args.dtype, load_config(path, args.model_config_kwargs))
-            asked = self._options.precision
-            compute = self._model_dtype if asked is None else resolve_dtype(asked)
-            scorer = make_scorer(self.context, self._stored_dtype(compute))
-        self.shares_prompts = self.context.worker.share_prompts and planned_attention.enable(scorer.model)
-        self._sequence_group = share_sequences(self.context, scorer)
+    @property
+    def _module(self) -> nn.Module:
+        module: nn.Module = self.weights.engine
+        return module
+
+    def _place(self, scorer: TokenScorer, compute_dtype: torch.dtype) -> EngineWeights:
         self._prepare(scorer)
-        engine = start_engine(scorer, self._engine_config(compute), self._parameter_groups(scorer), self.device)
-        weights = engine_weights(engine, scorer, self.device, self._stage)
-        load_model(Path(path), weights, args.model_config_kwargs)
-        if self.context.lora is not None:
-            start_adapter(weights, self.context.seed)
-        if self.context.keeps_output_layer:
-            scorer.reference_layer = copy_output_layer(weights, compute)
-        return weights
+        engine = start_engine(scorer, self._engine_config(compute_dtype), self._parameter_groups(scorer), self.device)
+        return engine_weights(engine, scorer, self.device, self._stage)
 
     def _prepare(self, scorer: TokenScorer) -> None:
         """Called before the engine takes the model over."""
-
-    def _stored_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
-        """The number format of the parameters that the model computes with."""
-        return compute_dtype
 
     def _parameter_groups(self, scorer: TokenScorer) -> list[dict[str, Any]] | None:
         return None
@@ -134,13 +80,8 @@ class DeepSpeedInfer(Scorer):
         return scoring_config(self._options)
 
 
-class DeepSpeedTrain(DeepSpeedInfer, Trainer):
-    """Takes AdamW steps. Trained weights and moments are float32; ``model_args.dtype`` is what the model computes in.
-
-    With a LoRA adapter, the language model's own weights are frozen, in the format that it computes in.
-    """
-
-    _trained = True
+class DeepSpeedTrain(ModuleTrainer[EngineWeights], DeepSpeedInfer):
+    """Takes AdamW steps."""
 
     def setup(self) -> RankInfo:
         info = super().setup()
@@ -150,11 +91,6 @@ class DeepSpeedTrain(DeepSpeedInfer, Trainer):
     def reset_optimizer(self) -> None:
         self.weights.reset_moments()
         self._state = TrainerState(total_optimizer_steps=self.context.total_optimizer_steps)
-
-    def forward(self, micro_batch: Batch, limits: Limits) -> TokenScores:
-        drops = self.context.lora is not None and self.context.lora.dropout > 0 and torch.is_grad_enabled()
-        with adapter_dropout(self.weights.scorer) if drops else contextlib.nullcontext():
-            return super().forward(micro_batch, limits)
 
     def before_forward(self, *, last: bool) -> None:
         self.weights.engine.set_gradient_accumulation_boundary(last)
@@ -184,22 +120,6 @@ class DeepSpeedTrain(DeepSpeedInfer, Trainer):
     def drop_gradients(self) -> None:
         self.weights.drop_gradients()
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return hf_weights(self.weights, self._model_dtype)
-
-    def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
-        return super().named_adapter() if self.context.lora is None else adapter_weights(self.weights)
-
-    def save(self, path: Path) -> None:
-        """Writes a checkpoint, see ``checkpoint`` (collective)."""
-        self._require(States.WEIGHTS | States.OPTIMIZER)
-        save_module(path, self.weights, self._state, dtype=self._model_dtype, context=self.context)
-
-    def load(self, path: Path) -> None:
-        """Continues from a checkpoint that any number of ranks and any trainer has written (collective)."""
-        self._require(States.WEIGHTS | States.OPTIMIZER)
-        self._continue_from(restore_checkpoint(path, TrainedModule(self.weights)), path)
-
     def _square_norm(self, shares: list[Tensor]) -> Tensor:
         """Their part of the sum of squares over all ranks, float64; a rank may have no share of a small model."""
         if not shares:
@@ -213,10 +133,8 @@ class DeepSpeedTrain(DeepSpeedInfer, Trainer):
             recompute_activations(scorer)
 
     def _stored_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
-        if compute_dtype == torch.float16:
-            raise ValueError(f"{self.context.role}: training in fp16 needs loss scaling; expected bf16 or fp32")
-        frozen = self.context.lora is not None and self.context.head == "lm"
-        return compute_dtype if self._stage or frozen else torch.float32
+        stored = super()._stored_dtype(compute_dtype)
+        return compute_dtype if self._stage else stored  # its optimizer keeps float32 copies then
 
     def _parameter_groups(self, scorer: TokenScorer) -> list[dict[str, Any]] | None:
         """AdamW decays matrices only, see ``optim.make_adamw``."""

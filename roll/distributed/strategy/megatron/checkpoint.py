@@ -16,12 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from roll.distributed.strategy.agreement import agreed
+from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.checkpoint import (
+    ADAPTER,
     HEAD_PREFIX,
     MODEL,
     MODEL_PREFIX,
     OPTIMIZER,
     VALUE_HEAD,
+    Named,
+    adapter_tensors,
     optimizer_tensors,
     save_checkpoint,
 )
@@ -32,6 +36,7 @@ from roll.distributed.strategy.optim import MASTER
 from roll.distributed.strategy.tensor_files import Reader
 from roll.distributed.strategy.trainer import TrainerState
 from roll.models.loading import Head, make_skeleton, save_config
+from roll.models.lora import write_adapter_config
 
 _EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 
@@ -43,7 +48,7 @@ class TrainedModel:
     model: MegatronModel
     gatherer: WeightGatherer
     optimizer: MegatronAdam
-    head: Head
+    context: StrategyContext
 
     @property
     def device(self) -> torch.device:
@@ -53,55 +58,65 @@ class TrainedModel:
         def read(parameter: nn.Parameter) -> Tensor:
             return self.optimizer.get(parameter, kind)
 
+        if self.context.lora is not None:
+            yield from self.gatherer.adapter(read)
+            return
         named = self.gatherer.weights(read, torch.float32)
         for name, tensor in _module_tensors(named, self.model.converted.num_experts):
-            yield _saved_name(name, self.head), tensor
+            yield _saved_name(name, self.context.head), tensor
         for name, tensor in self.gatherer.value_head(read):
             yield HEAD_PREFIX + name, tensor
 
     def fill(self, kind: str, read: Reader) -> None:
         with agreed():
-            self._set(kind, _checkpoint_reader(read, self.head))
+            self._set(kind, read if self.context.lora is not None else _checkpoint_reader(read, self.context.head))
 
     def load(self, path: Path) -> None:
         with agreed():
-            self._set(MASTER, folder_reader(self.model, path))
+            lora = self.context.lora is not None
+            self._set(MASTER, adapter_tensors(path).get if lora else folder_reader(self.model, path))
 
     def set_steps(self, steps: int) -> None:
         self.optimizer.set_step(steps)
 
     @torch.no_grad()
     def _set(self, kind: str, read: Reader) -> None:
-        for parameter, part in own_parts(self.model, read):
+        for parameter, part in own_parts(self.model, read, adapter=self.context.lora is not None):
             if kind == MASTER:
                 parameter.copy_(part)
             self.optimizer.set(parameter, kind, part)
 
 
-def save_model(path: Path, trained: TrainedModel, state: TrainerState, *, dtype: torch.dtype, source: str) -> None:
-    """Writes a checkpoint into ``path`` (collective).
+def save_model(path: Path, trained: TrainedModel, state: TrainerState, *, dtype: torch.dtype) -> None:
+    """Writes a checkpoint into ``path``: a model folder, or with an adapter a peft folder (collective).
 
     Args:
         path: folder; made if need be.
         trained: the model and its optimizer.
         state: the counters.
         dtype: number format of the Hugging Face weights.
-        source: model folder whose configuration and tokenizer are copied.
 
     Raises:
         OSError: on every rank, when rank 0 cannot write.
     """
-    head, gatherer = trained.head, trained.gatherer
+    context, gatherer = trained.context, trained.gatherer
+    head, lora, source = context.head, context.lora, context.model_path
 
     def write_config(folder: Path) -> None:
         with torch.device("meta"):
             save_config(make_skeleton(head, source, dtype=dtype), folder, dtype)
+        if lora is not None:
+            write_adapter_config(folder, lora, source)
 
-    weights = gatherer.weights(lambda parameter: parameter, dtype)
-    files = {
-        MODEL: ((_saved_name(name, head), tensor) for name, tensor in weights),
-        VALUE_HEAD: gatherer.value_head(lambda parameter: parameter),
-        OPTIMIZER: optimizer_tensors(trained, masters=dtype != torch.float32),
+    def read(parameter: nn.Parameter) -> Tensor:
+        return parameter
+
+    weights = ((_saved_name(name, head), tensor) for name, tensor in gatherer.weights(read, dtype))
+    files: dict[str, Named] = {
+        MODEL: weights if lora is None else (),
+        ADAPTER: gatherer.adapter(read),
+        VALUE_HEAD: gatherer.value_head(read),
+        OPTIMIZER: optimizer_tensors(trained, masters=lora is None and dtype != torch.float32),
     }
     save_checkpoint(path, files, state=state, device=trained.device, write_config=write_config, tokenizer_from=source)
 

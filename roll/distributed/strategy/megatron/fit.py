@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from roll.configs.problems import show
 from roll.configs.strategy import MegatronConfig
 from roll.models.megatron.config import MegatronModelConfig, check_parallel_sizes, megatron_config
+from roll.models.megatron.names import adaptable_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -47,6 +49,45 @@ def check_model_fit(hf_config: PreTrainedConfig, options: MegatronConfig) -> lis
         problems += str(error).splitlines()
     stages = _stage_problems(converted.num_layers, options)
     return problems + (stages or _recompute_problems(converted.num_layers, options)) + _moe_problems(converted, options)
+
+
+def check_adapter_fit(
+    hf_config: PreTrainedConfig, options: MegatronConfig, layers: Iterable[str], *, dropout: float
+) -> list[str]:
+    """What of a LoRA adapter Megatron's layers cannot have, with the nearest right choice.
+
+    Args:
+        hf_config: of a model that can be converted.
+        options: the layout.
+        layers: Hugging Face names of the adapted layers.
+        dropout: of the adapter's inputs.
+
+    Returns:
+        ``key: seen …, expected …``; keys of the role's section.
+    """
+    converted = megatron_config(hf_config)
+    known = list(adaptable_layers(converted))
+    names = sorted({name.rpartition(".")[2] for name in known})
+    problems = []
+    layers = list(layers)
+    if left := sorted({name.rpartition(".")[2] for name in layers} - set(names)):
+        problems.append(
+            f"model_args.lora_target: seen {', '.join(left)} among the layers, expected some of {', '.join(names)}"
+        )
+    if dropout:
+        problems.append(f"model_args.lora_dropout: seen {dropout}, expected 0 with Megatron-Core")
+    tensor, groups = options.tensor_model_parallel_size, converted.transformer["num_query_groups"]
+    if tensor > groups and any(name.endswith((".q_proj", ".k_proj", ".v_proj")) for name in layers):
+        problems.append(
+            f"strategy_args.strategy_config.tensor_model_parallel_size: seen {tensor}, expected at most "
+            f"num_key_value_heads {groups} with an adapter on queries, keys or values"
+        )
+    if options.moe_shared_expert_overlap and any(".shared_expert." in name for name in layers):
+        problems.append(
+            "strategy_args.strategy_config.moe_shared_expert_overlap: seen true, expected false with an adapter on "
+            "the shared expert"
+        )
+    return problems
 
 
 def _stage_problems(num_layers: int, options: MegatronConfig) -> list[str]:

@@ -28,6 +28,7 @@ from roll.distributed.strategy.megatron.options import check_engine_options
 from roll.distributed.strategy.megatron.scores import VocabularyShare
 from roll.distributed.strategy.tensor_files import Reader
 from roll.models.heads import ValueHead, load_value_head
+from roll.models.lora import is_adapter
 from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size
 from roll.models.megatron.convert import load_shards
 from roll.models.megatron.layout import ParallelLayout
@@ -144,7 +145,11 @@ def build_model(
     from megatron.core import parallel_state
 
     given = context.worker.strategy_args.strategy_config
-    problems = [*check_engine_options(given), *check_model_fit(hf_config, options), *_machine_problems(options, dtype)]
+    problems = [
+        *check_engine_options(given),
+        *check_model_fit(hf_config, options),
+        *_machine_problems(context, options, dtype),
+    ]
     if problems:
         found = "\n".join(f"  {problem}" for problem in problems)
         raise ValueError(f"{context.role}: {context.model_path} with these megatron options\n{found}")
@@ -159,15 +164,15 @@ def build_model(
         chunk = _make_chunk(context, config, converted, vp_stage, first=first, last=last)
         if first:
             _spare_padding_token(chunk, hf_config.pad_token_id)
-        chunks.append(chunk.train(trained).requires_grad_(trained))
+        chunks.append(chunk.train(trained).requires_grad_(trained and context.lora is None))
         layouts.append(_layout(chunk, first=first, last=last))
     model = MegatronModel(config, converted, chunks, layouts, wrapped=list(chunks))
     with agreed(), torch.no_grad():
         for parameter, part in own_parts(model, folder_reader(model, Path(context.model_path))):
             parameter.copy_(part)
     for name, parameter in chain.from_iterable(chunk.named_parameters() for chunk in chunks):
-        if trained and options.freeze_moe_router:
-            parameter.requires_grad_(not name.endswith("mlp.router.weight"))
+        if options.freeze_moe_router and name.endswith("mlp.router.weight"):
+            parameter.requires_grad_(False)
         if ".experts." in name and options.expert_tensor_size != options.tensor_model_parallel_size:
             # Gradients of experts are summed over other ranks then. Megatron marks them only if there are also
             # expert-parallel ranks.
@@ -188,14 +193,18 @@ def folder_reader(model: MegatronModel, path: Path) -> Reader:
     return lambda name: saved[name] if name in saved else read(name)
 
 
-def own_parts(model: MegatronModel, read: Reader) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
+def own_parts(
+    model: MegatronModel, read: Reader, *, adapter: bool = False
+) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
     """Every parameter of this rank with its part of the whole tensors, which are read by a checkpoint's names.
+
+    ``adapter``: those of a LoRA adapter, else all but those.
 
     Raises:
         ValueError: a tensor of the wrong shape.
     """
     for layout, chunk in zip(model.layouts, model.chunks, strict=True):
-        parameters = dict(chunk.named_parameters())
+        parameters = {name: p for name, p in chunk.named_parameters() if is_adapter(name) == adapter}
         trunk = [name for name in parameters if not name.startswith(HEAD_PREFIX)]
         head = ((name, read(name)) for name in parameters if name.startswith(HEAD_PREFIX))
         for name, part in chain(load_shards(read, trunk, model.converted, layout), head):
@@ -217,7 +226,7 @@ def transformer_config(
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnBackend
 
-    engine = uses_transformer_engine(dtype)
+    engine = uses_transformer_engine(context, dtype)
     gpu = torch.cuda.is_available()
     pipelined = options.pipeline_model_parallel_size > 1
     arguments: dict[str, Any] = {
@@ -247,13 +256,14 @@ def transformer_config(
     return TransformerConfig(**arguments)
 
 
-def uses_transformer_engine(dtype: torch.dtype) -> bool:
+def uses_transformer_engine(context: StrategyContext, dtype: torch.dtype) -> bool:
     """Whether the model is made of TransformerEngine's modules, which need a GPU.
 
     In float32 it is not: its matrix products would round to TF32, and it has no attention with context parallelism.
+    With a LoRA adapter neither: its layers normalise inside what the adapter reads the inputs of.
     """
     installed = importlib.util.find_spec("transformer_engine") is not None
-    return torch.cuda.is_available() and installed and dtype != torch.float32
+    return torch.cuda.is_available() and installed and dtype != torch.float32 and context.lora is None
 
 
 def _recompute(context: StrategyContext, options: MegatronConfig, *, trained: bool) -> dict[str, Any]:
@@ -351,16 +361,15 @@ def _layout(chunk: Any, *, first: bool, last: bool) -> ParallelLayout:
     )
 
 
-def _machine_problems(options: MegatronConfig, dtype: torch.dtype) -> list[str]:
+def _machine_problems(context: StrategyContext, options: MegatronConfig, dtype: torch.dtype) -> list[str]:
     """Options for which this machine has not the kernels."""
     problems = []
     kernels = torch.cuda.is_available() and importlib.util.find_spec("grouped_gemm") is not None
-    if options.moe_grouped_gemm and not uses_transformer_engine(dtype) and not (kernels and dtype == torch.bfloat16):
-        needs = "a GPU, TransformerEngine (or grouped_gemm) and dtype bf16"
+    engine = uses_transformer_engine(context, dtype)
+    if options.moe_grouped_gemm and not engine and not (kernels and dtype == torch.bfloat16):
+        needs = "a GPU, TransformerEngine without lora_target (or grouped_gemm) and dtype bf16"
         problems.append(f"moe_grouped_gemm: seen true, expected false without {needs}")
-    if options.attention_backend not in (None, "auto") and not uses_transformer_engine(dtype):
-        seen = options.attention_backend
-        problems.append(
-            f"attention_backend: seen {seen}, expected null without a GPU, TransformerEngine and dtype bf16"
-        )
+    if options.attention_backend not in (None, "auto") and not engine:
+        seen, needs = options.attention_backend, "a GPU, TransformerEngine and dtype bf16, and with lora_target"
+        problems.append(f"attention_backend: seen {seen}, expected null without {needs}")
     return problems

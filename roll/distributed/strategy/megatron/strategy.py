@@ -12,6 +12,7 @@ scores and metrics then travel to the other stages.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -31,6 +32,7 @@ from roll.distributed.strategy.base import RankInfo, States
 from roll.distributed.strategy.checkpoint import restore_checkpoint
 from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.megatron import cpu
+from roll.distributed.strategy.megatron.adapter import adapter_off, add_adapter
 from roll.distributed.strategy.megatron.checkpoint import TrainedModel, save_model
 from roll.distributed.strategy.megatron.input import MegatronInput, Rounding, grid_shape, lay_out
 from roll.distributed.strategy.megatron.model import (
@@ -60,11 +62,6 @@ class MegatronInfer(Scorer):
     def setup(self) -> RankInfo:
         context = self.context
         require_engine("megatron.core", extra="megatron", strategy=context.worker.strategy_args.strategy_name)
-        if context.lora is not None:
-            raise ValueError(
-                f"{context.role}: lora_target with {context.worker.strategy_args.strategy_name}, expected fsdp2_train "
-                "or deepspeed_train"
-            )
         self.device = local_device(context.rank)
         join_group(context, self.device, alone=True)
         ignore_renamed_collectives()
@@ -79,6 +76,8 @@ class MegatronInfer(Scorer):
         if self._trained and self._model_dtype == torch.float16:
             raise ValueError(f"{context.role}: training in fp16 needs loss scaling; expected bf16 or fp32")
         self.model = build_model(context, hf_config, self.options, self._model_dtype, trained=self._trained)
+        if context.lora is not None:
+            add_adapter(self.model, context, context.lora, self.options)
         self._scorer = TokenScorer(self.model.vocabulary(), context.temperature)
         if context.keeps_output_layer and self.model.last is not None:
             self._scorer.reference_weight_VH = self.model.output_weight().detach().clone()
@@ -97,6 +96,9 @@ class MegatronInfer(Scorer):
             scores: list[TokenScores] = self._run(inputs, finish, forward_only=True)
             shared = [self._from_last_stage(scores[i] if scores else None, one) for i, one in enumerate(inputs)]
         return shared[: len(micro_batches)]
+
+    def without_adapter(self) -> contextlib.AbstractContextManager[object]:
+        return adapter_off(self.model) if self.context.lora is not None else super().without_adapter()
 
     def move(self, what: States, device: torch.device) -> None:
         if States.WEIGHTS in what:
@@ -217,8 +219,8 @@ class MegatronTrain(MegatronInfer, Trainer):
         wrap_for_data_parallelism(self.model, self.options)
         self._optimizer = MegatronAdam(self.model, self.options, self.context.worker.training_args)
         self._gatherer = WeightGatherer(self.model)
-        self._trained_model = TrainedModel(self.model, self._gatherer, self._optimizer, self.context.head)
-        if self._model_dtype != torch.float32:
+        self._trained_model = TrainedModel(self.model, self._gatherer, self._optimizer, self.context)
+        if self._model_dtype != torch.float32 and self.context.lora is None:
             # The optimizer's weights start from those in the files, which may be more exact than the model's.
             self._trained_model.load(Path(self.context.model_path))
         self._state = TrainerState(total_optimizer_steps=self.context.total_optimizer_steps)
@@ -295,10 +297,13 @@ class MegatronTrain(MegatronInfer, Trainer):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         return self._gatherer.weights(lambda parameter: parameter, self._model_dtype)
 
+    def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        return super().named_adapter() if self.context.lora is None else self._gatherer.adapter(lambda p: p)
+
     def save(self, path: Path) -> None:
         """Writes a checkpoint, see ``checkpoint`` (collective)."""
         self._require(States.WEIGHTS | States.OPTIMIZER)
-        save_model(path, self._trained_model, self._state, dtype=self._model_dtype, source=self.context.model_path)
+        save_model(path, self._trained_model, self._state, dtype=self._model_dtype)
 
     def load(self, path: Path) -> None:
         """Continues from a checkpoint of any engine and layout, which every rank must be able to read (collective)."""

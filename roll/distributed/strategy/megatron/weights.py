@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from roll.distributed.strategy.checkpoint import HEAD_PREFIX
 from roll.distributed.strategy.megatron.model import MegatronModel
+from roll.models.lora import is_adapter
 from roll.models.megatron.convert import join, shard_group
 from roll.models.megatron.layout import ParallelLayout
 
@@ -68,11 +69,12 @@ class WeightGatherer:
 
     def weights(self, read: Reader, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors under Hugging Face names on rank 0, nothing on the others; all must exhaust it (collective)."""
-        for item in self._items:
-            if not item.name.startswith(HEAD_PREFIX):
-                shards = self._gather(item, read, dtype)
-                if shards:
-                    yield from join(item.name, shards, self._model.converted, item.layout)
+        trunk = (item for item in self._items if not item.name.startswith(HEAD_PREFIX) and not is_adapter(item.name))
+        return self._whole(trunk, read, dtype)
+
+    def adapter(self, read: Reader) -> Iterator[tuple[str, Tensor]]:
+        """The same for a LoRA adapter, in float32 under the names of a peft folder."""
+        return self._whole((item for item in self._items if is_adapter(item.name)), read, torch.float32)
 
     def value_head(self, read: Reader) -> Iterator[tuple[str, Tensor]]:
         """The same for a critic's head, in float32."""
@@ -80,6 +82,11 @@ class WeightGatherer:
             if item.name.startswith(HEAD_PREFIX):
                 for shard in self._gather(item, read, torch.float32):
                     yield item.name.removeprefix(HEAD_PREFIX), shard
+
+    def _whole(self, items: Iterable[_Item], read: Reader, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        for item in items:
+            if shards := self._gather(item, read, dtype):
+                yield from join(item.name, shards, self._model.converted, item.layout)
 
     def _gather(self, item: _Item, read: Reader, dtype: torch.dtype) -> list[Tensor]:
         """Every source's shard on rank 0; an empty list elsewhere."""
