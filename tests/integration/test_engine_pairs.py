@@ -106,12 +106,12 @@ def environment(trainer: str, generator: str) -> tuple[str, ...]:
     return overrides
 
 
-@pytest.mark.parametrize("generator", ["vllm"])
-def test_an_adapter_is_trained_against_the_actor_without_it(launch: Launch, wide_headed: Path, generator: str) -> None:
-    options = (*SMALL, *RLVR, f"pretrain={wide_headed}", *environment("fsdp2", generator))
+@pytest.mark.parametrize("trainer", ["megatron", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_an_adapter_is_trained_against_the_actor_without_it(launch: Launch, wide_headed: Path, trainer: str) -> None:
+    options = (*SMALL, *RLVR, f"pretrain={wide_headed}", *environment(trainer, "vllm"))
     lora = ("actor_train.model_args.lora_target=all-linear", "actor_train.model_args.lora_rank=4")
-    # One optimizer step per rollout: in the first, the policy is still the reference.
-    penalty = ("use_kl_loss=true", "kl_loss_coef=0.1", "actor_train.training_args.gradient_accumulation_steps=2")
-    config = f"rlvr_math_fsdp2_{generator}"
-    run = launch(*options, *lora, *penalty, config=config, script=RLVR_LAUNCHER, folder=EXAMPLES)
+    # One optimizer step per rollout, of two data-parallel ranks or one: in the first, the policy is the reference.
+    accumulation = f"actor_train.training_args.gradient_accumulation_steps={4 if trainer == 'megatron' else 2}"
+    penalty = ("use_kl_loss=true", "kl_loss_coef=0.1", accumulation)
+    run = launch(*options, *lora, *penalty, config=f"rlvr_math_{trainer}_vllm", script=RLVR_LAUNCHER, folder=EXAMPLES)
     check_run(run, adapter=True)
