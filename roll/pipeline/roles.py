@@ -101,8 +101,8 @@ class Roles:
         self.prepare_rollout()
 
     def _bring_both(self) -> None:
-        """Sender and receivers of weights, and nothing more where they share devices."""
-        self.residency.bring({self.actor.cluster.name: States.WEIGHTS, self.infer.name: States.ALL})
+        """Sender and receivers of weights, and nothing more where they share devices: no cache of a generator."""
+        self.residency.bring({self.actor.cluster.name: States.WEIGHTS, self.infer.name: States.WEIGHTS})
 
     def save(self, path: Path) -> None:
         """Writes what a resumed run needs of every trained role."""

@@ -315,7 +315,14 @@ def test_requests_wait_while_the_weights_are_away(engine: Any, oracle: PreTraine
         tasks += [asyncio.create_task(engine.generate(request)) for request in requests[1:]]
         await asyncio.sleep(0.3)
         done = [task.done() for task in tasks]
+        engine.onload(States.WEIGHTS)  # enough for an update, not for a request
+        await asyncio.sleep(0.2)
+        done += [task.done() for task in tasks]
         engine.onload(States.ALL)
+        await asyncio.sleep(0.1)
+        engine.offload(States.CACHE)
+        done += [task.done() for task in tasks[:1]]
+        engine.onload(States.CACHE)
         return done, await asyncio.wait_for(asyncio.gather(*tasks), 60)
 
     done, completions = asyncio.run(run())

@@ -93,17 +93,23 @@ def test_an_engine_that_sleeps_frees_the_device_and_wakes_as_it_was(
         await asyncio.to_thread(engine.offload, States.ALL)
         away = in_use()
         done = tasks[0].done()
-        await asyncio.to_thread(engine.onload, States.ALL)
-        return awake, away, done, await asyncio.wait_for(asyncio.gather(*tasks), 120)
+        await asyncio.to_thread(engine.onload, States.WEIGHTS)
+        updatable = in_use()
+        await asyncio.to_thread(engine.onload, States.CACHE)
+        return awake, away, updatable, done, await asyncio.wait_for(asyncio.gather(*tasks), 120)
 
     try:
         for round_ in range(2):
-            awake, away, done, completions = asyncio.run(asleep())
-            print(f"{name}: {before >> 20} MiB before, {awake >> 20} awake, {away >> 20} asleep")
+            awake, away, updatable, done, completions = asyncio.run(asleep())
+            figures = f"{awake >> 20} awake, {away >> 20} asleep, {updatable >> 20} with its weights alone"
+            print(f"{name}: {before >> 20} MiB before, {figures}")
+            assert updatable - away < 0.3 * (awake - away), "the cache, most of a tiny model's memory, is still away"
             assert away - before < 0.3 * (awake - before), "the context and the graphs stay"
             assert not done, f"round {round_}: the request was over before the engine slept"
             assert_greedy(completions, old, [endless], 300)
+        engine.offload(States.CACHE)
         asyncio.run(engine.update_weights(buckets_of(weights_of(new)), 1))
+        engine.onload(States.CACHE)
         assert_greedy(asyncio.run(burst(engine, requests_of(prompt_list, **greedy(16)))), new, prompt_list, 16)
         asyncio.run(asleep_and_awake(engine))
         assert_greedy(asyncio.run(burst(engine, requests_of(prompt_list, **greedy(16)))), new, prompt_list, 16)

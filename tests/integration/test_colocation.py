@@ -28,7 +28,7 @@ from roll.pipeline.residency import Residency, memory_gb
 from roll.pipeline.workers import InferWorker, TrainWorker
 
 WEIGHTS, ALL = States.WEIGHTS, States.ALL
-REST = States.GRADS | States.OPTIMIZER
+REST = ALL & ~WEIGHTS
 Calls = list[tuple[str, str, States]]
 
 
@@ -60,7 +60,7 @@ def recorded(kind: str = "gpu", **mappings: tuple[int, ...]) -> tuple[Residency,
 
 
 PHASES: dict[str, dict[str, States]] = {
-    "sync": {"actor_train": WEIGHTS, "actor_infer": ALL},
+    "sync": {"actor_train": WEIGHTS, "actor_infer": WEIGHTS},
     "rollout": {"actor_infer": ALL},
     "logprobs": {"actor_train": WEIGHTS},
     "reference": {"reference": WEIGHTS},
@@ -82,10 +82,10 @@ def test_roles_on_the_same_devices_take_turns() -> None:
     residency, calls = recorded(actor_train=(0, 1), reference=(0, 1), actor_infer=(0, 1))
     assert calls == [("offload", "actor_train", ALL), ("offload", "reference", ALL)], "each makes room for the next"
     first, second = step(residency, calls), step(residency, calls)
-    assert first.pop("sync") == [("onload", "actor_train", WEIGHTS)]
-    assert second.pop("sync") == [("offload", "actor_train", REST), ("onload", "actor_infer", ALL)]
+    assert first.pop("sync") == [("offload", "actor_infer", REST), ("onload", "actor_train", WEIGHTS)]
+    assert second.pop("sync") == [("offload", "actor_train", REST), ("onload", "actor_infer", WEIGHTS)]
     expected = {
-        "rollout": [("offload", "actor_train", WEIGHTS)],
+        "rollout": [("offload", "actor_train", WEIGHTS), ("onload", "actor_infer", REST)],
         "logprobs": [("offload", "actor_infer", ALL), ("onload", "actor_train", WEIGHTS)],
         "reference": [("offload", "actor_train", WEIGHTS), ("onload", "reference", WEIGHTS)],
         "train": [("offload", "reference", WEIGHTS), ("onload", "actor_train", ALL)],
@@ -183,7 +183,7 @@ def test_a_step_of_real_engines_that_take_turns(clusters: dict[str, Cluster], mo
 
     losses, tokens = [], []
     for version in range(2):
-        residency.bring({"actor_train": WEIGHTS, "actor_infer": ALL})
+        residency.bring({"actor_train": WEIGHTS, "actor_infer": WEIGHTS})
         updates.sync(version)
         residency.bring({"actor_infer": ALL})
         states.append(actor.call("resident")[0])

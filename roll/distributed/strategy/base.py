@@ -31,7 +31,9 @@ class States(enum.Flag):
     WEIGHTS = enum.auto()
     GRADS = enum.auto()
     OPTIMIZER = enum.auto()
-    ALL = WEIGHTS | GRADS | OPTIMIZER
+    CACHE = enum.auto()
+    """Keys and values of a generator, which are lost when they leave; with the weights, they leave too."""
+    ALL = WEIGHTS | GRADS | OPTIMIZER | CACHE
 
 
 @dataclass(frozen=True)

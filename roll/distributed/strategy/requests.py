@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from roll.agentic.types import GenerateRequest
+from roll.distributed.strategy.base import States
+
+_OF_GENERATORS = States.WEIGHTS | States.CACHE
 
 
 class EngineStoppedError(RuntimeError):
@@ -21,6 +24,27 @@ class Counters:
     shared_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
     finished: int = 0
+
+
+class Presence:
+    """What of a generator is on its device. It runs requests when all is."""
+
+    def __init__(self) -> None:
+        self.away = States(0)
+
+    def leave(self, what: States) -> States:
+        """Notes that ``what`` leaves; returns what of it was there."""
+        if States.WEIGHTS in what:
+            what |= States.CACHE
+        leaving = what & _OF_GENERATORS & ~self.away
+        self.away |= leaving
+        return leaving
+
+    def come_back(self, what: States) -> States:
+        """Notes that ``what`` comes back; returns what of it was away."""
+        coming = what & self.away
+        self.away &= ~coming
+        return coming
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, sequence_length: int, n: int = 1) -> int:

@@ -26,7 +26,7 @@ from roll.distributed.strategy.hf_infer.engine_thread import EngineThread
 from roll.distributed.strategy.hf_infer.model_fit import foreign_attention
 from roll.distributed.strategy.model_outline import eos_token_ids
 from roll.distributed.strategy.receiving import receive
-from roll.distributed.strategy.requests import EngineStoppedError, check_request
+from roll.distributed.strategy.requests import EngineStoppedError, Presence, check_request
 from roll.distributed.weight_sync import WeightUpdate
 from roll.models.loading import load_causal_lm, load_tokenizer, resolve_dtype
 from roll.models.sampling import child_seed
@@ -52,6 +52,7 @@ class HfInfer:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         # The stream of seeds for requests that bring none: it differs by worker and repeats with the run's seed.
         self._seeds = random.Random(f"{context.seed}/{context.role}/{context.rank}")
+        self._presence = Presence()
 
     def setup(self) -> RankInfo:
         """Loads the model and starts the engine.
@@ -200,13 +201,15 @@ class HfInfer:
         ).result()
 
     def offload(self, what: States) -> None:
-        """Frees the cache and moves the weights to the CPU; requests wait until ``onload``, keeping their tokens."""
-        if States.WEIGHTS not in what:
+        """Frees the cache, or moves the weights to the CPU too; requests wait for both, keeping their tokens."""
+        leaving = self._presence.leave(what)
+        if not leaving:
             return
 
         def apply() -> None:
             self._batching.preempt()
-            self._model.to("cpu")  # type: ignore[arg-type]
+            if States.WEIGHTS in leaving:
+                self._model.to("cpu")  # type: ignore[arg-type]
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -214,9 +217,10 @@ class HfInfer:
         self._engine.call(apply).result()
 
     def onload(self, what: States) -> None:
-        """Takes the weights back to the device and lets the requests go on."""
-        if States.WEIGHTS in what:
+        """Takes the weights back to the device; requests go on when nothing is away any more."""
+        if States.WEIGHTS in self._presence.come_back(what):
             self._engine.call(lambda: self._model.to(self._device)).result()  # type: ignore[arg-type]
+        if not self._presence.away:
             self._engine.release("offload").result()
 
     def stats(self) -> dict[str, float]:

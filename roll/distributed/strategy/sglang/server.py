@@ -122,22 +122,24 @@ class SglangServer:
             await self._manager.continue_generation(ContinueGenerationReqInput())
         self._holds.discard(reason)
 
-    async def offload(self, frees_memory: bool) -> None:
+    async def offload(self, tags: list[str]) -> None:
+        """Lets go of these parts of the device's memory; no step starts before all is back."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         async with self._update_lock:
-            held = "offload" in self._holds
             await self.hold("offload")  # SGLang dies when told to let go of memory in use
-            if frees_memory and not held:
-                await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput())
+            if tags:
+                await self._manager.release_memory_occupation(ReleaseMemoryOccupationReqInput(tags=tags))
 
-    async def onload(self, frees_memory: bool) -> None:
+    async def onload(self, tags: list[str], complete: bool) -> None:
+        """Takes these parts back; ``complete``: nothing is away any more."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         async with self._update_lock:
-            if frees_memory and "offload" in self._holds:
-                await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput())
-            await self.release("offload")
+            if tags:
+                await self._manager.resume_memory_occupation(ResumeMemoryOccupationReqInput(tags=tags))
+            if complete:
+                await self.release("offload")
 
     async def begin_update(self) -> None:
         """Nothing runs until ``end_update``."""

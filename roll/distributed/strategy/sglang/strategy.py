@@ -39,7 +39,7 @@ from roll.distributed.strategy.base import RankInfo, States, StrategyContext, We
 from roll.distributed.strategy.engine_process import EngineCallError, EngineProcess
 from roll.distributed.strategy.model_outline import ModelOutline
 from roll.distributed.strategy.receiving import Intake, receive
-from roll.distributed.strategy.requests import Counters, EngineStoppedError, check_request
+from roll.distributed.strategy.requests import Counters, EngineStoppedError, Presence, check_request
 from roll.distributed.strategy.sglang import cpu
 from roll.distributed.strategy.sglang.options import check_engine_options, require_sglang
 from roll.distributed.weight_sync import host_bytes, pack_buckets
@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 SERVER = "roll.distributed.strategy.sglang.server"
 CPU_CACHE_SHARE = 0.25  # of the host memory that is free, at most, unless max_total_tokens says otherwise
 CONTEXT_MARGIN = 8  # SGLang leaves the last positions of its context empty
+MEMORY = {States.WEIGHTS: ("weights",), States.CACHE: ("kv_cache", "cuda_graph")}  # SGLang's names
 ADAPTERS = 3  # in one batch: none, the old one of requests in flight, and the new one
 
 
@@ -76,6 +77,7 @@ class SglangStrategy:
         self._weight_version = 0
         # The stream of seeds for requests that bring none: it differs by worker and repeats with the run's seed.
         self._seeds = random.Random(f"{context.seed}/{context.role}/{context.rank}")
+        self._presence = Presence()
 
     def setup(self) -> RankInfo:
         """Starts the engine, which loads the model.
@@ -221,20 +223,22 @@ class SglangStrategy:
         await self._do("release", "pause")
 
     def offload(self, what: States) -> None:
-        """Frees the cache and moves the weights to host memory; requests wait until ``onload``, keeping their tokens.
+        """Frees the cache, or moves the weights to host memory too; requests wait for both, keeping their tokens.
 
         On a CPU nothing is freed (see ``can_offload``); requests wait all the same.
         """
-        if States.WEIGHTS not in what:
+        leaving = self._presence.leave(what)
+        if not leaving:
             return
         if self._on_cpu:
             logger.warning("%s: sglang frees no memory on a CPU; offload only holds the requests", self._context.role)
-        self._engine.submit("offload", self.can_offload).result()
+        self._engine.submit("offload", self._memory(leaving)).result()
 
     def onload(self, what: States) -> None:
-        """Takes the weights back to the device and lets the requests go on."""
-        if States.WEIGHTS in what:
-            self._engine.submit("onload", self.can_offload).result()
+        """Takes weights or cache back to the device; requests go on when nothing is away any more."""
+        coming = self._presence.come_back(what)
+        if coming:
+            self._engine.submit("onload", self._memory(coming), not self._presence.away).result()
 
     def stats(self) -> dict[str, float]:
         """Running totals and the present load (requests running or waiting)."""
@@ -310,6 +314,10 @@ class SglangStrategy:
         description = json.dumps({"path": None, "tensors": staged})
         payloads = [_shared([(description, block)]) for _ in range(self._tp_size)]
         await self._do("load_shared", payloads)
+
+    def _memory(self, what: States) -> list[str]:
+        """SGLang's names for it; none on a CPU, where nothing is freed."""
+        return [tag for each in what for tag in MEMORY[each]] if self.can_offload else []
 
     def _environment(self) -> dict[str, str]:
         """What the engine's processes find in their environment. What the user has set stays as it is."""

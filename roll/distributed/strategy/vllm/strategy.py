@@ -33,7 +33,7 @@ from roll.distributed.strategy.engine_loop import EngineLoop, brought_from
 from roll.distributed.strategy.engines import require_engine
 from roll.distributed.strategy.model_outline import ModelOutline
 from roll.distributed.strategy.receiving import Intake, on_device, receive
-from roll.distributed.strategy.requests import Counters, EngineStoppedError, check_request
+from roll.distributed.strategy.requests import Counters, EngineStoppedError, Presence, check_request
 from roll.distributed.strategy.vllm.arguments import (
     check_cpu_kernels,
     engine_arguments,
@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 STAGED_BUCKETS = 2  # kept from one update to the next; fresh memory costs more than the copy into it
 SHUTDOWN_S = 2.0  # the engine's own clean-up takes less; then its process is killed, which it survives for seconds more
+MEMORY = {States.WEIGHTS: "weights", States.CACHE: "kv_cache"}  # vLLM's names
 ADAPTER_ID = 1  # vLLM counts adapters from 1; there is only one, replaced in place
 
 
@@ -75,6 +76,7 @@ class VllmStrategy:
         self._counters = Counters()
         self._open: set[str] = set()
         self._holds: set[str] = set()
+        self._presence = Presence()
         self._weight_version = 0
         self._adapter: LoRARequest | None = None
         self._cache_epoch = 0
@@ -196,22 +198,24 @@ class VllmStrategy:
         await self._loop.call(self._release("pause"))
 
     def offload(self, what: States) -> None:
-        """Frees the cache and moves the weights to host memory; requests wait until ``onload``, keeping their tokens.
+        """Frees the cache, or moves the weights to host memory too; requests wait for both, keeping their tokens.
 
         On a CPU nothing is freed (see ``can_offload``); requests wait all the same.
         """
-        if States.WEIGHTS not in what:
+        leaving = self._presence.leave(what)
+        if not leaving:
             return
         self._check_alive()
         if self._on_cpu:
             logger.warning("%s: vllm frees no memory on a CPU; offload only holds the requests", self._context.role)
-        self._loop.run(self._sleep())
+        self._loop.run(self._sleep(leaving))
 
     def onload(self, what: States) -> None:
-        """Takes the weights back to the device and lets the requests go on."""
-        if States.WEIGHTS in what:
+        """Takes weights or cache back to the device; requests go on when nothing is away any more."""
+        coming = self._presence.come_back(what)
+        if coming:
             self._check_alive()
-            self._loop.run(self._wake())
+            self._loop.run(self._wake(coming))
 
     def stats(self) -> dict[str, float]:
         """Running totals and the present load (requests running or waiting)."""
@@ -358,7 +362,7 @@ class VllmStrategy:
     async def _updating(self) -> AsyncIterator[None]:
         """Between two steps, one update at a time. What fails in here leaves a model that nobody should sample."""
         async with self._update_lock:
-            if "offload" in self._holds and not self._on_cpu:
+            if States.WEIGHTS in self._presence.away and not self._on_cpu:
                 raise RuntimeError("vllm: the weights are off the device; call onload before an update")
             await self._hold("update")
             try:
@@ -426,18 +430,22 @@ class VllmStrategy:
         if not self._holds:
             await self._engine.resume_generation()
 
-    async def _sleep(self) -> None:
+    async def _sleep(self, leaving: States) -> None:
         async with self._update_lock:
             await self._hold("offload")
-            if not self._on_cpu:
-                # Level 2 would drop the weights, which nobody promises to send again before the next request.
-                await self._engine.sleep(level=1, mode="keep")
+            if self._on_cpu:
+                return
+            # Level 2 would drop the weights, which nobody promises to send again before the next request.
+            await self._engine.sleep(level=1, mode="keep")
+            if States.WEIGHTS not in leaving:  # vLLM only frees a cache alone that no request uses
+                await self._engine.wake_up([MEMORY[States.WEIGHTS]])
 
-    async def _wake(self) -> None:
+    async def _wake(self, coming: States) -> None:
         async with self._update_lock:
-            self._holds.discard("offload")
             if not self._on_cpu:
-                await self._engine.wake_up()  # resumes, too
+                await self._engine.wake_up([MEMORY[what] for what in coming])  # the last part resumes, too
+            if not self._presence.away:
+                self._holds.discard("offload")
                 self._cache_epoch += 1
             if self._holds:
                 await self._engine.pause_generation(mode="keep", clear_cache=False)
