@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
@@ -123,19 +124,32 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     Raises:
         ValueError: no such folder, or no tokenizer in it.
     """
-    from transformers import AutoTokenizer
-
     path, local = locate_model(path)
     if local and not any(any(Path(path).glob(pattern)) for pattern in TOKENIZER_FILES):
         # transformers would make an empty one from the model's configuration.
         raise ValueError(f"model path {path!r}: no tokenizer files in it, such as tokenizer.json")
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = _tokenizer_class(path, local).from_pretrained(
             path, local_files_only=local, trust_remote_code=False
         )
     except OSError as error:
         raise ValueError(f"model path {path!r}: no tokenizer in Hugging Face format ({error})") from error
     return tokenizer
+
+
+def _tokenizer_class(path: str, local: bool) -> Any:
+    """Transformers' choice, or the plain class where the folder itself names that one.
+
+    To choose, transformers imports half of torch, which takes seconds in workers that need a tokenizer alone.
+    """
+    import transformers
+
+    if local and (Path(path) / "tokenizer.json").is_file():
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            named = json.loads((Path(path) / "tokenizer_config.json").read_text()).get("tokenizer_class")
+            if named in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+                return transformers.PreTrainedTokenizerFast
+    return transformers.AutoTokenizer
 
 
 def save_model(model: PreTrainedModel, path: Path) -> None:

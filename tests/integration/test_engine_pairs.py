@@ -16,17 +16,6 @@ EXAMPLES = ROOT / "examples" / "config"
 TRAINERS = {"fsdp2": "fsdp2_train", "deepspeed": "deepspeed_train", "megatron": "megatron_train"}
 GENERATORS = {"hf": "hf_infer", "vllm": "vllm", "sglang": "sglang"}
 PAIRS = [(trainer, generator) for trainer in TRAINERS for generator in GENERATORS]
-ALL_PAIRS = "ROLL_ALL_PAIRS"
-"""Environment variable: every pair in both pipelines. Without it each pair runs in one of the two, in turn."""
-
-
-def in_turn(remainder: int) -> list[object]:
-    """The pairs as parameters; those of the other pipeline are skipped unless all are wanted."""
-    other = pytest.mark.skipif(
-        not os.environ.get(ALL_PAIRS), reason=f"runs in the other pipeline; {ALL_PAIRS}=1: in both"
-    )
-    return [pytest.param(*pair, marks=[] if i % 2 == remainder else [other]) for i, pair in enumerate(PAIRS)]
-
 
 SMALL = (
     "max_steps=2",
@@ -79,13 +68,13 @@ def check_run(run: Run, adapter: bool = False) -> None:
         assert (run.checkpoint(2) / "actor_train" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(("trainer", "generator"), in_turn(0))
+@pytest.mark.parametrize(("trainer", "generator"), PAIRS)
 def test_sokoban(launch: Launch, wide_headed: Path, trainer: str, generator: str) -> None:
     options = (*SMALL, *AGENTIC, f"pretrain={wide_headed}", *environment(trainer, generator))
     check_run(launch(*options, config=f"agentic_sokoban_{trainer}_{generator}", script=LAUNCHER, folder=EXAMPLES))
 
 
-@pytest.mark.parametrize(("trainer", "generator"), in_turn(1))
+@pytest.mark.parametrize(("trainer", "generator"), PAIRS)
 def test_maths(launch: Launch, wide_headed: Path, trainer: str, generator: str) -> None:
     options = (*SMALL, *RLVR, f"pretrain={wide_headed}", *environment(trainer, generator))
     check_run(launch(*options, config=f"rlvr_math_{trainer}_{generator}", script=RLVR_LAUNCHER, folder=EXAMPLES))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 import roll.agentic.env as envs
 from roll.data.renderer import ChatRenderer
+from roll.models.loading import load_tokenizer
 from roll.models.tiny import END, PAD, TURN_END, TURN_START, domain_tokens, make_tiny_model, make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -29,6 +33,36 @@ def test_any_text_comes_back(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     assert TOKENIZER.decode(ids) == text
     assert all(0 <= index < len(TOKENIZER) for index in ids)
+
+
+@settings(deadline=None)
+@given(st.lists(pieces, max_size=8).map("".join))
+def test_the_plain_class_reads_a_folder_as_transformers_own_choice_does(read: tuple[Any, Any], text: str) -> None:
+    plain, chosen = read
+    ids = plain.encode(text)
+    assert ids == chosen.encode(text)
+    assert plain.decode(ids) == chosen.decode(ids)
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """The tokenizer of a model folder as it is loaded here, and by transformers alone."""
+    path = tmp_path_factory.mktemp("tiny") / "model"
+    make_tiny_model(path, seed=0)
+    plain, chosen = load_tokenizer(str(path)), AutoTokenizer.from_pretrained(path)
+    assert type(plain) is not type(chosen)
+    for name in ("chat_template", "eos_token", "pad_token", "padding_side", "model_max_length", "all_special_tokens"):
+        assert getattr(plain, name) == getattr(chosen, name)
+    return plain, chosen
+
+
+def test_a_tokenizer_alone_needs_no_compiler(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model", seed=0)
+    code = "import sys; from roll.models.loading import load_tokenizer as load; load(sys.argv[1]); print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "model"], capture_output=True, text=True, check=True
+    )
+    assert "transformers" in loaded.stdout.split() and "torch._dynamo" not in loaded.stdout.split()
 
 
 def test_what_games_say_often_is_one_token() -> None:
