@@ -84,6 +84,12 @@ def check_roles(config: RLConfig) -> list[ConfigProblem]:
             problems.append(
                 _unread(role, "generating_args", "move it to actor_infer; its temperature holds everywhere")
             )
+        own, actor = (args.model_config_kwargs for args in (worker.model_args, config.actor_train.model_args))
+        if role in ("actor_infer", "reference") and own != actor:
+            key, expected = "model_args.model_config_kwargs", "the same as actor_train's, whose model it is"
+            problems.append(
+                ConfigProblem(f"{role}.{key}", own, f"{expected}: {actor}", involves=(f"actor_train.{key}",))
+            )
         if worker.data_args not in (DataArguments(), config.actor_train.data_args):
             expected = "the same as actor_train.data_args, which is what is read, or nothing"
             problems.append(

@@ -238,8 +238,8 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
         ({"pretrain": "window"}, "actor_infer.strategy_args.strategy_name", "vllm or sglang"),
         ({"pretrain": "short"}, "sequence_length", "at most 64"),
         ({"sequence_length": 4096}, "sequence_length", "at most 2048"),
-        (args(model_config_kwargs={"num_layerz": 3}), "actor_train.model_args.model_config_kwargs.num_layerz",
-         "num_hidden_layers"),
+        (args(model_config_kwargs={"rms_norm_eps": 1e-5}), "actor_infer.model_args.model_config_kwargs",
+         "the same as actor_train's, whose model it is: {'rms_norm_eps': 1e-05}"),
         # what other libraries call it
         (args(use_liger=True), "actor_train.model_args.use_liger", "use_liger_kernel"),
         (train(packing=True), "actor_train.packing", "use_sequence_packing"),
@@ -265,6 +265,14 @@ def test_a_wrong_choice_is_refused_with_its_key_and_a_right_one(problems, change
     assert path in found, found
     assert words in found[path]
     assert len(found) == 1, found
+
+
+def test_an_unknown_entry_of_the_models_configuration_is_named_in_every_role(problems):
+    roles = ("actor_train", "actor_infer")
+    keys = [f"{role}.model_args.model_config_kwargs" for role in roles]
+    found = problems({key: {"num_layerz": 3} for key in keys})
+    assert found.keys() == {f"{key}.num_layerz" for key in keys}
+    assert all("num_hidden_layers" in words for words in found.values())
 
 
 @pytest.mark.parametrize(
