@@ -37,7 +37,7 @@ W = TypeVar("W", bound=ModuleWeights)
 
 
 class ModuleScorer(Scorer, Generic[W]):
-    """Scores tokens with the module that ``load`` has made. ``weights`` is the engine's account of its parameters."""
+    """Scores tokens with a module that an engine holds; ``weights`` is the engine's account of its parameters."""
 
     _trained = False
     _tensor_size = 1
