@@ -186,8 +186,9 @@ def check_model_kwargs(config: RLConfig) -> list[ConfigProblem]:
 def check_adapted_layers(config: RLConfig) -> list[ConfigProblem]:
     """The model has the layers that ``lora_target`` names, and the trainer can adapt them."""
     args, options = config.actor_train.model_args, valid_options(config.actor_train)
-    targets, megatron = args.lora_targets, isinstance(options, MegatronConfig)
-    sizes = _model_config(config, "actor_train") if targets and (megatron or targets != ("all-linear",)) else None
+    targets = args.lora_targets
+    named = targets and (isinstance(options, MegatronConfig) or targets != ("all-linear",))
+    sizes = _model_config(config, "actor_train") if named else None
     if sizes is None:
         return []
     import torch
@@ -202,10 +203,9 @@ def check_adapted_layers(config: RLConfig) -> list[ConfigProblem]:
     try:
         layers = adapted_layers(model, targets)
     except ValueError as error:
-        seen = config.actor_train.model_args.lora_target
         reason, _, expected = str(error).partition(", expected ")
         key, hint = "actor_train.model_args.lora_target", reason.partition(": ")[2]
-        return [ConfigProblem(key, seen, expected, hint, involves=("pretrain",))]
+        return [ConfigProblem(key, args.lora_target, expected, hint, involves=("pretrain",))]
     if not isinstance(options, MegatronConfig) or check_model_fit(sizes, options):
         return []  # what does not fit without an adapter is said by check_fit
     problems = check_adapter_fit(sizes, options, layers, dropout=args.lora_dropout)

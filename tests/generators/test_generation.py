@@ -319,7 +319,6 @@ def test_requests_wait_while_the_weights_are_away(engine: Any, oracle: PreTraine
         await asyncio.sleep(0.2)
         done += [task.done() for task in tasks]
         engine.onload(States.ALL)
-        await asyncio.sleep(0.1)
         engine.offload(States.CACHE)
         done += [task.done() for task in tasks[:1]]
         engine.onload(States.CACHE)

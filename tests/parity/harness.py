@@ -227,10 +227,11 @@ def with_adapter(model: Any, lora: LoraSpec) -> Any:
     """The model in peft's hands, in float64, with the adapter that every trainer starts with."""
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
+    from roll.distributed.strategy.adapters import adapted_names
     from roll.models.lora import initial_value, matrix_shapes
 
     start = {name: initial_value(name, shape, SEED) for name, shape in matrix_shapes(model, lora).items()}
-    targets = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in start})
+    targets = adapted_names(start)
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0)
     found = get_peft_model(model, config).double()
     report = set_peft_model_state_dict(found, start)

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.adapters import adapted_names
 from roll.distributed.strategy.base import LoraSpec
 from roll.distributed.strategy.engines import PACKAGES
 from roll.models.loading import load_causal_lm
@@ -174,7 +175,7 @@ def test_checkpoints_are_folders_that_peft_loads(folder: Path, model: Path, name
 
 def test_all_linear_means_all_but_the_output_layer(model: Path) -> None:
     trainer = make_trainer(ALONE, model, spec=replace(ADAPTER, targets=("all-linear",)))
-    names = {name.split(".lora_")[0].rpartition(".")[2] for name in exported_adapter(trainer)}
+    names = adapted_names(exported_adapter(trainer))
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
@@ -213,7 +214,7 @@ def test_layers_that_are_split_are_refused(model: Path) -> None:
 
 
 @pytest.mark.skipif(not PACKAGES["megatron_train"].installed, reason="megatron-core is not installed")
-def test_what_megatron_cannot_adapt_is_refused_all_at_once(model: Path) -> None:
+def test_megatron_refuses_dropout_of_an_adapter(model: Path) -> None:
     spec = replace(ADAPTER, dropout=0.1)
     with pytest.raises(ValueError, match=r"actor_train\.model_args\.lora_dropout: seen 0\.1, expected 0"):
         make_trainer(replace(ALONE, strategy="megatron_train"), model, spec=spec)

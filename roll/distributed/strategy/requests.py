@@ -1,8 +1,11 @@
-"""What every generator demands of a request and reports of itself, whatever engine is behind it."""
+"""What every generator has in common, whatever engine is behind it: requests, counters, what is on the device."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 from roll.agentic.types import GenerateRequest
 from roll.distributed.strategy.base import States
@@ -45,6 +48,13 @@ class Presence:
         coming = what & self.away
         self.away &= ~coming
         return coming
+
+
+def scratch_folder(num_bytes: int) -> Path | None:
+    """Where to hand files of that size to an engine: shared memory, or ``None`` (on disk) where that has no room."""
+    memory = Path("/dev/shm")
+    fits = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2 * num_bytes
+    return memory if fits else None
 
 
 def check_request(request: GenerateRequest, *, vocab_size: int, sequence_length: int, n: int = 1) -> int:

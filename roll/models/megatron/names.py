@@ -187,7 +187,7 @@ def adaptable_layers(config: MegatronModelConfig) -> Iterator[str]:
     """Hugging Face names of the linear layers that can have an adapter: not routers, gates and routed experts."""
     for layer in range(config.num_layers):
         for entry in layer_entries(config, layer, "sequential"):
-            if entry.form in ("qkv", "gate_up", "columns") and re.search(r"linear_\w+\.weight$", entry.local):
+            if entry.form in ("qkv", "gate_up", "columns") and entry.local.endswith(".weight"):
                 names = (hf for hf in entry.hf if "{expert}" not in hf)
                 yield from (f"model.layers.{layer}.{hf.removesuffix('.weight')}" for hf in names)
 

@@ -218,9 +218,10 @@ class HfInfer:
 
     def onload(self, what: States) -> None:
         """Takes the weights back to the device; requests go on when nothing is away any more."""
-        if States.WEIGHTS in self._presence.come_back(what):
+        coming = self._presence.come_back(what)
+        if States.WEIGHTS in coming:
             self._engine.call(lambda: self._model.to(self._device)).result()  # type: ignore[arg-type]
-        if not self._presence.away:
+        if coming and not self._presence.away:
             self._engine.release("offload").result()
 
     def stats(self) -> dict[str, float]:

@@ -40,7 +40,7 @@ def add_adapter(model: MegatronModel, context: StrategyContext, spec: LoraSpec, 
             hf_model = make_skeleton(context.head, context.model_path, dtype=torch.float32, config_kwargs=kwargs)
         layers, adapted = (adapted_layers(hf_model, targets) for targets in ((ALL_LINEAR,), spec.targets))
         if problems := check_adapter_fit(hf_model.config, options, adapted, dropout=spec.dropout):
-            raise ValueError(f"{context.role}.{'; '.join(problems)}")
+            raise ValueError("; ".join(f"{context.role}.{problem}" for problem in problems))
     for chunk, layout in zip(model.chunks, model.layouts, strict=True):
         for name, linear in list(chunk.decoder.named_modules(prefix="decoder")):
             if not isinstance(linear, ColumnParallelLinear | RowParallelLinear):
@@ -119,12 +119,12 @@ class LinearAdapter(nn.ModuleDict):
                 weight.sequence_parallel = self._sequence_parallel and key != cut
 
     def add(self, linear: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-        """A forward hook of the layer."""
+        """A forward hook of the layer: its input is [S, B, inputs], its output [S, B, outputs] and a bias."""
         result, bias = output
         return (result + self._delta(args[0]) if self.enabled else result), bias
 
     def _delta(self, inputs: Tensor) -> Tensor:
-        """What the adapter adds to the output, in the number format of ``inputs``; shapes as of the layer."""
+        """What the adapter adds to the output, [S, B, outputs], for [S, B, inputs] and in their number format."""
         down = torch.cat([self._weight(name, "lora_A").to(inputs.dtype) for name in self])
         lows = self._across_ranks(functional.linear(inputs, down)).chunk(len(self), dim=-1)
         found = {

@@ -54,11 +54,16 @@ class TrainedModel:
     def device(self) -> torch.device:
         return next(self.model.chunks[0].parameters()).device
 
+    @property
+    def _adapts(self) -> bool:
+        """A LoRA adapter is all that is trained."""
+        return self.context.lora is not None
+
     def tensors(self, kind: str) -> Iterator[tuple[str, Tensor]]:
         def read(parameter: nn.Parameter) -> Tensor:
             return self.optimizer.get(parameter, kind)
 
-        if self.context.lora is not None:
+        if self._adapts:
             yield from self.gatherer.adapter(read)
             return
         named = self.gatherer.weights(read, torch.float32)
@@ -69,19 +74,18 @@ class TrainedModel:
 
     def fill(self, kind: str, read: Reader) -> None:
         with agreed():
-            self._set(kind, read if self.context.lora is not None else _checkpoint_reader(read, self.context.head))
+            self._set(kind, read if self._adapts else _checkpoint_reader(read, self.context.head))
 
     def load(self, path: Path) -> None:
         with agreed():
-            lora = self.context.lora is not None
-            self._set(MASTER, adapter_tensors(path).get if lora else folder_reader(self.model, path))
+            self._set(MASTER, adapter_tensors(path).get if self._adapts else folder_reader(self.model, path))
 
     def set_steps(self, steps: int) -> None:
         self.optimizer.set_step(steps)
 
     @torch.no_grad()
     def _set(self, kind: str, read: Reader) -> None:
-        for parameter, part in own_parts(self.model, read, adapter=self.context.lora is not None):
+        for parameter, part in own_parts(self.model, read, adapter=self._adapts):
             if kind == MASTER:
                 parameter.copy_(part)
             self.optimizer.set(parameter, kind, part)

@@ -17,7 +17,6 @@ import logging
 import math
 import os
 import random
-import shutil
 import sys
 import tempfile
 import threading
@@ -39,7 +38,7 @@ from roll.distributed.strategy.base import RankInfo, States, StrategyContext, We
 from roll.distributed.strategy.engine_process import EngineCallError, EngineProcess
 from roll.distributed.strategy.model_outline import ModelOutline
 from roll.distributed.strategy.receiving import Intake, receive
-from roll.distributed.strategy.requests import Counters, EngineStoppedError, Presence, check_request
+from roll.distributed.strategy.requests import Counters, EngineStoppedError, Presence, check_request, scratch_folder
 from roll.distributed.strategy.sglang import cpu
 from roll.distributed.strategy.sglang.options import check_engine_options, require_sglang
 from roll.distributed.weight_sync import host_bytes, pack_buckets
@@ -383,9 +382,7 @@ def _shared(value: Any) -> bytes:
 @contextlib.contextmanager
 def _memory_file(data: np.ndarray) -> Iterator[Path]:
     """A private file with these bytes, in shared memory, or on disk where that has no room; gone in the end."""
-    memory = Path("/dev/shm")
-    fits = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2 * len(data)
-    with tempfile.NamedTemporaryFile(prefix="roll-sglang-", dir=memory if fits else None) as file:
+    with tempfile.NamedTemporaryFile(prefix="roll-sglang-", dir=scratch_folder(len(data))) as file:
         file.write(data.data)
         file.flush()
         yield Path(file.name)

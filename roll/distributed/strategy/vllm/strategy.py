@@ -13,10 +13,9 @@ import contextlib
 import json
 import logging
 import os
-import shutil
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,7 @@ from roll.distributed.strategy.engine_loop import EngineLoop, brought_from
 from roll.distributed.strategy.engines import require_engine
 from roll.distributed.strategy.model_outline import ModelOutline
 from roll.distributed.strategy.receiving import Intake, on_device, receive
-from roll.distributed.strategy.requests import Counters, EngineStoppedError, Presence, check_request
+from roll.distributed.strategy.requests import Counters, EngineStoppedError, Presence, check_request, scratch_folder
 from roll.distributed.strategy.vllm.arguments import (
     check_cpu_kernels,
     engine_arguments,
@@ -401,7 +400,9 @@ class VllmStrategy:
 
         spec = self._context.lora
         assert spec is not None
-        with _memory_folder(sum(tensor.nbytes for tensor in tensors.values())) as folder:
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        with tempfile.TemporaryDirectory(prefix="roll-vllm-", dir=scratch_folder(num_bytes)) as name:
+            folder = Path(name)
             save_file(
                 {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors"
             )
@@ -444,9 +445,9 @@ class VllmStrategy:
         async with self._update_lock:
             if not self._on_cpu:
                 await self._engine.wake_up([MEMORY[what] for what in coming])  # the last part resumes, too
+                self._cache_epoch += 1
             if not self._presence.away:
                 self._holds.discard("offload")
-                self._cache_epoch += 1
             if self._holds:
                 await self._engine.pause_generation(mode="keep", clear_cache=False)
             else:
@@ -460,12 +461,3 @@ class VllmStrategy:
     def _check_alive(self) -> None:
         if self._stopped is not None:
             raise EngineStoppedError(f"the generation engine {self._stopped}")
-
-
-@contextlib.contextmanager
-def _memory_folder(num_bytes: int) -> Iterator[Path]:
-    """A private folder in shared memory, or on disk where that has no room; gone in the end."""
-    memory = Path("/dev/shm")
-    fits = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2 * num_bytes
-    with tempfile.TemporaryDirectory(prefix="roll-vllm-", dir=memory if fits else None) as folder:
-        yield Path(folder)
