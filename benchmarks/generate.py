@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from roll.agentic.types import GenerateRequest, SamplingParams
 from roll.configs.worker import WorkerConfig
+from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import GenerateStrategy, StrategyContext
 from roll.distributed.strategy.engines import PACKAGES

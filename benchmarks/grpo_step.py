@@ -50,7 +50,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from roll.configs.rlvr import RLVRConfig
     from roll.data.batch import Batch
-    from roll.distributed.executor.cluster import Cluster
+    from roll.distributed.cluster.cluster import Cluster
     from roll.pipeline.rlvr.pipeline import RLVRPipeline
 
 VOCABULARY, NUM_BYTES = 2048, 256
@@ -324,16 +324,16 @@ def roll_config(model: Path, prompts: Path, output: Path, steps: int, layout: st
 def roll_pipeline(config: RLVRConfig) -> Iterator[Roll]:
     """Starts Ray, the workers and the pipeline, as ``roll.pipeline.rlvr.launch`` does."""
     from roll.configs.rlvr import REWARD_CLUSTER, ROLLOUT_CLUSTER
-    from roll.distributed.executor.ray_session import ray_session
+    from roll.distributed.cluster.ray_session import ray_session
     from roll.pipeline.base import set_losses
     from roll.pipeline.launch import MODEL_WORKERS, ray_options, start_clusters
     from roll.pipeline.rlvr.datasets import load_datasets, load_renderer
     from roll.pipeline.rlvr.pipeline import RLVRPipeline
     from roll.pipeline.rlvr.prompt_roles import PromptRoles
-    from roll.pipeline.rlvr.prompt_worker import PromptWorker
-    from roll.pipeline.rlvr.reward_worker import RewardWorker
     from roll.pipeline.roles import Roles
     from roll.pipeline.session import RunSession
+    from roll.rollout.prompt_worker import PromptWorker
+    from roll.rollout.reward_worker import RewardWorker
     from roll.utils.signals import SignalGuard
 
     workers = {**MODEL_WORKERS, ROLLOUT_CLUSTER: PromptWorker, f"{REWARD_CLUSTER}rule": RewardWorker}

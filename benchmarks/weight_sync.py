@@ -28,13 +28,14 @@ import torch
 from torch import Tensor
 
 from roll.configs.worker import WorkerConfig
-from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.placement import create_placement, discover_nodes
-from roll.distributed.executor.ray_session import ray_session
-from roll.distributed.executor.resources import RoleRequest, plan_placement
-from roll.distributed.strategy.base import StrategyContext, WeightBucket
-from roll.distributed.weight_sync import unpack_bucket
+from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.placement import create_placement, discover_nodes
+from roll.distributed.cluster.ray_session import ray_session
+from roll.distributed.cluster.resources import RoleRequest, plan_placement
+from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.weights import sync
+from roll.distributed.weights.buckets import unpack_bucket
+from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import Payload
 from roll.distributed.weights.receiver import WeightReceiver
 from roll.distributed.weights.routes import Link, Route

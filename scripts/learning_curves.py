@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from roll.tracking.curve import learning_curve_svg
+from roll.report.curve import learning_curve_svg
 from roll.tracking.files import read_json_lines, write_atomic
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"

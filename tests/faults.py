@@ -17,16 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from roll.agentic.env.base import StepResult, TextEnv, step_result
-from roll.agentic.types import GenerateRequest, RolloutGroup
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
-from roll.distributed.scheduler.rollout_scheduler import GroupSpec
+from roll.data.requests import GenerateRequest
 from roll.distributed.strategy.base import Metrics
-from roll.pipeline.agentic.env_worker import EnvironmentWorker
-from roll.pipeline.rlvr.prompt_worker import PromptSpec, PromptWorker
-from roll.pipeline.rlvr.reward_worker import RewardWorker
 from roll.pipeline.workers import InferWorker, TrainWorker
 from roll.rewards.types import RewardError, Sample, Verdict
+from roll.rollout.env_worker import EnvironmentWorker
+from roll.rollout.plans import GroupSpec
+from roll.rollout.prompt_worker import PromptSpec, PromptWorker
+from roll.rollout.reward_worker import RewardWorker
+from roll.rollout.types import RolloutGroup
 
 FOLDER = "ROLL_FAULTS"
 

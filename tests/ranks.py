@@ -16,8 +16,9 @@ import torch.multiprocessing
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from roll.distributed.strategy.base import Metrics, WeightBucket
-from roll.distributed.weight_sync import unpack_bucket
+from roll.distributed.strategy.base import Metrics
+from roll.distributed.weights.buckets import unpack_bucket
+from roll.distributed.weights.contents import WeightBucket
 
 
 def start_ranks(main: Callable[..., None], world_size: int, *args: Any) -> torch.multiprocessing.ProcessContext:

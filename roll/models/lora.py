@@ -10,8 +10,9 @@ import contextlib
 import difflib
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,20 +29,19 @@ _ADAPTER = "default"
 _MARKS = (".lora_A.", ".lora_B.")
 
 
-class AdapterShape(Protocol):
-    """What an adapter looks like (``LoraSpec``)."""
+@dataclass(frozen=True)
+class LoraSpec:
+    """A low-rank adapter on top of frozen weights (Hu et al. 2021)."""
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def alpha(self) -> int: ...
-    @property
-    def targets(self) -> tuple[str, ...]: ...
-    @property
-    def dropout(self) -> float: ...
+    rank: int
+    alpha: int
+    """The adapter's output is scaled by ``alpha / rank``."""
+    targets: tuple[str, ...]
+    """Names of the linear layers that have one, e.g. ``q_proj``; ``("all-linear",)``: all but the output layer."""
+    dropout: float = 0.0
 
 
-def inject_adapter(model: PreTrainedModel, shape: AdapterShape) -> None:
+def inject_adapter(model: PreTrainedModel, shape: LoraSpec) -> None:
     """Adds an adapter to the target layers and freezes everything else; its values are unset (``initial_value``).
 
     Raises:
@@ -100,7 +100,7 @@ def matrix_name(layer: str, matrix: str) -> str:
     return f"{PREFIX}{layer}.lora_{matrix}.weight"
 
 
-def matrix_shapes(model: PreTrainedModel, shape: AdapterShape) -> dict[str, tuple[int, int]]:
+def matrix_shapes(model: PreTrainedModel, shape: LoraSpec) -> dict[str, tuple[int, int]]:
     """All of an adapter's matrices, under their names in a peft folder."""
     shapes = {}
     for name, layer in adapted_layers(model, shape.targets).items():
@@ -154,7 +154,7 @@ def adapter_dropout(model: nn.Module) -> Iterator[None]:
             dropout.eval()
 
 
-def write_adapter_config(folder: Path, shape: AdapterShape, base_model: str) -> None:
+def write_adapter_config(folder: Path, shape: LoraSpec, base_model: str) -> None:
     """Writes ``adapter_config.json``, which makes a folder with ``ADAPTER_FILE`` one that peft loads."""
     config = _peft_config(shape, ALL_LINEAR if ALL_LINEAR in shape.targets else list(shape.targets))
     config.base_model_name_or_path = base_model
@@ -163,7 +163,7 @@ def write_adapter_config(folder: Path, shape: AdapterShape, base_model: str) -> 
     config.save_pretrained(str(folder))
 
 
-def _peft_config(shape: AdapterShape, targets: list[str] | str) -> Any:
+def _peft_config(shape: LoraSpec, targets: list[str] | str) -> Any:
     from peft import LoraConfig
 
     return LoraConfig(r=shape.rank, lora_alpha=shape.alpha, lora_dropout=shape.dropout, target_modules=targets)

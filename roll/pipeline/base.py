@@ -25,8 +25,8 @@ from roll.algorithms.selection import drop_masked_episodes, select_for_policy
 from roll.algorithms.statistics import RunningStats
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
-from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.errors import ClusterError, RpcTimeoutError, WorkerDiedError
+from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.errors import ClusterError, RpcTimeoutError, WorkerDiedError
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter, plan_optimizer_steps
 from roll.pipeline.roles import Roles

@@ -74,8 +74,8 @@ def main(argv: Sequence[str] | None = None, program: Program = AGENTIC) -> int:
     options = _parser(program).parse_intermixed_args(argv)
     # Imported here: --help answers at once, and neither torch nor Ray is loaded for a configuration that is wrong.
     from roll.configs.loader import load_config
-    from roll.pipeline.checks import CHECKS
-    from roll.pipeline.machine_checks import check_machine
+    from roll.preflight.choices import CHECKS
+    from roll.preflight.machine import check_machine
     from roll.utils.registry import import_path
 
     schema = cast("type[RLConfig]", import_path(program.schema))
@@ -147,6 +147,6 @@ def _yaml(config: RLConfig) -> str:
 def _summary(config: RLConfig) -> list[str]:
     """What the configuration amounts to: batch arithmetic and placement."""
     from roll.configs.batches import describe_batches
-    from roll.pipeline.checks import describe_files, describe_placement
+    from roll.preflight.choices import describe_files, describe_placement
 
     return [*describe_batches(config), *describe_files(config), *describe_placement(config)]

@@ -10,15 +10,15 @@ from typing import TypeVar, cast
 
 from roll.configs.rl import RLConfig
 from roll.configs.worker import WorkerConfig
-from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.errors import ClusterError, PlacementError, RaySessionError
-from roll.distributed.executor.placement import create_placement, discover_nodes
-from roll.distributed.executor.ray_session import ray_session
-from roll.distributed.executor.resources import plan_placement
-from roll.distributed.executor.worker import Worker
-from roll.pipeline.checks import role_requests
+from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.errors import ClusterError, PlacementError, RaySessionError
+from roll.distributed.cluster.placement import create_placement, discover_nodes
+from roll.distributed.cluster.ray_session import ray_session
+from roll.distributed.cluster.resources import plan_placement
+from roll.distributed.cluster.worker import Worker
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.pipeline.workers import InferWorker, ScoreWorker, TrainWorker
+from roll.preflight.choices import role_requests
 from roll.tracking.checkpointer import CheckpointError
 from roll.utils.registry import UnknownNameError, import_path
 from roll.utils.signals import Interrupted, SignalGuard

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
-from roll.distributed.executor.cluster import Cluster
+from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import Metrics, RankInfo, States, StrategyContext
 from roll.pipeline.residency import Residency
 

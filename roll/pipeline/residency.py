@@ -10,9 +10,9 @@ import mmap
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.errors import ClusterError
-from roll.distributed.executor.resources import NodeKind
+from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.errors import ClusterError
+from roll.distributed.cluster.resources import NodeKind
 from roll.distributed.strategy.base import Metrics, States
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,10 @@ from pathlib import Path
 from roll.configs.model import ModelArguments
 from roll.configs.rl import RLConfig
 from roll.configs.training import TrainingArguments
-from roll.distributed.executor.cluster import Cluster
-from roll.distributed.strategy.base import LoraSpec, States, StrategyContext
+from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.weights.sync import WeightSync
+from roll.models.lora import LoraSpec
 from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter
 from roll.pipeline.residency import Residency
 

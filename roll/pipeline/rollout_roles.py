@@ -6,13 +6,14 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roll.agentic.types import SamplingParams
 from roll.configs.generating import GeneratingArguments
 from roll.configs.rl import RLConfig
-from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.errors import WorkerDiedError
-from roll.distributed.scheduler.rollout_scheduler import RolloutPlan, RolloutScheduler
+from roll.data.requests import SamplingParams
+from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.errors import WorkerDiedError
 from roll.pipeline.roles import Roles
+from roll.rollout.plans import RolloutPlan
+from roll.rollout.scheduler import RolloutScheduler
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,10 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from roll.agentic.types import RolloutGroup, Trajectory
-from roll.distributed.scheduler.rollout_scheduler import Collected, RolloutScheduler
 from roll.pipeline.session import RunSession
+from roll.report.trajectories import write_trajectories
+from roll.rollout.scheduler import Collected, RolloutScheduler
+from roll.rollout.types import RolloutGroup, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -60,5 +61,5 @@ def collect(
 def keep_episodes(session: RunSession, step: int, groups: Sequence[RolloutGroup]) -> list[Trajectory]:
     """Writes some episodes of an evaluation in full, for whoever wants to look; returns all of them."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    session.folder.write_trajectories(f"eval-{step:05d}", trajectories[:MAX_WRITTEN])
+    write_trajectories(session.folder, f"eval-{step:05d}", trajectories[:MAX_WRITTEN])
     return trajectories

@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import Any
 
 from roll.configs.pipeline import RunConfig
+from roll.report.render import render_index
 from roll.tracking.checkpointer import Checkpointer
 from roll.tracking.display import Display, closing_line
 from roll.tracking.monitor import PhaseTimer, Span, peak_memory_mb
-from roll.tracking.render import render_index
 from roll.tracking.run import RunFolder
 from roll.tracking.trackers import MultiTracker
 

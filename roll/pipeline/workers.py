@@ -12,11 +12,10 @@ from typing import Any, cast
 
 import ray
 
-from roll.agentic.types import Completion, GenerateRequest
 from roll.algorithms.types import LossFn, TokenScores
 from roll.data.batch import Batch
-from roll.distributed.executor.worker import Worker
-from roll.distributed.scheduler.router import GenerationError
+from roll.data.requests import Completion, GenerateRequest
+from roll.distributed.cluster.worker import Worker
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import (
     GenerateStrategy,
@@ -26,14 +25,15 @@ from roll.distributed.strategy.base import (
     States,
     StrategyContext,
     TrainStrategy,
-    WeightBucket,
 )
-from roll.distributed.weight_sync import host_bytes
+from roll.distributed.weights.buckets import host_bytes
+from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import Message, Payload, Reply
 from roll.distributed.weights.receiver import WeightReceiver
 from roll.distributed.weights.routes import Link
 from roll.distributed.weights.sender import Delivery, WeightOrder, WeightSender
 from roll.pipeline.residency import memory_gb
+from roll.rollout.router import GenerationError
 
 logger = logging.getLogger(__name__)
 

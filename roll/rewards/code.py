@@ -9,7 +9,7 @@ The tests of a row, from ``data_args.response`` or another column, are one of
 
 or a text with the JSON of one of these. Outputs that a program prints, and values that a function returns, are compared
 outside the sandbox, so nothing in it knows them. Assertions run inside, in a process beside the program's
-(``roll.rewards.sandbox_inner``), which only plain values reach: neither ``os._exit(0)``, nor patched built-ins, nor an
+(``roll.rewards.sandbox.inner``), which only plain values reach: neither ``os._exit(0)``, nor patched built-ins, nor an
 ``__eq__`` that always agrees passes a test.
 """
 
@@ -26,8 +26,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from roll.configs.base import Config
-from roll.rewards.sandbox import Sandbox, SandboxLimits
-from roll.rewards.sandbox_inner import decode
+from roll.rewards.sandbox.inner import decode
+from roll.rewards.sandbox.pool import Sandbox, SandboxLimits
 from roll.rewards.types import Sample, Verdict, Verifier
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")

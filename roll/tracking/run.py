@@ -19,13 +19,12 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
-from roll.agentic.types import Trajectory
 from roll.tracking.files import read_json_lines, to_json, to_plain, write_atomic
 from roll.tracking.redact import redact
 
@@ -134,12 +133,6 @@ class RunFolder:
         kept = [record for record in self.read_metrics() if record["step"] <= step]
         write_atomic(self.metrics_path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
 
-    def write_trajectories(self, name: str, trajectories: Iterable[Trajectory]) -> Path:
-        """Writes episodes in full to ``trajectories/<name>.jsonl``, one line each."""
-        path = self.trajectories / f"{name}.jsonl"
-        write_atomic(path, "".join(to_json(trajectory_record(item)) + "\n" for item in trajectories))
-        return path
-
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replaces ``summary.json`` in one step."""
         write_atomic(self.summary_path, to_json(summary, indent=2) + "\n")
@@ -150,26 +143,6 @@ class RunFolder:
             return {}
         summary: dict[str, Any] = json.loads(self.summary_path.read_text(encoding="utf-8"))
         return summary
-
-
-def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
-    """An episode as JSON values: text, actions and rewards per turn; token ids are counted, not listed."""
-    turns = [
-        {
-            "observation": turn.observation,
-            "text": turn.text,
-            "action": turn.action,
-            "task_reward": turn.task_reward,
-            "penalty": turn.penalty,
-            "prompt_tokens": len(turn.prompt_ids),
-            "completion_tokens": len(turn.completion.token_ids),
-            "finish_reason": turn.completion.finish_reason,
-            "weight_version": turn.completion.weight_version,
-        }
-        for turn in trajectory.turns
-    ]
-    names = ("tag", "group_id", "member", "seed", "success", "score", "end", "final_observation", "info")
-    return {name: getattr(trajectory, name) for name in names} | {"turns": turns}
 
 
 def _locked(folder: Path) -> IO[bytes]:

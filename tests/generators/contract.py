@@ -21,12 +21,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from roll.agentic.types import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
-from roll.distributed.strategy.base import LoraSpec, StrategyContext, WeightBucket
-from roll.distributed.weight_sync import pack_buckets
+from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
+from roll.distributed.strategy.base import StrategyContext
+from roll.distributed.weights.buckets import pack_buckets
+from roll.distributed.weights.contents import WeightBucket
 from roll.models.loading import to_hf_weights
+from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tokenizer
 
 SEQUENCE_LENGTH = 1024

@@ -21,9 +21,9 @@ from contract import (
     weights_of,
 )
 
-from roll.agentic.types import Completion, GenerateRequest, SamplingParams
-from roll.distributed.strategy.requests import EngineStoppedError
-from roll.distributed.weight_sync import WeightMismatchError
+from roll.data.requests import Completion, GenerateRequest, SamplingParams
+from roll.distributed.strategy.generation.requests import EngineStoppedError
+from roll.distributed.weights.buckets import WeightMismatchError
 
 
 def greedy(engine: Any, prompt_list: list[np.ndarray]) -> list[Completion]:

@@ -21,7 +21,7 @@ from contract import (
 )
 from transformers import PreTrainedModel
 
-from roll.agentic.types import FinishReason, GenerateRequest, SamplingParams
+from roll.data.requests import FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import States
 from roll.models.tiny import make_tokenizer
 

@@ -30,13 +30,13 @@ from contract import (
     weights_of,
 )
 
-from roll.agentic.types import GenerateRequest, SamplingParams
 from roll.configs.strategy import SglangConfig
+from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.base import WeightBucket
-from roll.distributed.strategy.requests import EngineStoppedError
+from roll.distributed.strategy.generation.requests import EngineStoppedError
 from roll.distributed.strategy.sglang import cpu
 from roll.distributed.strategy.sglang.options import OWNED_OPTIONS, check_engine_options, server_arguments
+from roll.distributed.weights.contents import WeightBucket
 from roll.models.tiny import make_tokenizer
 
 SGLANG = OPTIONS.get("sglang", {})
@@ -119,7 +119,7 @@ def test_in_a_ray_worker_with_an_engine_of_two_processes(tmp_path: Path) -> None
     """Starts, generates, updates weights and adapter over tensor-parallel processes, which end with the worker."""
     import ray
 
-    from roll.distributed.weight_sync import pack_buckets
+    from roll.distributed.weights.buckets import pack_buckets
     from roll.pipeline.workers import InferWorker
 
     class Worker(InferWorker):

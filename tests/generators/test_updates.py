@@ -25,9 +25,9 @@ from contract import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from roll.agentic.types import Completion, GenerateRequest, SamplingParams
-from roll.distributed.strategy.base import WeightBucket
-from roll.distributed.weight_sync import WeightChecksumError, WeightMismatchError, host_bytes, pack_buckets
+from roll.data.requests import Completion, GenerateRequest, SamplingParams
+from roll.distributed.weights.buckets import WeightChecksumError, WeightMismatchError, host_bytes, pack_buckets
+from roll.distributed.weights.contents import WeightBucket
 
 
 @pytest.fixture(scope="module")

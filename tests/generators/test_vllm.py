@@ -76,9 +76,9 @@ def test_in_a_ray_worker_with_an_engine_of_two_processes(model_path: Any) -> Non
     """Starts, generates, updates over tensor-parallel workers, dies with an error, and leaves no process behind."""
     import ray
 
-    from roll.distributed.scheduler.router import GenerationError
-    from roll.distributed.weight_sync import pack_buckets
+    from roll.distributed.weights.buckets import pack_buckets
     from roll.pipeline.workers import InferWorker
+    from roll.rollout.router import GenerationError
 
     class Worker(InferWorker):
         async def update(self, refs: list[Any]) -> None:

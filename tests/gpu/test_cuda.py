@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from roll.agentic.types import GenerateRequest, SamplingParams
 from roll.algorithms.losses import build_sft_loss
 from roll.configs.model import ModelArguments
 from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
+from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.distributed.strategy.hf_infer.strategy import HfInfer

@@ -12,9 +12,10 @@ from torch import Tensor
 from roll.algorithms.losses import build_sft_loss
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
-from roll.distributed.strategy.base import LoraSpec, StrategyContext
+from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.fsdp2 import activation_offload
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
+from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tiny_model
 
 pytestmark = [

@@ -15,8 +15,9 @@ from ranks import enter_rank, run_ranks
 
 from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.base import LoraSpec, States
+from roll.distributed.strategy.base import States
 from roll.distributed.strategy.engines import PACKAGES
+from roll.models.lora import LoraSpec
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,13 +15,13 @@ import torch
 from test_weight_sync import BUCKET_BYTES, Generator, Trainer, assert_serves, context
 
 from roll.configs.strategy import StrategyArguments
-from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.errors import WorkerDiedError
-from roll.distributed.executor.placement import create_placement, discover_nodes
-from roll.distributed.executor.ray_session import ray_session
-from roll.distributed.executor.resources import RoleRequest, plan_placement
+from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.errors import WorkerDiedError
+from roll.distributed.cluster.placement import create_placement, discover_nodes
+from roll.distributed.cluster.ray_session import ray_session
+from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.strategy.base import StrategyContext
-from roll.distributed.weight_sync import unpack_bucket
+from roll.distributed.weights.buckets import unpack_bucket
 from roll.distributed.weights.routes import Route, plan_link
 from roll.distributed.weights.sync import WeightSync
 from roll.models.tiny import make_tiny_model

@@ -32,7 +32,7 @@ START_S = 400.0
 CLUSTER = """
 import json, sys
 import ray
-from roll.distributed.executor.ray_session import ray_session
+from roll.distributed.cluster.ray_session import ray_session
 with ray_session({"address": "local", "num_cpus": 8, "object_store_memory": 2**28}) as session:
     print(session.address, flush=True)
     for _ in sys.stdin:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.errors import PlacementError, RpcTimeoutError, WorkerDiedError
-from roll.distributed.executor.placement import Placement, create_placement, discover_nodes
-from roll.distributed.executor.ray_session import ray_session
-from roll.distributed.executor.resources import RoleRequest, plan_placement, pretend_nodes
-from roll.distributed.executor.worker import Worker
+from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.errors import PlacementError, RpcTimeoutError, WorkerDiedError
+from roll.distributed.cluster.placement import Placement, create_placement, discover_nodes
+from roll.distributed.cluster.ray_session import ray_session
+from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
+from roll.distributed.cluster.worker import Worker
 
 ROLES = [
     RoleRequest("train", (2, 3, 4, 5), 2),

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from roll.distributed.executor.errors import RaySessionError
-from roll.distributed.executor.ray_session import ray_session
-from roll.distributed.executor.reaper import marked_processes
+from roll.distributed.cluster.errors import RaySessionError
+from roll.distributed.cluster.ray_session import ray_session
+from roll.distributed.cluster.reaper import marked_processes
 
 LOCAL_DRIVER = """
 import os, pathlib, subprocess, sys, time
 import ray
-from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.placement import create_placement, discover_nodes
-from roll.distributed.executor.ray_session import ray_session
-from roll.distributed.executor.resources import RoleRequest, plan_placement
-from roll.distributed.executor.worker import Worker
+from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.placement import create_placement, discover_nodes
+from roll.distributed.cluster.ray_session import ray_session
+from roll.distributed.cluster.resources import RoleRequest, plan_placement
+from roll.distributed.cluster.worker import Worker
 from roll.utils.signals import Interrupted, SignalGuard
 
 class Sleeper(Worker):
@@ -58,11 +58,11 @@ JOINING_DRIVER = """
 import os, sys
 import ray
 from ray.cluster_utils import Cluster as Machines
-from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.placement import create_placement, discover_nodes
-from roll.distributed.executor.ray_session import ray_session
-from roll.distributed.executor.resources import RoleRequest, plan_placement
-from roll.distributed.executor.worker import Worker
+from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.placement import create_placement, discover_nodes
+from roll.distributed.cluster.ray_session import ray_session
+from roll.distributed.cluster.resources import RoleRequest, plan_placement
+from roll.distributed.cluster.worker import Worker
 
 class Sees(Worker):
     def seen(self):

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from roll.agentic.types import Completion, GenerateRequest, SamplingParams
 from roll.algorithms.losses import build_sft_loss
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
-from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.placement import create_placement, discover_nodes
-from roll.distributed.executor.ray_session import ray_session
-from roll.distributed.executor.resources import NodeInfo, RoleRequest, plan_placement
+from roll.data.requests import Completion, GenerateRequest, SamplingParams
+from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.placement import create_placement, discover_nodes
+from roll.distributed.cluster.ray_session import ray_session
+from roll.distributed.cluster.resources import NodeInfo, RoleRequest, plan_placement
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.weights.sync import WeightSync
 from roll.models.tiny import make_tiny_model

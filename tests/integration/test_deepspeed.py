@@ -34,12 +34,13 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.loader import load_config
 from roll.configs.strategy import DeepSpeedConfig
 from roll.data.batch import Batch
-from roll.distributed.strategy.base import LoraSpec, Metrics, States, StrategyContext
+from roll.distributed.strategy.base import Metrics, States, StrategyContext
 from roll.distributed.strategy.deepspeed.options import check_engine_options
 from roll.distributed.strategy.deepspeed.strategy import DeepSpeedInfer, DeepSpeedTrain
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
-from roll.distributed.strategy.optim import MASTER
+from roll.distributed.strategy.training.optim import MASTER
 from roll.models import scoring
+from roll.models.lora import LoraSpec
 
 pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
 

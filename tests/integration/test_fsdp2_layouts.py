@@ -17,7 +17,7 @@ from trainers import make_batch
 
 from roll.distributed.strategy.fsdp2 import activation_offload
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
-from roll.distributed.strategy.optim import ADAM_STATE, MASTER
+from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.models.liger import use_liger_kernels
 
 SHARDED = {"checkpoint": "sharded"}

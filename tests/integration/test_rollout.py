@@ -15,23 +15,25 @@ import ray
 import torch
 
 from roll.agentic.env.base import StepResult, TextEnv, step_result
-from roll.agentic.env_manager import Limits, PromptTooLongError
-from roll.agentic.trajectory import groups_to_batch
-from roll.agentic.types import EpisodeEnd, RolloutGroup, SamplingParams
 from roll.configs.env import CustomEnvConfig
 from roll.configs.model import ModelArguments
 from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
-from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.placement import create_placement, discover_nodes
-from roll.distributed.executor.ray_session import ray_session
-from roll.distributed.executor.resources import RoleRequest, plan_placement
-from roll.distributed.scheduler.rollout_scheduler import GroupPlan, GroupSpec, RolloutScheduler
+from roll.data.requests import SamplingParams
+from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.placement import create_placement, discover_nodes
+from roll.distributed.cluster.ray_session import ray_session
+from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.strategy.base import StrategyContext
 from roll.models.tiny import make_tiny_model
-from roll.pipeline.agentic.env_worker import EnvironmentWorker, EnvWorkerContext
 from roll.pipeline.workers import InferWorker
+from roll.rollout.env_manager import Limits, PromptTooLongError
+from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
+from roll.rollout.plans import GroupPlan, GroupSpec
+from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.trajectory import groups_to_batch
+from roll.rollout.types import EpisodeEnd, RolloutGroup
 
 BOARD = {"min_solution": 1, "max_solution": 4, "num_walls": 4, "max_steps": 4}
 

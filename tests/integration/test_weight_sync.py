@@ -15,22 +15,24 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from roll.agentic.types import Completion, GenerateRequest, SamplingParams
 from roll.algorithms.losses import build_sft_loss
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
-from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.errors import RpcTimeoutError, WorkerDiedError
-from roll.distributed.executor.placement import create_placement, discover_nodes
-from roll.distributed.executor.ray_session import ray_session
-from roll.distributed.executor.resources import RoleRequest, plan_placement
-from roll.distributed.strategy.base import LoraSpec, StrategyContext, WeightBucket
-from roll.distributed.weight_sync import unpack_bucket
+from roll.data.requests import Completion, GenerateRequest, SamplingParams
+from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
+from roll.distributed.cluster.placement import create_placement, discover_nodes
+from roll.distributed.cluster.ray_session import ray_session
+from roll.distributed.cluster.resources import RoleRequest, plan_placement
+from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.weights import sync
+from roll.distributed.weights.buckets import unpack_bucket
+from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import Close, Message, Parcel, Reply, WeightTransferError
 from roll.distributed.weights.routes import Link, Route
 from roll.distributed.weights.sender import Delivery, WeightOrder
 from roll.distributed.weights.sync import WeightSync
+from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.workers import InferWorker, TrainWorker
 

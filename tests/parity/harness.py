@@ -26,7 +26,8 @@ from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.base import LoraSpec, RankInfo, StrategyContext
+from roll.distributed.strategy.base import RankInfo, StrategyContext
+from roll.models.lora import LoraSpec
 
 TEMPERATURE = 0.8
 ENTROPY_COEF = 0.01
@@ -192,7 +193,7 @@ def oracle(model_path: Path, lora: LoraSpec | None = None) -> Expected:
     """Three steps in float64."""
     from transformers import AutoModelForCausalLM
 
-    from roll.distributed.strategy.optim import learning_rate
+    from roll.distributed.strategy.training.optim import learning_rate
 
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}  # fused kernels have no float64
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, **options)
@@ -227,7 +228,7 @@ def with_adapter(model: Any, lora: LoraSpec) -> Any:
     """The model in peft's hands, in float64, with the adapter that every trainer starts with."""
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
-    from roll.distributed.strategy.adapters import adapted_names
+    from roll.distributed.weights.adapters import adapted_names
     from roll.models.lora import initial_value, matrix_shapes
 
     start = {name: initial_value(name, shape, SEED) for name, shape in matrix_shapes(model, lora).items()}

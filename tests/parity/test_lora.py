@@ -26,11 +26,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.adapters import adapted_names
-from roll.distributed.strategy.base import LoraSpec
 from roll.distributed.strategy.engines import PACKAGES
+from roll.distributed.weights.adapters import adapted_names
 from roll.models.loading import load_causal_lm
-from roll.models.lora import ADAPTER_FILE, adapter_dropout, inject_adapter
+from roll.models.lora import ADAPTER_FILE, LoraSpec, adapter_dropout, inject_adapter
 
 pytest.importorskip("peft", reason="peft is not installed")
 

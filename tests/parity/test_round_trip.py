@@ -16,13 +16,14 @@ from harness import TEMPERATURE, Layout, make_context, policy_loss, record
 from ranks import enter_rank, start_ranks, unpacked
 from torch import Tensor
 
-from roll.agentic.types import GenerateRequest, SamplingParams
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
+from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.base import StrategyContext, WeightBucket
+from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.engines import PACKAGES
-from roll.distributed.weight_sync import pack_buckets
+from roll.distributed.weights.buckets import pack_buckets
+from roll.distributed.weights.contents import WeightBucket
 from roll.models.tiny import make_tiny_model
 
 TRAINERS = {

@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from roll.agentic.types import Completion, EpisodeEnd, FinishReason, Trajectory, Turn
-from roll.tracking.answers import answers_html, save_answers
-from roll.tracking.render import render_index
+from roll.data.requests import Completion, FinishReason
+from roll.report.answers import answers_html, save_answers
+from roll.report.render import render_index
+from roll.rollout.types import EpisodeEnd, Trajectory, Turn
 
 
 def answer(number: int, text: str, found: str | None, truth: str, success: bool) -> Trajectory:

@@ -12,7 +12,7 @@ from roll.configs.loader import load_config
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.strategy import STRATEGY_CONFIGS, MegatronConfig, StrategyArguments
 from roll.configs.worker import WorkerConfig
-from roll.pipeline.checks import CHECKS
+from roll.preflight.choices import CHECKS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "config"
 NAMES = ["agentic_sokoban", "agentic_sokoban_qwen2.5_0.5b", "agentic_frozen_lake"]

@@ -8,9 +8,9 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.agentic.types import RolloutGroup
-from roll.distributed.scheduler.rollout_scheduler import Collected
 from roll.pipeline.rlvr.position import DataPosition
+from roll.rollout.scheduler import Collected
+from roll.rollout.types import RolloutGroup
 
 
 def collected(accepted: list[int], rejected: list[int], unfinished: list[int]) -> Collected:

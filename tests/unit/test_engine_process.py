@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from roll.distributed.strategy.engine_process import EngineCallError, EngineProcess
-from roll.distributed.strategy.requests import EngineStoppedError
+from roll.distributed.strategy.generation.engine_process import EngineCallError, EngineProcess
+from roll.distributed.strategy.generation.requests import EngineStoppedError
 
 ENGINE = """
     import asyncio, os, subprocess, sys
-    from roll.distributed.strategy.engine_server import EngineServer
+    from roll.distributed.strategy.generation.engine_server import EngineServer
 
     class Engine:
         def __init__(self, server):

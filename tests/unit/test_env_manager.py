@@ -9,10 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll.agentic.demonstrations import scripted_policy
 from roll.agentic.env import make
 from roll.agentic.env.base import StepResult, TextEnv, step_result
-from roll.agentic.env_manager import (
+from roll.configs.env import CustomEnvConfig
+from roll.data.renderer import ChatRenderer
+from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
+from roll.models.tiny import make_tokenizer
+from roll.rollout.demonstrations import scripted_policy
+from roll.rollout.env_manager import (
     ENV_MANAGERS,
     EnvManager,
     EpisodeAbortedError,
@@ -22,22 +26,9 @@ from roll.agentic.env_manager import (
     StepEnvManager,
     TrajEnvManager,
 )
-from roll.agentic.env_runner import EnvCrashError, EnvRunner
-from roll.agentic.trajectory import groups_to_batch
-from roll.agentic.types import (
-    Completion,
-    EpisodeEnd,
-    FinishReason,
-    GenerateFn,
-    GenerateRequest,
-    RolloutGroup,
-    SamplingParams,
-    Trajectory,
-    Turn,
-)
-from roll.configs.env import CustomEnvConfig
-from roll.data.renderer import ChatRenderer
-from roll.models.tiny import make_tokenizer
+from roll.rollout.env_runner import EnvCrashError, EnvRunner
+from roll.rollout.trajectory import groups_to_batch
+from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 
 TOKENIZER = make_tokenizer()
 RENDERER = ChatRenderer(TOKENIZER)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from roll.agentic.env.base import StepResult, TextEnv, step_result
-from roll.agentic.env_runner import EnvCrashError, EnvRunner, EnvTimeoutError
+from roll.rollout.env_runner import EnvCrashError, EnvRunner, EnvTimeoutError
 
 
 class OddEnv(TextEnv):

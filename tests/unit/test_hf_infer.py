@@ -36,15 +36,16 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from roll.agentic.types import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.configs.model import ModelArguments
 from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
-from roll.distributed.strategy.base import States, StrategyContext, WeightBucket
+from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
+from roll.distributed.strategy.base import States, StrategyContext
+from roll.distributed.strategy.generation.requests import EngineStoppedError
 from roll.distributed.strategy.hf_infer.strategy import HfInfer
-from roll.distributed.strategy.requests import EngineStoppedError
-from roll.distributed.weight_sync import WeightChecksumError, WeightMismatchError
+from roll.distributed.weights.buckets import WeightChecksumError, WeightMismatchError
+from roll.distributed.weights.contents import WeightBucket
 from roll.models.tiny import make_tokenizer
 
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {

@@ -21,18 +21,17 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from roll.distributed.strategy.adapters import MergedAdapter
-from roll.distributed.strategy.base import LoraSpec, WeightBucket
-from roll.distributed.weight_sync import (
+from roll.distributed.weights.adapters import MergedAdapter
+from roll.distributed.weights.buckets import (
     WeightChecksumError,
     WeightMismatchError,
     WeightUpdate,
     pack_buckets,
     unpack_bucket,
 )
-from roll.distributed.weights.contents import ALIGNMENT
+from roll.distributed.weights.contents import ALIGNMENT, WeightBucket
 from roll.models.loading import to_hf_weights
-from roll.models.lora import matrix_shapes
+from roll.models.lora import LoraSpec, matrix_shapes
 
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),

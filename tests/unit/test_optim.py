@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from roll.configs.training import TrainingArguments
-from roll.distributed.strategy.optim import learning_rate, make_adamw
+from roll.distributed.strategy.training.optim import learning_rate, make_adamw
 
 
 def rates(total_steps: int, **kwargs: object) -> list[float]:

@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll.agentic.env_manager import EpisodeSpec, Limits, PromptTooLongError
-from roll.agentic.prompt_env import PromptEnv, PromptManager
-from roll.agentic.trajectory import groups_to_batch
-from roll.agentic.types import Completion, FinishReason, GenerateRequest, RolloutGroup, SamplingParams, Trajectory
 from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
+from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.models.tiny import make_tiny_model, make_tokenizer
-from roll.pipeline.rlvr.prompt_worker import PromptPlan, PromptSpec, PromptWorker, PromptWorkerContext
 from roll.rewards.types import RewardError, Sample, Verdict
+from roll.rollout.env_manager import EpisodeSpec, Limits, PromptTooLongError
+from roll.rollout.prompt_env import PromptEnv, PromptManager
+from roll.rollout.prompt_worker import PromptPlan, PromptSpec, PromptWorker, PromptWorkerContext
+from roll.rollout.trajectory import groups_to_batch
+from roll.rollout.types import RolloutGroup, Trajectory
 
 TOKENIZER = make_tokenizer()
 RENDERER = ChatRenderer(TOKENIZER)

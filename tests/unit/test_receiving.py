@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.distributed.strategy.base import WeightBucket
-from roll.distributed.strategy.receiving import Intake
-from roll.distributed.weight_sync import WeightChecksumError, WeightMismatchError, pack_buckets
+from roll.distributed.weights.buckets import WeightChecksumError, WeightMismatchError, pack_buckets
+from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.intake import Intake
 
 SHAPES = {"a": (2, 3), "b": (4,), "c": (5, 1)}
 

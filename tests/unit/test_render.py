@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from roll.agentic.types import Completion, EpisodeEnd, FinishReason, Trajectory, Turn
-from roll.tracking.board import TILES, find_board, tile_svg
-from roll.tracking.render import (
+from roll.data.requests import Completion, FinishReason
+from roll.report.board import TILES, find_board, tile_svg
+from roll.report.render import (
     choose_episodes,
     learning_curve_svg,
     render_episode_gif,
@@ -22,6 +22,7 @@ from roll.tracking.render import (
     render_index,
     save_renders,
 )
+from roll.rollout.types import EpisodeEnd, Trajectory, Turn
 
 SOKOBAN = "####\n#PX#\n#_O#\n####"
 LAKE = "P___\n_O_O\n___O\nO__G"

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.distributed.executor.errors import PlacementError
-from roll.distributed.executor.resources import (
+from roll.distributed.cluster.errors import PlacementError
+from roll.distributed.cluster.resources import (
     NodeInfo,
     PlacementPlan,
     RoleRequest,
@@ -185,5 +185,5 @@ def test_a_plan_keeps_the_mapping_and_never_splits_a_worker(
 
 
 def test_planning_imports_neither_ray_nor_torch() -> None:
-    code = "import sys, roll.distributed.executor.resources; sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
+    code = "import sys, roll.distributed.cluster.resources; sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

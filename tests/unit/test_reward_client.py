@@ -11,11 +11,11 @@ import pytest
 import ray
 
 from roll.configs.rewards import RewardConfig
-from roll.distributed.executor.ray_session import ray_session
-from roll.distributed.scheduler.router import EngineUnavailableError
-from roll.pipeline.rlvr.reward_client import RewardClient
-from roll.pipeline.rlvr.reward_worker import RewardWorker
+from roll.distributed.cluster.ray_session import ray_session
 from roll.rewards.types import RewardError, Sample, Verdict, Verifier
+from roll.rollout.reward_client import RewardClient
+from roll.rollout.reward_worker import RewardWorker
+from roll.rollout.router import EngineUnavailableError
 
 
 class Obedient(Verifier):

@@ -21,8 +21,8 @@ from roll.rewards.code import (
     same_output,
     same_value,
 )
-from roll.rewards.sandbox import Sandbox, SandboxLimits, SandboxUnavailableError
-from roll.rewards.sandbox_inner import decode, encode
+from roll.rewards.sandbox.inner import decode, encode
+from roll.rewards.sandbox.pool import Sandbox, SandboxLimits, SandboxUnavailableError
 
 LIMITS = {"wall_seconds": 5, "cpu_seconds": 5, "memory_mb": 256, "output_kb": 64}
 ADD = "def add(a, b):\n    return a + b\n"

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from roll.rewards import sandbox as module
-from roll.rewards import sandbox_run
-from roll.rewards.sandbox import (
+from roll.rewards.sandbox import pool as module
+from roll.rewards.sandbox import run as sandbox_run
+from roll.rewards.sandbox.pool import (
     Sandbox,
     SandboxError,
     SandboxLimits,
@@ -543,7 +543,7 @@ print("parent leaves")
 def test_nothing_survives_the_end_of_the_one_who_waits(sandbox):
     """The process that started the run is killed; no timer of its own is left to end it."""
     script = (
-        "import asyncio, sys\nfrom roll.rewards.sandbox import Sandbox, SandboxLimits\n"
+        "import asyncio, sys\nfrom roll.rewards.sandbox.pool import Sandbox, SandboxLimits\n"
         "async def main():\n"
         f"    box = Sandbox(backend={sandbox.backend!r})\n"
         "    task = asyncio.ensure_future(box.run_program('import time\\ntime.sleep(1000)', '',\n"

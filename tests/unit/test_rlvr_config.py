@@ -12,7 +12,7 @@ from roll.configs.loader import load_config
 from roll.configs.problems import ConfigErrors
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.worker import WorkerConfig
-from roll.pipeline.checks import CHECKS, describe_files, role_requests
+from roll.preflight.choices import CHECKS, describe_files, role_requests
 
 MINIMAL = """
 pretrain: org/model

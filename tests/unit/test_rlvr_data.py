@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from roll.configs.rlvr import DataGeneratorConfig, RLVRConfig
-from roll.distributed.executor.errors import WorkerDiedError
+from roll.distributed.cluster.errors import WorkerDiedError
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.rlvr.datasets import describe_datasets, load_datasets, load_renderer, make_data
 from roll.pipeline.rlvr.launch import run_rlvr

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.agentic.types import Completion, EpisodeEnd, FinishReason, RolloutGroup, Trajectory, Turn
 from roll.configs.rewards import RewardFilterConfig
 from roll.configs.rlvr import RLVRConfig
+from roll.data.requests import Completion, FinishReason
 from roll.pipeline.rlvr.metrics import (
     RewardFailureError,
     accuracy_metrics,
@@ -24,6 +24,7 @@ from roll.pipeline.rlvr.metrics import (
     reward_metrics,
     worth_training,
 )
+from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 
 COMPLETION = Completion("r", np.arange(1), np.zeros(1, dtype=np.float32), FinishReason.STOP, 0)
 

@@ -13,20 +13,16 @@ from typing import Any
 
 import pytest
 
-from roll.agentic.types import RolloutGroup
-from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.errors import RpcTimeoutError, WorkerDiedError
-from roll.distributed.executor.placement import create_placement, discover_nodes
-from roll.distributed.executor.ray_session import ray_session
-from roll.distributed.executor.resources import RoleRequest, plan_placement
-from roll.distributed.executor.worker import Worker
-from roll.distributed.scheduler.rollout_scheduler import (
-    GroupPlan,
-    GroupSpec,
-    RolloutScheduler,
-    TooManyRejectedError,
-)
-from roll.distributed.scheduler.router import EngineUnavailableError
+from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
+from roll.distributed.cluster.placement import create_placement, discover_nodes
+from roll.distributed.cluster.ray_session import ray_session
+from roll.distributed.cluster.resources import RoleRequest, plan_placement
+from roll.distributed.cluster.worker import Worker
+from roll.rollout.plans import GroupPlan, GroupSpec
+from roll.rollout.router import EngineUnavailableError
+from roll.rollout.scheduler import RolloutScheduler, TooManyRejectedError
+from roll.rollout.types import RolloutGroup
 
 PLAN = GroupPlan(tags=("A", "B"), slots_per_tag=(2, 1), group_size=4, redundancy=1, seed=7, name="train")
 

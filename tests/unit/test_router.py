@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import ray
 
-from roll.agentic.types import Completion, FinishReason, GenerateRequest
 from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
-from roll.distributed.executor.ray_session import ray_session
-from roll.distributed.scheduler.router import EngineUnavailableError, GenerationClient, GenerationError
+from roll.data.requests import Completion, FinishReason, GenerateRequest
+from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.strategy.base import StrategyContext
 from roll.pipeline.workers import InferWorker
+from roll.rollout.router import EngineUnavailableError, GenerationClient, GenerationError
 
 SAY, WAIT, FAIL, FAIL_ODDLY, DIE = range(5)
 """First token of a prompt: what the engine does with it."""

@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 import yaml
 
-from roll.agentic.types import Completion, EpisodeEnd, FinishReason, Trajectory, Turn
+from roll.data.requests import Completion, FinishReason
+from roll.report.trajectories import write_trajectories
+from roll.rollout.types import EpisodeEnd, Trajectory, Turn
 from roll.tracking import TRACKERS
 from roll.tracking.display import Display, closing_line, sparkline
 from roll.tracking.monitor import PhaseTimer, peak_memory_mb
@@ -61,7 +63,7 @@ RECORDER = f"{__name__}:Recorder"
 def test_importing_the_package_loads_neither_torch_nor_a_service() -> None:
     code = (
         "import sys, roll.tracking, roll.tracking.trackers, roll.tracking.run, roll.tracking.display, "
-        "roll.tracking.render, roll.tracking.monitor\n"
+        "roll.report.render, roll.tracking.monitor\n"
         "heavy = {'torch', 'ray', 'transformers', 'tensorboard', 'wandb', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
@@ -265,7 +267,7 @@ def test_trajectories_are_written_turn_by_turn(run: RunFolder) -> None:
     completion = Completion("r", np.arange(4), np.zeros(4, np.float32), FinishReason.STOP, 2)
     turn = Turn(np.arange(9), completion, "go <b>", "#P_", None, -0.1, -0.5, "k")
     trajectory = Trajectory("T", 1, 0, 5, (turn,), EpisodeEnd.TRUNCATED, False, "#_P", True, {"boxes": np.int64(1)})
-    path = run.write_trajectories("step-000003", [trajectory, trajectory])
+    path = write_trajectories(run, "step-000003", [trajectory, trajectory])
     records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     assert len(records) == 2 and records[0]["end"] == "truncated" and records[0]["score"] == pytest.approx(-0.6)
     assert records[0]["info"] == {"boxes": 1}

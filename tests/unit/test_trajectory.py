@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.agentic.metrics import rollout_metrics
-from roll.agentic.trajectory import groups_to_batch
-from roll.agentic.types import Completion, EpisodeEnd, FinishReason, RolloutGroup, Trajectory, Turn
 from roll.data.batch import Batch
+from roll.data.requests import Completion, FinishReason
+from roll.rollout.metrics import rollout_metrics
+from roll.rollout.trajectory import groups_to_batch
+from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 from roll.utils.seeding import derive_seed
 
 

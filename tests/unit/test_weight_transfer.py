@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.distributed.executor.resources import NodeInfo, PlacementPlan, RoleRequest, plan_placement
-from roll.distributed.strategy.base import WeightBucket
-from roll.distributed.weight_sync import (
+from roll.distributed.cluster.resources import NodeInfo, PlacementPlan, RoleRequest, plan_placement
+from roll.distributed.weights import device_memory
+from roll.distributed.weights.buckets import (
     WeightChecksumError,
     as_tensor,
     checksum,
@@ -30,7 +30,7 @@ from roll.distributed.weight_sync import (
     unpack_bucket,
     verify,
 )
-from roll.distributed.weights import device_memory
+from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import Close, Open, Parcel, Payload, Reply, SharedMemory, UpdateDigest
 from roll.distributed.weights.receiver import WeightReceiver
 from roll.distributed.weights.routes import Link, Route, plan_link

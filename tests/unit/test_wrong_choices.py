@@ -10,9 +10,9 @@ from transformers import GemmaConfig, Qwen2Config, Qwen2MoeConfig, Qwen3MoeConfi
 from roll.configs.agentic import AgenticConfig
 from roll.configs.loader import validate
 from roll.configs.problems import ConfigErrors
-from roll.pipeline import machine_checks
-from roll.pipeline.checks import CHECKS
-from roll.pipeline.machine_checks import check_machine
+from roll.preflight import machine as machine_checks
+from roll.preflight.choices import CHECKS
+from roll.preflight.machine import check_machine
 
 VALUES = {
     "pretrain": "tiny",

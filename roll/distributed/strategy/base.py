@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-import numpy as np
-from torch import Tensor
-
-from roll.agentic.types import Completion, GenerateRequest
 from roll.algorithms.types import LossFn, TokenScores
 from roll.data.batch import Batch
+from roll.data.requests import Completion, GenerateRequest
+from roll.distributed.weights.contents import WeightBucket
+from roll.models.lora import LoraSpec
 
 if TYPE_CHECKING:
     from roll.configs.worker import WorkerConfig
@@ -45,34 +44,6 @@ class RankInfo:
     dp_rank: int
     """Which share of a split batch this worker takes; ranks with the same dp_rank take the same share."""
     dp_size: int
-
-
-@dataclass(frozen=True)
-class WeightBucket:
-    """Some of a model's weights in one flat buffer, under Hugging Face names."""
-
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    """torch dtype names without the prefix, e.g. ``float32``."""
-    shapes: tuple[tuple[int, ...], ...]
-    data: np.ndarray | Tensor
-    """uint8, the tensors end to end, each aligned to 16 bytes: an array in host memory, or a tensor on a GPU."""
-    checksum: int
-    """``weight_sync.checksum`` of ``data``; the receiver compares."""
-    checked: bool = False
-    """This process has compared the checksum."""
-
-
-@dataclass(frozen=True)
-class LoraSpec:
-    """A low-rank adapter on top of frozen weights (Hu et al. 2021)."""
-
-    rank: int
-    alpha: int
-    """The adapter's output is scaled by ``alpha / rank``."""
-    targets: tuple[str, ...]
-    """Names of the linear layers that have one, e.g. ``q_proj``; ``("all-linear",)``: all but the output layer."""
-    dropout: float = 0.0
 
 
 @dataclass(frozen=True)

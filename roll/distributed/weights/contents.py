@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from dataclasses import dataclass
+from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from roll.distributed.strategy.base import WeightBucket
 
 ALIGNMENT = 64  # bytes; as torch aligns its own tensors, so that a model computes the same with views of a bucket
 
 Contents: TypeAlias = Sequence[tuple[str, str, Sequence[int], int]]
 """(name, dtype name, shape, offset in bytes) of tensors in a block of bytes: plain, for any message format."""
+
+
+@dataclass(frozen=True)
+class WeightBucket:
+    """Some of a model's weights in one flat buffer, under Hugging Face names."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    """torch dtype names without the prefix, e.g. ``float32``."""
+    shapes: tuple[tuple[int, ...], ...]
+    data: np.ndarray | Tensor
+    """uint8, the tensors end to end, each aligned to 16 bytes: an array in host memory, or a tensor on a GPU."""
+    checksum: int
+    """``buckets.checksum`` of ``data``; the receiver compares."""
+    checked: bool = False
+    """This process has compared the checksum."""
 
 
 def aligned(num_bytes: int) -> int:

@@ -10,7 +10,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from roll.distributed.strategy.base import WeightBucket
+from roll.distributed.weights.contents import WeightBucket
 
 Payload: TypeAlias = Literal["weights", "adapter"]
 """A model's weights, or a LoRA adapter alone."""

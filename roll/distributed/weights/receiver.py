@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll.distributed.strategy.base import WeightBucket
-from roll.distributed.weight_sync import verify
 from roll.distributed.weights import device_memory
+from roll.distributed.weights.buckets import verify
 from roll.distributed.weights.collective import BroadcastGroup, join
+from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import (
     Close,
     DeviceMemory,

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from roll.distributed.executor.resources import PlacementPlan, WorkerSlot
+from roll.distributed.cluster.resources import PlacementPlan, WorkerSlot
 
 
 class Route(enum.Enum):

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import ray
 from torch import Tensor
 
-from roll.distributed.executor.errors import RpcTimeoutError
-from roll.distributed.strategy.base import WeightBucket
-from roll.distributed.weight_sync import as_tensor, host_bytes, packing_into
+from roll.distributed.cluster.errors import RpcTimeoutError
 from roll.distributed.weights import device_memory
+from roll.distributed.weights.buckets import as_tensor, host_bytes, packing_into
 from roll.distributed.weights.collective import BroadcastGroup, invite
+from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import (
     Broadcast,
     Close,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from roll.distributed.executor.cluster import Cluster
+from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.weights.messages import Payload, WeightTransferError
 from roll.distributed.weights.routes import Receiver, plan_link
 from roll.distributed.weights.sender import Delivery, WeightOrder

@@ -7,14 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from roll.agentic.env import path_of
-from roll.agentic.env_manager import Limits
 from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.env import EnvManagerConfig
-from roll.distributed.executor.cluster import Cluster
-from roll.distributed.scheduler.rollout_scheduler import GroupPlan, RolloutScheduler
-from roll.pipeline.agentic.env_worker import EnvWorkerContext
+from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_roles import RolloutRoles, sampling_params
+from roll.rollout.env_manager import Limits
+from roll.rollout.env_worker import EnvWorkerContext
+from roll.rollout.plans import GroupPlan
+from roll.rollout.scheduler import RolloutScheduler
 
 
 class EnvRoles(RolloutRoles):

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.batches import describe_batches
 from roll.configs.rl import TINY
-from roll.distributed.executor.cluster import Cluster
+from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.agentic.env_roles import EnvRoles
-from roll.pipeline.agentic.env_worker import EnvironmentWorker
 from roll.pipeline.agentic.pipeline import AgenticPipeline
 from roll.pipeline.agentic.warm_start import ScriptedTeacher, recipe
 from roll.pipeline.base import set_losses
@@ -17,6 +16,7 @@ from roll.pipeline.launch import MODEL_WORKERS, WorkerClasses, launch
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
 from roll.pipeline.warm_start import ensure_init, ensure_warm, tiny_folder
+from roll.rollout.env_worker import EnvironmentWorker
 from roll.utils.signals import SignalGuard
 
 

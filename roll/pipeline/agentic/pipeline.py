@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from roll.agentic.metrics import rollout_metrics
-from roll.agentic.trajectory import groups_to_batch
-from roll.agentic.types import RolloutGroup
 from roll.configs.agentic import AgenticConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
@@ -13,7 +10,10 @@ from roll.pipeline.base import RLPipeline
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollouts import collect, keep_episodes
 from roll.pipeline.session import RunSession
-from roll.tracking.render import save_renders
+from roll.report.render import save_renders
+from roll.rollout.metrics import rollout_metrics
+from roll.rollout.trajectory import groups_to_batch
+from roll.rollout.types import RolloutGroup
 from roll.utils.signals import SignalGuard
 
 

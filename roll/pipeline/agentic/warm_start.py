@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll.agentic.metrics import rollout_metrics
-from roll.agentic.trajectory import groups_to_batch
-from roll.agentic.types import RolloutGroup
 from roll.configs.agentic import AgenticConfig
 from roll.data.batch import Batch
 from roll.pipeline.agentic.env_roles import EnvRoles
 from roll.pipeline.warm_start import WarmStartError
+from roll.rollout.metrics import rollout_metrics
+from roll.rollout.trajectory import groups_to_batch
+from roll.rollout.types import RolloutGroup
 
 
 def recipe(config: AgenticConfig) -> dict[str, Any]:

@@ -10,18 +10,18 @@ from roll.configs.batches import describe_batches
 from roll.configs.rl import TINY
 from roll.configs.rlvr import REWARD_CLUSTER, ROLLOUT_CLUSTER, RLVRConfig
 from roll.data.renderer import ChatRenderer
-from roll.distributed.executor.cluster import Cluster
+from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.base import set_losses
 from roll.pipeline.launch import EXIT_USAGE, MODEL_WORKERS, WorkerClasses, launch
 from roll.pipeline.rlvr.datasets import describe_datasets, load_datasets, load_renderer, make_data
 from roll.pipeline.rlvr.pipeline import RLVRPipeline
 from roll.pipeline.rlvr.prompt_roles import Datasets, PromptRoles
-from roll.pipeline.rlvr.prompt_worker import PromptWorker
-from roll.pipeline.rlvr.reward_worker import RewardWorker
 from roll.pipeline.rlvr.warm_start import FileTeacher, recipe
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
 from roll.pipeline.warm_start import ensure_init, ensure_warm, tiny_folder
+from roll.rollout.prompt_worker import PromptWorker
+from roll.rollout.reward_worker import RewardWorker
 from roll.utils.signals import SignalGuard
 
 

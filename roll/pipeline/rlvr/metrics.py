@@ -7,11 +7,11 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from roll.agentic.metrics import mean
-from roll.agentic.types import RolloutGroup
 from roll.configs.rewards import RewardFilterConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.pipeline.session import RunFailedError
+from roll.rollout.metrics import mean
+from roll.rollout.types import RolloutGroup
 
 
 class RewardFailureError(RunFailedError):

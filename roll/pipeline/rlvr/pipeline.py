@@ -7,12 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from roll.agentic.metrics import rollout_metrics
-from roll.agentic.trajectory import groups_to_batch
-from roll.agentic.types import RolloutGroup
 from roll.configs.rlvr import RLVRConfig
 from roll.data.batch import Batch
-from roll.distributed.scheduler.rollout_scheduler import Collected, RolloutScheduler, TooManyRejectedError
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.base import RLPipeline
 from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates, reward_metrics, worth_training
@@ -21,7 +17,11 @@ from roll.pipeline.rlvr.prompt_roles import PromptRoles
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollouts import MAX_WRITTEN, collect, keep_episodes
 from roll.pipeline.session import RunFailedError, RunSession
-from roll.tracking.answers import save_answers
+from roll.report.answers import save_answers
+from roll.rollout.metrics import rollout_metrics
+from roll.rollout.scheduler import Collected, RolloutScheduler, TooManyRejectedError
+from roll.rollout.trajectory import groups_to_batch
+from roll.rollout.types import RolloutGroup
 from roll.utils.signals import SignalGuard
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from roll.distributed.scheduler.rollout_scheduler import Collected
+from roll.rollout.scheduler import Collected
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from roll.agentic.env_manager import Limits
 from roll.configs.rlvr import REWARD_CLUSTER, ROLLOUT_CLUSTER, RLVRConfig
 from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import PromptDataset
-from roll.distributed.executor.cluster import Cluster
-from roll.distributed.executor.errors import WorkerDiedError
-from roll.distributed.scheduler.rollout_scheduler import RolloutScheduler
-from roll.pipeline.rlvr.prompt_worker import PromptPlan, PromptWorkerContext
+from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.errors import WorkerDiedError
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_roles import RolloutRoles, sampling_params
 from roll.pipeline.session import RunFailedError
 from roll.rewards.types import RewardError
+from roll.rollout.env_manager import Limits
+from roll.rollout.prompt_worker import PromptPlan, PromptWorkerContext
+from roll.rollout.scheduler import RolloutScheduler
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from roll.agentic.metrics import rollout_metrics
 from roll.configs.rlvr import RLVRConfig
 from roll.data.batch import Batch
 from roll.data.prompt_files import DataError, Problems, read_rows
 from roll.data.prompts import PromptDataset
 from roll.data.renderer import ChatRenderer
 from roll.pipeline.rlvr.prompt_roles import PromptRoles
+from roll.rollout.metrics import rollout_metrics
 from roll.utils.seeding import derive_seed
 
 

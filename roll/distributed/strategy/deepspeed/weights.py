@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from roll.distributed.strategy.base import States
-from roll.distributed.strategy.optim import ADAM_STATE, MASTER
+from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.models.scoring import TokenScorer
 
 ENGINE_STATES = {

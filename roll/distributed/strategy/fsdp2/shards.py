@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from roll.distributed.strategy.optim import ADAM_STATE
+from roll.distributed.strategy.training.optim import ADAM_STATE
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -18,15 +18,15 @@ from roll.algorithms.types import TokenScores
 from roll.configs.strategy import Fsdp2Config
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
-from roll.distributed.strategy.checkpoint import restore_checkpoint
 from roll.distributed.strategy.fsdp2.activation_offload import OffloadedActivations
 from roll.distributed.strategy.fsdp2.shards import SHARDS_FOLDER, load_shards, save_shards
 from roll.distributed.strategy.fsdp2.weights import ReplicatedWeights, ShardedWeights, Weights
-from roll.distributed.strategy.hf_scorer import rank_info, recompute_activations
-from roll.distributed.strategy.module_trainer import ModuleScorer, ModuleTrainer
-from roll.distributed.strategy.module_weights import TrainedModule, save_module
-from roll.distributed.strategy.optim import ADAM_STATE, make_adamw
-from roll.distributed.strategy.trainer import Limits, TrainerState, join_group, local_device
+from roll.distributed.strategy.training.checkpoint import restore_checkpoint
+from roll.distributed.strategy.training.hf_scorer import rank_info, recompute_activations
+from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
+from roll.distributed.strategy.training.module_weights import TrainedModule, save_module
+from roll.distributed.strategy.training.optim import ADAM_STATE, make_adamw
+from roll.distributed.strategy.training.trainer import Limits, TrainerState, join_group, local_device
 from roll.models.scoring import TokenScorer
 
 

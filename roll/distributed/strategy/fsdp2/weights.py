@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from roll.distributed.strategy.hf_scorer import decoder_layers
-from roll.distributed.strategy.optim import MASTER
+from roll.distributed.strategy.training.hf_scorer import decoder_layers
+from roll.distributed.strategy.training.optim import MASTER
 from roll.models.loading import resolve_dtype
 from roll.models.scoring import TokenScorer
 from roll.models.tensor_parallel import split_layers

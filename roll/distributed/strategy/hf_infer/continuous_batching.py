@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll.agentic.types import Completion, FinishReason, GenerateRequest
 from roll.data.arrays import IntArray
+from roll.data.requests import Completion, FinishReason, GenerateRequest
 from roll.models.sampling import SamplerRows, sample, uniforms
 from roll.models.slot_cache import SlotCache
 from roll.models.stop_strings import StopStrings

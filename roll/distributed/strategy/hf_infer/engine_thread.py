@@ -14,9 +14,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from roll.agentic.types import Completion, FinishReason
+from roll.data.requests import Completion, FinishReason
+from roll.distributed.strategy.generation.requests import EngineStoppedError
 from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence
-from roll.distributed.strategy.requests import EngineStoppedError
 
 logger = logging.getLogger(__name__)
 

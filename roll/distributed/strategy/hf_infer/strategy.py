@@ -15,19 +15,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from roll.agentic.types import Completion, GenerateRequest
 from roll.algorithms.types import TokenScores
 from roll.configs.strategy import HfInferConfig
 from roll.data.batch import Batch
-from roll.distributed.strategy.adapters import MergedAdapter, check_adapter
-from roll.distributed.strategy.base import RankInfo, States, StrategyContext, WeightBucket
+from roll.data.requests import Completion, GenerateRequest
+from roll.distributed.strategy.base import RankInfo, States, StrategyContext
+from roll.distributed.strategy.generation.model_outline import eos_token_ids
+from roll.distributed.strategy.generation.requests import EngineStoppedError, Presence, check_request
 from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence
 from roll.distributed.strategy.hf_infer.engine_thread import EngineThread
 from roll.distributed.strategy.hf_infer.model_fit import foreign_attention
-from roll.distributed.strategy.model_outline import eos_token_ids
-from roll.distributed.strategy.receiving import receive
-from roll.distributed.strategy.requests import EngineStoppedError, Presence, check_request
-from roll.distributed.weight_sync import WeightUpdate
+from roll.distributed.weights.adapters import MergedAdapter, check_adapter
+from roll.distributed.weights.buckets import WeightUpdate
+from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.intake import receive
 from roll.models.loading import load_causal_lm, load_tokenizer, resolve_dtype
 from roll.models.sampling import child_seed
 from roll.models.scoring import TokenScorer, score_batch

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from roll.configs.strategy import MegatronConfig
-from roll.distributed.strategy.agreement import agreed
-from roll.distributed.strategy.base import LoraSpec, StrategyContext
+from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.megatron.fit import check_adapter_fit
 from roll.distributed.strategy.megatron.model import MegatronModel, own_parts
+from roll.distributed.strategy.training.agreement import agreed
 from roll.models.loading import make_skeleton
-from roll.models.lora import ALL_LINEAR, adapted_layers, initial_value, matrix_shapes
+from roll.models.lora import ALL_LINEAR, LoraSpec, adapted_layers, initial_value, matrix_shapes
 from roll.models.megatron.names import source
 
 

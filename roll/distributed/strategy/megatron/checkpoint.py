@@ -15,9 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from roll.distributed.strategy.agreement import agreed
 from roll.distributed.strategy.base import StrategyContext
-from roll.distributed.strategy.checkpoint import (
+from roll.distributed.strategy.megatron.model import MegatronModel, folder_reader, own_parts
+from roll.distributed.strategy.megatron.optimizer import MegatronAdam
+from roll.distributed.strategy.megatron.weights import WeightGatherer
+from roll.distributed.strategy.training.agreement import agreed
+from roll.distributed.strategy.training.checkpoint import (
     ADAPTER,
     HEAD_PREFIX,
     MODEL,
@@ -29,12 +32,9 @@ from roll.distributed.strategy.checkpoint import (
     optimizer_tensors,
     save_checkpoint,
 )
-from roll.distributed.strategy.megatron.model import MegatronModel, folder_reader, own_parts
-from roll.distributed.strategy.megatron.optimizer import MegatronAdam
-from roll.distributed.strategy.megatron.weights import WeightGatherer
-from roll.distributed.strategy.optim import MASTER
-from roll.distributed.strategy.tensor_files import Reader
-from roll.distributed.strategy.trainer import TrainerState
+from roll.distributed.strategy.training.optim import MASTER
+from roll.distributed.strategy.training.tensor_files import Reader
+from roll.distributed.strategy.training.trainer import TrainerState
 from roll.models.loading import Head, make_skeleton, save_config
 from roll.models.lora import write_adapter_config
 

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll.configs.strategy import MegatronConfig
-from roll.distributed.strategy.agreement import agreed
 from roll.distributed.strategy.base import RankInfo, StrategyContext
-from roll.distributed.strategy.checkpoint import HEAD_PREFIX
 from roll.distributed.strategy.megatron.fit import check_model_fit
 from roll.distributed.strategy.megatron.modules import layer_specs
 from roll.distributed.strategy.megatron.options import check_engine_options
 from roll.distributed.strategy.megatron.scores import VocabularyShare
-from roll.distributed.strategy.tensor_files import Reader
+from roll.distributed.strategy.training.agreement import agreed
+from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX
+from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.heads import ValueHead, load_value_head
 from roll.models.lora import is_adapter
 from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size

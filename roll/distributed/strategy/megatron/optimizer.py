@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from roll.configs.strategy import MegatronConfig
 from roll.configs.training import TrainingArguments
 from roll.distributed.strategy.megatron.model import MegatronModel
-from roll.distributed.strategy.optim import ADAM_STATE, MASTER
+from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 
 
 def loss_factor(num_micro_batches: int) -> int:

@@ -27,9 +27,7 @@ from roll.algorithms.types import LossContext, LossFn, TokenScores
 from roll.configs.strategy import MegatronConfig
 from roll.data.batch import Batch
 from roll.data.packing import take_micro_batch
-from roll.distributed.strategy.agreement import agreed
 from roll.distributed.strategy.base import RankInfo, States
-from roll.distributed.strategy.checkpoint import restore_checkpoint
 from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.megatron import cpu
 from roll.distributed.strategy.megatron.adapter import adapter_off, add_adapter
@@ -49,7 +47,9 @@ from roll.distributed.strategy.megatron.optimizer import (
 )
 from roll.distributed.strategy.megatron.scores import TokenScorer, sum_over
 from roll.distributed.strategy.megatron.weights import WeightGatherer
-from roll.distributed.strategy.trainer import Limits, Scorer, Trainer, TrainerState, join_group, local_device
+from roll.distributed.strategy.training.agreement import agreed
+from roll.distributed.strategy.training.checkpoint import restore_checkpoint
+from roll.distributed.strategy.training.trainer import Limits, Scorer, Trainer, TrainerState, join_group, local_device
 from roll.models.loading import load_config, resolve_dtype
 
 

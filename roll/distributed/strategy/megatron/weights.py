@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from roll.distributed.strategy.checkpoint import HEAD_PREFIX
 from roll.distributed.strategy.megatron.model import MegatronModel
+from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX
 from roll.models.lora import is_adapter
 from roll.models.megatron.convert import join, shard_group
 from roll.models.megatron.layout import ParallelLayout

@@ -31,18 +31,24 @@ import numpy as np
 import torch
 import torch.multiprocessing  # teaches ForkingPickler tensors
 
-from roll.agentic.types import Completion, FinishReason, GenerateRequest
 from roll.configs.strategy import SglangConfig
-from roll.distributed.strategy.adapters import adapted_names, peft_config
-from roll.distributed.strategy.base import RankInfo, States, StrategyContext, WeightBucket
-from roll.distributed.strategy.engine_process import EngineCallError, EngineProcess
-from roll.distributed.strategy.model_outline import ModelOutline
-from roll.distributed.strategy.receiving import Intake, receive
-from roll.distributed.strategy.requests import Counters, EngineStoppedError, Presence, check_request, scratch_folder
+from roll.data.requests import Completion, FinishReason, GenerateRequest
+from roll.distributed.strategy.base import RankInfo, States, StrategyContext
+from roll.distributed.strategy.generation.engine_process import EngineCallError, EngineProcess
+from roll.distributed.strategy.generation.model_outline import ModelOutline
+from roll.distributed.strategy.generation.requests import (
+    Counters,
+    EngineStoppedError,
+    Presence,
+    check_request,
+    scratch_folder,
+)
 from roll.distributed.strategy.sglang import cpu
 from roll.distributed.strategy.sglang.options import check_engine_options, require_sglang
-from roll.distributed.weight_sync import host_bytes, pack_buckets
-from roll.distributed.weights.contents import contents
+from roll.distributed.weights.adapters import adapted_names, peft_config
+from roll.distributed.weights.buckets import host_bytes, pack_buckets
+from roll.distributed.weights.contents import WeightBucket, contents
+from roll.distributed.weights.intake import Intake, receive
 from roll.models.loading import locate_model
 from roll.models.sampling import child_seed
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from roll.configs.strategy import VLLM_LORA_RANKS, VllmConfig
 from roll.distributed.strategy.base import StrategyContext
-from roll.distributed.strategy.model_outline import ModelOutline
+from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.models.loading import locate_model
 from roll.utils.seeding import derive_seed
 

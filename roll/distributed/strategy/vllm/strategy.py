@@ -24,24 +24,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll.agentic.types import Completion, FinishReason, GenerateRequest
 from roll.configs.strategy import VllmConfig
-from roll.distributed.strategy.adapters import peft_config
-from roll.distributed.strategy.base import RankInfo, States, StrategyContext, WeightBucket
-from roll.distributed.strategy.engine_loop import EngineLoop, brought_from
+from roll.data.requests import Completion, FinishReason, GenerateRequest
+from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.engines import require_engine
-from roll.distributed.strategy.model_outline import ModelOutline
-from roll.distributed.strategy.receiving import Intake, on_device, receive
-from roll.distributed.strategy.requests import Counters, EngineStoppedError, Presence, check_request, scratch_folder
+from roll.distributed.strategy.generation.engine_loop import EngineLoop, brought_from
+from roll.distributed.strategy.generation.model_outline import ModelOutline
+from roll.distributed.strategy.generation.requests import (
+    Counters,
+    EngineStoppedError,
+    Presence,
+    check_request,
+    scratch_folder,
+)
 from roll.distributed.strategy.vllm.arguments import (
     check_cpu_kernels,
     engine_arguments,
     environment,
 )
 from roll.distributed.strategy.vllm.options import check_engine_options
-from roll.distributed.weight_sync import as_tensor, host_bytes
 from roll.distributed.weights import device_memory
-from roll.distributed.weights.contents import contents
+from roll.distributed.weights.adapters import peft_config
+from roll.distributed.weights.buckets import as_tensor, host_bytes
+from roll.distributed.weights.contents import WeightBucket, contents
+from roll.distributed.weights.intake import Intake, on_device, receive
 from roll.distributed.weights.segments import SegmentPool
 from roll.models.sampling import child_seed
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from roll.distributed.weight_sync import as_tensor
+from roll.distributed.weights.buckets import as_tensor
 from roll.distributed.weights.contents import Contents, views
 from roll.distributed.weights.device_memory import Handle, open_shared
 from roll.distributed.weights.segments import SegmentReader

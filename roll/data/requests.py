@@ -1,0 +1,66 @@
+"""What is asked of a generation engine, and what it answers."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from roll.data.arrays import FloatArray, IntArray
+
+
+class FinishReason(enum.StrEnum):
+    """Why the engine stopped one completion."""
+
+    STOP = "stop"  # an end-of-sequence token or a stop string
+    LENGTH = "length"  # max_new_tokens or the context is used up
+    ABORT = "abort"  # the caller cancelled the request
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled."""
+
+    max_new_tokens: int = 64
+    """Upper bound on sampled tokens."""
+    temperature: float = 1.0
+    """Softmax temperature; 0 means greedy."""
+    top_p: float = 1.0
+    """Nucleus mass; 1 keeps everything."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 or less keeps everything."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens already seen (CTRL, Keskar et al. 2019); 1 is off."""
+    stop: tuple[str, ...] = ()
+    """Generation ends once the decoded text contains one of these; the tokens that completed it are kept."""
+    seed: int | None = None
+    """Same seed, prompt and weights give the same tokens, whatever else is in the batch."""
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One prompt for the generation engine."""
+
+    request_id: str
+    """Unique among the requests in flight."""
+    prompt_ids: IntArray
+    """Token ids, shape [prompt_len]; never re-tokenised."""
+    params: SamplingParams = field(default_factory=SamplingParams)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine sampled for one request."""
+
+    request_id: str
+    token_ids: IntArray
+    """Sampled ids, shape [n], the end-of-sequence token included."""
+    logprobs: FloatArray
+    """log p of each sampled id, shape [n], under the temperature-scaled full distribution (before top-p and top-k);
+    under temperature 0, that of temperature 1."""
+    finish_reason: FinishReason
+    weight_version: int
+    """The weight version that sampled the first token."""
+
+
+GenerateFn = Callable[[GenerateRequest], Awaitable[Completion]]

@@ -1,0 +1,284 @@
+"""A role's workers as one thing: start them, call them all, notice at once when one is gone and replace it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+
+from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
+from roll.distributed.cluster.placement import Placement
+from roll.distributed.cluster.worker import Worker
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
+    from ray.exceptions import RayActorError
+
+logger = logging.getLogger(__name__)
+
+_ALIVE_WAIT_S = 1.0
+"""How long a death may take to be known; Ray reports a killed process within some hundredths of a second."""
+
+_INLINE_TYPES = (type(None), bool, int, float, str, os.PathLike)
+
+_residents: dict[str, tuple[str, int]] = {}
+"""Ray actor id to (role, rank), dead ones included: names the worker when a third one reports its death."""
+
+
+class Cluster:
+    """The workers of one role.
+
+    Calls go to every rank and come back in rank order. Arguments that are not small values are put into the object
+    store once and not once per rank; NumPy arrays arrive there read-only.
+
+    Errors of a call: what the worker's own code raised, with its type and a note of role, rank, call, step and the
+    remote traceback; ``WorkerDiedError``; ``RpcTimeoutError``. The first failure is raised at once, while other ranks
+    may still be at work or stuck in a collective.
+    """
+
+    current_step: ClassVar[int | None] = None
+    """The training step, for the messages of all clusters; the pipeline sets ``Cluster.current_step``."""
+
+    def __init__(
+        self,
+        name: str,
+        worker_cls: type[Worker],
+        placement: Placement,
+        *,
+        init_kwargs: Mapping[str, Any] | None = None,
+        system_envs: Mapping[str, str] | None = None,
+        rpc_timeout: float | None = None,
+        start_timeout: float = 300.0,
+        max_concurrency: int | None = None,
+    ) -> None:
+        """Nothing starts yet.
+
+        Args:
+            name: the role; ``placement`` must hold a place for it.
+            worker_cls: its constructor gets ``role, rank, world_size, env`` and ``init_kwargs``.
+            system_envs: environment variables of the workers, set before they import anything. They win over the
+                thread count chosen here, never over the device list.
+            rpc_timeout: seconds that a call may take; ``None`` waits for ever.
+            start_timeout: seconds until every process must have answered.
+            max_concurrency: calls that a worker runs at the same time; Ray's default is 1 (1,000 for async workers).
+
+        Raises:
+            KeyError: the role has no place.
+        """
+        self.name = name
+        self.worker_cls = worker_cls
+        self.placement = placement
+        self.slots = placement.plan.workers(name)
+        self.rpc_timeout = rpc_timeout
+        self.start_timeout = start_timeout
+        self.restarts = [0] * len(self.slots)
+        """How often each rank was replaced."""
+        self.handles: list[ActorHandle] = []
+        """Ray actor handles in rank order; a restart replaces the rank's handle."""
+        self._init_kwargs = dict(init_kwargs or {})
+        self._system_envs = {key: str(value) for key, value in (system_envs or {}).items()}
+        self._max_concurrency = max_concurrency
+
+    @property
+    def world_size(self) -> int:
+        return len(self.slots)
+
+    def start(self) -> None:
+        """Starts every worker and waits until all have answered."""
+        self.launch()
+        self.wait_ready()
+
+    def launch(self) -> None:
+        """Starts the processes without waiting, so that several clusters come up side by side."""
+        if self.handles:
+            raise RuntimeError(f"cluster {self.name} is already started")
+        self._init_kwargs = {key: _put_once(value) for key, value in self._init_kwargs.items()}
+        self.handles = [self._spawn(rank) for rank in range(self.world_size)]
+
+    def wait_ready(self) -> None:
+        """Waits until every worker of ``launch`` has answered, at most ``start_timeout`` seconds."""
+        self.gather(self.submit("ping"), call="start", timeout=self.start_timeout)
+        logger.info("%s: %d workers are up", self.name, self.world_size)
+
+    def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Runs the method on every rank with the same arguments and returns the results in rank order."""
+        return self.gather(self.submit(method, *args, **kwargs), call=method)
+
+    def call_rank(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Runs the method on one rank."""
+        ref = getattr(self._handle(rank), method).remote(*args, **kwargs)
+        return self.gather([ref], call=method, ranks=[rank])[0]
+
+    def dispatch(self, method: str, per_rank_args: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
+        """Runs the method on every rank with the rank's own positional arguments and common keyword arguments."""
+        return self.gather(self.submit_each(method, per_rank_args, **kwargs), call=method)
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> list[ObjectRef]:
+        """Like ``call`` without waiting; pass the references to ``gather``."""
+        shared = tuple(_put_once(arg) for arg in args) if self.world_size > 1 else args
+        return self.submit_each(method, [shared] * self.world_size, **kwargs)
+
+    def submit_each(self, method: str, per_rank_args: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[ObjectRef]:
+        """Like ``dispatch`` without waiting.
+
+        Raises:
+            ValueError: not one tuple of arguments per rank.
+        """
+        if len(per_rank_args) != self.world_size:
+            raise ValueError(
+                f"{self.name}.{method}: {len(per_rank_args)} argument tuples for {self.world_size} workers"
+            )
+        if self.world_size > 1:
+            kwargs = {key: _put_once(value) for key, value in kwargs.items()}
+        return [getattr(self._handle(rank), method).remote(*args, **kwargs) for rank, args in enumerate(per_rank_args)]
+
+    def gather(
+        self,
+        refs: Sequence[ObjectRef],
+        *,
+        call: str,
+        ranks: Sequence[int] | None = None,
+        timeout: float | None = None,
+    ) -> list[Any]:
+        """Waits for submitted calls and returns their results in the order of ``refs``.
+
+        Args:
+            call: the method's name, for messages.
+            ranks: the rank behind each reference; ``None`` for one reference per rank in rank order.
+            timeout: seconds, in place of ``rpc_timeout``.
+        """
+        import ray
+
+        rank_of = dict(zip(refs, range(self.world_size) if ranks is None else ranks, strict=True))
+        limit = self.rpc_timeout if timeout is None else timeout
+        started = time.monotonic()
+        results: dict[ObjectRef, Any] = {}
+        pending: list[Any] = list(refs)
+        while pending:
+            left = None if limit is None else max(0.0, started + limit - time.monotonic())
+            ready, pending = ray.wait(pending, num_returns=1, timeout=left)
+            if not ready:
+                stuck = tuple(rank_of[ref] for ref in pending)
+                raise RpcTimeoutError(self.name, stuck, call, self.current_step, time.monotonic() - started)
+            try:
+                results[ready[0]] = ray.get(ready[0])
+            except ray.exceptions.RayError as error:
+                self._raise(error, rank_of[ready[0]], call)
+        return [results[ref] for ref in refs]
+
+    def alive(self) -> list[bool]:
+        """Whether each rank's process exists. A busy or hung worker is alive. Takes at most a second."""
+        import ray
+
+        if not self.handles:
+            return [False] * self.world_size
+        refs: list[Any] = [handle.ping.remote() for handle in self.handles]
+        answered, _ = ray.wait(refs, num_returns=len(refs), timeout=_ALIVE_WAIT_S)
+        dead = {ref for ref in answered if _is_death(ref)}
+        return [ref not in dead for ref in refs]
+
+    def restart(self, rank: int) -> None:
+        """Replaces the rank by a fresh worker in the same place, killing the old one if it still runs.
+
+        The new worker has run its constructor and nothing else: set it up again, and its process group too.
+        """
+        import ray
+
+        ray.kill(self._handle(rank), no_restart=True)
+        self.restarts[rank] += 1
+        logger.warning("%s rank %d: starting a fresh worker (restart %d)", self.name, rank, self.restarts[rank])
+        self.handles[rank] = self._spawn(rank)
+        self.gather([self.handles[rank].ping.remote()], call="restart", ranks=[rank], timeout=self.start_timeout)
+
+    def rendezvous(self) -> None:
+        """Agrees on rank 0's address and a free port there, so that the ranks can form a process group."""
+        addr, port = self.call_rank(0, "node_ip"), self.call_rank(0, "free_port")
+        self.call("set_rendezvous", addr, port)
+
+    def shutdown(self) -> None:
+        """Kills every worker. Calling it again does nothing."""
+        import ray
+
+        handles, self.handles = self.handles, []
+        if not ray.is_initialized():  # the session is over, and the workers with it
+            return
+        for handle in handles:
+            ray.kill(handle, no_restart=True)
+
+    def _handle(self, rank: int) -> ActorHandle:
+        if not self.handles:
+            raise RuntimeError(f"cluster {self.name} is not running: call start() first")
+        return self.handles[rank]
+
+    def _spawn(self, rank: int) -> ActorHandle:
+        import ray
+
+        slot = self.slots[rank]
+        seat = self.placement.environment(slot)
+        env = {**seat, **self._system_envs, "CUDA_VISIBLE_DEVICES": seat["CUDA_VISIBLE_DEVICES"]}
+        options = {**self.placement.actor_options(slot), "max_restarts": 0, "max_task_retries": 0}
+        if self._max_concurrency is not None:
+            options["max_concurrency"] = self._max_concurrency
+        actor_cls = ray.remote(self.worker_cls).options(runtime_env={"env_vars": env}, **options)
+        handle: Any = actor_cls.remote(self.name, rank, self.world_size, env, **self._init_kwargs)
+        _residents[handle._actor_id.hex()] = (self.name, rank)
+        return handle
+
+    def _raise(self, error: Exception, rank: int, call: str) -> NoReturn:
+        """Raises what the caller should see for an error that Ray reports for the rank's call."""
+        import ray
+
+        cause: BaseException = error
+        while isinstance(cause, ray.exceptions.RayTaskError) and isinstance(cause.cause, BaseException):
+            cause = cause.cause
+        if isinstance(cause, ray.exceptions.RayActorError):
+            role, dead_rank = _residents.get(cause.actor_id or "", (self.name, rank))
+            raise WorkerDiedError(role, dead_rank, call, self.current_step, _death_reason(cause)) from None
+
+        cause.add_note(f"in {self.name} rank {rank}, call {call}, step {self.current_step}; traceback there:")
+        cause.add_note(_plain(str(error)))
+        # A peer's death reaches the survivors as a broken connection, often before Ray reports the death itself.
+        dead = [other for other, is_alive in enumerate(self.alive()) if not is_alive] if self.world_size > 1 else []
+        if dead:
+            reason = f"its process is gone; rank {rank} then failed with {type(cause).__name__}"
+            raise WorkerDiedError(self.name, dead[0], call, self.current_step, reason) from cause
+        raise cause from None
+
+
+def _put_once(value: Any) -> Any:
+    """Moves anything but a small value into the object store; Ray hands the workers the value itself."""
+    import ray
+
+    return value if isinstance(value, (*_INLINE_TYPES, ray.ObjectRef)) else ray.put(value)
+
+
+def _is_death(ref: ObjectRef) -> bool:
+    import ray
+
+    try:
+        ray.get(ref)
+    except ray.exceptions.RayActorError:
+        return True
+    return False
+
+
+def _death_reason(error: RayActorError) -> str:
+    """What a person needs of Ray's message: a constructor's traceback, or else the process and how it ended."""
+    text = _plain(str(error))
+    pid = re.search(r"^\s*pid: (\d+)$", text, re.MULTILINE)
+    if pid is None:
+        return text
+    ip = re.search(r"^\s*ip: (\S+)$", text, re.MULTILINE)
+    ending = text.partition("The actor is dead because ")[2].partition("Worker exit type: None")[0]
+    # A killed process leaves no word; what follows then is a generic list of possible causes.
+    ending = ending.partition("Some common causes")[0].strip() or text.splitlines()[-1]
+    return f"process {pid[1]}{f' on {ip[1]}' if ip else ''}: {ending}"
+
+
+def _plain(text: str) -> str:
+    """Without terminal colours and empty lines."""
+    return "\n".join(line for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines() if line.strip())

@@ -1,0 +1,234 @@
+"""Ray for the length of a run: a running cluster is joined and left, a local one is started and gone afterwards."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll.distributed.cluster.errors import RaySessionError
+from roll.distributed.cluster.reaper import MARK, Reaper
+
+logger = logging.getLogger(__name__)
+
+_CONNECT_TIMEOUT_S = 10.0
+_LOOPBACK = "127.0.0.1"
+_OF_A_NEW_CLUSTER = ("num_cpus", "num_gpus", "object_store_memory")
+"""Arguments that a cluster which is joined has settled already; Ray would refuse them."""
+
+
+@dataclass(frozen=True)
+class RaySession:
+    """The connection of this process to Ray."""
+
+    address: str
+    """``host:port`` of the cluster's head."""
+    joined: bool
+    """True for a cluster that was there before and will stay."""
+
+
+@contextmanager
+def ray_session(
+    ray_init: Mapping[str, Any] | None = None,
+    system_envs: Mapping[str, str] | None = None,
+    *,
+    log_dir: Path | None = None,
+) -> Iterator[RaySession]:
+    """Connects this process to Ray.
+
+    A cluster is joined when ``ray_init["address"]`` or else RAY_ADDRESS names one (``auto`` finds the one on this
+    machine), or when this process is connected already. Otherwise, or with the address ``local``, a cluster of this
+    machine alone is started, which listens on loopback only and ends with the block, however it is left; should this
+    process be killed, Ray's processes follow it.
+
+    Args:
+        ray_init: arguments of ``ray.init``; the sizes of a new cluster are left out when one is joined.
+        system_envs: environment variables of every worker.
+        log_dir: where the workers' output is kept when a local cluster ends; ``None`` drops it.
+
+    Raises:
+        RaySessionError: nothing answers at the address.
+    """
+    import ray
+
+    options = dict(ray_init or {})
+    address = options.pop("address", None) or os.environ.get("RAY_ADDRESS") or "local"
+    options["runtime_env"] = _runtime_env(options.get("runtime_env") or {}, system_envs or {})
+    options.setdefault("log_to_driver", False)
+    options.setdefault("logging_level", logging.ERROR)
+    if ray.is_initialized():
+        yield RaySession(ray.get_runtime_context().gcs_address, joined=True)
+        return
+    local = address == "local"
+    # When one rank fails, its peers' errors stay uncollected; Ray would print each of them once more.
+    cluster = _local_cluster(options, log_dir) if local else _joined_cluster(address, options)
+    with _environment({"RAY_IGNORE_UNHANDLED_ERRORS": "1"}), cluster:
+        yield RaySession(ray.get_runtime_context().gcs_address, joined=not local)
+
+
+@contextmanager
+def _joined_cluster(address: str, options: Mapping[str, Any]) -> Iterator[None]:
+    import ray
+
+    _check_reachable(address)
+    options = {key: value for key, value in options.items() if key not in _OF_A_NEW_CLUSTER}
+    own_side = _loopback_only() if _listens_on_loopback_alone(address) else nullcontext()
+    try:
+        with _own_sigterm(), own_side:
+            ray.init(address=address, **options)
+    except ConnectionError as error:
+        raise RaySessionError(f"no Ray cluster found at {address!r} (ray_init.address or RAY_ADDRESS)") from error
+    logger.info("joined the Ray cluster at %s", address)
+    try:
+        yield
+    finally:
+        ray.shutdown()  # only disconnects: the cluster is not ours
+
+
+@contextmanager
+def _local_cluster(options: Mapping[str, Any], log_dir: Path | None) -> Iterator[None]:
+    import ray
+
+    # Ray puts Unix sockets below this folder, and their paths may hold 107 characters.
+    short = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
+    temp_dir = Path(tempfile.mkdtemp(prefix="roll-", dir=short))
+    defaults = {
+        "include_dashboard": False,
+        "object_store_memory": _object_store_bytes(),
+        "_temp_dir": str(temp_dir),
+        "_node_ip_address": _LOOPBACK,
+        # Ray gives workers niceness 15; on a busy machine they then starve and miss their start-up deadline.
+        "_system_config": {"worker_niceness": 0},
+    }
+    reaper = Reaper(temp_dir)
+    try:
+        marks = {MARK: str(temp_dir), "RAY_USAGE_STATS_ENABLED": "0"}
+        with _own_sigterm(), _loopback_only(), _environment(marks):
+            ray.init(address="local", **{**defaults, **options})
+        logger.info("started a local Ray cluster in %s", temp_dir)
+        yield
+    finally:
+        try:
+            ray.shutdown()
+            if log_dir is not None:
+                _keep_worker_logs(temp_dir, log_dir)
+        finally:
+            reaper.finish()
+
+
+def _runtime_env(given: Mapping[str, Any], system_envs: Mapping[str, str]) -> dict[str, Any]:
+    """Environment variables of every worker, with the driver's import path so that a checkout's code is found."""
+    variables = {"PYTHONPATH": _import_path(), **system_envs, **given.get("env_vars", {})}
+    return {**given, "env_vars": {key: str(value) for key, value in variables.items()}}
+
+
+def _import_path() -> str:
+    """The driver's ``sys.path`` without the standard library and installed packages, which a worker finds by itself."""
+    installed = {"site-packages", "dist-packages"}
+    stdlib = Path(sysconfig.get_path("stdlib")).resolve()
+    folders = dict.fromkeys(Path(entry or ".").resolve() for entry in sys.path)
+    kept = [path for path in folders if path.is_dir() and not path.is_relative_to(stdlib)]
+    return os.pathsep.join(str(path) for path in kept if not installed & set(path.parts))
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for more than a minute."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise RaySessionError(
+            f"no Ray cluster answers at {address} (ray_init.address or RAY_ADDRESS): {error}"
+        ) from error
+
+
+def _listens_on_loopback_alone(address: str) -> bool:
+    """Whether the cluster, which answers at this loopback address, does not at this machine's public one.
+
+    Ray would take the public one in its place and wait for minutes.
+    """
+    import ray
+
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or not (host.startswith("127.") or host == "localhost"):
+        return False
+    try:
+        socket.create_connection((ray.util.get_node_ip_address(), int(port)), timeout=1.0).close()
+    except OSError:
+        return True
+    return False
+
+
+def _object_store_bytes() -> int:
+    """An eighth of the memory, between 256 MiB and 8 GiB; Ray's 30 % would leave too little on a small machine."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(max(memory // 8, 256 * 2**20), 8 * 2**30)
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Makes Ray take 127.0.0.1 as it does on macOS; on Linux it would turn it into the machine's public address."""
+    from ray._private import ray_constants
+
+    previous = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = previous
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keeps the program's SIGTERM handler, which ``ray.init`` would replace; where there is none, Ray's own is good."""
+    import ray._private.utils as ray_utils
+
+    register, previous = ray_utils.set_sigterm_handler, signal.getsignal(signal.SIGTERM)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or previous in (None, signal.SIG_DFL):
+        yield
+        return
+    # Ray's C++ core installs a handler too, one that aborts: ours has to be set anew, not merely kept.
+    ray_utils.set_sigterm_handler = lambda handler: signal.signal(signal.SIGTERM, previous)
+    try:
+        yield
+    finally:
+        ray_utils.set_sigterm_handler = register
+        signal.signal(signal.SIGTERM, previous)
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables for the length of the block."""
+    previous = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in previous.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def _keep_worker_logs(temp_dir: Path, log_dir: Path) -> None:
+    """Copies what workers wrote to standard output and error, empty files left out."""
+    written = [path for path in temp_dir.glob("session_2*/logs/worker-*") if path.stat().st_size]
+    if written:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    for path in written:
+        shutil.copy2(path, log_dir / path.name)

@@ -1,0 +1,136 @@
+"""An engine in a process of its own, under an interpreter of its own, that answers calls over a pair of sockets.
+
+Some engines want a process to themselves: they install signal handlers, kill every child of the process they are in
+when they stop, and need other versions of packages than the rest of a run. Here they may. When such an engine dies,
+whatever the cause, its end of the connection closes, and every call that waits fails.
+
+This is the caller's side; the engine's is ``engine_server.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from roll.distributed.strategy.generation.requests import EngineStoppedError
+
+STOP_WAIT_S = 20.0
+"""How long an engine may take to end by itself before its processes are killed."""
+
+
+class EngineCallError(RuntimeError):
+    """A call failed inside the engine's process; the engine goes on."""
+
+
+class EngineProcess:
+    """Starts the process and calls it. Every method may be called from any thread.
+
+    Args:
+        command: starts the process; the number of its end of the sockets is appended.
+        environment: all of its environment variables.
+        name: for messages.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], name: str) -> None:
+        self._name = name
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            # In a session of its own: an interrupt from the terminal stops the run, and the run stops the engine.
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                env=dict(environment),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._out = self._socket.makefile("wb")
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._waiting: dict[int, Future[Any]] = {}
+        self._stopped: str | None = None
+        self._reader = threading.Thread(target=self._read, name=f"{name}-reader", daemon=True)
+        self._reader.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def submit(self, method: str, *args: Any) -> Future[Any]:
+        """Calls a coroutine of the served object with plain data.
+
+        Returns:
+            Its result, also plain data. It raises ``ValueError`` if the call did, ``EngineCallError`` for any other
+            error of the call, and ``EngineStoppedError`` if the engine dies or is shut down first.
+
+        Raises:
+            EngineStoppedError: the engine died or was shut down.
+        """
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._stopped is not None:
+                raise EngineStoppedError(self._stopped)
+            number = next(self._numbers)
+            self._waiting[number] = future
+            with contextlib.suppress(OSError):  # it is gone: the reader fails the future
+                pickle.dump((number, method, args), self._out)
+                self._out.flush()
+        return future
+
+    def close(self, why: str = "was shut down") -> None:
+        """Stops the engine with all its processes; calls that wait fail with ``EngineStoppedError``."""
+        self._stop(f"{self._name} {why}")
+        self._reader.join()
+
+    def _read(self) -> None:
+        last_words = None
+        with self._socket.makefile("rb") as answers, contextlib.suppress(EOFError, OSError):
+            while True:
+                number, succeeded, result = pickle.load(answers)
+                if number is None:
+                    last_words = result
+                    continue
+                with self._lock:
+                    future = self._waiting.pop(number, None)
+                if future is not None and future.set_running_or_notify_cancel():
+                    future.set_result(result) if succeeded else future.set_exception(_error(*result))
+        code = self._end()
+        self._stop(f"{self._name} died: {last_words or f'exit code {code}; its own log says why'}")
+        self._socket.close()
+
+    def _stop(self, reason: str) -> None:
+        with self._lock:
+            self._stopped = self._stopped or reason
+            waiting, self._waiting = list(self._waiting.values()), {}
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # both ends read an end of file
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(EngineStoppedError(self._stopped))
+
+    def _end(self) -> int:
+        """Waits until the process ends, kills what is left of its session, and returns its exit code."""
+        deadline = time.monotonic() + STOP_WAIT_S
+        # Not reaped yet, its number stays its own, and the kill can hit nobody else.
+        while time.monotonic() < deadline and not os.waitid(
+            os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT
+        ):
+            time.sleep(0.01)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
+
+
+def _error(kind: str, message: str, trace: str) -> Exception:
+    error = ValueError(message) if kind == "ValueError" else EngineCallError(f"{kind}: {message}")
+    error.add_note(f"in the engine's process:\n{trace}")
+    return error

@@ -1,0 +1,108 @@
+"""What is known of a model without its weights: for engines that keep theirs in another process or another format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from roll.distributed.strategy.base import StrategyContext
+from roll.distributed.weights.adapters import check_adapter
+from roll.distributed.weights.buckets import WeightUpdate
+from roll.models.loading import load_config, load_tokenizer, locate_model, make_skeleton, resolve_dtype, to_hf_weights
+from roll.models.lora import LoraSpec, adapted_layers, matrix_shapes
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+class ModelOutline:
+    """A role's model on the meta device, with its Hugging Face names and shapes.
+
+    Raises:
+        ValueError: the folder holds no model or no tokenizer.
+    """
+
+    def __init__(self, context: StrategyContext) -> None:
+        args = context.worker.model_args
+        config = load_config(context.model_path, args.model_config_kwargs)
+        self.dtype = resolve_dtype(args.dtype, config)
+        with torch.device("meta"):
+            self._model: PreTrainedModel = make_skeleton(
+                "lm", context.model_path, dtype=self.dtype, config_kwargs=args.model_config_kwargs
+            )
+        text = self._model.config.get_text_config()
+        self.text_config = text
+        """The language model's part of the configuration."""
+        self.vocab_size: int = text.vocab_size
+        self.max_positions: int | None = getattr(text, "max_position_embeddings", None)
+        self.eos_ids = eos_token_ids(
+            _generation_config(context.model_path, self._model), load_tokenizer(context.model_path)
+        )
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        self.head_size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        self.cache_bytes_per_token = 2 * text.num_hidden_layers * heads * self.head_size * self.dtype.itemsize
+        """Keys and values of one position, over all layers."""
+
+    def check_weights(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Checks that ``tensors`` are all of the model's weights, by name, shape and ties.
+
+        Returns:
+            The tensors to load, as (name in ``tensors``, name in a checkpoint): each tied weight once, no buffers.
+
+        Raises:
+            WeightMismatchError: see ``WeightUpdate``.
+        """
+        WeightUpdate(self._model, tensors)
+        first: dict[int, str] = {}
+        chosen: dict[str, str] = {}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            own = first.setdefault(id(parameter), name)
+            parts = to_hf_weights(self._model, name, parameter)
+            own_parts = to_hf_weights(self._model, own, parameter)
+            for part, own_part in zip(parts, own_parts, strict=True):
+                if part in tensors and own_part not in chosen.values():
+                    chosen[part] = own_part
+        return chosen
+
+    def check_role(self, context: StrategyContext) -> None:
+        """Checks that the model has positions for the role's longest sequence, and the targets of its adapter.
+
+        Raises:
+            ValueError: it has not.
+        """
+        if self.max_positions is not None and context.sequence_length > self.max_positions:
+            raise ValueError(
+                f"sequence_length: {context.sequence_length}, but the model has positions for at most "
+                f"{self.max_positions}"
+            )
+        if context.lora is not None:
+            adapted_layers(self._model, context.lora.targets)
+
+    def empty_adapter(self, spec: LoraSpec) -> dict[str, Tensor]:
+        """An adapter that changes nothing: all zeros."""
+        return {name: torch.zeros(shape) for name, shape in matrix_shapes(self._model, spec).items()}
+
+    def check_adapter(self, spec: LoraSpec | None, tensors: Mapping[str, Tensor]) -> LoraSpec:
+        """See ``adapters.check_adapter``."""
+        return check_adapter(self._model, spec, tensors)
+
+
+def eos_token_ids(generation_config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Every token that ends a completion: those of the generation defaults and the tokenizer's own."""
+    stated = generation_config.eos_token_id if generation_config is not None else None
+    ids = stated if isinstance(stated, list) else [stated]
+    return sorted({int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None})
+
+
+def _generation_config(path: str, model: PreTrainedModel) -> GenerationConfig | None:
+    """The one that loading the model would give it."""
+    from transformers import GenerationConfig
+
+    path, local = locate_model(path)
+    try:
+        return GenerationConfig.from_pretrained(path, local_files_only=local)
+    except OSError:  # no generation_config.json
+        return model.generation_config

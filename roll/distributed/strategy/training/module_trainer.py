@@ -1,0 +1,141 @@
+"""What the engines that train a Hugging Face module share (FSDP2, DeepSpeed): its making, adapter and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from roll.algorithms.types import TokenScores
+from roll.data.batch import Batch
+from roll.distributed.strategy.base import States
+from roll.distributed.strategy.training.agreement import agreed
+from roll.distributed.strategy.training.checkpoint import restore_checkpoint
+from roll.distributed.strategy.training.hf_scorer import make_scorer, score_micro_batch, share_sequences
+from roll.distributed.strategy.training.module_weights import (
+    ModuleWeights,
+    TrainedModule,
+    adapter_weights,
+    copy_output_layer,
+    hf_weights,
+    load_model,
+    save_module,
+    start_adapter,
+)
+from roll.distributed.strategy.training.trainer import Limits, Scorer, Trainer
+from roll.models import planned_attention
+from roll.models.loading import load_config, resolve_dtype
+from roll.models.lora import adapter_dropout, adapter_off
+from roll.models.scoring import TokenScorer
+
+W = TypeVar("W", bound=ModuleWeights)
+
+
+class ModuleScorer(Scorer, Generic[W]):
+    """Scores tokens with a module that an engine holds; ``weights`` is the engine's account of its parameters."""
+
+    _trained = False
+    _tensor_size = 1
+    """Neighbouring ranks that split each layer."""
+    _weights: W | None = None
+
+    @property
+    def weights(self) -> W:
+        if self._weights is None:
+            raise RuntimeError(f"{self.context.role}: setup() has not been called")
+        return self._weights
+
+    def forward(self, micro_batch: Batch, limits: Limits) -> TokenScores:
+        return score_micro_batch(self._module, micro_batch, limits, self._forward_context(), self._sequence_group)
+
+    def without_adapter(self) -> contextlib.AbstractContextManager[object]:
+        return adapter_off(self.weights.scorer) if self.context.lora is not None else super().without_adapter()
+
+    def move(self, what: States, device: torch.device) -> None:
+        scorer = self.weights.scorer
+        if States.WEIGHTS in what and scorer.reference_layer is not None:
+            scorer.reference_layer = scorer.reference_layer.to(device)
+
+    @property
+    @abstractmethod
+    def _module(self) -> nn.Module:
+        """What a forward pass calls."""
+
+    def _forward_context(self) -> contextlib.AbstractContextManager[object]:
+        """Entered around every forward pass."""
+        return contextlib.nullcontext()
+
+    def _make_weights(self, compute_dtype: str | None) -> W:
+        """Makes the module and hands it to the engine, which then gets the weights of the model folder (collective).
+
+        Args:
+            compute_dtype: number format that the model computes in; ``None``: that of the model.
+        """
+        context = self.context
+        args, path = context.worker.model_args, context.model_path
+        with agreed():
+            # The format in which weights leave: exports and saved models.
+            self._model_dtype = resolve_dtype(args.dtype, load_config(path, args.model_config_kwargs))
+            compute = self._model_dtype if compute_dtype is None else resolve_dtype(compute_dtype)
+            scorer = make_scorer(context, self._stored_dtype(compute))
+        self.shares_prompts = context.worker.share_prompts and planned_attention.enable(scorer.model)
+        self._sequence_group = share_sequences(context, scorer, self._tensor_size)
+        weights = self._place(scorer, compute)
+        load_model(Path(path), weights, args.model_config_kwargs)
+        if context.lora is not None:
+            start_adapter(weights, context.seed)
+        if context.keeps_output_layer:
+            scorer.reference_layer = copy_output_layer(weights, compute)
+        return weights
+
+    @abstractmethod
+    def _place(self, scorer: TokenScorer, compute_dtype: torch.dtype) -> W:
+        """Hands the module, whose weights are unset, to the engine (collective)."""
+
+    def _stored_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+        """The number format in which the module's parameters are kept."""
+        return compute_dtype
+
+
+class ModuleTrainer(ModuleScorer[W], Trainer):
+    """Trained weights and moments are float32; ``model_args.dtype`` is what the model computes in.
+
+    With a LoRA adapter, the language model's own weights are frozen, in the format that it computes in.
+    """
+
+    _trained = True
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return hf_weights(self.weights, self._model_dtype)
+
+    def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        return super().named_adapter() if self.context.lora is None else adapter_weights(self.weights)
+
+    def save(self, path: Path) -> None:
+        """Writes a checkpoint, see ``checkpoint`` (collective)."""
+        self._require(States.WEIGHTS | States.OPTIMIZER)
+        save_module(path, self.weights, self._state, dtype=self._model_dtype, context=self.context)
+
+    def load(self, path: Path) -> None:
+        """Continues from a checkpoint that any number of ranks and any trainer has written (collective)."""
+        self._require(States.WEIGHTS | States.OPTIMIZER)
+        self._continue_from(restore_checkpoint(path, TrainedModule(self.weights)), path)
+
+    def _forward_context(self) -> contextlib.AbstractContextManager[object]:
+        stack = contextlib.ExitStack()
+        stack.enter_context(super()._forward_context())
+        lora = self.context.lora
+        if lora is not None and lora.dropout > 0 and torch.is_grad_enabled():
+            stack.enter_context(adapter_dropout(self.weights.scorer))
+        return stack
+
+    def _stored_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+        if compute_dtype == torch.float16:
+            raise ValueError(f"{self.context.role}: training in fp16 needs loss scaling; expected bf16 or fp32")
+        frozen = self.context.lora is not None and self.context.head == "lm"
+        return compute_dtype if frozen else torch.float32

@@ -1,0 +1,238 @@
+"""Parameters of a Hugging Face module that lies on the ranks in an engine's way, one whole tensor at a time.
+
+What is here is the same for all engines that train such a module (FSDP2, DeepSpeed): its way from a model folder and to
+a generator, its adapter, its checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from roll.distributed.strategy.base import StrategyContext
+from roll.distributed.strategy.training.agreement import agreed
+from roll.distributed.strategy.training.checkpoint import (
+    ADAPTER,
+    HEAD_PREFIX,
+    MODEL,
+    MODEL_PREFIX,
+    OPTIMIZER,
+    VALUE_HEAD,
+    Named,
+    adapter_tensors,
+    optimizer_tensors,
+    save_checkpoint,
+)
+from roll.distributed.strategy.training.optim import MASTER
+from roll.distributed.strategy.training.tensor_files import Reader
+from roll.distributed.strategy.training.trainer import TrainerState
+from roll.models.heads import load_value_head
+from roll.models.loading import load_causal_lm, load_trunk, save_config, to_hf_weights
+from roll.models.lora import adapter_name, base_name, initial_value, is_adapter, write_adapter_config
+from roll.models.scoring import OutputLayer, TokenScorer
+
+
+class ModuleWeights(Protocol):
+    """What an engine must offer. Names are those of the scorer's parameters, kinds those of ``checkpoint.Trained``."""
+
+    @property
+    def scorer(self) -> TokenScorer: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]: ...
+    @property
+    def trained(self) -> Collection[str]:
+        """Names of the parameters that the optimizer changes."""
+
+    def shape(self, name: str) -> torch.Size:
+        """The whole parameter's."""
+
+    def weight(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The whole parameter in a number format, as exact as there is (collective)."""
+
+    def whole(self, name: str, kind: str) -> Tensor:
+        """What is kept of a trained parameter, whole, in float32 (collective)."""
+
+    def fill(self, name: str, kind: str, whole: Tensor | None) -> None:
+        """Sets it to rank 0's ``whole`` on all ranks; ``MASTER`` sets an untrained parameter too (collective)."""
+
+    def set_steps(self, steps: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class TrainedModule:
+    """``checkpoint.Trained`` for such a module."""
+
+    weights: ModuleWeights
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.device
+
+    def tensors(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+        for name in self.weights.trained:
+            yield _stored_name(name), self.weights.whole(name, kind)
+
+    def fill(self, kind: str, read: Reader) -> None:
+        _fill(self.weights, self.weights.trained, kind, lambda name: read(_stored_name(name)))
+
+    def load(self, path: Path) -> None:
+        weights = self.weights
+        if not any(map(is_adapter, weights.trained)):
+            load_model(path, weights)
+            return
+        # What is trained beside frozen weights: the adapter, and a critic's head.
+        with agreed():
+            stored = adapter_tensors(path)
+        _fill(weights, weights.trained, MASTER, lambda name: stored.get(_stored_name(name).removeprefix(HEAD_PREFIX)))
+
+    def set_steps(self, steps: int) -> None:
+        self.weights.set_steps(steps)
+
+
+def load_model(path: Path, weights: ModuleWeights, config_kwargs: Mapping[str, Any] | None = None) -> None:
+    """Sets all parameters, but for an adapter's, to those of a model folder that rank 0 reads (collective).
+
+    Raises:
+        ValueError: on every rank, when rank 0 cannot read it.
+    """
+    whole: dict[str, Tensor] = {}
+    with agreed():
+        if _rank() == 0:
+            whole = _read_model(path, weights.scorer.value_head is not None, config_kwargs)
+    names = [name for name in weights.parameters if not is_adapter(name)]
+    _fill(weights, names, MASTER, lambda name: whole[base_name(name)])
+
+
+def start_adapter(weights: ModuleWeights, seed: int) -> None:
+    """Gives an adapter its first values (collective)."""
+    names = [name for name in weights.parameters if is_adapter(name)]
+    _fill(weights, names, MASTER, lambda name: initial_value(_stored_name(name), weights.shape(name), seed))
+
+
+def hf_weights(weights: ModuleWeights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """The language model's weights without an adapter under Hugging Face names, tied ones once (collective).
+
+    They are gathered one after the other, as the iterator is asked for them.
+    """
+    for name in weights.parameters:
+        if name.startswith(MODEL_PREFIX) and not is_adapter(name):
+            hf_name = base_name(name).removeprefix(MODEL_PREFIX)
+            yield from to_hf_weights(weights.scorer.model, hf_name, weights.weight(name, dtype)).items()
+
+
+def adapter_weights(weights: ModuleWeights) -> Iterator[tuple[str, Tensor]]:
+    """The adapter in float32 under the names of a peft folder (collective)."""
+    for name in weights.parameters:
+        if is_adapter(name):
+            yield _stored_name(name), weights.weight(name, torch.float32)
+
+
+def copy_output_layer(weights: ModuleWeights, dtype: torch.dtype) -> OutputLayer:
+    """A frozen copy of the model's output layer as it is now, whole on every rank (collective).
+
+    Raises:
+        ValueError: the output layer is not a linear map of the hidden states.
+    """
+    layer = weights.scorer.model.get_output_embeddings()
+    if not isinstance(layer, nn.Linear):
+        raise ValueError(f"kl_penalty 'full': the output layer is a {type(layer).__name__}, expected Linear")
+    names = {id(parameter): name for name, parameter in weights.parameters.items()}
+
+    def copy(parameter: Tensor) -> Tensor:
+        return weights.weight(names[id(parameter)], dtype).to(weights.device, copy=True)
+
+    return OutputLayer(copy(layer.weight), None if layer.bias is None else copy(layer.bias))
+
+
+def save_module(
+    path: Path,
+    weights: ModuleWeights,
+    state: TrainerState,
+    *,
+    dtype: torch.dtype,
+    context: StrategyContext,
+    tensors: bool = True,
+) -> None:
+    """Writes a checkpoint into ``path``: a model folder, or with an adapter a peft folder (collective).
+
+    Args:
+        path: folder; made if need be.
+        weights: the parameters.
+        state: the counters.
+        dtype: number format of the model folder's weights.
+        context: the role's.
+        tensors: False leaves the weights and moments out, which an engine then writes in a way of its own.
+
+    Raises:
+        OSError: on every rank, when rank 0 cannot write.
+    """
+    lora = context.lora
+
+    def write_config(folder: Path) -> None:
+        save_config(weights.scorer.model, folder, dtype)
+        if lora is not None:
+            write_adapter_config(folder, lora, context.model_path)
+
+    files: dict[str, Named] = {
+        MODEL: hf_weights(weights, dtype) if lora is None else (),
+        ADAPTER: adapter_weights(weights),
+        VALUE_HEAD: _head_weights(weights),
+        OPTIMIZER: optimizer_tensors(TrainedModule(weights), masters=lora is None and dtype != torch.float32),
+    }
+    save_checkpoint(
+        path,
+        files if tensors else {},
+        state=state,
+        device=weights.device,
+        write_config=write_config,
+        tokenizer_from=context.model_path,
+    )
+
+
+def _read_model(path: Path, has_head: bool, config_kwargs: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    load = load_trunk if has_head else load_causal_lm
+    model = load(str(path), dtype=torch.float32, config_kwargs=config_kwargs)
+    whole = {MODEL_PREFIX + name: parameter.detach() for name, parameter in model.named_parameters()}
+    if has_head:
+        head = load_value_head(model.config.get_text_config().hidden_size, path)
+        whole |= {HEAD_PREFIX + name: parameter.detach() for name, parameter in head.named_parameters()}
+    return whole
+
+
+def _fill(weights: ModuleWeights, names: Iterable[str], kind: str, read: Callable[[str], Tensor]) -> None:
+    """Sets what ``names`` mean from whole tensors that rank 0 reads (collective)."""
+    for name in names:
+        with agreed():
+            whole = _read(weights, name, read) if _rank() == 0 else None
+        weights.fill(name, kind, whole)
+
+
+def _read(weights: ModuleWeights, name: str, read: Callable[[str], Tensor]) -> Tensor:
+    whole, expected = read(name), weights.shape(name)
+    if whole.shape != expected:
+        raise ValueError(f"{_stored_name(name)}: seen shape {tuple(whole.shape)}, expected {tuple(expected)}")
+    return whole
+
+
+def _head_weights(weights: ModuleWeights) -> Iterator[tuple[str, Tensor]]:
+    for name in weights.parameters:
+        if name.startswith(HEAD_PREFIX):
+            yield name.removeprefix(HEAD_PREFIX), weights.weight(name, torch.float32)
+
+
+def _stored_name(name: str) -> str:
+    """A parameter's name in a model folder, or an adapter's in a peft folder."""
+    hf_name = name.removeprefix(MODEL_PREFIX)
+    return adapter_name(hf_name) if is_adapter(name) else hf_name
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,396 @@
+"""Scoring and the optimizer step, whichever engine computes the gradient.
+
+An engine brings the forward pass, the gradient and the optimizer. What is here is the same for all of them: cutting a
+batch into micro-batches, the loss's denominators over all ranks, metrics, the learning rate, skipped steps.
+
+One optimizer step never depends on how its sequences are cut: a loss returns its share of the step's total, already
+divided by counts over all ranks, and the gradient is the plain sum of all shares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from roll.algorithms.types import LossContext, LossFn, TokenScores
+from roll.data.batch import Batch
+from roll.data.packing import padding_waste, take_micro_batch
+from roll.data.shared_prompts import worth_sharing
+from roll.distributed.strategy.base import Metrics, RankInfo, States, StrategyContext
+from roll.distributed.strategy.training.optim import learning_rate
+from roll.distributed.weights.buckets import pack_buckets
+from roll.distributed.weights.contents import WeightBucket
+from roll.models.scoring import gather_scores, split_batch
+
+logger = logging.getLogger(__name__)
+
+_SQUARE = "gradient's squared norm"
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How big a micro-batch may be, and how it is laid out."""
+
+    max_sequences: int | None
+    max_tokens: int | None
+    round_to: int
+    packing: bool
+    sharing: bool
+
+
+@dataclasses.dataclass
+class TrainerState:
+    """What a trainer counts."""
+
+    optimizer_steps: int = 0
+    """Optimizer steps taken: the position in the learning-rate schedule."""
+    total_optimizer_steps: int = 1
+    """Horizon of the schedule."""
+
+
+class Scorer(ABC):
+    """Scores tokens with a model that lies on the role's workers in whatever way the engine likes.
+
+    ``setup`` must set ``device`` and ``info``.
+    """
+
+    device: torch.device
+    info: RankInfo
+    shares_prompts = False
+    """The model takes rows that hold a common prompt once, see ``data/shared_prompts.py``."""
+
+    def __init__(self, context: StrategyContext) -> None:
+        self.context = context
+        self.area = "critic" if context.head == "value" else "actor"
+        self._resident = States.ALL
+
+    @abstractmethod
+    def setup(self) -> RankInfo:
+        """Joins the process group and loads the model; may be called once per object.
+
+        Raises:
+            ValueError: the model or an option cannot be used.
+        """
+
+    def shutdown(self) -> None:  # noqa: B027 (optional to override)
+        """Frees what would outlive the object, such as an engine's process groups. The object is not used again."""
+
+    @abstractmethod
+    def forward(self, micro_batch: Batch, limits: Limits) -> TokenScores:
+        """Scores of one micro-batch, flat [T], on the device; with gradient where it is enabled (collective)."""
+
+    def forward_all(self, micro_batches: list[Batch], limits: Limits) -> list[TokenScores]:
+        """Scores of all micro-batches without gradient (collective; engines with a schedule of their own override)."""
+        return [self.forward(micro_batch, limits) for micro_batch in micro_batches]
+
+    @abstractmethod
+    def move(self, what: States, device: torch.device) -> None:
+        """Moves states between the device and host memory; called only when they are on the other side."""
+
+    def without_adapter(self) -> contextlib.AbstractContextManager[object]:
+        """Forward passes inside leave the LoRA adapter out (engines that train one override)."""
+        raise ValueError(f"{self.context.role}: it has no LoRA adapter to leave out")
+
+    def logprobs(self, batch: Batch, *, adapter: bool = True) -> TokenScores:
+        """Scores this rank's share (collective; the share may be empty).
+
+        Args:
+            batch: the share.
+            adapter: False scores with the model as it was before its LoRA adapter.
+
+        Returns:
+            Flat [T]: log-probabilities and entropies, or values of a critic; 0 where the loss mask is 0.
+        """
+        self._require(States.WEIGHTS)
+        limits = self.limits("infer")
+        groups = split_batch(batch, **dataclasses.asdict(limits))
+        rounds = int(self._gather_counts([len(groups)]).max())
+        with torch.no_grad(), contextlib.nullcontext() if adapter else self.without_adapter():
+            parts = self.forward_all(_take_all(batch, groups, max(1, rounds)), limits)
+        return gather_scores(batch, groups, parts)
+
+    def offload(self, what: States) -> None:
+        """Moves states to host memory; using them before ``onload`` is an error. On a CPU nothing moves."""
+        if self.device.type != "cpu":
+            self.move(what & self._resident, torch.device("cpu"))
+            torch.cuda.empty_cache()  # what PyTorch keeps for later, other processes on the device cannot have
+        self._resident &= ~what
+
+    def onload(self, what: States) -> None:
+        """Brings states back to the device."""
+        if self.device.type != "cpu":
+            self.move(what & ~self._resident, self.device)
+        self._resident |= what
+
+    def limits(self, phase: str) -> Limits:
+        """The layout of micro-batches; ``phase`` is ``train`` or ``infer``."""
+        worker = self.context.worker
+        dynamic = getattr(worker, f"use_dynamic_batching_in_{phase}")
+        per_pass = worker.infer_batch_size if phase == "infer" else worker.training_args.per_device_train_batch_size
+        return Limits(
+            max_sequences=None if dynamic else per_pass,
+            max_tokens=getattr(worker, f"max_tokens_per_microbatch_in_{phase}") if dynamic else None,
+            round_to=getattr(worker, f"sequence_length_round_in_{phase}"),
+            packing=worker.use_sequence_packing,
+            sharing=self.shares_prompts,
+        )
+
+    def _gather_counts(self, counts: list[float]) -> Tensor:
+        """Every rank's counts, shape [ranks, len(counts)] (collective)."""
+        row = torch.tensor(counts, dtype=torch.float64)
+        return row[None] if self.context.world_size == 1 else all_gather(row)
+
+    def _require(self, what: States) -> None:
+        if missing := what & ~self._resident:
+            raise RuntimeError(f"{self.context.role}: {missing} is offloaded; expected onload() before use")
+
+
+class Trainer(Scorer):
+    """Takes optimizer steps. The methods without a body are the engine's."""
+
+    _state: TrainerState
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Adds the loss's gradient to the step's; ``last`` of its micro-batches."""
+        loss.backward()
+
+    @abstractmethod
+    def reduce_gradients(self) -> None:
+        """After the last micro-batch: sums gradients over the ranks (plain sum, no mean)."""
+
+    @abstractmethod
+    def add_l2(self, coefficient: float) -> Tensor:
+        """Adds the gradient of ``coefficient × Σ w²``; returns this rank's part of the penalty: all ranks' sum up."""
+
+    @abstractmethod
+    def square_norm(self) -> Tensor:
+        """This rank's part of the gradient's squared norm, float64: the parts of all ranks add up to the whole."""
+
+    @abstractmethod
+    def apply_gradients(self, rate: float, norm: float) -> None:
+        """Clips to ``context.max_grad_norm`` (0: not at all) and takes the optimizer's step."""
+
+    @abstractmethod
+    def drop_gradients(self) -> None:
+        """Forgets the gradients, after every step."""
+
+    @abstractmethod
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights under Hugging Face names in the model's number format, tied ones once (collective)."""
+
+    def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
+        """The LoRA adapter in float32, under the names of a peft folder (collective; engines that train one override).
+
+        Raises:
+            ValueError: there is none.
+        """
+        raise ValueError(f"{self.context.role}: it has no LoRA adapter to export")
+
+    @abstractmethod
+    def reset_optimizer(self) -> None:
+        """Forgets Adam's moments and starts the learning-rate schedule again."""
+
+    @abstractmethod
+    def save(self, path: Path) -> None:
+        """Writes a checkpoint (collective)."""
+
+    @abstractmethod
+    def load(self, path: Path) -> None:
+        """Continues from a checkpoint (collective)."""
+
+    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """``named_weights`` in buckets.
+
+        Every rank must exhaust the iterator, which gathers a few parameters at a time; only rank 0 gets buckets.
+        """
+        return self._export(self.named_weights(), bucket_bytes)
+
+    def export_adapter(self, bucket_bytes: int) -> Iterator[WeightBucket]:
+        """``named_adapter`` in buckets; otherwise as ``export_weights``."""
+        return self._export(self.named_adapter(), bucket_bytes)
+
+    def _export(self, named: Iterator[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
+        self._require(States.WEIGHTS)
+        if self.context.rank == 0:
+            yield from pack_buckets(named, bucket_bytes)
+        else:
+            for _ in named:
+                pass
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps taken so far."""
+        return self._state.optimizer_steps
+
+    def train_step(self, batch: Batch, loss_fn: LossFn) -> Metrics:
+        """Takes one optimizer step (collective).
+
+        Args:
+            batch: this rank's share of the step's sequences; may be empty.
+            loss_fn: called once per micro-batch. Its metrics must have the same names every time.
+
+        Returns:
+            The loss's metrics summed over micro-batches and ranks (the same on every rank), and ``loss``,
+            ``grad_norm`` before clipping, ``lr``, ``num_tokens``, ``skipped_steps``; of this rank alone,
+            ``padding_waste`` and the time. A step with a NaN or infinite loss or gradient, or without loss tokens,
+            changes nothing and reports only finite values.
+        """
+        start = time.perf_counter()
+        self._require(States.ALL)
+        limits = self.limits("train")
+        groups = split_batch(batch, **dataclasses.asdict(limits))
+        context, rounds, num_tokens = self._count(batch, len(groups))
+        rate = learning_rate(self.context.worker.training_args, self._state.optimizer_steps, self._horizon)
+        metrics = {f"{self.area}/lr": rate, f"{self.area}/num_tokens": num_tokens}
+        if not limits.packing and not (limits.sharing and worth_sharing(batch)):
+            metrics[f"{self.area}/padding_waste"] = padding_waste(batch.lengths_B, groups, limits.round_to)
+        taken = False
+        try:
+            if context.num_tokens > 0:
+                micro_batches = _take_all(batch, groups, rounds)
+                metrics |= self._reduce(self.accumulate(micro_batches, limits, loss_fn, context))
+                loss, norm = metrics[self._loss_name], metrics[f"{self.area}/grad_norm"]
+                if taken := math.isfinite(loss) and math.isfinite(norm):
+                    self.apply_gradients(rate, norm)
+                    self._state.optimizer_steps += 1
+        finally:
+            self.drop_gradients()
+        if not taken:
+            logger.warning("%s: optimizer step %d skipped: %s", self.context.role, self.optimizer_steps, metrics)
+            metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        metrics[f"{self.area}/skipped_steps"] = float(not taken)
+        return metrics | {f"time/{self.area}_train_step": time.perf_counter() - start}
+
+    def accumulate(
+        self, micro_batches: list[Batch], limits: Limits, loss_fn: LossFn, context: LossContext
+    ) -> dict[str, float | Tensor]:
+        """Forward and backward passes of a step (engines with a schedule of their own override).
+
+        Returns:
+            This rank's sums of the loss (under ``<area>/loss``) and its metrics, on the device; the same on all ranks
+            that share the data (equal ``dp_rank``).
+        """
+        sums: dict[str, float | Tensor] = {}
+        for index, micro_batch in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            self.before_forward(last=last)
+            output = loss_fn(self.forward(micro_batch, limits), micro_batch, context)
+            self.backward(output.loss, last=last)
+            for name, value in (output.metrics | {self._loss_name: output.loss.detach()}).items():
+                sums[name] = sums.get(name, 0.0) + value
+        return sums
+
+    def before_forward(self, *, last: bool) -> None:
+        """Called before each training micro-batch; ``last`` of its optimizer step."""
+
+    @property
+    def _loss_name(self) -> str:
+        return f"{self.area}/loss"
+
+    @property
+    def _horizon(self) -> int:
+        return self.context.total_optimizer_steps
+
+    def _continue_from(self, state: TrainerState, path: Path) -> None:
+        """Takes over the counters of a checkpoint; the schedule's horizon is this run's."""
+        if state.total_optimizer_steps != self._horizon:
+            logger.warning(
+                "checkpoint %s: its learning-rate schedule spanned %d optimizer steps, this run's spans %d",
+                path,
+                state.total_optimizer_steps,
+                self._horizon,
+            )
+        self._state = dataclasses.replace(state, total_optimizer_steps=self._horizon)
+
+    def _count(self, batch: Batch, num_micro_batches: int) -> tuple[LossContext, int, float]:
+        """The loss's denominators, the micro-batches to run, and the tokens of the step, over all ranks."""
+        loss_tokens_B = torch.zeros(batch.num_sequences).index_add_(0, batch.rows_T, batch.loss_mask_T.float())
+        longest = float(loss_tokens_B.max()) if batch.num_sequences else 0.0
+        counts = self._gather_counts(
+            [
+                float(loss_tokens_B.sum()),
+                float((loss_tokens_B > 0).sum()),
+                float(batch.num_tokens),
+                longest,
+                float(num_micro_batches),
+            ]
+        )
+        tokens, sequences, all_tokens = (counts[:, :3].sum(0) / self._copies).tolist()
+        longest, rounds = counts[:, 3:].amax(0).tolist()
+        return LossContext(tokens, sequences, longest, self._state.optimizer_steps), int(rounds), all_tokens
+
+    def _reduce(self, sums: dict[str, float | Tensor]) -> Metrics:
+        """Sums gradients and metrics over the ranks; adds the L2 penalty and the gradient's norm."""
+        self.reduce_gradients()
+        columns = {name: value / self._copies for name, value in sums.items()}
+        if self.context.l2:
+            columns[self._loss_name] += self.add_l2(self.context.l2)
+        columns[_SQUARE] = self.square_norm()
+        names = sorted(columns)
+        totals = torch.stack([torch.as_tensor(columns[n], dtype=torch.float64, device=self.device) for n in names])
+        if self.context.world_size > 1:
+            dist.all_reduce(totals)
+        metrics = dict(zip(names, totals.tolist(), strict=True))
+        metrics[f"{self.area}/grad_norm"] = metrics.pop(_SQUARE) ** 0.5
+        return metrics
+
+    @property
+    def _copies(self) -> int:
+        """Ranks that work on the same data."""
+        return self.info.world_size // self.info.dp_size
+
+
+def local_device(rank: int) -> torch.device:
+    """This process's GPU, made the current one, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def join_group(context: StrategyContext, device: torch.device, *, alone: bool) -> None:
+    """Joins the role's process group, or finds it joined by an earlier strategy in this process.
+
+    Args:
+        context: rank and world size.
+        device: chooses the backend.
+        alone: a lone worker gets a group too, for engines that need one.
+    """
+    if dist.is_initialized():
+        if (dist.get_rank(), dist.get_world_size()) != (context.rank, context.world_size):
+            raise ValueError(
+                f"{context.role}: this process is rank {dist.get_rank()} of {dist.get_world_size()} already, "
+                f"expected rank {context.rank} of {context.world_size}"
+            )
+        return
+    # Both backends on a GPU: counts and offloaded shards travel through host memory.
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if context.world_size > 1:
+        address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        dist.init_process_group(backend, init_method=address, rank=context.rank, world_size=context.world_size)
+    elif alone:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def all_gather(row: Tensor) -> Tensor:
+    """Every rank's ``row``, stacked in order of rank (collective)."""
+    rows = row.new_zeros((dist.get_world_size(), len(row)))
+    rows[dist.get_rank()] = row
+    dist.all_reduce(rows)
+    return rows
+
+
+def _take_all(batch: Batch, groups: list[Tensor], rounds: int) -> list[Batch]:
+    return [take_micro_batch(batch, groups, index) for index in range(rounds)]

@@ -1,0 +1,267 @@
+"""Weights on their way from a trainer to an engine: packed into flat buckets, checked, matched to a model's parameters.
+
+The names are Hugging Face's. A bucket is plain bytes, so any dtype crosses any transport bit for bit. How buckets
+travel is the business of ``roll.distributed.weights``; strategies see only what is here.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from roll.distributed.weights.contents import WeightBucket, aligned, contents, views
+from roll.models.loading import to_hf_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_WORD = 8  # bytes that the checksum takes for one number
+_ROW = 512  # words that it adds up before it weighs them by their place
+_PACKERS = 2  # buckets that are packed at once
+
+
+class WeightChecksumError(ValueError):
+    """A bucket's bytes are not those that were packed."""
+
+
+class WeightMismatchError(ValueError):
+    """The names or shapes that arrived are not those of the receiving model."""
+
+
+def _private_memory(num_bytes: int) -> np.ndarray:
+    return np.empty(num_bytes, dtype=np.uint8)
+
+
+_host_memory: ContextVar[Callable[[int], np.ndarray]] = ContextVar("host_memory", default=_private_memory)
+
+
+@contextmanager
+def packing_into(allocate: Callable[[int], np.ndarray]) -> Iterator[None]:
+    """Inside the block, ``pack_buckets`` takes host memory from ``allocate(num_bytes)``, which returns uint8 arrays.
+
+    So a sender gets buckets that lie where its receivers can read them, without another copy.
+    """
+    token = _host_memory.set(allocate)
+    try:
+        yield
+    finally:
+        _host_memory.reset(token)
+
+
+def pack_buckets(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
+    """Packs tensors, in order, into buckets of at most ``bucket_bytes``; a larger tensor gets a bucket of its own.
+
+    The tensors are consumed lazily and may live on any device. A bucket lies on the device of its first tensor. In host
+    memory two are packed at the same time, each by a thread; elsewhere one. No more than these are held.
+    """
+    if bucket_bytes <= 0:
+        raise ValueError(f"bucket_bytes: {bucket_bytes}, expected a positive number of bytes")
+    begun: deque[Callable[[], WeightBucket]] = deque()
+    for group in _groups(named_tensors, bucket_bytes):
+        begun.append(_begin_packing(group))
+        if len(begun) == (_PACKERS if group[0][1].device.type == "cpu" else 1):
+            yield begun.popleft()()
+    while begun:
+        yield begun.popleft()()
+
+
+def unpack_bucket(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, tensor); the tensors are read-only views of ``bucket.data``, without a copy.
+
+    They stay valid for as long as they are referenced; memory that other buckets wait for is held as long.
+
+    Raises:
+        WeightChecksumError: the bytes changed on the way.
+        ValueError: the described tensors do not fill the data exactly.
+    """
+    if not bucket.checked:
+        verify(bucket)
+    yield from views(as_tensor(bucket.data), contents(bucket))
+
+
+def verify(bucket: WeightBucket) -> None:
+    """Compares the checksum with the data.
+
+    Raises:
+        WeightChecksumError: they do not belong together.
+    """
+    found = checksum(bucket.data)
+    if found != bucket.checksum:
+        raise WeightChecksumError(
+            f"weight bucket of {len(bucket.names)} tensors ({bucket.names[0] if bucket.names else 'empty'} …): "
+            f"checksum {found:#018x}, expected {bucket.checksum:#018x}; the data was damaged in transfer"
+        )
+
+
+def checksum(data: np.ndarray | Tensor) -> int:
+    """A 64-bit checksum, computed where the data lies and the same on every device.
+
+    The sum of all 8-byte words mod 2**64, weighted by an odd number per 4 KiB. Any change within one word is found for
+    certain, and so are blocks that were lost, moved or left over from another bucket, but for a chance of 2**-64. What
+    it costs is one read of the data, at several times the speed of a cryptographic or CRC checksum.
+
+    Args:
+        data: uint8, its length a multiple of 8.
+    """
+    if len(data) % _WORD:
+        raise ValueError(f"weight bucket: {len(data)} bytes, expected a multiple of {_WORD}")
+    if not len(data):
+        return 0
+    words = as_tensor(data).view(torch.int64)
+    whole = len(words) // _ROW * _ROW
+    sums = torch.cat([words[:whole].view(-1, _ROW).sum(1), words[whole:].sum()[None]])
+    places = torch.arange(1, 2 * len(sums), 2, device=sums.device)
+    return (int((sums * places).sum()) + len(data)) % 2**64
+
+
+def host_bytes(bucket: WeightBucket) -> np.ndarray:
+    """The bucket's bytes in host memory, copied only if they lie on a GPU."""
+    return bucket.data if isinstance(bucket.data, np.ndarray) else bucket.data.cpu().numpy()
+
+
+class WeightUpdate:
+    """New values for all of a model's weights: checked when it is made, the model's after ``apply``.
+
+    Checkpoint names and shapes are not always the model's own (transformers fuses the experts of a layer into one
+    parameter, for example); its own conversion table says which elements go where.
+
+    Args:
+        model: the receiver, unchanged until ``apply``.
+        tensors: all parameters by Hugging Face name; tied weights under one of their names, or under several that
+            agree. Buffers are optional.
+
+    Raises:
+        WeightMismatchError: unknown or missing names, wrong shapes, tied names that differ; all are listed.
+    """
+
+    def __init__(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+        self._model = model
+        self._tensors = tensors
+        self._problems: list[str] = []
+        own = dict(model.named_parameters(remove_duplicate=False))
+        parts = {
+            name: to_hf_weights(model, name, torch.empty_like(parameter, device="meta"))
+            for name, parameter in own.items()
+        }
+        twins: dict[int, list[str]] = {}
+        for name, parameter in own.items():
+            twins.setdefault(id(parameter), []).append(name)
+        self._sources = {names[0]: self._source(names, parts) for names in twins.values()}
+        self._check_shapes(parts)
+        if self._problems:
+            shown, rest = self._problems[:8], len(self._problems) - 8
+            more = f"; and {rest} more" if rest > 0 else ""
+            raise WeightMismatchError(f"weight update refused, the old weights stay: {'; '.join(shown)}{more}")
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Gives the parameters their new values, across dtypes and devices.
+
+        Where neither changes, the tensors themselves become the model's, without a copy: they must stay as they are
+        for as long as the model has them, and nothing may write to the model's parameters in place.
+        """
+        for name, source in self._sources.items():
+            target = self._model.get_parameter(name)
+            if list(source) == [name]:
+                target.data = source[name].to(target.device, target.dtype)
+                continue
+            # Converting the element numbers shows where every element of every part belongs.
+            numbers = torch.arange(target.numel(), device=target.device).view(target.shape)
+            whole = torch.empty_like(target)
+            for part, index in to_hf_weights(self._model, name, numbers).items():
+                values = source[part].to(target.device, target.dtype)
+                whole.view(-1).index_copy_(0, index.reshape(-1), values.reshape(-1))
+            target.data = whole
+        buffers = dict(self._model.named_buffers())
+        for name in self._tensors.keys() & buffers.keys():
+            buffers[name].copy_(self._tensors[name])
+
+    def _source(self, names: list[str], parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The tensors that make up one parameter, given the names it goes by (several when tied)."""
+        complete = [name for name in names if all(part in self._tensors for part in parts[name])]
+        if not complete:
+            self._problems += [f"missing name {part}" for part in parts[names[0]] if part not in self._tensors]
+            return {}
+        sources = [[self._tensors[part] for part in parts[name]] for name in complete]
+        for name, source in zip(complete[1:], sources[1:], strict=True):
+            if not all(map(torch.equal, sources[0], source)):
+                self._problems.append(f"{name} is tied to {complete[0]} in this model, but came with other values")
+        # Under the model's own name of the parameter, whichever of its twins' names the values came by.
+        return dict(zip(parts[names[0]], sources[0], strict=True))
+
+    def _check_shapes(self, parts: Mapping[str, Mapping[str, Tensor]]) -> None:
+        expected = {part: tensor.shape for group in parts.values() for part, tensor in group.items()}
+        expected |= {name: buffer.shape for name, buffer in self._model.named_buffers()}
+        for name, tensor in self._tensors.items():
+            if name not in expected:
+                self._problems.append(f"unknown name {name}")
+            elif tensor.shape != expected[name]:
+                self._problems.append(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected[name])}")
+
+
+def _groups(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    group: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in named_tensors:
+        num_bytes = aligned(tensor.numel() * tensor.element_size())
+        if group and size + num_bytes > bucket_bytes:
+            yield group
+            group, size = [], 0
+        group.append((name, tensor.detach()))
+        size += num_bytes
+    if group:
+        yield group
+
+
+def _begin_packing(group: list[tuple[str, Tensor]]) -> Callable[[], WeightBucket]:
+    """Returns what waits for the bucket."""
+    size = sum(aligned(tensor.numel() * tensor.element_size()) for _, tensor in group)
+    device = group[0][1].device
+    if device.type == "cpu":
+        return _packers().submit(_pack, group, _host_memory.get()(size)).result
+    return functools.partial(_pack, group, torch.empty(size, dtype=torch.uint8, device=device))
+
+
+@functools.cache
+def _packers() -> ThreadPoolExecutor:
+    """Copies and sums release the interpreter's lock."""
+    return ThreadPoolExecutor(_PACKERS, thread_name_prefix="pack_buckets")
+
+
+def _pack(named_tensors: list[tuple[str, Tensor]], data: np.ndarray | Tensor) -> WeightBucket:
+    flat = as_tensor(data)
+    offset = 0
+    for _, tensor in named_tensors:
+        end = offset + tensor.numel() * tensor.element_size()
+        flat[offset:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        offset = aligned(end)
+        flat[end:offset] = 0  # the gap is part of the checksum
+    return WeightBucket(
+        names=tuple(name for name, _ in named_tensors),
+        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in named_tensors),
+        shapes=tuple(tuple(tensor.shape) for _, tensor in named_tensors),
+        data=data,
+        checksum=checksum(data),
+    )
+
+
+def as_tensor(data: np.ndarray | Tensor) -> Tensor:
+    """The bytes as a tensor, without a copy."""
+    if isinstance(data, Tensor):
+        return data
+    if not len(data):  # from_numpy gives it a stride that no other dtype can view
+        return torch.empty(0, dtype=torch.uint8)
+    with warnings.catch_warnings():
+        # Arrays in shared memory are read-only; the receiver only copies from the views.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(data)

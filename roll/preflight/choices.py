@@ -1,0 +1,247 @@
+"""Checks of a configuration that need to know the plug-ins, the files and the devices. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+import glob
+import importlib.util
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+
+import roll.agentic.env as envs
+from roll.configs.agentic import MANAGERS, AgenticConfig
+from roll.configs.base import Config
+from roll.configs.env import CustomEnvConfig
+from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.rl import RLConfig
+from roll.configs.rlvr import RLVRConfig
+from roll.configs.rules import TRAINED, Rule, sections
+from roll.configs.schema import nearest
+from roll.configs.strategy import GENERATORS, SCORERS, STRATEGY_CONFIGS, TRAINERS, EngineConfig
+from roll.configs.worker import WorkerConfig
+from roll.distributed.cluster.errors import PlacementError
+from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
+from roll.distributed.strategy import STRATEGIES
+from roll.preflight.models import MODEL_CHECKS, problem_of_sentence
+from roll.tracking import TRACKERS
+from roll.utils.registry import UnknownNameError
+
+_ENV_MANAGERS = ("step", "traj")
+
+
+def check_envs(config: AgenticConfig) -> list[ConfigProblem]:
+    """Environment types exist and understand their ``env_config``."""
+    problems: list[ConfigProblem] = []
+    for tag, env in config.custom_envs.items():
+        base = f"custom_envs.{tag}"
+        problems += [_env_problem(base, env, text) for text in envs.check_env_config(env.env_type, env.env_config)]
+        if env.env_manager_cls not in _ENV_MANAGERS:
+            problems += _path_problems(f"{base}.env_manager_cls", env.env_manager_cls, _ENV_MANAGERS)
+    for name in MANAGERS:
+        manager = getattr(config, name)
+        for tag, env in config.played_envs(manager).items():
+            for text in envs.check_env_config(env.env_type, env.env_config) if manager.format_penalty else ():
+                if text.startswith("format_penalty: "):
+                    hint = f"{tag} ({env.env_type}) takes no format_penalty"
+                    problems.append(ConfigProblem(f"{name}.format_penalty", manager.format_penalty, "0", hint))
+    return problems
+
+
+def _env_problem(base: str, env: CustomEnvConfig, text: str) -> ConfigProblem:
+    """An environment's sentence, ``key: what was seen, what was expected``, with the key's full path."""
+    key, _, rest = text.partition(": ")
+    if key == "env_type":
+        return ConfigProblem(f"{base}.env_type", env.env_type, "a known environment", rest)
+    path = f"{base}.env_config" if key == "env_config" else f"{base}.env_config.{key}"
+    involved = (f"{base}.env_config", f"{base}.env_type")
+    seen = env.env_config.get(key, NOTHING)
+    if rest.startswith("unknown key; "):
+        return ConfigProblem(path, seen, "no such key", rest.removeprefix("unknown key; "), involved)
+    return ConfigProblem(path, seen, rest.rpartition("expected ")[2], involves=involved)
+
+
+def check_verifiers(config: RLVRConfig) -> list[ConfigProblem]:
+    """Verifiers exist and understand their ``args``."""
+    from roll.rewards.scorer import check_rewards
+
+    return [
+        problem_of_sentence(f"rewards.{name}.", text)
+        for name, reward in config.rewards.items()
+        for text in check_rewards(reward)
+    ]
+
+
+def check_data_plugins(config: RLVRConfig) -> list[ConfigProblem]:
+    """Dataset classes and the data generator can be found."""
+    paths = {"actor_train.data_args.dataset_cls": config.actor_train.data_args.dataset_cls}
+    if config.validation is not None:
+        paths["validation.data_args.dataset_cls"] = config.validation.data_args.dataset_cls
+    if config.data_generator is not None:
+        paths["data_generator.path"] = config.data_generator.path
+    return [problem for key, path in paths.items() if path is not None for problem in _path_problems(key, path, ())]
+
+
+def _workers(config: RLConfig) -> Iterator[tuple[str, WorkerConfig]]:
+    """The key and section of everything that gets processes, and of roles that are given but not used."""
+    yield from (
+        dict(sections(config)) | {config.key_of(name): worker for name, worker in config.clusters.items()}
+    ).items()
+
+
+def check_strategies(config: RLConfig) -> list[ConfigProblem]:
+    """Strategies exist, and each does what its role needs."""
+    known = {*STRATEGIES.names(), *STRATEGY_CONFIGS}
+    problems: list[ConfigProblem] = []
+    for role, worker in sections(config):
+        name, path = worker.strategy_args.strategy_name, f"{role}.strategy_args.strategy_name"
+        able, does = _able(role)
+        if name not in known:
+            problems += _path_problems(path, name, sorted(able | (known - STRATEGY_CONFIGS.keys())))
+        elif name in STRATEGY_CONFIGS and name not in able:
+            near = nearest_name(name, sorted(able))
+            hint = f"did you mean {near}?" if near else ""
+            problems.append(ConfigProblem(path, name, f"a strategy that {does}: {', '.join(sorted(able))}", hint))
+    return problems
+
+
+def _able(role: str) -> tuple[frozenset[str], str]:
+    """The strategies that can play a role, and what they do in it."""
+    if role in TRAINED:
+        return TRAINERS, "trains"
+    return (GENERATORS, "generates") if role == "actor_infer" else (SCORERS, "scores")
+
+
+def check_engine_options(config: RLConfig) -> list[ConfigProblem]:
+    """Options that are passed on to an engine exist there. What the engine takes is read from its source."""
+    problems: list[ConfigProblem] = []
+    for role, worker in sections(config):
+        name, options = worker.strategy_args.strategy_name, worker.strategy_args.strategy_config
+        if options and issubclass(STRATEGY_CONFIGS.get(name, Config), EngineConfig):
+            folder = name.partition("_")[0]
+            check = import_module(f"roll.distributed.strategy.{folder}.options").check_engine_options
+            prefix = f"{role}.strategy_args.strategy_config."
+            problems += [problem_of_sentence(prefix, text) for text in check(options)]
+    return problems
+
+
+def check_plugins(config: RLConfig) -> list[ConfigProblem]:
+    """Trackers are registered, and classes and functions given by path can be found."""
+    problems = []
+    for tracker in config.trackers:
+        try:
+            TRACKERS.check(tracker)
+        except UnknownNameError as error:
+            problems.append(ConfigProblem("track_with", tracker, "a known tracker", str(error)))
+    paths = {f"{role}.worker_cls": worker.worker_cls for role, worker in _workers(config)}
+    plug_ins = {"adv_estimator": config.adv_estimator, "pg_variant": config.pg_variant}
+    paths |= {key: name if ":" in name else None for key, name in plug_ins.items()}
+    for key, path in paths.items():
+        if path is not None:
+            problems += _path_problems(key, path, ())
+    return problems
+
+
+def check_placement(config: RLConfig) -> list[ConfigProblem]:
+    """Every device exists, and a worker's devices lie on one node."""
+    nodes = pretend_nodes(config.num_nodes, config.num_gpus_per_node)
+    problems = []
+    for role, worker in _workers(config):
+        mapping = worker.device_mapping
+        # Division and world_size are checked with the section itself.
+        if mapping is None or len(mapping) % worker.num_gpus_per_worker:
+            continue
+        request = RoleRequest(role, tuple(mapping), worker.num_gpus_per_worker)
+        try:
+            plan_placement([request], nodes)
+        except PlacementError as error:
+            involved = ("num_nodes", "num_gpus_per_node", f"{role}.num_gpus_per_worker")
+            path = f"{role}.device_mapping"
+            expected = (
+                f"ids from 0 to {config.num_devices - 1} (num_nodes {config.num_nodes} × num_gpus_per_node "
+                f"{config.num_gpus_per_node}), each worker's on one node"
+            )
+            hint = "; ".join(error.problems)
+            problems.append(ConfigProblem(path, mapping, expected, hint, involves=involved))
+    return problems
+
+
+def role_requests(config: RLConfig) -> list[RoleRequest]:
+    """What each cluster asks of the machines."""
+    return [
+        RoleRequest(
+            name=name,
+            device_mapping=tuple(worker.device_mapping) if worker.device_mapping else None,
+            num_gpus_per_worker=worker.num_gpus_per_worker,
+            world_size=worker.num_workers,
+        )
+        for name, worker in config.clusters.items()
+    ]
+
+
+def describe_files(config: RLConfig) -> list[str]:
+    """Which data files are on this machine; a run asks for them, a plan made elsewhere does not."""
+    if not isinstance(config, RLVRConfig):
+        return []
+    made = config.data_generator
+    lines = [] if made is None else [f"data: made by {made.path} in {made.folder}, if it is not there"]
+    names = config.actor_train.data_args.file_names
+    names += config.validation.data_args.file_names if config.validation else []
+    for name in names:
+        found = len(glob.glob(str(Path(name).expanduser()), recursive=True))
+        where = f"{found} found" if found else "nothing here yet"
+        lines.append(f"data: {name}: {where}")
+    return lines
+
+
+def describe_placement(config: RLConfig) -> list[str]:
+    """Where the roles would sit on the nodes that the configuration speaks of, as a table."""
+    nodes = pretend_nodes(config.num_nodes, config.num_gpus_per_node)
+    return plan_placement(role_requests(config), nodes).describe()
+
+
+_CHECKS: tuple[Rule, ...] = (
+    check_strategies,
+    check_engine_options,
+    check_plugins,
+    *MODEL_CHECKS,
+    check_placement,
+)
+CHECKS: dict[type[RLConfig], tuple[Rule, ...]] = {
+    AgenticConfig: (check_envs, *_CHECKS),
+    RLVRConfig: (check_verifiers, check_data_plugins, *_CHECKS),
+}
+"""By the class of the configuration, for ``load_config``."""
+
+
+def _path_problems(key: str, path: str, names: Sequence[str]) -> Iterator[ConfigProblem]:
+    """A name that is none of ``names`` must be ``package.module:attribute`` in a package that can be found."""
+    module, colon, attribute = path.partition(":") if ":" in path else path.rpartition(".")
+    known = ", ".join([*names, "package.module:attribute"])
+    near = nearest_name(path, names)
+    hint = f"did you mean {near}?" if near else ""
+    if not colon or not attribute.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        yield ConfigProblem(key, path, f"one of: {known}" if names else known, hint)
+    elif not _exists(module):
+        yield ConfigProblem(key, path, f"a module that can be imported; there is no {module}", hint)
+
+
+def nearest_name(name: str, names: Sequence[str]) -> str | None:
+    """The most similar of the names: one that begins alike before one that is spelt alike."""
+    word = name.partition("_")[0]
+    alike = [each for each in names if word and each.startswith(word)]
+    return nearest(name, alike) or next(iter(alike), None) or nearest(name, names)
+
+
+def _exists(module: str) -> bool:
+    """Whether the module's file can be found; no package is imported to look for it."""
+    top, *rest = module.split(".")
+    spec = importlib.util.find_spec(top)
+    folders = [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or []]
+    if spec is None or not folders:
+        return spec is not None and not rest
+    for part in rest:
+        found = [folder / part for folder in folders if (folder / part).is_dir() or any(folder.glob(f"{part}.*"))]
+        if not found:
+            return False
+        folders = [folder for folder in found if folder.is_dir()]
+    return True

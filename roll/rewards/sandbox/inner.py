@@ -1,0 +1,673 @@
+"""The inside of the sandbox: a program of its own, started by path as ``inner.py JOB STATUS LIFELINE``.
+
+It uses the standard library only. The arguments are descriptors: ``JOB`` has a marshalled dictionary, which
+``roll.rewards.sandbox.run`` made; to ``STATUS`` ``ready`` is written once the isolation stands (before that any failure
+is the sandbox's, after it the program's); the end of ``LIFELINE`` ends the run. In its order:
+
+1. ``enter_namespaces`` (back end ``namespaces``; bubblewrap has done it already): new user, mount, PID, network, IPC,
+   UTS and cgroup namespaces, a root of read-only binds in a tmpfs, no ``/proc``, no ``/sys``, no ``/etc``.
+2. ``give_up_privileges``: an unprivileged user without capabilities, resource limits, a filter of system calls.
+3. ``start_program``: a child, watched by this process, which ends the namespace after it.
+4. ``run_program`` runs the source as ``__main__``; or ``run_tests``, where the source lives in a process (the
+   candidate) that answers calls of another (the tester), in which alone the tests are known. Only plain values cross:
+   an object whose ``__eq__`` says yes to everything arrives as a reference that is equal to nothing.
+"""
+
+from __future__ import annotations
+
+import builtins
+import ctypes
+import marshal
+import os
+import resource
+import select
+import struct
+import sys
+import time
+
+# Modules that take milliseconds (ast, contextlib, json, signal, typing) are imported where they are needed, or not.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import ast
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
+    from typing import Any, NoReturn
+
+INSIDE_UID = 65534  # "nobody", which every container maps
+
+# --- isolation -------------------------------------------------------------------------------------------------------
+
+_NEW_NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+_MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
+_ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
+_AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
+_PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
+_SIGKILL = 9
+_SYS_MOUNT_SETATTR = 442  # the same everywhere
+_AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_COLUMN = {"x86_64": 0, "aarch64": 1}
+_DENIED = {  # system call: its numbers on x86_64 and aarch64
+    "socket": (41, 198),  # socketpair stays: asyncio needs it
+    "shmget": (29, 194),  # memory that no limit counts, as of the next three
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "pidfd_getfd": (438, 438),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsmount": (432, 432),
+    "mount_setattr": (442, 442),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "fanotify_init": (300, 262),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "syslog": (103, 116),
+}
+_CLONE, _CLONE3 = (56, 220), 435
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _call(name: str, *args: Any) -> None:
+    """A call of the C library that raises ``OSError`` with its name."""
+    if getattr(_libc, name)(*args) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}{args}: {os.strerror(number)}")
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    texts = [None if text is None else os.fsencode(text) for text in (source, target, kind)]
+    _call("mount", *texts, ctypes.c_ulong(flags), None if options is None else options.encode())
+
+
+def _set_attributes(path: str, attributes: int, flags: int = _AT_RECURSIVE) -> None:
+    """``mount_setattr``: unlike a remount it keeps the attributes that a user namespace may not clear."""
+    buffer = ctypes.create_string_buffer(struct.pack("QQQQ", attributes, 0, 0, 0), 32)
+    _call("syscall", _SYS_MOUNT_SETATTR, _AT_FDCWD, os.fsencode(path), flags, buffer, ctypes.c_size_t(32))
+
+
+def _write(path: str, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
+
+
+def _unshare() -> None:
+    """New namespaces, in which this process is ``INSIDE_UID``; as root, it keeps user 0 until it has mounted."""
+    uid, gid, launcher = os.getuid(), os.getgid(), os.getpid()
+    if uid != 0:
+        _call("unshare", _NEW_NAMESPACES)
+        _write("/proc/self/setgroups", "deny")
+        _write("/proc/self/uid_map", f"{INSIDE_UID} {uid} 1")
+        _write("/proc/self/gid_map", f"{INSIDE_UID} {gid} 1")
+        return
+    # Two users can be mapped from outside only. The second is another user outside too: the kernel exempts the
+    # user 0 from the limit on processes.
+    (ready, tell), (done, confirm) = os.pipe(), os.pipe()
+    mapper = os.fork()
+    if mapper == 0:
+        failed = 1
+        try:
+            os.read(ready, 1)
+            for name in ("uid_map", "gid_map"):
+                _write(f"/proc/{launcher}/{name}", f"0 0 1\n{INSIDE_UID} {INSIDE_UID} 1\n")
+            failed = 0
+        finally:
+            os.write(confirm, b"x")
+            os._exit(failed)
+    _call("unshare", _NEW_NAMESPACES)
+    os.write(tell, b"x")
+    os.read(done, 1)
+    if os.waitpid(mapper, 0)[1] != 0:
+        raise PermissionError("uid_map: the kernel refused to map user 0 and user 65534")
+    for descriptor in (ready, tell, done, confirm):
+        os.close(descriptor)
+
+
+def _bind(source: str, root: str) -> None:
+    target = root + source
+    if os.path.isdir(source):
+        os.makedirs(target, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    _mount(source, target, None, _MS_BIND | _MS_REC)
+    _set_attributes(target, _ATTR_RDONLY | _ATTR_NOSUID | (0 if source.startswith("/dev/") else _ATTR_NODEV))
+
+
+def _build_root(view: dict[str, Any]) -> None:
+    """A root that shows ``binds`` read-only, and an empty, bounded ``/tmp``."""
+    _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
+    root = "/proc"  # a folder that exists everywhere, under which nothing lies that is bound
+    _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
+    os.mkdir(f"{root}/tmp")
+    options = f"mode=700,uid={INSIDE_UID},gid={INSIDE_UID},size={view['temp_bytes']},nr_inodes={view['temp_files']}"
+    _mount("tmpfs", f"{root}/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, options)
+    for path, target in view["links"]:
+        os.symlink(target, root + path)
+    for path in view["binds"]:
+        _bind(path, root)
+    os.chdir(root)
+    _call("syscall", {"x86_64": 155, "aarch64": 41}[os.uname().machine], b".", b".")  # pivot_root
+    _call("umount2", b".", _MNT_DETACH)
+    os.chdir("/")
+    _set_attributes("/", _ATTR_RDONLY, 0)
+
+
+def _exit_code(status: int) -> int:
+    """As a shell says it: 128 + n for a process that signal n killed."""
+    code = os.waitstatus_to_exitcode(status)
+    return 128 - code if code < 0 else code
+
+
+def enter_namespaces(view: dict[str, Any], status: int, lifeline: int) -> None:
+    """Returns in the init of a new PID namespace that sees ``view`` only.
+
+    This process stays outside and waits. The kernel kills all of the namespace when its init ends, and no signal from
+    inside can end it.
+    """
+    _unshare()
+    init = os.fork()
+    if init:
+        for descriptor in (0, 1, 2, status, lifeline):  # the pipes must end with the program
+            os.close(descriptor)
+        os._exit(_exit_code(os.waitpid(init, 0)[1]))
+    os.setsid()  # a signal to the program's process group must not reach the parent
+    try:  # noqa: SIM105
+        _write("/proc/sys/user/max_user_namespaces", "0")
+    except OSError:  # read-only in many containers; the filter of system calls forbids namespaces too
+        pass
+    _build_root(view)
+    if os.getuid() == 0:
+        _change_user(INSIDE_UID)
+    _drop_capabilities()
+
+
+def start_program(status: int, lifeline: int, max_seconds: float) -> None:
+    """Returns in a child, which the program is; this process watches it and ends with it, and so does the namespace.
+
+    It also ends when ``lifeline`` is closed on the other side: the caller has had enough, or is dead. (A parent-death
+    signal would not do: bubblewrap as root may not signal the user that this process has become.)
+    """
+    program = os.fork()
+    if program == 0:
+        os.setsid()
+        os.write(status, b"ready")
+        os.close(status)
+        os.close(lifeline)
+        return
+    for descriptor in range(3):
+        os.close(descriptor)
+    cpu_s, code, deadline = 0.0, None, time.monotonic() + max_seconds
+    poll = select.poll()
+    poll.register(lifeline, 0)  # hanging up is always reported
+    poll.register(os.pidfd_open(program), select.POLLIN)
+    while code is None and time.monotonic() < deadline:
+        if any(descriptor == lifeline for descriptor, _ in poll.poll(200)):
+            break
+        for pid, ended, used in _reap():
+            cpu_s += used
+            code = ended if pid == program else code
+    try:  # noqa: SIM105
+        os.killpg(program, _SIGKILL)  # what is left, where there is no namespace
+    except OSError:
+        pass
+    if code is not None:
+        os.write(status, f" {code} {cpu_s}".encode())
+    os._exit(0)
+
+
+def _reap() -> Iterator[tuple[int, int, float]]:
+    """Children that have ended, adopted ones too: their ids, exit codes and CPU seconds."""
+    while True:
+        try:
+            pid, status, usage = os.wait3(os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, _exit_code(status), usage.ru_utime + usage.ru_stime
+
+
+def _change_user(uid: int) -> None:
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def _drop_capabilities() -> None:
+    header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0), 8)
+    _call("capset", header, ctypes.create_string_buffer(24))
+
+
+def _seccomp_filter(machine: str) -> bytes:
+    """A BPF program that refuses ``_DENIED`` and new namespaces (``EPERM``), and ends on a foreign ABI.
+
+    It is a second wall: each call is harmless in the namespaces already, but is where kernels had holes, or reserves
+    memory that no limit counts.
+    """
+    column = _COLUMN[machine]
+    load, equal, at_least, any_bit, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    kill, refuse, unknown, allow = 0x80000000, 0x00050001, 0x00050026, 0x7FFF0000
+    code = [(load, 0, 0, 4), (equal, 1, 0, _AUDIT_ARCH[machine]), (answer, 0, 0, kill), (load, 0, 0, 0)]
+    code += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, kill)]  # x32
+    code += [(equal, 0, 1, _CLONE3), (answer, 0, 0, unknown)]  # its flags cannot be read here; libc falls back
+    for numbers in _DENIED.values():
+        code += [(equal, 0, 1, numbers[column]), (answer, 0, 0, refuse)]
+    code += [(equal, 0, 3, _CLONE[column]), (load, 0, 0, 16), (any_bit, 0, 1, _NEW_NAMESPACES), (answer, 0, 0, refuse)]
+    code += [(answer, 0, 0, allow)]
+    return b"".join(struct.pack("HBBI", *line) for line in code)
+
+
+def give_up_privileges(limits: dict[str, int], drop_to: int | None) -> None:
+    """Resource limits, hard ones; another user; no new privileges; no core, no debugger; a system call filter."""
+    for name, value in limits.items():
+        number = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(number)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(number, (value, value))
+    if drop_to is not None:
+        _change_user(drop_to)
+        _drop_capabilities()
+    _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    _call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
+    machine = os.uname().machine
+    if machine in _COLUMN:
+        lines = _seccomp_filter(machine)
+        program = ctypes.create_string_buffer(lines, len(lines))
+        head = struct.pack("HxxxxxxP", len(lines) // 8, ctypes.addressof(program))
+        _call("prctl", _PR_SET_SECCOMP, 2, ctypes.create_string_buffer(head, len(head)), 0, 0)
+
+
+# --- plain values, which cross processes ------------------------------------------------------------------------------
+
+_REFERENCE = "ref"
+
+
+def encode(value: Any, refer: Callable[[Any], int] | None = None) -> Any:
+    """A value as JSON: scalars and lists as they are, other built-in types as ``{type: …}``.
+
+    Args:
+        value: what to encode; a subclass of a container or of a number counts as its base.
+        refer: gives anything else a number, under which it can be asked for.
+
+    Raises:
+        TypeError: it is of another type, and there is no ``refer``.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value if value is None or isinstance(value, bool) else str(value)
+    if isinstance(value, int):
+        return int(value) if abs(value) < 1 << 53 else {"int": hex(value)}
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": bytes(value).hex()}
+    if isinstance(value, list):
+        return [encode(item, refer) for item in value]
+    for kind in (tuple, set, frozenset):
+        if isinstance(value, kind):
+            return {kind.__name__: [encode(item, refer) for item in value]}
+    if isinstance(value, dict):
+        return {"dict": [[encode(key, refer), encode(item, refer)] for key, item in value.items()]}
+    if isinstance(value, Remote):
+        return {_REFERENCE: value.reference}
+    if refer is None:
+        raise TypeError(f"seen a value of type {type(value).__name__}, expected a plain one")
+    return {_REFERENCE: refer(value)}
+
+
+def decode(data: Any, resolve: Callable[[int], Any] | None = None) -> Any:
+    """The inverse of ``encode``; its result consists of built-in types and of what ``resolve`` returns.
+
+    Raises:
+        ValueError: it is not of that form.
+    """
+    if isinstance(data, list):
+        return [decode(item, resolve) for item in data]
+    if not isinstance(data, dict):
+        return data
+    if len(data) != 1:
+        raise ValueError("seen an object with other than one key, expected {type: …}")
+    ((kind, content),) = data.items()
+    if kind == "int":
+        return int(content, 16)
+    if kind == "complex":
+        return complex(*content)
+    if kind == "bytes":
+        return bytes.fromhex(content)
+    if kind == "dict":
+        return {decode(key, resolve): decode(item, resolve) for key, item in content}
+    if kind in ("tuple", "set", "frozenset"):
+        return getattr(builtins, kind)(decode(item, resolve) for item in content)
+    if kind == _REFERENCE and resolve is not None:
+        return resolve(int(content))
+    raise ValueError(f"seen the type {kind!r}, expected a plain one")
+
+
+# --- one program -----------------------------------------------------------------------------------------------------
+
+
+def _load(source: str, name: str) -> ModuleType:
+    module = type(sys)(name)
+    sys.modules[name] = module
+    sys.argv = ["main.py"]
+    for word in ("exit", "quit"):  # as the module site, which is left out, defines them
+        setattr(builtins, word, sys.exit)
+    exec(compile(source, "main.py", "exec", dont_inherit=True), module.__dict__)
+    return module
+
+
+def run_program(source: str) -> None:
+    """Runs the source as the main module; its descriptors 0, 1 and 2 are the caller's."""
+    try:
+        _load(source, "__main__")
+    except (SyntaxError, ValueError) as error:  # ValueError: NUL bytes, lone surrogates
+        if error.__traceback__ is not None and error.__traceback__.tb_next is None:
+            sys.exit(f"{type(error).__name__}: {error}")
+        raise
+
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+
+
+class CandidateError(Exception):
+    """The candidate raised an exception of its own type."""
+
+
+class CandidateGoneError(BaseException):
+    """The candidate's process has ended; no ``except Exception`` of a test hides it."""
+
+
+class Channel:
+    """Messages between the two processes, one JSON line each."""
+
+    def __init__(self, read: int, write: int, max_bytes: int) -> None:
+        self._lines = os.fdopen(read, "rb")
+        self._write = write
+        self._max_bytes = max_bytes
+
+    def send(self, message: Any) -> None:
+        import json
+
+        data = json.dumps(message).encode() + b"\n"
+        try:
+            while data:
+                data = data[os.write(self._write, data) :]
+        except OSError:
+            raise CandidateGoneError("the program ended") from None
+
+    def receive(self) -> Any:
+        import json
+
+        line = self._lines.readline(self._max_bytes)
+        if not line.endswith(b"\n"):
+            raise CandidateGoneError("the program ended" if len(line) < self._max_bytes else "the value is too large")
+        return json.loads(line)
+
+
+class Candidate:
+    """The process with the untrusted source: answers requests about its objects until the other side closes."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._objects: list[Any] = []
+
+    def _refer(self, value: Any) -> int:
+        self._objects.append(value)
+        return len(self._objects) - 1
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        target = self._objects[request["on"]]
+        if request["do"] == "get":
+            return {"value": encode(getattr(target, request["name"]), self._refer)}
+        if request["do"] == "built-in":
+            return {"value": encode(getattr(builtins, request["name"])(target), self._refer)}
+        args = [decode(item, self._objects.__getitem__) for item in request["args"]]
+        kwargs = {key: decode(item, self._objects.__getitem__) for key, item in request["kwargs"].items()}
+        value = target(*args, **kwargs)
+        changed = [encode(item, self._refer) if isinstance(item, list | dict | set) else None for item in args]
+        return {"value": encode(value, self._refer), "args": changed}
+
+    def serve(self, source: str) -> NoReturn:
+        try:
+            module = _load(source, "solution")
+            self._channel.send({"names": {name: self._refer(value) for name, value in vars(module).items()}})
+        except Exception as error:
+            self._channel.send({"error": f"{type(error).__name__}: {error}"})
+            os._exit(1)
+        while True:
+            request = self._channel.receive()
+            try:
+                answer = self._answer(request)
+            except Exception as error:
+                answer = {"raised": type(error).__name__, "text": str(error)}
+            self._channel.send(answer)
+
+
+class Remote:
+    """An object of the candidate, seen from the tests. It is equal to itself only, and always true."""
+
+    def __init__(self, channel: Channel, reference: int) -> None:
+        self._channel = channel
+        self.reference = reference
+
+    def _ask(self, **request: Any) -> dict[str, Any]:
+        self._channel.send({"on": self.reference, **request})
+        answer = self._channel.receive()
+        if "raised" in answer:
+            kind: Any = getattr(builtins, str(answer["raised"]), None)
+            known = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError)
+            raise (kind if known else CandidateError)(str(answer.get("text")))
+        return answer
+
+    def _value(self, data: Any) -> Any:
+        return decode(data, lambda reference: Remote(self._channel, reference))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        words = {key: encode(item) for key, item in kwargs.items()}
+        answer = self._ask(do="call", args=[encode(item) for item in args], kwargs=words)
+        for mine, theirs in zip(args, answer.get("args", ()), strict=False):  # arguments that were changed in place
+            self._update(mine, self._value(theirs))
+        return self._value(answer["value"])
+
+    @staticmethod
+    def _update(mine: Any, theirs: Any) -> None:
+        if isinstance(mine, list) and isinstance(theirs, list):
+            mine[:] = theirs
+        elif (isinstance(mine, dict) and isinstance(theirs, dict)) or (
+            isinstance(mine, set) and isinstance(theirs, set)
+        ):
+            mine.clear()
+            mine.update(theirs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._value(self._ask(do="get", name=name)["value"])
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = self._value(self._ask(do="built-in", name="iter")["value"])
+        while True:
+            try:
+                yield self._value(iterator._ask(do="built-in", name="next")["value"])
+            except StopIteration:
+                return
+
+    def __len__(self) -> int:
+        return int(self._ask(do="built-in", name="len")["value"])
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class Tester:
+    """The process with the tests. Its results go to a descriptor that the candidate never had."""
+
+    def __init__(self, channel: Channel, results: int) -> None:
+        self._channel = channel
+        self._results = results
+
+    def say(self, **result: Any) -> None:
+        """One line of results."""
+        import json
+
+        data = json.dumps(result).encode() + b"\n"
+        while data:
+            data = data[os.write(self._results, data) :]
+
+    def _missing_module(self, trees: list[ast.Module]) -> str | None:
+        """A module that the tests import and this interpreter lacks."""
+        import ast
+        from importlib.util import find_spec
+
+        nodes = [node for tree in trees for node in ast.walk(tree)]
+        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+        return next((name for name in names if find_spec(name.partition(".")[0]) is None), None)
+
+    def _namespace(self, plan: dict[str, Any], trees: list[ast.Module], references: dict[str, int]) -> dict[str, Any]:
+        """What the tests may use: built-ins, modules by name, and the candidate's names for all else."""
+        import ast
+
+        used = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        used |= {test["call"] for test in plan["tests"] if "call" in test} | {plan["entry_point"], "Solution"}
+        space: dict[str, Any] = {"__name__": "tests"}
+        for name in used & references.keys():
+            if name not in vars(builtins) and name not in sys.stdlib_module_names:
+                space[name] = Remote(self._channel, int(references[name]))
+        for name in used & sys.stdlib_module_names - vars(builtins).keys():
+            space[name] = __import__(name)
+        return space
+
+    def _run(self, test: dict[str, Any], space: dict[str, Any]) -> dict[str, Any]:
+        if "code" in test:
+            exec(compile(test["code"], "test", "exec", dont_inherit=True), space)
+            return {"ok": True}
+        name = test["call"]
+        function = space[name] if name in space else getattr(space["Solution"](), name)
+        return {"value": encode(function(*test["args"]))}
+
+    def run(self, plan: dict[str, Any]) -> None:
+        """Runs the tests in their order; a test that takes too long ends this process."""
+        import ast
+        import signal
+
+        trees = [ast.parse(plan["setup"]), *(ast.parse(test["code"]) for test in plan["tests"] if "code" in test)]
+        missing = self._missing_module(trees)
+        if missing is not None:
+            self.say(missing=missing)
+            return
+        signal.setitimer(signal.ITIMER_REAL, plan["timeout"])
+        loaded = self._channel.receive()
+        if "names" not in loaded:
+            self.say(load=str(loaded.get("error")))
+            return
+        try:
+            space = self._namespace(plan, trees, loaded["names"])
+            exec(compile(plan["setup"], "setup", "exec", dont_inherit=True), space)
+        except Exception as error:  # most often a name that the program should have defined
+            self.say(load=f"{type(error).__name__}: {error}"[:500])
+            return
+        self.say(load=None)
+        for test in plan["tests"]:
+            signal.setitimer(signal.ITIMER_REAL, plan["timeout"])
+            try:
+                result = self._run(test, space)
+            except Exception as error:
+                result = {"error": f"{type(error).__name__}: {error}"[:500]}
+            self.say(**result)
+
+
+def run_tests(source: str, max_bytes: int) -> None:
+    """Splits into the candidate and the tester, which reads its plan from descriptor 0 and answers on descriptor 1.
+
+    The candidate starts before the plan is read and has neither descriptor.
+    """
+    (ask_read, ask_write), (answer_read, answer_write) = os.pipe(), os.pipe()
+    results = os.dup(1)
+    os.dup2(2, 1)
+    if os.fork() == 0:
+        os.close(results)
+        os.close(ask_write)
+        os.close(answer_read)
+        null = os.open("/dev/null", os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+        try:
+            Candidate(Channel(ask_read, answer_write, max_bytes)).serve(source)
+        except CandidateGoneError:
+            os._exit(0)
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            os._exit(1)
+    os.close(ask_read)
+    os.close(answer_write)
+    plan = marshal.loads(_read_all(0))
+    tester = Tester(Channel(answer_read, ask_write, max_bytes), results)
+    try:
+        tester.run(plan)
+    except CandidateGoneError as error:
+        tester.say(error=str(error), gone=True)
+    os._exit(0)
+
+
+def _read_all(descriptor: int) -> bytes:
+    parts = []
+    while part := os.read(descriptor, 1 << 20):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def main(job_descriptor: int, status: int, lifeline: int) -> None:
+    """Isolates this process as the job says, then runs its source."""
+    os.lseek(job_descriptor, 0, os.SEEK_SET)
+    job = marshal.loads(_read_all(job_descriptor))
+    os.close(job_descriptor)
+    if job["view"] is not None:
+        enter_namespaces(job["view"], status, lifeline)
+    if job["chdir"] is not None:
+        os.chdir(job["chdir"])
+    give_up_privileges(job["limits"], job["drop_to"])
+    start_program(status, lifeline, job["max_seconds"])
+    if job["mode"] == "program":
+        run_program(job["source"])
+    else:
+        run_tests(job["source"], job["max_bytes"])
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

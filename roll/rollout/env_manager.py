@@ -1,0 +1,230 @@
+"""Plays one episode: render, generate, step, until the environment or the context ends it."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from roll.agentic.env.base import StepResult
+from roll.configs.env import CustomEnvConfig
+from roll.data.arrays import IntArray
+from roll.data.renderer import ChatRenderer
+from roll.data.requests import FinishReason, GenerateFn, GenerateRequest, SamplingParams
+from roll.rollout.types import EpisodeEnd, Trajectory, Turn
+from roll.utils.registry import Registry
+from roll.utils.seeding import derive_seed
+
+PLACEHOLDERS = ("observation", "turn", "max_turns", "turns_left", "history", "env_instruction")
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+class PromptTooLongError(ValueError):
+    """The first prompt of an episode does not fit: nothing could ever be sampled."""
+
+
+class EpisodeAbortedError(RuntimeError):
+    """The generation was cancelled from outside."""
+
+
+@dataclass(frozen=True)
+class EpisodeSpec:
+    """Which episode to play. Equal specs under equal weights give equal trajectories."""
+
+    tag: str
+    group_id: int
+    member: int
+    env_seed: int
+    """The same for all members of a group."""
+    sampling_seed: int
+    """Differs between members."""
+    greedy: bool = False
+    """Take the most likely token instead of sampling."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Token budgets of an episode."""
+
+    prompt_length: int
+    """Longest first prompt."""
+    sequence_length: int
+    """Longest prompt plus completion."""
+
+
+class AsyncEnv(Protocol):
+    """What an episode is played with: an ``EnvRunner``, or a prompt whose answer is scored elsewhere."""
+
+    async def reset(self, seed: int) -> tuple[str, dict[str, Any]]: ...
+    async def step(self, text: str) -> StepResult: ...
+
+
+class EnvManager(ABC):
+    """Plays episodes of one tag. Subclasses say what the policy sees at each turn.
+
+    Args:
+        config: the tag's entry in ``custom_envs``.
+        renderer: messages to token ids.
+        params: sampling parameters; the seed is set per turn.
+        limits: token budgets.
+    """
+
+    history: bool
+    """True when an episode is one growing conversation, and so one training sample."""
+
+    def __init__(self, config: CustomEnvConfig, renderer: ChatRenderer, params: SamplingParams, limits: Limits) -> None:
+        self.config = config
+        self.renderer = renderer
+        max_new_tokens = min(params.max_new_tokens, config.max_tokens_per_step or params.max_new_tokens)
+        self.params = replace(params, max_new_tokens=max_new_tokens)
+        self.limits = limits
+
+    async def run_episode(self, env: AsyncEnv, generate: GenerateFn, spec: EpisodeSpec) -> Trajectory:
+        """Plays one episode to its end.
+
+        Raises:
+            PromptTooLongError: the first prompt is longer than ``prompt_length`` or leaves no room to answer.
+            EnvTimeoutError: the environment hung.
+            Exception: whatever the environment raised.
+        """
+        observation, info = await env.reset(spec.env_seed)
+        turns: list[Turn] = []
+        end = EpisodeEnd.TRUNCATED
+        while len(turns) < self.config.max_steps:
+            prompt_ids = self.prompt(observation, info, turns)
+            room = self.limits.sequence_length - len(prompt_ids)
+            if not turns:
+                self._check_first_prompt(prompt_ids, room, spec.tag)
+            elif room < 1:
+                end = EpisodeEnd.CONTEXT_FULL
+                break
+            turn, observation, info, ended = await self._turn(env, generate, spec, turns, prompt_ids, observation, info)
+            turns.append(turn)
+            if ended is not None:
+                end = ended
+                break
+        return Trajectory(
+            tag=spec.tag,
+            group_id=spec.group_id,
+            member=spec.member,
+            seed=spec.env_seed,
+            turns=tuple(turns),
+            end=end,
+            success=bool(info.get("success", False)),
+            final_observation=observation,
+            history=self.history,
+            info=_scalars(info),
+        )
+
+    @abstractmethod
+    def prompt(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
+        """Token ids that the policy sees next."""
+
+    async def _turn(
+        self,
+        env: AsyncEnv,
+        generate: GenerateFn,
+        spec: EpisodeSpec,
+        turns: list[Turn],
+        prompt_ids: IntArray,
+        observation: str,
+        info: Mapping[str, Any],
+    ) -> tuple[Turn, str, dict[str, Any], EpisodeEnd | None]:
+        room = self.limits.sequence_length - len(prompt_ids)
+        params = replace(
+            self.params,
+            max_new_tokens=min(self.params.max_new_tokens, room),
+            temperature=0.0 if spec.greedy else self.params.temperature,
+            seed=derive_seed(spec.sampling_seed, len(turns)),
+        )
+        request_id = f"{spec.tag}-{spec.group_id}-{spec.member}-{len(turns)}"
+        completion = await generate(GenerateRequest(request_id, prompt_ids, params))
+        if completion.finish_reason is FinishReason.ABORT:
+            raise EpisodeAbortedError(f"request {request_id} was aborted")
+        text = self.renderer.decode(completion.token_ids)
+        next_observation, reward, terminated, truncated, next_info = await env.step(text)
+        penalty = float(next_info.get("penalty", 0.0))
+        turn = Turn(
+            prompt_ids=prompt_ids,
+            completion=completion,
+            text=text,
+            observation=observation,
+            action=next_info.get("action"),
+            task_reward=float(next_info.get("task_reward", float(reward) - penalty)),
+            penalty=penalty,
+            state_key=str(info.get("state_key", observation)),
+        )
+        ended = EpisodeEnd.TERMINATED if terminated else EpisodeEnd.TRUNCATED if truncated else None
+        return turn, next_observation, next_info, ended
+
+    def _check_first_prompt(self, prompt_ids: IntArray, room: int, tag: str) -> None:
+        if len(prompt_ids) > self.limits.prompt_length or room < 1:
+            raise PromptTooLongError(
+                f"{tag}: the first prompt has {len(prompt_ids)} tokens, but prompt_length is "
+                f"{self.limits.prompt_length} and sequence_length {self.limits.sequence_length}"
+            )
+
+    def _fill(self, template: str, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> str:
+        values = {
+            "observation": observation,
+            "turn": str(len(turns) + 1),
+            "max_turns": str(self.config.max_steps),
+            "turns_left": str(self.config.max_steps - len(turns)),
+            "history": self._history_text(turns),
+            "env_instruction": str(info.get("env_instruction", "")),
+        }
+        return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), template)
+
+    def _history_text(self, turns: list[Turn]) -> str:
+        shown = turns[max(0, len(turns) - self.config.history_length) :]
+        return "\n".join(f"{turn.observation}\n{turn.text}" for turn in shown)
+
+    def _opening(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> list[dict[str, str]]:
+        system = self._fill(_or(self.config.agent_system_template, "{env_instruction}"), observation, info, turns)
+        user = self._fill(_or(self.config.agent_template, "{observation}"), observation, info, turns)
+        return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": user}]
+
+
+class StepEnvManager(EnvManager):
+    """Each turn is its own sample: system text and current observation, with ``history_length`` turns as text."""
+
+    history = False
+
+    def prompt(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
+        return self.renderer.prompt(self._opening(observation, info, turns))
+
+
+class TrajEnvManager(EnvManager):
+    """The episode is one conversation; sampled ids stay as they are and only what is new is tokenised."""
+
+    history = True
+
+    def prompt(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
+        if not turns:
+            return self.renderer.prompt(self._opening(observation, info, turns))
+        last = turns[-1]
+        user = self._fill(_or(self.config.agent_template, "{observation}"), observation, info, turns)
+        added = self.renderer.continuation([{"role": "user", "content": user}], last.completion.token_ids)
+        return np.concatenate([last.prompt_ids, last.completion.token_ids, added])
+
+
+def _scalars(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What a trajectory keeps of an info: small values, and not the instruction, which is the same in every one."""
+    return {
+        key: value
+        for key, value in info.items()
+        if isinstance(value, bool | int | float | str) and key != "env_instruction"
+    }
+
+
+def _or(template: str | None, default: str) -> str:
+    return default if template is None else template
+
+
+ENV_MANAGERS: Registry[type[EnvManager]] = Registry("environment manager")
+ENV_MANAGERS.register("step", StepEnvManager)
+ENV_MANAGERS.register("traj", TrajEnvManager)

@@ -1,0 +1,72 @@
+"""The Ray worker that plays episodes of environments."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from roll.agentic.env import make
+from roll.configs.env import CustomEnvConfig
+from roll.data.renderer import ChatRenderer
+from roll.data.requests import GenerateFn, SamplingParams
+from roll.rollout.demonstrations import scripted_policy
+from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeSpec, Limits
+from roll.rollout.env_runner import EnvRunner
+from roll.rollout.plans import GroupSpec
+from roll.rollout.types import Trajectory
+from roll.rollout.worker import RolloutWorker
+
+
+@dataclass(frozen=True)
+class EnvWorkerContext:
+    """What an environment worker needs to play: everything is plain data."""
+
+    envs: Mapping[str, CustomEnvConfig]
+    """The tags that this manager plays."""
+    tokenizer_path: str
+    template: str
+    params: SamplingParams
+    limits: Limits
+    retries: int
+    """How often a failed episode is played again before it is dropped."""
+
+
+class EnvironmentWorker(RolloutWorker):
+    """Plays episodes of environments. ``train_env_manager.worker_cls`` may name a subclass."""
+
+    def setup(self, context: EnvWorkerContext) -> None:
+        from roll.models.loading import load_tokenizer  # brings torch, for the tokenizer alone
+
+        self.context = context
+        self.retries = context.retries
+        renderer = ChatRenderer(load_tokenizer(context.tokenizer_path), context.template)
+        self.managers: dict[str, EnvManager] = {
+            tag: ENV_MANAGERS.get(config.env_manager_cls)(config, renderer, context.params, context.limits)
+            for tag, config in context.envs.items()
+        }
+        self._locks = {tag: threading.Lock() for tag, config in context.envs.items() if config.use_thread_lock}
+        self._idle: defaultdict[str, list[EnvRunner]] = defaultdict(list)
+
+    async def play(self, spec: GroupSpec, episode: EpisodeSpec, generate: GenerateFn) -> Trajectory:
+        """Plays with an environment that is idle, or a new one; one that failed is not used again."""
+        manager, runner = self.managers[spec.tag], self._take_runner(spec.tag)
+        if spec.expert_share is not None:
+            generate = scripted_policy(runner, manager.renderer, spec.expert_share)
+        healthy = False
+        try:
+            trajectory = await manager.run_episode(runner, generate, episode)
+            healthy = True
+            return trajectory
+        finally:
+            if healthy:
+                self._idle[spec.tag].append(runner)
+            else:
+                runner.close()
+
+    def _take_runner(self, tag: str) -> EnvRunner:
+        if self._idle[tag]:
+            return self._idle[tag].pop()
+        config = self.context.envs[tag]
+        return EnvRunner(lambda: make(config.env_type, **config.env_config), config.step_timeout, self._locks.get(tag))

@@ -1,0 +1,54 @@
+"""What a set of rollout groups tells about the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
+    """Means over episodes (success, reward …) and over turns (valid_rate …), named ``prefix/what``.
+
+    With several environment tags, ``prefix/<tag>/success`` and ``prefix/<tag>/reward`` are added.
+    """
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    metrics = {
+        f"{prefix}/episodes": float(len(trajectories)),
+        f"{prefix}/dropped": float(sum(group.dropped for group in groups)),
+        f"{prefix}/env_errors": float(sum(len(group.errors) for group in groups)),
+    }
+    if baselines := [group.baseline.score for group in groups if group.baseline is not None]:
+        metrics[f"{prefix}/baseline"] = mean(baselines)
+        metrics[f"{prefix}/no_baseline"] = float(len(groups) - len(baselines))
+    if not trajectories:
+        return metrics
+    turns = [turn for trajectory in trajectories for turn in trajectory.turns]
+    metrics |= _episode_means(trajectories, prefix)
+    metrics |= {
+        f"{prefix}/task_reward": mean(sum(turn.task_reward for turn in t.turns) for t in trajectories),
+        f"{prefix}/penalty": mean(sum(turn.penalty for turn in t.turns) for t in trajectories),
+        f"{prefix}/turns": len(turns) / len(trajectories),
+        f"{prefix}/valid_rate": mean(turn.action is not None for turn in turns),
+        f"{prefix}/response_tokens": mean(len(turn.completion.token_ids) for turn in turns),
+        f"{prefix}/prompt_tokens": mean(len(turn.prompt_ids) for turn in turns),
+        f"{prefix}/context_full": mean(t.end is EpisodeEnd.CONTEXT_FULL for t in trajectories),
+    }
+    tags = sorted({trajectory.tag for trajectory in trajectories})
+    if len(tags) > 1:
+        for tag in tags:
+            metrics |= _episode_means([t for t in trajectories if t.tag == tag], f"{prefix}/{tag}")
+    return metrics
+
+
+def _episode_means(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
+    return {
+        f"{prefix}/success": mean(trajectory.success for trajectory in trajectories),
+        f"{prefix}/reward": mean(trajectory.score for trajectory in trajectories),
+    }
+
+
+def mean(values: Iterable[float]) -> float:
+    """Of numbers or truth values; 0 of none."""
+    collected = [float(value) for value in values]
+    return sum(collected) / len(collected) if collected else 0.0

@@ -1,0 +1,69 @@
+"""Which groups a rollout plays: a group's number stands for its tag, seeds and size."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Protocol
+
+from roll.utils.seeding import derive_seed
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """One rollout group to play; equal specs give equal groups."""
+
+    group_id: int
+    tag: str
+    env_seed: int
+    group_size: int
+    redundancy: int = 0
+    greedy: bool = False
+    expert_share: float | None = None
+    """Play by script instead of the policy: the share of optimal actions (see ``roll.rollout.demonstrations``)."""
+    baseline: bool = False
+    """Play one more member greedily, whose score is the others' baseline (``adv_estimator: remax``)."""
+
+
+class RolloutPlan(Protocol):
+    """Says what group an id stands for."""
+
+    @property
+    def num_slots(self) -> int:
+        """How many groups run at the same time."""
+
+    def spec(self, group_id: int) -> GroupSpec: ...
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """A plan for environments: slot ``i`` plays groups ``i``, ``i + num_slots``, …"""
+
+    tags: tuple[str, ...]
+    slots_per_tag: tuple[int, ...]
+    """How many of the environment slots each tag has."""
+    group_size: int
+    redundancy: int
+    seed: int
+    name: str
+    """``train`` or ``val``: part of the seeds."""
+    greedy: bool = False
+    """Take the most likely token instead of sampling."""
+    expert_share: float | None = None
+    """Play by script instead of the policy."""
+    baseline: bool = False
+    """See ``GroupSpec``."""
+
+    @property
+    def num_slots(self) -> int:
+        return sum(self.slots_per_tag)
+
+    def spec(self, group_id: int) -> GroupSpec:
+        slot = group_id % self.num_slots
+        tag = next(
+            tag for tag, end in zip(self.tags, itertools.accumulate(self.slots_per_tag), strict=True) if slot < end
+        )
+        env_seed = derive_seed(self.seed, self.name, group_id)
+        return GroupSpec(
+            group_id, tag, env_seed, self.group_size, self.redundancy, self.greedy, self.expert_share, self.baseline
+        )

@@ -1,0 +1,101 @@
+"""A prompt as an environment of one turn: the answer is the action, and a verifier somewhere else is the reward."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from roll.agentic.env.base import StepResult, step_result
+from roll.configs.env import CustomEnvConfig
+from roll.data.arrays import IntArray
+from roll.data.prompts import Prompt
+from roll.data.renderer import ChatRenderer
+from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
+from roll.rewards.types import Sample, Verdict
+from roll.rollout.env_manager import EnvManager, Limits
+from roll.rollout.types import Turn
+
+ScoreFn = Callable[[Sample], Awaitable[Verdict]]
+
+
+class PromptEnv:
+    """One prompt that is answered once (an ``AsyncEnv``).
+
+    Args:
+        prompt: the question.
+        score: judges the answer; what it raises ends the episode.
+    """
+
+    def __init__(self, prompt: Prompt, score: ScoreFn) -> None:
+        self.prompt = prompt
+        self._score = score
+        self._completion: Completion | None = None
+
+    def watch(self, generate: GenerateFn) -> GenerateFn:
+        """The same ``generate``, noting how long the answer was and why it ended."""
+
+        async def watched(request: GenerateRequest) -> Completion:
+            self._completion = await generate(request)
+            return self._completion
+
+        return watched
+
+    async def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return self.question, {"prompt": self.prompt, "state_key": self.prompt.id}
+
+    async def step(self, text: str) -> StepResult:
+        """Scores the answer; ``action`` is what the verifier found in it."""
+        completion = self._completion
+        verdict = await self._score(
+            Sample(
+                prompt=self.question,
+                response=text,
+                ground_truth=self.prompt.ground_truth,
+                data_source=self.prompt.tag,
+                extra_info=self.prompt.extra_info,
+                messages=self.prompt.messages,
+                num_tokens=0 if completion is None else len(completion.token_ids),
+                truncated=completion is not None and completion.finish_reason is FinishReason.LENGTH,
+            )
+        )
+        observation, reward, terminated, truncated, info = step_result(
+            "",
+            task_reward=verdict.score,
+            penalty=0.0,
+            terminated=True,
+            truncated=False,
+            action=verdict.answer,
+            action_is_effective=True,
+            success=verdict.correct,
+            state_key=self.prompt.id,
+        )
+        info |= {
+            "prompt_id": self.prompt.id,
+            "ground_truth": "" if self.prompt.ground_truth is None else str(self.prompt.ground_truth),
+            **verdict.parts,
+        }
+        return observation, reward, terminated, truncated, info
+
+    @property
+    def question(self) -> str:
+        """Text of the last message."""
+        return self.prompt.messages[-1]["content"]
+
+
+class PromptManager(EnvManager):
+    """Plays ``PromptEnv``s: the policy sees the dataset's messages as they are.
+
+    Args:
+        renderer: messages to token ids.
+        params: how answers are sampled.
+        limits: token budgets.
+    """
+
+    history = True
+
+    def __init__(self, renderer: ChatRenderer, params: SamplingParams, limits: Limits) -> None:
+        super().__init__(CustomEnvConfig(env_type="prompt", max_steps=1), renderer, params, limits)
+
+    def prompt(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
+        prompt: Prompt = info["prompt"]
+        return self.renderer.prompt(prompt.messages) if prompt.prompt_ids is None else prompt.prompt_ids

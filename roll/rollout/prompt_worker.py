@@ -1,0 +1,105 @@
+"""The Ray worker that has prompts answered and the answers scored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roll.data.prompt_sampler import PromptSampler
+from roll.data.prompts import Prompt
+from roll.data.renderer import ChatRenderer
+from roll.data.requests import GenerateFn, SamplingParams
+from roll.rewards.types import RewardError, Sample, Verdict
+from roll.rollout.env_manager import EpisodeSpec, Limits
+from roll.rollout.env_runner import EnvError
+from roll.rollout.plans import GroupSpec
+from roll.rollout.prompt_env import PromptEnv, PromptManager
+from roll.rollout.reward_client import RewardClient
+from roll.rollout.types import Trajectory
+from roll.rollout.worker import RolloutWorker
+from roll.utils.seeding import derive_seed
+
+
+class UnscoredAnswerError(EnvError):
+    """The verifiers could not judge an answer; it has no reward and must not count."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptSpec(GroupSpec):
+    """The answers to one prompt."""
+
+    prompt: Prompt
+    sampling: str
+    """Which of the worker's sampling parameters to use: ``train`` or ``val``."""
+
+
+@dataclass(frozen=True)
+class PromptPlan:
+    """Group ``i`` answers the ``i``-th prompt that the sampler draws (a ``RolloutPlan``)."""
+
+    prompts: PromptSampler
+    group_size: int
+    num_slots: int
+    seed: int
+    sampling: str
+    greedy: bool = False
+    baseline: bool = False
+
+    def spec(self, group_id: int) -> PromptSpec:
+        prompt = self.prompts[group_id]
+        return PromptSpec(
+            group_id,
+            prompt.tag,
+            derive_seed(self.seed, self.sampling, group_id),
+            self.group_size,
+            greedy=self.greedy,
+            baseline=self.baseline,
+            prompt=prompt,
+            sampling=self.sampling,
+        )
+
+
+@dataclass(frozen=True)
+class PromptWorkerContext:
+    """What a rollout worker needs: everything is plain data."""
+
+    tokenizer_path: str
+    template: str
+    params: Mapping[str, SamplingParams]
+    limits: Limits
+    domains: Mapping[str, str]
+    """The reward domain of each tag."""
+    spread: bool
+    """Whether the answers to one prompt may come from different engines."""
+
+
+class PromptWorker(RolloutWorker):
+    """Has prompts answered and scored. ``rollout_workers.worker_cls`` may name a subclass."""
+
+    def setup(self, context: PromptWorkerContext) -> None:
+        from roll.models.loading import load_tokenizer  # brings torch, for the tokenizer alone
+
+        self.context = context
+        renderer = ChatRenderer(load_tokenizer(context.tokenizer_path), context.template)
+        self.managers = {
+            name: PromptManager(renderer, params, context.limits) for name, params in context.params.items()
+        }
+
+    async def set_rewards(self, domains: Mapping[str, Sequence[Any]]) -> None:
+        """Where to have answers scored from now on: handles of the workers of each domain."""
+        self.rewards = {name: RewardClient(name, handles) for name, handles in domains.items()}
+
+    def generate_fn(self, spec: GroupSpec) -> GenerateFn:
+        return self.client.generate if self.context.spread else self.client.pinned()
+
+    async def play(self, spec: GroupSpec, episode: EpisodeSpec, generate: GenerateFn) -> Trajectory:
+        assert isinstance(spec, PromptSpec)
+        env = PromptEnv(spec.prompt, self._score)
+        return await self.managers[spec.sampling].run_episode(env, env.watch(generate), episode)
+
+    async def _score(self, sample: Sample) -> Verdict:
+        try:
+            return await self.rewards[self.context.domains[sample.data_source]].score(sample)
+        except RewardError as error:
+            raise UnscoredAnswerError(str(error)) from error

@@ -1,0 +1,38 @@
+"""The Ray worker of a reward domain."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from roll.configs.rewards import RewardConfig
+from roll.distributed.cluster.worker import Worker
+from roll.rewards.scorer import DomainScorer
+from roll.rewards.types import RewardError, Sample, Verdict
+
+
+class RewardWorker(Worker):
+    """Scores answers. ``rewards.<name>.worker_cls`` may name a subclass."""
+
+    async def setup(self, name: str, config: RewardConfig) -> None:
+        """Builds the domain's verifiers."""
+        self.scorer = DomainScorer(name, config, config.num_processes)
+        await self.scorer.start()
+
+    async def score(self, samples: Sequence[Sample]) -> list[Verdict | RewardError]:
+        """Judges answers side by side; those that could not be judged come back as errors."""
+        return list(await asyncio.gather(*map(self._score, samples)))
+
+    async def _score(self, sample: Sample) -> Verdict | RewardError:
+        try:
+            return await self.scorer.score(sample)
+        except RewardError as error:
+            return RewardError(str(error))  # without its causes, which may not survive the way between processes
+
+    async def take_retries(self) -> int:
+        """New attempts of verifiers since the last call."""
+        return self.scorer.take_counts().retries
+
+    async def close(self) -> None:
+        """Ends what the verifiers hold."""
+        await self.scorer.close()

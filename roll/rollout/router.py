@@ -1,0 +1,121 @@
+"""Sends generation requests to engine workers, one at a time for the caller, in batches over the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ray.exceptions import RayActorError, RayError
+
+from roll.data.requests import Completion, GenerateFn, GenerateRequest
+
+
+class EngineUnavailableError(RuntimeError):
+    """The engine worker that held a request died; the request can be sent again once it is back."""
+
+
+class GenerationError(RuntimeError):
+    """What the engine raised for one request, in words: its own error may not survive the way between processes."""
+
+
+class GenerationClient:
+    """``generate(request)`` for many concurrent episodes, over few remote calls.
+
+    Requests made in the same tick of the event loop travel in one call; finished completions come back through one
+    long poll per engine worker. A request goes to the worker with the fewest requests in flight.
+
+    Args:
+        engines: handles of engine workers (``roll.pipeline.workers.InferWorker``).
+    """
+
+    def __init__(self, engines: Sequence[Any]) -> None:
+        self.client_id = uuid.uuid4().hex
+        self._engines = list(engines)
+        self._outbox: list[list[GenerateRequest]] = [[] for _ in engines]
+        self._pending: list[dict[str, asyncio.Future[Completion]]] = [{} for _ in engines]
+        self._pollers: list[asyncio.Task[None] | None] = [None for _ in engines]
+        self._flush_scheduled = False
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Samples one completion.
+
+        Raises:
+            EngineUnavailableError: the worker died.
+            GenerationError: the engine raised for this request.
+        """
+        return await self._generate(request, self._least_loaded())
+
+    def pinned(self) -> GenerateFn:
+        """A ``generate`` whose requests all go to one worker, the least loaded when the first of them is made.
+
+        Requests with a common prompt then find its keys and values in that worker's cache.
+        """
+        engine: int | None = None
+
+        async def generate(request: GenerateRequest) -> Completion:
+            nonlocal engine
+            engine = self._least_loaded() if engine is None else engine
+            return await self._generate(request, engine)
+
+        return generate
+
+    def _least_loaded(self) -> int:
+        return min(range(len(self._engines)), key=lambda i: len(self._pending[i]))
+
+    async def _generate(self, request: GenerateRequest, engine: int) -> Completion:
+        # Ids are the caller's and may repeat between callers, tries and pipelines that share an engine.
+        wire_id = f"{self.client_id}/{uuid.uuid4().hex}"
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._pending[engine][wire_id] = future
+        self._outbox[engine].append(replace(request, request_id=wire_id))
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            asyncio.get_running_loop().call_soon(self._flush)
+        try:
+            return replace(await future, request_id=request.request_id)
+        except asyncio.CancelledError:
+            self._engines[engine].abort.remote(wire_id)
+            raise
+        finally:
+            self._pending[engine].pop(wire_id, None)
+
+    def _flush(self) -> None:
+        self._flush_scheduled = False
+        for engine, outbox in enumerate(self._outbox):
+            self._outbox[engine] = []
+            requests = [request for request in outbox if request.request_id in self._pending[engine]]
+            if not requests:  # or all have been given up in the same tick
+                continue
+            self._engines[engine].submit.remote(self.client_id, requests)
+            poller = self._pollers[engine]
+            if poller is None or poller.done():
+                self._pollers[engine] = asyncio.get_running_loop().create_task(self._poll(engine))
+
+    async def _poll(self, engine: int) -> None:
+        """Fetches results until nothing is pending at this worker."""
+        pending = self._pending[engine]
+        while pending:
+            try:
+                results = await self._engines[engine].poll.remote(self.client_id)
+            except RayError as error:
+                failure: Exception = error
+                if isinstance(error, RayActorError):
+                    failure = EngineUnavailableError(f"engine worker {engine} died: {error}")
+                for future in pending.values():
+                    if not future.done():
+                        future.set_exception(failure)
+                pending.clear()
+                return
+            for request_id, outcome in results:
+                waiting = pending.get(request_id)
+                if waiting is None or waiting.done():
+                    continue
+                if isinstance(outcome, GenerationError):
+                    waiting.set_exception(outcome)
+                else:
+                    waiting.set_result(outcome)
+            # Woken callers run now, so that their next requests are counted before the loop condition is read.
+            await asyncio.sleep(0)

@@ -1,0 +1,95 @@
+"""The vocabulary of rollouts: what became of an environment and a policy that played it.
+
+A worked example: one Sokoban episode of two turns. The manager renders the board to ``prompt_ids``; the engine answers
+with a ``Completion`` (its token ids and their log-probabilities); the environment steps; the two form a ``Turn``. Both
+turns make a ``Trajectory``; the eight trajectories that started from the same board make a ``RolloutGroup``.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+from roll.data.arrays import IntArray
+from roll.data.requests import Completion
+
+
+class EpisodeEnd(enum.StrEnum):
+    """Why an episode stopped."""
+
+    TERMINATED = "terminated"  # the environment reached a final state
+    TRUNCATED = "truncated"  # the environment's or the manager's turn limit
+    CONTEXT_FULL = "context_full"  # the next prompt would not fit in sequence_length
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One exchange: what the policy saw, what it said, what the environment answered."""
+
+    prompt_ids: IntArray
+    """Everything the policy saw, shape [prompt_len]. When history is kept, a later turn's prompt starts with the
+    earlier turn's ``prompt_ids + completion.token_ids``."""
+    completion: Completion
+    text: str
+    """The decoded completion, special tokens removed."""
+    observation: str
+    """The environment's text before this turn."""
+    action: str | None
+    """The parsed action's name; ``None`` when the text holds no valid action."""
+    task_reward: float
+    """What the task paid for this step, penalties not included."""
+    penalty: float
+    """Format penalty (zero or negative), kept apart from the task reward."""
+    state_key: str
+    """Hash of the state before the action: equal keys within a group mean the same state."""
+
+    @property
+    def reward(self) -> float:
+        """Task reward plus penalty: what the policy is trained on."""
+        return self.task_reward + self.penalty
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One whole episode."""
+
+    tag: str
+    """Environment tag (a key of ``custom_envs``)."""
+    group_id: int
+    """Running number of the group; members share environment configuration and seed."""
+    member: int
+    """Index within the group."""
+    seed: int
+    """Environment seed."""
+    turns: tuple[Turn, ...]
+    end: EpisodeEnd
+    success: bool
+    """The environment's own word (``info["success"]``)."""
+    final_observation: str
+    """The environment's text after the last turn."""
+    history: bool
+    """True: the turns form one growing conversation (one training sample). False: each turn is its own sample."""
+    info: dict[str, Any] = field(default_factory=dict)
+    """Scalars of the last step's info, for metrics (numbers and strings only)."""
+
+    @property
+    def score(self) -> float:
+        """Undiscounted sum of rewards, penalties included."""
+        return sum(turn.reward for turn in self.turns)
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """The trajectories that started from the same environment configuration and seed."""
+
+    group_id: int
+    tag: str
+    trajectories: tuple[Trajectory, ...]
+    dropped: int = 0
+    """Members lost to environment failures after retries (counted, never silently zero)."""
+    errors: tuple[str, ...] = ()
+    """One line per failed attempt: which environment, which step, what was raised."""
+    baseline: Trajectory | None = None
+    """One more member, played greedily, whose score the others are compared with (``adv_estimator: remax``). Nobody
+    learns from it."""
