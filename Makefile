@@ -26,7 +26,7 @@ $(ENGINES): $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python examples/start_agentic_pipeline.py --config_name agentic_sokoban $(DEMO_ARGS)
 
-# Tests of one process run two at a time; the others start several each. PYTEST_ARGS="tests/unit/test_batch.py -k split"
+# Tests of one process run two at a time; the others start several each. PYTEST_ARGS="tests/unit/data/test_batch.py -k split"
 # picks some.
 test: $(ENGINES)
 ifdef PYTEST_ARGS

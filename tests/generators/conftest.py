@@ -16,9 +16,8 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from contract import LORA, OPTIONS, context_of, save_model
-
 from roll.distributed.strategy import STRATEGIES
+from tests.support.contract import LORA, OPTIONS, context_of, save_model
 
 PACKAGES = {"hf_infer": "transformers", "vllm": "vllm", "sglang": "sglang"}
 ModelPath = Callable[[str, int], str]

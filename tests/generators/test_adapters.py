@@ -8,7 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contract import (
+
+from roll.data.requests import Completion, GenerateRequest, SamplingParams
+from roll.distributed.strategy.generation.requests import EngineStoppedError
+from roll.distributed.weights.buckets import WeightMismatchError
+from tests.support.contract import (
     LORA,
     assert_greedy,
     buckets_of,
@@ -20,10 +24,6 @@ from contract import (
     requests_of,
     weights_of,
 )
-
-from roll.data.requests import Completion, GenerateRequest, SamplingParams
-from roll.distributed.strategy.generation.requests import EngineStoppedError
-from roll.distributed.weights.buckets import WeightMismatchError
 
 
 def greedy(engine: Any, prompt_list: list[np.ndarray]) -> list[Completion]:

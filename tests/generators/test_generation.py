@@ -8,7 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from contract import (
+from transformers import PreTrainedModel
+
+from roll.data.requests import FinishReason, GenerateRequest, SamplingParams
+from roll.distributed.strategy.base import States
+from roll.models.tiny import make_tokenizer
+from tests.support.contract import (
     SEQUENCE_LENGTH,
     assert_greedy,
     burst,
@@ -19,11 +24,6 @@ from contract import (
     requests_of,
     staggered,
 )
-from transformers import PreTrainedModel
-
-from roll.data.requests import FinishReason, GenerateRequest, SamplingParams
-from roll.distributed.strategy.base import States
-from roll.models.tiny import make_tokenizer
 
 LONG = 600  # tokens: more than an engine samples within the pauses below
 

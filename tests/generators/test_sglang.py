@@ -13,7 +13,16 @@ from typing import Any
 
 import psutil
 import pytest
-from contract import (
+
+from roll.configs.strategy import SglangConfig
+from roll.data.requests import GenerateRequest, SamplingParams
+from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.generation.requests import EngineStoppedError
+from roll.distributed.strategy.sglang import cpu
+from roll.distributed.strategy.sglang.options import OWNED_OPTIONS, check_engine_options, server_arguments
+from roll.distributed.weights.contents import WeightBucket
+from roll.models.tiny import make_tokenizer
+from tests.support.contract import (
     BUCKET_BYTES,
     LORA,
     OPTIONS,
@@ -29,15 +38,6 @@ from contract import (
     requests_of,
     weights_of,
 )
-
-from roll.configs.strategy import SglangConfig
-from roll.data.requests import GenerateRequest, SamplingParams
-from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.generation.requests import EngineStoppedError
-from roll.distributed.strategy.sglang import cpu
-from roll.distributed.strategy.sglang.options import OWNED_OPTIONS, check_engine_options, server_arguments
-from roll.distributed.weights.contents import WeightBucket
-from roll.models.tiny import make_tokenizer
 
 SGLANG = OPTIONS.get("sglang", {})
 if "sglang" not in os.environ.get("ROLL_GENERATORS", "sglang").split(","):

@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from contract import (
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from roll.data.requests import Completion, GenerateRequest, SamplingParams
+from roll.distributed.weights.buckets import WeightChecksumError, WeightMismatchError, host_bytes, pack_buckets
+from roll.distributed.weights.contents import WeightBucket
+from tests.support.contract import (
     assert_greedy,
     buckets_of,
     burst,
@@ -22,12 +28,6 @@ from contract import (
     requests_of,
     weights_of,
 )
-from torch import Tensor
-from transformers import PreTrainedModel
-
-from roll.data.requests import Completion, GenerateRequest, SamplingParams
-from roll.distributed.weights.buckets import WeightChecksumError, WeightMismatchError, host_bytes, pack_buckets
-from roll.distributed.weights.contents import WeightBucket
 
 
 @pytest.fixture(scope="module")

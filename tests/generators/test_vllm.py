@@ -12,11 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from contract import BUCKET_BYTES, LORA, context_of, greedy_oracle, load, make_model, prompts, requests_of, weights_of
 
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.engines import MissingEngineError, require_engine
 from roll.distributed.strategy.vllm.options import check_engine_options
+from tests.support.contract import (
+    BUCKET_BYTES,
+    LORA,
+    context_of,
+    greedy_oracle,
+    load,
+    make_model,
+    prompts,
+    requests_of,
+    weights_of,
+)
 
 pytest.importorskip("vllm", reason="vllm: the package vllm is not installed")
 if "vllm" not in os.environ.get("ROLL_GENERATORS", "vllm").split(","):

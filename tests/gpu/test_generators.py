@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from contract import (
+
+from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.base import States
+from tests.support.contract import (
     assert_greedy,
     buckets_of,
     burst,
@@ -25,9 +28,6 @@ from contract import (
     save_model,
     weights_of,
 )
-
-from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.base import States
 
 ROOT = Path(__file__).resolve().parents[2]
 SGLANG_PYTHON = os.environ.get("ROLL_SGLANG_PYTHON")

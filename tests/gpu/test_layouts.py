@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import MEASURES, Figures, Layout, as_row, measure
-from layouts_deepspeed import LAYOUTS as DEEPSPEED
-from layouts_deepspeed import zero
-from layouts_fsdp2 import LAYOUTS as FSDP2
-from layouts_megatron import LAYOUTS as MEGATRON
 
 from roll.distributed.strategy.engines import PACKAGES
+from tests.support.harness import MEASURES, Figures, Layout, as_row, measure
+from tests.support.layouts_deepspeed import LAYOUTS as DEEPSPEED
+from tests.support.layouts_deepspeed import zero
+from tests.support.layouts_fsdp2 import LAYOUTS as FSDP2
+from tests.support.layouts_megatron import LAYOUTS as MEGATRON
 
 pytestmark = [
     pytest.mark.gpu,

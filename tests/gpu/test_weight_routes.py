@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_weight_sync import BUCKET_BYTES, Generator, Trainer, assert_serves, context
 
 from roll.configs.strategy import StrategyArguments
 from roll.distributed.cluster.cluster import Cluster
@@ -25,6 +24,7 @@ from roll.distributed.weights.buckets import unpack_bucket
 from roll.distributed.weights.routes import Route, plan_link
 from roll.distributed.weights.sync import WeightSync
 from roll.models.tiny import make_tiny_model
+from tests.integration.test_weight_sync import BUCKET_BYTES, Generator, Trainer, assert_serves, context
 
 pytestmark = [
     pytest.mark.gpu,

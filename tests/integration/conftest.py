@@ -54,7 +54,7 @@ class Run:
     path: Path
     """The run's folder."""
     faults: Path
-    """Where the processes of the run take their orders from, see ``tests/faults.py``."""
+    """Where the processes of the run take their orders from, see ``tests/support/faults.py``."""
     process: subprocess.Popen[str]
     output: str = field(default="", init=False)
 
@@ -80,7 +80,7 @@ class Run:
         (self.faults / name).unlink()
 
     def logged(self, file: str) -> list[dict[str, Any]]:
-        """What the workers of ``tests/faults.py`` have logged in a file."""
+        """What the workers of ``tests/support/faults.py`` have logged in a file."""
         path = self.faults / file
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import enter_rank, leave_rank, run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from trainers import make_context
 
 from roll.distributed.strategy import STRATEGIES
+from tests.support.ranks import enter_rank, leave_rank, run_ranks
+from tests.support.trainers import make_context
 
 TRAINERS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2_train": ("torch", {}),

@@ -13,21 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import (
-    assert_near,
-    enter_rank,
-    exported,
-    exported_adapter,
-    leave_rank,
-    metrics_of,
-    recorded_warnings,
-    run_ranks,
-    tensors_of,
-    write,
-)
 from safetensors.torch import load_file
-from trainers import VOCABULARY, shares
-from trainers import make_context as context_of
 
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.agentic import AgenticConfig
@@ -41,6 +27,20 @@ from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.strategy.training.optim import MASTER
 from roll.models import scoring
 from roll.models.lora import LoraSpec
+from tests.support.ranks import (
+    assert_near,
+    enter_rank,
+    exported,
+    exported_adapter,
+    leave_rank,
+    metrics_of,
+    recorded_warnings,
+    run_ranks,
+    tensors_of,
+    write,
+)
+from tests.support.trainers import VOCABULARY, shares
+from tests.support.trainers import make_context as context_of
 
 pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
 

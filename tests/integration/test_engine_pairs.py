@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import LAUNCHER, RLVR_LAUNCHER, ROOT, Launch, Run
 
 from roll.distributed.strategy.engines import PACKAGES
 from roll.models.tiny import make_tiny_model
+from tests.integration.conftest import LAUNCHER, RLVR_LAUNCHER, ROOT, Launch, Run
 
 EXAMPLES = ROOT / "examples" / "config"
 TRAINERS = {"fsdp2": "fsdp2_train", "deepspeed": "deepspeed_train", "megatron": "megatron_train"}

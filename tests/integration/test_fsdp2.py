@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import assert_near, enter_rank, exported, leave_rank, run_ranks, write
 from safetensors.torch import load_file
 from torch import Tensor
-from trainers import TEMPERATURE, VOCABULARY, make_batch, shares
-from trainers import make_context as context_of
 
 from roll.algorithms.losses import build_policy_loss
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
@@ -23,6 +20,9 @@ from roll.data.batch import Batch
 from roll.data.shared_prompts import worth_sharing
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
+from tests.support.ranks import assert_near, enter_rank, exported, leave_rank, run_ranks, write
+from tests.support.trainers import TEMPERATURE, VOCABULARY, make_batch, shares
+from tests.support.trainers import make_context as context_of
 
 ENTROPY_COEF = 0.01
 KL_COV = {"pg_variant": "kl_cov", "ppo_kl_coef": 0.3}

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import assert_near, enter_rank, leave_rank, run_ranks
 from safetensors.torch import load_file, save_file
-from test_fsdp2 import make_context, make_model, make_trainer, policy_loss
 from torch import Tensor
-from trainers import make_batch
 
 from roll.distributed.strategy.fsdp2 import activation_offload
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.models.liger import use_liger_kernels
+from tests.integration.test_fsdp2 import make_context, make_model, make_trainer, policy_loss
+from tests.support.ranks import assert_near, enter_rank, leave_rank, run_ranks
+from tests.support.trainers import make_batch
 
 SHARDED = {"checkpoint": "sharded"}
 LAYOUTS: dict[str, dict[str, Any]] = {

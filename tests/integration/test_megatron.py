@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import assert_near, enter_rank, exported, recorded_warnings, run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -27,6 +26,7 @@ from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import Metrics, StrategyContext
 from roll.distributed.strategy.megatron import scores as megatron_scores
+from tests.support.ranks import assert_near, enter_rank, exported, recorded_warnings, run_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Launch, RayCluster, Run, assert_same_tensors
 
 from roll.tracking.checkpointer import find_damage
+from tests.integration.conftest import Launch, RayCluster, Run, assert_same_tensors
 
 
 def assert_failed(run: Run, *messages: str, steps: int) -> None:
@@ -130,7 +130,7 @@ LAUNCHING_SCRIPT = """
 import sys
 import roll.agentic.env as envs
 from roll.pipeline.cli import main
-envs.register("my-env", "tests.faults:CountingEnv")
+envs.register("my-env", "tests.support.faults:CountingEnv")
 if __name__ == "__main__":
     sys.exit(main())
 """

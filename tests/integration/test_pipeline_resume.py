@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import Launch, Run, assert_same_tensors
+
+from tests.integration.conftest import Launch, Run, assert_same_tensors
 
 STEPS = 5
 FULL = (

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import RLVR_LAUNCHER, Launch, Run, assert_same_tensors
 
 from roll.rewards.types import Sample
 from roll.tracking.checkpointer import find_damage
-from tests.scoring import Brief, Letters
+from tests.integration.conftest import RLVR_LAUNCHER, Launch, Run, assert_same_tensors
+from tests.support.scoring import Brief, Letters
 
 Rlvr = Callable[..., Run]
 FILTER = "rewards.letters.query_filter_config={type: std_filter}"
 
 
 def rows(name: str, orders: Sequence[str], tag: str = "letters") -> list[dict[str, str]]:
-    """Questions named ``<name>0``, ``<name>1`` …, each with an order for the verifier (see ``tests/scoring.py``)."""
+    """Questions named ``<name>0``, ``<name>1`` …, with orders for the verifier (``tests/support/scoring.py``)."""
     return [
         {"id": f"{name}{n}", "tag": tag, "prompt": f"{name} {n}", "solution": order} for n, order in enumerate(orders)
     ]
@@ -134,7 +134,9 @@ def test_a_run_that_stops_at_the_edge_of_an_epoch_goes_on_with_the_next(rlvr: Rl
 def test_two_domains_are_trained_and_evaluated_to_the_end(rlvr: Rlvr, tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", rows("t", [""] * 8) + rows("u", [""] * 8, "digits"))
     write(tmp_path / "val.jsonl", rows("v", ["", "equal", "x"]) + rows("w", [""] * 3, "digits"))
-    verifiers = "[{name: 'tests.scoring:Letters', weight: 2.0}, {name: 'tests.scoring:Brief', weight: -0.5}]"
+    verifiers = (
+        "[{name: 'tests.support.scoring:Letters', weight: 2.0}, {name: 'tests.support.scoring:Brief', weight: -0.5}]"
+    )
     run = rlvr(
         f"rewards.digits={{tag_included: [digits], verifiers: {verifiers}}}",
         "validation.generating_args={num_return_sequences: 4, max_new_tokens: 3}",
@@ -193,7 +195,7 @@ def check_evaluations(run: Run) -> None:
 def test_answers_without_a_reward_are_dropped_and_counted_until_they_are_too_many(rlvr: Rlvr, tmp_path: Path) -> None:
     orders = ["", "raise-odd", "raise", "hang"] + ["raise"] * 4
     write(tmp_path / "train.jsonl", rows("t", orders))
-    unbuildable = rlvr("rewards.letters.verifiers=[{name: 'tests.scoring:Unbuildable'}]", output="unbuildable")
+    unbuildable = rlvr("rewards.letters.verifiers=[{name: 'tests.support.scoring:Unbuildable'}]", output="unbuildable")
     run = rlvr(
         "actor_train.data_args.shuffle=false",
         "rewards.letters.timeout=1",
@@ -279,7 +281,7 @@ def engines_by_prompt(run: Run) -> list[set[int]]:
 
 TWO_ENGINES = (
     "actor_infer.device_mapping=[0,1]",
-    "actor_infer.worker_cls=tests.faults:LoggingInferWorker",
+    "actor_infer.worker_cls=tests.support.faults:LoggingInferWorker",
     "validation=null",
 )
 

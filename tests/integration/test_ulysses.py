@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import enter_rank, leave_rank, run_ranks
 from torch import Tensor
 
 from roll.data.batch import Batch
 from roll.models import planned_attention, ulysses
 from roll.models.heads import ValueHead
 from roll.models.scoring import TokenScorer, layout, score_input
+from tests.support.ranks import enter_rank, leave_rank, run_ranks
 
 WORLD = 4
 RECTANGLE: dict[str, Any] = {"round_to": 3}

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from harness import (
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.engines import PACKAGES
+from roll.distributed.weights.adapters import adapted_names
+from roll.models.loading import load_causal_lm
+from roll.models.lora import ADAPTER_FILE, LoraSpec, adapter_dropout, inject_adapter
+from tests.support.harness import (
     ADAPTER,
     Expected,
     Layout,
@@ -20,16 +28,8 @@ from harness import (
     oracle,
     policy_loss,
 )
-from layouts_megatron import PP, SP, TP
-from ranks import assert_near, enter_rank, exported, exported_adapter, leave_rank, run_ranks
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-
-from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.engines import PACKAGES
-from roll.distributed.weights.adapters import adapted_names
-from roll.models.loading import load_causal_lm
-from roll.models.lora import ADAPTER_FILE, LoraSpec, adapter_dropout, inject_adapter
+from tests.support.layouts_megatron import PP, SP, TP
+from tests.support.ranks import assert_near, enter_rank, exported, exported_adapter, leave_rank, run_ranks
 
 pytest.importorskip("peft", reason="peft is not installed")
 

@@ -6,12 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from harness import MEASURES, Figures, Layout, as_row, measure, record
-from layouts_deepspeed import LAYOUTS as DEEPSPEED
-from layouts_fsdp2 import LAYOUTS as FSDP2
-from layouts_megatron import LAYOUTS as MEGATRON
 
 from roll.distributed.strategy.engines import PACKAGES
+from tests.support.harness import MEASURES, Figures, Layout, as_row, measure, record
+from tests.support.layouts_deepspeed import LAYOUTS as DEEPSPEED
+from tests.support.layouts_fsdp2 import LAYOUTS as FSDP2
+from tests.support.layouts_megatron import LAYOUTS as MEGATRON
 
 LAYOUTS = [*FSDP2, *DEEPSPEED, *MEGATRON]
 

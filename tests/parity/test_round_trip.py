@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import TEMPERATURE, Layout, make_context, policy_loss, record
-from ranks import enter_rank, start_ranks, unpacked
 from torch import Tensor
 
 from roll.configs.worker import WorkerConfig
@@ -25,6 +23,8 @@ from roll.distributed.strategy.engines import PACKAGES
 from roll.distributed.weights.buckets import pack_buckets
 from roll.distributed.weights.contents import WeightBucket
 from roll.models.tiny import make_tiny_model
+from tests.support.harness import TEMPERATURE, Layout, make_context, policy_loss, record
+from tests.support.ranks import enter_rank, start_ranks, unpacked
 
 TRAINERS = {
     "fsdp2_train": Layout("shard2", "fsdp2_train", 2),

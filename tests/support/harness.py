@@ -1,0 +1,419 @@
+"""The parity matrix: every trainer and layout against plain Hugging Face in float64, on the same three steps.
+
+A ``Layout`` names a strategy, its processes and options. ``measure`` runs several of them in one group of processes and
+returns how far each is from the oracle. The oracle shares no code with the strategies: it scores one sequence at a time
+from the model's own logits, writes the loss out, and lets ``torch.optim.AdamW`` step in float64.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.types import LossContext, LossOutput, TokenScores
+from roll.configs.worker import WorkerConfig
+from roll.data.batch import Batch
+from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.base import RankInfo, StrategyContext
+from roll.models.lora import LoraSpec
+from tests.support.ranks import enter_rank, exported, exported_adapter, run_ranks
+
+TEMPERATURE = 0.8
+ENTROPY_COEF = 0.01
+MAX_GRAD_NORM = 0.5  # clips some of the steps
+NUM_STEPS = 3
+VOCABULARY = 61  # divides by nothing: vocabulary-parallel layers must pad
+LONGEST = 24
+TRAINING = {
+    "learning_rate": 1e-3,
+    "weight_decay": 0.1,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 1,
+    # Adam turns the rounding noise of a gradient that is zero in truth into whole steps; 1e-6 keeps it noise.
+    "adam_epsilon": 1e-6,
+    "per_device_train_batch_size": 2,
+}
+TOTAL_STEPS = 10
+SEED = 7
+FP32_BOUND = 5e-6
+BF16_BOUNDS = {"logprobs": 0.05, "loss": 0.01, "grad_norm": 0.03, "weights": 0.012, "neighbour": 0.01}
+"""bfloat16 keeps 8 bits of a number; weights leave rounded to it (2**-9 of up to 2), besides Adam's steps of 1e-3."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One row of the matrix."""
+
+    name: str
+    """Unique within its strategy, e.g. ``tp2``."""
+    strategy: str
+    """Registered name of a trainer."""
+    world_size: int
+    strategy_config: dict[str, Any] = field(default_factory=dict)
+    model_args: dict[str, Any] = field(default_factory=dict)
+    worker: dict[str, Any] = field(default_factory=dict)
+    """Other keys of the role, such as ``use_sequence_packing``."""
+    training_args: dict[str, Any] = field(default_factory=dict)
+    """Such as ``per_device_train_batch_size``; the optimizer's own stay as in ``TRAINING``."""
+    model: str = "qwen2"
+    """One of ``MODELS``."""
+    lora: LoraSpec | None = None
+    """Trains an adapter, whose weights are then those compared."""
+    bounds: dict[str, float] = field(default_factory=dict)
+    """Other bounds than ``FP32_BOUND``, by measure, each with its reason in the layout's file."""
+
+    @property
+    def id(self) -> str:
+        return f"{self.strategy}-{self.name}"
+
+    def bound(self, measure: str) -> float:
+        default = BF16_BOUNDS[measure] if self.model_args.get("dtype") == "bf16" else FP32_BOUND
+        return self.bounds.get(measure, default)
+
+
+ADAPTER = LoraSpec(rank=3, alpha=8, targets=("q_proj", "v_proj", "down_proj"))
+ALL_ADAPTED = LoraSpec(rank=2, alpha=4, targets=("all-linear",))
+
+MEASURES = ("logprobs", "loss", "grad_norm", "weights", "neighbour")
+
+
+@dataclass
+class Figures:
+    """How far a layout is from the oracle: the largest absolute differences."""
+
+    logprobs: float = math.nan
+    """Over all loss tokens, before the first and after the last step."""
+    loss: float = math.nan
+    """Over three steps."""
+    grad_norm: float = math.nan
+    """Relative, over three steps, before clipping."""
+    weights: float = math.nan
+    """Over all exported weights after three steps."""
+    neighbour: float = math.nan
+    """Of the log-probs of other sequences, when one sequence of their micro-batches is changed."""
+    seconds: float = math.nan
+    """Setup and all steps, on whatever the machine was doing."""
+    error: str = ""
+    """Why there are no figures."""
+
+
+MODELS = ("qwen2", "qwen2_untied", "llama", "qwen3", "qwen3_moe")
+
+
+def make_model(path: Path, kind: str) -> Path:
+    """A random model of four layers with grouped-query attention."""
+    import transformers
+
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": kind == "qwen2",
+        "initializer_range": 0.1,
+        "eos_token_id": VOCABULARY - 1,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+    }
+    moe = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "head_dim": 8,
+    }
+    family = {"qwen2": "Qwen2", "qwen2_untied": "Qwen2", "llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+    extra = {"qwen3": {"head_dim": 16}, "qwen3_moe": moe}.get(kind, {})
+    config = getattr(transformers, f"{family[kind]}Config")(**shape, **extra)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family[kind]}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:  # biases are 0 and norms 1 at first: a mistake in them would not show
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            elif "gate.weight" in name:
+                parameter.mul_(10.0)  # experts that score alike would be chosen by rounding
+    model.save_pretrained(path)
+    return path
+
+
+def make_batch(step: int) -> Batch:
+    """Nine ragged sequences; some begin with the same prompt, one has no loss token."""
+    generator = torch.Generator().manual_seed(100 + step)
+    lengths = torch.randint(3, LONGEST + 1, (9,), generator=generator)
+    lengths[:3] = torch.tensor([12, 15, 9])
+    num_tokens = int(lengths.sum())
+    tokens = torch.randint(0, VOCABULARY, (num_tokens,), generator=generator)
+    prompt = tokens[:6].clone()
+    for start in (12, 27):
+        tokens[start : start + 6] = prompt
+    batch = Batch(lengths, tokens, torch.zeros(num_tokens, dtype=torch.bool))
+    mask = (torch.rand(num_tokens, generator=generator) < 0.5) & (batch.positions_T > 0) & (batch.rows_T != 5)
+    mask &= (batch.rows_T > 2) | (batch.positions_T >= 6)
+    return batch.replace(loss_mask_T=mask, advantages_T=torch.randn(num_tokens, generator=generator))
+
+
+def policy_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    """REINFORCE with an entropy bonus, mean over the step's tokens."""
+    assert scores.logprobs_T is not None and scores.entropy_T is not None and batch.advantages_T is not None
+    gain_T = batch.advantages_T.to(scores.logprobs_T.device) * scores.logprobs_T + ENTROPY_COEF * scores.entropy_T
+    mask_T = batch.loss_mask_T.to(gain_T.device)
+    entropy = (scores.entropy_T.detach() * mask_T).sum() / context.num_tokens
+    return LossOutput(-(gain_T * mask_T).sum() / context.num_tokens, {"actor/entropy": entropy})
+
+
+@dataclass
+class Expected:
+    """What the oracle found."""
+
+    before_T: Tensor
+    after_T: Tensor
+    losses: list[float]
+    entropies: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+@cache
+def oracle(model_path: Path, lora: LoraSpec | None = None) -> Expected:
+    """Three steps in float64."""
+    from transformers import AutoModelForCausalLM
+
+    from roll.distributed.strategy.training.optim import learning_rate
+
+    options = {"attn_implementation": "eager", "experts_implementation": "eager"}  # fused kernels have no float64
+    model: Any = AutoModelForCausalLM.from_pretrained(model_path, **options)
+    model = model.double() if lora is None else with_adapter(model, lora)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if p.ndim >= 2]
+    groups = [
+        {"params": decayed, "weight_decay": 0.1},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.999), eps=1e-6)
+    args = WorkerConfig.model_validate({"training_args": TRAINING}).training_args
+    before_T = _oracle_logprobs(model, make_batch(0))
+    losses, entropies, norms = [], [], []
+    for step in range(NUM_STEPS):
+        batch = make_batch(step)
+        loss, entropy = _oracle_loss(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(args, step, TOTAL_STEPS)
+        optimizer.step()
+        losses.append(loss.item())
+        entropies.append(entropy)
+    after_T = _oracle_logprobs(model, make_batch(0))
+    weights = checkpoint_weights(model) if lora is None else adapter_weights(model)
+    return Expected(before_T, after_T, losses, entropies, norms, weights)
+
+
+def with_adapter(model: Any, lora: LoraSpec) -> Any:
+    """The model in peft's hands, in float64, with the adapter that every trainer starts with."""
+    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+
+    from roll.distributed.weights.adapters import adapted_names
+    from roll.models.lora import initial_value, matrix_shapes
+
+    start = {name: initial_value(name, shape, SEED) for name, shape in matrix_shapes(model, lora).items()}
+    targets = adapted_names(start)
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0)
+    found = get_peft_model(model, config).double()
+    report = set_peft_model_state_dict(found, start)
+    assert not report.unexpected_keys, report.unexpected_keys
+    return found.double()
+
+
+def adapter_weights(model: Any) -> dict[str, Tensor]:
+    """An adapter in peft's hands under the names of a peft folder."""
+    from peft import get_peft_model_state_dict
+
+    return {name: tensor.clone() for name, tensor in get_peft_model_state_dict(model).items()}
+
+
+def checkpoint_weights(model: Any) -> dict[str, Tensor]:
+    """A model's weights as its checkpoint names them, tied ones once."""
+    from roll.models.loading import to_hf_weights
+
+    return {
+        name: tensor
+        for parameter_name, parameter in model.named_parameters()
+        for name, tensor in to_hf_weights(model, parameter_name, parameter.detach()).items()
+    }
+
+
+def _oracle_rows(model: Any, batch: Batch) -> Iterator[tuple[int, Batch, Tensor]]:
+    for row in range(batch.num_sequences):
+        one = batch.select([row])
+        logits = model(one.tokens_T[None], use_cache=False).logits[0]
+        yield row, one, (logits / TEMPERATURE).log_softmax(-1)
+
+
+def _oracle_loss(model: Any, batch: Batch) -> tuple[Tensor, float]:
+    gain, entropies = torch.zeros((), dtype=torch.float64), 0.0
+    for _, one, logprobs in _oracle_rows(model, batch):
+        for position in one.loss_mask_T.nonzero().flatten().tolist():
+            p = logprobs[position - 1]
+            entropy = -(p.exp() * p).sum()
+            gain = gain + one.advantages_T[position] * p[one.tokens_T[position]] + ENTROPY_COEF * entropy
+            entropies += entropy.item()
+    count = batch.loss_mask_T.sum()
+    return -gain / count, entropies / float(count)
+
+
+@torch.no_grad()
+def _oracle_logprobs(model: Any, batch: Batch) -> Tensor:
+    found = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    for row, one, logprobs in _oracle_rows(model, batch):
+        index_T = batch.token_index(torch.tensor([row]))
+        for position in one.loss_mask_T.nonzero().flatten().tolist():
+            found[index_T[position]] = logprobs[position - 1, one.tokens_T[position]]
+    return found
+
+
+def make_context(layout: Layout, model_path: Path, rank: int) -> StrategyContext:
+    worker = WorkerConfig.model_validate(
+        {
+            "model_args": {"dtype": "fp32", "disable_gradient_checkpointing": True, **layout.model_args},
+            "training_args": TRAINING | layout.training_args,
+            "strategy_args": {"strategy_name": layout.strategy, "strategy_config": layout.strategy_config},
+            "infer_batch_size": 4,
+            "world_size": layout.world_size,
+            **layout.worker,
+        }
+    )
+    return StrategyContext(
+        worker=worker,
+        role="actor_train",
+        model_path=str(model_path),
+        rank=rank,
+        world_size=layout.world_size,
+        lora=layout.lora,
+        seed=SEED,
+        temperature=TEMPERATURE,
+        max_grad_norm=MAX_GRAD_NORM,
+        total_optimizer_steps=TOTAL_STEPS,
+        sequence_length=LONGEST,
+    )
+
+
+def measure(layouts: list[Layout], folder: Path, *, on_gpus: bool = False) -> dict[str, Figures]:
+    """Runs layouts of one world size in one group of processes, on CPUs or GPUs; figures by ``Layout.id``."""
+    models = {kind: folder / kind for kind in {layout.model for layout in layouts}}
+    for kind, path in models.items():
+        if not path.exists():
+            make_model(path, kind)
+    world_size = layouts[0].world_size
+    assert all(layout.world_size == world_size for layout in layouts)
+    run_ranks(_rank_main, world_size, layouts, models, folder, on_gpus)
+    return {layout.id: _compare(layout, models[layout.model], folder) for layout in layouts}
+
+
+def _rank_main(
+    rank: int, port: int, layouts: list[Layout], models: dict[str, Path], folder: Path, on_gpus: bool
+) -> None:
+    enter_rank(port, on_gpus=on_gpus)
+    for layout in layouts:
+        start = time.perf_counter()
+        try:
+            result = _run(layout, models[layout.model], rank)
+        except Exception:
+            result = {"error": traceback.format_exc()}
+        result["seconds"] = time.perf_counter() - start
+        if rank == 0 or "error" in result:
+            torch.save(result, folder / f"{layout.id}-{rank}.pt")
+        if "error" in result and layout.world_size > 1:
+            break  # the other ranks may be in a collective of their own; what was not run says so
+    os._exit(0)  # torch's threads sometimes abort the interpreter's own end
+
+
+def _run(layout: Layout, model_path: Path, rank: int) -> dict[str, Any]:
+    strategy: Any = STRATEGIES.get(layout.strategy)(make_context(layout, model_path, rank))
+    info = strategy.setup()
+
+    def scores() -> tuple[Tensor, Tensor]:
+        batch = make_batch(0)
+        part = batch.split(info.dp_size)[info.dp_rank]
+        return batch.token_index(part), strategy.logprobs(batch.select(part)).logprobs_T
+
+    result: dict[str, Any] = {"before": scores(), "metrics": []}
+    for step in range(NUM_STEPS):
+        batch = make_batch(step)
+        share = batch.select(batch.split(info.dp_size)[info.dp_rank])
+        result["metrics"].append(strategy.train_step(share, policy_loss))
+    result["after"] = scores()
+    result["neighbour"] = _influence(strategy, info, result["after"][1])
+    result["weights"] = exported(strategy) if layout.lora is None else exported_adapter(strategy)
+    if hasattr(strategy, "shutdown"):
+        strategy.shutdown()
+    return result
+
+
+def _influence(strategy: Any, info: RankInfo, before_T: Tensor) -> float:
+    """How much the scores of a share's other sequences move when its first gets other tokens."""
+    batch = make_batch(0)
+    share = batch.select(batch.split(info.dp_size)[info.dp_rank])
+    others_T = (share.rows_T > 0) & share.loss_mask_T
+    tokens_T = torch.where(share.rows_T == 0, (share.tokens_T + 7) % VOCABULARY, share.tokens_T)
+    after_T = strategy.logprobs(share.replace(tokens_T=tokens_T)).logprobs_T
+    return float((after_T - before_T)[others_T].abs().max()) if others_T.any() else 0.0
+
+
+def _compare(layout: Layout, model_path: Path, folder: Path) -> Figures:
+    errors = {}
+    for rank in range(layout.world_size):
+        file = folder / f"{layout.id}-{rank}.pt"
+        if file.exists() and "error" in (found := torch.load(file, weights_only=True)):
+            errors[rank] = found["error"]
+    if errors or not (folder / f"{layout.id}-0.pt").exists():
+        return Figures(error="\n".join(f"rank {r}: {e}" for r, e in errors.items()) or "not run: an earlier one failed")
+    found = torch.load(folder / f"{layout.id}-0.pt", weights_only=True)
+    expected = oracle(model_path, layout.lora)
+
+    def scored(name: str, reference_T: Tensor) -> float:
+        index, logprobs_T = found[name]
+        return float((logprobs_T.double() - reference_T[index]).abs().max())
+
+    metrics = found["metrics"]
+    assert found["weights"].keys() == expected.weights.keys(), found["weights"].keys() ^ expected.weights.keys()
+    losses = [abs(m["actor/loss"] - x) for m, x in zip(metrics, expected.losses, strict=True)]
+    losses += [abs(m["actor/entropy"] - x) for m, x in zip(metrics, expected.entropies, strict=True)]
+    return Figures(
+        logprobs=max(scored("before", expected.before_T), scored("after", expected.after_T)),
+        loss=max(losses),
+        grad_norm=max(abs(m["actor/grad_norm"] / x - 1) for m, x in zip(metrics, expected.norms, strict=True)),
+        weights=max(float((found["weights"][n].double() - w).abs().max()) for n, w in expected.weights.items()),
+        neighbour=found["neighbour"],
+        seconds=found["seconds"],
+    )
+
+
+RECORD = "ROLL_PARITY_FIGURES"
+"""Environment variable: a file that gets every figure as a line of JSON (``scripts/generate_strategy_docs.py``)."""
+
+
+def record(kind: str, figures: dict[str, Any]) -> None:
+    """Keeps figures for the documentation, where it asks for them."""
+    if path := os.environ.get(RECORD):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"kind": kind, **figures}) + "\n")
+
+
+def as_row(figures: Figures) -> dict[str, Any]:
+    return {name: value for name, value in asdict(figures).items() if value != ""}

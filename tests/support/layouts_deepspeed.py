@@ -1,0 +1,55 @@
+"""DeepSpeed's rows of the parity matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.harness import ADAPTER, ALL_ADAPTED, Layout
+
+
+def zero(stage: int, **options: Any) -> dict[str, Any]:
+    """A strategy configuration; with small thresholds, so that stage 3 partitions a tiny model's parameters at all."""
+    if stage == 3:
+        options = {"stage3_param_persistence_threshold": 0} | options
+    return {"zero_optimization": {"stage": stage, **options}}
+
+
+CPU = {"device": "cpu"}
+PACKED = {
+    "use_sequence_packing": True,
+    "use_dynamic_batching_in_train": True,
+    "max_tokens_per_microbatch_in_train": 48,
+    "use_dynamic_batching_in_infer": True,
+    "max_tokens_per_microbatch_in_infer": 64,
+}
+RECOMPUTED = {"disable_gradient_checkpointing": False}
+
+
+def layout(name: str, config: dict[str, Any], **options: Any) -> Layout:
+    return Layout(name, "deepspeed_train", options.pop("world_size", 2), config, **options)
+
+
+# Weights are exported in bf16: the norms' are above 1, where it has steps of 2**-7.
+BF16: dict[str, Any] = {"model_args": {"dtype": "bf16"}, "bounds": {"weights": 6e-3}}
+
+LAYOUTS = [
+    *(layout(f"zero{stage}", zero(stage)) for stage in range(4)),
+    layout("zero1-offload", zero(1, offload_optimizer=CPU), model="qwen2_untied"),
+    layout("zero2-offload", zero(2, offload_optimizer=CPU), worker=PACKED),
+    layout("zero3-offload", zero(3, offload_optimizer=CPU, offload_param=CPU), model_args=RECOMPUTED),
+    layout("zero3-recomputed", zero(3), model_args=RECOMPUTED, model="llama"),
+    layout("zero2-recomputed-packed", zero(2, overlap_comm=True), model_args=RECOMPUTED, worker=PACKED, model="qwen3"),
+    layout("zero3-persistent-packed", zero(3, stage3_param_persistence_threshold=100), worker=PACKED),
+    layout("zero3-moe", zero(3), model="qwen3_moe"),
+    layout("zero2-ulysses2", zero(2), model_args={"ulysses_size": 2}, worker=PACKED),
+    layout("zero3-ulysses2", zero(3), model_args={"ulysses_size": 2} | RECOMPUTED),
+    *(layout(f"zero{stage}-bf16", zero(stage), **BF16) for stage in range(4)),
+    layout("zero1-offload-bf16", zero(1, offload_optimizer=CPU), **BF16),
+    layout("zero3-offload-bf16", zero(3, offload_optimizer=CPU), **BF16),
+    layout("zero0-lora", zero(0), lora=ADAPTER),
+    layout("zero1-lora-packed", zero(1), lora=ALL_ADAPTED, worker=PACKED, model="qwen3"),
+    layout("zero2-lora-ulysses2", zero(2), model_args={"ulysses_size": 2}, lora=ADAPTER),
+    layout("zero3-lora-recomputed", zero(3), model_args=RECOMPUTED, lora=ADAPTER, model="llama"),
+    layout("zero1-ranks4", zero(1), world_size=4),
+    layout("zero3-ranks4-ulysses2", zero(3), model_args={"ulysses_size": 2}, world_size=4),
+]

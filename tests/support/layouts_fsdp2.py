@@ -1,0 +1,51 @@
+"""The layouts of ``fsdp2_train``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.support.harness import ADAPTER, ALL_ADAPTED, Layout
+
+PACKED = {"use_sequence_packing": True}
+BY_TOKENS = {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": 50}
+ULYSSES = {"model_args": {"ulysses_size": 2}}
+RECOMPUTED = {"model_args": {"disable_gradient_checkpointing": False}}
+BF16 = {"model_args": {"dtype": "bf16"}}
+TP = {"tensor_parallel_size": 2}
+
+
+def layout(name: str, world_size: int, config: dict[str, Any] | None = None, **kwargs: Any) -> Layout:
+    return Layout(name, "fsdp2_train", world_size, config or {}, **kwargs)
+
+
+LAYOUTS = [
+    layout("alone", 1),
+    layout("alone-packed", 1, worker=PACKED, training_args={"per_device_train_batch_size": 4}),
+    layout("alone-bf16", 1, **BF16),
+    layout("replica2", 2, {"fsdp_size": 1}),
+    layout("replica2-tokens", 2, {"fsdp_size": 1}, worker=BY_TOKENS, model="qwen3"),
+    layout("shard2", 2, model="qwen2_untied"),
+    layout("shard2-packed", 2, worker=PACKED, training_args={"per_device_train_batch_size": 4}),
+    layout("shard2-bf16", 2, **BF16),
+    layout("shard2-moe", 2, model="qwen3_moe"),
+    layout("shard2-recomputed", 2, {"activation_offload": True}, model="llama", **RECOMPUTED),
+    layout("offload2", 2, {"cpu_offload": True}),
+    layout("alone-lora", 1, lora=ALL_ADAPTED),
+    layout("replica2-lora", 2, {"fsdp_size": 1}, lora=ADAPTER),
+    layout("shard2-lora-recomputed", 2, lora=ADAPTER, **RECOMPUTED),
+    layout("shard2-lora-bf16", 2, lora=ADAPTER, **BF16),
+    layout("ulysses2-lora-packed", 2, worker=PACKED, lora=ALL_ADAPTED, model="qwen3", **ULYSSES),
+    layout("tp2", 2, TP),
+    layout("tp2-packed", 2, TP, model="qwen3", worker=PACKED),
+    layout("tp2-moe", 2, TP, model="qwen3_moe"),
+    layout("tp2-recomputed", 2, TP, model="llama", **RECOMPUTED),
+    layout("ulysses2", 2, {"fsdp_size": 1}, model="qwen3", **ULYSSES),
+    layout("ulysses2-packed", 2, worker=PACKED, **ULYSSES),
+    layout("ulysses2-tokens", 2, worker=BY_TOKENS | {"share_prompts": False}, model="llama", **ULYSSES),
+    layout("hsdp2x2", 4, {"fsdp_size": 2}),
+    layout("shard2-tp2", 4, TP, model="qwen3"),
+    layout("replica2-tp2", 4, TP | {"fsdp_size": 1}, model="qwen2_untied"),
+    layout("ulysses4", 4, {"fsdp_size": 1}, model_args={"ulysses_size": 4}),
+    layout("ulysses2-shard2", 4, {"fsdp_size": 2}, model="llama", **ULYSSES),
+    layout("ulysses2-tp2", 4, TP, **ULYSSES),
+]

@@ -1,0 +1,433 @@
+"""Advantage estimators against loops over nested lists in float64."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.algorithms.advantages import ADVANTAGES, advantage_metrics, compute_advantages, value_mask
+from roll.algorithms.episodes import find_episodes, reverse_recurrence
+from roll.configs.algorithm import ADV_ESTIMATORS, AlgorithmConfig
+from roll.data.batch import Batch
+from tests.support.algorithms_batches import Episode, Token, Turn, assert_close, by_token, random_episodes, to_batch
+
+seeds = st.integers(0, 2**32 - 1)
+unit = st.sampled_from([0.0, 0.5, 0.9, 1.0])
+
+
+def sampled_turns(episode: Episode) -> list[Turn]:
+    return [turn for turn in episode.turns if turn.sampled]
+
+
+def played(episodes: list[Episode]) -> list[Episode]:
+    """Episodes with at least one sampled token: the others take no part."""
+    return [e for e in episodes if sampled_turns(e)]
+
+
+def spread(values: list[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def oracle_grpo_scores(episodes: list[Episode]) -> list[float]:
+    scores = defaultdict(list)
+    for e in episodes:
+        scores[e.group].append(e.score)
+    out = []
+    for e in episodes:
+        members = scores[e.group]
+        mean, std = (0.0, 1.0) if len(members) == 1 else (statistics.mean(members), statistics.stdev(members))
+        out.append((e.score - mean) / (std + 1e-6))
+    return out
+
+
+def oracle_step_returns(episode: Episode, gamma: float) -> list[float]:
+    turns = sampled_turns(episode)
+    return [sum(gamma ** (j - i) * turns[j].reward for j in range(i, len(turns))) for i in range(len(turns))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, history=st.booleans())
+def test_grpo_normalises_episode_scores_within_their_group(seed: int, history: bool) -> None:
+    episodes = random_episodes(seed)
+    batch = to_batch(episodes, history, seed)
+    out = compute_advantages(batch, AlgorithmConfig(adv_estimator="grpo"))
+    live = played(episodes)
+    expected = {
+        token.id: advantage
+        for e, advantage in zip(live, oracle_grpo_scores(live), strict=True)
+        for turn in e.turns
+        for token in turn.sampled
+    }
+    # The standard deviation of nearly equal float32 rewards amplifies their rounding.
+    assert_close(out, out.advantages_T, expected, 1e-4)
+    assert_close(out, out.returns_T, {t.id: e.score for e in live for turn in e.turns for t in turn.sampled})
+
+
+def test_grpo_gives_zero_to_equal_rewards_and_the_score_itself_to_a_group_of_one() -> None:
+    def one(group: int, token: int, reward: float) -> Episode:
+        return Episode(group, 0, [Turn([Token(token, True, 0, 0, 0, 0)], reward, 0)])
+
+    batch = to_batch([one(0, 0, 0.1), one(0, 1, 0.1), one(0, 2, 0.1), one(5, 3, 7.0)], history=False)
+    advantages = compute_advantages(batch, AlgorithmConfig(adv_estimator="grpo")).advantages_T
+    assert advantages.tolist() == pytest.approx([0.0, 0.0, 0.0, 7.0 / (1 + 1e-6)], rel=1e-6)
+    assert advantages[:3].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_grpo_weighs_a_long_episode_once() -> None:
+    def turn(token: int, reward: float) -> Turn:
+        return Turn([Token(token, True, 0, 0, 0, 0)], reward, 0)
+
+    long = Episode(0, 0, [turn(i, 0.0) for i in range(9)] + [turn(9, 4.0)])
+    short = Episode(0, 0, [turn(10, 0.0)])
+    batch = to_batch([long, short], history=False)
+    advantages = compute_advantages(batch, AlgorithmConfig(adv_estimator="grpo")).advantages_T
+    # Mean 2 and standard deviation sqrt(8), not the mean 3.6 over rows.
+    assert advantages[0].item() == pytest.approx(2 / 8**0.5, rel=1e-5)
+    assert advantages[10].item() == pytest.approx(-2 / 8**0.5, rel=1e-5)
+
+
+def group_mean(members: list[float]) -> float:
+    return statistics.mean(members) if len(members) > 1 else 0.0
+
+
+def oracle_group_advantage(name: str, members: list[Episode], index: int, everyone: list[Episode]) -> float:
+    """One estimator for one episode of a group, by its definition."""
+    scores = [e.score for e in members]
+    lengths = [sum(len(turn.sampled) for turn in e.turns) for e in members]
+    own, others = scores[index], [x for i, x in enumerate(scores) if i != index]
+    if name == "grpo":  # without division
+        return own - group_mean(scores)
+    if name == "rloo":
+        return own - (statistics.mean(others) if others else 0.0)
+    if name == "opo":
+        weighted = sum(length * x for length, x in zip(lengths, scores, strict=True)) / sum(lengths)
+        return own - (weighted if others else 0.0)
+    if name == "gpg":
+        nonzero = sum(e.score != 0 for e in everyone)
+        return len(everyone) / max(nonzero, 1) * (own - group_mean(scores))
+    assert name == "grpo_passk"
+    return max(own - max(others, default=0.0), 0.0) if others else own
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=seeds,
+    history=st.booleans(),
+    rounded=st.booleans(),
+    estimator=st.sampled_from(["grpo", "grpo_passk", "rloo", "opo", "gpg"]),
+)
+def test_group_estimators_are_their_definitions(seed: int, history: bool, rounded: bool, estimator: str) -> None:
+    episodes = random_episodes(seed, max_episodes=10)
+    if rounded:  # zeros and ties
+        for turn in (turn for e in episodes for turn in e.turns):
+            turn.reward = float(round(turn.reward))
+    batch = to_batch(episodes, history, seed)
+    keys = {"norm_adv_by_std_in_grpo": False} if "grpo" in estimator else {}
+    out = compute_advantages(batch, AlgorithmConfig(adv_estimator=estimator, **keys))
+    live, members = played(episodes), defaultdict(list)
+    for e in live:
+        members[e.group].append(e)
+    expected = {}
+    for e in live:
+        peers = members[e.group]
+        index = next(i for i, peer in enumerate(peers) if peer is e)
+        advantage = oracle_group_advantage(estimator, peers, index, live)
+        expected |= {token.id: advantage for turn in e.turns for token in turn.sampled}
+    assert_close(out, out.advantages_T, expected, 1e-5)
+    assert_close(out, out.returns_T, {t.id: e.score for e in live for turn in e.turns for t in turn.sampled})
+
+
+def lone(group: int, token: int, reward: float) -> Episode:
+    return Episode(group, 0, [Turn([Token(token, True, 0, 0, 0, 0)], reward, 0)])
+
+
+def test_grpo_passk_divides_the_lead_by_the_spread() -> None:
+    batch = to_batch([lone(0, 0, 1.0), lone(0, 1, 4.0), lone(0, 2, 3.0), lone(5, 3, 7.0)], history=False)
+    advantages = compute_advantages(batch, AlgorithmConfig(adv_estimator="grpo_passk")).advantages_T
+    spread_of_three = statistics.stdev([1.0, 4.0, 3.0]) + 1e-6
+    assert advantages.tolist() == pytest.approx([0.0, 1.0 / spread_of_three, 0.0, 7.0 / (1 + 1e-6)])
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("keys", [{}, {"norm_adv_by_std_in_grpo": False}])
+def test_equal_rewards_of_a_group_teach_exactly_nothing(estimator: str, keys: dict[str, bool]) -> None:
+    episodes = [
+        Episode(0, 0, [Turn([Token(10 * i + j, True, 0, 0, 0, 0) for j in range(i + 1)], 0.1, 0)]) for i in range(7)
+    ]
+    out = compute_advantages(to_batch(episodes, history=False), AlgorithmConfig(adv_estimator=estimator, **keys))
+    assert not out.advantages_T.any()
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, history=st.booleans(), gamma=unit, baseline=st.booleans())
+def test_reinforce_plus_plus_whitens_returns_over_sampled_tokens(
+    seed: int, history: bool, gamma: float, baseline: bool
+) -> None:
+    episodes = random_episodes(seed)
+    batch = to_batch(episodes, history, seed)
+    name = "reinforce_plus_plus_baseline" if baseline else "reinforce_plus_plus"
+    out = compute_advantages(batch, AlgorithmConfig(adv_estimator=name, gamma=gamma, step_reward_gamma=0.123))
+    live, plain, returns, members = played(episodes), {}, {}, defaultdict(list)
+    for e in live:
+        members[e.group].append(e.score)
+    for e in live:
+        following = 0.0
+        for turn in reversed(e.turns):
+            for token in reversed(turn.sampled):
+                following = (turn.reward if token is turn.sampled[-1] else 0.0) + gamma * following
+                returns[token.id] = e.score if baseline else following
+                plain[token.id] = e.score - group_mean(members[e.group]) if baseline else following
+    assert_close(out, out.returns_T, returns)
+    if len(plain) < 2 or 0 < (var := statistics.variance(plain.values())) < 1e-6:
+        return  # rounding would be blown up
+    mean = statistics.mean(plain.values())
+    assert_close(out, out.advantages_T, {i: (x - mean) / (var + 1e-8) ** 0.5 for i, x in plain.items()}, 1e-3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, history=st.booleans())
+def test_remax_takes_the_greedy_score_from_what_is_still_to_come(seed: int, history: bool) -> None:
+    episodes = random_episodes(seed)
+    batch = to_batch(episodes, history, seed)
+    out = compute_advantages(batch, AlgorithmConfig(adv_estimator="remax", gamma=0.5, step_reward_gamma=0.123))
+    returns, advantages = {}, {}
+    for e in episodes:
+        to_come = 0.0
+        for turn in reversed(sampled_turns(e)):
+            to_come += turn.reward
+            for token in turn.sampled:
+                returns[token.id] = to_come
+                advantages[token.id] = to_come - e.baseline
+    assert_close(out, out.advantages_T, advantages)
+    assert_close(out, out.returns_T, returns)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_greedy_score_that_is_not_finite_is_refused(bad: float) -> None:
+    batch = to_batch(random_episodes(1, empty_masks=False), history=False)
+    baseline_B = batch.baseline_B.clone()
+    baseline_B[1] = bad
+    with pytest.raises(ValueError, match=r"baseline_B: 1 of \d+ values are not finite.* in sequence 1"):
+        compute_advantages(batch.replace(baseline_B=baseline_B), AlgorithmConfig(adv_estimator="remax"))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, history=st.booleans(), gamma=unit, step_gamma=unit)
+def test_reinforce_discounts_within_and_across_turns(seed: int, history: bool, gamma: float, step_gamma: float) -> None:
+    episodes = random_episodes(seed)
+    batch = to_batch(episodes, history, seed)
+    config = AlgorithmConfig(adv_estimator="reinforce", gamma=gamma, step_reward_gamma=step_gamma)
+    out = compute_advantages(batch, config)
+    expected = {}
+    for e in episodes:
+        following = 0.0  # the return of the next turn's first token
+        for turn in reversed(sampled_turns(e)):
+            running = turn.reward + step_gamma * following
+            for token in reversed(turn.sampled):
+                expected[token.id] = running
+                running *= gamma
+            following = expected[turn.sampled[0].id]
+    assert_close(out, out.advantages_T, expected)
+    assert_close(out, out.returns_T, expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, history=st.booleans(), gamma=unit, lambd=unit)
+def test_gae_carries_value_and_advantage_through_unsampled_tokens(
+    seed: int, history: bool, gamma: float, lambd: float
+) -> None:
+    episodes = random_episodes(seed)
+    batch = to_batch(episodes, history, seed)
+    out = compute_advantages(batch, AlgorithmConfig(gamma=gamma, lambd=lambd))
+    advantages, returns = {}, {}
+    for e in episodes:
+        next_value = last_advantage = 0.0
+        for turn in reversed(e.turns):
+            for token in reversed(turn.tokens):
+                if not token.sampled:
+                    continue  # both pass through
+                reward = turn.reward if token is turn.sampled[-1] else 0.0
+                delta = reward + gamma * next_value - token.value
+                last_advantage = delta + gamma * lambd * last_advantage
+                next_value = token.value
+                advantages[token.id], returns[token.id] = last_advantage, last_advantage + token.value
+    assert_close(out, out.advantages_T, advantages)
+    assert_close(out, out.returns_T, returns)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, history=st.booleans(), gamma=unit, lambd=unit)
+def test_turn_level_gae_shares_one_advantage_per_turn(seed: int, history: bool, gamma: float, lambd: float) -> None:
+    episodes = random_episodes(seed)
+    batch = to_batch(episodes, history, seed)
+    config = AlgorithmConfig(turn_level_gae=True, step_reward_gamma=gamma, lambd=lambd, gamma=0.123)
+    out = compute_advantages(batch, config)
+    advantages, targets = {}, {}
+    for e in episodes:
+        next_value = advantage = 0.0
+        for turn in reversed(sampled_turns(e)):
+            value = turn.sampled[0].value
+            advantage = turn.reward + gamma * next_value - value + gamma * lambd * advantage
+            next_value = value
+            advantages |= {token.id: advantage for token in turn.sampled}
+            targets[turn.sampled[0].id] = advantage + value
+    assert_close(out, out.advantages_T, advantages)
+    assert_close(out, out.returns_T, targets)
+    assert {i for i, on in by_token(batch, value_mask(batch, config)).items() if on} == set(targets)
+
+
+@settings(max_examples=80, deadline=None)
+@given(seed=seeds, gamma=unit, estimator=st.sampled_from(["step_reinforce", "gigpo"]))
+def test_step_level_estimators_compare_turns_in_the_same_state(seed: int, gamma: float, estimator: str) -> None:
+    episodes = random_episodes(seed)
+    batch = to_batch(episodes, False, seed)
+    weights = {"step_reward_weight": 0.7, "episode_reward_weight": 0.3}
+    out = compute_advantages(batch, AlgorithmConfig(adv_estimator=estimator, step_reward_gamma=gamma, **weights))
+    live = played(episodes)
+    same_state, same_group = defaultdict(list), defaultdict(list)
+    for e in live:
+        same_group[e.group].append(e.score)
+        for turn, g in zip(sampled_turns(e), oracle_step_returns(e, gamma), strict=True):
+            same_state[e.group, turn.state].append(g)
+    expected = {}
+    for e, normalised in zip(live, oracle_grpo_scores(live), strict=True):
+        for turn, g in zip(sampled_turns(e), oracle_step_returns(e, gamma), strict=True):
+            peers = same_state[e.group, turn.state]
+            if estimator == "gigpo":
+                step = (g - statistics.mean(peers)) / (spread(peers) + 1e-6)
+                episode = normalised
+            else:
+                others = [(sum(peers) - g) / (len(peers) - 1)] if len(peers) > 1 else [g]
+                step = g - others[0]
+                episode = e.score - statistics.mean(same_group[e.group])
+            expected |= {token.id: 0.7 * step + 0.3 * episode for token in turn.sampled}
+    if estimator == "gigpo" and any(0 < spread(peers) < 1e-4 for peers in same_state.values()):
+        return  # where peers' returns differ only by rounding, the quotient is noise
+    assert_close(out, out.advantages_T, expected, 1e-4)
+
+
+def test_step_level_estimators_refuse_rows_of_several_turns() -> None:
+    turns = [Turn([Token(i, True, 0, 0, 0, 0)], 1.0, 0) for i in range(2)]
+    batch = to_batch([Episode(0, 0, turns)], history=True)
+    with pytest.raises(ValueError, match="several turns"):
+        compute_advantages(batch, AlgorithmConfig(adv_estimator="step_reinforce"))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=seeds, estimator=st.sampled_from(ADV_ESTIMATORS))
+def test_whitening_then_clipping(seed: int, estimator: str) -> None:
+    batch = to_batch(random_episodes(seed), False, seed)
+    plain = compute_advantages(batch, AlgorithmConfig(adv_estimator=estimator)).advantages_T
+    out = compute_advantages(
+        batch, AlgorithmConfig(adv_estimator=estimator, whiten_advantages=True, advantage_clip=0.75)
+    )
+    values = [x for x, on in zip(plain.tolist(), batch.loss_mask_T.tolist(), strict=True) if on]
+    if len(values) < 2:
+        return
+    mean, var = statistics.mean(values), statistics.variance(values)
+    expected = {
+        token: max(-0.75, min(0.75, (x - mean) / (var + 1e-8) ** 0.5))
+        for token, x, on in zip(batch.tokens_T.tolist(), plain.tolist(), batch.loss_mask_T.tolist(), strict=True)
+        if on
+    }
+    assert_close(out, out.advantages_T, expected, 1e-3)
+
+
+@pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
+def test_row_order_changes_nothing(estimator: str) -> None:
+    episodes = random_episodes(11, max_episodes=20)
+    config = AlgorithmConfig(adv_estimator=estimator, whiten_advantages=True)
+    ordered = compute_advantages(to_batch(episodes, False), config)
+    shuffled = compute_advantages(to_batch(episodes, False, 3), config)
+    assert_close(shuffled, shuffled.advantages_T, by_token(ordered, ordered.advantages_T), 1e-6)
+
+
+@pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
+def test_a_batch_without_sampled_tokens_has_no_advantages(estimator: str) -> None:
+    batch = to_batch([Episode(0, 0, [Turn([Token(0, False, 0, 0, 0, 0)], 0.0, 0)])], history=False)
+    out = compute_advantages(batch, AlgorithmConfig(adv_estimator=estimator, whiten_advantages=True))
+    assert out.advantages_T.tolist() == [0.0] and out.returns_T.tolist() == [0.0]
+    assert advantage_metrics(out, AlgorithmConfig(adv_estimator=estimator)) == {}
+
+
+@pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_rewards_that_are_not_finite_are_refused(estimator: str, bad: float) -> None:
+    batch = to_batch(random_episodes(1, empty_masks=False), history=False)
+    rewards = batch.rewards_T.clone()
+    rewards[batch.loss_mask_T.nonzero()[-1]] = bad
+    with pytest.raises(ValueError, match=r"rewards_T: 1 of \d+ values are not finite"):
+        compute_advantages(batch.replace(rewards_T=rewards), AlgorithmConfig(adv_estimator=estimator))
+
+
+def test_values_that_are_not_finite_and_stray_rewards_are_refused() -> None:
+    batch = to_batch(random_episodes(1), history=False)
+    with pytest.raises(ValueError, match="values_T"):
+        compute_advantages(batch.replace(values_T=batch.values_T / 0.0), AlgorithmConfig())
+    with pytest.raises(ValueError, match="loss_mask 0"):
+        compute_advantages(batch.replace(rewards_T=torch.ones_like(batch.rewards_T)), AlgorithmConfig())
+
+
+@pytest.mark.parametrize(
+    ("estimator", "column"),
+    [
+        ("grpo", "group_B"),
+        ("gae", "values_T"),
+        ("gigpo", "state_B"),
+        ("remax", "baseline_B"),
+        ("step_reinforce", "group_B"),
+        *((name, "group_B") for name in ("rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline")),
+        ("grpo", "rewards_T"),
+    ],
+)
+def test_a_missing_column_is_named(estimator: str, column: str) -> None:
+    batch = to_batch(random_episodes(1), history=False).replace(**{column: None})
+    with pytest.raises(ValueError, match=f"{estimator}.*{column}"):
+        compute_advantages(batch, AlgorithmConfig(adv_estimator=estimator))
+
+
+def ones(batch: Batch, config: AlgorithmConfig) -> Batch:
+    return batch.replace(advantages_T=torch.ones(batch.num_tokens), returns_T=torch.zeros(batch.num_tokens))
+
+
+def test_an_estimator_of_ones_own_is_reached_by_path_and_masked() -> None:
+    batch = to_batch(random_episodes(2), history=False)
+    out = compute_advantages(batch, AlgorithmConfig(adv_estimator=f"{__name__}:ones"))
+    assert torch.equal(out.advantages_T, batch.loss_mask_T.float())
+
+
+def test_registered_names_are_those_that_the_configuration_accepts() -> None:
+    assert tuple(ADVANTAGES.names()) == tuple(sorted(ADV_ESTIMATORS))
+
+
+def test_rows_without_traj_are_episodes_of_their_own() -> None:
+    batch = to_batch(random_episodes(4), history=True)
+    assert torch.equal(find_episodes(batch).token_M, find_episodes(batch.replace(traj_B=None, turn_B=None)).token_M)
+
+
+def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant() -> None:
+    batch = to_batch(random_episodes(5, max_episodes=20), history=False)
+    out = compute_advantages(batch, AlgorithmConfig(lambd=1.0))
+    perfect = out.replace(values_T=out.returns_T)
+    assert advantage_metrics(perfect, AlgorithmConfig())["critic/explained_variance"] == pytest.approx(1.0)
+    constant = out.replace(values_T=out.loss_mask_T.float() * 3)
+    assert advantage_metrics(constant, AlgorithmConfig())["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, size=st.sampled_from([0, 1, 2, 63, 64, 65, 127, 128, 129, 4095, 4097]))
+def test_reverse_recurrence_is_the_plain_loop(seed: int, size: int) -> None:
+    rng = np.random.default_rng(seed)
+    inputs, carry = rng.normal(size=size), rng.choice([0.0, 0.3, 0.95, 1.0], size=size)
+    expected, x = np.empty(size), 0.0
+    for i in reversed(range(size)):
+        x = inputs[i] + carry[i] * x
+        expected[i] = x
+    got = reverse_recurrence(torch.from_numpy(inputs), torch.from_numpy(carry))
+    np.testing.assert_allclose(got.numpy(), expected, rtol=1e-10, atol=1e-10)

@@ -1,0 +1,179 @@
+"""Train/infer mismatch: weights and rejection against loops over nested lists, and their way into the loss."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.algorithms.correction import mismatch_metrics
+from roll.algorithms.losses import build_policy_loss
+from roll.algorithms.selection import select_for_policy
+from roll.configs.algorithm import AlgorithmConfig
+from tests.support.algorithms_batches import (
+    Episode,
+    Token,
+    aggregate,
+    assert_any_split_adds_up,
+    by_token,
+    context,
+    gradient,
+    make_batch,
+    random_episodes,
+    rows_of,
+    to_batch,
+)
+
+seeds = st.integers(0, 2**32 - 1)
+LEVELS = ["token", "segment", "geometric", "sequence"]
+levels = st.sampled_from(LEVELS)
+
+
+def corrected(**keys: Any) -> AlgorithmConfig:
+    config = AlgorithmConfig(train_infer_correction=keys)
+    assert config.train_infer_correction.problems() == []
+    return config
+
+
+def at_level(episodes: list[Episode], history: bool, level: str, value: Any) -> dict[int, float]:
+    """``value`` of each sampled token, taken together as the level says."""
+    out: dict[int, float] = {}
+    for episode in episodes:
+        rows = [episode.turns] if history else [[turn] for turn in episode.turns]
+        for row in rows:
+            in_row = [token for turn in row for token in turn.sampled]
+            for turn in row:
+                members: dict[str, list[Token]] = {"segment": turn.sampled, "geometric": in_row, "sequence": in_row}
+                for token in turn.sampled:
+                    values = [value(t) for t in members.get(level, [token])]
+                    out[token.id] = sum(values) / (1 if level == "sequence" else len(values))
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, history=st.booleans(), level=levels, bound=st.sampled_from([None, 0.7, 1.2]))
+def test_importance_weights_are_their_definition(seed: int, history: bool, level: str, bound: float | None) -> None:
+    episodes = random_episodes(seed)
+    config = corrected(is_weight={"enabled": True, "weight_type": level, "upper_bound": bound})
+    batch = to_batch(episodes, history, seed).replace(advantages_T=None)
+    out, metrics = select_for_policy(batch, config, seed=0)
+    log_ratios = at_level(episodes, history, level, lambda t: t.old_logprob - t.rollout_logprob)
+    expected = {i: min(math.exp(d), bound or math.inf) for i, d in log_ratios.items()}
+    got = by_token(out, out.weights_T)
+    assert {i: got[i] for i in expected} == pytest.approx(expected, rel=1e-5)
+    assert torch.equal(out.loss_mask_T, batch.loss_mask_T)
+    if expected:
+        assert metrics["mismatch/is_weight_mean"] == pytest.approx(sum(expected.values()) / len(expected), rel=1e-5)
+        capped = sum(x == bound for x in expected.values()) / len(expected)
+        assert metrics["mismatch/is_weight_capped_frac"] == pytest.approx(capped)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, history=st.booleans(), level=levels, ratio=st.booleans(), other=levels)
+def test_filters_keep_what_lies_within_all_their_bounds(
+    seed: int, history: bool, level: str, ratio: bool, other: str
+) -> None:
+    episodes = random_episodes(seed)
+    for token in (t for e in episodes for turn in e.turns for t in turn.sampled):
+        token.old_logprob, token.rollout_logprob = -abs(token.old_logprob), -abs(token.rollout_logprob)
+    filters = [
+        {"enabled": True, "agg_type": level, "ratio_enabled": ratio, "diff_enabled": not ratio, "ratio_high": 1.5},
+        {"enabled": True, "agg_type": other, "ratio_low": 0.3, "ratio_high": 4.0},
+        {"enabled": False, "ratio_low": 1.0, "ratio_high": 1.0},
+    ]
+    batch = to_batch(episodes, history, seed)
+    out, metrics = select_for_policy(batch, corrected(filters=filters), seed=0)
+    ratios = {
+        name: at_level(episodes, history, name, lambda t: t.old_logprob - t.rollout_logprob) for name in (level, other)
+    }
+    diffs = at_level(episodes, history, level, lambda t: math.exp(t.old_logprob) - math.exp(t.rollout_logprob))
+    kept = {
+        i
+        for i in diffs
+        if (0.8 <= math.exp(ratios[level][i]) <= 1.5 if ratio else -0.2 <= diffs[i] <= 0.2)
+        and 0.3 <= math.exp(ratios[other][i]) <= 4.0
+    }
+    assert {i for i, on in by_token(out, out.loss_mask_T).items() if on} == kept
+    assert out.weights_T is None
+    if diffs:
+        assert metrics["mismatch/rejected_frac"] == pytest.approx(1 - len(kept) / len(diffs))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=seeds, level=levels, parts=st.integers(1, 5))
+def test_weights_with_gradient_are_computed_in_the_loss(seed: int, level: str, parts: int) -> None:
+    batch, scores = make_batch(seed)
+    if not batch.loss_mask_T.any():
+        return
+    batch = batch.replace(rollout_logprobs_T=batch.ref_logprobs_T)
+    is_weight = {"enabled": True, "weight_type": level, "upper_bound": 2.5, "detach": False}
+    config = corrected(is_weight=is_weight)
+    config.pg_variant = "vanilla"
+    assert not config.wants_old_logprobs
+    assert select_for_policy(batch, config, seed=0)[0].weights_T is None
+    loss_fn = build_policy_loss(config)
+    losses = {}
+    for row in rows_of(batch, batch.loss_mask_T):
+        d = {i: (scores.logprobs_T[i] - batch.rollout_logprobs_T[i]).item() for i in row}
+        for i in row:
+            turn = [j for j in row if batch.turn_T[j] == batch.turn_T[i]]
+            members = {"token": [i], "segment": turn}.get(level, row)
+            log_weight = sum(d[j] for j in members) / (1 if level == "sequence" else len(members))
+            weight = min(math.exp(log_weight), 2.5)
+            losses[i] = -weight * (batch.advantages_T[i] * scores.logprobs_T[i]).item()
+    expected = aggregate(losses, rows_of(batch, batch.loss_mask_T), "seq-mean-token-mean")
+    assert loss_fn(scores, batch, context(batch)).loss.item() == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert_any_split_adds_up(loss_fn, scores, batch, parts, seed)
+
+
+def test_detached_weights_are_constants_and_the_others_are_not() -> None:
+    batch, scores = make_batch(8)
+    batch = batch.replace(rollout_logprobs_T=batch.ref_logprobs_T, old_logprobs_T=scores.logprobs_T)
+    gradients = []
+    for detach in (True, False):
+        config = corrected(is_weight={"enabled": True, "upper_bound": None, "detach": detach})
+        config.pg_variant = "vanilla"
+        chosen, _ = select_for_policy(batch, config, seed=0)
+        out, exact = gradient(build_policy_loss(config), scores, chosen, context(chosen))
+        gradients.append((out.loss.item(), exact[0]))
+    assert gradients[0][0] == pytest.approx(gradients[1][0], rel=1e-6)  # weights_T is float32
+    assert not torch.allclose(gradients[0][1], gradients[1][1], atol=1e-3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_engines_that_agree_leave_everything_as_it_was(level: str) -> None:
+    batch = to_batch(random_episodes(3), history=True)
+    batch = batch.replace(rollout_logprobs_T=batch.old_logprobs_T)
+    keys = {"agg_type": level, "enabled": True, "diff_enabled": True}
+    config = corrected(is_weight={"enabled": True, "weight_type": level}, filters=[keys])
+    out, metrics = select_for_policy(batch, config, seed=0)
+    assert torch.equal(out.loss_mask_T, batch.loss_mask_T)
+    assert (out.weights_T[out.loss_mask_T] == 1).all() and metrics["mismatch/rejected_frac"] == 0
+
+
+def test_old_log_probabilities_are_wanted_and_missed_by_name() -> None:
+    batch = to_batch(random_episodes(3), history=False).replace(old_logprobs_T=None)
+    for keys in ({"is_weight": {"enabled": True}}, {"filters": [{"enabled": True}]}):
+        config = corrected(**keys)
+        assert config.wants_old_logprobs
+        with pytest.raises(ValueError, match=r"train_infer_correction\..*old_logprobs_T"):
+            select_for_policy(batch, config, seed=0)
+    assert not corrected(filters=[{"enabled": False}]).wants_old_logprobs
+
+
+def test_log_probabilities_that_are_not_finite_are_refused() -> None:
+    batch = to_batch(random_episodes(3, empty_masks=False), history=False)
+    bad = batch.replace(rollout_logprobs_T=batch.rollout_logprobs_T - torch.inf)
+    with pytest.raises(ValueError, match=r"rollout_logprobs_T: .* not finite"):
+        select_for_policy(bad, corrected(is_weight={"enabled": True}), seed=0)
+
+
+def test_mismatch_is_zero_between_equal_engines_and_absent_without_both() -> None:
+    batch = to_batch(random_episodes(3), history=False)
+    same = batch.replace(rollout_logprobs_T=batch.old_logprobs_T)
+    assert set(mismatch_metrics(same).values()) == {0.0}
+    assert mismatch_metrics(batch.replace(old_logprobs_T=None)) == {}

@@ -1,0 +1,88 @@
+"""KL estimators, their controller, and the train/infer mismatch metrics."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from roll.algorithms.correction import mismatch_metrics
+from roll.algorithms.kl import KL_ESTIMATORS, KlController, kl_divergence
+from roll.configs.algorithm import AlgorithmConfig, KlPenalty
+from tests.support.algorithms_batches import random_episodes, to_batch
+
+
+def oracle(kind: str, d: float) -> float:
+    if kind in ("kl", "k1"):
+        return d
+    if kind == "abs":
+        return abs(d)
+    if kind in ("mse", "k2"):
+        return d * d / 2
+    return min(max(math.exp(min(max(-d, -20.0), 20.0)) + d - 1, -10.0), 10.0)
+
+
+@pytest.mark.parametrize("kind", KL_ESTIMATORS.names())
+def test_estimators_follow_their_formula_also_far_out(kind: str) -> None:
+    d = torch.tensor([-1e4, -25.0, -3.0, -0.1, 0.0, 0.1, 3.0, 9.0, 25.0, 1e4], dtype=torch.float64)
+    got = kl_divergence(d - 1.5, torch.full_like(d, -1.5), kind)
+    assert got.tolist() == pytest.approx([oracle(kind, x) for x in d.tolist()], rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("kind", KL_ESTIMATORS.names())
+def test_gradients_flow_to_the_policy(kind: str) -> None:
+    logprobs = torch.tensor([-0.3, -1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([-0.5, -0.4, -2.5], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: kl_divergence(x, ref, kind), (logprobs,))
+
+
+def test_k1_and_k3_estimate_the_true_divergence() -> None:
+    torch.manual_seed(0)
+    p, q = torch.randn(2, 6, dtype=torch.float64).log_softmax(-1)
+    true = (p.exp() * (p - q)).sum()
+    for kind in ("k1", "k3"):  # their expectation under p, taken exactly
+        assert (p.exp() * kl_divergence(p, q, kind)).sum().item() == pytest.approx(true.item(), rel=1e-9)
+
+
+def test_every_documented_name_is_registered() -> None:
+    # "full" is no estimate from one token: the strategy computes it.
+    assert {*KL_ESTIMATORS.names(), "full"} == set(KlPenalty.__args__)  # type: ignore[attr-defined]
+
+
+def test_a_fixed_coefficient_stays() -> None:
+    controller = KlController.from_config(AlgorithmConfig(init_kl_coef=0.3))
+    controller.update(100.0, 10_000)
+    assert controller.coef == 0.3
+
+
+def test_an_adaptive_coefficient_moves_towards_the_target_by_bounded_steps() -> None:
+    config = AlgorithmConfig(init_kl_coef=0.1, target_kl=2.0, kl_horizon=100, add_token_level_kl=True)
+    controller = KlController.from_config(config)
+    controller.update(2.2, 50)  # 10 % above
+    assert controller.coef == pytest.approx(0.1 * (1 + 0.1 * 0.5))
+    controller.update(1000.0, 50)  # bounded at 20 %
+    assert controller.coef == pytest.approx(0.105 * (1 + 0.2 * 0.5))
+    controller.update(0.0, 50)
+    assert controller.coef == pytest.approx(0.105 * 1.1 * 0.9)
+    restored = KlController.from_config(config)
+    restored.load_state_dict(controller.state_dict())
+    assert restored.coef == controller.coef
+
+
+def test_mismatch_compares_the_two_engines_on_sampled_tokens() -> None:
+    batch = to_batch(random_episodes(7, max_episodes=10), history=False)
+    rows = zip(
+        batch.loss_mask_T.tolist(), batch.rollout_logprobs_T.tolist(), batch.old_logprobs_T.tolist(), strict=True
+    )
+    d = [rollout - old for on, rollout, old in rows if on]
+    metrics = mismatch_metrics(batch)
+    assert metrics["mismatch/logprob_diff_mean"] == pytest.approx(sum(map(abs, d)) / len(d))
+    assert metrics["mismatch/logprob_diff_max"] == pytest.approx(max(map(abs, d)))
+    assert metrics["mismatch/k3"] == pytest.approx(sum(oracle("k3", x) for x in d) / len(d))
+
+
+def test_mismatch_of_equal_engines_is_zero_and_of_one_engine_unknown() -> None:
+    batch = to_batch(random_episodes(7), history=False)
+    assert set(mismatch_metrics(batch.replace(old_logprobs_T=batch.rollout_logprobs_T)).values()) == {0.0}
+    assert mismatch_metrics(batch.replace(old_logprobs_T=None)) == {}

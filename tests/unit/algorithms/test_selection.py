@@ -1,0 +1,325 @@
+"""Masks, sample weights, Clip-Cov's choice and PF-PPO's draw, against loops and counted frequencies."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.algorithms.advantages import compute_advantages
+from roll.algorithms.losses import build_policy_loss
+from roll.algorithms.rewards import shape_rewards
+from roll.algorithms.selection import (
+    covariance_outliers,
+    drop_masked_episodes,
+    group_scores,
+    pf_ppo_rows,
+    select_for_policy,
+)
+from roll.algorithms.statistics import RunningStats
+from roll.configs.algorithm import AlgorithmConfig
+from roll.data.batch import Batch
+from tests.support.algorithms_batches import (
+    Episode,
+    Token,
+    Turn,
+    by_token,
+    context,
+    make_batch,
+    random_episodes,
+    to_batch,
+)
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def sampled_rows(episodes: list[Episode], history: bool) -> list[tuple[Episode, list[int]]]:
+    """Each row's episode and its sampled token ids."""
+    rows = []
+    for e in episodes:
+        for turns in [e.turns] if history else [[turn] for turn in e.turns]:
+            rows.append((e, [token.id for turn in turns for token in turn.sampled]))
+    return [(e, ids) for e, ids in rows if ids]
+
+
+def group_means(episodes: list[Episode]) -> dict[int, float]:
+    scores = defaultdict(list)
+    for e in episodes:
+        if any(turn.sampled for turn in e.turns):
+            scores[e.group].append(e.score)
+    return {group: statistics.mean(members) for group, members in scores.items()}
+
+
+def stretch(value: float, values: list[float]) -> float:
+    low, high = min(values), max(values)
+    return 1.5 - (value - low) / (high - low) if high > low else 1.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, history=st.booleans(), difficulty=st.booleans(), length=st.booleans())
+def test_sample_weights_are_their_definition(seed: int, history: bool, difficulty: bool, length: bool) -> None:
+    episodes = random_episodes(seed)
+    config = AlgorithmConfig(difficulty_loss_weight=difficulty, length_loss_weight=length)
+    batch = to_batch(episodes, history, seed)
+    out, metrics = select_for_policy(batch, config, seed=0)
+    if not (difficulty or length):
+        assert out.weights_T is None and metrics == {}
+        return
+    rows, means = sampled_rows(episodes, history), group_means(episodes)
+    lengths = [float(len(ids)) for _, ids in rows]
+    expected = {}
+    for e, ids in rows:
+        weight = stretch(means[e.group], list(means.values())) if difficulty else 1.0
+        weight *= stretch(float(len(ids)), lengths) if length else 1.0
+        expected |= dict.fromkeys(ids, weight)
+    got = by_token(out, out.weights_T)
+    assert {i: got[i] for i in expected} == pytest.approx(expected, rel=1e-4)
+    assert torch.equal(out.loss_mask_T, batch.loss_mask_T)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, history=st.booleans(), low=st.sampled_from([-0.5, 0.0]), high=st.sampled_from([0.3, 1.0]))
+def test_groups_outside_the_bounds_of_difficulty_are_masked(seed: int, history: bool, low: float, high: float) -> None:
+    episodes = random_episodes(seed)
+    config = AlgorithmConfig(difficulty_mask=True, difficulty_low_threshold=low, difficulty_high_threshold=high)
+    out, metrics = select_for_policy(to_batch(episodes, history, seed), config, seed=0)
+    means, rows = group_means(episodes), sampled_rows(episodes, history)
+    kept = {i for e, ids in rows for i in ids if low < means[e.group] < high}
+    assert {i for i, on in by_token(out, out.loss_mask_T).items() if on} == kept
+    total = sum(len(ids) for _, ids in rows)
+    assert metrics["actor/difficulty_masked_frac"] == pytest.approx(1 - len(kept) / total if total else 0.0)
+
+
+def lone(group: int, token: int, reward: float, tokens: int = 1) -> Episode:
+    return Episode(group, 0, [Turn([Token(100 * token + i, True, 0, 0, 0, 0) for i in range(tokens)], reward, 0)])
+
+
+def test_bounds_of_difficulty_do_not_belong_to_the_interval() -> None:
+    batch = to_batch([lone(0, 0, 0.0), lone(1, 1, 1.0), lone(2, 2, 0.0), lone(2, 3, 1.0)], history=False)
+    out, _ = select_for_policy(batch, AlgorithmConfig(difficulty_mask=True), seed=0)
+    assert out.loss_mask_T.tolist() == [False, False, True, True]
+
+
+def test_only_failed_samples_may_be_too_long() -> None:
+    episodes = [lone(0, 0, 1.0, 3), lone(0, 1, 0.0, 3), lone(0, 2, 0.0, 2), lone(0, 3, -1.0, 4)]
+    batch = to_batch(episodes, history=False)
+    config = AlgorithmConfig(error_max_len_clip=True, error_max_len_threshold=2)
+    out, metrics = select_for_policy(batch, config, seed=0)
+    assert out.loss_mask_T.tolist() == [True] * 3 + [False] * 3 + [True] * 2 + [False] * 4
+    assert metrics["actor/error_max_len_masked_frac"] == pytest.approx(7 / 12)
+    off, _ = select_for_policy(batch, AlgorithmConfig(error_max_len_threshold=2), seed=0)
+    assert off.loss_mask_T.all()
+
+
+def test_masked_samples_leave_the_loss_and_its_denominators() -> None:
+    batch, scores = make_batch(0, max_episodes=20)
+    means = sorted(group_scores(batch, "test").unique().tolist())
+    bounds = {"difficulty_low_threshold": means[0], "difficulty_high_threshold": means[-1] + 1}
+    out, metrics = select_for_policy(batch, AlgorithmConfig(difficulty_mask=True, **bounds), seed=0)
+    assert 0 < metrics["actor/difficulty_masked_frac"] < 1
+    rows = torch.zeros(batch.num_sequences).index_add(0, out.rows_T, out.loss_mask_T.float()).nonzero().squeeze(1)
+    index = batch.token_index(rows)
+    alone = type(scores)(*(t[index] for t in (scores.logprobs_T, scores.entropy_T, scores.values_T)))
+    loss_fn, part = build_policy_loss(AlgorithmConfig()), batch.select(rows)
+    masked = loss_fn(scores, out, context(out)).loss.item()
+    assert masked == pytest.approx(loss_fn(alone, part, context(part)).loss.item())
+
+
+def test_samples_that_were_cut_off_are_masked() -> None:
+    batch = to_batch([lone(0, i, 1.0, 2) for i in range(3)], history=False)
+    batch = batch.replace(truncated_B=torch.tensor([False, True, False]))
+    out, metrics = select_for_policy(batch, AlgorithmConfig(max_len_mask=True), seed=0)
+    assert out.loss_mask_T.tolist() == [True, True, False, False, True, True]
+    assert metrics["actor/max_len_masked_frac"] == pytest.approx(1 / 3)
+    assert select_for_policy(batch, AlgorithmConfig(), seed=0)[0].loss_mask_T.all()
+    assert drop_masked_episodes(batch, AlgorithmConfig(max_len_mask=True)) == (batch, {})
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=seeds, history=st.booleans(), difficulty=st.booleans())
+def test_samples_masked_for_all_are_as_if_never_played(seed: int, history: bool, difficulty: bool) -> None:
+    episodes = random_episodes(seed)
+    batch = to_batch(episodes, history, seed)
+    truncated_B = torch.rand(batch.num_sequences, generator=torch.Generator().manual_seed(seed % 2**31)) < 0.3
+    batch = batch.replace(truncated_B=truncated_B)
+    config = AlgorithmConfig(
+        max_len_mask=True, difficulty_mask=difficulty, mask_type="all", adv_estimator="grpo", reward_norm="batch"
+    )
+    lost = {int(batch.traj_B[row]) for row in truncated_B.nonzero().squeeze(1)}
+    means = group_means(episodes)
+    if difficulty:
+        lost |= {i for i, e in enumerate(episodes) if not 0.0 < means.get(e.group, -1.0) < 1.0}
+    kept = [row for row in range(batch.num_sequences) if int(batch.traj_B[row]) not in lost]
+    dropped, metrics = drop_masked_episodes(batch, config)
+    total = int(batch.loss_mask_T.sum())
+    if total:
+        left = int(batch.select(kept).loss_mask_T.sum())
+        assert metrics["actor/dropped_frac"] == pytest.approx(1 - left / total)
+
+    def advantages(part: Batch) -> dict[int, float]:
+        shaped, _ = shape_rewards(part, config, RunningStats())
+        out = compute_advantages(shaped, config)
+        policy, metrics = select_for_policy(out, config, seed=0)
+        assert torch.equal(policy.loss_mask_T, out.loss_mask_T) and metrics == {}
+        return {i: x for i, x in by_token(out, out.advantages_T).items() if x}
+
+    assert advantages(dropped) == pytest.approx(advantages(batch.select(kept)), abs=1e-6)
+
+
+COVARIANCE = {"pg_variant": "clip_cov", "clip_cov_lb": 0.2, "clip_cov_ub": 1.5}
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, share=st.sampled_from([0.001, 0.1, 1.0]))
+def test_clip_cov_takes_out_tokens_of_high_covariance(seed: int, share: float) -> None:
+    batch, _ = make_batch(seed, max_episodes=20)
+    config = AlgorithmConfig(**COVARIANCE, clip_cov_ratio=share)
+    out, metrics = select_for_policy(batch, config, seed=1)
+    on = batch.loss_mask_T.nonzero().squeeze(1).tolist()
+    if not on:
+        return
+    adv, lp = batch.advantages_T.tolist(), batch.old_logprobs_T.tolist()
+    mean_adv, mean_lp = statistics.mean(adv[i] for i in on), statistics.mean(lp[i] for i in on)
+    candidates = {i for i in on if 0.2 < (adv[i] - mean_adv) * (lp[i] - mean_lp) < 1.5}
+    chosen = {i for i in on if out.weights_T[i] == 0}
+    assert chosen <= candidates
+    assert len(chosen) == min(len(candidates), max(1, int(share * len(on))))
+    assert metrics["actor/clip_cov_frac"] == pytest.approx(len(chosen) / len(on))
+
+
+@pytest.mark.parametrize("key", [{"clip_cov_lb": 1.0}, {"clip_cov_ub": 0.5}, {"clip_cov_ratio": 0.05}])
+def test_each_key_of_clip_cov_changes_the_choice(key: dict[str, float]) -> None:
+    batch, _ = make_batch(0, max_episodes=20)
+
+    def chosen(**keys: Any) -> torch.Tensor:
+        config = AlgorithmConfig(**{**COVARIANCE, "clip_cov_ratio": 1.0, **keys})
+        return covariance_outliers(batch, config, torch.Generator().manual_seed(0))
+
+    assert not torch.equal(chosen(), chosen(**key))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=seeds, share=st.sampled_from([0.001, 0.1, 1.0]))
+def test_kl_cov_marks_the_tokens_of_the_largest_covariance(seed: int, share: float) -> None:
+    batch, _ = make_batch(seed, max_episodes=20)
+    config = AlgorithmConfig(pg_variant="kl_cov", kl_cov_ratio=share)
+    out, metrics = select_for_policy(batch.replace(marked_T=None), config, seed=1)
+    on = batch.loss_mask_T.nonzero().squeeze(1).tolist()
+    if not on:
+        return
+    adv, lp = batch.advantages_T.tolist(), batch.old_logprobs_T.tolist()
+    mean_adv, mean_lp = statistics.mean(adv[i] for i in on), statistics.mean(lp[i] for i in on)
+    ranked = sorted(on, key=lambda i: (adv[i] - mean_adv) * (lp[i] - mean_lp), reverse=True)
+    count = max(1, int(share * len(on)))
+    assert set(out.marked_T.nonzero().squeeze(1).tolist()) == set(ranked[:count])
+    assert metrics["actor/kl_cov_frac"] == pytest.approx(count / len(on))
+    assert out.weights_T is None and torch.equal(out.loss_mask_T, batch.loss_mask_T)
+
+
+def test_clip_cov_falls_back_on_the_rollout_engine() -> None:
+    batch, _ = make_batch(0, max_episodes=20)
+    config = AlgorithmConfig(**COVARIANCE)
+    named, _ = select_for_policy(batch, config, seed=0)
+    fallback, _ = select_for_policy(
+        batch.replace(rollout_logprobs_T=batch.old_logprobs_T, old_logprobs_T=None), config, seed=0
+    )
+    assert torch.equal(named.weights_T, fallback.weights_T)
+
+
+@pytest.mark.parametrize(
+    ("method", "power", "weights"),
+    [
+        ("pow", 2.0, [1.0, 4.0, 0.0, 9.0]),
+        ("pow", 1.0, [1.0, 2.0, 0.0, 3.0]),
+        ("max_min", 2.0, [0.0, 1.0, 0.0, 1.0]),
+        ("max_random", 2.0, [0.1, 0.1, 0.1, 0.4]),
+    ],
+)
+def test_pf_ppo_draws_rows_by_their_score(method: str, power: float, weights: list[float]) -> None:
+    scores = [1.0, -2.0, 0.0, 3.0] * 2000
+    batch = to_batch([lone(0, i, s) for i, s in enumerate(scores)], history=False)
+    keys = {"reweight_method": method, "weight_pow": power}
+    config = AlgorithmConfig(use_pf_ppo=True, pf_ppo=keys)
+    rows = pf_ppo_rows(batch, config, torch.Generator().manual_seed(0))
+    share = torch.bincount(rows % 4, minlength=4).double() / len(rows)
+    assert share.tolist() == pytest.approx([w / sum(weights) for w in weights], abs=0.02)
+    out, metrics = select_for_policy(batch, config, seed=0)
+    assert out.num_sequences == batch.num_sequences
+    assert metrics["actor/pf_ppo_distinct_frac"] == len(out.tokens_T.unique()) / len(scores)
+
+
+def test_pf_ppo_draws_evenly_where_every_score_is_zero() -> None:
+    batch = to_batch([lone(0, i, 0.0) for i in range(50)], history=False)
+    rows = pf_ppo_rows(batch, AlgorithmConfig(use_pf_ppo=True), torch.Generator().manual_seed(0))
+    assert len(rows.unique()) > 20
+
+
+def test_the_seed_alone_decides_what_is_drawn() -> None:
+    batch, _ = make_batch(0, max_episodes=20)
+    config = AlgorithmConfig(**COVARIANCE, clip_cov_ratio=0.05, use_pf_ppo=True)
+    first, again, other = (select_for_policy(batch, config, seed=seed)[0] for seed in (1, 1, 2))
+    assert torch.equal(first.tokens_T, again.tokens_T) and torch.equal(first.weights_T, again.weights_T)
+    assert first.tokens_T.tolist() != other.tokens_T.tolist()
+
+
+EVERY_OPTION: list[dict[str, Any]] = [
+    {"difficulty_loss_weight": True},
+    {"length_loss_weight": True},
+    {"difficulty_mask": True},
+    {"error_max_len_clip": True},
+    {"use_pf_ppo": True},
+    {"pg_variant": "clip_cov"},
+    {"pg_variant": "kl_cov"},
+    {"max_len_mask": True},
+    {"train_infer_correction": {"is_weight": {"enabled": True}, "filters": [{"enabled": True}]}},
+]
+
+
+@pytest.mark.parametrize("keys", EVERY_OPTION, ids=str)
+def test_a_batch_without_sampled_tokens_stays_without(keys: dict[str, Any]) -> None:
+    batch = to_batch([Episode(0, 0, [Turn([Token(0, False, 0, 0, 0, 0)], 0.0, 0)])], history=False)
+    batch = batch.replace(advantages_T=torch.zeros(1), truncated_B=torch.tensor([True]))
+    out, metrics = select_for_policy(batch, AlgorithmConfig(**keys), seed=0)
+    assert not out.loss_mask_T.any() and all(abs(value) <= 1 for value in metrics.values())
+
+
+@pytest.mark.parametrize(
+    ("keys", "column"),
+    [
+        ({"difficulty_loss_weight": True}, "group_B"),
+        ({"difficulty_mask": True}, "scores_B"),
+        ({"error_max_len_clip": True}, "scores_B"),
+        ({"use_pf_ppo": True}, "scores_B"),
+        ({"pg_variant": "clip_cov"}, "advantages_T"),
+        ({"pg_variant": "kl_cov"}, "advantages_T"),
+        ({"max_len_mask": True}, "truncated_B"),
+    ],
+)
+def test_a_missing_column_is_named(keys: dict[str, Any], column: str) -> None:
+    batch, _ = make_batch(1)
+    (key,) = keys
+    with pytest.raises(ValueError, match=f"{key}.*{column}"):
+        select_for_policy(batch.replace(**{column: None}), AlgorithmConfig(**keys), seed=0)
+
+
+def test_scores_that_are_not_finite_are_refused() -> None:
+    batch: Batch = make_batch(1)[0]
+    bad = batch.replace(scores_B=batch.scores_B * torch.nan)
+    for key in ("difficulty_mask", "use_pf_ppo"):
+        with pytest.raises(ValueError, match=r"scores_B: .* nan in sequence 0"):
+            select_for_policy(bad, AlgorithmConfig(**{key: True}), seed=0)
+
+
+@pytest.mark.parametrize("column", ["advantages_T", "old_logprobs_T", "ref_logprobs_T", "scores_B"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_the_losses_read_must_be_finite(column: str, bad: float) -> None:
+    batch: Batch = make_batch(1)[0]
+    values = getattr(batch, column).clone()
+    values[-1] = bad
+    with pytest.raises(ValueError, match=rf"Batch.{column}: 1 of \d+ values are not finite"):
+        select_for_policy(batch.replace(**{column: values}), AlgorithmConfig(), seed=0)

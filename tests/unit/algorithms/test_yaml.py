@@ -1,0 +1,391 @@
+"""Every key of the algorithm is read from YAML under its documented name, and changes what it should, and that first.
+
+A case is a stage of the step, keys that hold in both runs, and the key that is changed in the second. Both go through
+``roll.configs.loader`` and one whole step on the same random batch: the stages before the named one must come out the
+same, the named one must not.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from roll.algorithms.advantages import compute_advantages, value_mask
+from roll.algorithms.kl import KlController
+from roll.algorithms.losses import build_policy_loss, build_value_loss
+from roll.algorithms.rewards import apply_kl_penalty, shape_rewards, whiten_token_rewards
+from roll.algorithms.selection import drop_masked_episodes, select_for_policy
+from roll.algorithms.statistics import RunningStats
+from roll.algorithms.types import LossContext, TokenScores
+from roll.configs.agentic import AgenticConfig
+from roll.configs.algorithm import (
+    ADV_ESTIMATORS,
+    PG_VARIANTS,
+    AlgorithmConfig,
+    KlPenalty,
+    LossAggMode,
+    NormType,
+    PfPpoConfig,
+    RewardNormalizationConfig,
+)
+from roll.configs.base import Config
+from roll.configs.correction import AggregationLevel, TrainInferFilterConfig
+from roll.configs.loader import load_config
+from roll.data.batch import Batch
+from roll.pipeline.base import RLPipeline
+from roll.pipeline.roles import Roles
+from tests.support.algorithms_batches import columns_of, gradient, make_batch
+
+BASE = """
+custom_envs:
+  SimpleSokoban: {env_type: sokoban}
+train_env_manager: {tags: [SimpleSokoban]}
+val_env_manager: {tags: [SimpleSokoban]}
+critic: {}
+reference: {}
+prompt_length: 64
+response_length: 3
+sequence_length: 128
+max_steps: 4
+# Both are on in every case, so that only what is changed differs.
+adv_estimator: reinforce
+norm_mean_type: batch
+"""
+
+STAGES = ("run", "episodes", "rewards", "kl_coef", "advantages", "selection", "policy", "value")
+
+PLAIN = "norm_mean_type=null"
+NAMED = f"{PLAIN} reward_normalization.method=mean_std"
+KL = "add_token_level_kl=true"
+KL_LOSS = "use_kl_loss=true kl_loss_coef=0.3"
+BUFFER = "overlong_buffer.enable=true overlong_buffer.len=2"
+COV = "pg_variant=clip_cov clip_cov_ratio=0.5 clip_cov_lb=0.1 clip_cov_ub=1.5"
+WEIGHT = "train_infer_correction.is_weight.enabled=true"
+LIVE = f"{WEIGHT} train_infer_correction.is_weight.detach=false"
+RANGE = "use_pg_clip_range=true"
+FILTERS = "train_infer_correction.filters"
+
+
+def filters(**keys: Any) -> str:
+    inside = ", ".join(f"{key}: {str(value).lower()}" for key, value in {"enabled": True, **keys}.items())
+    return f"{FILTERS}=[{{{inside}}}]"
+
+
+CASES: list[tuple[str, str, str]] = [
+    ("run", "", "ppo_epochs=2"),
+    ("run", "", "max_grad_norm=0.5"),
+    ("run", "", "l2=0.1"),
+    ("run", "adv_estimator=gae", "critic_warmup=3"),
+    ("run", "", "enable_old_logprobs_recompute=true"),
+    # Advantages
+    *(("advantages", "adv_estimator=grpo", f"adv_estimator={x}") for x in ADV_ESTIMATORS if x not in ("grpo", "remax")),
+    ("run", "adv_estimator=grpo", "adv_estimator=remax"),  # needs greedy episodes; the advantages are checked below
+    ("advantages", "adv_estimator=rloo", "adv_estimator=grpo"),
+    ("advantages", "adv_estimator=grpo", "norm_adv_by_std_in_grpo=false"),
+    ("advantages", "adv_estimator=grpo_passk", "norm_adv_by_std_in_grpo=false"),
+    ("advantages", "adv_estimator=gae", "gamma=0.5"),
+    ("advantages", "adv_estimator=reinforce_plus_plus", "gamma=0.5"),
+    ("advantages", "", "gamma=0.5"),
+    ("advantages", "adv_estimator=gae", "lambd=0.5"),
+    ("advantages", "", "step_reward_gamma=0.5"),
+    ("advantages", "adv_estimator=gae turn_level_gae=true", "step_reward_gamma=0.5"),
+    ("advantages", "adv_estimator=gae", "turn_level_gae=true"),
+    *(("advantages", f"adv_estimator={x}", "episode_reward_weight=0.5") for x in ("gigpo", "step_reinforce")),
+    *(("advantages", f"adv_estimator={x}", "step_reward_weight=0.5") for x in ("gigpo", "step_reinforce")),
+    ("advantages", "", "whiten_advantages=true"),
+    ("advantages", "", "advantage_clip=0.5"),
+    # Rewards
+    *(("rewards", PLAIN, f"norm_mean_type={x}") for x in NormType.__args__),  # type: ignore[attr-defined]
+    *(("rewards", "", f"norm_std_type={x}") for x in NormType.__args__),  # type: ignore[attr-defined]
+    *(("rewards", PLAIN, f"reward_norm={x}") for x in NormType.__args__),  # type: ignore[attr-defined]
+    ("rewards", f"{PLAIN} reward_norm=batch", "reward_shift=true"),
+    ("rewards", f"{PLAIN} reward_norm=batch", "reward_scale=true"),
+    ("rewards", PLAIN, "use_reward_scaling=true"),
+    ("rewards", f"{PLAIN} use_reward_scaling=true", "use_reward_norm=true"),
+    *(("rewards", PLAIN, f"reward_normalization.method={x}") for x in ("mean_std", "asym_clip")),
+    ("rewards", NAMED, "reward_normalization.method=identity"),
+    *(("rewards", NAMED, f"reward_normalization.grouping={x}") for x in ("state", "inductive")),
+    ("rewards", f"{NAMED} reward_normalization.grouping=state", "reward_normalization.grouping=batch"),
+    ("rewards", "", "reward_clip=0.5"),
+    ("rewards", "", "whiten_rewards=true"),
+    ("rewards", "overlong_buffer.len=2", "overlong_buffer.enable=true"),
+    ("rewards", BUFFER, "overlong_buffer.len=3"),
+    ("rewards", BUFFER, "overlong_buffer.penalty_factor=2"),
+    ("rewards", BUFFER, "overlong_buffer.max_length=2"),
+    ("rewards", BUFFER, "response_length=4"),
+    ("rewards", "", "add_len_reward=true"),
+    ("rewards", "add_len_reward=true", "len_reward_coef=0.5"),
+    # KL
+    ("run", "", KL),  # the training engine has to score the rollouts
+    ("rewards", KL, "init_kl_coef=0.4"),
+    ("kl_coef", KL, "target_kl=0.01"),
+    ("kl_coef", f"{KL} target_kl=0.01", "kl_horizon=50"),
+    *(("rewards", KL, f"kl_penalty={x}") for x in ("abs", "mse", "k2", "low_var_kl", "k3")),
+    *(("rewards", f"{KL} kl_penalty=k3", f"kl_penalty={x}") for x in ("kl", "k1")),
+    ("run", KL, "kl_penalty=full"),  # hidden states have to travel; the rewards are checked below
+    ("run", KL_LOSS, "kl_penalty=full"),
+    *(("policy", KL_LOSS, f"kl_penalty={x}") for x in ("abs", "mse", "k2", "low_var_kl", "k3")),
+    ("policy", "kl_loss_coef=0.3", "use_kl_loss=true"),
+    ("policy", KL_LOSS, "kl_loss_coef=0.4"),
+    # What the policy's loss counts
+    ("selection", "", "max_len_mask=true"),
+    ("episodes", "max_len_mask=true", "mask_type=all"),
+    ("episodes", "difficulty_mask=true", "mask_type=all"),
+    ("episodes", "error_max_len_clip=true error_max_len_threshold=1", "mask_type=all"),
+    ("selection", "", "difficulty_mask=true"),
+    ("selection", "difficulty_mask=true", "difficulty_low_threshold=-0.5"),
+    ("selection", "difficulty_mask=true difficulty_low_threshold=-0.5", "difficulty_high_threshold=0.5"),
+    ("selection", "error_max_len_threshold=1", "error_max_len_clip=true"),
+    ("selection", "error_max_len_clip=true", "error_max_len_threshold=1"),
+    ("selection", "", "difficulty_loss_weight=true"),
+    ("selection", "", "length_loss_weight=true"),
+    ("selection", "", "use_pf_ppo=true"),
+    *(
+        ("selection", "use_pf_ppo=true pf_ppo.reweight_method=pow", f"pf_ppo.reweight_method={x}")
+        for x in ("max_min", "max_random")
+    ),
+    ("selection", "use_pf_ppo=true pf_ppo.reweight_method=max_min", "pf_ppo.reweight_method=pow"),
+    ("selection", "use_pf_ppo=true", "pf_ppo.weight_pow=0.5"),
+    ("run", "", WEIGHT),
+    *(
+        ("selection", WEIGHT, f"train_infer_correction.is_weight.weight_type={x}")
+        for x in ("segment", "geometric", "sequence")
+    ),
+    (
+        "selection",
+        f"{WEIGHT} train_infer_correction.is_weight.weight_type=sequence",
+        "train_infer_correction.is_weight.weight_type=token",
+    ),
+    ("selection", WEIGHT, "train_infer_correction.is_weight.upper_bound=0.8"),
+    ("run", WEIGHT, "train_infer_correction.is_weight.detach=false"),
+    ("policy", LIVE, "train_infer_correction.is_weight.upper_bound=0.8"),
+    ("run", "", filters()),
+    *(("selection", filters(), filters(agg_type=x)) for x in ("segment", "geometric", "sequence")),
+    ("selection", filters(agg_type="sequence"), filters(agg_type="token")),
+    ("selection", filters(), filters(ratio_low=0.3)),
+    ("selection", filters(), filters(ratio_high=2.0)),
+    ("selection", filters(), filters(diff_enabled=True)),
+    ("selection", filters(diff_enabled=True), filters(diff_enabled=True, ratio_enabled=False)),
+    (
+        "selection",
+        filters(ratio_enabled=False, diff_enabled=True),
+        filters(ratio_enabled=False, diff_enabled=True, diff_low=-0.9),
+    ),
+    (
+        "selection",
+        filters(ratio_enabled=False, diff_enabled=True),
+        filters(ratio_enabled=False, diff_enabled=True, diff_high=0.9),
+    ),
+    # The policy's loss
+    ("policy", "", "rl_loss_coef=0.5"),
+    *(("policy", "", f"pg_variant={x}") for x in PG_VARIANTS if x not in ("ppo", "clip_cov", "kl_cov")),
+    ("policy", "pg_variant=vanilla", "pg_variant=ppo"),
+    *(("selection", "", f"pg_variant={x}") for x in ("clip_cov", "kl_cov")),
+    ("selection", COV, "clip_cov_ratio=0.1"),
+    ("selection", COV, "clip_cov_lb=0.5"),
+    ("selection", COV, "clip_cov_ub=0.4"),
+    ("selection", "pg_variant=kl_cov", "kl_cov_ratio=0.5"),
+    ("policy", "pg_variant=kl_cov", "ppo_kl_coef=0.5"),
+    ("policy", "", "use_topr_loss=true"),
+    ("policy", "", "importance_sampling=seq"),
+    ("policy", "importance_sampling=seq", "importance_sampling=token"),
+    ("policy", "", "pg_clip=0.05"),
+    ("policy", "pg_clip=0.05", RANGE),
+    ("policy", RANGE, "pg_clip_low=0.05"),
+    ("policy", RANGE, "pg_clip_high=0.05"),
+    ("policy", "", "dual_clip_loss=true"),
+    ("policy", "dual_clip_loss=true", "dual_clip_c=1.1"),
+    ("policy", "pg_variant=topr", "topr_positive_weight=0.5"),
+    ("policy", "pg_variant=topr", "topr_negative_weight=0.5"),
+    ("policy", "pg_variant=tis", "tis_lower_bound=0.5"),
+    ("policy", "pg_variant=tis", "tis_upper_bound=2.0"),
+    ("policy", "pg_variant=cispo", "cispo_epsilon_low=0.5"),
+    ("policy", "pg_variant=cispo", "cispo_epsilon_high=0.5"),
+    ("policy", "pg_variant=cispo", "cispo_use_unified_mask=true"),
+    ("policy", "pg_variant=kimi15", "kimi15_tau=0.5"),
+    ("policy", "pg_variant=sapo", "sapo_tau_pos=2.0"),
+    ("policy", "pg_variant=sapo", "sapo_tau_neg=2.0"),
+    ("policy", "", "entropy_loss_coef=0.1"),
+    ("policy", "entropy_loss_coef=0.1", "entropy_loss_coef_end=0.0"),
+    ("policy", "", "sft_loss_coef=0.1"),
+    *(("policy", "", f"loss_agg_mode={x}") for x in LossAggMode.__args__ if x != "seq-mean-token-mean"),  # type: ignore[attr-defined]
+    ("policy", "loss_agg_mode=token-mean", "loss_agg_mode=seq-mean-token-mean"),
+    # The critic's loss
+    ("value", "", "value_clip=0.5"),
+    ("value", "", "value_loss_coef=0.5"),
+]
+
+
+class Recorder:
+    """Stands for a trained role: tells whether it was given a batch."""
+
+    trained = False
+
+    def submit_train(self, batch: Batch, steps: list[Tensor]) -> list[None]:
+        self.trained = True
+        return [None]
+
+    def gather_train(self, refs: list[None]) -> list[dict[str, float]]:
+        return [{}]
+
+
+class Pipeline(RLPipeline):
+    def __init__(self, config: AgenticConfig, roles: Any) -> None:
+        self.config, self.roles, self.bad_steps = config, roles, 0
+
+    def rollout(self, step: int) -> Any:
+        raise AssertionError
+
+    def evaluate(self, name: str, step: int) -> Any:
+        raise AssertionError
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, list[Tensor]]]:
+    """What one step gives under some overrides, by stages."""
+    folder = tmp_path_factory.mktemp("config")
+    (folder / "keys.yaml").write_text(BASE)
+
+    @functools.cache
+    def run(overrides: str) -> dict[str, list[Tensor]]:
+        # A list of filters has spaces inside.
+        texts = [overrides] if overrides.startswith(FILTERS) else overrides.split()
+        return outcome(load_config(AgenticConfig, "keys", folder, texts))
+
+    return run
+
+
+def sample_batch() -> tuple[Batch, TokenScores]:
+    batch, scores = make_batch(4, history=False, max_episodes=40)
+    generator = torch.Generator().manual_seed(1)
+    truncated_B = torch.rand(batch.num_sequences, generator=generator) < 0.3
+    kl_T = torch.rand(batch.num_tokens, generator=generator) * batch.loss_mask_T
+    return batch.replace(truncated_B=truncated_B, kl_T=kl_T, marked_T=None, advantages_T=None), scores
+
+
+def run_properties(config: AgenticConfig, batch: Batch) -> list[float]:
+    """What the loop and the engines are told."""
+    nowhere = SimpleNamespace(name="", placement=SimpleNamespace(plan=SimpleNamespace(nodes=[], workers=lambda _: [])))
+    roles = Roles(config, {"actor_train": nowhere, "actor_infer": nowhere})  # type: ignore[dict-item]
+    contexts = [roles._context(role, "") for role in ("actor_train", "reference")]
+    recorders = SimpleNamespace(actor=Recorder(), critic=Recorder())
+    shaped = batch.replace(advantages_T=torch.zeros(batch.num_tokens))
+    Pipeline(config, recorders).train(shaped, [], step=2)
+    return [
+        config.total_optimizer_steps,
+        config.wants_old_logprobs,
+        config.needs_greedy_baseline,
+        recorders.actor.trained,
+        *(x for c in contexts for x in (c.max_grad_norm, c.l2, c.returns_hidden, c.keeps_output_layer)),
+    ]
+
+
+def outcome(config: AgenticConfig) -> dict[str, list[Tensor]]:
+    """One step, by stages."""
+    batch, scores = sample_batch()
+    stages = {"run": [torch.tensor(run_properties(config, batch))]}
+    batch, _ = drop_masked_episodes(batch, config)
+    stages["episodes"] = [batch.loss_mask_T]
+    batch, _ = shape_rewards(batch, config, RunningStats())
+    controller = KlController.from_config(config)
+    if config.add_token_level_kl:
+        batch, metrics = apply_kl_penalty(batch, config, controller.coef)
+        controller.update(metrics["reward/kl"], batch.num_sequences)
+    if config.whiten_rewards:
+        batch = whiten_token_rewards(batch)
+    stages["rewards"], stages["kl_coef"] = [batch.rewards_T], [torch.tensor(controller.coef)]
+    batch = compute_advantages(batch, config)
+    stages["advantages"] = [batch.advantages_T, batch.returns_T]
+    policy, _ = select_for_policy(batch, config, seed=0)
+    stages["selection"] = [policy.tokens_T, policy.loss_mask_T, *optional(policy.weights_T), *optional(policy.marked_T)]
+    at_T = torch.argsort(batch.tokens_T)[policy.tokens_T]
+    policy_scores = TokenScores(*(column_T[at_T] for column_T in columns_of(scores)))
+    stages["policy"] = loss_of(build_policy_loss(config, config.total_optimizer_steps), policy_scores, policy)
+    value_batch = batch.replace(loss_mask_T=value_mask(batch, config))
+    stages["value"] = loss_of(build_value_loss(config), scores, value_batch)
+    return stages
+
+
+def optional(column: Tensor | None) -> list[Tensor]:
+    return [] if column is None else [column]
+
+
+def loss_of(loss_fn: Any, scores: TokenScores, batch: Batch) -> list[Tensor]:
+    counts = torch.zeros(batch.num_sequences).index_add(0, batch.rows_T, batch.loss_mask_T.float())
+    assert counts.max() > 0
+    context = LossContext(float(counts.sum()), float((counts > 0).sum()), float(counts.max()), optimizer_step=1)
+    out, slopes = gradient(loss_fn, scores, batch, context)
+    return [out.loss.detach(), slopes]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(
+        a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-9, atol=1e-12)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize(("stage", "given", "change"), CASES)
+def test_each_key_changes_what_it_should(step: Any, stage: str, given: str, change: str) -> None:
+    before, after = step(given), step(merged(given, change))
+    changed = [name for name in STAGES if not equal(before[name], after[name])]
+    assert changed[:1] == [stage]
+
+
+def merged(given: str, change: str) -> str:
+    """Both, where a list of filters replaces the one before."""
+    return change if change.startswith(FILTERS) else f"{given} {change}".strip()
+
+
+@pytest.mark.parametrize(
+    ("stage", "given", "change"),
+    [
+        ("rewards", KL, "kl_penalty=full"),
+        ("rewards", "", KL),
+        ("policy", KL_LOSS, "kl_penalty=full"),
+        ("advantages", "adv_estimator=grpo", "adv_estimator=remax"),
+        ("selection", "", WEIGHT),
+        ("policy", WEIGHT, "train_infer_correction.is_weight.detach=false"),
+        ("selection", "", filters()),
+    ],
+)
+def test_keys_that_the_run_reads_change_the_numbers_too(step: Any, stage: str, given: str, change: str) -> None:
+    before, after = step(given), step(merged(given, change))
+    assert not equal(before[stage], after[stage])
+
+
+def leaves(section: type[Config], prefix: str = "") -> set[str]:
+    found = set()
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Config):
+            found |= leaves(inner, f"{prefix}{name}.")
+        else:
+            found.add(prefix + name)
+    return found
+
+
+def test_the_cases_name_every_key_and_every_name() -> None:
+    texts = [text for _, given, change in CASES for text in (*given.split(), change)]
+    keys = {change.partition("=")[0] for _, _, change in CASES}
+    assert leaves(AlgorithmConfig) - keys == set()
+    inside = " ".join(text for text in texts if text.startswith(FILTERS))
+    assert all(f"{key}: " in inside for key in TrainInferFilterConfig.model_fields)
+    choices = {
+        "adv_estimator": ADV_ESTIMATORS,
+        "pg_variant": PG_VARIANTS,
+        "kl_penalty": KlPenalty.__args__,  # type: ignore[attr-defined]
+        "loss_agg_mode": LossAggMode.__args__,  # type: ignore[attr-defined]
+        "pf_ppo.reweight_method": PfPpoConfig.model_fields["reweight_method"].annotation.__args__,  # type: ignore[union-attr]
+        "reward_normalization.method": RewardNormalizationConfig.model_fields["method"].annotation.__args__,  # type: ignore[union-attr]
+        "reward_normalization.grouping": RewardNormalizationConfig.model_fields["grouping"].annotation.__args__,  # type: ignore[union-attr]
+        "train_infer_correction.is_weight.weight_type": AggregationLevel.__args__,  # type: ignore[attr-defined]
+    }
+    changes = {change for _, _, change in CASES}
+    assert {f"{key}={name}" for key, names in choices.items() for name in names} - changes == set()

@@ -1,0 +1,504 @@
+"""Loading a configuration: composition, strictness, rules across sections, and all mistakes at once."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from roll.configs.agentic import AgenticConfig
+from roll.configs.batches import describe_batches
+from roll.configs.env import EnvManagerConfig
+from roll.configs.loader import load_config
+from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
+from roll.configs.strategy import STRATEGY_CONFIGS, MegatronConfig, StrategyArguments
+from roll.configs.worker import WorkerConfig
+from roll.preflight.choices import CHECKS
+
+CONFIGS = Path(__file__).resolve().parents[3] / "examples" / "config"
+NAMES = ["agentic_sokoban", "agentic_sokoban_qwen2.5_0.5b", "agentic_frozen_lake"]
+
+MINIMAL = """
+pretrain: tiny
+adv_estimator: reinforce
+rollout_batch_size: 16
+val_batch_size: 8
+custom_envs:
+  Lake: {env_type: frozen_lake, env_manager_cls: traj}
+  Boxes: {env_type: sokoban, env_config: {dim_room: [6, 6]}}
+train_env_manager: {env_groups: 4, group_size: 4, tags: [Lake]}
+val_env_manager: {env_groups: 8, tags: [Lake, Boxes]}
+actor_train:
+  training_args: {learning_rate: 1e-3, per_device_train_batch_size: 2, gradient_accumulation_steps: 4}
+  device_mapping: list(range(0,2))
+actor_infer:
+  strategy_args: {strategy_name: hf_infer}
+  device_mapping: [0]
+"""
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Loads MINIMAL, or the given text, with overrides."""
+
+    def _load(*overrides, text=MINIMAL, checks=CHECKS[AgenticConfig]):
+        (tmp_path / "mine.yaml").write_text(text)
+        return load_config(AgenticConfig, "mine", tmp_path, overrides, checks)
+
+    return _load
+
+
+@pytest.fixture
+def problems(load):
+    """The problems of MINIMAL with overrides, by path."""
+
+    def _problems(*overrides, **options) -> dict[str, ConfigProblem]:
+        with pytest.raises(ConfigErrors) as caught:
+            load(*overrides, **options)
+        return {problem.path: problem for problem in caught.value.problems}
+
+    return _problems
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shipped_configurations_are_valid(name):
+    config = load_config(AgenticConfig, name, CONFIGS, extra_checks=CHECKS[AgenticConfig])
+    assert config.exp_name == name
+    assert set(config.train_env_manager.tags) <= set(config.custom_envs)
+    # Held-out boards never occur in training.
+    if "SimpleSokobanHeldOut" in config.val_env_manager.tags:
+        assert config.custom_envs["SimpleSokobanHeldOut"].env_config["split"] == "eval"
+        assert config.custom_envs["SimpleSokoban"].env_config["split"] == "train"
+
+
+def test_values_defaults_and_interpolation(load):
+    config = load("actor_infer.generating_args.max_new_tokens=${response_length}", "response_length=99")
+    assert config.actor_infer.generating_args.max_new_tokens == 99
+    assert config.actor_train.training_args.learning_rate == 1e-3
+    assert config.actor_train.device_mapping == [0, 1]
+    assert config.exp_name == "mine"
+    assert config.seed == 42
+
+
+def test_overrides_need_no_plus_and_may_name_keys_that_the_file_leaves_out(load):
+    config = load(
+        "critic.infer_batch_size=3", "+max_steps=5", "++seed=7", "actor_train.device_mapping=list(range(2,4))"
+    )
+    assert (config.critic.infer_batch_size, config.max_steps, config.seed) == (3, 5, 7)
+    assert config.actor_train.device_mapping == [2, 3]
+
+
+def test_tilde_takes_a_key_back_to_its_default(load, problems):
+    assert load("~rollout_batch_size", "~val_batch_size").rollout_batch_size == 128
+    assert "nothing_here" in problems("~nothing_here")
+
+
+def test_an_override_inside_a_linked_section_keeps_its_other_keys():
+    overrides = ["custom_envs.SimpleSokoban.max_steps=7", "custom_env.SimpleSokoban.step_timeout=9.5"]
+    config = load_config(AgenticConfig, "agentic_sokoban", CONFIGS, overrides)
+    tag = config.custom_envs["SimpleSokoban"]
+    assert (tag.max_steps, tag.step_timeout, tag.env_type) == (7, 9.5, "sokoban")
+    assert config.custom_envs["SimpleSokobanHeldOut"].max_steps == 6
+
+
+def test_included_files_are_found_under_both_spellings(tmp_path):
+    folder = tmp_path / "config"
+    folder.mkdir()
+    (folder / "traj_envs.yaml").write_text("custom_env: {Lake: {env_type: frozen_lake}}\n")
+    for include in ("traj_envs@_here_", "config/traj_envs@_here_", "../config/traj_envs@_here_"):
+        text = MINIMAL.replace("Lake: {env_type: frozen_lake, env_manager_cls: traj}", "Lake: ${custom_env.Lake}")
+        (folder / "main.yaml").write_text(f"defaults: [{include}, _self_]\n{text}")
+        assert load_config(AgenticConfig, "main", folder).custom_envs["Lake"].env_type == "frozen_lake"
+
+
+def test_engine_presets_are_read_through_a_link_and_otherwise_left_alone(load):
+    presets = "deepspeed_zero2: {zero_optimization: {stage: 2}}\ndeepspeed_zero3: {zero_optimization: {stage: 3}}\n"
+    strategy = "actor_train.strategy_args={strategy_name:deepspeed_train,strategy_config:${deepspeed_zero2}}"
+    config = load(strategy, "actor_train.strategy_args.strategy_config.steps_per_print=5", text=MINIMAL + presets)
+    options = {"zero_optimization": {"stage": 2}, "steps_per_print": 5}
+    assert config.actor_train.strategy_args.strategy_config == options
+
+
+def test_a_top_level_variable_must_be_referred_to(load, problems):
+    text = MINIMAL + "my_steps: 12\nmax_steps: ${my_steps}\n"
+    assert load("my_steps=13", text=text).max_steps == 13
+    assert load("max_steps=14", text=text).max_steps == 14
+    found = problems("my_stps=13", text=text)
+    assert found["my_stps"].hint == "did you mean my_steps?"
+    assert "my_steps" in problems(text=MINIMAL + "my_steps: 12\n")
+
+
+def test_library_entries_are_checked_though_only_chosen_ones_are_read():
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(
+            AgenticConfig,
+            "agentic_sokoban",
+            CONFIGS,
+            ["custom_env.LargerSokoban.max_step=3", "custom_env.Smal.max_steps=3"],
+        )
+    found = {problem.path: problem for problem in caught.value.problems}
+    assert found["custom_env.LargerSokoban.max_step"].hint == "did you mean max_steps?"
+    assert found["custom_env.Smal.env_type"].seen is NOTHING
+
+
+def test_an_unknown_configuration_lists_those_there_are(tmp_path):
+    with pytest.raises(ConfigErrors, match=r"agentic_frozen_lake.*did you mean agentic_sokoban\?"):
+        load_config(AgenticConfig, "agentic_sokobann", CONFIGS)
+    with pytest.raises(ConfigErrors, match="existing folder"):
+        load_config(AgenticConfig, "any", tmp_path / "none")
+
+
+def test_a_file_that_is_no_yaml_is_named(tmp_path):
+    (tmp_path / "bad.yaml").write_text("a: [1\nb: 2\n")
+    with pytest.raises(ConfigErrors, match=r"bad\.yaml"):
+        load_config(AgenticConfig, "bad", tmp_path)
+
+
+@pytest.mark.parametrize("text", ["a: 1\na: 2\n", "defaults: [nowhere@_here_]\n", "- 1\n", "x: ${\n"])
+def test_a_file_that_cannot_be_composed_is_one_clear_problem(tmp_path, text):
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ConfigErrors):
+        load_config(AgenticConfig, "bad", tmp_path)
+
+
+def test_a_link_to_nowhere_and_an_open_value_are_problems(problems):
+    found = problems("seed=${nowhere}", "max_steps=???", "logging_steps=0")
+    assert {"seed", "max_steps", "logging_steps"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "expected"),
+    [
+        ("seed=abc", "seed", "int, at least 0"),
+        ("seed=-1", "seed", "int, at least 0"),
+        ("seed=1.0", "seed", "int"),
+        ("seed=true", "seed", "int"),
+        ("seed='1'", "seed", "int"),
+        ("whiten_advantages=1", "whiten_advantages", "bool"),
+        ("exp_name=a/b", "exp_name", "matching"),
+        ("track_with=5", "track_with", "str, or list of str"),
+        ("resume_from_checkpoint=3", "resume_from_checkpoint", "bool, or str"),
+        ("actor_train.training_args.learning_rate=fast", "actor_train.training_args.learning_rate", "more than 0"),
+        ("actor_train.training_args.learning_rate=0", "actor_train.training_args.learning_rate", "more than 0"),
+        ("actor_train.model_args.dtype=fp8", "actor_train.model_args.dtype", "one of: fp32, bf16, fp16, or null"),
+        ("actor_infer.generating_args.num_beams=4", "actor_infer.generating_args.num_beams", "only 1"),
+        ("actor_infer.generating_args.top_p=1.5", "actor_infer.generating_args.top_p", "at most 1"),
+        ("actor_train.device_mapping=[0,0]", "actor_train.device_mapping", "every device id once"),
+        ("actor_train=3", "actor_train", "section"),
+        ("critic=[1]", "critic", "section, or null"),
+        ("custom_envs.Lake.max_steps=0", "custom_envs.Lake.max_steps", "int, at least 1"),
+        ("train_env_manager.tags=Lake", "train_env_manager.tags", "list of str"),
+        ("train_env_manager.tags=[Lake,3]", "train_env_manager.tags.1", "str"),
+        ("system_envs.A=1.5", "system_envs.A", "str"),
+    ],
+)
+def test_wrong_types_and_ranges(problems, override, path, expected):
+    found = problems(override)
+    assert set(found) == {path}
+    assert expected in found[path].expected
+
+
+def test_numbers_in_environment_variables_become_text(load):
+    assert load("system_envs.OMP_NUM_THREADS=1").system_envs == {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("max_stepz=3", "did you mean max_steps?"),
+        ("actor_train.training_args.learning_rat=1", "did you mean learning_rate?"),
+        ("actor_trian.infer_batch_size=1", "did you mean actor_train?"),
+        ("learning_rate=1", "did you mean actor_train.training_args.learning_rate?"),
+        ("max_new_tokens=1", "did you mean actor_infer.generating_args.max_new_tokens?"),
+        ("local_rank=0", "remove it: every worker gets its rank from its cluster"),
+        ("num_return_sequences_in_group=8", "group_size"),
+        ("actor_train.strategy_args.strategy_config.fsdp_sise=2", "did you mean fsdp_size?"),
+        ("custom_envs.Lake.env_configs={}", "did you mean env_config?"),
+        ("custom_envs.Boxes.env_config.dim_rom=[6,6]", "did you mean 'dim_room'?"),
+        ("train_env_manager.num_env_group=3", "did you mean num_env_groups?"),
+    ],
+)
+def test_unknown_keys_name_the_nearest_valid_one(problems, override, hint):
+    found = problems(override)
+    path = override.partition("=")[0]
+    problem = found.get(path) or found[path.partition(".")[0]]
+    assert hint in problem.hint
+    assert problem.expected == "no such key"
+    assert len(found) == 1
+
+
+def test_newer_spellings_are_the_same_keys(load, problems):
+    text = MINIMAL.replace("{env_groups: 4, group_size: 4, tags: [Lake]}", "{num_env_groups: 4, group_size: 4}")
+    config = load("train_env_manager.tags=[Lake]", "train_env_manager.num_groups_partition=[4]", text=text)
+    assert (config.train_env_manager.env_groups, config.train_env_manager.n_groups) == (4, [4])
+    found = problems("train_env_manager.num_env_groups=zero", "train_env_manager.tags=[Lake]", text=text)
+    assert found["train_env_manager.num_env_groups"].expected == "int, at least 1"
+
+
+def test_both_spellings_at_once_are_an_error(problems):
+    found = problems("train_env_manager.num_env_groups=4")
+    assert set(found) == {"train_env_manager.num_env_groups"}
+    assert "env_groups" in found["train_env_manager.num_env_groups"].expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path"),
+    [
+        (["rollout_batch_size=18", "actor_train.training_args.gradient_accumulation_steps=1",
+          "actor_train.training_args.per_device_train_batch_size=9"], "rollout_batch_size"),
+        (["val_env_manager.group_size=3"], "val_batch_size"),
+        (["rollout_batch_size=24"], "actor_train.training_args.gradient_accumulation_steps"),
+        (
+            ["actor_train.training_args.gradient_accumulation_steps=3"],
+            "actor_train.training_args.gradient_accumulation_steps",
+        ),
+        (["actor_train.num_gpus_per_worker=3"], "actor_train.num_gpus_per_worker"),
+        (["actor_train.num_gpus_per_worker=2"], "actor_train.num_gpus_per_worker"),
+        (["actor_train.world_size=3"], "actor_train.world_size"),
+        (
+            ["actor_train.strategy_args.strategy_config.fsdp_size=3"],
+            "actor_train.strategy_args.strategy_config.fsdp_size",
+        ),
+        (
+            ["actor_train.strategy_args={strategy_name:megatron_train,strategy_config:{tensor_model_parallel_size:4}}"],
+            "actor_train.strategy_args.strategy_config.tensor_model_parallel_size",
+        ),
+        (["train_env_manager.n_groups=[3]"], "train_env_manager.n_groups"),
+        (["val_env_manager.n_groups=[8]"], "val_env_manager.n_groups"),
+        (["val_env_manager.n_groups=[8,0]"], "val_env_manager.n_groups"),
+        (["val_env_manager.env_groups=1"], "val_env_manager.tags"),
+        (["train_env_manager.tags=[Lake,Lake]"], "train_env_manager.tags"),
+        (["train_env_manager.max_traj_per_env=0"], "train_env_manager.max_traj_per_env"),
+        (["rollout_batch_size=64", "train_env_manager.max_traj_per_env=2"], "train_env_manager.max_traj_per_env"),
+        (["sequence_length=2000"], "sequence_length"),
+        (["custom_envs.Lake.max_tokens_per_step=2000"], "custom_envs.Lake.max_tokens_per_step"),
+        (["actor_infer.generating_args.max_new_tokens=2000"], "actor_infer.generating_args.max_new_tokens"),
+        (["actor_train.use_dynamic_batching_in_train=true"], "actor_train.max_tokens_per_microbatch_in_train"),
+        (["actor_train.max_tokens_per_microbatch_in_infer=4096"], "actor_train.max_tokens_per_microbatch_in_infer"),
+        (
+            ["actor_train.use_dynamic_batching_in_train=true", "actor_train.max_tokens_per_microbatch_in_train=64"],
+            "actor_train.max_tokens_per_microbatch_in_train",
+        ),
+        (["adv_estimator=gae"], "critic"),
+        (["use_kl_loss=true", "kl_loss_coef=0.1"], "reference"),
+        (["actor_infer.training_args.learning_rate=1"], "actor_infer.training_args"),
+        (["actor_train.generating_args.temperature=0.5"], "actor_train.generating_args"),
+        (["actor_infer.data_args.template=x.jinja"], "actor_infer.data_args"),
+        (["actor_infer.generating_args.do_sample=false"], "actor_infer.generating_args"),
+        (["train_env_manager.generating_args.temperature=0.5"], "train_env_manager.generating_args.temperature"),
+        (["actor_train.training_args.warmup_ratio=0.1", "actor_train.training_args.warmup_steps=3"],
+         "actor_train.training_args.warmup_ratio"),
+        (["warm_start.min_success=0.5"], "warm_start.min_success"),
+        (["custom_envs.Lake.history_length=2"], "custom_envs.Lake.history_length"),
+        (["track_with=[stdout,stdout]"], "track_with"),
+        (["turn_level_gae=true"], "turn_level_gae"),
+    ],
+)  # fmt: skip
+def test_rules_between_keys(problems, overrides, path):
+    found = problems(*overrides)
+    assert path in found, found
+    assert len(found) == 1, found
+
+
+def test_the_critic_takes_the_actors_optimizer_steps(problems, load):
+    critic = "critic={training_args:{per_device_train_batch_size:%d,gradient_accumulation_steps:4},world_size:2}"
+    assert load("adv_estimator=gae", critic % 2).optimizer_steps_per_epoch == 1
+    found = problems("adv_estimator=gae", critic % 1)
+    assert "that of actor_train" in found["critic.training_args.gradient_accumulation_steps"].expected
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "hint"),
+    [
+        ("train_env_manager.tags=[Lak]", "train_env_manager.tags.0", "did you mean Lake?"),
+        ("custom_envs.Lake.env_type=frozen_lak", "custom_envs.Lake.env_type", "frozen_lake"),
+        ("custom_envs.Lake.env_config.size=99", "custom_envs.Lake.env_config.size", ""),
+        ("custom_envs.Boxes.env_manager_cls=stepp", "custom_envs.Boxes.env_manager_cls", "did you mean step?"),
+        (
+            "actor_infer.strategy_args.strategy_name=vlm",
+            "actor_infer.strategy_args.strategy_name",
+            "did you mean vllm?",
+        ),
+        ("actor_infer.strategy_args.strategy_name=fsdp2_train", "actor_infer.strategy_args.strategy_name", ""),
+        ("actor_train.strategy_args.strategy_name=vllm", "actor_train.strategy_args.strategy_name", ""),
+        ("actor_train.strategy_args.strategy_name=no_such_pkg.x:Y", "actor_train.strategy_args.strategy_name", ""),
+        ("track_with=tensorbord", "track_with", "tensorboard"),
+        ("adv_estimator=reinforc", "adv_estimator", ""),
+        ("pretrain=./no/such/model", "pretrain", "nothing at this path"),
+        ("actor_train.device_mapping=[7,8]", "actor_train.device_mapping", "8"),
+        ("val_env_manager.worker_cls=not a path", "val_env_manager.worker_cls", ""),
+        ("resume_from_checkpoint=./no/such/checkpoint", "resume_from_checkpoint", ""),
+    ],
+)
+def test_names_files_and_devices_that_do_not_exist(problems, override, path, hint):
+    found = problems(override)
+    assert set(found) == {path}
+    assert hint in found[path].hint
+
+
+def test_a_hub_name_is_accepted_and_a_folder_without_a_model_is_not(load, problems, tmp_path):
+    assert load("pretrain=Qwen/Qwen2.5-0.5B-Instruct").pretrain
+    (tmp_path / "model").mkdir()
+    assert "config.json" in problems(f"pretrain={tmp_path}/model")["pretrain"].expected
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert "no model_type" in problems(f"pretrain={tmp_path}/model")["pretrain"].hint
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
+    assert load(f"pretrain={tmp_path}/model").pretrain
+
+
+def test_a_workers_devices_must_lie_on_one_node(problems):
+    vllm = "actor_infer={strategy_args:{strategy_name:vllm},num_gpus_per_worker:2,device_mapping:[7,8]}"
+    found = problems("num_nodes=2", vllm)
+    assert "one node" in found["actor_infer.device_mapping"].hint
+
+
+def test_all_mistakes_are_reported_at_once_in_order_of_their_keys(problems):
+    found = problems(
+        "seed=x", "max_stepz=1", "rollout_batch_size=18", "custom_envs.Lake.env_type=nope", "track_with=nobody",
+        "val_env_manager.n_groups=[1,1]", "actor_infer.strategy_args.strategy_config.speed=1", "nonsense",
+        "pretrain=./missing", "actor_train.device_mapping=[9]", "actor_train.training_args.weight_decay=-1",
+    )  # fmt: skip
+    assert list(found) == sorted(found)
+    assert set(found) >= {
+        "seed", "max_stepz", "rollout_batch_size", "custom_envs.Lake.env_type", "track_with",
+        "val_env_manager.n_groups", "actor_infer.strategy_args.strategy_config.speed", "nonsense",
+        "pretrain", "actor_train.device_mapping", "actor_train.training_args.weight_decay",
+    }  # fmt: skip
+
+
+def test_a_wrong_value_causes_no_further_problems_in_rules_that_use_it(problems):
+    """group_size falls back to its default 1, and 18 episodes would not be reported anyway."""
+    assert set(problems("train_env_manager.group_size=four", "rollout_batch_size=18",
+                        "actor_train.training_args.per_device_train_batch_size=1",
+                        "actor_train.training_args.gradient_accumulation_steps=9")) == {
+        "train_env_manager.group_size"
+    }  # fmt: skip
+    # A misspelt key stands for the one it was meant to be.
+    assert set(problems("train_env_manager.max_traj_per_en=1", "train_env_manager.max_traj_per_env=0")) == {
+        "train_env_manager.max_traj_per_en"
+    }
+    assert set(problems("adv_estimator=gea", "turn_level_gae=true")) == {"adv_estimator"}
+
+
+def test_checks_of_upper_layers_run_although_other_sections_are_wrong(problems):
+    def no_seed_7(config: AgenticConfig) -> list[ConfigProblem]:
+        return [ConfigProblem("seed", config.seed, "another seed")] if config.seed == 7 else []
+
+    assert set(problems("seed=7", "max_steps=0", checks=[no_seed_7])) == {"seed", "max_steps"}
+
+
+def test_problems_tell_path_value_expectation_and_hint():
+    text = str(ConfigProblem("a.b", {"x": [1, "é"]}, "int", "did you mean c?"))
+    assert text == 'a.b: seen {"x": [1, "é"]}, expected int (did you mean c?)'
+    assert str(ConfigProblem("a", NOTHING, "str")) == "a: seen nothing, expected str"
+    assert len(str(ConfigProblem("a", "y" * 1000, "str"))) < 120
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "data_parallel"),
+    [
+        ("fsdp2_train", {}, 16),
+        ("deepspeed_train", {"zero_optimization": {"stage": 2}}, 16),
+        ("megatron_train", {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 4),
+        ("megatron_train", {"context_parallel_size": 4, "expert_model_parallel_size": 4}, 4),
+    ],
+)
+def test_global_batch_follows_the_documented_arithmetic(strategy, options, data_parallel):
+    worker = WorkerConfig(device_mapping=list(range(16)))
+    worker.strategy_args = StrategyArguments(strategy_name=strategy, strategy_config=options)
+    worker.training_args.per_device_train_batch_size = 3
+    worker.training_args.gradient_accumulation_steps = 5
+    assert worker.data_parallel_size == data_parallel
+    assert worker.global_train_batch_size == 3 * 5 * data_parallel
+
+
+def test_engine_options_pass_unknown_keys_through_and_check_known_ones(load, problems):
+    megatron = "actor_train.strategy_args={strategy_name:megatron_train,strategy_config:{batch_p2p_comm:false}}"
+    options = load(megatron).actor_train.strategy_args.typed()
+    assert isinstance(options, MegatronConfig)
+    assert options.model_extra == {"batch_p2p_comm": False}
+    found = problems("actor_infer.strategy_args={strategy_name:vllm,strategy_config:{gpu_memory_utilization:60}}")
+    assert "at most 1" in found["actor_infer.strategy_args.strategy_config.gpu_memory_utilization"].expected
+    found = problems("actor_train.strategy_args={strategy_name:deepspeed_train,strategy_config:{train_batch_size:8}}")
+    assert "training_args" in found["actor_train.strategy_args.strategy_config.train_batch_size"].expected
+
+
+def test_every_strategy_has_defaults_that_hold():
+    for section in STRATEGY_CONFIGS.values():
+        assert section().problems() == []
+
+
+def test_batches_are_described_in_words(load):
+    assert describe_batches(load("ppo_epochs=2")) == [
+        "each step: 4 groups × 4 = 16 episodes, played by 4 groups of environments (4 Lake) × 4 = 16 environments "
+        "at once",
+        "each evaluation: 8 groups × 1 = 8 episodes, played by 8 groups of environments (4 Lake, 4 Boxes) × 1 = "
+        "8 environments at once",
+        "actor_train: global batch 16 episodes = 2 per device × 4 accumulated × 2 data-parallel; 16 episodes make "
+        "1 optimizer step × 2 epochs = 2 per step, 1000 in all; 4 micro-batches per device and optimizer step, 8 "
+        "episodes",
+    ]
+
+
+@pytest.mark.parametrize("groups", range(3, 9))
+@pytest.mark.parametrize("per_worker", [0, 1, 5, 100])
+def test_groups_are_spread_evenly_and_workers_hold_them_all(groups, per_worker):
+    manager = EnvManagerConfig(env_groups=groups, group_size=4, tags=["a", "b", "c"], max_env_num_per_worker=per_worker)
+    shares = list(manager.groups_per_tag.values())
+    assert sum(shares) == groups
+    assert max(shares) - min(shares) <= 1
+    assert manager.num_workers == (math.ceil(groups * 4 / per_worker) if per_worker else 1)
+    assert manager.worker_config().num_workers == manager.num_workers
+
+
+def test_sampling_arguments_fall_back_to_the_actors_and_get_their_bound(load):
+    config = load("val_env_manager.generating_args.temperature=0.0", "actor_infer.generating_args.top_k=5")
+    assert config.sampling(config.train_env_manager).top_k == 5
+    assert config.sampling(config.train_env_manager).max_new_tokens == config.response_length
+    assert config.sampling(config.val_env_manager).temperature == 0.0
+
+
+def test_roles_are_those_that_the_algorithm_needs(load):
+    both = ["critic.world_size=2", "reference.world_size=1"]
+    assert list(load(*both).roles) == ["actor_train", "actor_infer"]
+    reference = load(*both, "use_kl_loss=true", "kl_loss_coef=0.01")
+    assert list(reference.roles) == ["actor_train", "actor_infer", "reference"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "words"),
+    [
+        (["actor_train.strategy_args={strategy_name:megatron_train,strategy_config:{moe_z_los_coeff:1}}"],
+         "actor_train.strategy_args.strategy_config.moe_z_los_coeff", "moe_z_loss_coeff"),
+        (["actor_train.strategy_args={strategy_name:megatron_train,strategy_config:{num_layers:4}}"],
+         "actor_train.strategy_args.strategy_config.num_layers", "model_config_kwargs"),
+        (["actor_train.strategy_args={strategy_name:deepspeed_train,strategy_config:{zero_optimization:{stag:2}}}"],
+         "actor_train.strategy_args.strategy_config.zero_optimization.stag", "stage"),
+        (["actor_infer.strategy_args={strategy_name:vllm,strategy_config:{enforce_eagr:true}}", "tiny_num_heads=2"],
+         "actor_infer.strategy_args.strategy_config.enforce_eagr", "enforce_eager"),
+        (["actor_infer.strategy_args.strategy_name=vllm"], "tiny_num_heads", "heads of 32"),
+        (["actor_train.strategy_args={strategy_name:megatron_train,strategy_config:{tensor_model_parallel_size:8}}",
+          "actor_train.device_mapping=[0,1,2,3,4,5,6,7]", "num_gpus_per_node=8"],
+         "actor_train.strategy_args.strategy_config.tensor_model_parallel_size", "num_attention_heads 4"),
+        (["actor_train.strategy_args={strategy_name:megatron_train,strategy_config:{pipeline_model_parallel_size:4}}",
+          "actor_train.device_mapping=[0,1,2,3]", "num_gpus_per_node=8"],
+         "actor_train.strategy_args.strategy_config.pipeline_model_parallel_size", "num_hidden_layers 2"),
+        (["actor_train.model_args.ulysses_size=8", "actor_train.device_mapping=[0,1,2,3,4,5,6,7]",
+          "num_gpus_per_node=8"],
+         "actor_train.model_args.ulysses_size", "4 attention heads"),
+        (["actor_train.model_args.ulysses_size=4", "actor_train.device_mapping=[0,1,2,3,4,5]", "num_gpus_per_node=8"],
+         "actor_train.model_args.ulysses_size", "to divide the 6 devices"),
+        (["actor_train.strategy_args.strategy_name=megatron_train", "actor_train.model_args.ulysses_size=2",
+          "actor_train.device_mapping=[0,1]", "num_gpus_per_node=8"],
+         "actor_train.model_args.ulysses_size", "context_parallel_size"),
+        (["actor_infer.model_args.lora_target=q_proj"], "actor_infer.model_args.lora_target", "actor_train"),
+        (["actor_train.model_args.lora_target=q_proj", "reference={}", "use_kl_loss=true", "kl_loss_coef=0.1"],
+         "reference", "without its adapter"),
+        (["actor_infer.model_args.use_liger_kernel=true"],
+         "actor_infer.model_args.use_liger_kernel", "false with hf_infer"),
+    ],
+)  # fmt: skip
+def test_a_wrong_choice_of_engine_or_layout_is_named_with_the_right_one(problems, overrides, path, words):
+    found = problems(*overrides)
+    assert path in found, found
+    assert words in f"{found[path].expected} {found[path].hint}"
+    assert len(found) == 1, found

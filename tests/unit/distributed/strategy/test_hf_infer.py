@@ -1,0 +1,601 @@
+"""hf_infer against transformers' own ``generate`` and plain forwards, with small random models."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from roll.configs.model import ModelArguments
+from roll.configs.strategy import StrategyArguments
+from roll.configs.worker import WorkerConfig
+from roll.data.batch import Batch
+from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
+from roll.distributed.strategy.base import States, StrategyContext
+from roll.distributed.strategy.generation.requests import EngineStoppedError
+from roll.distributed.strategy.hf_infer.strategy import HfInfer
+from roll.distributed.weights.buckets import WeightChecksumError, WeightMismatchError
+from roll.distributed.weights.contents import WeightBucket
+from roll.models.tiny import make_tokenizer
+from tests.support import contract
+from tests.support.contract import (
+    burst,
+    forward_logprobs,
+    greedy_oracle,
+    load,
+    prompts,
+    random_model,
+    requests_of,
+    staggered,
+    weights_of,
+)
+
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
+    "llama": (LlamaConfig, LlamaForCausalLM, {"tie_word_embeddings": False}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),
+    "gpt_neox": (GPTNeoXConfig, GPTNeoXForCausalLM, {}),
+}
+SEQUENCE_LENGTH = 256
+
+
+def make_model(family: str, seed: int, **config: Any) -> PreTrainedModel:
+    config_class, model_class, extra = FAMILIES[family]
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return random_model(config_class, model_class, seed, **{"max_position_embeddings": 512, **heads, **extra, **config})
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Folder of a random model by (family, seed), made once."""
+    root = tmp_path_factory.mktemp("models")
+
+    def path(family: str = "qwen2", seed: int = 0) -> str:
+        folder: Path = root / f"{family}-{seed}"
+        if not folder.exists():
+            make_model(family, seed).save_pretrained(folder)
+            make_tokenizer().save_pretrained(folder)
+        return str(folder)
+
+    return path
+
+
+@contextlib.contextmanager
+def engine_of(
+    path: str, *, config: dict[str, Any] | None = None, attention: str = "auto", **context: Any
+) -> Iterator[HfInfer]:
+    worker = WorkerConfig(
+        model_args=ModelArguments(attn_implementation=attention),
+        strategy_args=StrategyArguments(strategy_name="hf_infer", strategy_config=config or {}),
+        infer_batch_size=4,
+    )
+    context.setdefault("sequence_length", SEQUENCE_LENGTH)
+    engine = HfInfer(StrategyContext(worker, "actor_infer", path, **context))
+    engine.setup()
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+@pytest.fixture(scope="module")
+def shared_engine(model_path: Callable[..., str]) -> Iterator[HfInfer]:
+    """One engine for the tests that leave no trace in it."""
+    with engine_of(model_path()) as engine:
+        yield engine
+
+
+def buckets_of(path_or_model: str | PreTrainedModel, **changes: Any) -> AsyncIterator[WeightBucket]:
+    model = load(path_or_model) if isinstance(path_or_model, str) else path_or_model
+    weights = {**weights_of(model), **changes}
+    return contract.buckets_of({name: tensor for name, tensor in weights.items() if tensor is not None})
+
+
+async def wait_for(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def held_at(engine: HfInfer, num_tokens: int) -> None:
+    """Waits until the engine has sampled ``num_tokens`` and stands still right there, however loaded the machine is.
+
+    Undone with ``engine._engine.release("test")``.
+    """
+    batching, held = engine._batching, asyncio.Event()
+    loop, step = asyncio.get_running_loop(), batching.step
+
+    def step_and_hold() -> Any:
+        finished = step()
+        if batching.counters.generated_tokens >= num_tokens:
+            engine._engine._holds.add("test")
+            del batching.step  # back to the class's own
+            loop.call_soon_threadsafe(held.set)
+        return finished
+
+    batching.step = step_and_hold  # type: ignore[method-assign]
+    async with asyncio.timeout(20):
+        await held.wait()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU depend on the batch's shape")
+def test_on_a_cpu_the_rest_of_the_batch_changes_not_one_bit(model_path: Callable[..., str]) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with engine_of(model_path()) as engine:
+            requests = requests_of(prompts(40, seed=3), max_new_tokens=6, seed=7)
+            together = asyncio.run(burst(engine, requests))
+            alone = [asyncio.run(engine.generate(request)) for request in requests]
+            mixed = asyncio.run(staggered(engine, requests))
+    finally:
+        torch.set_num_threads(threads)
+    for other in (alone, mixed):
+        for a, b in zip(together, other, strict=True):
+            assert a.token_ids.tolist() == b.token_ids.tolist()
+            assert a.logprobs.tobytes() == b.logprobs.tobytes()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_staggered_greedy_requests_equal_transformers_generate(family: str, model_path: Callable[..., str]) -> None:
+    path = model_path(family)
+    rng = random.Random(1)
+    requests = [
+        GenerateRequest(str(i), p, SamplingParams(temperature=0, max_new_tokens=rng.randint(1, 24)))
+        for i, p in enumerate(prompts(40))
+    ]
+    # Few slots and a small prefill budget: the queue, gaps in the slots and several prefills per step all occur.
+    with engine_of(path, max_running_requests=7, config={"max_prefill_tokens": 100}) as engine:
+        completions = asyncio.run(staggered(engine, requests))
+        assert engine.stats()["finished"] == 40
+        assert engine.stats()["running"] == engine.stats()["waiting"] == 0
+    model = load(path)
+    for request, completion in zip(requests, completions, strict=True):
+        expected = greedy_oracle(model, request.prompt_ids, request.params.max_new_tokens)
+        assert completion.token_ids.tolist() == expected
+        assert completion.request_id == request.request_id
+        logprobs = forward_logprobs(model, request.prompt_ids, completion.token_ids, 1.0)
+        np.testing.assert_allclose(completion.logprobs, logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("attention", ["fa2", "eager"])
+def test_sampled_logprobs_are_those_of_the_full_tempered_distribution(
+    attention: str, model_path: Callable[..., str]
+) -> None:
+    """``fa2`` falls back to sdpa."""
+    rng = random.Random(2)
+    choices = [{"top_k": 3}, {"top_p": 0.6}, {"repetition_penalty": 1.5}, {}]
+    requests = [
+        GenerateRequest(str(i), p, SamplingParams(max_new_tokens=9, temperature=0.7, seed=i, **rng.choice(choices)))
+        for i, p in enumerate(prompts(20))
+    ]
+    with engine_of(model_path(), attention=attention) as engine:
+        completions = asyncio.run(burst(engine, requests))
+    model = load(model_path())
+    for request, completion in zip(requests, completions, strict=True):
+        expected = forward_logprobs(model, request.prompt_ids, completion.token_ids, 0.7)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+
+
+def test_scores_of_a_batch_agree_with_the_sampled_logprobs(model_path: Callable[..., str]) -> None:
+    requests = requests_of(prompts(10), max_new_tokens=8, temperature=0.8, seed=5)
+    with engine_of(model_path(), temperature=0.8) as engine:
+        completions = asyncio.run(burst(engine, requests))
+        lengths = [len(r.prompt_ids) + len(c.token_ids) for r, c in zip(requests, completions, strict=True)]
+        flat = [x for r, c in zip(requests, completions, strict=True) for x in (r.prompt_ids, c.token_ids)]
+        mask = [np.full(len(x), i % 2 == 1) for i, x in enumerate(flat)]
+        batch = Batch(
+            lengths_B=torch.tensor(lengths),
+            tokens_T=torch.from_numpy(np.concatenate(flat)),
+            loss_mask_T=torch.from_numpy(np.concatenate(mask)),
+        )
+        scores = engine.logprobs(batch)
+    assert scores.logprobs_T is not None
+    sampled = np.concatenate([c.logprobs for c in completions])
+    np.testing.assert_allclose(scores.logprobs_T[batch.loss_mask_T].numpy(), sampled, atol=1e-5)
+
+
+def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(shared_engine: HfInfer) -> None:
+    requests = [
+        GenerateRequest(str(i), p, SamplingParams(max_new_tokens=12, seed=1000 + i % 3, top_p=0.9 if i % 2 else 1.0))
+        for i, p in enumerate(prompts(24))
+    ]
+    together = asyncio.run(burst(shared_engine, requests))
+    apart = asyncio.run(staggered(shared_engine, requests))
+    alone = [asyncio.run(shared_engine.generate(request)) for request in requests]
+    assert [c.token_ids.tolist() for c in together] == [c.token_ids.tolist() for c in apart]
+    assert [c.token_ids.tolist() for c in together] == [c.token_ids.tolist() for c in alone]
+
+
+def test_requests_without_a_seed_differ_and_repeat_with_the_run_seed(model_path: Callable[..., str]) -> None:
+    prompt = prompts(1)[0]
+    requests = requests_of([prompt] * 4, max_new_tokens=12)
+
+    def run(seed: int) -> list[list[int]]:
+        with engine_of(model_path(), seed=seed) as engine:
+            return [c.token_ids.tolist() for c in asyncio.run(burst(engine, requests))]
+
+    first = run(1)
+    assert len({tuple(tokens) for tokens in first}) > 1
+    assert run(1) == first
+    assert run(2) != first
+
+
+def test_samples_of_one_prompt_share_its_prefill(model_path: Callable[..., str]) -> None:
+    prompt = prompts(1, low=40)[0]
+    request = GenerateRequest("n", prompt, SamplingParams(max_new_tokens=6, seed=3))
+    with engine_of(model_path()) as engine:
+        samples = asyncio.run(engine.generate_n(request, 5))
+        stats = engine.stats()
+        assert stats["prefill_tokens"] == len(prompt) - 1
+        assert stats["shared_tokens"] == 4 * (len(prompt) - 1)
+        single = asyncio.run(engine.generate(request))
+    assert samples[0].token_ids.tolist() == single.token_ids.tolist()
+    assert len({tuple(s.token_ids.tolist()) for s in samples}) > 1
+    model = load(model_path())
+    for sample in samples:
+        np.testing.assert_allclose(sample.logprobs, forward_logprobs(model, prompt, sample.token_ids, 1.0), atol=1e-5)
+
+
+def test_repetition_penalty_equals_that_of_transformers(shared_engine: HfInfer, model_path: Callable[..., str]) -> None:
+    model = load(model_path())
+    requests = requests_of(prompts(8), temperature=0, max_new_tokens=16, repetition_penalty=1.4)
+    for request, completion in zip(requests, asyncio.run(burst(shared_engine, requests)), strict=True):
+        expected = greedy_oracle(model, request.prompt_ids, 16, repetition_penalty=1.4)
+        assert completion.token_ids.tolist() == expected
+
+
+def test_a_completion_ends_with_the_token_that_completed_a_stop_string(
+    shared_engine: HfInfer, model_path: Callable[..., str]
+) -> None:
+    tokenizer = make_tokenizer()
+    for index, request in enumerate(requests_of(prompts(12), temperature=0, max_new_tokens=20)):
+        full = asyncio.run(shared_engine.generate(request)).token_ids.tolist()
+        text = tokenizer.decode(full)
+        start = random.Random(index).randrange(len(text))
+        stop = text[start : start + 3]
+        params = SamplingParams(temperature=0, max_new_tokens=20, stop=("no such text", stop))
+        completion = asyncio.run(shared_engine.generate(GenerateRequest("stop", request.prompt_ids, params)))
+        expected = next(n for n in range(1, len(full) + 1) if stop in tokenizer.decode(full[:n]))
+        assert completion.token_ids.tolist() == full[:expected], repr(stop)
+        assert completion.finish_reason is FinishReason.STOP
+
+
+def test_every_stated_end_of_sequence_token_stops(model_path: Callable[..., str], tmp_path: Path) -> None:
+    model = load(model_path())
+    requests = requests_of(prompts(6), temperature=0, max_new_tokens=20)
+    full = [greedy_oracle(model, r.prompt_ids, 20, eos_token_id=None) for r in requests]
+    ends = [full[0][4], full[1][7]]
+    model.generation_config.eos_token_id = ends
+    model.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    ends.append(make_tokenizer().eos_token_id)
+    with engine_of(str(tmp_path)) as engine:
+        for tokens, completion in zip(full, asyncio.run(burst(engine, requests)), strict=True):
+            stop = next((i + 1 for i, t in enumerate(tokens) if t in ends), None)
+            assert completion.token_ids.tolist() == tokens[:stop]
+            assert completion.finish_reason is (FinishReason.LENGTH if stop is None else FinishReason.STOP)
+
+
+def test_generation_ends_when_the_context_is_full(shared_engine: HfInfer) -> None:
+    prompt = prompts(1, low=SEQUENCE_LENGTH - 5, high=SEQUENCE_LENGTH - 5)[0]
+    request = GenerateRequest("full", prompt, SamplingParams(max_new_tokens=50, seed=0))
+    completion = asyncio.run(shared_engine.generate(request))
+    assert len(completion.token_ids) == 5
+    assert completion.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "params", "message"),
+    [
+        (SEQUENCE_LENGTH + 3, {}, f"{SEQUENCE_LENGTH + 3} tokens, sequence_length is {SEQUENCE_LENGTH}"),
+        (0, {}, "at least 1"),
+        (5, {"max_new_tokens": 0}, "max_new_tokens is 0"),
+        (5, {"temperature": -1.0}, "temperature is -1.0"),
+        (5, {"top_p": 0.0}, "top_p is 0.0"),
+        (5, {"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        (5, {"stop": ("",)}, "stop is"),
+    ],
+)
+def test_a_bad_request_is_refused_with_its_numbers(
+    prompt_len: int, params: dict[str, Any], message: str, shared_engine: HfInfer
+) -> None:
+    request = GenerateRequest("bad", np.ones(prompt_len, dtype=np.int64), SamplingParams(**params))
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(shared_engine.generate(request))
+
+
+def test_token_ids_outside_the_vocabulary_are_refused(shared_engine: HfInfer) -> None:
+    with pytest.raises(ValueError, match="from 1 to 999999"):
+        asyncio.run(shared_engine.generate(GenerateRequest("bad", np.array([1, 999999]))))
+
+
+def test_a_request_id_in_flight_is_refused(shared_engine: HfInfer) -> None:
+    request = GenerateRequest("twice", prompts(1)[0], SamplingParams(max_new_tokens=3))
+
+    async def run() -> None:
+        results = await asyncio.gather(
+            shared_engine.generate(request), shared_engine.generate(request), return_exceptions=True
+        )
+        assert isinstance(results[0], Completion)
+        assert isinstance(results[1], ValueError)
+        await shared_engine.generate(request)  # done, so the id is free again
+
+    asyncio.run(run())
+
+
+def test_abort_returns_what_was_sampled_and_leaves_the_others_alone(model_path: Callable[..., str]) -> None:
+    long, other, waiting = requests_of(prompts(3), temperature=0, max_new_tokens=150)
+
+    async def run(engine: HfInfer) -> None:
+        tasks = [asyncio.create_task(engine.generate(r)) for r in (long, other, waiting)]
+        await held_at(engine, 12)
+        await engine.abort("0")
+        await engine.abort("2")
+        await engine.abort("never seen")
+        first, last = await tasks[0], await tasks[2]
+        assert first.finish_reason is last.finish_reason is FinishReason.ABORT
+        assert 5 <= len(first.token_ids) <= 12
+        assert len(first.logprobs) == len(first.token_ids)
+        assert len(last.token_ids) == 0  # two slots: it never ran
+        assert last.weight_version == 0
+        engine._engine.release("test")
+        second = await tasks[1]
+        assert second.token_ids.tolist() == greedy_oracle(load(model_path()), other.prompt_ids, 150)
+
+    with engine_of(model_path(), max_running_requests=2) as engine:
+        asyncio.run(run(engine))
+        assert engine.stats()["running"] == 0
+
+
+def test_a_cancelled_caller_aborts_its_request(model_path: Callable[..., str]) -> None:
+    async def run(engine: HfInfer) -> None:
+        request = GenerateRequest("gone", prompts(1)[0], SamplingParams(max_new_tokens=200, seed=0))
+        task = asyncio.create_task(engine.generate(request))
+        await held_at(engine, 3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await wait_for(lambda: engine.stats()["running"] == 0)
+        pause = asyncio.create_task(engine.pause())
+        await asyncio.sleep(0)
+        pause.cancel()  # nor does a cancelled command harm the engine
+        engine._engine.release("test")
+        await engine.resume()
+        await engine.generate(request)
+
+    with engine_of(model_path()) as engine:
+        asyncio.run(run(engine))
+
+
+def test_pause_stops_steps_and_resume_goes_on_with_the_same_tokens(model_path: Callable[..., str]) -> None:
+    request, late = requests_of(prompts(2), temperature=0, max_new_tokens=100)
+
+    async def run(engine: HfInfer) -> None:
+        task = asyncio.create_task(engine.generate(request))
+        await held_at(engine, 3)
+        await engine.pause()
+        engine._engine.release("test")
+        steps = engine.stats()["steps"]
+        late_task = asyncio.create_task(engine.generate(late))
+        await asyncio.sleep(0.05)
+        assert engine.stats()["steps"] == steps
+        assert not task.done()
+        await engine.resume()
+        model = load(model_path())
+        for r, t in ((request, task), (late, late_task)):
+            assert (await t).token_ids.tolist() == greedy_oracle(model, r.prompt_ids, 100)
+
+    with engine_of(model_path()) as engine:
+        asyncio.run(run(engine))
+
+
+def test_offload_keeps_requests_which_go_on_after_onload(model_path: Callable[..., str]) -> None:
+    requests = requests_of(prompts(5), temperature=0, max_new_tokens=60)
+
+    async def run(engine: HfInfer) -> None:
+        task = asyncio.create_task(burst(engine, requests))
+        await held_at(engine, 20)
+        engine.offload(States.OPTIMIZER)
+        assert engine.stats()["running"] == 5
+        engine.offload(States.ALL)
+        engine._engine.release("test")
+        steps = engine.stats()["steps"]
+        assert engine.stats()["running"] == 0
+        await asyncio.sleep(0.03)
+        assert engine.stats()["steps"] == steps
+        engine.onload(States.ALL)
+        model = load(model_path())
+        for request, completion in zip(requests, await task, strict=True):
+            assert completion.token_ids.tolist() == greedy_oracle(model, request.prompt_ids, 60)
+
+    with engine_of(model_path()) as engine:
+        asyncio.run(run(engine))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_new_weights_answer_the_requests_after_an_update(family: str, model_path: Callable[..., str]) -> None:
+    """Qwen2 here has tied embeddings, Llama has not."""
+    requests = requests_of(prompts(6), temperature=0, max_new_tokens=12)
+
+    async def run(engine: HfInfer) -> None:
+        before = await burst(engine, requests)
+        await engine.update_weights(buckets_of(model_path(family, 1)), 7)
+        assert engine.weight_version == 7
+        after = await burst(engine, requests)
+        for seed, version, completions in ((0, 0, before), (1, 7, after)):
+            model = load(model_path(family, seed))
+            for request, completion in zip(requests, completions, strict=True):
+                assert completion.weight_version == version
+                assert completion.token_ids.tolist() == greedy_oracle(model, request.prompt_ids, 12)
+                expected = forward_logprobs(model, request.prompt_ids, completion.token_ids, 1.0)
+                np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+
+    with engine_of(model_path(family)) as engine:
+        asyncio.run(run(engine))
+
+
+@pytest.mark.parametrize("recompute_kv", [True, False])
+def test_a_request_in_flight_goes_on_with_the_new_weights(recompute_kv: bool, model_path: Callable[..., str]) -> None:
+    request = GenerateRequest("x", prompts(1)[0], SamplingParams(temperature=0, max_new_tokens=100))
+
+    async def run(engine: HfInfer) -> None:
+        task = asyncio.create_task(engine.generate(request))
+        done = 12
+        await held_at(engine, done)
+        await engine.update_weights(buckets_of(model_path(seed=1)), 3, recompute_kv=recompute_kv)
+        engine._engine.release("test")
+        completion = await task
+        tokens = completion.token_ids.tolist()
+        assert completion.weight_version == 0  # that of its first token
+        assert tokens[:done] == greedy_oracle(load(model_path()), request.prompt_ids, done)
+        assert tokens != greedy_oracle(load(model_path()), request.prompt_ids, 100)
+        history = np.concatenate([request.prompt_ids, completion.token_ids[:done]])
+        fresh = greedy_oracle(load(model_path(seed=1)), history, 100 - done)
+        assert (tokens[done:] == fresh) is recompute_kv  # without it, stale keys and values remain
+
+    with engine_of(model_path()) as engine:
+        asyncio.run(run(engine))
+
+
+def test_refused_updates_leave_the_old_weights(model_path: Callable[..., str]) -> None:
+    request = GenerateRequest("x", prompts(1)[0], SamplingParams(temperature=0, max_new_tokens=12))
+    other = load(model_path(seed=1))
+    norm = "model.norm.weight"
+
+    async def damaged() -> AsyncIterator[WeightBucket]:
+        async for bucket in buckets_of(other):
+            data = bucket.data.copy()
+            data[len(data) // 2] ^= 1
+            yield WeightBucket(bucket.names, bucket.dtypes, bucket.shapes, data, bucket.checksum)
+
+    async def run(engine: HfInfer) -> None:
+        with pytest.raises(WeightMismatchError, match=r"missing name model\.norm\.weight"):
+            await engine.update_weights(buckets_of(other, **{norm: None}), 1)
+        with pytest.raises(WeightMismatchError, match=r"has shape \(3,\), expected \(64,\)"):
+            await engine.update_weights(buckets_of(other, **{norm: torch.ones(3)}), 1)
+        with pytest.raises(WeightMismatchError, match=r"unknown name model\.nrom"):
+            await engine.update_weights(buckets_of(other, **{"model.nrom": torch.ones(3)}), 1)
+        with pytest.raises(WeightMismatchError, match="tied"):
+            head = torch.zeros_like(other.get_input_embeddings().weight)
+            await engine.update_weights(buckets_of(other, **{"lm_head.weight": head}), 1)
+        with pytest.raises(WeightChecksumError, match="checksum"):
+            await engine.update_weights(damaged(), 1)
+        completion = await engine.generate(request)
+        assert completion.weight_version == 0
+        assert completion.token_ids.tolist() == greedy_oracle(load(model_path()), request.prompt_ids, 12)
+
+    with engine_of(model_path()) as engine:
+        asyncio.run(run(engine))
+
+
+def test_an_error_in_a_step_fails_every_pending_request_and_all_later_ones(
+    model_path: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = requests_of(prompts(5), max_new_tokens=200, seed=0)
+
+    async def run(engine: HfInfer) -> None:
+        tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
+        await held_at(engine, 10)
+
+        def broken(*args: Any, **kwargs: Any) -> None:
+            raise MemoryError("no room for the logits")
+
+        monkeypatch.setattr(engine._model, "forward", broken)
+        engine._engine.release("test")
+        async with asyncio.timeout(20):
+            outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        for outcome in outcomes:
+            assert isinstance(outcome, EngineStoppedError)
+            assert "no room for the logits" in str(outcome)
+            assert isinstance(outcome.__cause__, MemoryError)
+        for call in (engine.generate(requests[0]), engine.pause(), engine.update_weights(buckets_of(model_path()), 1)):
+            with pytest.raises(EngineStoppedError, match="failed earlier: MemoryError"):
+                await call
+
+    with engine_of(model_path(), max_running_requests=3) as engine:
+        asyncio.run(run(engine))
+
+
+def test_nan_weights_fail_the_requests(model_path: Callable[..., str]) -> None:
+    async def run(engine: HfInfer) -> None:
+        await engine.update_weights(
+            buckets_of(model_path(), **{"model.norm.weight": torch.full((64,), torch.nan)}), version=1
+        )
+        with pytest.raises(EngineStoppedError, match="NaN logits"):
+            await engine.generate(GenerateRequest("x", prompts(1)[0]))
+
+    with engine_of(model_path()) as engine:
+        asyncio.run(run(engine))
+
+
+def test_shutdown_fails_the_requests_in_flight(model_path: Callable[..., str]) -> None:
+    async def run(engine: HfInfer) -> None:
+        task = asyncio.create_task(engine.generate(requests_of(prompts(1), max_new_tokens=200, seed=0)[0]))
+        await held_at(engine, 3)
+        await asyncio.to_thread(engine.shutdown)
+        with pytest.raises(EngineStoppedError, match="shut down"):
+            await task
+        with pytest.raises(EngineStoppedError, match="shut down"):
+            await engine.abort("0")
+
+    with engine_of(model_path()) as engine:
+        asyncio.run(run(engine))
+
+
+def test_a_bounded_cache_makes_requests_wait_and_changes_no_token(model_path: Callable[..., str]) -> None:
+    requests = requests_of(prompts(12), temperature=0, max_new_tokens=20)
+    with engine_of(model_path()) as engine:
+        engine._batching._max_cache_tokens = engine._batching._cache._max_positions = 200
+        completions = asyncio.run(burst(engine, requests))
+        assert engine._batching._cache.num_positions <= 16 * 128
+        assert engine.stats()["steps"] > 40  # far from all twelve at once
+    model = load(model_path())
+    for request, completion in zip(requests, completions, strict=True):
+        assert completion.token_ids.tolist() == greedy_oracle(model, request.prompt_ids, 20)
+
+
+def test_workers_are_replicas(model_path: Callable[..., str]) -> None:
+    context = StrategyContext(WorkerConfig(), "actor_infer", model_path(), rank=2, world_size=4, sequence_length=64)
+    engine = HfInfer(context)
+    info = engine.setup()
+    engine.shutdown()
+    assert (info.dp_rank, info.dp_size) == (2, 4)
+
+
+def test_a_sliding_window_is_accepted_only_where_it_hides_nothing(tmp_path: Path) -> None:
+    make_model("qwen2", 0, use_sliding_window=True, sliding_window=48, max_window_layers=1).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"sliding_attention \(window 48\)"), engine_of(str(tmp_path)):
+        pass
+    requests = requests_of(prompts(5, high=30), temperature=0, max_new_tokens=18)
+    with engine_of(str(tmp_path), sequence_length=48) as engine:
+        completions = asyncio.run(burst(engine, requests))
+    for request, completion in zip(requests, completions, strict=True):
+        assert completion.token_ids.tolist() == greedy_oracle(load(str(tmp_path)), request.prompt_ids, 18)
+
+
+def test_what_cannot_work_is_refused_before_the_first_request(model_path: Callable[..., str]) -> None:
+    refused = pytest.raises(ValueError, match=r"sequence_length: 1024, but the model has positions for at most 512")
+    with refused, engine_of(model_path(), sequence_length=1024):
+        pass
+    with pytest.raises(ValueError, match="'value' head"):
+        HfInfer(StrategyContext(WorkerConfig(), "critic", model_path(), head="value"))

@@ -1,0 +1,181 @@
+"""Whole weights cut into the shards of any layout come back to the last bit, and the shards hold the right rows."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from roll.models.megatron.config import MegatronModelConfig, megatron_config, padded_vocab_size
+from roll.models.megatron.convert import join, load_shards, shard, shard_group
+from roll.models.megatron.layout import ParallelLayout
+from roll.models.megatron.names import ExpertModules, ModuleSet, parameter_names
+from tests.support.megatron_models import CONFIGS, checkpoint, make_model
+
+WHOLE = ParallelLayout(layers=(0, 1, 2))
+STAGES = {
+    "one stage": [WHOLE],
+    "uneven": [ParallelLayout(layers=(0,), last_stage=False), ParallelLayout(layers=(1, 2), first_stage=False)],
+    "virtual": [
+        ParallelLayout(layers=(0,), last_stage=False),
+        ParallelLayout(layers=(1,), first_stage=False, last_stage=False),
+        ParallelLayout(layers=(2,), first_stage=False),
+    ],
+}
+
+
+def with_tensor_rank(layout: ParallelLayout, rank: int, size: int, expert_size: int | None = None) -> ParallelLayout:
+    fields = {**layout.__dict__, "tp_rank": rank, "tp_size": size}
+    if expert_size is not None:
+        fields |= {"expert_tp_rank": rank % expert_size, "expert_tp_size": expert_size}
+    return ParallelLayout(**fields)
+
+
+def round_trip(
+    config: MegatronModelConfig,
+    weights: dict[str, Tensor],
+    stages: list[ParallelLayout],
+    tp: int,
+    ep: int,
+    modules: tuple[ModuleSet, ExpertModules],
+    expert_tp: int | None = None,
+) -> dict[str, Tensor]:
+    """Loads every rank, then joins every parameter from the ranks of its group. Parameters without experts are the
+    same for every expert-parallel rank."""
+    back: dict[str, Tensor] = {}
+    for stage, ep_rank in itertools.product(stages, range(ep)):
+        place = ParallelLayout(**{**stage.__dict__, "ep_rank": ep_rank, "ep_size": ep})
+        names = list(parameter_names(config, place, *modules))
+        ranks = [with_tensor_rank(place, rank, tp, expert_tp) for rank in range(tp)]
+        shards = [dict(load_shards(weights.__getitem__, names, config, layout)) for layout in ranks]
+        for name in names:
+            group = shard_group(name, config, ranks[0])
+            size = {"replicated": 1, "tensor": tp, "expert_tensor": expert_tp or tp}[group]
+            assert len({part[name].shape for part in shards}) == 1, name
+            for hf, whole in join(name, [part[name] for part in shards[:size]], config, ranks[0]):
+                assert hf not in back or torch.equal(back[hf], whole)
+                back[hf] = whole
+    return back
+
+
+@pytest.mark.parametrize("stages", STAGES)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("case", CONFIGS)
+def test_every_layout_comes_back_to_the_last_bit(case: str, tp: int, stages: str) -> None:
+    weights, config = checkpoint(make_model(CONFIGS[case])), megatron_config(CONFIGS[case])
+    variants: list[tuple[int, ModuleSet, ExpertModules]] = [(1, "local", "sequential"), (1, "te", "sequential")]
+    if config.num_experts:
+        kinds: tuple[ExpertModules, ...] = ("sequential", "grouped", "legacy_grouped")
+        variants = [(ep, "te", kind) for ep in (1, 2) for kind in kinds]
+    for ep, modules, experts in variants:
+        back = round_trip(config, weights, STAGES[stages], tp, ep, (modules, experts))
+        assert back.keys() == weights.keys()
+        assert all(torch.equal(back[name], weights[name]) for name in weights)
+
+
+def test_experts_may_have_another_tensor_parallel_size() -> None:
+    case = CONFIGS["qwen2 moe, every other layer dense"]
+    weights, config = checkpoint(make_model(case)), megatron_config(case)
+    back = round_trip(config, weights, [WHOLE], 4, 2, ("local", "sequential"), expert_tp=2)
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
+
+
+def test_reads_one_parameter_at_a_time() -> None:
+    case = CONFIGS["qwen2"]
+    weights, config = checkpoint(make_model(case)), megatron_config(case)
+    read: list[str] = []
+
+    def recorded(name: str) -> Tensor:
+        read.append(name)
+        return weights[name]
+
+    shards = load_shards(recorded, parameter_names(config, WHOLE, "local"), config, WHOLE)
+    assert read == []
+    for expected in (1, 2, 5):  # embedding; norm; query, key and value
+        next(shards)
+        assert len(read) == expected
+
+
+def test_rows_of_a_query_group_follow_each_other() -> None:
+    config = megatron_config(CONFIGS["qwen3, tied"])  # 4 heads in 2 groups, 16 wide
+    kinds = {"q_proj": 0, "k_proj": 100, "v_proj": 200}
+
+    def labelled(name: str) -> Tensor:
+        kind = name.split(".")[-2]
+        heads = 4 if kind == "q_proj" else 2
+        return kinds[kind] + torch.arange(heads).repeat_interleave(16).unsqueeze(1).expand(-1, 32)
+
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    whole = shard(name, labelled, config, WHOLE)
+    assert whole[::16, 0].tolist() == [0, 1, 100, 200, 2, 3, 101, 201]
+    halves = [shard(name, labelled, config, with_tensor_rank(WHOLE, rank, 2)) for rank in (0, 1)]
+    assert torch.equal(torch.cat(halves), whole)
+
+
+def test_a_shard_of_the_gated_layer_has_its_gate_above_its_up_projection() -> None:
+    config = megatron_config(CONFIGS["llama"])
+
+    def labelled(name: str) -> Tensor:
+        return torch.arange(48).unsqueeze(1).expand(-1, 32) + (100 if "up_proj" in name else 0)
+
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    second = shard(name, labelled, config, with_tensor_rank(WHOLE, 1, 2))
+    assert second[:, 0].tolist() == [*range(24, 48), *range(124, 148)]
+
+
+def test_legacy_grouped_experts_multiply_from_the_left() -> None:
+    """As in Megatron's ``GroupedMLP.forward``: ``x @ weight1.view(experts, hidden, -1)[i]``."""
+    case = CONFIGS["qwen3 moe"]
+    weights, config = checkpoint(make_model(case)), megatron_config(case)
+    layout = with_tensor_rank(WHOLE, 1, 2)
+    prefix = "decoder.layers.0.mlp.experts."
+    first, second = (shard(prefix + name, weights.__getitem__, config, layout) for name in ("weight1", "weight2"))
+    assert (first.shape, second.shape) == ((32, 4 * 24), (4 * 12, 32))
+    hidden = torch.randn(5, 32)
+    for expert in range(4):
+        gate, up, down = (
+            weights[f"model.layers.0.mlp.experts.{expert}.{name}_proj.weight"] for name in ("gate", "up", "down")
+        )
+        both = hidden @ first.view(4, 32, -1)[expert]
+        torch.testing.assert_close(both, hidden @ torch.cat([gate[12:], up[12:]]).T)
+        torch.testing.assert_close(both[:, :12] @ second.view(4, -1, 32)[expert], both[:, :12] @ down[:, 12:].T)
+
+
+def test_padding_is_zero_and_is_cut_off_again() -> None:
+    case = CONFIGS["qwen2, tied"]
+    weights, config = checkpoint(make_model(case)), megatron_config(case)
+    name = "embedding.word_embeddings.weight"
+    ranks = [with_tensor_rank(WHOLE, rank, 4) for rank in range(4)]
+    shards = [shard(name, weights.__getitem__, config, layout) for layout in ranks]
+    padded = torch.cat(shards)
+    assert padded.shape[0] == padded_vocab_size(97, 4) == 100
+    assert not padded[97:].any()
+    assert dict(join(name, shards, config, ranks[0]))["model.embed_tokens.weight"].shape == (97, 32)
+
+
+def test_number_formats_stay() -> None:
+    case = CONFIGS["qwen3 moe"]
+    weights = {name: weight.bfloat16() for name, weight in checkpoint(make_model(case)).items()}
+    shards = load_shards(
+        weights.__getitem__, parameter_names(megatron_config(case), WHOLE, "local"), megatron_config(case), WHOLE
+    )
+    assert {part.dtype for _, part in shards} == {torch.bfloat16}
+
+
+def test_a_missing_shard_is_an_error() -> None:
+    config = megatron_config(CONFIGS["qwen2"])
+    layout = with_tensor_rank(WHOLE, 0, 2)
+    with pytest.raises(ValueError, match=r"'output_layer.weight': 1 shards, expected 2"):
+        list(join("output_layer.weight", [torch.zeros(49, 32)], config, layout))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("embedding.word_embeddings.weight", 97), ("decoder.layers.0.self_attention.linear_qkv.weight", 64)],
+)
+def test_wrong_sizes_are_not_padded_or_folded_away(name: str, rows: int) -> None:
+    with pytest.raises(ValueError, match=rf"weight: 96 rows, expected {rows} by the model's configuration"):
+        shard(name, lambda _: torch.zeros(96, 32), megatron_config(CONFIGS["qwen3, tied"]), WHOLE)

@@ -1,0 +1,311 @@
+"""Rule verifiers in child processes: timeouts, deaths, orphans, and a protocol that nothing disturbs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+from roll.configs.base import Config
+from roll.rewards import RewardError, RuleVerifier, Sample, Verdict
+from roll.rewards.isolation import MAX_ANSWER_CHARS, RulePool, rule_spec
+from roll.rewards.mathematics import MathVerifier
+from roll.rewards.rules import FormatConfig, FormatVerifier
+
+
+class EchoConfig(Config):
+    fail: bool = False
+
+
+class Echo(RuleVerifier):
+    """Does what the response says."""
+
+    config_class: ClassVar[type[Config]] = EchoConfig
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if config.fail:
+            raise ValueError("told to fail")
+
+    def check(self, sample: Sample) -> Verdict:
+        word, _, rest = sample.response.partition(" ")
+        match word:
+            case "hang":
+                re.match(r"(a+)+$", "a" * 60 + "b")  # holds the interpreter's lock
+            case "sleep":
+                time.sleep(float(rest))
+            case "segfault":
+                ctypes.string_at(0)
+            case "exit":
+                os._exit(int(rest))
+            case "sys.exit":
+                sys.exit(3)
+            case "raise":
+                raise KeyError(rest)
+            case "print":
+                os.write(1, b'{"verdict": {"score": 9}}\n')
+                print("x" * 100_000)
+                assert sys.stdin.read() == ""
+            case "number":
+                return 1.0
+            case "parts":
+                return Verdict(1.0, True, parts={str(i): 1.0 for i in range(100_000)})
+            case "fork":
+                process = subprocess.Popen(["sleep", "300"])
+                Path(rest).write_text(str(process.pid))
+                time.sleep(300)
+            case "child":
+                Path(rest).write_text(str(os.getpid()))
+                re.match(r"(a+)+$", "a" * 60 + "b")
+        return Verdict(float(os.getpid()), sample.truncated, sample.response, {"tokens": sample.num_tokens})
+
+
+class Nested:
+    class Inner(Echo):
+        pass
+
+
+def sample(response: str, **values: object) -> Sample:
+    return Sample(prompt="?", response=response, ground_truth=5, data_source="tag", **values)
+
+
+@contextlib.asynccontextmanager
+async def pool_of(cls: type[RuleVerifier] = Echo, num_processes: int = 1, **args: object):
+    pool = RulePool([rule_spec(cls, args)], num_processes)
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def gone(pid: int, seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_samples_and_verdicts_cross_unchanged():
+    texts = ["", "\n\r\x00\x1b", "答案 😀", "\ud800", '"}\n{"', "x" * 3_000_000]
+
+    async def run():
+        async with pool_of() as pool:
+            await pool.start()
+            full = sample("hi", num_tokens=7, truncated=True, messages=({"role": "user", "content": "?"},))
+            first = await pool.check(0, full, 10)
+            return first, [await pool.check(0, sample(text), 10) for text in texts], pool.pids
+
+    first, verdicts, pids = asyncio.run(run())
+    assert first == Verdict(float(pids[0]), True, "hi", {"tokens": 7.0})
+    assert [verdict.answer for verdict in verdicts] == [text[:MAX_ANSWER_CHARS] for text in texts]
+
+
+def test_a_slow_expression_is_killed_and_the_others_go_on():
+    async def run():
+        async with pool_of(num_processes=2) as pool:
+            await pool.start()
+            before = set(pool.pids)
+            begin = time.monotonic()
+            bad = asyncio.create_task(pool.check(0, sample("hang"), 1.0))
+            good = [await pool.check(0, sample("hi"), 5) for _ in range(20)]
+            assert not bad.done()
+            with pytest.raises(RewardError, match="took longer than 1 s and was killed"):
+                await bad
+            seconds = time.monotonic() - begin
+            await pool.start()  # the new child too
+            both = await asyncio.gather(*(pool.check(0, sample("sleep 0.5"), 5) for _ in range(2)))
+            return before, {v.score for v in good}, {v.score for v in both}, seconds, set(pool.pids)
+
+    before, good, both, seconds, after = asyncio.run(run())
+    assert len(good) == 1 and good <= before
+    assert 1.0 <= seconds < 3.0
+    assert len(both) == 2 and both == after and len(after & before) == 1
+    assert all(gone(pid) for pid in before)
+
+
+def test_a_format_that_backtracks_without_end_is_killed():
+    async def run():
+        async with pool_of(FormatVerifier, **FormatConfig(pattern=r"(a|a)*b").model_dump()) as pool:
+            with pytest.raises(RewardError, match="took longer"):
+                await pool.check(0, sample("a" * 60), 0.5)
+            return await pool.check(0, sample("aab"), 5)
+
+    assert asyncio.run(run()).correct
+
+
+def test_a_mathematical_bomb_is_killed():
+    async def run():
+        async with pool_of(MathVerifier) as pool:
+            await pool.start()
+            for bomb in (r"\boxed{9^{9^{9^{9}}}}", "9**9**9**9", r"\boxed{" + "x^" * 40 + "}"):
+                with pytest.raises(RewardError, match=r"took longer than 0.5 s"):
+                    await pool.check(0, sample(bomb), 0.5)
+            return await pool.check(0, sample(r"\boxed{5}"), 10)
+
+    assert asyncio.run(run()) == Verdict(1.0, True, "5")
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        ("segfault", r"its process died \(SIGSEGV\)"),
+        ("exit 3", r"its process died \(exit code 3\)"),
+        ("exit 0", r"its process died \(exit code 0\)"),
+        ("sys.exit", "SystemExit: 3"),
+        ("raise me", "KeyError: 'me'"),
+        ("number", "TypeError: check returned float, expected a Verdict"),
+        ("parts", "a verdict of [0-9]+ bytes, expected at most"),
+    ],
+)
+def test_a_check_that_goes_wrong_is_an_error_and_the_next_one_works(response, message):
+    async def run():
+        async with pool_of() as pool:
+            with pytest.raises(RewardError, match=message):
+                await pool.check(0, sample(response), 10)
+            return await pool.check(0, sample("hi"), 10)
+
+    assert asyncio.run(run()).answer == "hi"
+
+
+def test_a_killed_child_is_replaced():
+    async def run():
+        async with pool_of(num_processes=1) as pool:
+            await pool.start()
+            [pid] = pool.pids
+            os.kill(pid, signal.SIGKILL)
+            task = asyncio.create_task(pool.check(0, sample("sleep 20"), 30))
+            try:
+                await task
+            except RewardError as error:
+                assert "SIGKILL" in str(error)  # it was not yet known to be dead
+            verdict = await pool.check(0, sample("hi"), 10)
+            assert verdict.score != pid
+
+    async def quick():
+        await asyncio.wait_for(run(), 60)
+
+    asyncio.run(quick())
+
+
+def test_what_a_check_prints_and_reads_is_not_the_protocol(capfd):
+    async def run():
+        async with pool_of() as pool:
+            return [await pool.check(0, sample(text), 10) for text in ("print", "hi")]
+
+    assert [verdict.answer for verdict in asyncio.run(run())] == ["print", "hi"]
+    assert "x" * 100_000 in capfd.readouterr().err
+
+
+def test_a_timeout_kills_what_the_check_started(tmp_path):
+    async def run():
+        async with pool_of() as pool:
+            await pool.start()
+            with pytest.raises(RewardError, match="took longer"):
+                await pool.check(0, sample(f"fork {tmp_path}/pid"), 1.0)
+
+    asyncio.run(run())
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_waiting_for_a_free_child_does_not_count():
+    async def run():
+        async with pool_of() as pool:
+            await pool.start()
+            return await asyncio.gather(*(pool.check(0, sample("sleep 0.4"), 1.0) for _ in range(4)))
+
+    assert len(asyncio.run(run())) == 4
+
+
+def test_a_cancelled_check_does_not_answer_the_next_sample():
+    async def run():
+        async with pool_of() as pool:
+            await pool.start()
+            task = asyncio.create_task(pool.check(0, sample("sleep 0.3"), 10))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            return await pool.check(0, sample("hi"), 10)
+
+    assert asyncio.run(run()).answer == "hi"
+
+
+def test_closing_ends_the_children_and_the_checks():
+    async def run():
+        pool = RulePool([rule_spec(Echo, {})], 2)
+        await pool.start()
+        pids = pool.pids
+        tasks = [asyncio.create_task(pool.check(0, sample("sleep 60"), 60)) for _ in range(4)]
+        await asyncio.sleep(0.2)
+        await pool.close()
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
+        with pytest.raises(RewardError, match="closed"):
+            await pool.check(0, sample("hi"), 1)
+        return pids, results, pool.pids
+
+    pids, results, after = asyncio.run(run())
+    assert all(isinstance(result, RewardError) for result in results)
+    assert len(pids) == 2 and not after and all(gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("busy", [True, False])
+def test_children_die_with_a_killed_parent(tmp_path, busy):
+    program = f"""
+import asyncio, sys
+sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+from tests.unit.rewards.test_isolation import Echo, RulePool, rule_spec, sample
+async def main():
+    pool = RulePool([rule_spec(Echo, {{}})], 1)
+    await pool.start()
+    print(pool.pids[0], flush=True)
+    await pool.check(0, sample({f"child {tmp_path}/pid" if busy else "sleep 0"!r}), 60)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        if busy:
+            while not (tmp_path / "pid").exists():
+                time.sleep(0.02)
+        os.kill(parent.pid, signal.SIGKILL)
+    assert gone(pid)
+
+
+def test_a_verifier_that_cannot_be_built_is_an_error_at_start():
+    async def run(**args):
+        async with pool_of(**args) as pool:
+            await pool.start()
+
+    with pytest.raises(RewardError, match="could not be set up: ValueError: told to fail"):
+        asyncio.run(run(fail=True))
+
+
+def test_a_class_that_no_other_process_can_import_is_refused():
+    with pytest.raises(ValueError, match=r"Nested.Inner, expected a class at the top of a module"):
+        rule_spec(Nested.Inner, {})
+
+
+def test_a_sample_that_is_no_json_is_an_error_of_the_caller():
+    async def run():
+        async with pool_of() as pool:
+            with pytest.raises(TypeError, match="JSON"):
+                await pool.check(0, sample("hi", extra_info={"x": object()}), 10)
+            return await pool.check(0, sample("hi"), 10)
+
+    assert asyncio.run(run()).answer == "hi"
