@@ -67,17 +67,21 @@ def launch(
         started: ``time.time()`` at launch; now, if not given.
 
     Returns:
-        The process's exit code: 0, 1 (failed), 2 (this cluster cannot hold the roles), 130 or 143 (interrupted).
+        The process's exit code: 0, 1 (failed), 2 (this cluster cannot hold the roles), 130, 143 or 129 (interrupted).
     """
     try:
-        with SignalGuard() as signals, RunSession(config, started or time.time()) as session:
+        with SignalGuard() as signals, RunSession(config, started or time.time()) as session, signals.named():
             for line in notes:
                 session.display.note(line)
             with ExitStack() as stack:
                 # A stop waits until Ray is up: an exception in the middle of its start would leave processes behind.
                 with session.phase("start"), signals.deferred():
                     logs = session.folder.logs / "workers"
-                    stack.enter_context(ray_session(ray_options(config), config.system_envs, log_dir=logs))
+                    stack.enter_context(
+                        ray_session(
+                            ray_options(config), config.system_envs, log_dir=logs, on_daemon_death=signals.stop_for
+                        )
+                    )
                 clusters = stack.enter_context(start_clusters(config, session, workers))
                 body(config, session, signals, clusters)
     except Interrupted as stop:

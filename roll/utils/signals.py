@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM as an exception, held back while the state of the run could not be saved."""
+"""Requests to stop (Ctrl-C, SIGTERM, a closed terminal, a failure beside the main thread) as an exception, held back
+while the state of the run could not be saved."""
 
 from __future__ import annotations
 
@@ -11,12 +12,15 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""The signals that ask a run to stop."""
+
 _SAME_PRESS_S = 1.0
 """``timeout`` and some shells deliver one signal twice, to the process and to its group."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """The run was asked to stop. ``exit_code`` is 130 after SIGINT and 143 after SIGTERM."""
+    """The run was asked to stop. ``exit_code`` is 130 after SIGINT, 143 after SIGTERM and 129 after SIGHUP."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(exit_code)
@@ -27,13 +31,14 @@ class Interrupted(KeyboardInterrupt):
 
 
 class SignalGuard:
-    """Raises ``Interrupted`` in the main thread at the first SIGINT or SIGTERM; a second one ends the process at once.
+    """Raises ``Interrupted`` in the main thread at the first signal of ``STOPPING``; a second ends the process.
 
     Use as a context manager. Outside the main thread, where Python cannot handle signals, it changes nothing.
     """
 
     def __init__(self) -> None:
         self._exit_code = 0
+        self._failure: Exception | None = None
         self._first = 0.0
         self._deferred = 0
         self._raised = False
@@ -42,7 +47,9 @@ class SignalGuard:
     def __enter__(self) -> SignalGuard:
         if threading.current_thread() is threading.main_thread():
             self._previous = {
-                number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)
+                number: signal.signal(number, self._on_signal)
+                for number in STOPPING
+                if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
             }
         return self
 
@@ -51,7 +58,22 @@ class SignalGuard:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        # Ray turns our exception into a plain KeyboardInterrupt when the signal arrives during one of its calls.
+        self._name(error)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Within the block too, a KeyboardInterrupt becomes the reason to stop, as at the end of the guard."""
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            self._name(error)
+            raise
+
+    def _name(self, error: BaseException | None) -> None:
+        # A handler may only raise KeyboardInterrupts: during one of Ray's calls, Ray ignores anything else, and makes a
+        # plain one of ours.
+        if isinstance(error, KeyboardInterrupt) and self._failure is not None:
+            raise self._failure from error
         if isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted) and self._exit_code:
             raise Interrupted(self._exit_code) from error
 
@@ -70,6 +92,13 @@ class SignalGuard:
         if self._exit_code and not self._raised and not self._deferred:
             self._raised = True
             raise Interrupted(self._exit_code)
+
+    def stop_for(self, failure: Exception) -> None:
+        """Stops the main thread as SIGTERM does, and raises ``failure`` from the block; to be called in any thread."""
+        self._failure = failure
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGTERM)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if not self._exit_code:

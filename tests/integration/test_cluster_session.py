@@ -1,5 +1,6 @@
 """How a Ray session begins and ends, seen from outside: each test runs a driver in a process of its own."""
 
+import contextlib
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from roll.distributed.cluster.errors import RaySessionError
@@ -16,7 +18,7 @@ from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.reaper import marked_processes
 
 LOCAL_DRIVER = """
-import os, pathlib, subprocess, sys, time
+import multiprocessing, os, pathlib, subprocess, sys, time
 import ray
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.placement import create_placement, discover_nodes
@@ -26,18 +28,31 @@ from roll.distributed.cluster.worker import Worker
 from roll.utils.signals import Interrupted, SignalGuard
 
 class Sleeper(Worker):
-    def nap(self):
+    def nap(self, shared):
         print("words of a worker", flush=True)
+        self.lock = multiprocessing.get_context("spawn").Lock()  # a named semaphore, with a process that removes it
         subprocess.Popen(["sleep", "300"])  # a child that nobody waits for
+        shared.write_text("sem." + self.lock._semlock.name[1:])
         time.sleep(300)
 
-def run():
-    with ray_session({"num_cpus": 2, "object_store_memory": 2**27}, log_dir=pathlib.Path(sys.argv[2])) as session:
+def slow_once(*args, init=ray.init, **options):
+    ray.init = init
+    raise Exception("The current node timed out during startup.")
+
+def run(guard):
+    options = {"num_cpus": 2, "object_store_memory": 2**27}
+    if sys.argv[1] == "raise":
+        ray.init = slow_once
+    logs = pathlib.Path(sys.argv[2])
+    with ray_session(options, log_dir=logs, on_daemon_death=guard.stop_for) as session, guard.named():
         assert not session.joined and session.address.startswith("127.0.0.1:"), session
         placement = create_placement(plan_placement([RoleRequest("train", (1,))], discover_nodes()))
         cluster = Cluster("train", Sleeper, placement)
         cluster.start()
-        ref = cluster.submit("nap")
+        shared = logs.with_name("shared")
+        ref = cluster.submit("nap", shared)
+        while not (shared.exists() and shared.read_text()):
+            time.sleep(0.1)
         print("ready", ray._private.worker._global_node.get_temp_dir_path(), flush=True)
         if sys.argv[1] == "raise":
             raise ValueError("on purpose")
@@ -48,8 +63,8 @@ def run():
             raise
 
 try:
-    with SignalGuard():
-        run()
+    with SignalGuard() as guard:
+        run(guard)
 except Interrupted as stop:
     sys.exit(stop.exit_code)
 """
@@ -121,17 +136,19 @@ def start_driver(tmp_path: Path, mode: str) -> tuple[subprocess.Popen[str], str]
     for line in driver.stdout:
         seen += line
         if line.startswith("ready"):
+            assert ("Ray did not come up within 30 s" in seen) == (mode == "raise"), "it tries once more if need be"
             return driver, line.split()[1]
     raise AssertionError(f"the driver did not come up:\n{seen}")
 
 
-def assert_nothing_stays(folder: str, seconds: float = 15.0) -> None:
+def assert_nothing_stays(tmp_path: Path, folder: str, seconds: float = 15.0) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and (marked_processes(folder) or os.path.exists(folder)):
         time.sleep(0.1)
     names = [Path(f"/proc/{pid}/cmdline").read_text() for pid in marked_processes(folder)]
     assert not names
     assert not os.path.exists(folder)
+    assert (tmp_path / "shared").read_text() not in os.listdir("/dev/shm")
 
 
 def test_a_local_cluster_is_gone_after_an_exception_and_keeps_the_logs(tmp_path: Path) -> None:
@@ -139,7 +156,7 @@ def test_a_local_cluster_is_gone_after_an_exception_and_keeps_the_logs(tmp_path:
     output, _ = driver.communicate(timeout=60)
     assert driver.returncode == 1
     assert "ValueError: on purpose" in output
-    assert_nothing_stays(folder)
+    assert_nothing_stays(tmp_path, folder)
     assert any("words of a worker" in path.read_text() for path in (tmp_path / "logs").iterdir())
 
 
@@ -152,23 +169,44 @@ def test_a_local_cluster_listens_on_loopback_only_and_follows_a_killed_driver(tm
     assert not [address for address in addresses if not address.endswith("0100007F")], addresses
     driver.kill()
     driver.wait()
-    assert_nothing_stays(folder)
+    assert_nothing_stays(tmp_path, folder)
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_to_the_whole_group_leaves_the_workers_for_saving_and_nothing_afterwards(
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_to_all_processes_leaves_the_workers_for_saving_and_nothing_afterwards(
     tmp_path: Path, number: signal.Signals, exit_code: int
 ) -> None:
     driver, folder = start_driver(tmp_path, "wait")
     time.sleep(0.3)
-    if number == signal.SIGINT:
-        os.killpg(driver.pid, number)  # as a terminal does
-    else:
+    if number == signal.SIGTERM:  # as schedulers do that know the cgroup; the sleeper obeys
+        for process in psutil.Process(driver.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        time.sleep(1.0)
         driver.send_signal(number)
+    else:
+        os.killpg(driver.pid, number)  # as a terminal does
     output, _ = driver.communicate(timeout=60)
     assert driver.returncode == exit_code, output
     assert "workers alive: [True]" in output
-    assert_nothing_stays(folder)
+    assert_nothing_stays(tmp_path, folder)
+
+
+@pytest.mark.parametrize(("daemon", "words"), [("gcs_server", "head"), ("raylet", "node")])
+def test_the_death_of_a_daemon_ends_the_block_soon_and_is_named(tmp_path: Path, daemon: str, words: str) -> None:
+    driver, folder = start_driver(tmp_path, "wait")
+    victims = [
+        pid
+        for pid in marked_processes(folder)
+        if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].endswith(daemon.encode())
+    ]
+    os.kill(victims[0], signal.SIGKILL)
+    output, _ = driver.communicate(timeout=30)
+    if daemon == "raylet":  # takes the worker along, whose semaphore nobody may have seen yet
+        Path("/dev/shm", (tmp_path / "shared").read_text()).unlink(missing_ok=True)
+    assert driver.returncode == 1, output
+    assert f"RaySessionError: Ray's {words} process ({daemon}) ended" in output
+    assert_nothing_stays(tmp_path, folder)
 
 
 def test_a_running_three_node_cluster_is_joined_used_and_left_running(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,9 @@ from roll.distributed.cluster.reaper import MARK, Reaper
 logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 10.0
+_START_TIMEOUTS_S = (30.0, 180.0)
+"""How long a local cluster may take to come up, at the first try and at the second."""
+_WATCH_S = 0.5
 _LOOPBACK = "127.0.0.1"
 _OF_A_NEW_CLUSTER = ("num_cpus", "num_gpus", "object_store_memory")
 """Arguments that a cluster which is joined has settled already; Ray would refuse them."""
@@ -44,21 +49,24 @@ def ray_session(
     system_envs: Mapping[str, str] | None = None,
     *,
     log_dir: Path | None = None,
+    on_daemon_death: Callable[[RaySessionError], None] | None = None,
 ) -> Iterator[RaySession]:
     """Connects this process to Ray.
 
     A cluster is joined when ``ray_init["address"]`` or else RAY_ADDRESS names one (``auto`` finds the one on this
     machine), or when this process is connected already. Otherwise, or with the address ``local``, a cluster of this
     machine alone is started, which listens on loopback only and ends with the block, however it is left; should this
-    process be killed, Ray's processes follow it.
+    process be killed, Ray's processes follow it. SIGTERM and SIGHUP do not reach them, so that a run can still save
+    when its whole process group or cgroup is asked to stop.
 
     Args:
         ray_init: arguments of ``ray.init``; the sizes of a new cluster are left out when one is joined.
         system_envs: environment variables of every worker.
         log_dir: where the workers' output is kept when a local cluster ends; ``None`` drops it.
+        on_daemon_death: called, in a thread of its own, when a daemon of a local cluster is gone before the block ends.
 
     Raises:
-        RaySessionError: nothing answers at the address.
+        RaySessionError: nothing answers at the address, or a local cluster did not come up.
     """
     import ray
 
@@ -72,7 +80,7 @@ def ray_session(
         return
     local = address == "local"
     # When one rank fails, its peers' errors stay uncollected; Ray would print each of them once more.
-    cluster = _local_cluster(options, log_dir) if local else _joined_cluster(address, options)
+    cluster = _local_cluster(options, log_dir, on_daemon_death) if local else _joined_cluster(address, options)
     with _environment({"RAY_IGNORE_UNHANDLED_ERRORS": "1"}), cluster:
         yield RaySession(ray.get_runtime_context().gcs_address, joined=not local)
 
@@ -97,34 +105,143 @@ def _joined_cluster(address: str, options: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _local_cluster(options: Mapping[str, Any], log_dir: Path | None) -> Iterator[None]:
+def _local_cluster(
+    options: Mapping[str, Any], log_dir: Path | None, on_daemon_death: Callable[[RaySessionError], None] | None
+) -> Iterator[None]:
+    import ray
+
+    temp_dir, reaper = _start_daemons(options)
+    logger.info("started a local Ray cluster in %s", temp_dir)
+    over = threading.Event()
+    if on_daemon_death is not None:
+        threading.Thread(target=_watch_daemons, args=(on_daemon_death, over), daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        try:
+            reaper.look()
+            complete = not _dead_daemons()
+            if complete:
+                ray.shutdown()
+            if log_dir is not None:
+                _keep_worker_logs(temp_dir, log_dir)
+            if not complete:
+                reaper.finish()  # what is left of Ray would wait for its head for a minute
+                ray.shutdown()
+        finally:
+            reaper.finish()
+            shutil.rmtree(temp_dir, ignore_errors=True)  # this process may have written to it after the reaper's end
+
+
+def _start_daemons(options: Mapping[str, Any]) -> tuple[Path, Reaper]:
+    """Starts Ray's processes; once more, with more time, where a busy machine was too slow for them.
+
+    Returns:
+        The session's folder, and who clears it up.
+
+    Raises:
+        RaySessionError: they did not come up.
+    """
     import ray
 
     # Ray puts Unix sockets below this folder, and their paths may hold 107 characters.
     short = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
-    temp_dir = Path(tempfile.mkdtemp(prefix="roll-", dir=short))
-    defaults = {
-        "include_dashboard": False,
-        "object_store_memory": _object_store_bytes(),
-        "_temp_dir": str(temp_dir),
-        "_node_ip_address": _LOOPBACK,
-        # Ray gives workers niceness 15; on a busy machine they then starve and miss their start-up deadline.
-        "_system_config": {"worker_niceness": 0},
-    }
-    reaper = Reaper(temp_dir)
-    try:
+    for seconds in _START_TIMEOUTS_S:
+        temp_dir = Path(tempfile.mkdtemp(prefix="roll-", dir=short))
+        defaults = {
+            "include_dashboard": False,
+            "object_store_memory": _object_store_bytes(),
+            "_temp_dir": str(temp_dir),
+            "_node_ip_address": _LOOPBACK,
+            # Ray gives workers niceness 15; on a busy machine they then starve and miss their start-up deadline.
+            "_system_config": {"worker_niceness": 0},
+        }
         marks = {MARK: str(temp_dir), "RAY_USAGE_STATS_ENABLED": "0"}
-        with _own_sigterm(), _loopback_only(), _environment(marks):
-            ray.init(address="local", **{**defaults, **options})
-        logger.info("started a local Ray cluster in %s", temp_dir)
+        reaper = Reaper(temp_dir)
+        try:
+            with _own_sigterm(), _loopback_only(), _environment(marks), _unstoppable_children(), _patience(seconds):
+                ray.init(address="local", **{**defaults, **options})
+            _shut_down_by_kill()
+            return temp_dir, reaper
+        except BaseException as error:
+            ray.shutdown()
+            reaper.finish()
+            if _STARTED_TOO_SLOWLY not in str(error):
+                raise
+            logger.warning("Ray did not come up within %.0f s", seconds)
+    raise RaySessionError(
+        f"no local Ray cluster came up within {_START_TIMEOUTS_S[-1]:.0f} s, at the second try; expected its head and "
+        "node to answer: is the machine overloaded or short of memory?"
+    )
+
+
+_STARTED_TOO_SLOWLY = "timed out during startup"
+"""In the message of the plain Exception that ``ray.init`` raises."""
+
+
+@contextmanager
+def _patience(seconds: float) -> Iterator[None]:
+    """Lets Ray's node take so long to register with its head; Ray itself gives up after 30 s."""
+    from ray._private import services
+
+    ask = services.get_node
+    deadline = time.monotonic() + seconds
+
+    def ask_until(*args: Any, **options: Any) -> Any:
+        while True:
+            try:
+                return ask(*args, **options)
+            except RuntimeError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+    services.get_node = ask_until
+    try:
         yield
     finally:
-        try:
-            ray.shutdown()
-            if log_dir is not None:
-                _keep_worker_logs(temp_dir, log_dir)
-        finally:
-            reaper.finish()
+        services.get_node = ask
+
+
+@contextmanager
+def _unstoppable_children() -> Iterator[None]:
+    """Whatever is started within the block, and by that in turn, does not see the signals that ask a run to stop."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def _shut_down_by_kill() -> None:
+    """Makes ``ray.shutdown`` kill its daemons at once: it would wait a second for each to obey a SIGTERM."""
+    for process in _daemons().values():
+        setattr(process, "terminate", process.kill)  # noqa: B010 (a method of one object)
+
+
+def _daemons() -> dict[str, subprocess.Popen[bytes]]:
+    """The processes of the local cluster's head and node, by name."""
+    import ray
+
+    node = ray._private.worker._global_node
+    return {name: infos[0].process for name, infos in node.all_processes.items()} if node is not None else {}
+
+
+def _dead_daemons() -> list[str]:
+    """Those that no run can do without and that have ended."""
+    return [name for name, process in _daemons().items() if name in _VITAL and process.poll() is not None]
+
+
+_VITAL = {"gcs_server": "head", "raylet": "node"}
+
+
+def _watch_daemons(tell: Callable[[RaySessionError], None], over: threading.Event) -> None:
+    while not over.wait(_WATCH_S):
+        if dead := _dead_daemons():
+            words = " and ".join(f"{_VITAL[name]} process ({name})" for name in dead)
+            tell(RaySessionError(f"Ray's {words} ended: killed, or out of memory; expected it to outlive the run"))
+            return
 
 
 def _runtime_env(given: Mapping[str, Any], system_envs: Mapping[str, str]) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import select
 import shutil
 import signal
 import subprocess
@@ -23,7 +25,12 @@ from pathlib import Path
 MARK = "ROLL_RAY_SESSION"
 """Environment variable that all processes of the cluster inherit; its value is the session's folder."""
 
-_SWEEP_S = 5.0
+_SWEEP_S = 20.0
+_LOOK_S = 10.0
+_SHARED = Path("/dev/shm")
+_NAMES = ("sem.mp-*", "psm_*")
+"""Of multiprocessing's semaphores and shared memory."""
+_MAPPED = re.compile(rb"(\d+) +/dev/shm/")
 
 
 class Reaper:
@@ -34,14 +41,22 @@ class Reaper:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, str(folder)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
 
+    def look(self) -> None:
+        """Notes what the session's processes share by name; to be called before they end."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(b"\n")
+            self._process.stdin.flush()
+            self._process.stdout.readline()
+
     def finish(self) -> None:
-        """Ends the session's processes and removes its folder."""
-        self._process.communicate(timeout=4 * _SWEEP_S)
+        """Ends the session's processes and removes its folder and what they shared by name."""
+        self._process.communicate(timeout=2 * _SWEEP_S)
 
 
 def marked_processes(folder: str) -> list[int]:
@@ -72,16 +87,60 @@ def _belongs(process: Path, folder: str) -> bool:
     return False
 
 
-def _sweep(folder: str) -> None:
+def _shared_names(folder: str) -> set[str]:
+    """Paths of Python's named semaphores and shared memory that the session's processes have open.
+
+    They are found by inode: a semaphore got its name after it was mapped.
+    """
+    mapped: set[int] = set()
+    for pid in marked_processes(folder):
+        with contextlib.suppress(OSError):
+            mapped |= {int(inode) for inode in _MAPPED.findall(Path("/proc", str(pid), "maps").read_bytes())}
+    named = [path for pattern in _NAMES for path in _SHARED.glob(pattern)] if mapped else []
+    found = set()
+    for path in named:
+        with contextlib.suppress(OSError):
+            if path.stat().st_ino in mapped:
+                found.add(str(path))
+    return found
+
+
+def _sweep(folder: str, shared: set[str]) -> None:
+    """Kills what belongs to the folder and removes it, until neither is there any more, and what was shared.
+
+    More than once, since a process that is being started shows its mark late, and one that is being killed may still
+    write to the folder.
+    """
     deadline = time.monotonic() + _SWEEP_S
-    while (pids := marked_processes(folder)) and time.monotonic() < deadline:
-        for pid in pids:
+    while time.monotonic() < deadline:
+        for pid in (pids := marked_processes(folder)):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+        if not pids:
+            shutil.rmtree(folder, ignore_errors=True)
+            if not os.path.exists(folder):
+                break
         time.sleep(0.05)
-    shutil.rmtree(folder, ignore_errors=True)
+    for name in shared:  # Ray kills Python's resource trackers, which would have done it
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+
+
+def _serve(folder: str) -> None:
+    """Looks for shared memory now and then and when asked to; clears up once the driver closes the pipe or is gone."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # meant for the driver; this process is needed after it
+    shared: set[str] = set()
+    while True:
+        asked, _, _ = select.select([0], [], [], _LOOK_S)
+        over = asked and not os.read(0, 1)
+        shared |= _shared_names(folder)
+        if over:
+            break
+        if asked:
+            os.write(1, b"\n")
+    _sweep(folder, shared)
 
 
 if __name__ == "__main__":
-    sys.stdin.buffer.read()  # returns when the driver closes the pipe or is gone
-    _sweep(sys.argv[1])
+    _serve(sys.argv[1])

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+
+from roll.distributed.cluster.reaper import MARK
 
 
 class Worker:
@@ -26,6 +29,11 @@ class Worker:
         self.rank = rank
         self.world_size = world_size
         os.environ.update(env)
+        if MARK in os.environ:
+            # Whoever stops a whole cgroup asks this process too, which the driver still needs to save the run. It ends
+            # with its Ray session. A handler, unlike SIG_IGN, is not inherited by programs that are started here.
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, lambda *_: None)
 
     def __repr__(self) -> str:
         """Ray prefixes the worker's log lines with this."""

@@ -65,6 +65,24 @@ def test_a_plain_keyboard_interrupt_after_a_signal_gets_its_exit_code() -> None:
     assert caught.value.exit_code == 143
 
 
+def test_a_failure_beside_the_main_thread_stops_it_and_is_raised_from_the_block() -> None:
+    with pytest.raises(OSError, match="gone") as caught, SignalGuard() as guard, guard.deferred():
+        thread = threading.Thread(target=guard.stop_for, args=(OSError("gone"),))
+        thread.start()
+        thread.join()
+        time.sleep(0.01)
+    assert isinstance(caught.value.__cause__, Interrupted)
+
+
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with SignalGuard():
+            kill_self(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_second_press_ends_the_process_at_once() -> None:
     program = f"""
 import os, signal, time
