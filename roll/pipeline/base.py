@@ -117,7 +117,7 @@ class RLPipeline(ABC):
             self.roles.prepare_rollout()
             batch, metrics = self.rollout(step)
             span.tokens = int(batch.loss_mask_T.sum())
-        metrics |= self.roles.residency.memory("rollout")
+        metrics |= self.roles.offload_manager.memory("rollout")
         with phase("logprobs") as span:
             steps = self.plan_training(batch, step)
             batch = self.score(batch, needs_old_logprobs=len(steps) > 1)
@@ -127,7 +127,7 @@ class RLPipeline(ABC):
                 batch, shaping_metrics = self.shape(batch)
             self.intact = False
             with phase("train") as span:
-                train_metrics = self.train(batch, steps, step) | self.roles.residency.memory("train")
+                train_metrics = self.train(batch, steps, step) | self.roles.offload_manager.memory("train")
                 span.tokens = batch.num_tokens * self.config.ppo_epochs
             self.done_steps, self.unreported = step, metrics | shaping_metrics | train_metrics
             self.intact = True

@@ -15,7 +15,7 @@ from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import Metrics, RankInfo, States, StrategyContext
-from roll.pipeline.residency import Residency
+from roll.pipeline.offload_manager import OffloadManager
 
 
 def plan_optimizer_steps(num_rows: int, steps_per_epoch: int, epochs: int, seed: int) -> list[Tensor]:
@@ -38,18 +38,18 @@ class ModelCluster:
 
     Args:
         cluster: its workers.
-        residency: knows what is on the devices; each use of the role brings what it needs. ``None``: all is there.
+        offload_manager: each use of the role has it load what is needed. ``None``: all is on the devices.
     """
 
-    def __init__(self, cluster: Cluster, residency: Residency | None = None) -> None:
+    def __init__(self, cluster: Cluster, offload_manager: OffloadManager | None = None) -> None:
         self.cluster = cluster
-        self._residency = residency
+        self._offload_manager = offload_manager
         self._ranks: list[RankInfo] = []
 
-    def bring(self, what: States) -> None:
-        """Takes states to the devices; see ``Residency``."""
-        if self._residency is not None:
-            self._residency.bring({self.cluster.name: what})
+    def load_states(self, what: States) -> None:
+        """Takes states to the devices; see ``OffloadManager``."""
+        if self._offload_manager is not None:
+            self._offload_manager.load({self.cluster.name: what})
 
     def setup(self, context: StrategyContext) -> None:
         """Loads the model on all workers; called again, it starts over."""
@@ -57,8 +57,8 @@ class ModelCluster:
 
     def submit_setup(self, context: StrategyContext) -> list[ray.ObjectRef]:
         """Starts loading and returns at once, so that roles load side by side."""
-        if self._residency is not None:
-            self._residency.loading(self.cluster.name)
+        if self._offload_manager is not None:
+            self._offload_manager.reserve(self.cluster.name)
         self.cluster.rendezvous()
         return self.cluster.submit_each("setup", [(context.at_rank(rank, self.size),) for rank in range(self.size)])
 
@@ -86,7 +86,7 @@ class ModelCluster:
         """
         parts = batch.split(self.dp_size)
         shares = [ray.put(batch.select(part)) for part in parts]
-        self.bring(States.WEIGHTS)
+        self.load_states(States.WEIGHTS)
         refs = self.cluster.submit_each("logprobs", [(shares[rank.dp_rank], adapter) for rank in self._ranks])
         return parts, refs
 
@@ -109,7 +109,7 @@ class ModelCluster:
                 per_rank[dp_rank].append(rows[part])
         shares = [_own_rows(batch, rank_steps) for rank_steps in per_rank]
         refs = [(ray.put(own), local_steps) for own, local_steps in shares]
-        self.bring(States.ALL)
+        self.load_states(States.ALL)
         return self.cluster.submit_each("train", [refs[rank.dp_rank] for rank in self._ranks])
 
     def gather_train(self, refs: list[ray.ObjectRef]) -> list[Metrics]:
@@ -121,11 +121,11 @@ class ModelCluster:
         return self.gather_train(self.submit_train(batch, steps))
 
     def save(self, path: Path) -> None:
-        self.bring(States.WEIGHTS | States.OPTIMIZER)
+        self.load_states(States.WEIGHTS | States.OPTIMIZER)
         self.cluster.call("save", path)
 
     def load(self, path: Path) -> None:
-        self.bring(States.WEIGHTS | States.OPTIMIZER)
+        self.load_states(States.WEIGHTS | States.OPTIMIZER)
         self.cluster.call("load", path)
 
     def call(self, method: str, *args: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.weights.sync import WeightSync
 from roll.models.lora import LoraSpec
 from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter
-from roll.pipeline.residency import Residency
+from roll.pipeline.offload_manager import OffloadManager
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +30,13 @@ class Roles:
 
     def __init__(self, config: RLConfig, clusters: Mapping[str, Cluster]) -> None:
         self.config = config
-        self.residency = Residency({role: clusters[role] for role in config.roles if role in clusters})
-        self.actor = ModelCluster(clusters["actor_train"], self.residency)
+        self.offload_manager = OffloadManager({role: clusters[role] for role in config.roles if role in clusters})
+        self.actor = ModelCluster(clusters["actor_train"], self.offload_manager)
         self.infer = clusters["actor_infer"]
-        self.critic = ModelCluster(clusters["critic"], self.residency) if "critic" in clusters else None
+        self.critic = ModelCluster(clusters["critic"], self.offload_manager) if "critic" in clusters else None
         self.reference: ModelCluster | WithoutAdapter | None = None
         if "reference" in clusters:
-            self.reference = ModelCluster(clusters["reference"], self.residency)
+            self.reference = ModelCluster(clusters["reference"], self.offload_manager)
         elif config.uses_reference and config.uses_lora:
             self.reference = WithoutAdapter(self.actor)
 
@@ -72,7 +72,7 @@ class Roles:
         worker = context.worker.model_copy(update={"training_args": training_args})
         refs = self.actor.submit_setup(replace(context, worker=worker, total_optimizer_steps=total_optimizer_steps))
         self._infer_context = replace(self._context("actor_infer", model_path), lora=lora)
-        self.residency.loading(self.infer.name)
+        self.offload_manager.reserve(self.infer.name)
         self.infer.call("setup", self._infer_context, self.config.generate_opt_level == 1)
         self.actor.gather_setup(refs)
         self._weights = WeightSync(
@@ -85,25 +85,25 @@ class Roles:
 
     def sync_weights(self, version: int) -> None:
         """Sends the actor's weights to the generating workers, see ``WeightSync``; they are then ready to generate."""
-        self._bring_both()
+        self._load_both()
         self._weights.sync(version)
         self.prepare_rollout()
 
     def prepare_rollout(self) -> None:
         """Gives the generating workers their devices."""
-        self.residency.bring({self.infer.name: States.ALL})
+        self.offload_manager.load({self.infer.name: States.ALL})
 
     def restart_generator(self, rank: int) -> None:
         """Starts a dead generating worker anew with the weights that the others have."""
         self.infer.restart(rank)
         self.infer.call_rank(rank, "setup", self._infer_context, self.config.generate_opt_level == 1)
-        self._bring_both()
+        self._load_both()
         self._weights.restore(rank)
         self.prepare_rollout()
 
-    def _bring_both(self) -> None:
+    def _load_both(self) -> None:
         """Sender and receivers of weights, and nothing more where they share devices: no cache of a generator."""
-        self.residency.bring({self.actor.cluster.name: States.WEIGHTS, self.infer.name: States.WEIGHTS})
+        self.offload_manager.load({self.actor.cluster.name: States.WEIGHTS, self.infer.name: States.WEIGHTS})
 
     def save(self, path: Path) -> None:
         """Writes what a resumed run needs of every trained role."""

@@ -32,7 +32,7 @@ from roll.distributed.weights.messages import Message, Payload, Reply
 from roll.distributed.weights.receiver import WeightReceiver
 from roll.distributed.weights.routes import Link
 from roll.distributed.weights.sender import Delivery, WeightOrder, WeightSender
-from roll.pipeline.residency import memory_gb
+from roll.pipeline.offload_manager import memory_gb
 from roll.rollout.router import GenerationError
 
 logger = logging.getLogger(__name__)

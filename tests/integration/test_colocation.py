@@ -24,7 +24,7 @@ from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.weights.sync import WeightSync
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.model_cluster import ModelCluster
-from roll.pipeline.residency import Residency, memory_gb
+from roll.pipeline.offload_manager import OffloadManager, memory_gb
 from roll.pipeline.workers import InferWorker, TrainWorker
 
 WEIGHTS, ALL = States.WEIGHTS, States.ALL
@@ -47,16 +47,16 @@ class RecordingCluster:
         return []
 
 
-def recorded(kind: str = "gpu", **mappings: tuple[int, ...]) -> tuple[Residency, Calls]:
-    """A residency of roles that are all loaded, the last one last, and the calls from then on."""
+def recorded(kind: str = "gpu", **mappings: tuple[int, ...]) -> tuple[OffloadManager, Calls]:
+    """A manager of roles that are all loaded, the last one last, and the calls from then on."""
     nodes = [NodeInfo("a", kind, 8, 8.0)]  # type: ignore[arg-type]
     plan = plan_placement([RoleRequest(name, mapping) for name, mapping in mappings.items()], nodes)
     calls: Calls = []
     clusters: Any = {name: RecordingCluster(name, SimpleNamespace(plan=plan), calls) for name in mappings}
-    residency = Residency(clusters)
+    manager = OffloadManager(clusters)
     for name in mappings:
-        residency.loading(name)
-    return residency, calls
+        manager.reserve(name)
+    return manager, calls
 
 
 PHASES: dict[str, dict[str, States]] = {
@@ -68,20 +68,20 @@ PHASES: dict[str, dict[str, States]] = {
 }
 
 
-def step(residency: Residency, calls: Calls) -> dict[str, Calls]:
+def step(manager: OffloadManager, calls: Calls) -> dict[str, Calls]:
     """The calls in each phase of a step, by what the pipeline asks for there."""
     phases = {}
     for phase, needs in PHASES.items():
         calls.clear()
-        residency.bring(needs)
+        manager.load(needs)
         phases[phase] = list(calls)
     return phases
 
 
 def test_roles_on_the_same_devices_take_turns() -> None:
-    residency, calls = recorded(actor_train=(0, 1), reference=(0, 1), actor_infer=(0, 1))
+    manager, calls = recorded(actor_train=(0, 1), reference=(0, 1), actor_infer=(0, 1))
     assert calls == [("offload", "actor_train", ALL), ("offload", "reference", ALL)], "each makes room for the next"
-    first, second = step(residency, calls), step(residency, calls)
+    first, second = step(manager, calls), step(manager, calls)
     assert first.pop("sync") == [("offload", "actor_infer", REST), ("onload", "actor_train", WEIGHTS)]
     assert second.pop("sync") == [("offload", "actor_train", REST), ("onload", "actor_infer", WEIGHTS)]
     expected = {
@@ -94,30 +94,30 @@ def test_roles_on_the_same_devices_take_turns() -> None:
 
 
 def test_roles_apart_are_never_moved() -> None:
-    residency, calls = recorded(actor_train=(0, 1), reference=(2,), actor_infer=(3, 4))
+    manager, calls = recorded(actor_train=(0, 1), reference=(2,), actor_infer=(3, 4))
     for _ in range(2):
-        assert not any(step(residency, calls).values())
+        assert not any(step(manager, calls).values())
 
 
 def test_only_roles_whose_devices_are_needed_move() -> None:
-    residency, calls = recorded(actor_train=(0, 1, 2, 3), reference=(0, 1), actor_infer=(4, 5), critic=(2, 3))
+    manager, calls = recorded(actor_train=(0, 1, 2, 3), reference=(0, 1), actor_infer=(4, 5), critic=(2, 3))
     assert calls == [("offload", "actor_train", ALL)]
-    assert residency.shares_devices("actor_train", "critic") and not residency.shares_devices("reference", "critic")
+    assert manager.shares_devices("actor_train", "critic") and not manager.shares_devices("reference", "critic")
     calls.clear()
-    residency.bring({"actor_infer": ALL, "reference": WEIGHTS, "critic": WEIGHTS})
+    manager.load({"actor_infer": ALL, "reference": WEIGHTS, "critic": WEIGHTS})
     assert calls == []
-    residency.bring({"actor_train": ALL})
+    manager.load({"actor_train": ALL})
     assert calls == [("offload", "reference", ALL), ("offload", "critic", ALL), ("onload", "actor_train", ALL)]
     calls.clear()
-    residency.bring({"reference": WEIGHTS})
-    residency.bring({"critic": WEIGHTS})
+    manager.load({"reference": WEIGHTS})
+    manager.load({"critic": WEIGHTS})
     assert calls == [("offload", "actor_train", ALL), ("onload", "reference", WEIGHTS), ("onload", "critic", WEIGHTS)]
 
 
 def test_nothing_moves_where_host_memory_is_the_device() -> None:
-    residency, calls = recorded("cpu", actor_train=(0, 1), reference=(0, 1), actor_infer=(0, 1))
+    manager, calls = recorded("cpu", actor_train=(0, 1), reference=(0, 1), actor_infer=(0, 1))
     assert calls == []
-    assert not any(step(residency, calls).values())
+    assert not any(step(manager, calls).values())
 
 
 class Trainer(TrainWorker):
@@ -170,12 +170,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_step_of_real_engines_that_take_turns(clusters: dict[str, Cluster], model: Path) -> None:
     """On a CPU the strategies only note what would have left; using what is away is an error in each of them."""
-    residency = Residency(clusters, kinds=("cpu", "gpu"))
-    actor, reference = (ModelCluster(clusters[name], residency) for name in ("actor_train", "reference"))
+    manager = OffloadManager(clusters, kinds=("cpu", "gpu"))
+    actor, reference = (ModelCluster(clusters[name], manager) for name in ("actor_train", "reference"))
     infer = clusters["actor_infer"]
     reference.setup(context(model, "reference", "fsdp2_infer"))
     actor.setup(context(model, "actor_train", "fsdp2_train"))
-    residency.loading("actor_infer")
+    manager.reserve("actor_infer")
     infer.call("setup", context(model, "actor_infer", "hf_infer"))
     actor.call("set_loss", build_sft_loss)
     updates = WeightSync(actor.cluster, infer, bucket_bytes=1 << 20)
@@ -183,12 +183,12 @@ def test_a_step_of_real_engines_that_take_turns(clusters: dict[str, Cluster], mo
 
     losses, tokens = [], []
     for version in range(2):
-        residency.bring({"actor_train": WEIGHTS, "actor_infer": WEIGHTS})
+        manager.load({"actor_train": WEIGHTS, "actor_infer": WEIGHTS})
         updates.sync(version)
-        residency.bring({"actor_infer": ALL})
+        manager.load({"actor_infer": ALL})
         states.append(actor.call("resident")[0])
         tokens.append(infer.call("greedy")[0])
-        figures = residency.memory("rollout")
+        figures = manager.memory("rollout")
         scores = actor.submit_logprobs(batch())
         expected = reference.logprobs(batch()).logprobs_T
         states.append(actor.call("resident")[0])
@@ -209,12 +209,12 @@ def test_a_step_of_real_engines_that_take_turns(clusters: dict[str, Cluster], mo
 def test_a_dead_role_has_no_memory_figures(clusters: dict[str, Cluster]) -> None:
     import ray
 
-    residency = Residency(clusters)
+    manager = OffloadManager(clusters)
     ray.kill(clusters["reference"].handles[0])
     deadline = time.monotonic() + 30
     roles = {"reference"}
     while "reference" in roles and time.monotonic() < deadline:  # a killed actor answers for a moment
-        roles = {name.split("/")[1] for name in residency.memory("train")}
+        roles = {name.split("/")[1] for name in manager.memory("train")}
     assert roles == {"actor_train", "actor_infer"}
 
 
@@ -230,16 +230,16 @@ def test_the_figures_of_a_process_grow_with_what_it_holds() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
 def test_a_role_that_leaves_a_gpu_frees_its_memory(clusters: dict[str, Cluster], model: Path) -> None:
-    residency = Residency({name: clusters[name] for name in ("actor_train", "actor_infer")})
-    actor, infer = ModelCluster(clusters["actor_train"], residency), clusters["actor_infer"]
+    manager = OffloadManager({name: clusters[name] for name in ("actor_train", "actor_infer")})
+    actor, infer = ModelCluster(clusters["actor_train"], manager), clusters["actor_infer"]
     actor.setup(context(model, "actor_train", "fsdp2_train"))
-    residency.loading("actor_infer")
+    manager.reserve("actor_infer")
     infer.call("setup", context(model, "actor_infer", "hf_infer"))
     actor.call("set_loss", build_sft_loss)
     actor.train(batch(), [torch.arange(4)])
-    trained = residency.memory("x")
-    residency.bring({"actor_infer": ALL})
-    rollout = residency.memory("x")
+    trained = manager.memory("x")
+    manager.load({"actor_infer": ALL})
+    rollout = manager.memory("x")
     name, weights_gb = "memory/{}/x_allocated_gb".format, (model / "model.safetensors").stat().st_size / 2**30
     # Differences, since cuBLAS has more memory for itself than a tiny model needs.
     assert trained[name("actor_train")] - rollout[name("actor_train")] > 0.8 * 4 * weights_gb

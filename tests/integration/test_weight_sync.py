@@ -28,7 +28,7 @@ from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.weights import sync
 from roll.distributed.weights.buckets import unpack_bucket
 from roll.distributed.weights.contents import WeightBucket
-from roll.distributed.weights.messages import Close, Message, Parcel, Reply, WeightTransferError
+from roll.distributed.weights.messages import BucketMessage, Close, Message, Reply, WeightTransferError
 from roll.distributed.weights.routes import Link, Route
 from roll.distributed.weights.sender import Delivery, WeightOrder
 from roll.distributed.weights.sync import WeightSync
@@ -85,7 +85,7 @@ class Generator(InferWorker):
 
     async def receive_weights(self, message: Message, link: Link) -> Reply:
         orders = getattr(self, "orders", {})
-        if isinstance(message, Parcel):
+        if isinstance(message, BucketMessage):
             self.parcels = getattr(self, "parcels", 0) + 1
             if orders.get("die_at") == self.parcels:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -1,6 +1,6 @@
 """What a sender of weights and its receivers say to each other, over Ray's actor calls; the bytes go beside them.
 
-An update is ``Open``, a ``Parcel`` for each bucket, ``Close``; before the first one over a new process group, ``Join``.
+An update is ``Open``, a ``BucketMessage`` each bucket, ``Close``; before the first over a new process group, ``Join``.
 The sender waits for replies before it goes on, so at most a few buckets are under way.
 """
 
@@ -88,7 +88,7 @@ Place: TypeAlias = SharedMemory | DeviceMemory | Broadcast
 
 
 @dataclass(frozen=True)
-class Parcel:
+class BucketMessage:
     """One bucket, without its bytes."""
 
     number: int
@@ -109,7 +109,7 @@ class Close:
     """How many they are; some may still be on their way."""
 
 
-Message: TypeAlias = Open | Join | Parcel | Close
+Message: TypeAlias = Open | Join | BucketMessage | Close
 
 
 @dataclass(frozen=True)

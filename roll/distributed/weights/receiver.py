@@ -1,4 +1,4 @@
-"""The receiving end of an update: takes parcels, checks them, and feeds the engine bucket by bucket."""
+"""The receiving end of an update: takes buckets, checks them, and feeds the engine bucket by bucket."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from roll.distributed.weights.buckets import verify
 from roll.distributed.weights.collective import BroadcastGroup, join
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import (
+    BucketMessage,
     Close,
     DeviceMemory,
     Join,
     Message,
     Open,
-    Parcel,
     Payload,
     Reply,
     SharedMemory,
@@ -65,7 +65,7 @@ class WeightReceiver:
                 return Reply(self._segments.take_released(), holding=holding)
             case Join():
                 await asyncio.to_thread(self._join, message)
-            case Parcel():
+            case BucketMessage():
                 update = self._current()
                 async with update.turn(message.number):  # also after a refusal: others wait in the same broadcast
                     bucket = await asyncio.to_thread(self._fetch, message, link)
@@ -98,17 +98,17 @@ class WeightReceiver:
             self._group = None
         self._group = join(message.invitation, message.rank, self._host)
 
-    def _fetch(self, parcel: Parcel, link: Link) -> WeightBucket:
+    def _fetch(self, message: BucketMessage, link: Link) -> WeightBucket:
         data: np.ndarray | Tensor
-        match parcel.place:
+        match message.place:
             case SharedMemory(segment, file):
-                data = self._segments.read(segment, file, parcel.num_bytes)
+                data = self._segments.read(segment, file, message.num_bytes)
             case DeviceMemory(handle):
                 assert link.device is not None
                 data = device_memory.open_shared(handle, link.device)
             case _:
-                data = self._receive(parcel.num_bytes, link)
-        return WeightBucket(parcel.names, parcel.dtypes, parcel.shapes, data, parcel.checksum)
+                data = self._receive(message.num_bytes, link)
+        return WeightBucket(message.names, message.dtypes, message.shapes, data, message.checksum)
 
     def _receive(self, num_bytes: int, link: Link) -> Tensor:
         if self._group is None:

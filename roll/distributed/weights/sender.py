@@ -18,12 +18,12 @@ from roll.distributed.weights.collective import BroadcastGroup, invite
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import (
     Broadcast,
+    BucketMessage,
     Close,
     DeviceMemory,
     Join,
     Message,
     Open,
-    Parcel,
     Payload,
     Place,
     Reply,
@@ -95,23 +95,23 @@ class WeightSender:
         started = time.perf_counter()
         digest, num_buckets, num_bytes = UpdateDigest(), 0, 0
         receivers = order.receivers
-        talk = _Talk(self._pool, order)
+        transfer = _Transfer(self._pool, order)
         try:
             self._pool.abandon_unwritten()
-            talk.tell_all(Open(order.payload, order.version, self._pool.ids))
+            transfer.tell_all(Open(order.payload, order.version, self._pool.ids))
             with self._shared_packing(order):
                 buckets = iter(buckets)
                 bucket = next(buckets, None)  # packed while the receivers get ready
-                self._meet(talk)
+                self._meet(transfer)
                 while bucket is not None:
-                    talk.wait(_UNDER_WAY - 1)
-                    self._pass_on(bucket, num_buckets, talk)
+                    transfer.wait(_UNDER_WAY - 1)
+                    self._pass_on(bucket, num_buckets, transfer)
                     digest.add(bucket)
                     num_buckets, num_bytes = num_buckets + 1, num_bytes + len(bucket.data)
                     bucket = next(buckets, None)
-            talk.tell_all(Close(num_buckets))
-            talk.wait()
-            replies = talk.answers()
+            transfer.tell_all(Close(num_buckets))
+            transfer.wait()
+            replies = transfer.answers()
         except BaseException:
             self._leave_group()
             raise
@@ -128,16 +128,16 @@ class WeightSender:
             return nullcontext()
         return packing_into(lambda num_bytes: self._pool.allocate(num_bytes, at_least=order.bucket_bytes))
 
-    def _pass_on(self, bucket: WeightBucket, number: int, talk: _Talk) -> None:
-        """Starts the way of one bucket; ``talk.wait`` ends it. The broadcast, if there is one, is over on return."""
-        links = [receiver.link for receiver in talk.order.receivers]
+    def _pass_on(self, bucket: WeightBucket, number: int, transfer: _Transfer) -> None:
+        """Starts the way of one bucket; ``transfer.wait`` ends it. A broadcast is over on return."""
+        links = [receiver.link for receiver in transfer.order.receivers]
         on_gpu = as_tensor(bucket.data).cuda() if any(link.device is not None for link in links) else None
-        readers = [_name(r) for r in talk.order.receivers if r.link.route is Route.SHARED_MEMORY]
+        readers = [_name(r) for r in transfer.order.receivers if r.link.route is Route.SHARED_MEMORY]
         if readers:
             segment = self._segment_of(bucket)
             self._pool.hand_over(segment, readers)
         outgoing: Tensor | None = None
-        for receiver in talk.order.receivers:
+        for receiver in transfer.order.receivers:
             place: Place
             match receiver.link.route:
                 case Route.SHARED_MEMORY:
@@ -148,12 +148,12 @@ class WeightSender:
                 case Route.COLLECTIVE:
                     outgoing = as_tensor(host_bytes(bucket)) if receiver.link.device is None else on_gpu
                     place = Broadcast()
-            talk.tell(receiver, _parcel(bucket, number, place))
-        talk.passed_on((on_gpu, outgoing))
+            transfer.tell(receiver, _bucket_message(bucket, number, place))
+        transfer.passed_on((on_gpu, outgoing))
         if outgoing is not None:
             assert self._group is not None
-            with _naming_the_dead(talk):
-                self._group.broadcast(outgoing, talk.check)
+            with _naming_the_dead(transfer):
+                self._group.broadcast(outgoing, transfer.check)
 
     def _segment_of(self, bucket: WeightBucket) -> Segment:
         """Where the bucket lies, or a copy of it when it was packed elsewhere."""
@@ -165,22 +165,22 @@ class WeightSender:
         assert segment is not None
         return segment
 
-    def _meet(self, talk: _Talk) -> None:
+    def _meet(self, transfer: _Transfer) -> None:
         """Hears that the receivers are ready; sees to it that those that need a process group have one."""
-        opened = talk.answers()
-        self._pool.reclaim({_name(receiver): opened[receiver.rank].holding for receiver in talk.order.receivers})
-        guests = [receiver for receiver in talk.order.receivers if receiver.link.route is Route.COLLECTIVE]
+        opened = transfer.answers()
+        self._pool.reclaim({_name(receiver): opened[receiver.rank].holding for receiver in transfer.order.receivers})
+        guests = [receiver for receiver in transfer.order.receivers if receiver.link.route is Route.COLLECTIVE]
         members = [_actor(receiver) for receiver in guests]
         if not guests or (self._group is not None and members == self._members):
             return
         self._leave_group()
         backend = "gloo" if guests[0].link.device is None else "nccl"
-        invitation, store = invite(self._host, backend, 1 + len(guests), talk.order.timeout_s)
+        invitation, store = invite(self._host, backend, 1 + len(guests), transfer.order.timeout_s)
         for rank, receiver in enumerate(guests, start=1):
-            talk.tell(receiver, Join(invitation, rank))
-        with _naming_the_dead(talk):
+            transfer.tell(receiver, Join(invitation, rank))
+        with _naming_the_dead(transfer):
             self._group = BroadcastGroup(invitation, 0, store, self._host)
-        talk.answers()
+        transfer.answers()
         self._members = members
 
     def _leave_group(self) -> None:
@@ -189,7 +189,7 @@ class WeightSender:
             self._group = None
 
 
-class _Talk:
+class _Transfer:
     """The messages of one update, and the replies to come."""
 
     def __init__(self, pool: SegmentPool, order: WeightOrder) -> None:
@@ -266,17 +266,17 @@ class _Talk:
 
 
 @contextmanager
-def _naming_the_dead(talk: _Talk) -> Iterator[None]:
+def _naming_the_dead(transfer: _Transfer) -> Iterator[None]:
     """A broken process group says which connection is gone; Ray says, a moment later, whose death it was."""
     try:
         yield
     except RuntimeError:
-        talk.check(_DEATH_NOTICE_S)
+        transfer.check(_DEATH_NOTICE_S)
         raise
 
 
-def _parcel(bucket: WeightBucket, number: int, place: Place) -> Parcel:
-    return Parcel(number, bucket.names, bucket.dtypes, bucket.shapes, bucket.checksum, len(bucket.data), place)
+def _bucket_message(bucket: WeightBucket, number: int, place: Place) -> BucketMessage:
+    return BucketMessage(number, bucket.names, bucket.dtypes, bucket.shapes, bucket.checksum, len(bucket.data), place)
 
 
 def _name(receiver: Receiver) -> str:

@@ -106,7 +106,7 @@ def check_error_rates(groups: Sequence[RolloutGroup], config: RLVRConfig) -> Non
             )
 
 
-def worth_training(group: RolloutGroup, limits: RewardFilterConfig) -> bool:
+def passes_filter(group: RolloutGroup, limits: RewardFilterConfig) -> bool:
     """Whether a group's scores lie within the bounds of dynamic sampling; one without any answer never does."""
     if limits.type == "no_filter":
         return True

@@ -11,7 +11,7 @@ from roll.configs.rlvr import RLVRConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.base import RLPipeline
-from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates, reward_metrics, worth_training
+from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates, passes_filter, reward_metrics
 from roll.pipeline.rlvr.position import DataPosition
 from roll.pipeline.rlvr.prompt_roles import PromptRoles
 from roll.pipeline.roles import Roles
@@ -103,7 +103,7 @@ class RLVRPipeline(RLPipeline):
         num_groups, domains = self.config.rollout_batch_size, self.config.domains
 
         def accept(group: RolloutGroup) -> bool:
-            return worth_training(group, self.config.rewards[domains[group.tag]].query_filter_config)
+            return passes_filter(group, self.config.rewards[domains[group.tag]].query_filter_config)
 
         try:
             return collect(

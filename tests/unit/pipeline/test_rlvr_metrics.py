@@ -21,8 +21,8 @@ from roll.pipeline.rlvr.metrics import (
     check_error_rates,
     majority_correct,
     pass_at_k,
+    passes_filter,
     reward_metrics,
-    worth_training,
 )
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 
@@ -143,7 +143,7 @@ def test_too_many_errors_of_a_domain_end_the_run_with_the_numbers_and_the_last_e
 
 
 def keeps(limits: RewardFilterConfig, *scores: float) -> bool:
-    return worth_training(group(*map(answer, scores)), limits)
+    return passes_filter(group(*map(answer, scores)), limits)
 
 
 def test_dynamic_sampling_keeps_groups_strictly_between_the_bounds() -> None:

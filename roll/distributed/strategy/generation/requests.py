@@ -29,7 +29,7 @@ class Counters:
     finished: int = 0
 
 
-class Presence:
+class ResidentStates:
     """What of a generator is on its device. It runs requests when all is."""
 
     def __init__(self) -> None:

@@ -21,14 +21,14 @@ from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.generation.model_outline import eos_token_ids
-from roll.distributed.strategy.generation.requests import EngineStoppedError, Presence, check_request
+from roll.distributed.strategy.generation.requests import EngineStoppedError, ResidentStates, check_request
 from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence
 from roll.distributed.strategy.hf_infer.engine_thread import EngineThread
 from roll.distributed.strategy.hf_infer.model_fit import foreign_attention
 from roll.distributed.weights.adapters import MergedAdapter, check_adapter
 from roll.distributed.weights.buckets import WeightUpdate
 from roll.distributed.weights.contents import WeightBucket
-from roll.distributed.weights.intake import receive
+from roll.distributed.weights.update_stream import receive
 from roll.models.loading import load_causal_lm, load_tokenizer, resolve_dtype
 from roll.models.sampling import child_seed
 from roll.models.scoring import TokenScorer, score_batch
@@ -53,7 +53,7 @@ class HfInfer:
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         # The stream of seeds for requests that bring none: it differs by worker and repeats with the run's seed.
         self._seeds = random.Random(f"{context.seed}/{context.role}/{context.rank}")
-        self._presence = Presence()
+        self._states = ResidentStates()
 
     def setup(self) -> RankInfo:
         """Loads the model and starts the engine.
@@ -203,7 +203,7 @@ class HfInfer:
 
     def offload(self, what: States) -> None:
         """Frees the cache, or moves the weights to the CPU too; requests wait for both, keeping their tokens."""
-        leaving = self._presence.leave(what)
+        leaving = self._states.leave(what)
         if not leaving:
             return
 
@@ -219,10 +219,10 @@ class HfInfer:
 
     def onload(self, what: States) -> None:
         """Takes the weights back to the device; requests go on when nothing is away any more."""
-        coming = self._presence.come_back(what)
+        coming = self._states.come_back(what)
         if States.WEIGHTS in coming:
             self._engine.call(lambda: self._model.to(self._device)).result()  # type: ignore[arg-type]
-        if coming and not self._presence.away:
+        if coming and not self._states.away:
             self._engine.release("offload").result()
 
     def stats(self) -> dict[str, float]:

@@ -20,7 +20,7 @@ from roll.configs.strategy import MegatronConfig
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.megatron.fit import check_adapter_fit
 from roll.distributed.strategy.megatron.model import MegatronModel, own_parts
-from roll.distributed.strategy.training.agreement import agreed
+from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.models.loading import make_skeleton
 from roll.models.lora import ALL_LINEAR, LoraSpec, adapted_layers, initial_value, matrix_shapes
 from roll.models.megatron.names import source
@@ -35,7 +35,7 @@ def add_adapter(model: MegatronModel, context: StrategyContext, spec: LoraSpec, 
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     kwargs = context.worker.model_args.model_config_kwargs
-    with agreed():
+    with raise_on_all_ranks():
         with torch.device("meta"):
             hf_model = make_skeleton(context.head, context.model_path, dtype=torch.float32, config_kwargs=kwargs)
         layers, adapted = (adapted_layers(hf_model, targets) for targets in ((ALL_LINEAR,), spec.targets))

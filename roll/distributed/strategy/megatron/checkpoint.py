@@ -19,7 +19,7 @@ from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.megatron.model import MegatronModel, folder_reader, own_parts
 from roll.distributed.strategy.megatron.optimizer import MegatronAdam
 from roll.distributed.strategy.megatron.weights import WeightGatherer
-from roll.distributed.strategy.training.agreement import agreed
+from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import (
     ADAPTER,
     HEAD_PREFIX,
@@ -73,11 +73,11 @@ class TrainedModel:
             yield HEAD_PREFIX + name, tensor
 
     def fill(self, kind: str, read: Reader) -> None:
-        with agreed():
+        with raise_on_all_ranks():
             self._set(kind, read if self._adapts else _checkpoint_reader(read, self.context.head))
 
     def load(self, path: Path) -> None:
-        with agreed():
+        with raise_on_all_ranks():
             self._set(MASTER, adapter_tensors(path).get if self._adapts else folder_reader(self.model, path))
 
     def set_steps(self, steps: int) -> None:

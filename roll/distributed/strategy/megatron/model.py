@@ -24,7 +24,7 @@ from roll.distributed.strategy.megatron.fit import check_model_fit
 from roll.distributed.strategy.megatron.modules import layer_specs
 from roll.distributed.strategy.megatron.options import check_engine_options
 from roll.distributed.strategy.megatron.scores import VocabularyShare
-from roll.distributed.strategy.training.agreement import agreed
+from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.heads import ValueHead, load_value_head
@@ -167,7 +167,7 @@ def build_model(
         chunks.append(chunk.train(trained).requires_grad_(trained and context.lora is None))
         layouts.append(_layout(chunk, first=first, last=last))
     model = MegatronModel(config, converted, chunks, layouts, wrapped=list(chunks))
-    with agreed(), torch.no_grad():
+    with raise_on_all_ranks(), torch.no_grad():
         for parameter, part in own_parts(model, folder_reader(model, Path(context.model_path))):
             parameter.copy_(part)
     for name, parameter in chain.from_iterable(chunk.named_parameters() for chunk in chunks):

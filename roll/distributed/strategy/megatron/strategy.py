@@ -47,7 +47,7 @@ from roll.distributed.strategy.megatron.optimizer import (
 )
 from roll.distributed.strategy.megatron.scores import TokenScorer, sum_over
 from roll.distributed.strategy.megatron.weights import WeightGatherer
-from roll.distributed.strategy.training.agreement import agreed
+from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import restore_checkpoint
 from roll.distributed.strategy.training.trainer import Limits, Scorer, Trainer, TrainerState, join_group, local_device
 from roll.models.loading import load_config, resolve_dtype
@@ -69,7 +69,7 @@ class MegatronInfer(Scorer):
         self.options = MegatronConfig.model_validate(context.worker.strategy_args.strategy_config)
         self.info = join_parallel_state(context, self.options)
         args = context.worker.model_args
-        with agreed():
+        with raise_on_all_ranks():
             hf_config = load_config(context.model_path, args.model_config_kwargs)
         # The format in which weights leave: exports and saved models.
         self._model_dtype = resolve_dtype(args.dtype, hf_config)

@@ -39,7 +39,7 @@ from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.distributed.strategy.generation.requests import (
     Counters,
     EngineStoppedError,
-    Presence,
+    ResidentStates,
     check_request,
     scratch_folder,
 )
@@ -48,7 +48,7 @@ from roll.distributed.strategy.sglang.options import check_engine_options, requi
 from roll.distributed.weights.adapters import adapted_names, peft_config
 from roll.distributed.weights.buckets import host_bytes, pack_buckets
 from roll.distributed.weights.contents import WeightBucket, contents
-from roll.distributed.weights.intake import Intake, receive
+from roll.distributed.weights.update_stream import UpdateStream, receive
 from roll.models.loading import locate_model
 from roll.models.sampling import child_seed
 
@@ -82,7 +82,7 @@ class SglangStrategy:
         self._weight_version = 0
         # The stream of seeds for requests that bring none: it differs by worker and repeats with the run's seed.
         self._seeds = random.Random(f"{context.seed}/{context.role}/{context.rank}")
-        self._presence = Presence()
+        self._states = ResidentStates()
 
     def setup(self) -> RankInfo:
         """Starts the engine, which loads the model.
@@ -93,7 +93,7 @@ class SglangStrategy:
         """
         context = self._context
         self._outline = ModelOutline(context)
-        self._intake = Intake(self._outline.check_weights)
+        self._stream = UpdateStream(self._outline.check_weights)
         self._outline.check_role(context)
         if self._on_cpu:
             cpu.check_tensor_parallel(self._outline.text_config, self._tp_size, lora=context.lora is not None)
@@ -190,7 +190,7 @@ class SglangStrategy:
             WeightMismatchError: names or shapes are not the model's; the old weights stay.
             EngineStoppedError: something failed while the engine loaded; it cannot be used any more.
         """
-        received, names = await self._intake.open(buckets)
+        received, names = await self._stream.open(buckets)
         async with self._updating(version):
             await self._do("begin_weights")
             async for bucket in received:
@@ -232,7 +232,7 @@ class SglangStrategy:
 
         On a CPU nothing is freed (see ``can_offload``); requests wait all the same.
         """
-        leaving = self._presence.leave(what)
+        leaving = self._states.leave(what)
         if not leaving:
             return
         if self._on_cpu:
@@ -241,9 +241,9 @@ class SglangStrategy:
 
     def onload(self, what: States) -> None:
         """Takes weights or cache back to the device; requests go on when nothing is away any more."""
-        coming = self._presence.come_back(what)
+        coming = self._states.come_back(what)
         if coming:
-            self._engine.submit("onload", self._memory(coming), not self._presence.away).result()
+            self._engine.submit("onload", self._memory(coming), not self._states.away).result()
 
     def stats(self) -> dict[str, float]:
         """Running totals and the present load (requests running or waiting)."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 @contextlib.contextmanager
-def agreed() -> Iterator[None]:
+def raise_on_all_ranks() -> Iterator[None]:
     """Makes a failure inside one on every rank, at once (collective).
 
     For what a rank does by itself, such as reading files, before a step that takes all of them: without it, the others

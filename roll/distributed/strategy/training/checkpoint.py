@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll.distributed.strategy.training.agreement import agreed
+from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.distributed.strategy.training.tensor_files import Reader, SafetensorsWriter, StoredTensors
 from roll.distributed.strategy.training.trainer import TrainerState, all_gather
@@ -123,14 +123,14 @@ def restore_checkpoint(path: Path, trained: Trained, *, tensors: bool = True) ->
         ValueError: on every rank, when a part is missing or belongs to another model.
     """
     try:
-        with agreed():
+        with raise_on_all_ranks():
             state = _read_state(path)
         if tensors:
             _restore_tensors(path, trained)
     except ValueError as error:
         raise ValueError(f"checkpoint {path}: {error}") from error
     trained.set_steps(state.optimizer_steps)
-    with agreed():
+    with raise_on_all_ranks():
         _restore_rng(path, trained.device)
     return state
 
@@ -147,7 +147,7 @@ def adapter_tensors(path: Path) -> StoredTensors:
 
 
 def _restore_tensors(path: Path, trained: Trained) -> None:
-    with agreed():
+    with raise_on_all_ranks():
         stored = StoredTensors((path / OPTIMIZER).parent)
     if MASTER in stored.kinds:
         trained.fill(MASTER, stored.reader(MASTER))
@@ -192,7 +192,7 @@ class _FirstError:
 
     def agree(self, path: Path) -> None:
         """Raises on every rank if rank 0 failed (collective)."""
-        with agreed():
+        with raise_on_all_ranks():
             if self.error is not None:
                 raise OSError(f"checkpoint {path}: {self.error}") from self.error
 

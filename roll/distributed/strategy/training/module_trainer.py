@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import States
-from roll.distributed.strategy.training.agreement import agreed
+from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import restore_checkpoint
 from roll.distributed.strategy.training.hf_scorer import make_scorer, score_micro_batch, share_sequences
 from roll.distributed.strategy.training.module_weights import (
@@ -78,7 +78,7 @@ class ModuleScorer(Scorer, Generic[W]):
         """
         context = self.context
         args, path = context.worker.model_args, context.model_path
-        with agreed():
+        with raise_on_all_ranks():
             # The format in which weights leave: exports and saved models.
             self._model_dtype = resolve_dtype(args.dtype, load_config(path, args.model_config_kwargs))
             compute = self._model_dtype if compute_dtype is None else resolve_dtype(compute_dtype)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from roll.distributed.strategy.base import StrategyContext
-from roll.distributed.strategy.training.agreement import agreed
+from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import (
     ADAPTER,
     HEAD_PREFIX,
@@ -89,7 +89,7 @@ class TrainedModule:
             load_model(path, weights)
             return
         # What is trained beside frozen weights: the adapter, and a critic's head.
-        with agreed():
+        with raise_on_all_ranks():
             stored = adapter_tensors(path)
         _fill(weights, weights.trained, MASTER, lambda name: stored.get(_stored_name(name).removeprefix(HEAD_PREFIX)))
 
@@ -104,7 +104,7 @@ def load_model(path: Path, weights: ModuleWeights, config_kwargs: Mapping[str, A
         ValueError: on every rank, when rank 0 cannot read it.
     """
     whole: dict[str, Tensor] = {}
-    with agreed():
+    with raise_on_all_ranks():
         if _rank() == 0:
             whole = _read_model(path, weights.scorer.value_head is not None, config_kwargs)
     names = [name for name in weights.parameters if not is_adapter(name)]
@@ -210,7 +210,7 @@ def _read_model(path: Path, has_head: bool, config_kwargs: Mapping[str, Any] | N
 def _fill(weights: ModuleWeights, names: Iterable[str], kind: str, read: Callable[[str], Tensor]) -> None:
     """Sets what ``names`` mean from whole tensors that rank 0 reads (collective)."""
     for name in names:
-        with agreed():
+        with raise_on_all_ranks():
             whole = _read(weights, name, read) if _rank() == 0 else None
         weights.fill(name, kind, whole)
 

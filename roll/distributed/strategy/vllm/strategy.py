@@ -33,7 +33,7 @@ from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.distributed.strategy.generation.requests import (
     Counters,
     EngineStoppedError,
-    Presence,
+    ResidentStates,
     check_request,
     scratch_folder,
 )
@@ -47,8 +47,8 @@ from roll.distributed.weights import device_memory
 from roll.distributed.weights.adapters import peft_config
 from roll.distributed.weights.buckets import as_tensor, host_bytes
 from roll.distributed.weights.contents import WeightBucket, contents
-from roll.distributed.weights.intake import Intake, on_device, receive
 from roll.distributed.weights.segments import SegmentPool
+from roll.distributed.weights.update_stream import UpdateStream, on_device, receive
 from roll.models.sampling import child_seed
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class VllmStrategy:
         self._counters = Counters()
         self._open: set[str] = set()
         self._holds: set[str] = set()
-        self._presence = Presence()
+        self._states = ResidentStates()
         self._weight_version = 0
         self._adapter: LoRARequest | None = None
         self._cache_epoch = 0
@@ -97,7 +97,7 @@ class VllmStrategy:
         """
         context = self._context
         self._outline = ModelOutline(context)
-        self._intake = Intake(self._outline.check_weights)
+        self._stream = UpdateStream(self._outline.check_weights)
         longest = self._config.max_model_len
         if longest is not None and longest < context.sequence_length:
             wanted = f"at least sequence_length ({context.sequence_length})"
@@ -171,7 +171,7 @@ class VllmStrategy:
             WeightMismatchError: names or shapes are not the model's; the old weights stay.
             EngineStoppedError: something failed while the engine loaded; it cannot be used any more.
         """
-        received, names = await self._intake.open(buckets)
+        received, names = await self._stream.open(buckets)
         self._check_alive()
         brought = brought_from(asyncio.get_running_loop(), received)
         await self._loop.call(self._replace_weights(brought, names, version, recompute_kv))
@@ -207,7 +207,7 @@ class VllmStrategy:
 
         On a CPU nothing is freed (see ``can_offload``); requests wait all the same.
         """
-        leaving = self._presence.leave(what)
+        leaving = self._states.leave(what)
         if not leaving:
             return
         self._check_alive()
@@ -217,7 +217,7 @@ class VllmStrategy:
 
     def onload(self, what: States) -> None:
         """Takes weights or cache back to the device; requests go on when nothing is away any more."""
-        coming = self._presence.come_back(what)
+        coming = self._states.come_back(what)
         if coming:
             self._check_alive()
             self._loop.run(self._wake(coming))
@@ -367,7 +367,7 @@ class VllmStrategy:
     async def _updating(self) -> AsyncIterator[None]:
         """Between two steps, one update at a time. What fails in here leaves a model that nobody should sample."""
         async with self._update_lock:
-            if States.WEIGHTS in self._presence.away and not self._on_cpu:
+            if States.WEIGHTS in self._states.away and not self._on_cpu:
                 raise RuntimeError("vllm: the weights are off the device; call onload before an update")
             await self._hold("update")
             try:
@@ -452,7 +452,7 @@ class VllmStrategy:
             if not self._on_cpu:
                 await self._engine.wake_up([MEMORY[what] for what in coming])  # the last part resumes, too
                 self._cache_epoch += 1
-            if not self._presence.away:
+            if not self._states.away:
                 self._holds.discard("offload")
             if self._holds:
                 await self._engine.pause_generation(mode="keep", clear_cache=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from roll.distributed.weights.buckets import WeightChecksumError, WeightMismatchError, pack_buckets
 from roll.distributed.weights.contents import WeightBucket
-from roll.distributed.weights.intake import Intake
+from roll.distributed.weights.update_stream import UpdateStream
 
 SHAPES = {"a": (2, 3), "b": (4,), "c": (5, 1)}
 
@@ -46,14 +46,14 @@ class Source:
 
 def test_the_first_update_is_checked_as_a_whole_and_later_ones_are_loaded_as_they_come() -> None:
     async def run() -> None:
-        intake = Intake(check)
+        stream = UpdateStream(check)
         for _ in range(2):  # through host memory, always
             source = Source(on_host())
-            buckets, names = await intake.open(aiter(source))
+            buckets, names = await stream.open(aiter(source))
             assert source.given == 3 and names == {name: f"engine.{name}" for name in SHAPES}
             assert [bucket.names async for bucket in buckets] == [("a",), ("b",), ("c",)]
         source = Source(on_device())
-        buckets, names = await intake.open(aiter(source))
+        buckets, names = await stream.open(aiter(source))
         assert source.given == 1 and names["c"] == "engine.c"
         for number in range(1, 4):
             assert (await anext(buckets)).names == (list(SHAPES)[number - 1],)
@@ -76,9 +76,9 @@ def test_an_update_from_a_device_that_is_not_like_the_first_is_refused(
     shapes: dict[str, tuple[int, ...]], message: str
 ) -> None:
     async def run() -> None:
-        intake = Intake(check)
-        await intake.open(aiter(Source(on_host())))
-        buckets, _ = await intake.open(aiter(Source(on_device(shapes))))
+        stream = UpdateStream(check)
+        await stream.open(aiter(Source(on_host())))
+        buckets, _ = await stream.open(aiter(Source(on_device(shapes))))
         async for _ in buckets:
             pass
 
@@ -88,14 +88,14 @@ def test_an_update_from_a_device_that_is_not_like_the_first_is_refused(
 
 def test_a_first_update_that_is_refused_or_damaged_teaches_nothing() -> None:
     async def run() -> None:
-        intake = Intake(check)
+        stream = UpdateStream(check)
         with pytest.raises(WeightMismatchError, match="other names"):
-            await intake.open(aiter(Source(on_host({"a": (1,)}))))
+            await stream.open(aiter(Source(on_host({"a": (1,)}))))
         damaged = on_host()
         damaged[1].data[0] ^= 1
         with pytest.raises(WeightChecksumError):
-            await intake.open(aiter(Source(damaged)))
-        _, names = await intake.open(aiter(Source(on_host())))
+            await stream.open(aiter(Source(damaged)))
+        _, names = await stream.open(aiter(Source(on_host())))
         assert names.keys() == SHAPES.keys()
 
     asyncio.run(run())

@@ -31,7 +31,7 @@ from roll.distributed.weights.buckets import (
     verify,
 )
 from roll.distributed.weights.contents import WeightBucket
-from roll.distributed.weights.messages import Close, Open, Parcel, Payload, Reply, SharedMemory, UpdateDigest
+from roll.distributed.weights.messages import BucketMessage, Close, Open, Payload, Reply, SharedMemory, UpdateDigest
 from roll.distributed.weights.receiver import WeightReceiver
 from roll.distributed.weights.routes import Link, Route, plan_link
 from roll.distributed.weights.segments import SegmentPool, SegmentReader
@@ -292,13 +292,13 @@ class Sender:
         self.pool.reclaim({"it": reply.holding})
         self.number = 0
 
-    def parcel(self, bucket: WeightBucket) -> Parcel:
+    def parcel(self, bucket: WeightBucket) -> BucketMessage:
         segment = self.pool.find(bucket.data)
         assert segment is not None
         self.pool.hand_over(segment, ["it"])
         self.digest.add(bucket)
         self.number += 1
-        return Parcel(
+        return BucketMessage(
             self.number - 1,
             bucket.names,
             bucket.dtypes,

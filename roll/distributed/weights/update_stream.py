@@ -12,7 +12,7 @@ from roll.distributed.weights.buckets import WeightMismatchError, host_bytes, un
 from roll.distributed.weights.contents import WeightBucket
 
 
-class Intake:
+class UpdateStream:
     """An engine's updates of all weights, bucket by bucket.
 
     The first one, and all that come through host memory, are received as a whole and checked before the first bucket

@@ -21,10 +21,10 @@ _NOTHING = States(0)
 _WITH_MEMORY: tuple[NodeKind, ...] = ("gpu",)
 
 
-class Residency:
+class OffloadManager:
     """Moves states of the model roles on and off the devices.
 
-    Whoever is about to use a role says so by ``bring``. What shares a device with it makes room first; what is there
+    Whoever is about to use a role says so by ``load``. What shares a device with it makes room first; what is there
     stays until another role needs the room. A worker does its calls one after the other, so that a role which is still
     at work is moved when it has finished, and the driver waits for that.
 
@@ -42,12 +42,12 @@ class Residency:
         """Whether the roles must take turns."""
         return role != other and bool(self._devices[role] & self._devices[other])
 
-    def loading(self, role: str) -> None:
+    def reserve(self, role: str) -> None:
         """Makes room for a role that is about to load its model, all of which is then on its devices."""
         self._make_room({role: _NOTHING})
         self._resident[role] = States.ALL
 
-    def bring(self, needs: Mapping[str, States]) -> None:
+    def load(self, needs: Mapping[str, States]) -> None:
         """Sees to it that these roles have these states on their devices, all at the same time.
 
         Roles that share devices with one of them leave, and so does what one of them does not need itself when another
@@ -96,7 +96,7 @@ class Residency:
 
 
 def memory_gb() -> Metrics:
-    """This process's figures for ``Residency.memory``."""
+    """This process's figures for ``OffloadManager.memory``."""
     import torch
 
     if torch.cuda.is_initialized():  # asking would otherwise take memory itself
