@@ -22,7 +22,8 @@ class CustomConfig(Config):
         min_length=1,
         description="package.module:function or folder/file.py:function, called as `compute_score(data_source=…, "
         "solution_str=…, ground_truth=…, extra_info=…)`. Returns a number, or a mapping with `score`, optionally "
-        "`correct` (or `acc`) and `answer` (or `pred`), and further numbers, which become metrics.",
+        "`correct` (or `acc`) and `answer` (or `pred`); further numbers become metrics, texts are kept beside the "
+        "answer.",
     )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments.")
     success_score: float = Field(
@@ -48,6 +49,7 @@ class CustomConfig(Config):
 
 
 _ARGUMENTS: dict[str, Any] = dict.fromkeys(("data_source", "solution_str", "ground_truth", "extra_info"))
+_ANSWERS = ("answer", "pred")
 
 
 def _kind(value: object) -> str:
@@ -75,18 +77,23 @@ class CustomVerifier(RuleVerifier):
         )
         if not isinstance(result, Mapping):
             score = self._number(result, "a result")
-            return Verdict(score=score, correct=score >= self.config.success_score)
+            return Verdict(score=score, correct=score >= self.config.success_score, seeks_answer=False)
         if "score" not in result:
             raise RewardError(f"{self.config.path} returned the keys {', '.join(map(str, result))}, expected score")
         rest = dict(result)
         score = self._number(rest.pop("score"), "score")
         correct = _pop_first(rest, ("correct", "acc"))
-        answer = _pop_first(rest, ("answer", "pred"))
+        seeks_answer = not rest.keys().isdisjoint(_ANSWERS)
+        answer = _pop_first(rest, _ANSWERS)
+        notes = {str(name): value for name, value in rest.items() if isinstance(value, str)}
+        parts = {str(name): value for name, value in rest.items() if value is not None and str(name) not in notes}
         return Verdict(
             score=score,
             correct=score >= self.config.success_score if correct is None else bool(correct),
             answer=None if answer is None else str(answer),
-            parts={str(name): self._number(value, str(name)) for name, value in rest.items()},
+            parts={name: self._number(value, name) for name, value in parts.items()},
+            notes=notes,
+            seeks_answer=seeks_answer,
         )
 
     def _number(self, value: Any, what: str) -> float:

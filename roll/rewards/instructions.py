@@ -267,6 +267,7 @@ class InstructionVerifier(RuleVerifier):
             score=float(all(results)) if self.config.strict else share,
             correct=all(results),
             parts={kind: sum(of_kind) / len(of_kind) for kind, of_kind in held.items()},
+            seeks_answer=False,
         )
 
     def _constraints_of(self, sample: Sample) -> list[Constraint]:

@@ -326,6 +326,8 @@ def _check(verifiers: Sequence[RuleVerifier], request: Mapping[str, Any]) -> dic
         "correct": bool(verdict.correct),
         "answer": None if verdict.answer is None else str(verdict.answer)[:MAX_ANSWER_CHARS],
         "parts": {str(name): float(value) for name, value in verdict.parts.items()},
+        "notes": {str(name): str(text)[:MAX_ANSWER_CHARS] for name, text in verdict.notes.items()},
+        "seeks_answer": bool(verdict.seeks_answer),
     }
 
 

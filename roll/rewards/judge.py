@@ -210,7 +210,8 @@ class JudgeVerifier(Verifier):
                 tried += f", Retry-After {error.retry_after:g} s, max_retry_wait {self._judge.max_retry_wait:g} s"
             raise RewardError(f"{self._shown}: {error} ({tried})") from error
         score = (raw - self._judge.min_score) / (self._judge.max_score - self._judge.min_score)
-        return Verdict(score=score, correct=score >= self._judge.correct_threshold, parts={"judge_score": raw})
+        correct = score >= self._judge.correct_threshold
+        return Verdict(score=score, correct=correct, parts={"judge_score": raw}, seeks_answer=False)
 
     async def close(self) -> None:
         """Closes the connections."""

@@ -129,7 +129,7 @@ class RewardModelVerifier(Verifier):
         if not math.isfinite(score):
             raise RewardError(f"reward model {self._args.model_path!r}: seen the score {score}, expected a number")
         parts = {"output": output, "truncated": float(truncated), "control_tokens": float(control_tokens)}
-        return Verdict(score=score, correct=score >= self._args.threshold(), parts=parts)
+        return Verdict(score=score, correct=score >= self._args.threshold(), parts=parts, seeks_answer=False)
 
     async def close(self) -> None:
         """Ends the thread."""
@@ -341,11 +341,10 @@ def _template_problem(template: str) -> str | None:
 
 def _folder_problem(path: str) -> str | None:
     folder = Path(path).expanduser()
-    if not folder.is_dir():
-        return f"model_path: seen {path!r}, which is no folder; expected a model in Hugging Face format"
-    if not (folder / "config.json").is_file():
-        return f"model_path: no config.json in {path!r}; expected a model in Hugging Face format"
-    return None
+    if (folder / "config.json").is_file():
+        return None
+    what = "without config.json" if folder.is_dir() else "which is no folder"
+    return f"model_path: seen {path!r}, {what}, expected a folder with a model in Hugging Face format"
 
 
 def _device_problem(device: str) -> str | None:

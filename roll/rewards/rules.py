@@ -215,4 +215,5 @@ class FormatVerifier(RuleVerifier):
 
     def check(self, sample: Sample) -> Verdict:
         matches = self._pattern.fullmatch(sample.response) is not None
-        return Verdict(score=self.config.score if matches else self.config.penalty, correct=matches)
+        score = self.config.score if matches else self.config.penalty
+        return Verdict(score=score, correct=matches, seeks_answer=False)

@@ -144,7 +144,7 @@ class DomainScorer:
     async def score(self, sample: Sample) -> Verdict:
         """All verifiers' say about a sample, as one verdict.
 
-        ``parts`` has ``<verifier>/score`` and every verifier's own parts as ``<verifier>/<part>``.
+        ``parts`` has ``<verifier>/score`` and every verifier's own parts as ``<verifier>/<part>``, ``notes`` likewise.
 
         Raises:
             RewardError: a verifier failed in every attempt. All attempts of the others are over by then.
@@ -207,9 +207,11 @@ class DomainScorer:
 
     def _combine(self, verdicts: Sequence[Verdict]) -> Verdict:
         parts: dict[str, float] = {}
+        notes: dict[str, str] = {}
         for label, verdict in zip(self._labels, verdicts, strict=True):
             parts[f"{label}/score"] = verdict.score
             parts |= {f"{label}/{part}": value for part, value in verdict.parts.items()}
+            notes |= {f"{label}/{note}": text for note, text in verdict.notes.items()}
         chosen = [verdicts[i] for i in self._deciding]
         score = sum(spec.weight * one.score for spec, one in zip(self.config.verifiers, verdicts, strict=True))
         total = Verdict(
@@ -217,6 +219,8 @@ class DomainScorer:
             correct=all(verdict.correct for verdict in chosen),
             answer=next((verdict.answer for verdict in chosen if verdict.answer is not None), None),
             parts=parts,
+            notes=notes,
+            seeks_answer=any(verdict.seeks_answer for verdict in chosen),
         )
         return finite(total)
 

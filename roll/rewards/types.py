@@ -50,6 +50,15 @@ class Verdict:
     where none was found."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Further numbers worth a metric, e.g. ``{"format": 1.0}``."""
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """Further texts, which go into the episode's ``info`` beside the answer; no metric reads them."""
+    seeks_answer: bool = True
+    """False where the verifier looks for no answer (a judge, a number alone): nothing says whether one is there."""
+
+    @property
+    def valid(self) -> bool | None:
+        """Whether the response holds an answer; ``None`` where that is not known."""
+        return self.answer is not None if self.seeks_answer else None
 
 
 class RewardError(RuntimeError):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
+from roll.rollout.types import VALID_UNKNOWN, EpisodeEnd, RolloutGroup, Trajectory
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
     """Means over episodes (success, reward …) and over turns (valid_rate …), named ``prefix/what``.
 
-    With several environment tags, ``prefix/<tag>/success`` and ``prefix/<tag>/reward`` are added.
+    Without ``valid_rate`` where nobody looks for an action or answer. With several environment tags,
+    ``prefix/<tag>/success`` and ``prefix/<tag>/reward`` are added.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     metrics = {
@@ -29,11 +30,12 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
         f"{prefix}/task_reward": mean(sum(turn.task_reward for turn in t.turns) for t in trajectories),
         f"{prefix}/penalty": mean(sum(turn.penalty for turn in t.turns) for t in trajectories),
         f"{prefix}/turns": len(turns) / len(trajectories),
-        f"{prefix}/valid_rate": mean(turn.action is not None for turn in turns),
         f"{prefix}/response_tokens": mean(len(turn.completion.token_ids) for turn in turns),
         f"{prefix}/prompt_tokens": mean(len(turn.prompt_ids) for turn in turns),
         f"{prefix}/context_full": mean(t.end is EpisodeEnd.CONTEXT_FULL for t in trajectories),
     }
+    if known := [turn for t in trajectories if not t.info.get(VALID_UNKNOWN) for turn in t.turns]:
+        metrics[f"{prefix}/valid_rate"] = mean(turn.action is not None for turn in known)
     tags = sorted({trajectory.tag for trajectory in trajectories})
     if len(tags) > 1:
         for tag in tags:

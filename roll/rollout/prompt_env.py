@@ -13,7 +13,7 @@ from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
 from roll.rewards.types import Sample, Verdict
 from roll.rollout.env_manager import EnvManager, Limits
-from roll.rollout.types import Turn
+from roll.rollout.types import VALID_UNKNOWN, Turn
 
 ScoreFn = Callable[[Sample], Awaitable[Verdict]]
 
@@ -73,7 +73,10 @@ class PromptEnv:
             "prompt_id": self.prompt.id,
             "ground_truth": "" if self.prompt.ground_truth is None else str(self.prompt.ground_truth),
             **verdict.parts,
+            **verdict.notes,
         }
+        if verdict.valid is None:
+            info[VALID_UNKNOWN] = True
         return observation, reward, terminated, truncated, info
 
     @property

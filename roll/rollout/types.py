@@ -14,6 +14,9 @@ from typing import Any
 from roll.data.arrays import IntArray
 from roll.data.requests import Completion
 
+VALID_UNKNOWN = "valid_unknown"
+"""Key of ``Trajectory.info``: true where nobody looked for an action or answer, so that ``None`` does not mean none."""
+
 
 class EpisodeEnd(enum.StrEnum):
     """Why an episode stopped."""

@@ -75,14 +75,16 @@ class RLVRPipeline(RLPipeline):
                 "accuracy": metrics["eval/success"],
                 "accuracy_greedy": metrics["eval_greedy/success"],
                 "reward": metrics["eval/reward"],
-                "format_rate": metrics["eval/valid_rate"],
+                "format_rate": metrics.get("eval/valid_rate"),
                 "prompts": len(groups),
                 "episodes": int(metrics["eval/episodes"]),
             } | {key.removeprefix("eval/"): value for key, value in metrics.items() if "@" in key}
         save_answers(keep_episodes(self.session, step, groups)[:MAX_WRITTEN], self.session.renders, step)
+        valid = metrics.get("eval/valid_rate")
+        found = "" if valid is None else f"an answer found in {valid:.1%} of "
         self.session.display.note(
-            f"evaluation {name} (step {step}): accuracy {metrics['eval/success']:.1%}, an answer found in "
-            f"{metrics['eval/valid_rate']:.1%} of {metrics['eval/episodes']:.0f} responses to {len(groups)} prompts"
+            f"evaluation {name} (step {step}): accuracy {metrics['eval/success']:.1%}, "
+            f"{found}{metrics['eval/episodes']:.0f} responses to {len(groups)} prompts"
         )
         return metrics
 

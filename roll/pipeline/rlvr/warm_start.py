@@ -62,7 +62,7 @@ class FileTeacher:
     def measure(self, num_episodes: int) -> tuple[float, float]:
         groups = self._measuring.collect(range(num_episodes), num_episodes).groups
         metrics = rollout_metrics(groups, "measured")
-        return metrics["measured/success"], metrics["measured/valid_rate"]
+        return metrics["measured/success"], metrics.get("measured/valid_rate", 0.0)
 
 
 def demonstration_batch(file_name: str, prompt: str, response: str, renderer: ChatRenderer) -> Batch:

@@ -90,8 +90,8 @@ def test_the_score_is_the_share_or_all_or_nothing():
         {"kind": "keywords_include", "keywords": ["z"]},
     ]
     parts = {"lowercase": 1.0, "keywords_include": 0.5}
-    assert verify("a b", *constraints) == Verdict(pytest.approx(2 / 3), False, None, parts)
-    assert verify("a b", *constraints, strict=True) == Verdict(0.0, False, None, parts)
+    assert verify("a b", *constraints) == Verdict(pytest.approx(2 / 3), False, None, parts, seeks_answer=False)
+    assert verify("a b", *constraints, strict=True) == Verdict(0.0, False, None, parts, seeks_answer=False)
     assert verify("a z", *constraints, strict=True).score == 1.0
 
 

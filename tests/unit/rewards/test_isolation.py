@@ -60,6 +60,8 @@ class Echo(RuleVerifier):
                 return 1.0
             case "parts":
                 return Verdict(1.0, True, parts={str(i): 1.0 for i in range(100_000)})
+            case "notes":
+                return Verdict(1.0, True, notes={"why": rest * 2000}, seeks_answer=False)
             case "fork":
                 process = subprocess.Popen(["sleep", "300"])
                 Path(rest).write_text(str(process.pid))
@@ -114,6 +116,14 @@ def test_samples_and_verdicts_cross_unchanged():
     first, verdicts, pids = asyncio.run(run())
     assert first == Verdict(float(pids[0]), True, "hi", {"tokens": 7.0})
     assert [verdict.answer for verdict in verdicts] == [text[:MAX_ANSWER_CHARS] for text in texts]
+
+
+def test_texts_of_a_verdict_travel_bounded():
+    async def run():
+        async with pool_of() as pool:
+            return await pool.check(0, sample("notes x"), 10)
+
+    assert asyncio.run(run()) == Verdict(1.0, True, notes={"why": "x" * MAX_ANSWER_CHARS}, seeks_answer=False)
 
 
 def test_a_slow_expression_is_killed_and_the_others_go_on():

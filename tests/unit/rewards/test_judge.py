@@ -134,7 +134,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_judges_number_becomes_a_score_between_0_and_1():
     with serving(says("The sum is right.\nScore: 7.5")) as server:
         verdict = score(server.url)
-    assert verdict == Verdict(score=0.75, correct=True, parts={"judge_score": 7.5})
+    assert verdict == Verdict(score=0.75, correct=True, parts={"judge_score": 7.5}, seeks_answer=False)
     assert server.paths == ["/v1/chat/completions"]
     assert "authorization" not in server.headers[0]
     body = server.bodies[0]

@@ -299,7 +299,7 @@ def test_choices_beyond_those_there_are_do_not_count():
 )
 def test_the_built_in_format(response, matches):
     verdict = FormatVerifier(FormatConfig(score=0.5, penalty=-1)).check(sample(response))
-    assert verdict == Verdict(score=0.5 if matches else -1.0, correct=matches)
+    assert verdict == Verdict(score=0.5 if matches else -1.0, correct=matches, seeks_answer=False)
 
 
 def test_a_format_of_ones_own_matches_the_whole_response():
@@ -339,9 +339,14 @@ def test_a_function_by_path_scores():
 @pytest.mark.parametrize(
     ("result", "verdict"),
     [
-        (1, Verdict(1.0, True)),
-        (np.float32(0.5), Verdict(0.5, False)),
-        (True, Verdict(1.0, True)),
+        (1, Verdict(1.0, True, seeks_answer=False)),
+        (np.float32(0.5), Verdict(0.5, False, seeks_answer=False)),
+        (True, Verdict(1.0, True, seeks_answer=False)),
+        ({"score": 1, "x": 2}, Verdict(1.0, True, parts={"x": 2.0}, seeks_answer=False)),
+        (
+            {"score": 0, "why": "no unit", "hint": None, "x": 2},
+            Verdict(0.0, False, parts={"x": 2.0}, notes={"why": "no unit"}, seeks_answer=False),
+        ),
         ({"score": 0.2, "acc": True, "pred": 7}, Verdict(0.2, True, "7")),
         ({"score": 1, "correct": 0.0, "answer": None}, Verdict(1.0, False)),
     ],
@@ -352,7 +357,16 @@ def test_results_of_a_function(result, verdict):
 
 @pytest.mark.parametrize(
     "result",
-    [None, "1", float("nan"), float("inf"), {}, {"score": "1"}, {"score": 1, "x": None}, {"score": 1, "x": "y"}],
+    [
+        None,
+        "1",
+        float("nan"),
+        float("inf"),
+        {},
+        {"score": "1"},
+        {"score": 1, "x": [1]},
+        {"score": 1, "x": float("nan")},
+    ],
 )
 def test_results_that_are_no_numbers_are_errors(result):
     with pytest.raises(RewardError, match=f"{__name__}:compute_score returned .*, expected (a finite number|score)"):

@@ -57,6 +57,10 @@ def slow_score(data_source, solution_str, ground_truth, extra_info):
     return {"score": float(len(solution_str)), "answer": solution_str[:5]}
 
 
+def score_and_say_why(data_source, solution_str, ground_truth, extra_info):
+    return {"score": 0.5, "length": len(solution_str), "why": "too short"}
+
+
 FAKE = f"{__name__}:Fake"
 
 
@@ -108,6 +112,22 @@ def test_a_weighted_sum_of_rules_in_child_processes():
     assert bare == Verdict(1.5, True, "5", {"math/score": 1.0, "format/score": -1.0, "format_2/score": 0.0})
     assert empty == huge == Verdict(-0.5, False, None, {"math/score": 0, "format/score": -1, "format_2/score": 0})
     assert counts == ScoreCounts(samples=4) and after == ScoreCounts()
+
+
+def test_texts_are_kept_and_a_score_alone_says_nothing_about_the_answer():
+    def verdict_of(*verifiers):
+        async def run():
+            async with scorer_of(*verifiers) as scorer:
+                return await scorer.score(sample("no answer"))
+
+        return asyncio.run(run())
+
+    custom = {"name": "custom", "args": {"path": f"{__name__}:score_and_say_why"}}
+    verdict = verdict_of(custom)
+    assert verdict.parts == {"custom/score": 0.5, "custom/length": 9.0} and verdict.valid is None
+    assert verdict.notes == {"custom/why": "too short"}
+    assert verdict_of({"name": "gsm8k"}, custom).valid is False
+    assert verdict_of({**custom, "decides": True}, {"name": "gsm8k"}).valid is None
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from roll.data.requests import Completion, FinishReason, GenerateRequest, Sampli
 from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.rewards.types import RewardError, Sample, Verdict
 from roll.rollout.env_manager import EpisodeSpec, Limits, PromptTooLongError
+from roll.rollout.metrics import rollout_metrics
 from roll.rollout.prompt_env import PromptEnv, PromptManager
 from roll.rollout.prompt_worker import PromptPlan, PromptSpec, PromptWorker, PromptWorkerContext
 from roll.rollout.trajectory import groups_to_batch
@@ -89,6 +90,15 @@ def test_an_answer_is_one_turn_with_the_verdict_as_its_reward() -> None:
     assert batch.rewards_T is not None
     assert batch.rewards_T.nonzero().flatten().tolist() == [batch.num_tokens - 1]
     assert batch.loss_mask_T.tolist() == [False] * len(turn.prompt_ids) + [True] * sampled
+
+
+def test_where_nobody_looks_for_an_answer_there_is_no_rate_of_valid_ones() -> None:
+    silent = play(PROMPT, Engine("two"), Scorer(Verdict(0.5, False, notes={"custom/why": "x"}, seeks_answer=False)))
+    missing = play(PROMPT, Engine("two"), Scorer(Verdict(0.0, False)))
+    found = play(PROMPT, Engine("two"), Scorer(Verdict(0.0, False, "2")))
+    assert silent.info["custom/why"] == "x"
+    metrics = [rollout_metrics([RolloutGroup(0, "sums", of)], "r") for of in ((silent,), (silent, missing, found))]
+    assert "r/valid_rate" not in metrics[0] and metrics[1]["r/valid_rate"] == 0.5
 
 
 @pytest.mark.parametrize(("reason", "truncated"), [(FinishReason.STOP, False), (FinishReason.LENGTH, True)])
