@@ -103,11 +103,11 @@ INTRODUCTION = """\
 
 <!-- Written by scripts/generate_config_docs.py from the classes in roll/configs. Do not edit. -->
 
-A configuration is a YAML file in `examples/config`, or in the folder that `--config_path` names, composed by Hydra:
+A configuration is a YAML file: one that comes with the package (`examples/config`), or one of your own, composed by Hydra:
 
 ```bash
-python examples/start_agentic_pipeline.py --config_name agentic_sokoban \\
-    max_steps=5 actor_train.training_args.learning_rate=1e-4
+roll train agentic_sokoban max_steps=5 actor_train.training_args.learning_rate=1e-4
+roll train ./mine.yaml
 ```
 
 - **Overrides** are `key=value`; no `+` is needed. `~key` takes a key back to its default. A value that Hydra's grammar
@@ -117,6 +117,10 @@ python examples/start_agentic_pipeline.py --config_name agentic_sokoban \\
   and devices that do not exist. A number in quotes is not a number; `true` is not 1.
 - **Composition.** `defaults: [traj_envs@_here_, _self_]` includes `traj_envs.yaml`; `${response_length}` refers to
   another key. A top-level key that the tables below do not know is allowed only when some `${...}` refers to it.
+  A file of your own may include the package's: `defaults: [rlvr_math, _self_]`.
+- **Groups.** `train=megatron` on the command line lays `train/megatron.yaml` over the configuration, before the other
+  overrides; every folder of YAML files beside a configuration is such a group. The package's are `train` and `infer`, the
+  engines ([strategies.md](strategies.md)).
 - **`custom_env`** (singular) is the library of tags that `traj_envs.yaml` defines. Only `custom_envs` (plural) is read;
   it picks tags by `SimpleSokoban: ${custom_env.SimpleSokoban}`. Overriding a key inside such a link, as in
   `custom_envs.SimpleSokoban.max_steps=5`, keeps the link's other keys. Likewise top-level `deepspeed_zero*` presets are
@@ -128,7 +132,7 @@ python examples/start_agentic_pipeline.py --config_name agentic_sokoban \\
   `per_device_train_batch_size × gradient_accumulation_steps × data-parallel size` episodes, and divides the episodes of
   a step. The data-parallel size is the number of devices of the role, for Megatron divided by tensor × pipeline ×
   context parallel size. Where each turn is a sample of its own (`env_manager_cls: step`), the turns of a rollout are
-  cut into that many optimizer steps. `--validate-only` prints the arithmetic in words.
+  cut into that many optimizer steps. `roll validate` prints the arithmetic in words.
 """
 
 

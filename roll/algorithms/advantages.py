@@ -349,7 +349,7 @@ def _step_returns(batch: Batch, config: AlgorithmConfig) -> tuple[Episodes, Tens
     if len(same_row):
         raise ValueError(
             f"{user}: sequence {int(episodes.row_K[same_row[0]])} holds several turns, expected one turn per sequence "
-            "(history: false), because only a sequence's first turn has a state to compare"
+            "(env_manager_cls: step), because only a sequence's first turn has a state to compare"
         )
     discount_K = torch.full_like(reward_K, config.step_reward_gamma)
     discount_K[episodes.last_turn_J] = 0.0

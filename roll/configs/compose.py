@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.schema import nearest
+from roll.configs.shipped import SHIPPED, config_groups, config_names
 
 _REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*)")
 _PREFIX = re.compile(r"^\+{1,2}")
+_SPACED = re.compile(r"(?:^|(?<=\0))([^\0=]+)(?:\0=\0?|=\0)([^\0=]+)(?=\0|$)")
+_OPTIONAL_ROLES = ("critic", "reference")
 
 
 @dataclass(frozen=True)
@@ -35,28 +38,28 @@ class Composed:
     """Overrides and interpolations that could not be understood."""
 
 
-def config_names(config_path: Path) -> list[str]:
-    """The configurations in a folder, without their suffix."""
-    return sorted(path.stem for path in config_path.glob("*.yaml"))
-
-
 def compose_config(config_name: str, config_path: Path, overrides: Sequence[str]) -> Composed:
     """Reads ``config_name`` from the folder ``config_path`` and applies ``key=value`` overrides.
 
     Defaults lists find other files beside the configuration and relative to the folder above, so that both
     ``traj_envs@_here_`` and ``config/traj_envs@_here_`` work. An override may name any key, without ``+``; one that
-    goes inside a section given by ``${...}`` changes that key and keeps the section's others.
+    goes inside a section given by ``${...}`` changes that key and keeps the section's others. ``train=megatron`` lays
+    the file ``train/megatron.yaml`` over the configuration, before all other overrides.
 
     Raises:
         ConfigErrors: the folder or file does not exist or is no valid YAML.
     """
     config_name = config_name.removesuffix(".yaml")
     tree = _read(config_name, config_path)
-    OmegaConf.set_struct(tree, False)
-    referenced = _references(tree)
     parsed, problems = _parse_overrides(overrides)
+    groups = config_groups(config_path)
+    chosen = [item for item in parsed if ".".join(_path(item)) in groups]
+    for item in chosen:
+        problems += _choose(tree, item, groups, config_path)
+    referenced = _references(tree)
     # Overrides inside a linked section wait until those of the section it links to are applied.
-    for override in sorted(parsed, key=lambda item: _crosses_link(tree, _path(item))):
+    others = [item for item in parsed if item not in chosen]
+    for override in sorted(others, key=lambda item: _crosses_link(tree, _path(item))):
         problems += _apply(tree, override)
     return Composed(_resolve(tree, "", problems), referenced | _references(tree), problems)
 
@@ -71,15 +74,54 @@ def _read(config_name: str, config_path: Path) -> DictConfig:
         raise ConfigErrors(
             [ConfigProblem("--config_name", config_name, known, f"did you mean {near}?" if near else "")]
         )
+    return _compose(config_name, config_path)
+
+
+def _compose(name: str, config_path: Path) -> DictConfig:
+    """One file with what its defaults list includes, from its own folder, the one above and the shipped ones."""
     folder = config_path.resolve()
-    search_path = f"hydra.searchpath=['file://{folder.parent}']"
+    search_path = f"hydra.searchpath=['file://{folder.parent}','file://{SHIPPED}','file://{SHIPPED.parent}']"
     try:
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
-            return compose(config_name, overrides=[search_path])
+            tree = compose(name, overrides=[search_path])
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         message = re.sub(r"\s+", " ", str(error)).strip()
-        path = f"{config_name}.yaml"
-        raise ConfigErrors([ConfigProblem(path, NOTHING, f"a file that can be composed: {message}")]) from error
+        raise ConfigErrors(
+            [ConfigProblem(f"{name}.yaml", NOTHING, f"a file that can be composed: {message}")]
+        ) from error
+    OmegaConf.set_struct(tree, False)
+    return tree
+
+
+def _choose(
+    tree: DictConfig, item: tuple[Override, Any], groups: Mapping[str, Sequence[str]], config_path: Path
+) -> list[ConfigProblem]:
+    """Lays the chosen file of a group over the configuration."""
+    group, choice = ".".join(_path(item)), item[1]
+    if item[0].is_delete() or choice not in groups[group]:
+        near = nearest(str(choice), groups[group])
+        known = f"one of: {', '.join(groups[group])}"
+        return [ConfigProblem(group, choice, known, f"did you mean {near}?" if near else "")]
+    own = (config_path / group / f"{choice}.yaml").is_file()
+    file = _compose(f"{group}/{choice}", config_path if own else SHIPPED)
+    for role in _OPTIONAL_ROLES:
+        if tree.get(role) is None:  # an engine for a role that the configuration does without
+            file.pop(role, None)
+    _drop_replaced_engines(tree, file)
+    tree.merge_with(file)
+    return []
+
+
+def _drop_replaced_engines(tree: DictConfig, file: DictConfig) -> None:
+    """Removes the options of every engine that the file replaces: they mean nothing to another."""
+    for role, section in file.items():
+        strategy = section.get("strategy_args") if isinstance(section, DictConfig) else None
+        if strategy is None or not isinstance(tree.get(role), DictConfig):
+            continue
+        # A copy of the section, links inside intact: it may be linked to from another role.
+        tree[role] = OmegaConf.create(OmegaConf.to_container(tree[role], resolve=False))
+        if OmegaConf.select(tree[role], "strategy_args.strategy_name") != strategy.strategy_name:
+            tree[role].pop("strategy_args", None)
 
 
 def _references(tree: DictConfig) -> frozenset[str]:
@@ -89,7 +131,8 @@ def _references(tree: DictConfig) -> frozenset[str]:
 def _parse_overrides(texts: Sequence[str]) -> tuple[list[tuple[Override, Any]], list[ConfigProblem]]:
     """Hydra's grammar for keys and values; a value outside of it, as ``list(range(0,2))``, is taken as a string."""
     parser = OverridesParser.create()
-    parsed, problems = [], []
+    parsed = []
+    texts, problems = _set_apart_spaced(texts)
     for text in texts:
         key, equals, value = text.partition("=")
         try:
@@ -103,6 +146,16 @@ def _parse_overrides(texts: Sequence[str]) -> tuple[list[tuple[Override, Any]], 
             else:
                 problems.append(ConfigProblem(text, NOTHING, "key=value", "the command line takes key=value overrides"))
     return parsed, problems
+
+
+def _set_apart_spaced(texts: Sequence[str]) -> tuple[list[str], list[ConfigProblem]]:
+    """Finds ``key = value``, which the shell passes as three words, ``key= value`` and ``key =value``."""
+    text = "\0".join(texts)
+    problems = [
+        ConfigProblem(found[0].replace("\0", " "), NOTHING, f"{found[1]}={found[2]}", "no spaces around =")
+        for found in _SPACED.finditer(text)
+    ]
+    return [word for word in _SPACED.sub("", text).split("\0") if word], problems
 
 
 def _path(item: tuple[Override, Any]) -> list[str]:

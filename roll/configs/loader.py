@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from roll.configs.agentic import AgenticConfig
 from roll.configs.agentic_rules import AGENTIC_RULES
 from roll.configs.base import Config
-from roll.configs.compose import compose_config
+from roll.configs.compose import Composed, compose_config
 from roll.configs.engine_rules import ENGINE_RULES
 from roll.configs.env import ALIASES, CustomEnvConfig, EnvManagerConfig
 from roll.configs.obsolete import ENGINE_NAMES, OBSOLETE
@@ -60,6 +60,17 @@ def load_config(
         ConfigErrors: everything that is wrong, all at once.
     """
     composed = compose_config(config_name, Path(config_path), overrides)
+    return load_composed(schema, config_name, composed, extra_checks)
+
+
+def load_composed(
+    schema: type[ConfigT], config_name: str, composed: Composed, extra_checks: Sequence[Rule] = ()
+) -> ConfigT:
+    """Validates what ``compose_config`` returned; the arguments are those of ``load_config``.
+
+    Raises:
+        ConfigErrors: everything that is wrong, all at once.
+    """
     values = dict(composed.values)
     values.setdefault("exp_name", Path(config_name).stem)
     problems = list(composed.problems)

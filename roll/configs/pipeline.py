@@ -45,7 +45,11 @@ class RunConfig(Config):
         description="Name of the run and of its folder under output_dir. The command line takes the configuration's "
         "file name when none is given.",
     )
-    seed: int = Field(default=42, ge=0, description="Every other seed is derived from it; a run repeats exactly.")
+    seed: int = Field(
+        default=42,
+        ge=0,
+        description="Every other seed is derived from it; a run repeats exactly on one kind of machine.",
+    )
     rpc_timeout: float = Field(default=3600.0, gt=0, description="Seconds that one call to a worker may take.")
     output_dir: str = Field(default="./output", min_length=1, description="Parent of the run's folder.")
     logging_dir: str | None = Field(

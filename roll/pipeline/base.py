@@ -156,8 +156,8 @@ class RLPipeline(ABC):
         batch = _with_scores(batch, others)
         if batch.ref_hidden_TH is None:
             raise ValueError(
-                "kl_penalty: 'full', but the reference's strategy returns no hidden states; expected hf_infer, "
-                "fsdp2_infer or fsdp2_train as its strategy, or an estimator such as k3"
+                "kl_penalty: 'full', but the reference's strategy returns no hidden states; expected hf_infer or an "
+                "fsdp2, deepspeed or megatron strategy, or an estimator such as k3"
             )
         batch = _with_scores(batch, actor)
         # Hidden states are large: they travel on to the trainer only if its loss reads them.

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
-from roll.configs.problems import ConfigErrors, show
+from roll import __version__
+from roll.configs.shipped import SHIPPED
+from roll.pipeline.programs import AGENTIC, PROGRAMS, RLVR, Program, configurations, programs_of
 
 if TYPE_CHECKING:
+    from roll.configs.compose import Composed
+    from roll.configs.problems import ConfigErrors, ConfigProblem
     from roll.configs.rl import RLConfig
 
-DEFAULT_CONFIG_PATH = Path(__file__).resolve().parents[2] / "examples" / "config"
+__all__ = ["AGENTIC", "RLVR", "main", "perform", "refuse", "report"]
+
 EXIT_CONFIG = 2
 LINE_WIDTH = 110
 
@@ -25,81 +28,125 @@ examples:
   %(prog)s --config_name CONFIG
   %(prog)s --config_name CONFIG max_steps=5 actor_train.training_args.learning_rate=1e-4
   %(prog)s --config_name CONFIG 'actor_train.device_mapping=list(range(0,4))' --print-config
+  %(prog)s --config_name CONFIG train=megatron infer=vllm --validate-only
   %(prog)s --config_name mine --config_path ~/configs --validate-only
 """
 
-
-@dataclass(frozen=True)
-class Program:
-    """One start script: which pipeline it runs. Classes and functions by path, so that none is imported too early."""
-
-    schema: str
-    """``module:class`` of its configuration."""
-    run: str
-    """``module:function`` that runs a checked configuration and returns the exit code."""
-    description: str
-    default: str
-    """Name of the configuration that is run when none is named."""
-    prefix: str
-    """What the names of its configurations begin with."""
-
-
-AGENTIC = Program(
-    "roll.configs.agentic:AgenticConfig",
-    "roll.pipeline.agentic.launch:run_agentic",
-    "Trains a language model in text environments.",
-    "agentic_sokoban",
-    "agentic_",
-)
-RLVR = Program(
-    "roll.configs.rlvr:RLVRConfig",
-    "roll.pipeline.rlvr.launch:run_rlvr",
-    "Trains a language model on prompts whose answers can be verified.",
-    "rlvr_math",
-    "rlvr_",
-)
+Action = Literal["train", "validate", "print"]
 
 
 def main(argv: Sequence[str] | None = None, program: Program = AGENTIC) -> int:
-    """Runs a pipeline.
+    """Runs a pipeline, as the start scripts do.
 
     Args:
         argv: the command line; that of the process, if not given.
         program: ``AGENTIC`` or ``RLVR``.
 
     Returns:
-        0 when the run (or the check) succeeded, 2 for a wrong configuration, otherwise the pipeline's own code.
+        0 when the run (or the check) succeeded, 2 for a wrong configuration and for an empty command line, otherwise
+        the pipeline's own code.
     """
     started = time.time()
-    options = _parser(program).parse_intermixed_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    parser = _parser(program)
+    if not argv:
+        sys.stderr.write(parser.format_help())
+        return EXIT_CONFIG
+    options, unknown = parser.parse_known_intermixed_args(argv)
+    refuse(parser, unknown)
+    action: Action = "print" if options.print_config else "validate" if options.validate_only else "train"
+    folder = Path(options.config_path).expanduser()
+    return perform(action, options.config_name, folder, options.overrides, program, started)
+
+
+def perform(
+    action: Action,
+    config_name: str,
+    folder: Path,
+    overrides: Sequence[str] = (),
+    program: Program | None = None,
+    started: float | None = None,
+) -> int:
+    """Runs, checks or shows a configuration.
+
+    Args:
+        action: ``train`` runs it, ``validate`` shows what it amounts to, ``print`` shows it resolved.
+        config_name: its name in ``folder``.
+        folder: folder of configurations.
+        overrides: ``key=value`` texts.
+        program: its pipeline; the one whose sections it has, if not given.
+        started: ``time.time()`` at launch; now, if not given.
+
+    Returns:
+        The exit code, see ``main``.
+    """
     # Imported here: --help answers at once, and neither torch nor Ray is loaded for a configuration that is wrong.
-    from roll.configs.loader import load_config
+    from roll.configs.compose import compose_config
+    from roll.configs.loader import load_composed
+    from roll.configs.problems import ConfigErrors
     from roll.preflight.choices import CHECKS
     from roll.preflight.machine import check_machine
     from roll.utils.registry import import_path
 
-    schema = cast("type[RLConfig]", import_path(program.schema))
-    folder = Path(options.config_path).expanduser()
+    started = started or time.time()
     try:
-        config = load_config(schema, options.config_name, folder, options.overrides, CHECKS[schema])
+        composed = compose_config(config_name, folder, overrides)
+        program = _program_of(composed, program)
+        schema = cast("type[RLConfig]", import_path(program.schema))
+        config = load_composed(schema, config_name, composed, CHECKS[schema])
+        if action == "train" and (missing := check_machine(config)):
+            raise ConfigErrors(missing)
     except ConfigErrors as errors:
-        sys.stderr.write(report(errors, options.config_name))
+        sys.stderr.write(report(errors, config_name))
         return EXIT_CONFIG
-    if options.print_config:
+    if action == "print":
         sys.stdout.write(_yaml(config))
         return 0
-    if options.validate_only:
-        sys.stdout.write("\n".join([f"{options.config_name}: valid", *_summary(config)]) + "\n")
+    if action == "validate":
+        sys.stdout.write("\n".join([f"{config_name}: valid", *_summary(config)]) + "\n")
         return 0
-    if missing := check_machine(config):
-        sys.stderr.write(report(ConfigErrors(missing), options.config_name))
-        return EXIT_CONFIG
     run = cast("Callable[[RLConfig, float], int]", import_path(program.run))
     return run(config, started)
 
 
+def _program_of(composed: Composed, program: Program | None) -> Program:
+    """The pipeline of a configuration; the one that is asked for, unless the configuration is another's."""
+    from roll.configs.problems import ConfigErrors
+
+    names = programs_of(composed.values)
+    if len(names) == 1 and program in (None, PROGRAMS[names[0]]):
+        return PROGRAMS[names[0]]
+    if program is not None and (not names or program in [PROGRAMS[name] for name in names]):
+        return program
+    raise ConfigErrors([*composed.problems, _wrong_program(composed, names, program)])
+
+
+def _wrong_program(composed: Composed, names: Sequence[str], program: Program | None) -> ConfigProblem:
+    from roll.configs.problems import NOTHING, ConfigProblem, Words
+
+    own = {name: each.sections for name, each in PROGRAMS.items()}
+    expected = "the sections of one pipeline: " + "; ".join(f"{', '.join(keys)} ({name})" for name, keys in own.items())
+    found = [key for name in names for key in own[name] if key in composed.values]
+    if program is None or len(names) != 1:
+        return ConfigProblem("", Words(", ".join(found)) if found else NOTHING, expected)
+    asked = next(name for name, each in PROGRAMS.items() if each == program)
+    hint = f"this one is run by examples/{PROGRAMS[names[0]].script}, or by `roll train`, which sees it itself"
+    return ConfigProblem("", Words(", ".join(found)), f"a configuration of the {asked} pipeline", hint)
+
+
+def refuse(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Ends with code 2 where words of the command line are left over; one may be a key, given as ``--max_steps=3``."""
+    if not words:
+        return
+    key, equals, value = words[0].lstrip("-").partition("=")
+    hint = f"; a key of the configuration is given as {key}={value if equals else '…'}" if key.isidentifier() else ""
+    parser.error(f"unrecognized arguments: {' '.join(words)}{hint}")
+
+
 def report(errors: ConfigErrors, config_name: str) -> str:
     """All problems as text for a terminal, one paragraph each."""
+    from roll.configs.problems import show
+
     count = len(errors.problems)
     lines = [f"{config_name}: {count} {'problem' if count == 1 else 'problems'} in the configuration", ""]
     for number, problem in enumerate(errors.problems, 1):
@@ -112,25 +159,26 @@ def report(errors: ConfigErrors, config_name: str) -> str:
 
 
 def _wrapped(label: str, text: str) -> list[str]:
+    import textwrap
+
     first = f"     {label:<9}"
     return textwrap.wrap(text, LINE_WIDTH, initial_indent=first, subsequent_indent=" " * len(first)) or [first]
 
 
 def _parser(program: Program) -> argparse.ArgumentParser:
-    names = ", ".join(sorted(path.stem for path in DEFAULT_CONFIG_PATH.glob(f"{program.prefix}*.yaml")))
+    own = [name for name, (of, _) in configurations(SHIPPED).items() if PROGRAMS[of] == program]
     examples = EXAMPLES.replace("CONFIG", program.default)
     parser = argparse.ArgumentParser(
         description=f"{program.description} Every key: docs/configuration.md.",
-        epilog=f"{examples}\nconfigurations in {DEFAULT_CONFIG_PATH}:\n  {names}\n",
+        epilog=f"{examples}\nconfigurations in {SHIPPED}:\n  {', '.join(own)}\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--config_name", "--config-name", default=program.default, help="default: %(default)s")
-    parser.add_argument(
-        "--config_path", "--config-path", default=str(DEFAULT_CONFIG_PATH), help="folder of configurations"
-    )
+    parser.add_argument("--config_path", "--config-path", default=str(SHIPPED), help="folder of configurations")
     parser.add_argument("--print-config", action="store_true", help="show the resolved configuration and stop")
     parser.add_argument("--validate-only", action="store_true", help="check everything, show the arithmetic and stop")
+    parser.add_argument("--version", action="version", version=f"roll {__version__}")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
     return parser
 

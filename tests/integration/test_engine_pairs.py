@@ -1,4 +1,4 @@
-"""Every trainer with every generator: the examples' configurations, two steps on a tiny model."""
+"""Every trainer with every generator: the demonstrations with ``train=`` and ``infer=``, two steps on a tiny model."""
 
 from __future__ import annotations
 
@@ -32,8 +32,17 @@ SMALL = (
     "enable_old_logprobs_recompute=true",
     "entropy_loss_coef=0.01",  # a gradient also where all rewards of a group are equal
     "entropy_loss_coef_end=0.01",
+    "actor_train.device_mapping=[0,1]",
+    "actor_infer.device_mapping=[1]",
 )
-AGENTIC = ("train_env_manager.env_groups=2", "train_env_manager.group_size=4", "val_env_manager.env_groups=8")
+AGENTIC = (
+    "adv_estimator=grpo",
+    "turn_level_gae=false",
+    "whiten_advantages=false",
+    "train_env_manager.env_groups=2",
+    "train_env_manager.group_size=4",
+    "val_env_manager.env_groups=8",
+)
 RLVR = (
     "rollout_batch_size=4",
     "num_return_sequences_in_group=4",
@@ -71,23 +80,26 @@ def check_run(run: Run, adapter: bool = False) -> None:
 @pytest.mark.parametrize(("trainer", "generator"), PAIRS)
 def test_sokoban(launch: Launch, wide_headed: Path, trainer: str, generator: str) -> None:
     options = (*SMALL, *AGENTIC, f"pretrain={wide_headed}", *environment(trainer, generator))
-    check_run(launch(*options, config=f"agentic_sokoban_{trainer}_{generator}", script=LAUNCHER, folder=EXAMPLES))
+    check_run(launch(*options, config="agentic_sokoban", script=LAUNCHER, folder=EXAMPLES))
 
 
 @pytest.mark.parametrize(("trainer", "generator"), PAIRS)
 def test_maths(launch: Launch, wide_headed: Path, trainer: str, generator: str) -> None:
     options = (*SMALL, *RLVR, f"pretrain={wide_headed}", *environment(trainer, generator))
-    check_run(launch(*options, config=f"rlvr_math_{trainer}_{generator}", script=RLVR_LAUNCHER, folder=EXAMPLES))
+    check_run(launch(*options, config="rlvr_math", script=RLVR_LAUNCHER, folder=EXAMPLES))
 
 
 def environment(trainer: str, generator: str) -> tuple[str, ...]:
-    """Overrides that say where the generator is installed; skips what is not."""
-    overrides = ()
+    """Overrides that choose the engines and say where the generator is installed; skips what is not."""
+    overrides = (f"train={trainer}", f"infer={generator}")
+    if trainer == "megatron":
+        layout = "actor_train.strategy_args.strategy_config"
+        overrides += (f"{layout}.tensor_model_parallel_size=2", f"{layout}.sequence_parallel=true")
     if generator == "sglang":
         python = Path(os.environ.get("ROLL_SGLANG_PYTHON", ROOT / ".venv-sglang" / "bin" / "python"))
         if not python.exists():
             pytest.skip("sglang: there is no .venv-sglang (make test-sglang)")
-        overrides = (f"actor_infer.strategy_args.strategy_config.python_executable={python}",)
+        overrides += (f"actor_infer.strategy_args.strategy_config.python_executable={python}",)
     for strategy in {TRAINERS[trainer], GENERATORS[generator]} - {"sglang"}:
         package = PACKAGES.get(strategy)
         if package is not None and not package.installed:
@@ -102,5 +114,5 @@ def test_an_adapter_is_trained_against_the_actor_without_it(launch: Launch, wide
     # One optimizer step per rollout, of two data-parallel ranks or one: in the first, the policy is the reference.
     accumulation = f"actor_train.training_args.gradient_accumulation_steps={4 if trainer == 'megatron' else 2}"
     penalty = ("use_kl_loss=true", "kl_loss_coef=0.1", accumulation)
-    run = launch(*options, *lora, *penalty, config=f"rlvr_math_{trainer}_vllm", script=RLVR_LAUNCHER, folder=EXAMPLES)
+    run = launch(*options, *lora, *penalty, config="rlvr_math", script=RLVR_LAUNCHER, folder=EXAMPLES)
     check_run(run, adapter=True)

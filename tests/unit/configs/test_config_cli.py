@@ -32,7 +32,7 @@ def test_a_wrong_configuration_ends_with_code_2_within_5_seconds():
 def test_neither_torch_nor_ray_is_imported_to_check_a_configuration():
     code = (
         "import sys; from roll.pipeline.cli import main; code = main(['--validate-only']);"
-        "code = code or main(['--validate-only', '--config_name', 'agentic_sokoban_deepspeed_vllm']);"
+        "code = code or main(['--validate-only', 'train=deepspeed', 'infer=vllm']);"
         "bad = {'torch', 'ray', 'transformers', 'tensorboard', 'wandb'} & set(sys.modules);"
         "sys.exit(code or (f'imported {bad}' if bad else 0))"
     )

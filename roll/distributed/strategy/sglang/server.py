@@ -1,4 +1,4 @@
-"""The process that SGLang has for itself: builds its engine and answers the calls of ``sglang.py``.
+"""The process that SGLang has for itself: builds its engine and answers the calls of ``strategy.py``.
 
 Run as ``python -m roll.distributed.strategy.sglang.server FD``, by any interpreter that has SGLang and this package.
 """
@@ -35,7 +35,7 @@ from roll.distributed.weights.contents import Contents, views
 
 
 class SglangServer:
-    """What ``sglang.py`` calls. Everything runs on one event loop, in order of arrival where it does not wait."""
+    """What ``strategy.py`` calls. Everything runs on one event loop, in order of arrival where it does not wait."""
 
     def __init__(self, connection: EngineServer) -> None:
         self._connection = connection

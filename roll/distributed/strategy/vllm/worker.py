@@ -1,4 +1,4 @@
-"""The part of ``vllm.py`` that runs in vLLM's own worker processes, next to the model.
+"""The part of ``strategy.py`` that runs in vLLM's own worker processes, next to the model.
 
 vLLM mixes ``WorkerExtension`` into its worker class (``worker_extension_cls``); the strategy calls the methods by name.
 """

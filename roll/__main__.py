@@ -1,0 +1,164 @@
+# PYTHON_ARGCOMPLETE_OK
+"""The ``roll`` command: ``roll --help``. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from roll import __version__
+from roll.configs.shipped import SHIPPED, config_groups
+from roll.pipeline.cli import EXIT_CONFIG, perform, refuse
+from roll.pipeline.programs import PROGRAMS, configurations
+
+EXAMPLES = """\
+examples:
+  roll train agentic_sokoban
+  roll train rlvr_math max_steps=5 actor_train.training_args.learning_rate=1e-4
+  roll train rlvr_math train=megatron infer=vllm
+  roll train ./mine.yaml
+  roll config print my_model > mine.yaml
+
+completion in bash and zsh:  eval "$(register-python-argcomplete roll)"
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code: 2 for a wrong one or a wrong configuration."""
+    started = time.time()
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+    # Overrides may stand between and behind options, which argparse leaves over in a subcommand.
+    options, rest = parser.parse_known_args(argv)
+    refuse(parser, [word for word in rest if word.startswith("-") or not hasattr(options, "overrides")])
+    if not hasattr(options, "do"):
+        sys.stderr.write(options.parser.format_help())
+        return EXIT_CONFIG
+    if hasattr(options, "overrides"):
+        options.overrides += rest
+        options.started = started
+    return int(options.do(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="roll",
+        description="Trains large language models with reinforcement learning.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(parser=parser)
+    parser.add_argument("--version", action="version", version=f"roll {__version__}")
+    commands = parser.add_subparsers(metavar="command")
+    _add_run(commands, "train", "run a configuration")
+    _add_run(commands, "validate", "check a configuration and its data, show the batch arithmetic and the devices")
+    config = _group(commands, "config", "configurations: list, print")
+    _add(config, "list", "the configurations, their pipelines, the groups to choose from", _list_configs)
+    _add_run(config, "print", "show a configuration resolved, secrets removed")
+    _add(_group(commands, "envs", "environments: list"), "list", "the values of env_type", _list_envs)
+    _add(_group(commands, "verifiers", "verifiers: list"), "list", "the values of verifiers.name", _list_verifiers)
+    return parser
+
+
+def _group(commands: Any, name: str, text: str) -> Any:
+    parser = _add(commands, name, text)
+    parser.set_defaults(parser=parser)
+    return parser.add_subparsers(metavar="command")
+
+
+def _add(commands: Any, name: str, text: str, do: Any = None) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+    if do is not None:
+        parser.set_defaults(do=do)
+    return parser  # type: ignore[no-any-return]
+
+
+def _add_run(commands: Any, action: str, text: str) -> None:
+    """A command on one configuration."""
+    parser = _add(commands, action, text, _perform)
+    parser.set_defaults(action=action)
+    name = parser.add_argument("config", metavar="NAME", help="a configuration of `roll config list`, or a YAML file")
+    name.completer = _complete_names  # type: ignore[attr-defined]
+    parser.add_argument("--config-path", "--config_path", default=str(SHIPPED), help="folder to look for NAME in")
+    changes = parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
+    changes.completer = _complete_overrides  # type: ignore[attr-defined]
+
+
+def _perform(options: argparse.Namespace) -> int:
+    sys.path.insert(0, os.getcwd())  # a user's own environments and rewards, as beside a start script
+    name, folder = _locate(options)
+    return perform(options.action, name, folder, options.overrides, started=options.started)
+
+
+def _locate(options: argparse.Namespace) -> tuple[str, Path]:
+    """Name and folder of the configuration; ``./mine.yaml`` is a file, ``mine`` a name in ``--config-path``."""
+    file = Path(options.config).expanduser()
+    if file.suffix == ".yaml" or len(file.parts) > 1:
+        return file.stem if file.suffix == ".yaml" else file.name, file.parent
+    return options.config, Path(options.config_path).expanduser()
+
+
+def _list_configs(_: argparse.Namespace) -> int:
+    rows = [(name, pipeline, comment) for name, (pipeline, comment) in configurations(SHIPPED).items()]
+    groups = [f"{group}={'|'.join(choices)}" for group, choices in config_groups(SHIPPED).items()]
+    sys.stdout.write(f"{_table(rows)}\nwith each of them: {' '.join(groups)}\nin {SHIPPED}\n")
+    return 0
+
+
+def _list_envs(_: argparse.Namespace) -> int:
+    import roll.agentic.env as envs
+
+    modules = {name: sys.modules[envs.path_of(name).partition(":")[0]] for name in envs.registered()}
+    sys.stdout.write(_table([(name, _first_line(module)) for name, module in modules.items()]))
+    return 0
+
+
+def _list_verifiers(_: argparse.Namespace) -> int:
+    from roll.rewards import VERIFIERS
+
+    sys.stdout.write(_table([(name, _first_line(VERIFIERS.get(name))) for name in VERIFIERS.names()]))
+    return 0
+
+
+def _first_line(thing: object) -> str:
+    return (thing.__doc__ or "").strip().partition("\n")[0]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns, a line per row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _complete_names(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    return list(configurations(Path(parsed_args.config_path).expanduser()))
+
+
+def _complete_overrides(parsed_args: argparse.Namespace, **_: Any) -> Iterator[str]:
+    """Groups with their choices, and every key of the configuration's pipeline."""
+    from roll.configs.base import Config
+    from roll.configs.schema import leaf_paths
+    from roll.utils.registry import import_path
+
+    name, folder = _locate(parsed_args)
+    yield from (f"{group}={choice}" for group, choices in config_groups(folder).items() for choice in choices)
+    pipeline, _comment = configurations(folder).get(name, (None, ""))
+    if pipeline is not None:
+        schema = import_path(PROGRAMS[pipeline].schema)
+        assert isinstance(schema, type) and issubclass(schema, Config), "an entry of PROGRAMS"
+        yield from (f"{path}=" for path, _field in leaf_paths(schema))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""The pipelines: one table, read by the start scripts and by ``roll``. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Program(NamedTuple):
+    """One pipeline. Classes and functions by path, so that none is imported too early."""
+
+    schema: str
+    """``module:class`` of its configuration."""
+    run: str
+    """``module:function`` that runs a checked configuration and returns the exit code."""
+    description: str
+    default: str
+    """Name of the configuration that its examples show."""
+    script: str
+    """Its start script in ``examples/``."""
+    sections: tuple[str, ...]
+    """Top-level sections that it alone reads: a configuration with one of them is this pipeline's."""
+
+
+AGENTIC = Program(
+    "roll.configs.agentic:AgenticConfig",
+    "roll.pipeline.agentic.launch:run_agentic",
+    "Trains a language model in text environments.",
+    "agentic_sokoban",
+    "start_agentic_pipeline.py",
+    ("custom_envs", "train_env_manager", "val_env_manager"),
+)
+RLVR = Program(
+    "roll.configs.rlvr:RLVRConfig",
+    "roll.pipeline.rlvr.launch:run_rlvr",
+    "Trains a language model on prompts whose answers can be verified.",
+    "rlvr_math",
+    "start_rlvr_pipeline.py",
+    ("rewards",),
+)
+PROGRAMS = {"agentic": AGENTIC, "rlvr": RLVR}
+
+
+def programs_of(keys: Iterable[str]) -> list[str]:
+    """Names of the pipelines whose own sections are among a configuration's top-level keys; one, if all is well."""
+    given = set(keys)
+    return [name for name, program in PROGRAMS.items() if not given.isdisjoint(program.sections)]
+
+
+def configurations(folder: Path) -> dict[str, tuple[str, str]]:
+    """Pipeline and first comment of every configuration in a folder, by name.
+
+    Files that are only included by others, because no pipeline's section is in them, are left out. The files are not
+    parsed, so that ``--help`` is quick.
+    """
+    found = {}
+    for file in sorted(folder.glob("*.yaml")):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if len(names := programs_of(re.findall(r"^(\w+):", text, re.MULTILINE))) == 1:
+            comment = re.match(r"#\s*(.*)", text)
+            found[file.stem] = (names[0], comment[1] if comment else "")
+    return found

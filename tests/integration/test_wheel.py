@@ -1,0 +1,104 @@
+"""The package as ``pip install`` leaves it: the ``roll`` command in an environment of its own, outside any checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from roll import __version__
+from roll.models.tiny import make_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+CONFIG = """\
+defaults: [agentic_sokoban, _self_]
+custom_envs:
+  Guess: {env_type: "custom_environment:GuessNumber", max_steps: 4}
+train_env_manager: {env_groups: 2, group_size: 4, tags: [Guess]}
+val_env_manager: {env_groups: 4, group_size: 1, tags: [Guess]}
+rollout_batch_size: 8
+val_batch_size: 4
+max_steps: 1
+num_renders: 0
+adv_estimator: grpo
+turn_level_gae: false
+whiten_advantages: false
+actor_train:
+  training_args: {per_device_train_batch_size: 8, gradient_accumulation_steps: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def roll(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The command of a virtual environment with the wheel in it; other packages are those of this environment."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"  # a build leaves files beside the code
+    source.mkdir()
+    for name in ("roll", "examples"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip(["wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", str(folder), str(source)])
+    (wheel,) = folder.glob("*.whl")
+
+    home = folder / "venv"
+    venv.create(home, with_pip=False, symlinks=True)
+    base = {"base": str(home), "platbase": str(home)}
+    packages = Path(sysconfig.get_path("purelib", vars=base))
+    # Behind the environment's own; what is installed here as a link to a checkout is not followed.
+    (packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip(["--python", str(home / "bin" / "python"), "install", "--no-deps", "--no-index", str(wheel)])
+    return home / "bin" / "roll"
+
+
+def pip(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def run(roll: Path, folder: Path, *words: str) -> str:
+    """Runs the command in a folder that has nothing to do with the checkout."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(roll), *words]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=800, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_it_lists_and_checks_its_own_configurations(roll, tmp_path):
+    assert run(roll, tmp_path, "--version") == f"roll {__version__}\n"
+    listed = run(roll, tmp_path, "config", "list")
+    assert str(roll.parents[1]) in listed and str(ROOT) not in listed
+    assert "agentic_sokoban: valid" in run(roll, tmp_path, "validate", "agentic_sokoban")
+    assert "rlvr_math: valid" in run(roll, tmp_path, "validate", "rlvr_math", "train=megatron", "infer=vllm")
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_trains_a_configuration_of_the_users_with_an_environment_beside_it(roll, tmp_path):
+    make_tiny_model(tmp_path / "model", seed=0)
+    shutil.copy(ROOT / "examples" / "custom_environment.py", tmp_path)
+    (tmp_path / "mine.yaml").write_text(CONFIG)
+    run(roll, tmp_path, "train", "./mine.yaml", "pretrain=model")
+    summary = json.loads((tmp_path / "output" / "agentic_sokoban" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("completed", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["agentic_sokoban", "rlvr_math"])
+def test_it_trains_the_demonstrations(roll, tmp_path, name):
+    run(roll, tmp_path, "train", name, "max_steps=5")
+    summary = json.loads((tmp_path / "output" / name / "summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("completed", 5)

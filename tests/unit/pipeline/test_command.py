@@ -1,0 +1,140 @@
+"""The ``roll`` command: what it lists, how it finds a pipeline, and how little it loads to say so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from roll import __version__
+from roll.__main__ import main
+from roll.configs.shipped import SHIPPED
+from roll.pipeline import cli
+from roll.pipeline.programs import AGENTIC, PROGRAMS, RLVR, configurations
+from roll.utils.registry import import_path
+
+HEAVY = {"pydantic", "hydra", "yaml", "numpy", "torch", "ray", "transformers", "rich", "argcomplete"}
+
+
+def test_help_loads_nothing_heavy():
+    code = f"""
+import sys
+from roll.__main__ import main
+try:
+    main(["--help"])
+except SystemExit as ended:
+    sys.exit(ended.code or repr({HEAVY} & set(sys.modules)).replace("set()", ""))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.strip() == ""
+    assert "roll train agentic_sokoban" in done.stdout
+
+
+def test_version(capsys):
+    for call in (lambda: main(["--version"]), lambda: cli.main(["--version"])):
+        with pytest.raises(SystemExit) as ended:
+            call()
+        assert ended.value.code == 0
+        assert capsys.readouterr().out == f"roll {__version__}\n"
+
+
+@pytest.mark.parametrize("words", [[], ["config"], ["envs"], ["verifiers"]])
+def test_a_command_that_is_not_finished_shows_its_usage(capsys, words):
+    assert main(words) == 2
+    assert " ".join(["usage: roll", *words]) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_start_script_without_arguments_lists_its_configurations_and_runs_nothing(capsys, program):
+    assert cli.main([], program) == 2
+    err = capsys.readouterr().err
+    assert "--config_name" in err and program.default in err
+
+
+def test_lists_name_what_a_configuration_may_choose(capsys):
+    assert main(["config", "list"]) == 0
+    out = capsys.readouterr().out
+    assert "agentic_sokoban " in out and "rlvr_math " in out and "train=deepspeed|fsdp2|megatron" in out
+    assert "traj_envs" not in out  # a file for others to include
+    assert main(["envs", "list"]) == 0
+    assert "sokoban      Sokoban as text" in capsys.readouterr().out
+    assert main(["verifiers", "list"]) == 0
+    assert {"custom", "gsm8k", "math"} <= {line.split()[0] for line in capsys.readouterr().out.splitlines()}
+
+
+def test_the_sections_of_a_pipeline_are_its_own():
+    fields = {name: set(import_path(program.schema).model_fields) for name, program in PROGRAMS.items()}  # type: ignore[attr-defined]
+    for name, program in PROGRAMS.items():
+        assert set(program.sections) <= fields[name]
+        others = set().union(*(keys for other, keys in fields.items() if other != name))
+        assert not set(program.sections) & others
+        assert (SHIPPED.parent / program.script).is_file()
+
+
+@pytest.mark.parametrize("name", configurations(SHIPPED))
+def test_every_shipped_configuration_is_valid_with_the_pipeline_that_is_found_for_it(capsys, name):
+    assert main(["validate", name]) == 0
+    assert f"{name}: valid" in capsys.readouterr().out
+
+
+def test_a_file_and_its_overrides_in_any_order(capsys, tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [rlvr_math, _self_]\nmax_steps: 7\n")
+    file = ["config", "print", str(tmp_path / "mine.yaml"), "seed=5", "train=megatron", "infer=vllm"]
+    named = ["config", "print", "mine", "seed=5", "--config-path", str(tmp_path), "train=megatron", "infer=vllm"]
+    printed = []
+    for words in (file, named):
+        assert main(words) == 0
+        printed.append(capsys.readouterr().out)
+    values = yaml.safe_load(printed[0])
+    assert printed[0] == printed[1]
+    assert (values["seed"], values["max_steps"], values["exp_name"]) == (5, 7, "rlvr_math")
+    assert values["actor_train"]["strategy_args"] == {"strategy_name": "megatron_train", "strategy_config": {}}
+
+
+def test_another_pipelines_configuration_is_told_which_script_runs_it(capsys):
+    assert cli.main(["--config_name", "agentic_sokoban", "--validate-only"], RLVR) == 2
+    assert "examples/start_agentic_pipeline.py" in capsys.readouterr().err
+    assert cli.main(["--config_name", "rlvr_math", "--validate-only"], AGENTIC) == 2
+    assert "examples/start_rlvr_pipeline.py" in capsys.readouterr().err
+
+
+def test_a_file_without_a_pipelines_section_is_no_configuration(capsys):
+    assert main(["train", "traj_envs"]) == 2
+    assert "rewards (rlvr)" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("words", [["--max_steps=3"], ["--max_steps", "3"]])
+def test_a_key_given_as_an_option_is_told_its_spelling(capsys, words):
+    for call in (lambda: main(["train", "rlvr_math", *words]), lambda: cli.main(words)):
+        with pytest.raises(SystemExit) as ended:
+            call()
+        assert ended.value.code == 2
+        assert "a key of the configuration is given as max_steps=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["max_steps", "=", "3"], ["max_steps=", "3"], ["max_steps", "=3"]])
+def test_spaces_around_an_equals_sign_are_one_problem(capsys, words):
+    assert main(["validate", "rlvr_math", *words, "seed=1"]) == 2
+    err = capsys.readouterr().err
+    assert "1 problem" in err and "max_steps=3" in err and "no spaces around =" in err
+
+
+def test_completion_offers_configurations_groups_and_keys(tmp_path):
+    def offered(line: str) -> set[str]:
+        out = tmp_path / "offered"
+        environment = {
+            "_ARGCOMPLETE": "1",
+            "_ARGCOMPLETE_STDOUT_FILENAME": str(out),
+            "COMP_LINE": line,
+            "COMP_POINT": str(len(line)),
+            "PYTHONPATH": str(SHIPPED.parents[1]),
+        }
+        code = "import sys; sys.argv[0] = 'roll'; from roll.__main__ import main; main()"
+        subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
+        return set(out.read_text().split("\013"))
+
+    assert offered("roll train agentic_sok") == {"agentic_sokoban", "agentic_sokoban_qwen2.5_0.5b"}
+    assert any("max_steps=" in each for each in offered("roll train rlvr_math max_st"))
+    assert any("train=megatron" in each for each in offered("roll train rlvr_math tra"))
