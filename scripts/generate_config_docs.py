@@ -103,7 +103,7 @@ INTRODUCTION = """\
 
 <!-- Written by scripts/generate_config_docs.py from the classes in roll/configs. Do not edit. -->
 
-A configuration is a YAML file: one that comes with the package (`examples/config`), or one of your own, composed by Hydra:
+A configuration is a YAML file composed by Hydra: one that comes with the package (`examples/config`), or your own:
 
 ```bash
 roll train agentic_sokoban max_steps=5 actor_train.training_args.learning_rate=1e-4
@@ -119,8 +119,8 @@ roll train ./mine.yaml
   another key. A top-level key that the tables below do not know is allowed only when some `${...}` refers to it.
   A file of your own may include the package's: `defaults: [rlvr_math, _self_]`.
 - **Groups.** `train=megatron` on the command line lays `train/megatron.yaml` over the configuration, before the other
-  overrides; every folder of YAML files beside a configuration is such a group. The package's are `train` and `infer`, the
-  engines ([strategies.md](strategies.md)).
+  overrides; every folder of YAML files beside a configuration is such a group. The package's are `train` and `infer`,
+  the engines ([strategies.md](strategies.md)).
 - **`custom_env`** (singular) is the library of tags that `traj_envs.yaml` defines. Only `custom_envs` (plural) is read;
   it picks tags by `SimpleSokoban: ${custom_env.SimpleSokoban}`. Overriding a key inside such a link, as in
   `custom_envs.SimpleSokoban.max_steps=5`, keeps the link's other keys. Likewise top-level `deepspeed_zero*` presets are

@@ -26,7 +26,7 @@ class WeightBucket:
     """torch dtype names without the prefix, e.g. ``float32``."""
     shapes: tuple[tuple[int, ...], ...]
     data: np.ndarray | Tensor
-    """uint8, the tensors end to end, each aligned to ``ALIGNMENT`` bytes: an array in host memory, or a tensor on a GPU."""
+    """uint8, the tensors end to end, each aligned to ``ALIGNMENT``: an array in host memory, or a tensor on a GPU."""
     checksum: int
     """``buckets.checksum`` of ``data``; the receiver compares."""
     checked: bool = False
