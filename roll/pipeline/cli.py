@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from roll import __version__
 from roll.configs.shipped import SHIPPED
-from roll.pipeline.programs import AGENTIC, PROGRAMS, RLVR, Program, configurations, programs_of
+from roll.pipeline.programs import AGENTIC, PROGRAMS, RLVR, Program, configurations, program_of
 
 if TYPE_CHECKING:
     from roll.configs.compose import Composed
-    from roll.configs.problems import ConfigErrors, ConfigProblem
+    from roll.configs.problems import ConfigErrors
     from roll.configs.rl import RLConfig
 
 __all__ = ["AGENTIC", "RLVR", "main", "perform", "refuse", "report"]
@@ -109,29 +109,26 @@ def perform(
     return run(config, started)
 
 
-def _program_of(composed: Composed, program: Program | None) -> Program:
-    """The pipeline of a configuration; the one that is asked for, unless the configuration is another's."""
-    from roll.configs.problems import ConfigErrors
+def _program_of(composed: Composed, asked: Program | None) -> Program:
+    """The pipeline of a configuration: the one that is asked for, unless the configuration is another's."""
+    from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem, Words
+    from roll.utils.registry import import_path
 
-    names = programs_of(composed.values)
-    if len(names) == 1 and program in (None, PROGRAMS[names[0]]):
-        return PROGRAMS[names[0]]
-    if program is not None and (not names or program in [PROGRAMS[name] for name in names]):
-        return program
-    raise ConfigErrors([*composed.problems, _wrong_program(composed, names, program)])
-
-
-def _wrong_program(composed: Composed, names: Sequence[str], program: Program | None) -> ConfigProblem:
-    from roll.configs.problems import NOTHING, ConfigProblem, Words
-
-    own = {name: each.sections for name, each in PROGRAMS.items()}
-    expected = "the sections of one pipeline: " + "; ".join(f"{', '.join(keys)} ({name})" for name, keys in own.items())
-    found = [key for name in names for key in own[name] if key in composed.values]
-    if program is None or len(names) != 1:
-        return ConfigProblem("", Words(", ".join(found)) if found else NOTHING, expected)
-    asked = next(name for name, each in PROGRAMS.items() if each == program)
-    hint = f"this one is run by examples/{PROGRAMS[names[0]].script}, or by `roll train`, which sees it itself"
-    return ConfigProblem("", Words(", ".join(found)), f"a configuration of the {asked} pipeline", hint)
+    name = program_of(composed.values)
+    if name is None:
+        if asked is not None:
+            return asked
+        sections = "; ".join(f"{', '.join(each.sections)} ({pipeline})" for pipeline, each in PROGRAMS.items())
+        problem = ConfigProblem("", NOTHING, f"a section that only one pipeline has: {sections}")
+        raise ConfigErrors([*composed.problems, problem])
+    found = PROGRAMS[name]
+    known = set(cast("type[RLConfig]", import_path((asked or found).schema)).model_fields)
+    foreign = [key for key in found.sections if key in composed.values and key not in known]
+    if not foreign:
+        return asked or found
+    hint = f"it is run by examples/{found.script}, or by `roll train`, which finds the pipeline itself"
+    expected = f"a configuration for {asked.script if asked else ''}; this one is {name}'s"
+    raise ConfigErrors([*composed.problems, ConfigProblem("", Words(", ".join(foreign)), expected, hint)])
 
 
 def refuse(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ class Program(NamedTuple):
     script: str
     """Its start script in ``examples/``."""
     sections: tuple[str, ...]
-    """Top-level sections that it alone reads: a configuration with one of them is this pipeline's."""
+    """Top-level keys that no pipeline behind it in ``PROGRAMS`` reads: a configuration with one of them is its own."""
 
 
 AGENTIC = Program(
@@ -41,12 +41,13 @@ RLVR = Program(
     ("rewards",),
 )
 PROGRAMS = {"agentic": AGENTIC, "rlvr": RLVR}
+"""By name. The first whose ``sections`` a configuration has runs it."""
 
 
-def programs_of(keys: Iterable[str]) -> list[str]:
-    """Names of the pipelines whose own sections are among a configuration's top-level keys; one, if all is well."""
+def program_of(keys: Iterable[str]) -> str | None:
+    """Name of the pipeline that a configuration with these top-level keys is meant for."""
     given = set(keys)
-    return [name for name, program in PROGRAMS.items() if not given.isdisjoint(program.sections)]
+    return next((name for name, program in PROGRAMS.items() if not given.isdisjoint(program.sections)), None)
 
 
 def configurations(folder: Path) -> dict[str, tuple[str, str]]:
@@ -58,7 +59,7 @@ def configurations(folder: Path) -> dict[str, tuple[str, str]]:
     found = {}
     for file in sorted(folder.glob("*.yaml")):
         text = file.read_text(encoding="utf-8", errors="replace")
-        if len(names := programs_of(re.findall(r"^(\w+):", text, re.MULTILINE))) == 1:
+        if name := program_of(re.findall(r"^(\w+):", text, re.MULTILINE)):
             comment = re.match(r"#\s*(.*)", text)
-            found[file.stem] = (names[0], comment[1] if comment else "")
+            found[file.stem] = (name, comment[1] if comment else "")
     return found
