@@ -98,7 +98,10 @@ class RLPipeline(ABC):
                 self.session.log_step(0, metrics | self.session.timer.step_metrics())
             if self.config.eval_only:
                 return
-            self.session.display.start(self.config.max_steps, done_steps=self.done_steps)
+            config = self.config
+            self.session.display.start(
+                config.max_steps, done_steps=self.done_steps, eval_steps=config.eval_steps, save_steps=config.save_steps
+            )
             for step in range(self.done_steps + 1, self.config.max_steps + 1):
                 Cluster.current_step = step
                 self.step(step)

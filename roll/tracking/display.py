@@ -38,6 +38,10 @@ SHOWN_METRICS = {
 _PERCENT = ("success", "valid", "eval")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f\x9b]")
+_ASIDE = ("eval", "eval greedy", "checkpoint")
+"""Phases that only some steps have: the time that is left counts them apart."""
+_Z_95 = 1.959964
+"""Standard normal quantile of a two-sided interval of 95%."""
 _QUIET_SECONDS = 20.0
 """Off a terminal, a phase seen before is announced again only after this long without a line."""
 
@@ -61,7 +65,12 @@ class Display:
         self._values: dict[str, float] = {}
         self._successes: list[float] = []
         self._step_seconds: deque[float] = deque(maxlen=20)
-        self._started = self._last_step = self._last_line = time.monotonic()
+        self._phase_seconds: dict[str, float] = {}
+        """By name, how long a phase took the last time."""
+        self._in_phase = self._aside = 0.0
+        self._eval_steps = self._save_steps = 0
+        self._unsaved = False
+        self._started = self._last_step = self._last_line = self._phase_mark = time.monotonic()
         self._announced: set[str] = set()
         self._panel: Live | None = None
 
@@ -76,15 +85,26 @@ class Display:
     ) -> None:
         self._stop()
 
-    def start(self, total_steps: int, *, done_steps: int = 0) -> None:
-        """The training loop begins (anew); ``done_steps`` were finished before a resume. The clock of a step starts."""
+    def start(self, total_steps: int, *, done_steps: int = 0, eval_steps: int = 0, save_steps: int = 0) -> None:
+        """The training loop begins (anew). The clock of a step starts.
+
+        Args:
+            total_steps: of the whole run.
+            done_steps: finished before a resume.
+            eval_steps: an evaluation every so many steps and after the last; 0: after the last alone.
+            save_steps: a checkpoint every so many steps and after the last; 0: after the last alone.
+        """
         self._total_steps, self._step = total_steps, done_steps
-        self._last_step = time.monotonic()
+        self._eval_steps, self._save_steps = eval_steps, save_steps
+        self._leave_phase()
+        self._last_step, self._aside = time.monotonic(), 0.0
         self._step_seconds.clear()
 
     def phase(self, name: str) -> None:
         """What is going on now: ``warm start``, ``rollout``, ``train``, ``eval`` …"""
-        self._phase, self._progress = _clean(name), ""
+        self._leave_phase()
+        self._phase, self._progress, self._in_phase = _clean(name), "", 0.0
+        self._unsaved = self._unsaved and name != "checkpoint"
         quiet = time.monotonic() - self._last_line > _QUIET_SECONDS
         if not self.live and (quiet or name not in self._announced):
             self._line(f"[{_duration(time.monotonic() - self._started)}] {self._phase} …")
@@ -98,9 +118,11 @@ class Display:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Step number ``step`` (counted from 1) is finished."""
+        self._leave_phase()
         now = time.monotonic()
-        self._step_seconds.append(now - self._last_step)
-        self._step, self._last_step = step, now
+        self._step_seconds.append(now - self._last_step - self._aside)
+        self._step, self._last_step, self._aside = step, now, 0.0
+        self._unsaved = self._times(step - 1, self._save_steps) > self._times(step, self._save_steps)
         for label, name in SHOWN_METRICS.items():
             if name in metrics:
                 self._values[label] = float(metrics[name])
@@ -151,7 +173,30 @@ class Display:
     def _eta(self) -> str:
         if not self._step_seconds or not self._total_steps:
             return "–"
-        return _duration(statistics.median(self._step_seconds) * max(0, self._total_steps - self._step))
+        ahead = statistics.median(self._step_seconds) * max(0, self._total_steps - self._step)
+        ahead += self._took("eval") * self._times(self._step, self._eval_steps)
+        ahead += self._took("eval greedy") * (self._step < self._total_steps)  # before and after the run only
+        ahead += self._took("checkpoint") * (self._times(self._step, self._save_steps) + self._unsaved)
+        return _duration(max(0.0, ahead - (time.monotonic() - self._last_step)))
+
+    def _took(self, phase: str) -> float:
+        return self._phase_seconds.get(phase, 0.0)
+
+    def _times(self, step: int, every: int) -> int:
+        """How often something happens after ``step`` that is done every so many steps and after the last one."""
+        last = self._total_steps
+        if step >= last:
+            return 0
+        return (last // every - step // every if every else 0) + bool(not every or last % every)
+
+    def _leave_phase(self) -> None:
+        """Notes the time of the present phase so far; a step may end within one."""
+        now = time.monotonic()
+        passed, self._phase_mark = now - self._phase_mark, now
+        self._in_phase += passed
+        self._phase_seconds[self._phase] = self._in_phase
+        if self._phase in _ASIDE:
+            self._aside += passed
 
     def _render(self) -> RenderableType:
         head = Table.grid(expand=True)
@@ -196,7 +241,8 @@ def closing_line(summary: Mapping[str, Any], run_dir: Path) -> str:
 
     Args:
         summary: as in ``summary.json``; read are ``status``, ``steps``, ``wall_s``, and of ``eval.before`` and
-            ``eval.after`` ``accuracy`` (else ``success``) and ``episodes``. Whatever is missing is not mentioned.
+            ``eval.after`` ``accuracy`` (else ``success``), ``episodes`` and ``prompts``. Whatever is missing is not
+            mentioned. Something was learned, or lost, where the difference is beyond its 95% confidence interval.
         run_dir: the run's folder.
     """
     evals = summary.get("eval") or {}
@@ -206,9 +252,11 @@ def closing_line(summary: Mapping[str, Any], run_dir: Path) -> str:
     episodes = (last or first).get("episodes")
     where = f" on {episodes} held-out episodes" if episodes else ""
     if before is not None and after is not None:
-        gain = 100 * (after - before)
-        word = "Learned" if gain > 0 else "Nothing gained"
-        said = f"{word}: {measure} {before:.1%} → {after:.1%} ({gain:+.1f} points){where}"
+        sizes = [each.get("prompts") or each.get("episodes") or 0 for each in (first, last)]
+        low, high = difference_interval(before, sizes[0], after, sizes[1])
+        word = "Learned" if low > 0 else "Worse than before" if high < 0 else "No change beyond noise"
+        bounds = f", 95% interval {100 * low:+.1f} to {100 * high:+.1f}" if min(sizes) else ""
+        said = f"{word}: {measure} {before:.1%} → {after:.1%} ({100 * (after - before):+.1f} points{bounds}){where}"
     elif before is not None and summary.get("steps"):
         said = f"Not evaluated after training; {measure} before was {before:.1%}{where}"
     elif after is not None:
@@ -225,6 +273,27 @@ def closing_line(summary: Mapping[str, Any], run_dir: Path) -> str:
     watch = run_dir / "renders" / "index.html"
     look = f"watch {watch}" if watch.exists() else f"see {run_dir}"
     return f"{lead}{said}{work}; {look}"
+
+
+def difference_interval(before: float, before_size: int, after: float, after_size: int) -> tuple[float, float]:
+    """95% confidence interval of ``after - before``, two proportions of that many independent trials each.
+
+    Newcombe 1998, *Interval Estimation for the Difference between Independent Proportions*, method 10: from the two
+    Wilson intervals. Without a number of trials everything is possible: −1 to 1.
+    """
+    low1, high1 = _wilson(before, before_size)
+    low2, high2 = _wilson(after, after_size)
+    difference = after - before
+    return difference - math.hypot(after - low2, high1 - before), difference + math.hypot(high2 - after, before - low1)
+
+
+def _wilson(share: float, size: int) -> tuple[float, float]:
+    if not size:
+        return 0.0, 1.0
+    spread = _Z_95**2 / size
+    middle = share + spread / 2
+    half = _Z_95 * math.sqrt(share * (1 - share) / size + spread / (4 * size))
+    return (middle - half) / (1 + spread), (middle + half) / (1 + spread)
 
 
 class _ForgivingStream(io.TextIOBase):

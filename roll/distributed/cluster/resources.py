@@ -11,6 +11,8 @@ two workers, one per node.
 
 from __future__ import annotations
 
+import itertools
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from roll.distributed.cluster.errors import PlacementError
 
 NodeKind = Literal["gpu", "cpu", "planned"]
 NOUNS: dict[NodeKind, str] = {"gpu": "GPU", "cpu": "CPU slot", "planned": "device"}
+TABLE_WIDTH = 80
 
 
 @dataclass(frozen=True)
@@ -123,11 +126,21 @@ class PlacementPlan:
         return max(1, cores * len(slot.devices) // max(1, len(self.devices_on(slot.node))))
 
     def describe(self) -> list[str]:
-        """The plan as the lines of a table, one row per role."""
-        header = ("role", "workers", "devices each", "where", "shares devices with")
+        """The plan as the lines of a table, one row per role; cells are wrapped so that a terminal does not."""
+        header = ("role", "workers", "each", "where", "shares devices with")
         rows = [header, *(self._row(role) for role in self.slots)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        # The names and the numbers stay whole; the other two columns share what they leave.
+        room = TABLE_WIDTH - sum(widths[:3]) - 2 * (len(header) - 1)
+        widths[3] = min(widths[3], max(room // 2, room - widths[4]))
+        widths[4] = max(room - widths[3], len(header[4]))
+        lines = []
+        for row in rows:
+            cells = [textwrap.wrap(cell, width) for cell, width in zip(row, widths, strict=True)]
+            for parts in itertools.zip_longest(*cells, fillvalue=""):
+                padded = (part.ljust(width) for part, width in zip(parts, widths, strict=True))
+                lines.append("  ".join(padded).rstrip())
+        return lines
 
     def _row(self, role: str) -> tuple[str, str, str, str, str]:
         slots = self.slots[role]

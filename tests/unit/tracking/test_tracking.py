@@ -21,7 +21,8 @@ from roll.data.requests import Completion, FinishReason
 from roll.report.trajectories import write_trajectories
 from roll.rollout.types import EpisodeEnd, Trajectory, Turn
 from roll.tracking import TRACKERS
-from roll.tracking.display import Display, closing_line, sparkline
+from roll.tracking import display as display_module
+from roll.tracking.display import Display, closing_line, difference_interval, sparkline
 from roll.tracking.monitor import PhaseTimer, peak_memory_mb
 from roll.tracking.redact import REDACTED, is_secret_name, redact
 from roll.tracking.run import RunFolder
@@ -433,21 +434,73 @@ def test_the_sparkline_averages_down_to_its_width() -> None:
     assert sparkline([], 10) == ""
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "size", "words"),
+    [
+        (0.30, 0.32, 560, "No change beyond noise: success 30.0% → 32.0% (+2.0 points, 95% interval -3.4 to +7.4)"),
+        (0.30, 0.22, 560, "Worse than before: success 30.0% → 22.0% (-8.0 points, 95% interval -13.1 to -2.9)"),
+        (0.0, 0.25, 8, "No change beyond noise: success 0.0% → 25.0% (+25.0 points"),
+        (0.30, 0.38, 560, "Learned: success 30.0% → 38.0%"),
+    ],
+)
+def test_a_difference_within_noise_is_not_called_learning(
+    tmp_path: Path, before: float, after: float, size: int, words: str
+) -> None:
+    evals = {"before": {"success": before, "episodes": size}, "after": {"success": after, "episodes": size}}
+    assert closing_line({"eval": evals}, tmp_path).startswith(words)
+
+
+def test_the_interval_of_a_difference_is_newcombes() -> None:
+    """The examples (a) and (h) of his table II, there as the difference of the first to the second."""
+    assert difference_interval(48 / 80, 80, 56 / 70, 70) == pytest.approx((0.0524, 0.3339), abs=5e-5)
+    assert difference_interval(0 / 10, 10, 10 / 10, 10) == pytest.approx((0.6075, 1.0), abs=5e-5)
+
+
+def test_the_time_left_counts_the_last_evaluation_and_the_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(display_module.time, "monotonic", lambda: now)
+    stream = io.StringIO()
+    display = Display(stream=stream)
+
+    def spend(name: str, seconds: float) -> None:
+        nonlocal now
+        display.phase(name)
+        now += seconds
+
+    spend("eval", 20)  # before training
+    spend("eval greedy", 10)
+    display.start(4, eval_steps=2, save_steps=2)
+    left = []
+    for step in (1, 2, 3, 4):
+        spend("train", 5)
+        if step % 2 == 0:
+            spend("eval", 20)
+        if step == 4:
+            spend("eval greedy", 10)
+        display.step(step, {})
+        left.append(stream.getvalue().splitlines()[-1].rpartition("ETA ")[2])
+        if step % 2 == 0:
+            spend("checkpoint", 7)
+    # Three steps, two evaluations, a greedy one; no checkpoint has been timed yet. At the end, one is still to come.
+    assert left == ["1m 05s", "40s", "42s", "7s"]
+
+
 def test_the_closing_line_says_what_was_learned_and_where_to_look(tmp_path: Path) -> None:
     summary = {
         "status": "completed",
         "steps": 40,
         "wall_s": 312.4,
-        "eval": {"before": {"success": 0.284}, "after": {"success": 0.792, "episodes": 512}},
+        "eval": {"before": {"success": 0.284, "episodes": 512}, "after": {"success": 0.792, "episodes": 512}},
     }
     assert closing_line(summary, tmp_path) == (
-        f"Learned: success 28.4% → 79.2% (+50.8 points) on 512 held-out episodes in 40 steps, 5m 12s; see {tmp_path}"
+        "Learned: success 28.4% → 79.2% (+50.8 points, 95% interval +45.3 to +55.8) on 512 held-out episodes "
+        f"in 40 steps, 5m 12s; see {tmp_path}"
     )
     (tmp_path / "renders").mkdir()
     (tmp_path / "renders" / "index.html").touch()
     worse = {"eval": {"before": {"success": 0.5}, "after": {"success": 0.4}}}
     assert closing_line(worse, tmp_path) == (
-        f"Nothing gained: success 50.0% → 40.0% (-10.0 points); watch {tmp_path / 'renders' / 'index.html'}"
+        f"No change beyond noise: success 50.0% → 40.0% (-10.0 points); watch {tmp_path / 'renders' / 'index.html'}"
     )
     interrupted = closing_line({"status": "interrupted", "steps": 3, "eval": {"before": {"success": 0.3}}}, tmp_path)
     assert interrupted.startswith("Interrupted. Not evaluated after training; success before was 30.0% in 3 steps")

@@ -148,11 +148,21 @@ def test_the_description_names_places_and_partners() -> None:
         pretend_nodes(2, 2, num_cpus=4),
     )
     assert plan.describe() == [
-        "role   workers  devices each  where                                     shares devices with",
-        "train  4        1             node 0: device 0, 1; node 1: device 2, 3  infer",
-        "infer  1        2             node 1: device 2, 3                       train",
-        "env    2        -             node 0: 2 on the CPU                      -",
+        "role   workers  each  where                                  shares devices with",
+        "train  4        1     node 0: device 0, 1; node 1: device    infer",
+        "                      2, 3",
+        "infer  1        2     node 1: device 2, 3                    train",
+        "env    2        -     node 0: 2 on the CPU                   -",
     ]
+
+
+def test_the_description_fits_a_terminal_of_80_columns() -> None:
+    names = ["actor_train", "actor_infer", "critic", "reference", "train_env_manager", "val_env_manager"]
+    plan = plan_placement([RoleRequest(name, tuple(range(32))) for name in names], pretend_nodes(4, 8))
+    lines = plan.describe()
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    assert "node 3: device" in text and text.count("24–31") == len(names)
 
 
 @pytest.mark.parametrize(
