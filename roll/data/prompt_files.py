@@ -11,6 +11,7 @@ import decimal
 import difflib
 import glob
 import io
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,14 +79,16 @@ class Row:
     """JSON values by column."""
 
 
-def read_rows(names: Sequence[str], problems: Problems) -> Iterator[Row]:
+def read_rows(names: Sequence[str], problems: Problems, head: int | None = None) -> Iterator[Row]:
     """The rows of files, folders and globs, in the order given (globs and folders: by name).
+
+    ``head`` ends each file after so many rows.
 
     Whatever cannot be read goes to ``problems``, and the reading goes on behind it where that is possible.
     """
     for path in find_files(names, problems):
         try:
-            yield from _READERS[path.suffix.lower()](path, problems)
+            yield from itertools.islice(_READERS[path.suffix.lower()](path, problems), head)
         except OSError as error:
             problems.add(str(path), f"cannot be read ({error.strerror or error})")
 

@@ -32,7 +32,7 @@ from roll.utils.seeding import derive_seed
 if TYPE_CHECKING:
     from roll.data.renderer import ChatRenderer
 
-__all__ = ["DataError", "LoadReport", "Prompt", "PromptDataset", "load_prompts"]
+__all__ = ["DataError", "LoadReport", "Prompt", "PromptDataset", "check_prompts", "load_prompts"]
 
 _Conversation: TypeAlias = Sequence[Mapping[str, str]]
 
@@ -164,6 +164,28 @@ def load_prompts(
     return PromptDataset(fitted, report)
 
 
+def check_prompts(
+    args: DataArguments, *, allowed_tags: Collection[str] | None, seed: int, head: int
+) -> tuple[Counter[str], bool]:
+    """Checks the first ``head`` rows of each file as ``load_prompts`` would, but for lengths in tokens.
+
+    Returns:
+        Prompts by tag, and whether these are all.
+
+    Raises:
+        DataError: everything that is wrong with those rows, by file and line.
+    """
+    problems = Problems()
+    counts: Counter[str] = Counter()
+    placed = list(_prompts(args, allowed_tags, seed, problems, counts, head))
+    _check_ids(placed, problems)
+    problems.raise_any()
+    whole = counts["rows"] < head
+    if not counts["rows"] or (whole and not placed):
+        raise DataError([_empty(args, counts)])
+    return Counter(item.prompt.tag for item in placed), whole
+
+
 @dataclass(frozen=True, slots=True)
 class _Placed:
     """A prompt and where it was read."""
@@ -172,9 +194,9 @@ class _Placed:
     place: str
 
 
-def _rows(args: DataArguments, seed: int, problems: Problems) -> Iterator[Row]:
+def _rows(args: DataArguments, seed: int, problems: Problems, head: int | None) -> Iterator[Row]:
     if args.dataset_cls is None:
-        yield from read_rows(args.file_names, problems)
+        yield from read_rows(args.file_names, problems, head)
         return
     make = cast(Any, import_path(args.dataset_cls, "data_args.dataset_cls"))
     for number, values in enumerate(make(args, seed), 1):
@@ -184,11 +206,16 @@ def _rows(args: DataArguments, seed: int, problems: Problems) -> Iterator[Row]:
 
 
 def _prompts(
-    args: DataArguments, allowed_tags: Collection[str] | None, seed: int, problems: Problems, counts: Counter[str]
+    args: DataArguments,
+    allowed_tags: Collection[str] | None,
+    seed: int,
+    problems: Problems,
+    counts: Counter[str],
+    head: int | None = None,
 ) -> Iterator[_Placed]:
     """The rows that the filter keeps, as prompts; ``counts`` learns of ``rows`` and ``filtered``."""
     used = used_columns(args)
-    for row in _rows(args, seed, problems):
+    for row in _rows(args, seed, problems, head):
         counts["rows"] += 1
         try:
             # First: rows of a source that is not wanted may be of another shape.

@@ -85,6 +85,7 @@ def perform(
     from roll.configs.loader import load_composed
     from roll.configs.problems import ConfigErrors
     from roll.preflight.choices import CHECKS
+    from roll.preflight.inputs import check_inputs
     from roll.preflight.machine import check_machine
     from roll.utils.registry import import_path
 
@@ -94,8 +95,11 @@ def perform(
         program = _program_of(composed, program)
         schema = cast("type[RLConfig]", import_path(program.schema))
         config = load_composed(schema, config_name, composed, CHECKS[schema])
-        if action == "train" and (missing := check_machine(config)):
-            raise ConfigErrors(missing)
+        lines, problems = check_inputs(config) if action == "validate" else ([], [])
+        if action == "train":
+            problems = check_machine(config)
+        if problems:
+            raise ConfigErrors(problems)
     except ConfigErrors as errors:
         sys.stderr.write(report(errors, config_name))
         return EXIT_CONFIG
@@ -103,7 +107,7 @@ def perform(
         sys.stdout.write(_yaml(config))
         return 0
     if action == "validate":
-        sys.stdout.write("\n".join([f"{config_name}: valid", *_summary(config)]) + "\n")
+        sys.stdout.write("\n".join([f"{config_name}: valid", *_summary(config, lines)]) + "\n")
         return 0
     run = cast("Callable[[RLConfig, float], int]", import_path(program.run))
     return run(config, started)
@@ -189,9 +193,9 @@ def _yaml(config: RLConfig) -> str:
     return yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True, width=LINE_WIDTH)
 
 
-def _summary(config: RLConfig) -> list[str]:
-    """What the configuration amounts to: batch arithmetic and placement."""
+def _summary(config: RLConfig, inputs: Sequence[str]) -> list[str]:
+    """What the configuration amounts to: batch arithmetic, data and models, placement."""
     from roll.configs.batches import describe_batches
-    from roll.preflight.choices import describe_files, describe_placement
+    from roll.preflight.choices import describe_placement
 
-    return [*describe_batches(config), *describe_files(config), *describe_placement(config)]
+    return [*describe_batches(config), *inputs, *describe_placement(config)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import importlib.util
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -176,21 +175,6 @@ def role_requests(config: RLConfig) -> list[RoleRequest]:
         )
         for name, worker in config.clusters.items()
     ]
-
-
-def describe_files(config: RLConfig) -> list[str]:
-    """Which data files are on this machine; a run asks for them, a plan made elsewhere does not."""
-    if not isinstance(config, RLVRConfig):
-        return []
-    made = config.data_generator
-    lines = [] if made is None else [f"data: made by {made.path} in {made.folder}, if it is not there"]
-    names = config.actor_train.data_args.file_names
-    names += config.validation.data_args.file_names if config.validation else []
-    for name in names:
-        found = len(glob.glob(str(Path(name).expanduser()), recursive=True))
-        where = f"{found} found" if found else "nothing here yet"
-        lines.append(f"data: {name}: {where}")
-    return lines
 
 
 def describe_placement(config: RLConfig) -> list[str]:

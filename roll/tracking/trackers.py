@@ -7,15 +7,21 @@ import inspect
 import logging
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import yaml
 
 from roll.tracking import TRACKERS
 from roll.tracking.files import to_plain
 from roll.tracking.redact import redact
 from roll.tracking.run import RunFolder
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +149,8 @@ class TensorboardTracker:
         if context.resumed_step is not None:  # makes TensorBoard forget the steps that are taken again
             restart = SessionLog(status=SessionLog.START)
             self._writer.add_event(Event(wall_time=time.time(), step=context.resumed_step + 1, session_log=restart))
+        if context.config:
+            self._writer.add_event(_config_event(context))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         event = self._event(wall_time=time.time(), step=step)
@@ -152,6 +160,19 @@ class TensorboardTracker:
 
     def finish(self) -> None:
         self._writer.close()
+
+
+def _config_event(context: TrackerContext) -> Event:
+    """The configuration for the page of texts, as a Markdown block of code."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.plugins.text.metadata import create_summary_metadata
+
+    text = yaml.safe_dump(to_plain(redact(context.config)), sort_keys=False, allow_unicode=True)
+    event = Event(wall_time=time.time(), step=context.resumed_step or 0)
+    tensor = TensorProto(dtype="DT_STRING", string_val=[textwrap.indent(text, " " * 4).encode()])
+    event.summary.value.add(tag="config", tensor=tensor, metadata=create_summary_metadata("config", ""))
+    return event
 
 
 class WandbTracker:

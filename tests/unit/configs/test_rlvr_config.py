@@ -12,7 +12,7 @@ from roll.configs.loader import load_config
 from roll.configs.problems import ConfigErrors
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.worker import WorkerConfig
-from roll.preflight.choices import CHECKS, describe_files, role_requests
+from roll.preflight.choices import CHECKS, role_requests
 
 MINIMAL = """
 pretrain: org/model
@@ -199,14 +199,4 @@ def test_the_arithmetic_is_told_in_words(load: Load) -> None:
         "actor_train: global batch 32 samples = 4 per device × 4 accumulated × 2 data-parallel; 64 samples make "
         "2 optimizer steps × 3 epochs = 6 per step, 60 in all; 4 micro-batches per device and optimizer step, "
         "16 samples",
-    ]
-
-
-def test_a_plan_tells_which_data_files_are_here(load: Load, tmp_path: Path) -> None:
-    for name in ("one.jsonl", "two.jsonl"):
-        (tmp_path / name).touch()
-    config = load(f"{TRAIN}.file_name={tmp_path}/*.jsonl", f"{VAL}.file_name={tmp_path}/none.parquet")
-    assert describe_files(config) == [
-        f"data: {tmp_path}/*.jsonl: 2 found",
-        f"data: {tmp_path}/none.parquet: nothing here yet",
     ]

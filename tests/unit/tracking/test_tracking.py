@@ -83,6 +83,19 @@ def test_tensorboard_files_read_back_with_tensorboards_own_reader(run: RunFolder
     assert all(math.isnan(event.value) for event in events.Scalars("time/train"))
 
 
+def test_tensorboard_shows_the_configuration_without_its_secrets(run: RunFolder) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = {"seed": 7, "pretrain": "tiny", "tracker_kwargs": {"wandb": {"api_key": "hunter2hunter2"}}}
+    MultiTracker("tensorboard", {}, run, config=config).finish()
+    events = EventAccumulator(str(run.logs / "tensorboard")).Reload()
+    assert events.SummaryMetadata("config").plugin_data.plugin_name == "text"
+    (event,) = events.Tensors("config")
+    (text,) = event.tensor_proto.string_val
+    assert text.decode().startswith("    seed: 7\n    pretrain: tiny\n")
+    assert b"hunter2" not in text
+
+
 def test_tensorboard_forgets_the_steps_that_a_resumed_run_takes_again(run: RunFolder) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

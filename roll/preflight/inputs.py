@@ -1,0 +1,125 @@
+"""What a configuration names outside itself: rows of data files, models on a hub. Asked by ``roll validate`` alone."""
+
+from __future__ import annotations
+
+import glob
+import os
+import threading
+from pathlib import Path
+
+from roll.configs.data import DataArguments
+from roll.configs.problems import ConfigProblem
+from roll.configs.rl import TINY, RLConfig
+from roll.configs.rlvr import RLVRConfig
+
+HEAD = 2000
+"""Rows that are read of each data file."""
+SHOWN_ROWS = 5
+HUB_SECONDS = 8.0
+"""Patience with a hub."""
+
+Findings = tuple[list[str], list[ConfigProblem]]
+"""Lines that say what is there, and what is wrong with it."""
+
+
+def check_inputs(config: RLConfig) -> Findings:
+    """Reads the head of every data file that is on this machine and asks the hub for models that are not.
+
+    Data that is not here yet is no problem: a configuration may be checked on another machine than it runs on.
+    """
+    data_lines, data_problems = check_data(config)
+    model_lines, model_problems = check_hub(config)
+    return [*data_lines, *model_lines], [*data_problems, *model_problems]
+
+
+def check_data(config: RLConfig) -> Findings:
+    """Columns, values and tags of the first rows of each file; lengths in tokens are left to the run."""
+    lines: list[str] = []
+    problems: list[ConfigProblem] = []
+    if not isinstance(config, RLVRConfig):
+        return lines, problems
+    if config.data_generator is not None:
+        made = config.data_generator
+        lines.append(f"data: made by {made.path} in {made.folder}, if it is not there")
+    datasets = {"actor_train.data_args": None if config.eval_only else config.actor_train.data_args}
+    datasets["validation.data_args"] = config.validation.data_args if config.validation else None
+    for key, args in datasets.items():
+        if args is not None and args.has_dataset:
+            found = _check_dataset(key, args, config)
+            lines += found[0]
+            problems += found[1]
+    return lines, problems
+
+
+def _check_dataset(key: str, args: DataArguments, config: RLVRConfig) -> Findings:
+    if args.dataset_cls is not None:
+        return [f"data: {args.dataset_cls}: called when the run starts"], []
+    absent = [name for name in args.file_names if not _on_disk(name)]
+    lines = [f"data: {name}: nothing here yet" for name in absent]
+    if len(absent) == len(args.file_names):
+        return lines, []
+    from roll.data.prompts import DataError, check_prompts
+
+    present = args.model_copy(update={"file_name": [name for name in args.file_names if name not in absent]})
+    try:
+        tags, whole = check_prompts(present, allowed_tags=config.domains, seed=config.seed, head=HEAD)
+    except DataError as error:
+        shown = error.problems[:SHOWN_ROWS]
+        rest = [f"and {error.count - len(shown):,} more"] if error.count > len(shown) else []
+        seen, hint = ", ".join(present.file_names), "; ".join([*shown, *rest])
+        return lines, [ConfigProblem(f"{key}.file_name", seen, "rows that fit the columns and domains named", hint)]
+    which = "rows" if whole else f"rows checked, the first {HEAD:,} of each file"
+    counts = ", ".join(f"{tag} {count:,}" for tag, count in sorted(tags.items()))
+    lines += [f"data: {', '.join(present.file_names)}: {sum(tags.values()):,} {which} ({counts})"]
+    return lines, []
+
+
+def _on_disk(name: str) -> bool:
+    return bool(glob.glob(str(Path(name).expanduser()), recursive=True)) or Path(name).expanduser().exists()
+
+
+def check_hub(config: RLConfig) -> Findings:
+    """Models by name exist on the hub, where it may be asked and answers."""
+    lines: list[str] = []
+    problems: list[ConfigProblem] = []
+    models = {"pretrain": config.pretrain}
+    if config.reward_pretrain is not None and config.uses_critic:
+        models["reward_pretrain"] = config.reward_pretrain
+    for key, model in models.items():
+        if model == TINY or Path(model).expanduser().exists():
+            continue
+        offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+        status = None if offline else _ask_hub(model)
+        if status in (401, 403, 404):
+            expected = "a folder, or a model on the Hugging Face hub that may be read from here"
+            hint = f"the hub answers {status}: there is no such name, or it needs a token (HF_TOKEN)"
+            problems.append(ConfigProblem(key, model, expected, hint))
+            continue
+        reason = "not asked, HF_HUB_OFFLINE is set" if offline else "no answer"
+        said = "there" if status == 200 else f"not checked ({reason if status is None else f'it answers {status}'})"
+        lines.append(f"{key}: {model}: a name on the Hugging Face hub, {said}")
+    return lines, problems
+
+
+def _ask_hub(model: str) -> int | None:
+    """Status of the model's page; ``None`` without an answer within ``HUB_SECONDS``."""
+    answers: list[int] = []
+
+    def ask() -> None:
+        import httpx
+        from huggingface_hub import get_token
+
+        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+        token = get_token()
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        try:
+            url = f"{endpoint}/api/models/{model}"
+            answers.append(httpx.get(url, headers=headers, timeout=HUB_SECONDS, follow_redirects=True).status_code)
+        except httpx.HTTPError:
+            return
+
+    # A thread that may be left behind: the system's look-up of a host knows no time limit.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(HUB_SECONDS)
+    return answers[0] if answers else None

@@ -1,0 +1,149 @@
+"""Data and models that a configuration names: what ``roll validate`` finds in them, and how long it takes."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.__main__ import main
+from roll.configs.compose import compose_config
+from roll.configs.loader import load_composed
+from roll.configs.rlvr import RLVRConfig
+from roll.configs.shipped import SHIPPED
+from roll.preflight import inputs
+from roll.preflight.inputs import HEAD, check_data, check_hub
+
+Load = Callable[..., RLVRConfig]
+TRAIN, VAL = "actor_train.data_args", "validation.data_args"
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """``rlvr_math`` on files of one's own."""
+
+    def _load(*overrides: str) -> RLVRConfig:
+        files = (f"{TRAIN}.file_name={tmp_path}/train.jsonl", f"{VAL}.file_name={tmp_path}/val.jsonl")
+        found = compose_config(
+            "rlvr_math", SHIPPED, ["data_generator=null", "warm_start.file_name=d.jsonl", *files, *overrides]
+        )
+        return load_composed(RLVRConfig, "rlvr_math", found)
+
+    return _load
+
+
+def write(path: Path, *rows: Any) -> None:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {"prompt": "1+1=", "solution": "2", "tag": "arithmetic"} | changes
+
+
+def test_rows_are_counted_and_absent_files_are_no_problem(load: Load, tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", row(), row(prompt="2+2="))
+    assert check_data(load()) == (
+        [f"data: {tmp_path}/train.jsonl: 2 rows (arithmetic 2)", f"data: {tmp_path}/val.jsonl: nothing here yet"],
+        [],
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([row(), {"question": "1+1=", "solution": "2", "tag": "arithmetic"}], "train.jsonl:2: "),
+        ([row(), "{broken"], "train.jsonl:2: "),
+        ([row(tag="geometry")], "geometry"),
+        ([row(), {"prompt": "1+1=", "solution": "2"}], "train.jsonl:2: "),
+        ([], "no rows"),
+    ],
+    ids=["missing column", "broken row", "tag without a domain", "no tag", "empty"],
+)
+def test_rows_that_the_run_would_refuse_are_problems(load: Load, tmp_path: Path, rows: list[Any], reason: str) -> None:
+    write(tmp_path / "train.jsonl", *rows)
+    write(tmp_path / "val.jsonl", row())
+    _, (problem,) = check_data(load())
+    assert problem.path == "actor_train.data_args.file_name"
+    assert reason in problem.hint
+
+
+def test_hundreds_of_equal_problems_are_counted(load: Load, tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", *[row(tag="geometry")] * 300)
+    _, (problem,) = check_data(load())
+    assert problem.hint.endswith("and 295 more")
+
+
+def test_only_the_head_of_each_file_is_read(load: Load, tmp_path: Path) -> None:
+    lines = [row(prompt=f"{number}+1=") for number in range(HEAD)]
+    write(tmp_path / "train.jsonl", *lines, "{broken")
+    lines_said, problems = check_data(load())
+    assert not problems
+    assert lines_said[0].endswith(f"{HEAD:,} rows checked, the first {HEAD:,} of each file (arithmetic {HEAD:,})")
+
+
+def test_validate_reports_them_with_exit_code_2(load: Load, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "train.jsonl", row(tag="geometry"))
+    words = [
+        "validate",
+        "rlvr_math",
+        "data_generator=null",
+        "warm_start.file_name=d.jsonl",
+        f"{TRAIN}.file_name={tmp_path}/train.jsonl",
+    ]
+    assert main([*words, f"{VAL}.file_name={tmp_path}/train.jsonl"]) == 2
+    assert "2 problems" in capsys.readouterr().err
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A hub on this machine that has one model; the list collects what it is asked."""
+    asked: list[str] = []
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            time.sleep(5 if "slow" in self.path else 0)
+            self.send_response(200 if self.path.endswith("/org/there") else 401)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    yield asked
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_hub_is_asked_for_a_models_name(load: Load, hub: list[str]) -> None:
+    assert check_hub(load("pretrain=org/there")) == (["pretrain: org/there: a name on the Hugging Face hub, there"], [])
+    lines, (problem,) = check_hub(load("pretrain=org/nowhere"))
+    assert (lines, problem.path) == ([], "pretrain") and "401" in problem.hint
+    assert hub == ["/api/models/org/there", "/api/models/org/nowhere"]
+
+
+def test_a_hub_that_does_not_answer_does_not_hold_anything_up(
+    load: Load, hub: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "HUB_SECONDS", 0.5)
+    started = time.monotonic()
+    said = (["pretrain: org/slow: a name on the Hugging Face hub, not checked (no answer)"], [])
+    assert check_hub(load("pretrain=org/slow")) == said
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    assert "not checked (no answer)" in check_hub(load("pretrain=org/there"))[0][0]
+    assert time.monotonic() - started < 4
+
+
+def test_offline_nothing_is_asked(load: Load, hub: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (line,), problems = check_hub(load("pretrain=org/nowhere"))
+    assert line.endswith("not checked (not asked, HF_HUB_OFFLINE is set)")
+    assert not problems and not hub
