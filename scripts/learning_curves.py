@@ -63,9 +63,18 @@ class Run:
         """Sampled and greedy success before and after, and the minutes from the first rollout to the end."""
         before, after = self.summary["eval"]["before"], self.summary["eval"]["after"]
         minutes = (self.summary["wall_s"] - self.summary["first_rollout_s"]) / 60
-        name = "accuracy" if "accuracy" in after else "success"
-        greedy = f"{before[f'{name}_greedy']:.1%} → {after[f'{name}_greedy']:.1%}"
-        return f"| {self.seed} | {before[name]:.1%} | {after[name]:.1%} | {greedy} | {minutes:.1f} |"
+        greedy = f"{before[f'{self.measure}_greedy']:.1%} → {after[f'{self.measure}_greedy']:.1%}"
+        return f"| {self.seed} | {before[self.measure]:.1%} | {self.after:.1%} | {greedy} | {minutes:.1f} |"
+
+    @property
+    def measure(self) -> str:
+        """Name of what the evaluations measure."""
+        return "accuracy" if "accuracy" in self.summary["eval"]["after"] else "success"
+
+    @property
+    def after(self) -> float:
+        """Sampled success after training."""
+        return float(self.summary["eval"]["after"][self.measure])
 
 
 def named(runs: list[Run]) -> dict[str, Run]:

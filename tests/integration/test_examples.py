@@ -148,6 +148,24 @@ def test_learning_curves_refuses_a_run_that_did_not_finish(tmp_path):
     assert not (tmp_path / "images").exists()
 
 
+def test_robustness_sorts_complete_runs_and_tells_of_one_that_failed(tmp_path):
+    for seed, kernels, success in ((0, "scalar", 0.75), (1, "scalar", 0.85), (0, "avx2", 0.95)):
+        fake_run(tmp_path / kernels / f"nowhere_seed{seed}", seed, success=success)
+    command = [sys.executable, str(ROOT / "scripts" / "robustness.py"), "nowhere", "--out", str(tmp_path)]
+    command += ["--seeds", "0", "1", "--kernels", "scalar", "avx2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert f"{tmp_path / 'avx2' / 'nowhere_seed1'}: no summary.json" in done.stderr
+    assert done.stdout == (tmp_path / "nowhere.md").read_text(encoding="utf-8")
+    assert done.stdout.splitlines()[2:] == [
+        "| avx2 | 0 | 25.0% | 95.0% | 20.0% → 80.0% | 1.5 |",
+        "| scalar | 1 | 25.0% | 85.0% | 20.0% → 80.0% | 1.5 |",
+        "| scalar | 0 | 25.0% | 75.0% | 20.0% → 80.0% | 1.5 |",
+        "",
+        "worst 75.0%, median 85.0%, best 95.0% of 3 runs",
+    ]
+
+
 def defined_names(path: Path) -> set[str]:
     """What a module defines at its top level, and the methods of its classes as ``Class.method``."""
     names = set()
@@ -168,10 +186,10 @@ def draw(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def fake_run(path: Path, seed: int, status: str = "completed") -> None:
+def fake_run(path: Path, seed: int, status: str = "completed", success: float = 0.75) -> None:
     """The files of a run that ``learning_curves.py`` reads."""
     (path / "renders").mkdir(parents=True)
-    evals = {"before": {"success": 0.25, "success_greedy": 0.2}, "after": {"success": 0.75, "success_greedy": 0.8}}
+    evals = {"before": {"success": 0.25, "success_greedy": 0.2}, "after": {"success": success, "success_greedy": 0.8}}
     summary = {"status": status, "eval": evals, "wall_s": 100.0, "first_rollout_s": 10.0}
     (path / "summary.json").write_text(json.dumps(summary))
     (path / "config.yaml").write_text(f"seed: {seed}\n")
