@@ -41,8 +41,7 @@ def complete_run(config: str, seed: int, kernels: str, out: Path, overrides: lis
         return Run.read(folder)
     except ValueError:
         print(f"{folder} …", file=sys.stderr, flush=True)
-    script = ROOT / "examples" / f"start_{'rlvr' if config.startswith('rlvr') else 'agentic'}_pipeline.py"
-    command = [sys.executable, str(script), "--config_name", config, f"seed={seed}"]
+    command = [sys.executable, "-m", "roll", "train", config, f"seed={seed}"]
     command += [f"exp_name={folder.name}", f"output_dir={folder.parent}", *overrides]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_suffix(".log").open("w", encoding="utf-8") as log:
