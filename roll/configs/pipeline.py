@@ -103,8 +103,8 @@ class RunConfig(Config):
     prompt_length: int = Field(
         default=1024,
         ge=1,
-        description="Most tokens of a first prompt; a longer one is an error (agentic) or data_args.prompt_overflow's "
-        "business (RLVR).",
+        description="Most tokens of a first prompt; a longer one fails its episode (agentic) or is "
+        "data_args.prompt_overflow's business (RLVR).",
     )
     response_length: int = Field(default=1024, ge=1, description="Most tokens sampled in one turn.")
     sequence_length: int = Field(

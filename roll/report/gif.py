@@ -141,6 +141,7 @@ def _board_height(board: Board | None) -> int:
 
 def _clip(text: str, lines: int, columns: int) -> str:
     """Wraps, drops what a font cannot draw, and marks with an ellipsis what does not fit."""
+    text = text[: 2 * lines * columns + lines]
     printable = "".join(c if c.isprintable() or c == "\n" else "·" for c in text.replace("\t", " "))
     wrapped = [piece for line in printable.strip("\n").split("\n") for piece in textwrap.wrap(line, columns) or [""]]
     if len(wrapped) > lines:

@@ -100,6 +100,16 @@ PLAYER = """
 """
 
 
+MAX_SHOWN = 20_000
+"""Characters of one text on a page: a browser shows them at once, and nobody reads more."""
+
+
+def shortened(text: str) -> str:
+    """The beginning of a very long text, and how much is left out."""
+    left_out = len(text) - MAX_SHOWN
+    return text if left_out <= 0 else f"{text[:MAX_SHOWN]}… ({left_out:,} more characters)"
+
+
 def html_page(title: str, body: str, script: str = "") -> str:
     """A whole page; ``title`` is plain text, ``body`` is HTML that is already escaped."""
     tail = f"<script>{script}</script>" if script else ""

@@ -12,7 +12,7 @@ from roll.report.answers import answers_html
 from roll.report.board import TILE, Board, find_board, tile_svg
 from roll.report.curve import learning_curve_svg
 from roll.report.gif import render_episode_gif
-from roll.report.page import PLAYER, html_page
+from roll.report.page import PLAYER, html_page, shortened
 from roll.rollout.types import EpisodeEnd, Trajectory, Turn
 from roll.tracking.files import read_json_lines, to_json, write_atomic
 
@@ -136,7 +136,7 @@ def _turn_html(turn: Turn, number: int, total: int, score: float) -> str:
     )
     return (
         f'<section class="frame"><div>{_scene_html(turn.observation)}</div><div class="side">'
-        f'<h2>Turn {number} of {total} · the model says</h2><pre class="said">{escape(turn.text)}</pre>'
+        f'<h2>Turn {number} of {total} · the model says</h2><pre class="said">{escape(shortened(turn.text))}</pre>'
         f'<h2>Action</h2>{action}<h2>Reward</h2><table class="rewards">'
         f"{_reward_row('task', turn.task_reward)}{_reward_row('format penalty', turn.penalty)}"
         f"{_reward_row('score so far', score)}</table></div></section>"
@@ -159,7 +159,7 @@ def _scene_html(observation: str) -> str:
     """The board as tiles with the text around it below, or the text alone."""
     board = find_board(observation)
     if board is None:
-        return f"<pre>{escape(observation)}</pre>"
+        return f"<pre>{escape(shortened(observation))}</pre>"
     around = "\n".join(text for text in (board.before, board.after) if text)
     below = f'<pre class="around">{escape(around)}</pre>' if around else ""
     return _board_svg(board) + below

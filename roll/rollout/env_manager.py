@@ -15,16 +15,13 @@ from roll.configs.env import CustomEnvConfig
 from roll.data.arrays import IntArray
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import FinishReason, GenerateFn, GenerateRequest, SamplingParams
+from roll.rollout.errors import PromptTooLongError
 from roll.rollout.types import EpisodeEnd, Trajectory, Turn
 from roll.utils.registry import Registry
 from roll.utils.seeding import derive_seed
 
 PLACEHOLDERS = ("observation", "turn", "max_turns", "turns_left", "history", "env_instruction")
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
-
-
-class PromptTooLongError(ValueError):
-    """The first prompt of an episode does not fit: nothing could ever be sampled."""
 
 
 class EpisodeAbortedError(RuntimeError):

@@ -11,21 +11,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from roll.agentic.env.base import StepResult, TextEnv
+from roll.rollout.env_protocol import checked_reset, checked_step
+from roll.rollout.errors import EnvCrashError, EnvError, EnvTimeoutError, describe_error
 
 T = TypeVar("T")
 Job = tuple[Callable[[TextEnv], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
-
-
-class EnvError(RuntimeError):
-    """An environment failed; the instance must not be used again."""
-
-
-class EnvTimeoutError(EnvError):
-    """A call took longer than ``step_timeout``."""
-
-
-class EnvCrashError(EnvError):
-    """A call raised; the cause is chained."""
 
 
 class EnvRunner:
@@ -47,22 +37,12 @@ class EnvRunner:
         self._thread.start()
 
     async def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        """Resets the environment; info has its ``env_instruction`` too."""
-
-        def job(env: TextEnv) -> tuple[str, dict[str, Any]]:
-            observation, info = env.reset(seed=seed)
-            return observation, {"env_instruction": env.env_instruction, **info}
-
-        return await self.call("reset", job)
+        """Resets the environment, see ``checked_reset``."""
+        return await self.call("reset", lambda env: checked_reset(env, seed))
 
     async def step(self, text: str) -> StepResult:
-        """Steps the environment; info has its ``env_instruction`` here too."""
-
-        def job(env: TextEnv) -> StepResult:
-            observation, reward, terminated, truncated, info = env.step(text)
-            return observation, float(reward), terminated, truncated, {"env_instruction": env.env_instruction, **info}
-
-        return await self.call("step", job)
+        """Steps the environment, see ``checked_step``."""
+        return await self.call("step", lambda env: checked_step(env, text))
 
     async def call(self, what: str, job: Callable[[TextEnv], T]) -> T:
         """Runs ``job`` in the environment's thread; the first call builds the environment there.
@@ -70,6 +50,7 @@ class EnvRunner:
         Raises:
             EnvTimeoutError: it did not return in time; its thread ends as soon as it runs Python code again.
             EnvCrashError: it raised.
+            EnvError: the job found what it got wrong.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
@@ -80,7 +61,9 @@ class EnvRunner:
             if future.cancelled():
                 self._abandon()
                 raise EnvTimeoutError(f"environment {what} took longer than step_timeout={self._timeout:g}s") from error
-            raise EnvCrashError(f"environment {what} raised {type(error).__name__}: {error}") from error
+            if isinstance(error, EnvError):
+                raise
+            raise EnvCrashError(f"environment {what} raised {describe_error(error)}") from error
 
     def close(self) -> None:
         """Ends the thread once it is idle."""
@@ -117,4 +100,4 @@ def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | No
     elif isinstance(error, Exception) and not isinstance(error, StopIteration):
         future.set_exception(error)
     else:  # a future does not take StopIteration, and the others would end the caller's loop or cancel its task
-        future.set_exception(RuntimeError(f"the environment raised {error!r}"))
+        future.set_exception(RuntimeError(f"the environment raised {describe_error(error)}"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from roll.data.requests import GenerateFn, SamplingParams
 from roll.rollout.demonstrations import scripted_policy
 from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeSpec, Limits
 from roll.rollout.env_runner import EnvRunner
+from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupSpec
 from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
@@ -49,6 +51,17 @@ class EnvironmentWorker(RolloutWorker):
         self._locks = {tag: threading.Lock() for tag, config in context.envs.items() if config.use_thread_lock}
         self._idle: defaultdict[str, list[EnvRunner]] = defaultdict(list)
 
+    async def probe(self, envs: Mapping[str, CustomEnvConfig], retries: int, seed: int) -> list[str]:
+        """Builds and resets one environment of each tag; returns what went wrong, a line each.
+
+        It needs no ``setup``: a run asks before it spends time on models.
+        """
+        return [
+            problem
+            for problem in await asyncio.gather(*(_probe(tag, envs[tag], retries, seed) for tag in envs))
+            if problem
+        ]
+
     async def play(self, spec: GroupSpec, episode: EpisodeSpec, generate: GenerateFn) -> Trajectory:
         """Plays with an environment that is idle, or a new one; one that failed is not used again."""
         manager, runner = self.managers[spec.tag], self._take_runner(spec.tag)
@@ -68,5 +81,22 @@ class EnvironmentWorker(RolloutWorker):
     def _take_runner(self, tag: str) -> EnvRunner:
         if self._idle[tag]:
             return self._idle[tag].pop()
-        config = self.context.envs[tag]
-        return EnvRunner(lambda: make(config.env_type, **config.env_config), config.step_timeout, self._locks.get(tag))
+        return _runner(self.context.envs[tag], self._locks.get(tag))
+
+
+def _runner(config: CustomEnvConfig, lock: threading.Lock | None = None) -> EnvRunner:
+    return EnvRunner(lambda: make(config.env_type, **config.env_config), config.step_timeout, lock)
+
+
+async def _probe(tag: str, config: CustomEnvConfig, retries: int, seed: int) -> str | None:
+    problem = None
+    for _ in range(1 + retries):
+        runner = _runner(config)
+        try:
+            await runner.reset(seed)
+            return None
+        except EnvError as error:
+            problem = f"custom_envs.{tag}: {error}"
+        finally:
+            runner.close()
+    return problem

@@ -12,7 +12,7 @@ from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, SamplingParams
 from roll.rewards.types import RewardError, Sample, Verdict
 from roll.rollout.env_manager import EpisodeSpec, Limits
-from roll.rollout.env_runner import EnvError
+from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupSpec
 from roll.rollout.prompt_env import PromptEnv, PromptManager
 from roll.rollout.reward_client import RewardClient

@@ -93,7 +93,7 @@ class RolloutScheduler:
             TooManyRejectedError: ``max_groups`` finished and too few were accepted.
             WorkerDiedError: a worker died and ``recover`` could not bring it back.
             RpcTimeoutError: a group took longer than ``rpc_timeout``.
-            Exception: what a worker's own code raised, such as ``PromptTooLongError``.
+            Exception: what a worker's own code raised.
         """
         batch = _Batch(iter(group_ids), num_groups, num_groups + self._extra_groups, max_groups)
         try:

@@ -11,7 +11,7 @@ from typing import Any
 from roll.data.requests import GenerateFn
 from roll.distributed.cluster.worker import Worker
 from roll.rollout.env_manager import EpisodeSpec
-from roll.rollout.env_runner import EnvError
+from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupSpec
 from roll.rollout.router import GenerationClient
 from roll.rollout.types import RolloutGroup, Trajectory
@@ -54,7 +54,6 @@ class RolloutWorker(Worker, ABC):
 
         Raises:
             EngineUnavailableError: an engine worker died; play the group again once it is back.
-            PromptTooLongError: the first prompt never fits.
         """
         errors: list[str] = []
         generate = self.generate_fn(spec)

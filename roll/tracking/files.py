@@ -17,10 +17,13 @@ logger = logging.getLogger(__name__)
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replaces ``path`` with ``text`` in one step: at any moment there is the old file or the new one."""
+    """Replaces ``path`` with ``text`` in one step: at any moment there is the old file or the new one.
+
+    A lone surrogate is written as ``\\udc80``, which a JSON reader turns back into it.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.strategy.base import StrategyContext
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.workers import InferWorker
-from roll.rollout.env_manager import Limits, PromptTooLongError
+from roll.rollout.env_manager import Limits
 from roll.rollout.env_worker import EnvironmentWorker, EnvWorkerContext
 from roll.rollout.plans import GroupPlan, GroupSpec
 from roll.rollout.scheduler import RolloutScheduler
@@ -232,9 +233,17 @@ def test_a_fault_that_passes_costs_one_more_attempt(
     assert error.endswith(f"environment step {message}")
 
 
-def test_a_prompt_that_never_fits_ends_the_run_with_its_length(play: Callable[..., list[RolloutGroup]]) -> None:
-    with pytest.raises(PromptTooLongError, match=r"Long: the first prompt has \d+ tokens, but prompt_length is 200"):
-        play(GroupSpec(0, "Long", 0, 2))
+def test_a_prompt_that_does_not_fit_is_counted_with_its_length(play: Callable[..., list[RolloutGroup]]) -> None:
+    (group,) = play(GroupSpec(0, "Long", 0, 2))
+    assert (len(group.trajectories), group.dropped) == (0, 2)
+    assert all(re.search(r"Long: the first prompt has \d+ tokens, but prompt_length is 200", e) for e in group.errors)
+
+
+def test_a_probe_needs_neither_models_nor_a_setup(clusters: tuple[Cluster, Cluster], context: EnvWorkerContext) -> None:
+    envs, _ = clusters
+    (problems,) = envs.call("probe", context.envs, context.retries, 0)
+    (problem,) = problems
+    assert problem.startswith("custom_envs.Broken: environment reset raised TypeError") and "no_such_key" in problem
 
 
 def test_scripted_groups_solve_their_boards_without_the_engine(play: Callable[..., list[RolloutGroup]]) -> None:

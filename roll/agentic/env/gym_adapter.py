@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import gymnasium
 import numpy as np
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.spaces import Discrete
 from pydantic import Field
 
@@ -39,6 +41,19 @@ FORMATTERS: Registry[Formatter] = Registry("formatter")
 FORMATTERS.register("values", _values)
 
 
+def find_spec(env_id: str) -> EnvSpec:
+    """The registered environment that ``gymnasium.make`` would build; of ``module:Name`` the module is imported first.
+
+    Raises:
+        gymnasium.error.Error: no such environment.
+        ImportError: no such module.
+    """
+    module, _, name = env_id.rpartition(":")
+    if module:
+        importlib.import_module(module)
+    return gymnasium.spec(name)
+
+
 class GymnasiumConfig(ActionEnvConfig):
     """Keys of ``env_config`` for ``env_type: gymnasium``."""
 
@@ -59,9 +74,9 @@ class GymnasiumConfig(ActionEnvConfig):
         """Names that do not exist, and rules between keys."""
         found = [pattern_problem(self.action_pattern)]
         try:
-            gymnasium.spec(self.env_id)
+            find_spec(self.env_id)
         except (gymnasium.error.Error, ImportError) as error:
-            found.append(f"env_id: {error}")
+            found.append(f"env_id: got {self.env_id!r}, expected an environment that is registered ({error})")
         if self.formatter != "ansi":
             try:
                 FORMATTERS.get(self.formatter)

@@ -12,10 +12,12 @@ from roll.configs.env import EnvManagerConfig
 from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_roles import RolloutRoles, sampling_params
+from roll.pipeline.session import RunFailedError
 from roll.rollout.env_manager import Limits
 from roll.rollout.env_worker import EnvWorkerContext
 from roll.rollout.plans import GroupPlan
 from roll.rollout.scheduler import RolloutScheduler
+from roll.utils.seeding import derive_seed
 
 
 class EnvRoles(RolloutRoles):
@@ -46,6 +48,22 @@ class EnvRoles(RolloutRoles):
         self.train = self.scheduler("train_env_manager", "train", extra_groups=self.extra_groups, baseline=baseline)
         self.val = self.scheduler("val_env_manager", "val")
         self.val_greedy = self.scheduler("val_env_manager", "val", greedy=True)
+
+    def probe(self) -> None:
+        """Resets one environment of each tag, so that one that never starts ends the run before models are loaded.
+
+        Raises:
+            RunFailedError: an environment cannot be reset; a line for each.
+        """
+        refs = {
+            name: self._clusters[name].submit(
+                "probe", context.envs, context.retries, derive_seed(self._config.seed, name)
+            )
+            for name, (context,) in self._contexts.items()
+        }
+        answers = [lines for name, ref in refs.items() for lines in self._clusters[name].gather(ref, call="probe")]
+        if problems := dict.fromkeys(line for lines in answers for line in lines):
+            raise RunFailedError("\n".join(problems))
 
     def scheduler(self, name: str, seed_name: str, *, extra_groups: int = 0, **plan: Any) -> RolloutScheduler:
         """A scheduler over one manager's workers; ``seed_name`` separates its episodes from everybody else's.

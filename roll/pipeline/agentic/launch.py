@@ -32,6 +32,7 @@ def _run(config: AgenticConfig, session: RunSession, signals: SignalGuard, clust
     model_path = str(ensure_init(folder, config)) if tiny else config.pretrain
     roles = Roles(config, clusters)
     envs = EnvRoles(config, clusters, roles, model_path, on_tick=signals.check)
+    envs.probe()
     envs.begin_setup()
     if tiny:
         model_path = str(ensure_warm(folder, config, session, roles, ScriptedTeacher(config, envs)))

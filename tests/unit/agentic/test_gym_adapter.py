@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 
 import gymnasium
@@ -107,6 +108,22 @@ def test_array_observations_and_own_formatters_become_text():
     assert len([float(value) for value in text.split()]) == 4
     env = GymnasiumEnv(env_id=TAXI, formatter=f"{__name__}:shout", success_return=0)
     assert env.reset(seed=0)[0].startswith("STATE ")
+
+
+def test_an_environment_of_another_package_is_registered_by_importing_its_module(monkeypatch):
+    module, name = "tests.support.third_party_envs", "Corridor-v0"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    gymnasium.registry.pop(name, None)
+    config = {"env_id": f"{module}:{name}", "action_names": ["Left", "Right"], "success_return": 1}
+    assert envs.check_env_config("gymnasium", config) == []
+    env = envs.make("gymnasium", **config)
+    assert env.reset(seed=0)[0] == "P____"
+    for _ in range(3):
+        env.step(answer("Right"))
+    text, _, terminated, _, info = env.step(answer("Right"))
+    assert text == "____P" and terminated and info["success"]
+    (problem,) = envs.check_env_config("gymnasium", config | {"env_id": f"{module}:Coridor-v0"})
+    assert problem.startswith(f"env_id: got '{module}:Coridor-v0', expected ") and "Corridor" in problem
 
 
 @pytest.mark.filterwarnings("ignore:.*render_mode")

@@ -22,11 +22,11 @@ from roll.rollout.env_manager import (
     EpisodeAbortedError,
     EpisodeSpec,
     Limits,
-    PromptTooLongError,
     StepEnvManager,
     TrajEnvManager,
 )
-from roll.rollout.env_runner import EnvCrashError, EnvRunner
+from roll.rollout.env_runner import EnvRunner
+from roll.rollout.errors import EnvCrashError, PromptTooLongError
 from roll.rollout.trajectory import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from roll.agentic.env.base import StepResult, TextEnv, step_result
-from roll.rollout.env_runner import EnvCrashError, EnvRunner, EnvTimeoutError
+from roll.rollout.env_runner import EnvRunner
+from roll.rollout.errors import EnvCrashError, EnvProtocolError, EnvTimeoutError
 
 
 class OddEnv(TextEnv):
@@ -135,10 +136,10 @@ def test_whatever_a_step_raises_is_a_crash_that_says_so(name: str) -> None:
     assert error.__cause__ is not None
 
 
-def test_a_step_of_the_wrong_form_is_a_crash() -> None:
+def test_a_step_of_the_wrong_form_is_named_as_such() -> None:
     async def play() -> None:
         runner = EnvRunner(OddEnv, timeout=5)
-        with pytest.raises(EnvCrashError, match="environment step raised ValueError: not enough values to unpack"):
+        with pytest.raises(EnvProtocolError, match=r"OddEnv.step returned \('one', 0.0\) \(tuple\), expected \(obs"):
             await runner.step("short")
         runner.close()
 

@@ -17,7 +17,8 @@ from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.rewards.types import RewardError, Sample, Verdict
-from roll.rollout.env_manager import EpisodeSpec, Limits, PromptTooLongError
+from roll.rollout.env_manager import EpisodeSpec, Limits
+from roll.rollout.errors import PromptTooLongError
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.prompt_env import PromptEnv, PromptManager
 from roll.rollout.prompt_worker import PromptPlan, PromptSpec, PromptWorker, PromptWorkerContext

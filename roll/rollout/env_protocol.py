@@ -1,0 +1,153 @@
+"""The one place where an environment's answers enter: they are what ``TextEnv`` promises, or an ``EnvProtocolError``.
+
+A user's code may return anything. What gets past here are plain values: text that every tokenizer and every file takes,
+finite numbers, truth values.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from roll.agentic.env.base import StepResult, TextEnv
+from roll.rollout.errors import EnvProtocolError, clean_text
+
+MAX_TEXT = 4_000_000
+"""Bytes of an observation: more than any context holds, few enough to tokenize."""
+
+MAX_REWARD = 1e30
+"""Rewards are float32 in a batch, and their squares are summed."""
+
+MAX_EXTRA_TEXT = 10_000
+"""Characters kept of each text in ``info`` that only people read."""
+
+_MAX_INTEGER = 2**63
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Names what is checked: ``Maze.step`` of the class ``Maze``."""
+
+    name: str
+
+    def fail(self, field: str, seen: object, expected: str) -> EnvProtocolError:
+        return EnvProtocolError(f"{self.name} returned {field} {_shown(seen)}, expected {expected}")
+
+    def text(self, field: str, value: object) -> str:
+        if not isinstance(value, str):
+            raise self.fail(field, value, "text")
+        plain = str.__str__(value)  # a subclass, such as NumPy's, becomes the plain type
+        try:
+            size = len(plain.encode("utf-8"))
+        except UnicodeEncodeError as error:
+            raise self.fail(field, value, "text without lone surrogates") from error
+        if size > MAX_TEXT:
+            raise EnvProtocolError(f"{self.name} returned {field} of {size:,} bytes, expected at most {MAX_TEXT:,}")
+        return plain
+
+    def optional_text(self, field: str, value: object) -> str | None:
+        return None if value is None else self.text(field, value)
+
+    def number(self, field: str, value: Any) -> float:
+        expected = f"a finite number (at most {MAX_REWARD:g})"
+        if isinstance(value, str | bytes):
+            raise self.fail(field, value, expected)
+        try:
+            number = float(value)
+        except Exception as error:
+            raise self.fail(field, value, expected) from error
+        if not abs(number) <= MAX_REWARD:  # so written, NaN fails too
+            raise self.fail(field, value, expected)
+        return number
+
+    def flag(self, field: str, value: object) -> bool:
+        if isinstance(value, bool | np.bool_ | int | np.integer) and value in (0, 1):
+            return bool(value)
+        raise self.fail(field, value, "True or False")
+
+    def key(self, field: str, value: object) -> str:
+        try:
+            name = str(value)
+        except Exception as error:
+            raise self.fail(field, value, "a value with a text") from error
+        return self.text(field, name)
+
+    def parts(self, value: object, *names: str) -> tuple[Any, ...]:
+        if not isinstance(value, tuple | list) or len(value) != len(names):
+            raise EnvProtocolError(f"{self.name} returned {_shown(value)}, expected ({', '.join(names)})")
+        return tuple(value)
+
+    def info(self, env: TextEnv, value: object) -> dict[str, Any]:
+        """The info with what a manager reads of it checked, and the environment's instruction in it."""
+        if not isinstance(value, Mapping):
+            raise self.fail("info", value, "a dictionary")
+        info: dict[str, Any] = {
+            "env_instruction": env.env_instruction,
+            **{clean_text(str(key)): value[key] for key in value},
+        }
+        for field, check in _INFO_FIELDS.items():
+            if field in info:
+                info[field] = check(self, f"info[{field!r}]", info[field])
+        return {key: item if key in _INFO_FIELDS else _extra(item) for key, item in info.items()}
+
+
+_INFO_FIELDS: Mapping[str, Callable[[_Call, str, Any], Any]] = {
+    "action": _Call.optional_text,
+    "success": _Call.flag,
+    "task_reward": _Call.number,
+    "penalty": _Call.number,
+    "state_key": _Call.key,
+    "env_instruction": _Call.text,
+}
+
+
+def checked_reset(env: TextEnv, seed: int) -> tuple[str, dict[str, Any]]:
+    """Resets the environment; info has its ``env_instruction`` too.
+
+    Raises:
+        EnvProtocolError: it returned something else than (observation, info).
+    """
+    call = _Call(f"{type(env).__name__}.reset")
+    observation, info = call.parts(env.reset(seed=seed), "observation", "info")
+    return call.text("observation", observation), call.info(env, info)
+
+
+def checked_step(env: TextEnv, text: str) -> StepResult:
+    """Steps the environment; info has its ``env_instruction`` here too.
+
+    Raises:
+        EnvProtocolError: it returned something else than ``StepResult``.
+    """
+    call = _Call(f"{type(env).__name__}.step")
+    names = ("observation", "reward", "terminated", "truncated", "info")
+    observation, reward, terminated, truncated, info = call.parts(env.step(text), *names)
+    return (
+        call.text("observation", observation),
+        call.number("reward", reward),
+        call.flag("terminated", terminated),
+        call.flag("truncated", truncated),
+        call.info(env, info),
+    )
+
+
+def _extra(value: Any) -> Any:
+    """What the protocol does not name is for people: it must not harm files, and never fails an episode."""
+    if isinstance(value, str):
+        plain = clean_text(str.__str__(value))
+        return plain if len(plain) <= MAX_EXTRA_TEXT else plain[:MAX_EXTRA_TEXT] + "…"
+    if isinstance(value, int) and abs(value) >= _MAX_INTEGER:  # Python refuses to write very long ones
+        return float("inf") if value > 0 else float("-inf")
+    return value
+
+
+def _shown(value: object) -> str:
+    """A value and its type, short."""
+    kind = type(value).__name__
+    try:
+        return f"{reprlib.repr(value)} ({kind})"
+    except Exception:  # reprlib catches most of what a __repr__ may raise
+        return f"something of type {kind}"

@@ -1,0 +1,40 @@
+"""Failures of an episode: it may be played again, and is dropped and counted when that does not help."""
+
+from __future__ import annotations
+
+MAX_WORDS = 500
+"""Characters of a foreign exception's message that are repeated."""
+
+
+class EnvError(RuntimeError):
+    """An environment failed; the instance must not be used again."""
+
+
+class EnvTimeoutError(EnvError):
+    """A call took longer than ``step_timeout``."""
+
+
+class EnvCrashError(EnvError):
+    """A call raised; the cause is chained."""
+
+
+class EnvProtocolError(EnvError):
+    """A call returned something else than ``TextEnv`` promises."""
+
+
+class PromptTooLongError(EnvError):
+    """The first prompt of an episode does not fit: nothing could be sampled."""
+
+
+def describe_error(error: BaseException) -> str:
+    """``Type: message`` of a foreign exception as text that any file takes, even if its ``__str__`` raises."""
+    try:
+        message = clean_text(str(error))
+    except Exception as fault:  # a user's exception may do anything
+        message = f"(its message cannot be read: {type(fault).__name__})"
+    return f"{type(error).__name__}: {message if len(message) <= MAX_WORDS else message[:MAX_WORDS] + '…'}"
+
+
+def clean_text(text: str) -> str:
+    """``text`` with lone surrogates, which no file and no tokenizer takes, spelt as escapes."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
