@@ -2,7 +2,8 @@
 
     python scripts/learning_curves.py output/agentic_sokoban output/seed1 output/seed2
 
-Writes ``docs/images/learning_curve.svg`` and ``docs/images/episode.gif``, and prints the rows of the README's table.
+Writes ``learning_curve.svg`` and ``episode.gif`` into the first run's ``renders/curves``, or with ``--docs`` over the
+tracked pictures in ``docs/images``, and prints the rows of the README's table.
 """
 
 from __future__ import annotations
@@ -105,19 +106,23 @@ def main() -> int:
     parser.add_argument("--episode", type=Path, help="GIF to copy (default: a solved episode of the first run)")
     parser.add_argument("--name", default="learning_curve", help="of the picture, without .svg (default: %(default)s)")
     parser.add_argument("--no-episode", action="store_true", help="copy no GIF: answers to prompts do not move")
-    parser.add_argument("--out", type=Path, default=IMAGES, help="folder of the pictures (default: %(default)s)")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--out", type=Path, help="folder of the pictures (default: renders/curves of the first run)")
+    place.add_argument("--docs", action="store_true", help=f"replace the tracked pictures in {IMAGES}")
     options = parser.parse_args()
+    out = IMAGES if options.docs else options.out or options.runs[0] / "renders" / "curves"
     try:
         runs = [Run.read(path.resolve()) for path in options.runs]
         curve = learning_curve_svg(
             {name: run.points(options.metric) for name, run in named(runs).items()}, title=options.title
         )
-        options.out.mkdir(parents=True, exist_ok=True)
-        write_atomic(options.out / f"{options.name}.svg", curve)
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomic(out / f"{options.name}.svg", curve)
         if not options.no_episode:
-            shutil.copyfile(options.episode or longest_solved_episode(runs[0]), options.out / "episode.gif")
+            shutil.copyfile(options.episode or longest_solved_episode(runs[0]), out / "episode.gif")
     except (OSError, ValueError) as error:
         parser.exit(1, f"{error}\n")
+    print(f"pictures in {out}", file=sys.stderr)
     print(*(run.row() for run in sorted(runs, key=lambda run: run.seed)), sep="\n")
     return 0
 

@@ -1,4 +1,4 @@
-"""Array types of token ids and per-token values."""
+"""Array types of token ids, per-token values and pictures."""
 
 from typing import TypeAlias
 
@@ -6,4 +6,5 @@ import numpy as np
 import numpy.typing as npt
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
+UInt8Array: TypeAlias = npt.NDArray[np.uint8]
 FloatArray: TypeAlias = npt.NDArray[np.float32]

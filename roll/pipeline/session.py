@@ -75,7 +75,7 @@ class RunSession:
         else:
             self.summary["status"] = "completed"
         self.write_summary()
-        render_index(self.folder.path)
+        render_index(self.folder.path, self.renders)
         if self._tracker is not None:
             self._tracker.finish()
         self.display.finish(closing_line(self.summary, self.folder.path))

@@ -11,6 +11,11 @@ Points: TypeAlias = Sequence[tuple[float, float]]
 
 _COLORS = ("#2563c9", "#d9574a", "#1f8a4d", "#b0762b", "#7c4dbd", "#2a8c99")
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 18, 44, 46
+_NARROW = 520
+"""Below this width the legend has a row of its own."""
+
+_LETTER = 7.4
+"""Mean width of a letter, in pixels."""
 _FEW = 12
 """Up to so many points are marked one by one and not smoothed."""
 
@@ -31,6 +36,7 @@ def learning_curve_svg(
         points: (step, value) pairs, or name → pairs. Values that are not finite are left out.
         y_range: lower and upper end of the vertical axis; values beyond are clipped.
         percent: label the vertical axis in percent (values are fractions).
+        width: of the drawing. Letters are 13 pixels high in it, so it should be about as wide as it is shown.
     """
     named = points if isinstance(points, Mapping) else {"": points}
     series = {name: sorted((float(x), float(y)) for x, y in pairs if math.isfinite(y)) for name, pairs in named.items()}
@@ -40,7 +46,7 @@ def learning_curve_svg(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
         'font-family="system-ui, Segoe UI, Roboto, Helvetica, Arial, sans-serif" font-size="13">',
         f'<rect width="{width}" height="{height}" rx="12" fill="#ffffff"/>',
-        f'<text x="{_LEFT}" y="26" font-size="16" font-weight="600" fill="#20242c">{escape(title)}</text>',
+        f'<text x="{frame.title}" y="26" font-size="16" font-weight="600" fill="#20242c">{escape(title)}</text>',
         _axes(frame, x_label, percent),
     ]
     labels = [name for name in series if name]
@@ -57,7 +63,10 @@ class _Frame:
 
     def __init__(self, x0: float, x1: float, y0: float, y1: float, width: int, height: int) -> None:
         self.x0, self.x1, self.y0, self.y1 = x0, x1, y0, y1
-        self.left, self.right, self.top, self.bottom = _LEFT, width - _RIGHT, _TOP, height - _BOTTOM
+        self.narrow = width < _NARROW
+        self.left, self.right, self.bottom = (46 if self.narrow else _LEFT), width - _RIGHT, height - _BOTTOM
+        self.top = _TOP + 20 if self.narrow else _TOP
+        self.title = 14 if self.narrow else _LEFT
 
     def x(self, value: float) -> float:
         return self.left + (self.right - self.left) * (value - self.x0) / (self.x1 - self.x0)
@@ -76,7 +85,7 @@ def _axes(frame: _Frame, x_label: str, percent: bool) -> str:
         stroke = "#c9c4b8" if i == 0 else "#ece8df"
         parts.append(f'<line x1="{frame.left}" x2="{frame.right}" y1="{y:.1f}" y2="{y:.1f}" stroke="{stroke}"/>')
         parts.append(f'<text x="{frame.left - 9}" y="{y + 4.5:.1f}" text-anchor="end" fill="#727a88">{text}</text>')
-    for value in _ticks(frame.x0, frame.x1):
+    for value in _ticks(frame.x0, frame.x1, 4 if frame.narrow else 6):
         x = frame.x(value)
         parts.append(f'<text x="{x:.1f}" y="{frame.bottom + 20}" text-anchor="middle" fill="#727a88">{value:g}</text>')
     middle = (frame.left + frame.right) / 2
@@ -107,18 +116,20 @@ def _polyline(frame: _Frame, pairs: list[tuple[float, float]], color: str, width
 
 
 def _legend(frame: _Frame, labels: list[str], name: str, color: str) -> str:
-    """Entries from the right edge leftwards, in a row with the title."""
-    after = labels[labels.index(name) :]
-    x = frame.right - sum(30 + 7.4 * len(label) for label in after)
+    """Entries from the right edge leftwards, in a row with the title; below it where the drawing is narrow."""
+    index = labels.index(name)
+    others = labels[:index] if frame.narrow else labels[index:]
+    span = sum(30 + _LETTER * len(label) for label in others)
+    x, y = (frame.title + span, 48) if frame.narrow else (frame.right - span, 24)
     return (
-        f'<rect x="{x:.1f}" y="17" width="14" height="5" rx="2.5" fill="{color}"/>'
-        f'<text x="{x + 19:.1f}" y="24" fill="#4a505c">{escape(name)}</text>'
+        f'<rect x="{x:.1f}" y="{y - 7}" width="14" height="5" rx="2.5" fill="{color}"/>'
+        f'<text x="{x + 19:.1f}" y="{y}" fill="#4a505c">{escape(name)}</text>'
     )
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """About six round numbers between ``low`` and ``high``."""
-    raw = (high - low) / 6
+def _ticks(low: float, high: float, count: int) -> list[float]:
+    """About ``count`` round numbers between ``low`` and ``high``."""
+    raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     size = next(power * factor for factor in (1, 2, 5, 10) if raw <= power * factor)
     size = max(1.0, size)

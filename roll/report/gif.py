@@ -1,32 +1,39 @@
-"""An episode as an animated GIF: board, the model's words and the reward, turn by turn."""
+"""An episode as an animated GIF: picture, the model's words and the reward, turn by turn."""
 
 from __future__ import annotations
 
+import io
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TypeAlias
 
 from PIL import Image, ImageDraw, ImageFont
 
-from roll.report.board import TILE, TILES, Board, Circle, Rect, Shape, find_board
-from roll.rollout.types import Trajectory
+from roll.rollout.types import Frame, Trajectory
 
 Font: TypeAlias = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
+MAX_PICTURES = 40
+"""Of longer episodes, turns are left out evenly: the page has them all."""
+
 _WIDTH = 420
 _MARGIN = 18
-_SCALE = 2  # tiles are drawn twice as large and shrunk: smooth edges
+_SCENE = 336  # most pixels of a scene's side
+_LINE = 18
 _TURN_MS, _FINAL_MS = 1100, 3000
 _LINES, _COLUMNS = 4, 48
+_COLORS = 128
 _BACK, _PANEL, _INK, _DIM, _GOOD, _BAD = "#14171d", "#1f242d", "#e7e9ee", "#939baa", "#55c98a", "#f2705f"
 
 
 @dataclass(frozen=True)
-class _Frame:
+class _Scene:
     """What one picture shows."""
 
-    observation: str
+    frame: Frame
     heading: str
     said: str
     left: str
@@ -36,121 +43,97 @@ class _Frame:
 
 def render_episode_gif(trajectory: Trajectory, path: Path) -> None:
     """Writes the animation, one picture per turn and a last one, held longer, with the outcome."""
-    frames = _frames(trajectory)
-    boards = [find_board(frame.observation) for frame in frames]
-    board_height = max(_board_height(board) for board in boards)
-    tiles: dict[tuple[str, int], Image.Image] = {}
-    pictures = [_draw(frame, board, board_height, tiles) for frame, board in zip(frames, boards, strict=True)]
+    scenes = _scenes(trajectory)
+    stride = -(-len(scenes) // MAX_PICTURES)
+    scenes = [*scenes[:-1:stride], scenes[-1]]
+    images = {scene.frame: _decoded(scene.frame) for scene in scenes if isinstance(scene.frame, bytes)}
+    height = max((image.height for image in images.values()), default=12 * _LINE)
+    # One palette for all pictures: with one each, still parts of the scene would flicker.
+    strip = Image.new("RGB", (_WIDTH, _total_height(height) * len(scenes)), _BACK)
+    for index, scene in enumerate(scenes):
+        strip.paste(_draw(scene, images, height), (0, index * _total_height(height)))
+    indexed = strip.quantize(_COLORS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    tops = range(0, strip.height, _total_height(height))
+    pictures = [indexed.crop((0, top, _WIDTH, top + _total_height(height))) for top in tops]
     durations = [_TURN_MS] * (len(pictures) - 1) + [_FINAL_MS]
-    palette = _palette(pictures)
-    indexed = [picture.quantize(palette=palette, dither=Image.Dither.NONE) for picture in pictures]
-    indexed[0].save(path, format="GIF", save_all=True, append_images=indexed[1:], duration=durations, loop=0)
+    pictures[0].save(path, format="GIF", save_all=True, append_images=pictures[1:], duration=durations, loop=0)
 
 
-def _palette(pictures: list[Image.Image]) -> Image.Image:
-    """One palette for all pictures: with one each, still parts of the board would flicker."""
-    chosen = [*pictures[:: max(1, len(pictures) // 6)], pictures[-1]]
-    height = chosen[0].height
-    sample = Image.new("RGB", (_WIDTH, height * len(chosen)))
-    for index, picture in enumerate(chosen):
-        sample.paste(picture, (0, index * height))
-    return sample.quantize(colors=200, method=Image.Quantize.MEDIANCUT)
-
-
-def _frames(trajectory: Trajectory) -> list[_Frame]:
-    score, frames, total = 0.0, [], len(trajectory.turns)
+def _scenes(trajectory: Trajectory) -> list[_Scene]:
+    score, scenes, total = 0.0, [], len(trajectory.turns)
+    observations = [*(turn.observation for turn in trajectory.turns), trajectory.final_observation]
+    frames = trajectory.frames or observations
     for number, turn in enumerate(trajectory.turns, start=1):
         score += turn.reward
         action, color = (turn.action, _INK) if turn.action is not None else ("no valid action", _BAD)
         penalty = f"  penalty {turn.penalty:+.2f}" if turn.penalty else ""
         reward = f"task {turn.task_reward:+.2f}{penalty}  score {score:+.2f}"
-        frames.append(_Frame(turn.observation, f"turn {number}/{total}", turn.text, action, color, reward))
+        scenes.append(_Scene(frames[number - 1], f"turn {number}/{total}", turn.text, action, color, reward))
     outcome, color = ("solved", _GOOD) if trajectory.success else ("not solved", _BAD)
     last_words = trajectory.turns[-1].text if trajectory.turns else ""
-    end = _Frame(
-        trajectory.final_observation, f"the end · {trajectory.end}", last_words, outcome, color, f"score {score:+.2f}"
-    )
-    return [*frames, end]
+    end = _Scene(frames[-1], f"the end · {trajectory.end}", last_words, outcome, color, f"score {score:+.2f}")
+    return [*scenes, end]
 
 
-def _draw(
-    frame: _Frame, board: Board | None, board_height: int, tiles: dict[tuple[str, int], Image.Image]
-) -> Image.Image:
+def _decoded(frame: bytes) -> Image.Image:
+    image = Image.open(io.BytesIO(frame)).convert("RGB")
+    image.thumbnail((_SCENE, _SCENE))
+    return image
+
+
+def _total_height(scene_height: int) -> int:
+    return _MARGIN + 22 + scene_height + 12 + _LINE * _LINES + 16 + 46
+
+
+def _draw(scene: _Scene, images: Mapping[bytes, Image.Image], height: int) -> Image.Image:
     small, large = _font(13), _font(17)
     top = _MARGIN + 22
-    said_top = top + board_height + 12
-    said_height = 18 * _LINES + 16
-    picture = Image.new("RGB", (_WIDTH, said_top + said_height + 46), _BACK)
+    said_top = top + height + 12
+    said_height = _LINE * _LINES + 16
+    picture = Image.new("RGB", (_WIDTH, _total_height(height)), _BACK)
     pen = ImageDraw.Draw(picture)
-    pen.text((_MARGIN, 12), frame.heading, _DIM, font=small)
-    if board is not None:
-        _paste_board(picture, board, top, board_height, tiles)
+    pen.text((_MARGIN, 12), scene.heading, _DIM, font=small)
+    if isinstance(scene.frame, bytes):
+        image = images[scene.frame]
+        picture.paste(image, ((_WIDTH - image.width) // 2, top + (height - image.height) // 2))
     else:
-        text = _clip(frame.observation, board_height // 18, _COLUMNS)
-        pen.multiline_text((_MARGIN, top), text, _INK, font=small, spacing=4)
+        text = _clip(scene.frame, height // _LINE, _COLUMNS)
+        pen.multiline_text((_MARGIN, top), text, _INK, font=_mono(13), spacing=4)
     pen.rounded_rectangle((_MARGIN, said_top, _WIDTH - _MARGIN, said_top + said_height), 8, _PANEL)
-    pen.multiline_text((_MARGIN + 12, said_top + 8), _clip(frame.said, _LINES, _COLUMNS), _INK, font=small, spacing=4)
+    pen.multiline_text((_MARGIN + 12, said_top + 8), _clip(scene.said, _LINES, _COLUMNS), _INK, font=small, spacing=4)
     base = said_top + said_height + 12
-    pen.text((_MARGIN, base), _clip(frame.left, 1, 20), frame.left_color, font=large)
-    pen.text((_WIDTH - _MARGIN - pen.textlength(frame.right, font=small), base + 3), frame.right, _DIM, font=small)
+    pen.text((_MARGIN, base), _clip(scene.left, 1, 20), scene.left_color, font=large)
+    pen.text((_WIDTH - _MARGIN - pen.textlength(scene.right, font=small), base + 3), scene.right, _DIM, font=small)
     return picture
-
-
-def _paste_board(
-    picture: Image.Image, board: Board, top: int, height: int, tiles: dict[tuple[str, int], Image.Image]
-) -> None:
-    rows, columns = board.size
-    side = _tile_side(board)
-    left = (_WIDTH - side * columns) // 2
-    top += (height - side * rows) // 2
-    for y, row in enumerate(board.cells):
-        for x, kind in enumerate(row):
-            if (kind, side) not in tiles:
-                tiles[kind, side] = _tile(kind, side)
-            picture.paste(tiles[kind, side], (left + x * side, top + y * side))
-
-
-def _tile(kind: str, side: int) -> Image.Image:
-    image = Image.new("RGB", (side * _SCALE, side * _SCALE))
-    pen = ImageDraw.Draw(image)
-    unit = side * _SCALE / TILE
-    for shape in TILES[kind]:
-        _draw_shape(pen, shape, unit)
-    return image.resize((side, side), Image.Resampling.LANCZOS)
-
-
-def _draw_shape(pen: ImageDraw.ImageDraw, shape: Shape, unit: float) -> None:
-    if isinstance(shape, Rect):
-        corner = ((shape.x + shape.width) * unit - 1, (shape.y + shape.height) * unit - 1)
-        pen.rounded_rectangle((shape.x * unit, shape.y * unit, *corner), shape.radius * unit, shape.color)
-    elif isinstance(shape, Circle):
-        low = ((shape.x - shape.radius) * unit, (shape.y - shape.radius) * unit)
-        high = ((shape.x + shape.radius) * unit - 1, (shape.y + shape.radius) * unit - 1)
-        pen.ellipse((*low, *high), shape.color)
-    else:
-        pen.polygon([(x * unit, y * unit) for x, y in shape.points], shape.color)
-
-
-def _tile_side(board: Board) -> int:
-    return max(8, min(56, (_WIDTH - 2 * _MARGIN) // max(board.size)))
-
-
-def _board_height(board: Board | None) -> int:
-    return 18 * 12 if board is None else _tile_side(board) * board.size[0]
 
 
 def _clip(text: str, lines: int, columns: int) -> str:
     """Wraps, drops what a font cannot draw, and marks with an ellipsis what does not fit."""
-    text = text[: 2 * lines * columns + lines]
-    printable = "".join(c if c.isprintable() or c == "\n" else "·" for c in text.replace("\t", " "))
-    wrapped = [piece for line in printable.strip("\n").split("\n") for piece in textwrap.wrap(line, columns) or [""]]
+    shown = text[: 2 * lines * columns]
+    printable = "".join(c if c.isprintable() or c == "\n" else "·" for c in shown.replace("\t", " "))
+    wrapped = [piece for line in printable.strip("\n").split("\n") for piece in _wrapped(line, columns)]
     if len(wrapped) > lines:
         wrapped = [*wrapped[: lines - 1], wrapped[lines - 1][: columns - 1] + "…"]
     return "\n".join(wrapped)
 
 
+def _wrapped(line: str, columns: int) -> list[str]:
+    """Short lines stay as they are: blanks draw pictures in text worlds."""
+    return [line] if len(line) <= columns else textwrap.wrap(line, columns) or [""]
+
+
+@cache
 def _font(size: int) -> Font:
+    return _truetype("DejaVuSans.ttf", size)
+
+
+@cache
+def _mono(size: int) -> Font:
+    return _truetype("DejaVuSansMono.ttf", size)
+
+
+def _truetype(name: str, size: int) -> Font:
     try:
-        return ImageFont.truetype("DejaVuSans.ttf", size)  # where the system has it: more scripts than Pillow's own
+        return ImageFont.truetype(name, size)  # where the system has it: more scripts than Pillow's own
     except OSError:
         return ImageFont.load_default(size)

@@ -1,28 +1,21 @@
-"""Episodes that a person can watch: one HTML page and one GIF each, and an index of them."""
+"""Episodes that a person can watch: one HTML page and one GIF each, and an index of the run."""
 
 from __future__ import annotations
 
+import base64
+import itertools
+import json
 import re
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from roll.report.answers import answers_html
-from roll.report.board import TILE, Board, find_board, tile_svg
+from roll.report.answers import listed_answers
 from roll.report.curve import learning_curve_svg
 from roll.report.gif import render_episode_gif
-from roll.report.page import PLAYER, html_page, shortened
-from roll.rollout.types import EpisodeEnd, Trajectory, Turn
+from roll.report.page import render_page, shortened
+from roll.rollout.types import EpisodeEnd, Frame, Trajectory
 from roll.tracking.files import read_json_lines, to_json, write_atomic
-
-__all__ = [
-    "learning_curve_svg",
-    "render_episode_gif",
-    "render_episode_html",
-    "render_index",
-    "save_renders",
-]
 
 _ENDINGS = {
     EpisodeEnd.TERMINATED: "the environment ended the episode",
@@ -30,34 +23,9 @@ _ENDINGS = {
     EpisodeEnd.CONTEXT_FULL: "out of context",
 }
 _EPISODES_FILE = "episodes.jsonl"
-
-
-def render_episode_html(trajectory: Trajectory) -> str:
-    """One self-contained page: board, the model's words, action and rewards turn by turn, with a small player.
-
-    Keys: left and right arrow step, the space bar plays and pauses. Without JavaScript all turns are listed. All text
-    of the model and the environment is escaped.
-    """
-    score, frames, dots = 0.0, [], []
-    for number, turn in enumerate(trajectory.turns, start=1):
-        score += turn.reward
-        frames.append(_turn_html(turn, number, len(trajectory.turns), score))
-        tone = "up" if turn.reward > 0 else "down" if turn.penalty < 0 else ""
-        dots.append(f'<button class="dot {tone}" aria-label="turn {number}">{number}</button>')
-    frames.append(_final_html(trajectory))
-    mark = "✓" if trajectory.success else "✗"
-    dots.append(f'<button class="dot {"up" if trajectory.success else "down"}" aria-label="end">{mark}</button>')
-    controls = (
-        '<div class="card"><div class="controls"><button id="first" aria-label="first">|◀</button>'
-        '<button id="back" aria-label="back">◀</button><button id="play">▶ Play</button>'
-        '<button id="next" aria-label="next">▶</button><button id="last" aria-label="last">▶|</button>'
-        f'<div class="dots">{"".join(dots)}</div></div>'
-        '<p class="hint">← → step · space plays and pauses</p></div>'
-    )
-    symbols = _symbols_svg(trajectory)
-    head = f"<h1>{escape(trajectory.tag)}</h1>{_chips(trajectory)}"
-    title = f"{trajectory.tag} · group {trajectory.group_id} · member {trajectory.member}"
-    return html_page(title, f"{symbols}{head}{''.join(frames)}{controls}", PLAYER)
+_TONES = {"completed": "good", "failed": "bad"}
+_CURVES = {"training": "rollout/success", "held-out": "eval/success"}
+_SHOWN_METRICS = ("rollout/success", "rollout/reward", "rollout/env_errors", "actor/loss", "eval/success")
 
 
 def save_renders(trajectories: Sequence[Trajectory], folder: Path, step: int, limit: int) -> list[Path]:
@@ -88,13 +56,18 @@ def save_renders(trajectories: Sequence[Trajectory], folder: Path, step: int, li
 
 
 def choose_episodes(trajectories: Sequence[Trajectory], limit: int) -> list[Trajectory]:
-    """Up to ``limit`` episodes, solved and unsolved ones in turn, one of every group before the second of any."""
+    """Up to ``limit`` episodes, solved and unsolved ones in turn, one of every group before the second of any.
+
+    Of a tag with pictures, only the recorded episodes are chosen.
+    """
+    pictured = {trajectory.tag for trajectory in trajectories if trajectory.frames}
     seen: dict[int, int] = {}
     ranked = []
     for trajectory in trajectories:
-        rank = seen.setdefault(trajectory.group_id, 0)
-        seen[trajectory.group_id] += 1
-        ranked.append((rank, trajectory))
+        if trajectory.frames or trajectory.tag not in pictured:
+            rank = seen.setdefault(trajectory.group_id, 0)
+            seen[trajectory.group_id] += 1
+            ranked.append((rank, trajectory))
     ranked.sort(key=lambda pair: pair[0])
     solved = [trajectory for _, trajectory in ranked if trajectory.success]
     unsolved = [trajectory for _, trajectory in ranked if not trajectory.success]
@@ -105,122 +78,99 @@ def choose_episodes(trajectories: Sequence[Trajectory], limit: int) -> list[Traj
     return chosen
 
 
-def render_index(run_dir: Path) -> Path:
-    """Writes ``index.html`` beside the renders: the learning curve and every episode, newest step first.
+def render_episode_html(trajectory: Trajectory) -> str:
+    """One self-contained page: picture, the model's words, action and rewards turn by turn, with a small player.
+
+    Keys: left and right arrow step, the space bar plays and pauses. Without JavaScript all turns are listed.
+    """
+    observations = [*(turn.observation for turn in trajectory.turns), trajectory.final_observation]
+    return render_page(
+        "episode.html",
+        title=f"{trajectory.tag} · group {trajectory.group_id} · member {trajectory.member}",
+        episode=trajectory,
+        frames=[_scene(frame) for frame in trajectory.frames or observations],
+        scores=list(itertools.accumulate(turn.reward for turn in trajectory.turns)),
+        ending=_ENDINGS[trajectory.end],
+    )
+
+
+def _scene(frame: Frame) -> Mapping[str, str]:
+    if isinstance(frame, bytes):
+        return {"png": base64.b64encode(frame).decode("ascii")}
+    return {"png": "", "text": shortened(frame)}
+
+
+def render_index(run_dir: Path, folder: Path | None = None) -> Path:
+    """Writes ``index.html`` beside the renders: how the run ended, the learning curve, every episode, newest first.
 
     ``learning_curve.svg`` is written too when ``metrics.jsonl`` knows of any success.
 
     Args:
         run_dir: a run's folder, or a folder that ``save_renders`` filled.
+        folder: of the renders, where it is not the run's own.
     """
-    folder = run_dir / "renders" if (run_dir / "renders").is_dir() else run_dir
-    parts = [f"<h1>{escape(run_dir.name)}</h1>", _curve_html(run_dir, folder)]
-    parts.append(answers_html(folder))
-    by_step: dict[int, list[dict[str, Any]]] = {}
-    for record in _listed_episodes(folder):
-        by_step.setdefault(record["step"], []).append(record)
-    for step in sorted(by_step, reverse=True):
-        cards = "".join(_card_html(record) for record in by_step[step])
-        heading = f"Step {step}" if step else "Before training"
-        parts.append(f'<h3>{heading}</h3><div class="episodes">{cards}</div>')
+    folder = folder or (run_dir / "renders" if (run_dir / "renders").is_dir() else run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    metrics = read_json_lines(run_dir / "metrics.jsonl")
+    records = sorted(_listed_episodes(folder), key=lambda record: -record["step"])
+    page = render_page(
+        "index.html",
+        title=f"{run_dir.name} · episodes",
+        name=run_dir.name,
+        run=_run_state(run_dir, metrics),
+        **_curves(metrics, folder),
+        answers=listed_answers(folder),
+        episodes=[(step, list(group)) for step, group in itertools.groupby(records, lambda record: record["step"])],
+    )
     index = folder / "index.html"
-    write_atomic(index, html_page(f"{run_dir.name} · episodes", "".join(parts)))
+    write_atomic(index, page)
     return index
 
 
-def _turn_html(turn: Turn, number: int, total: int, score: float) -> str:
-    action = (
-        f'<div class="action">{escape(turn.action)}</div>'
-        if turn.action is not None
-        else '<div class="action none">no valid action</div>'
+def _run_state(run_dir: Path, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """How the run ended, and after an error what is known of it; ``None`` for a folder that is no run's."""
+    path = run_dir / "summary.json"
+    if not path.is_file():
+        return None
+    summary = json.loads(path.read_text(encoding="utf-8"))
+    status = summary.get("status", "running")
+    chips = {"steps": summary.get("steps", 0)}
+    if "wall_s" in summary:
+        chips["minutes"] = f"{summary['wall_s'] / 60:.1f}"
+    facts = dict(_facts(run_dir, summary, metrics)) if "error" in summary else {}
+    tone = _TONES.get(status, "")
+    return {"status": status, "tone": tone, "chips": chips, "error": summary.get("error"), "facts": facts}
+
+
+def _facts(
+    run_dir: Path, summary: Mapping[str, Any], metrics: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    if seconds := summary.get("seconds"):
+        yield "seconds", ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
+    last = metrics[-1] if metrics else {}
+    yield from (
+        (f"{name} at step {last['step']}", f"{last[name]:.3f}") for name in _SHOWN_METRICS if last.get(name) is not None
     )
-    return (
-        f'<section class="frame"><div>{_scene_html(turn.observation)}</div><div class="side">'
-        f'<h2>Turn {number} of {total} · the model says</h2><pre class="said">{escape(shortened(turn.text))}</pre>'
-        f'<h2>Action</h2>{action}<h2>Reward</h2><table class="rewards">'
-        f"{_reward_row('task', turn.task_reward)}{_reward_row('format penalty', turn.penalty)}"
-        f"{_reward_row('score so far', score)}</table></div></section>"
-    )
+    if "checkpoint" in summary:
+        yield "to go on from", str(summary["checkpoint"])
+    traceback = run_dir / "logs" / "traceback.txt"
+    if traceback.exists():
+        yield "where it failed", str(traceback)
+    yield "what was said", str(run_dir / "logs" / "roll.log")
 
 
-def _final_html(trajectory: Trajectory) -> str:
-    verdict = '<p class="verdict good">Solved</p>' if trajectory.success else '<p class="verdict bad">Not solved</p>'
-    task = sum(turn.task_reward for turn in trajectory.turns)
-    penalty = sum(turn.penalty for turn in trajectory.turns)
-    return (
-        f'<section class="frame"><div>{_scene_html(trajectory.final_observation)}</div><div class="side">'
-        f"<h2>The end</h2>{verdict}<p>{_ENDINGS[trajectory.end]} after {len(trajectory.turns)} turns</p>"
-        f'<h2>Reward of the episode</h2><table class="rewards">{_reward_row("task", task)}'
-        f"{_reward_row('format penalty', penalty)}{_reward_row('score', trajectory.score)}</table></div></section>"
-    )
-
-
-def _scene_html(observation: str) -> str:
-    """The board as tiles with the text around it below, or the text alone."""
-    board = find_board(observation)
-    if board is None:
-        return f"<pre>{escape(shortened(observation))}</pre>"
-    around = "\n".join(text for text in (board.before, board.after) if text)
-    below = f'<pre class="around">{escape(around)}</pre>' if around else ""
-    return _board_svg(board) + below
-
-
-def _board_svg(board: Board) -> str:
-    rows, columns = board.size
-    cells = "".join(
-        f'<use href="#{kind}" x="{x * TILE}" y="{y * TILE}"/>'
-        for y, row in enumerate(board.cells)
-        for x, kind in enumerate(row)
-    )
-    return f'<svg class="board" role="img" viewBox="0 0 {columns * TILE} {rows * TILE}">{cells}</svg>'
-
-
-def _symbols_svg(trajectory: Trajectory) -> str:
-    """Every kind of cell that occurs, drawn once."""
-    texts = [*(turn.observation for turn in trajectory.turns), trajectory.final_observation]
-    boards = [board for text in texts if (board := find_board(text)) is not None]
-    kinds = sorted({kind for board in boards for row in board.cells for kind in row})
-    symbols = "".join(f'<g id="{kind}">{tile_svg(kind)}</g>' for kind in kinds)
-    return f'<svg width="0" height="0" style="position:absolute"><defs>{symbols}</defs></svg>'
-
-
-def _chips(trajectory: Trajectory) -> str:
-    tone, verdict = ("good", "solved") if trajectory.success else ("bad", "not solved")
-    chips = [f'<b class="{tone}">{verdict}</b>', f"score <b>{trajectory.score:+.2f}</b>"]
-    chips += [f"<b>{len(trajectory.turns)}</b> turns", f"group <b>{trajectory.group_id}</b>"]
-    chips += [f"member <b>{trajectory.member}</b>", f"seed <b>{trajectory.seed}</b>"]
-    return '<div class="chips">' + "".join(f'<span class="chip">{chip}</span>' for chip in chips) + "</div>"
-
-
-def _reward_row(name: str, value: float) -> str:
-    tone = "good" if value > 0 else "bad" if value < 0 else ""
-    return f'<tr><td>{name}</td><td class="{tone}">{f"{value:+.2f}" if value else "0"}</td></tr>'
-
-
-def _card_html(record: dict[str, Any]) -> str:
-    tone, verdict = ("good", "solved") if record["success"] else ("bad", "not solved")
-    page = escape(record["page"])
-    return (
-        f'<a class="episode" href="{page}"><img src="{page.removesuffix(".html")}.gif" alt="" loading="lazy">'
-        f'<p><b class="{tone}">{verdict}</b> · {escape(record["tag"])} · score {record["score"]:+.2f} · '
-        f"{record['turns']} turns</p></a>"
-    )
-
-
-def _curve_html(run_dir: Path, folder: Path) -> str:
-    """The run's success by step, if its ``metrics.jsonl`` has any; also left in ``folder`` as a file."""
-    records = read_json_lines(run_dir / "metrics.jsonl")
-    names = {"training": "rollout/success", "held-out": "eval/success"}
+def _curves(metrics: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, str]:
+    """The run's success by step, for wide and narrow windows; the wide one is also left in ``folder`` as a file."""
     series = {
-        label: [(record["step"], record[name]) for record in records if record.get(name) is not None]
-        for label, name in names.items()
+        label: [(record["step"], record[name]) for record in metrics if record.get(name) is not None]
+        for label, name in _CURVES.items()
     }
     series = {label: points for label, points in series.items() if points}
     if not series:
-        return ""
+        return {"curve": "", "narrow": ""}
     curve = learning_curve_svg(series)
     write_atomic(folder / "learning_curve.svg", curve)
-    return f'<div class="card curve">{curve}</div>'
+    return {"curve": curve, "narrow": learning_curve_svg(series, width=360, height=300)}
 
 
 def _listed_episodes(folder: Path) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from roll.data.arrays import IntArray
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import FinishReason, GenerateFn, GenerateRequest, SamplingParams
 from roll.rollout.errors import PromptTooLongError
-from roll.rollout.types import EpisodeEnd, Trajectory, Turn
+from roll.rollout.types import EpisodeEnd, Frame, Trajectory, Turn
 from roll.utils.registry import Registry
 from roll.utils.seeding import derive_seed
 
@@ -41,6 +41,8 @@ class EpisodeSpec:
     """Differs between members."""
     greedy: bool = False
     """Take the most likely token instead of sampling."""
+    record: bool = False
+    """Keep the environment's pictures, for people to look at."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class AsyncEnv(Protocol):
 
     async def reset(self, seed: int) -> tuple[str, dict[str, Any]]: ...
     async def step(self, text: str) -> StepResult: ...
+    async def render(self) -> Frame | None: ...
 
 
 class EnvManager(ABC):
@@ -89,6 +92,7 @@ class EnvManager(ABC):
             Exception: whatever the environment raised.
         """
         observation, info = await env.reset(spec.env_seed)
+        frames = [await env.render()] if spec.record else []
         turns: list[Turn] = []
         end = EpisodeEnd.TRUNCATED
         while len(turns) < self.config.max_steps:
@@ -101,6 +105,8 @@ class EnvManager(ABC):
                 break
             turn, observation, info, ended = await self._turn(env, generate, spec, turns, prompt_ids, observation, info)
             turns.append(turn)
+            if frames and frames[-1] is not None:  # where there was no picture, there will be none
+                frames.append(await env.render())
             if ended is not None:
                 end = ended
                 break
@@ -115,6 +121,7 @@ class EnvManager(ABC):
             final_observation=observation,
             history=self.history,
             info=_scalars(info),
+            frames=_complete(frames),
         )
 
     @abstractmethod
@@ -216,6 +223,12 @@ def _scalars(info: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in info.items()
         if isinstance(value, bool | int | float | str) and key != "env_instruction"
     }
+
+
+def _complete(frames: Sequence[Frame | None]) -> tuple[Frame, ...]:
+    """All of the pictures, or none when one is missing."""
+    shown = tuple(frame for frame in frames if frame is not None)
+    return shown if len(shown) == len(frames) else ()
 
 
 def _or(template: str | None, default: str) -> str:

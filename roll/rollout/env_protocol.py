@@ -6,15 +6,21 @@ finite numbers, truth values.
 
 from __future__ import annotations
 
+import io
+import logging
 import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 
 from roll.agentic.env.base import StepResult, TextEnv
-from roll.rollout.errors import EnvProtocolError, clean_text
+from roll.rollout.errors import EnvProtocolError, clean_text, describe_error
+from roll.rollout.types import Frame
+
+logger = logging.getLogger(__name__)
 
 MAX_TEXT = 4_000_000
 """Bytes of an observation: more than any context holds, few enough to tokenize."""
@@ -25,7 +31,11 @@ MAX_REWARD = 1e30
 MAX_EXTRA_TEXT = 10_000
 """Characters kept of each text in ``info`` that only people read."""
 
+MAX_PICTURE = 480
+"""Pixels of a picture's longer side."""
+
 _MAX_INTEGER = 2**63
+_COLORS = 128
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,42 @@ def checked_step(env: TextEnv, text: str) -> StepResult:
         call.flag("truncated", truncated),
         call.info(env, info),
     )
+
+
+def checked_frame(env: TextEnv) -> Frame | None:
+    """What ``render`` shows of the current state: a PNG, or a text; ``None`` where it shows nothing.
+
+    A picture never costs an episode: one that cannot be made is told in the log.
+    """
+    try:
+        view = env.render()
+        if view is None or isinstance(view, str):
+            return None if view is None else _extra(view)
+        pixels = np.asarray(view.convert("RGB") if hasattr(view, "convert") else view)  # Pillow's images convert
+        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in (3, 4) or not pixels.size:
+            raise ValueError(f"got shape {pixels.shape} of {pixels.dtype}, expected [height, width, 3] of uint8")
+        return _png(pixels[..., :3].tobytes(), pixels.shape[:2])
+    except Exception as error:
+        _warn_once(f"{type(env).__name__}.render: no picture: {describe_error(error)}")
+        return None
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
+
+
+@lru_cache(maxsize=32)
+def _png(pixels: bytes, size: tuple[int, int]) -> bytes:
+    """A small PNG. Equal pictures are encoded once: an action without an effect, members of a group."""
+    from PIL import Image
+
+    height, width = size
+    image = Image.frombytes("RGB", (width, height), pixels)
+    image.thumbnail((MAX_PICTURE, MAX_PICTURE))
+    buffer = io.BytesIO()
+    image.quantize(_COLORS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def _extra(value: Any) -> Any:

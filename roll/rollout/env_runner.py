@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from roll.agentic.env.base import StepResult, TextEnv
-from roll.rollout.env_protocol import checked_reset, checked_step
+from roll.rollout.env_protocol import checked_frame, checked_reset, checked_step
 from roll.rollout.errors import EnvCrashError, EnvError, EnvTimeoutError, describe_error
+from roll.rollout.types import Frame
 
 T = TypeVar("T")
 Job = tuple[Callable[[TextEnv], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
@@ -43,6 +44,10 @@ class EnvRunner:
     async def step(self, text: str) -> StepResult:
         """Steps the environment, see ``checked_step``."""
         return await self.call("step", lambda env: checked_step(env, text))
+
+    async def render(self) -> Frame | None:
+        """Shows the state to a person, see ``checked_frame``."""
+        return await self.call("render", checked_frame)
 
     async def call(self, what: str, job: Callable[[TextEnv], T]) -> T:
         """Runs ``job`` in the environment's thread; the first call builds the environment there.

@@ -23,6 +23,8 @@ class GroupSpec:
     """Play by script instead of the policy: the share of optimal actions (see ``roll.rollout.demonstrations``)."""
     baseline: bool = False
     """Play one more member greedily, whose score is the others' baseline (``adv_estimator: remax``)."""
+    record: bool = False
+    """Keep the first member's pictures, for people to look at."""
 
 
 class RolloutPlan(Protocol):
@@ -53,6 +55,8 @@ class GroupPlan:
     """Play by script instead of the policy."""
     baseline: bool = False
     """See ``GroupSpec``."""
+    num_recorded: int = 0
+    """Groups below this number are recorded."""
 
     @property
     def num_slots(self) -> int:
@@ -65,5 +69,13 @@ class GroupPlan:
         )
         env_seed = derive_seed(self.seed, self.name, group_id)
         return GroupSpec(
-            group_id, tag, env_seed, self.group_size, self.redundancy, self.greedy, self.expert_share, self.baseline
+            group_id,
+            tag,
+            env_seed,
+            self.group_size,
+            self.redundancy,
+            self.greedy,
+            self.expert_share,
+            self.baseline,
+            record=group_id < self.num_recorded,
         )

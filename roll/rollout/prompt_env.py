@@ -79,6 +79,9 @@ class PromptEnv:
             info[VALID_UNKNOWN] = True
         return observation, reward, terminated, truncated, info
 
+    async def render(self) -> None:
+        """No picture: the prompt is all there is to see."""
+
     @property
     def question(self) -> str:
         """Text of the last message."""

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from roll.data.arrays import IntArray
 from roll.data.requests import Completion
 
 VALID_UNKNOWN = "valid_unknown"
 """Key of ``Trajectory.info``: true where nobody looked for an action or answer, so that ``None`` does not mean none."""
+
+Frame: TypeAlias = bytes | str
+"""What a person is shown of a state: a PNG, or a text."""
 
 
 class EpisodeEnd(enum.StrEnum):
@@ -75,6 +78,8 @@ class Trajectory:
     """True: the turns form one growing conversation (one training sample). False: each turn is its own sample."""
     info: dict[str, Any] = field(default_factory=dict)
     """Scalars of the last step's info, for metrics (numbers and strings only)."""
+    frames: tuple[Frame, ...] = ()
+    """The environment's pictures, one before each turn and one of the end; of recorded episodes only."""
 
     @property
     def score(self) -> float:

@@ -93,6 +93,7 @@ class RolloutWorker(Worker, ABC):
             env_seed=spec.env_seed,
             sampling_seed=derive_seed(spec.env_seed, "sampling", member),
             greedy=spec.greedy or member == BASELINE_MEMBER,
+            record=spec.record and member == 0,
         )
         for _ in range(1 + self.retries):
             try:

@@ -140,6 +140,18 @@ def test_learning_curves_draws_a_line_per_seed_and_copies_the_longest_solved_epi
     assert (tmp_path / "images" / "episode.gif").read_bytes() == b"step 2, 5 turns"
 
 
+def test_learning_curves_leaves_tracked_pictures_alone_unless_asked(tmp_path):
+    fake_run(tmp_path / "run", 0)
+    tracked = [ROOT / "docs" / "images" / name for name in ("learning_curve.svg", "episode.gif")]
+    before = [path.read_bytes() for path in tracked]
+    done = draw(tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert [path.read_bytes() for path in tracked] == before
+    made = tmp_path / "run" / "renders" / "curves"
+    assert sorted(path.name for path in made.iterdir()) == ["episode.gif", "learning_curve.svg"]
+    assert str(made) in done.stderr
+
+
 def test_learning_curves_refuses_a_run_that_did_not_finish(tmp_path):
     fake_run(tmp_path / "run", 0, status="interrupted")
     done = draw(tmp_path / "run", "--out", tmp_path / "images")

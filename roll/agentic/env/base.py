@@ -14,6 +14,9 @@ StepResult = tuple[str, float, bool, bool, dict[str, Any]]
 
 _MAX_TEXT = 4096
 
+PICTURES: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 1}
+"""``metadata`` of an environment whose ``render`` returns a picture."""
+
 
 class TextEnv(gymnasium.Env[str, str]):
     """What an environment manager plays: text in, text out.
@@ -23,6 +26,9 @@ class TextEnv(gymnasium.Env[str, str]):
     * ``reset(*, seed, options) -> (observation, info)``; ``info["state_key"]`` names the first state. The same seed
       gives the same episode in every process.
     * ``step(text) -> (observation, reward, terminated, truncated, info)``, with the info of ``step_result``.
+
+    ``render() -> picture`` is for people: an array of red, green and blue, shape [height, width, 3], a Pillow image, or
+    text. Without it the observation's text is shown. Only some episodes of an evaluation are rendered.
 
     ``step`` takes any string, whatever ``action_space`` says: a language model's words fit no character set.
     """
@@ -36,6 +42,10 @@ class TextEnv(gymnasium.Env[str, str]):
 
     action_names: Sequence[str] = ()
     """The actions that a text may name, for scripted play; empty when any text is an answer."""
+
+    def render(self) -> Any:
+        """No picture: the observation is all there is to see."""
+        return None
 
 
 def step_result(

@@ -9,9 +9,10 @@ from gymnasium.spaces import Text
 from pydantic import Field
 
 from roll.agentic.env.actions import ActionParser, pattern_problem
-from roll.agentic.env.base import StepLimit, StepResult, TextEnv, stable_hash, step_result
+from roll.agentic.env.base import PICTURES, StepLimit, StepResult, TextEnv, stable_hash, step_result
 from roll.agentic.env.config import ActionEnvConfig, parse_config
 from roll.agentic.env.grid import Vocabulary, build_vocabulary, vocabulary_problem
+from roll.data.arrays import UInt8Array
 
 ACTIONS = {"Left": 0, "Down": 1, "Right": 2, "Up": 3}
 
@@ -59,6 +60,8 @@ class FrozenLakeEnv(TextEnv):
         env_config: the keys of ``FrozenLakeConfig``.
     """
 
+    metadata = PICTURES
+    render_mode = "rgb_array"
     config_class = FrozenLakeConfig
     action_names = tuple(ACTIONS)
 
@@ -108,6 +111,14 @@ class FrozenLakeEnv(TextEnv):
             success=success,
             state_key=self._key(),
         )
+
+    def render(self) -> UInt8Array:
+        """The lake as a picture, shape [height, width, 3]."""
+        from roll.agentic.env.frozen_lake_tiles import TILES  # Pillow, which play does not need
+        from roll.agentic.env.tiles import draw_grid
+
+        cells = range(self.config.size)
+        return draw_grid([[self._kind((row, column)) for column in cells] for row in cells], TILES)
 
     def _walk(self, name: str) -> None:
         if self.config.is_slippery:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import gymnasium
 import numpy as np
-from gymnasium.envs.registration import EnvSpec
+from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.spaces import Discrete
 from pydantic import Field
 
@@ -161,6 +161,10 @@ class GymnasiumEnv(TextEnv):
             state_key=self._key(),
         )
 
+    def render(self) -> Any:
+        """The inner environment's own picture, where it has one."""
+        return self._inner.render() if self._inner.render_mode == "rgb_array" else None
+
     def close(self) -> None:
         """Closes the inner environment."""
         self._inner.close()
@@ -183,6 +187,8 @@ def _make_inner(config: GymnasiumConfig) -> gymnasium.Env[Any, Any]:
     kwargs = dict(config.env_kwargs)
     if config.formatter == "ansi":
         kwargs["render_mode"] = "ansi"
+    elif "rgb_array" in _render_modes(config.env_id):
+        kwargs.setdefault("render_mode", "rgb_array")
     inner = cast("gymnasium.Env[Any, Any]", gymnasium.make(config.env_id, **kwargs))
     modes = inner.metadata.get("render_modes", [])
     if config.formatter == "ansi" and "ansi" not in modes:
@@ -190,3 +196,11 @@ def _make_inner(config: GymnasiumConfig) -> gymnasium.Env[Any, Any]:
             f"formatter: got 'ansi', but {config.env_id} renders only {modes}; expected values or a function"
         )
     return inner
+
+
+def _render_modes(env_id: str) -> Sequence[str]:
+    """The ways in which the class can show itself; none where it is not known before it is built."""
+    entry = find_spec(env_id).entry_point
+    creator = load_env_creator(entry) if isinstance(entry, str) else entry
+    metadata = getattr(creator, "metadata", None) or {}
+    return metadata.get("render_modes") or ()

@@ -9,10 +9,11 @@ from gymnasium.spaces import Text
 from pydantic import Field
 
 from roll.agentic.env.actions import ActionParser, pattern_problem
-from roll.agentic.env.base import StepLimit, StepResult, TextEnv, stable_hash, step_result
+from roll.agentic.env.base import PICTURES, StepLimit, StepResult, TextEnv, stable_hash, step_result
 from roll.agentic.env.config import ActionEnvConfig, parse_config
 from roll.agentic.env.grid import Vocabulary, build_vocabulary, vocabulary_problem
 from roll.agentic.env.sokoban_boards import SYMBOLS, BackwardSearch, Board, BoardSpec, Split, cell_kind, generate_board
+from roll.data.arrays import UInt8Array
 
 ACTIONS = {"Up": 0, "Down": 1, "Left": 2, "Right": 3}
 
@@ -86,6 +87,8 @@ class SokobanEnv(TextEnv):
         env_config: the keys of ``SokobanConfig``.
     """
 
+    metadata = PICTURES
+    render_mode = "rgb_array"
     config_class = SokobanConfig
     action_names = tuple(ACTIONS)
 
@@ -148,6 +151,17 @@ class SokobanEnv(TextEnv):
             success=solved,
             state_key=self._key,
         )
+
+    def render(self) -> UInt8Array:
+        """The position as a picture, shape [height, width, 3]."""
+        from roll.agentic.env.sokoban_tiles import TILES  # Pillow, which play does not need
+        from roll.agentic.env.tiles import draw_grid
+
+        first, kinds = self._first_board, list(SYMBOLS)
+        cells = [cell_kind(n, first.floor, first.targets, self._boxes, self._player) for n in range(len(self._cells))]
+        stride = first.stride
+        rows = [cells[row * stride : row * stride + first.width] for row in range(first.height)]
+        return draw_grid([[kinds[cell] for cell in row] for row in rows], TILES)
 
     @property
     def board(self) -> Board:

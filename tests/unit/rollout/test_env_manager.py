@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from roll.agentic.env import make
 from roll.agentic.env.base import StepResult, TextEnv, step_result
@@ -25,8 +28,10 @@ from roll.rollout.env_manager import (
     StepEnvManager,
     TrajEnvManager,
 )
+from roll.rollout.env_protocol import checked_frame
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.errors import EnvCrashError, PromptTooLongError
+from roll.rollout.plans import GroupPlan
 from roll.rollout.trajectory import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 
@@ -275,6 +280,65 @@ def test_an_environment_without_info_will_do() -> None:
     assert (trajectory.score, trajectory.success) == (1.0, False)
     assert trajectory.info == {"depth": 2, "level": "cave"}  # arrays stay behind
     assert not shown(turn).startswith("<|im_start|>system")
+
+
+class PictureEnv(EchoEnv):
+    """Has a picture of every state, but of ``dark`` ones."""
+
+    def reset(self, **kwargs: Any) -> tuple[str, dict[str, Any]]:
+        self.dark = False
+        return super().reset(**kwargs)
+
+    def step(self, action: str) -> StepResult:
+        self.dark = action == "dark"
+        return super().step(action)
+
+    def render(self) -> Any:
+        if self.dark:
+            raise OSError("no light")
+        return np.full((30, 50, 3), 20 * self.num_steps, dtype=np.uint8)
+
+
+def test_only_a_recorded_episode_has_pictures_and_is_the_same_else() -> None:
+    plain = play(manager("step", max_steps=3), Policy("a", "b"), make_env=PictureEnv)
+    recorded = play(manager("step", max_steps=3), Policy("a", "b"), replace(SPEC, record=True), PictureEnv)
+    assert plain.frames == () and len(recorded.frames) == 4
+    shades = [Image.open(io.BytesIO(frame)).convert("RGB").getpixel((1, 1)) for frame in recorded.frames]
+    assert shades == [(shade, shade, shade) for shade in (0, 20, 40, 60)]
+    assert [turn.prompt_ids.tolist() for turn in plain.turns] == [turn.prompt_ids.tolist() for turn in recorded.turns]
+    assert replace(recorded, frames=(), turns=()) == replace(plain, turns=())
+
+
+def test_an_environment_without_pictures_or_with_broken_ones_plays_on(caplog: pytest.LogCaptureFixture) -> None:
+    spec = replace(SPEC, record=True)
+    assert play(manager("step", max_steps=2), Policy("a"), spec).frames == ()
+    dark = play(manager("step", max_steps=3), Policy("a", "dark", "b"), spec, PictureEnv)
+    assert (len(dark.turns), dark.frames) == (3, ())
+    assert "PictureEnv.render: no picture: OSError: no light" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("view", "shown"),
+    [
+        ("a cave", "a cave"),
+        (Image.new("L", (960, 480), 77), (480, 240)),
+        (np.zeros((4, 6, 4), dtype=np.uint8), (6, 4)),
+        (np.zeros((4, 6)), None),
+        (7, None),
+        (None, None),
+    ],
+)
+def test_pictures_come_as_arrays_images_or_text(view: Any, shown: Any) -> None:
+    env = EchoEnv()
+    env.render = lambda: view  # type: ignore[method-assign]
+    frame = checked_frame(env)
+    assert (Image.open(io.BytesIO(frame)).size if isinstance(frame, bytes) else frame) == shown
+
+
+def test_a_plan_records_the_first_groups_alone() -> None:
+    plan = GroupPlan(("Echo",), (2,), group_size=3, redundancy=0, seed=0, name="val", num_recorded=2)
+    assert [plan.spec(n).record for n in range(4)] == [True, True, False, False]
+    assert not GroupPlan(("Echo",), (2,), 3, 0, 0, "train").spec(0).record
 
 
 def test_requests_carry_the_sampling_of_the_tag() -> None:
