@@ -31,7 +31,7 @@ _BACK, _PANEL, _INK, _DIM, _GOOD, _BAD = "#14171d", "#1f242d", "#e7e9ee", "#939b
 
 @dataclass(frozen=True)
 class _Scene:
-    """What one picture shows."""
+    """Contents of one picture."""
 
     frame: Frame
     heading: str

@@ -128,7 +128,7 @@ def render_index(run_dir: Path, folder: Path | None = None) -> Path:
 
 
 def _run_state(run_dir: Path, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """How the run ended, and after an error what is known of it; ``None`` for a folder that is no run's."""
+    """State of the run, and after an error all that is known of it; ``None`` for a folder that is no run's."""
     path = run_dir / "summary.json"
     if not path.is_file():
         return None

@@ -56,7 +56,7 @@ class Limits:
 
 
 class AsyncEnv(Protocol):
-    """What an episode is played with: an ``EnvRunner``, or a prompt whose answer is scored elsewhere."""
+    """Partner of an episode: an ``EnvRunner``, or a prompt whose answer is scored elsewhere."""
 
     async def reset(self, seed: int) -> tuple[str, dict[str, Any]]: ...
     async def step(self, text: str) -> StepResult: ...
@@ -217,7 +217,7 @@ class TrajEnvManager(EnvManager):
 
 
 def _scalars(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What a trajectory keeps of an info: small values, and not the instruction, which is the same in every one."""
+    """Small values of an info, without the instruction, which is the same in every one."""
     return {
         key: value
         for key, value in info.items()

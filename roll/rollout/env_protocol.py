@@ -145,7 +145,7 @@ def checked_step(env: TextEnv, text: str) -> StepResult:
 
 
 def checked_frame(env: TextEnv) -> Frame | None:
-    """What ``render`` shows of the current state: a PNG, or a text; ``None`` where it shows nothing.
+    """Shows the current state to a person as a PNG or a text; ``None`` where ``render`` shows nothing.
 
     A picture never costs an episode: one that cannot be made is told in the log.
     """
@@ -181,7 +181,7 @@ def _png(pixels: bytes, size: tuple[int, int]) -> bytes:
 
 
 def _extra(value: Any) -> Any:
-    """What the protocol does not name is for people: it must not harm files, and never fails an episode."""
+    """Makes a value that only people read harmless to files; it never fails an episode."""
     if isinstance(value, str):
         plain = clean_text(str.__str__(value))
         return plain if len(plain) <= MAX_EXTRA_TEXT else plain[:MAX_EXTRA_TEXT] + "…"

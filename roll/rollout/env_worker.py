@@ -23,7 +23,7 @@ from roll.rollout.worker import RolloutWorker
 
 @dataclass(frozen=True)
 class EnvWorkerContext:
-    """What an environment worker needs to play: everything is plain data."""
+    """Everything that an environment worker needs to play, as plain data."""
 
     envs: Mapping[str, CustomEnvConfig]
     """The tags that this manager plays."""
@@ -32,7 +32,7 @@ class EnvWorkerContext:
     params: SamplingParams
     limits: Limits
     retries: int
-    """How often a failed episode is played again before it is dropped."""
+    """Attempts at a failed episode before it is dropped, after the first."""
 
 
 class EnvironmentWorker(RolloutWorker):

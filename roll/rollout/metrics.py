@@ -1,4 +1,4 @@
-"""What a set of rollout groups tells about the policy."""
+"""Metrics of the policy from a set of rollout groups."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class RolloutPlan(Protocol):
 
     @property
     def num_slots(self) -> int:
-        """How many groups run at the same time."""
+        """Number of groups that run at the same time."""
 
     def spec(self, group_id: int) -> GroupSpec: ...
 
@@ -43,7 +43,7 @@ class GroupPlan:
 
     tags: tuple[str, ...]
     slots_per_tag: tuple[int, ...]
-    """How many of the environment slots each tag has."""
+    """Number of environment slots of each tag."""
     group_size: int
     redundancy: int
     seed: int

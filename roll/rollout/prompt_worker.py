@@ -62,7 +62,7 @@ class PromptPlan:
 
 @dataclass(frozen=True)
 class PromptWorkerContext:
-    """What a rollout worker needs: everything is plain data."""
+    """Everything that a rollout worker needs, as plain data."""
 
     tokenizer_path: str
     template: str
@@ -71,7 +71,7 @@ class PromptWorkerContext:
     domains: Mapping[str, str]
     """The reward domain of each tag."""
     spread: bool
-    """Whether the answers to one prompt may come from different engines."""
+    """True: the answers to one prompt may come from different engines."""
 
 
 class PromptWorker(RolloutWorker):

@@ -18,7 +18,7 @@ class EngineUnavailableError(RuntimeError):
 
 
 class GenerationError(RuntimeError):
-    """What the engine raised for one request, in words: its own error may not survive the way between processes."""
+    """Error of the engine for one request, in words: its own error may not survive the way between processes."""
 
 
 class GenerationClient:

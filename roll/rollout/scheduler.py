@@ -30,7 +30,7 @@ class TooManyRejectedError(RuntimeError):
 
 @dataclass(frozen=True)
 class Collected:
-    """What one call of ``RolloutScheduler.collect`` brought."""
+    """Result of one ``RolloutScheduler.collect``."""
 
     groups: list[RolloutGroup]
     """In the order of their ids."""
@@ -120,7 +120,7 @@ class RolloutScheduler:
         return Collected(sorted(batch.accepted, key=_group_id), sorted(batch.rejected, key=_group_id), unfinished)
 
     def group_ids_per_batch(self, num_groups: int) -> int:
-        """How many group ids one batch takes up if none is rejected: the extra groups have ids too."""
+        """Number of group ids that one batch takes up if none is rejected: the extra groups have ids too."""
         return num_groups + self._extra_groups
 
     def _finish(self, ref: ray.ObjectRef, batch: _Batch) -> RolloutGroup | None:
@@ -164,7 +164,7 @@ class _Batch:
     ids: Iterator[int]
     num_groups: int
     width: int
-    """How many groups are accepted or under way at any time: those asked for and the extra ones."""
+    """Number of groups accepted or under way at any time: those asked for and the extra ones."""
     max_groups: int | None
     accepted: list[RolloutGroup] = field(default_factory=list)
     rejected: list[RolloutGroup] = field(default_factory=list)

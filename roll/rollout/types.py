@@ -18,7 +18,7 @@ VALID_UNKNOWN = "valid_unknown"
 """Key of ``Trajectory.info``: true where nobody looked for an action or answer, so that ``None`` does not mean none."""
 
 Frame: TypeAlias = bytes | str
-"""What a person is shown of a state: a PNG, or a text."""
+"""View of a state for people: a PNG, or a text."""
 
 
 class EpisodeEnd(enum.StrEnum):
@@ -44,7 +44,7 @@ class Turn:
     action: str | None
     """The parsed action's name; ``None`` when the text holds no valid action."""
     task_reward: float
-    """What the task paid for this step, penalties not included."""
+    """Pay of the task for this step, penalties not included."""
     penalty: float
     """Format penalty (zero or negative), kept apart from the task reward."""
     state_key: str

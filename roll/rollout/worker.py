@@ -27,7 +27,7 @@ class RolloutWorker(Worker, ABC):
     """Plays rollout groups. Subclasses say what an episode is."""
 
     retries = 0
-    """How often a failed episode is played again before it is dropped."""
+    """Attempts at a failed episode before it is dropped, after the first."""
 
     async def set_engines(self, engines: Sequence[Any]) -> None:
         """Where to send generation requests from now on."""
@@ -42,7 +42,7 @@ class RolloutWorker(Worker, ABC):
         """
 
     def generate_fn(self, spec: GroupSpec) -> GenerateFn:
-        """How the members of a group reach the engines."""
+        """Way of a group's members to the engines."""
         return self.client.generate
 
     async def run_group(self, spec: GroupSpec) -> RolloutGroup:

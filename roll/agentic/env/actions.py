@@ -43,7 +43,7 @@ class ActionParser:
         return None if answer is None else self._names.get(answer.casefold())
 
     def answer(self, text: str) -> str | None:
-        """What the last match captured, stripped; ``None`` without a match."""
+        """Last match's first group, stripped; ``None`` without a match."""
         last = None
         for match in self.pattern.finditer(text, max(0, len(text) - MAX_PARSED_CHARS)):
             last = match[1]

@@ -19,7 +19,7 @@ PICTURES: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 1}
 
 
 class TextEnv(gymnasium.Env[str, str]):
-    """What an environment manager plays: text in, text out.
+    """Environment of text: a manager gives it the model's words and shows the policy its answer.
 
     A subclass implements two methods of ``gymnasium.Env`` and ends ``step`` with ``step_result``:
 

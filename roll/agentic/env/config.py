@@ -1,4 +1,4 @@
-"""What the configurations of the built-in environments share, and how their mistakes are worded."""
+"""Keys that the built-in environments share, and the words for mistakes in them."""
 
 from __future__ import annotations
 

@@ -36,10 +36,10 @@ _LAYOUT_BUDGET = 20_000
 """The share of it that one layout may use up."""
 
 _PATIENCE = 1_000
-"""What layouts too small for the drawn length may cost before a shorter one is drawn."""
+"""Cost of layouts too small for the drawn length after which a shorter one is drawn."""
 
 _LAYOUT_COST = 10
-"""What starting a layout costs, in expanded arrangements."""
+"""Cost of starting a layout, in expanded arrangements."""
 
 _PICKS_PER_LAYOUT = 16
 
@@ -69,7 +69,7 @@ class Board:
 
     @cached_property
     def layout_bytes(self) -> bytes:
-        """What does not change during an episode, as input to the hash."""
+        """Parts that do not change during an episode, as input to the hash."""
         return b"%d:%d:%x:%x:" % (self.height, self.width, self.floor, self.targets)
 
     def drawn(self, symbols: Sequence[str]) -> list[str]:
@@ -200,7 +200,7 @@ class BackwardSearch:
 
 @dataclass(frozen=True)
 class BoardSpec:
-    """What a generated board must be like."""
+    """Demands on a generated board."""
 
     height: int
     width: int
@@ -215,7 +215,7 @@ class BoardSpec:
     """Share of all positions that may be boards of the eval split."""
 
     def in_split(self, board: Board) -> bool:
-        """Whether the board belongs to the asked split, by its hash alone."""
+        """True for a board of the asked split, which its hash alone decides."""
         held_out = int(board.hash, 16) < self.holdout_fraction * 2**64
         return self.split == "all" or held_out == (self.split == "eval")
 
