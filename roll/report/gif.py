@@ -46,7 +46,7 @@ def render_episode_gif(trajectory: Trajectory, path: Path) -> None:
     scenes = _scenes(trajectory)
     stride = -(-len(scenes) // MAX_PICTURES)
     scenes = [*scenes[:-1:stride], scenes[-1]]
-    images = {scene.frame: _decoded(scene.frame) for scene in scenes if isinstance(scene.frame, bytes)}
+    images = {frame: _decoded(frame) for frame in {scene.frame for scene in scenes} if isinstance(frame, bytes)}
     height = max((image.height for image in images.values()), default=12 * _LINE)
     # One palette for all pictures: with one each, still parts of the scene would flicker.
     strip = Image.new("RGB", (_WIDTH, _total_height(height) * len(scenes)), _BACK)
