@@ -103,6 +103,15 @@ def test_steps_with_a_nan_loss_are_skipped_and_counted_and_too_many_end_the_run(
     assert all(tensor.isfinite().all() for tensor in run.tensors(5).values())
 
 
+def test_an_environment_that_never_starts_ends_the_run_before_models_are_loaded(launch: Launch) -> None:
+    run = launch("custom_envs.Counting.env_type=tests.support.faults:MuteEnv")
+    assert run.wait() == 1, run.output
+    assert "custom_envs.Counting: MuteEnv.reset returned observation None (NoneType), expected text" in run.output
+    assert "Traceback" not in run.output and not list(run.faults.glob("at-actor_*"))
+    assert "MuteEnv.reset returned observation None" in (run.path / "renders" / "index.html").read_text()
+    run.assert_nothing_left()
+
+
 def test_environments_fail_alone(launch: Launch) -> None:
     run = launch(config="faulty_envs", orders=("hold-actor_train-0-train-1", "hold-actor_train-0-train-2"))
     run.pid_at("actor_train-0-train-1")

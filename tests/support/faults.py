@@ -145,6 +145,13 @@ class LoggingInferWorker(InferWorker):
         await super().submit(client_id, requests)
 
 
+class MuteEnv(TextEnv):
+    """Never starts: it has no first observation."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        return None, {}  # type: ignore[return-value]
+
+
 class CountingEnv(TextEnv):
     """Three turns; every answer is valid and pays something that depends on it, so that there is much to learn.
 

@@ -1,0 +1,57 @@
+"""The environment managers of a run, their workers in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from roll.configs.agentic import MANAGERS, AgenticConfig
+from roll.configs.loader import load_config
+from roll.distributed.cluster.cluster import Cluster
+from roll.pipeline.agentic.env_roles import EnvRoles
+from roll.pipeline.roles import Roles
+from roll.pipeline.session import RunFailedError
+from roll.rollout.env_worker import EnvironmentWorker
+
+CONFIGS = Path(__file__).parents[2] / "integration" / "config"
+
+
+class Local:
+    """Two workers that answer at once (what a ``Cluster`` does through Ray)."""
+
+    def __init__(self) -> None:
+        self.workers = [EnvironmentWorker("envs", rank, 2, {}) for rank in range(2)]
+
+    def submit(self, method: str, *args: Any) -> list[Any]:
+        return [asyncio.run(getattr(worker, method)(*args)) for worker in self.workers]
+
+    def gather(self, refs: list[Any], *, call: str) -> list[Any]:
+        return refs
+
+
+def roles(*overrides: str) -> EnvRoles:
+    config = load_config(AgenticConfig, "small", CONFIGS, overrides)
+    clusters = cast("dict[str, Cluster]", {name: Local() for name in MANAGERS})
+    return EnvRoles(config, clusters, cast(Roles, None), "/no/model", on_tick=lambda: None)
+
+
+def test_every_environment_is_tried_before_anything_is_set_up() -> None:
+    roles().probe()
+    mute = roles("custom_envs.Counting.env_type=tests.support.faults:MuteEnv")
+    with pytest.raises(RunFailedError) as caught:
+        mute.probe()
+    line = "custom_envs.Counting: MuteEnv.reset returned observation None (NoneType), expected text"
+    assert str(caught.value) == line, "told once, though each worker finds it"
+
+
+def test_evaluations_alone_are_recorded_twice_as_many_as_are_shown() -> None:
+    envs = roles("num_renders=3")
+    assert [scheduler.plan.spec(5).record for scheduler in (envs.train, envs.val, envs.val_greedy)] == [
+        False,
+        True,
+        False,
+    ]
+    assert not envs.val.plan.spec(6).record
