@@ -95,8 +95,8 @@ def check_hub(config: RLConfig) -> Findings:
             hint = f"the hub answers {status}: there is no such name, or it needs a token (HF_TOKEN)"
             problems.append(ConfigProblem(key, model, expected, hint))
             continue
-        reason = "not asked, HF_HUB_OFFLINE is set" if offline else "no answer"
-        said = "there" if status == 200 else f"not checked ({reason if status is None else f'it answers {status}'})"
+        reason = "HF_HUB_OFFLINE is set" if offline else f"it answers {status}" if status else "no answer"
+        said = "there" if status == 200 else f"not checked: {reason}"
         lines.append(f"{key}: {model}: a name on the Hugging Face hub, {said}")
     return lines, problems
 

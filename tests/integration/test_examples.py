@@ -13,10 +13,12 @@ from types import ModuleType
 
 import pytest
 
+from roll.__main__ import main as roll
 from roll.models.tiny import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "custom_environment.py"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
 
 CONFIG = """\
@@ -81,7 +83,23 @@ def test_the_guessing_game_takes_any_text_and_repeats_with_its_seed(example):
 def test_the_readme_shows_the_example_as_it_is():
     source = EXAMPLE.read_text(encoding="utf-8")
     shown = source[source.index("class GuessNumber") : source.index("if __name__")].strip()
-    assert shown in (ROOT / "README.md").read_text(encoding="utf-8")
+    assert shown in README
+
+
+def test_the_readmes_own_data_and_reward_are_a_whole_configuration(tmp_path, monkeypatch, capsys):
+    blocks = re.findall(r"```(?:python|yaml)\n# (my_rewards\.py|mine\.yaml)\n(.*?)```", README, re.DOTALL)
+    assert [name for name, _ in blocks] == ["my_rewards.py", "mine.yaml"]
+    for name, text in blocks:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    for name in ("problems.jsonl", "held_out.jsonl"):
+        (tmp_path / name).write_text('{"question": "1+1=", "answer": "2"}\n', encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert roll(["validate", "./mine.yaml"]) == 0
+    said = capsys.readouterr()
+    assert "mine: valid" in said.out and said.out.count("1 rows (mine 1)") == 2
+    (tmp_path / "problems.jsonl").write_text('{"question": "1+1="}\n', encoding="utf-8")
+    assert roll(["validate", "./mine.yaml"]) == 2
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
