@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.correction import TrainInferCorrectionConfig
+from roll.configs.problems import ConfigProblem
 
 ADV_ESTIMATORS: tuple[str, ...] = (
     "gae",
@@ -316,7 +318,7 @@ class AlgorithmConfig(Config):
             or self.train_infer_correction.uses_old_logprobs
         )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         return [
             *super().problems(),
             *self._advantage_problems(),
@@ -324,37 +326,29 @@ class AlgorithmConfig(Config):
             *self._policy_problems(),
         ]
 
-    def _advantage_problems(self) -> list[str]:
-        found = _name_problems("adv_estimator", self.adv_estimator, ADV_ESTIMATORS)
+    def _advantage_problems(self) -> Iterator[ConfigProblem]:
+        estimator = f"with adv_estimator {self.adv_estimator}"
+        yield from self._name_problems("adv_estimator", ADV_ESTIMATORS)
         if self.turn_level_gae and self.adv_estimator != "gae":
-            found.append(f"turn_level_gae: true, expected false with adv_estimator {self.adv_estimator!r}")
+            yield self.problem("turn_level_gae", f"false {estimator}", "adv_estimator")
         if not self.norm_adv_by_std_in_grpo and self.adv_estimator not in ("grpo", "grpo_passk"):
-            found.append(
-                f"norm_adv_by_std_in_grpo: false, expected true with adv_estimator {self.adv_estimator!r}, which does "
-                "not read it"
-            )
+            expected = f"true {estimator}, which does not read it"
+            yield self.problem("norm_adv_by_std_in_grpo", expected, "adv_estimator")
         if self.adv_estimator == "remax" and self.whiten_rewards:
-            found.append(
-                "whiten_rewards: true, expected false with adv_estimator 'remax', whose baseline is a score as it is"
-            )
+            expected = f"false {estimator}, whose baseline is a score as it is"
+            yield self.problem("whiten_rewards", expected, "adv_estimator")
         if self.critic_warmup and self.adv_estimator in ADV_ESTIMATORS and self.adv_estimator != "gae":
-            found.append(
-                f"critic_warmup: {self.critic_warmup}, expected 0: adv_estimator {self.adv_estimator!r} has no critic"
-            )
-        return found
+            yield self.problem("critic_warmup", f"0 {estimator}, which has no critic", "adv_estimator")
 
-    def _reward_problems(self) -> list[str]:
-        found = []
+    def _reward_problems(self) -> Iterator[ConfigProblem]:
         if self.use_reward_norm and not self.use_reward_scaling:
-            found.append("use_reward_norm: true, expected false unless use_reward_scaling is true")
+            yield self.problem("use_reward_norm", "false unless use_reward_scaling is true", "use_reward_scaling")
         if self.reward_shift and self.reward_scale:
-            found.append(
-                "reward_scale: true beside reward_shift: true, expected one of them; for (score - mean) / std leave "
-                "both false"
-            )
+            expected = "false beside reward_shift: true; for (score - mean) / std leave both false"
+            yield self.problem("reward_scale", expected, "reward_shift")
         for key in ("reward_shift", "reward_scale"):
             if getattr(self, key) and self.reward_norm is None:
-                found.append(f"{key}: true, expected false unless reward_norm is set")
+                yield self.problem(key, "false unless reward_norm is set", "reward_norm")
         newer = "norm_std_type" if self.norm_mean_type is None else "norm_mean_type"
         normalisers = {
             newer: getattr(self, newer) is not None,
@@ -363,46 +357,42 @@ class AlgorithmConfig(Config):
             "reward_normalization.method": self.reward_normalization.method != "identity",
         }
         if len(chosen := [key for key, on in normalisers.items() if on]) > 1:
-            found.append(f"{chosen[1]}: set beside {chosen[0]}, expected at most one normalisation of the rewards")
+            expected = f"nothing beside {chosen[0]}: at most one normalisation of the rewards"
+            yield self.problem(chosen[1], expected, chosen[0])
         buffer, limit = self.overlong_buffer, self.overlong_max_length
         if buffer.enable and buffer.len < 1:
-            found.append(f"overlong_buffer.len: {buffer.len}, expected at least 1 with overlong_buffer.enable: true")
+            yield self.problem("overlong_buffer.len", "at least 1 with enable: true", "overlong_buffer.enable")
         elif buffer.enable and limit is not None and buffer.len > limit:
-            found.append(f"overlong_buffer.len: {buffer.len}, expected at most the limit of {limit} tokens")
+            limits = ("overlong_buffer.max_length", "response_length")
+            yield self.problem("overlong_buffer.len", f"at most the limit of {limit} tokens", *limits)
         if self.target_kl is not None and not self.add_token_level_kl:
-            found.append(f"target_kl: {self.target_kl}, expected null unless add_token_level_kl is true")
-        return found
+            yield self.problem("target_kl", "null unless add_token_level_kl is true", "add_token_level_kl")
 
-    def _policy_problems(self) -> list[str]:
-        found = _name_problems("pg_variant", self.pg_variant, PG_VARIANTS)
+    def _policy_problems(self) -> Iterator[ConfigProblem]:
+        loss, chosen = f"with pg_variant {self.policy_loss}", ("pg_variant", "use_topr_loss")
+        yield from self._name_problems("pg_variant", PG_VARIANTS)
         if self.use_topr_loss and self.pg_variant not in ("ppo", "topr"):
-            found.append(f"pg_variant: {self.pg_variant!r}, expected 'topr' or nothing beside use_topr_loss: true")
+            yield self.problem("pg_variant", "topr or nothing beside use_topr_loss: true", "use_topr_loss")
         if self.importance_sampling == "seq" and self.policy_loss in ("gmpo", "kimi15", "vanilla"):
-            found.append(
-                f"importance_sampling: 'seq', expected 'token' with pg_variant {self.policy_loss!r}, which does not "
-                "read it"
-            )
+            yield self.problem("importance_sampling", f"token {loss}, which does not read it", *chosen)
         if self.dual_clip_loss and self.policy_loss in set(PG_VARIANTS) - {"ppo", "clip_cov"}:
-            found.append(f"dual_clip_loss: true, expected false with pg_variant {self.policy_loss!r}")
+            yield self.problem("dual_clip_loss", f"false {loss}", *chosen)
         if self.use_kl_loss and not self.kl_loss_coef:
-            found.append("kl_loss_coef: 0.0, expected above 0 with use_kl_loss: true")
+            yield self.problem("kl_loss_coef", "above 0 with use_kl_loss: true", "use_kl_loss")
         if self.mask_type == "all" and not self.masks_samples:
-            found.append(
-                "mask_type: 'all', expected 'loss' unless max_len_mask, difficulty_mask or error_max_len_clip is true"
-            )
+            masks = ("max_len_mask", "difficulty_mask", "error_max_len_clip")
+            yield self.problem("mask_type", f"loss unless one of {', '.join(masks)} is true", *masks)
         for low, high in (
             ("tis_lower_bound", "tis_upper_bound"),
             ("clip_cov_lb", "clip_cov_ub"),
             ("difficulty_low_threshold", "difficulty_high_threshold"),
         ):
             if getattr(self, low) > getattr(self, high):
-                found.append(f"{low}: {getattr(self, low)}, expected at most {high} = {getattr(self, high)}")
-        return found
+                yield self.problem(low, f"at most {high} = {getattr(self, high)}", high)
 
-
-def _name_problems(key: str, name: str, known: tuple[str, ...]) -> list[str]:
-    if name in known or ":" in name:
-        return []
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return [f"{key}: {name!r}, expected one of {', '.join(known)} or package.module:function{hint}"]
+    def _name_problems(self, key: str, known: tuple[str, ...]) -> Iterator[ConfigProblem]:
+        name = getattr(self, key)
+        if name not in known and ":" not in name:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+            expected = f"one of {', '.join(known)} or package.module:function"
+            yield self.problem(key, expected, hint=f"did you mean {near[0]}?" if near else "")

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
+
+from roll.configs.problems import ConfigProblem
+
+_ITS_VALUE: Any = object()
 
 
 class Config(BaseModel):
@@ -14,6 +21,21 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=False, frozen=False)
 
-    def problems(self) -> list[str]:
-        """Cross-field rules that do not hold, as ``key: what was seen, what was expected``, keys relative to here."""
+    def problems(self) -> list[ConfigProblem]:
+        """Cross-field rules that do not hold, keys relative to this section. Sections inside say their own."""
         return []
+
+    def problem(
+        self, key: str, expected: str, *beside: str, seen: object = _ITS_VALUE, hint: str = ""
+    ) -> ConfigProblem:
+        """A problem of one key of this section.
+
+        Args:
+            key: its name, or the dotted path of one in a section inside.
+            expected: what would have been right.
+            beside: the other keys that the rule reads.
+            seen: the value found; that of ``key`` if not given.
+            hint: what to do instead.
+        """
+        value = functools.reduce(getattr, key.split("."), self) if seen is _ITS_VALUE else seen
+        return ConfigProblem(key, value, expected, hint, involves=beside)

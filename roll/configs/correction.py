@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from roll.configs.base import Config
+from roll.configs.problems import ConfigProblem
 
 AggregationLevel = Literal["token", "segment", "geometric", "sequence"]
 
@@ -48,14 +49,15 @@ class TrainInferFilterConfig(Config):
     diff_low: float = Field(default=-0.2, description="Smallest difference that is kept.")
     diff_high: float = Field(default=0.2, description="Largest difference that is kept.")
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         found = super().problems()
         if self.enabled and not (self.ratio_enabled or self.diff_enabled):
-            found.append("ratio_enabled: false beside diff_enabled: false, expected one of them to be true")
+            expected = "true, since diff_enabled is false: one of them"
+            found.append(self.problem("ratio_enabled", expected, "diff_enabled", "enabled"))
         for key in ("ratio", "diff"):
             low, high = getattr(self, f"{key}_low"), getattr(self, f"{key}_high")
             if low > high:
-                found.append(f"{key}_low: {low}, expected at most {key}_high = {high}")
+                found.append(self.problem(f"{key}_low", f"at most {key}_high = {high}", f"{key}_high"))
         return found
 
 
@@ -71,9 +73,3 @@ class TrainInferCorrectionConfig(Config):
     def uses_old_logprobs(self) -> bool:
         """Whether it compares the old log-probabilities, which then must be computed by the training engine."""
         return (self.is_weight.enabled and self.is_weight.detach) or any(f.enabled for f in self.filters)
-
-    def problems(self) -> list[str]:
-        found = super().problems()
-        for index, entry in enumerate(self.filters):
-            found += [f"filters.{index}.{problem}" for problem in entry.problems()]
-        return found

@@ -9,8 +9,9 @@ from typing import Literal
 from pydantic import Field
 
 from roll.configs.base import Config
+from roll.configs.problems import ConfigProblem
 
-_ATTRIBUTE_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+ATTRIBUTE_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
 class DatasetFilterConfig(Config):
@@ -32,13 +33,13 @@ class DatasetFilterConfig(Config):
         "0: all.",
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         found = []
         if self.source == [] or "" in (self.source if isinstance(self.source, list) else [self.source]):
-            found.append(f"source: seen {self.source!r}, expected null, a name or a list of names")
+            found.append(self.problem("source", "null, a name or a list of names"))
         low, high = self.min_difficulty, self.max_difficulty
         if low is not None and high is not None and low > high:
-            found.append(f"min_difficulty: seen {low}, expected at most max_difficulty = {high}")
+            found.append(self.problem("min_difficulty", f"at most max_difficulty = {high}", "max_difficulty"))
         return found
 
 
@@ -109,31 +110,28 @@ class DataArguments(Config):
         """Whether prompts come from files or a dataset class."""
         return bool(self.file_names or self.dataset_cls)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         found = []
         if self.file_name == [] or "" in self.file_names:
-            found.append(f"file_name: seen {self.file_name!r}, expected null, a path or a list of paths")
+            found.append(self.problem("file_name", "null, a path or a list of paths"))
         if self.prompt is not None and self.messages is not None:
-            found.append(f"messages: seen {self.messages!r} beside prompt = {self.prompt!r}, expected one of the two")
+            found.append(self.problem("messages", f"null beside prompt = {self.prompt}: one of the two", "prompt"))
         if self.has_dataset and self.prompt is None and self.messages is None:
             given = "file_name" if self.file_names else "dataset_cls"
-            found.append(
-                f"prompt: seen null, expected the column of the question, or messages that of the conversation, "
-                f"since {given} is set"
-            )
-        if self.dataset_cls is not None and not _ATTRIBUTE_PATH.fullmatch(self.dataset_cls):
-            found.append(f"dataset_cls: seen {self.dataset_cls!r}, expected package.module:attribute")
+            expected = f"the column of the question, or messages that of the conversation, since {given} is set"
+            found.append(self.problem("prompt", expected, "messages", given))
+        if self.dataset_cls is not None and not ATTRIBUTE_PATH.fullmatch(self.dataset_cls):
+            found.append(self.problem("dataset_cls", "package.module:attribute"))
         if self.domain_interleave_probs is not None:
             found += probability_problems(self.domain_interleave_probs)
         return found
 
 
-def probability_problems(probs: dict[str, float]) -> list[str]:
-    """What is wrong with ``domain_interleave_probs``."""
+def probability_problems(probs: dict[str, float]) -> list[ConfigProblem]:
+    """Shares in ``domain_interleave_probs`` that are not positive, or do not add up to 1."""
+    key = "domain_interleave_probs"
     wrong = {domain: share for domain, share in probs.items() if not (math.isfinite(share) and share > 0)}
     if wrong:
-        return [f"domain_interleave_probs: seen {wrong}, expected positive shares; leave out what is not wanted"]
+        return [ConfigProblem(key, wrong, "positive shares; leave out what is not wanted")]
     total = math.fsum(probs.values())
-    if abs(total - 1) > 1e-6:
-        return [f"domain_interleave_probs: seen a sum of {total:g}, expected 1"]
-    return []
+    return [] if abs(total - 1) <= 1e-6 else [ConfigProblem(key, probs, f"a sum of 1, not {total:g}")]

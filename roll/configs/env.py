@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from roll.configs.base import Config
 from roll.configs.generating import GeneratingArguments
+from roll.configs.problems import ConfigProblem
 from roll.configs.worker import EnvironmentVariables, WorkerConfig
 
 ALIASES = {"num_env_groups": "env_groups", "num_groups_partition": "n_groups"}
@@ -52,12 +53,10 @@ class CustomEnvConfig(Config):
         default_factory=dict, description="Keyword arguments of the environment's constructor."
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         if self.history_length and self.env_manager_cls == "traj":
-            return [
-                f"history_length: seen {self.history_length} with env_manager_cls traj, expected 0 "
-                "(the conversation already holds every turn)"
-            ]
+            expected = "0 with env_manager_cls traj, whose conversation already holds every turn"
+            return [self.problem("history_length", expected, "env_manager_cls")]
         return []
 
 
@@ -141,25 +140,22 @@ class EnvManagerConfig(Config):
         """The processes as a cluster of CPU workers."""
         return WorkerConfig(world_size=self.num_workers, worker_cls=self.worker_cls, system_envs=self.system_envs)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         found = []
         if self.max_traj_per_env == 0:
-            found.append("max_traj_per_env: seen 0, expected -1 or at least 1")
+            found.append(self.problem("max_traj_per_env", "-1 or at least 1"))
         if len(set(self.tags)) != len(self.tags):
-            found.append(f"tags: seen {self.tags}, expected every tag once; n_groups sets their shares")
+            found.append(self.problem("tags", "every tag once; n_groups sets their shares"))
         if self.n_groups is None:
             if len(self.tags) > self.env_groups:
-                found.append(f"tags: seen {len(self.tags)} tags, expected at most env_groups = {self.env_groups}")
+                expected = f"at most env_groups = {self.env_groups} tags, not {len(self.tags)}"
+                found.append(self.problem("tags", expected, "env_groups"))
             return found
         if len(self.n_groups) != len(self.tags):
-            found.append(
-                f"n_groups: seen {len(self.n_groups)} entries, expected {len(self.tags)}, one for each of tags"
-            )
+            found.append(self.problem("n_groups", f"{len(self.tags)} numbers, one for each of tags", "tags"))
         if any(groups < 1 for groups in self.n_groups):
-            found.append(f"n_groups: seen {self.n_groups}, expected at least 1 group for each tag")
+            found.append(self.problem("n_groups", "at least 1 group for each tag"))
         if sum(self.n_groups) != self.env_groups:
-            found.append(
-                f"n_groups: seen {self.n_groups} (sum {sum(self.n_groups)}), expected the sum to be env_groups = "
-                f"{self.env_groups}"
-            )
+            expected = f"a sum of env_groups = {self.env_groups}, not {sum(self.n_groups)}"
+            found.append(self.problem("n_groups", expected, "env_groups"))
         return found

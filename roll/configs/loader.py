@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
-
-from pydantic import ValidationError
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.agentic_rules import AGENTIC_RULES
 from roll.configs.base import Config
 from roll.configs.compose import Composed, compose_config
 from roll.configs.engine_rules import ENGINE_RULES
-from roll.configs.env import ALIASES, CustomEnvConfig, EnvManagerConfig
+from roll.configs.env import ALIASES, CustomEnvConfig
 from roll.configs.obsolete import ENGINE_NAMES, OBSOLETE
-from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem, Words
+from roll.configs.parsing import Advise, known_keys, list_of_keys, overlap, parse, rules_broken, section_problems
+from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rlvr_rules import RLVR_RULES
 from roll.configs.rules import RULES, Rule, sections
-from roll.configs.schema import expectation, leaf_paths, locate, nearest, section_at
+from roll.configs.schema import leaf_paths, nearest
 from roll.configs.strategy import STRATEGY_CONFIGS
 
 ConfigT = TypeVar("ConfigT", bound=RLConfig)
@@ -34,10 +32,6 @@ LIBRARY = "custom_env"
 
 _ENGINE_LIBRARY = re.compile(r"deepspeed_zero\w*")
 """Top-level mappings of included engine presets, of which a ``strategy_config`` links to one."""
-
-MAX_LISTED_NAMES = 20
-
-_SENTENCE = re.compile(r"(?P<key>[\w.]+): (?:seen )?(?P<seen>.*?),? expected (?P<expected>.*)", re.DOTALL)
 
 
 def load_config(
@@ -100,12 +94,11 @@ def validate(
     Raises:
         ConfigErrors: everything that is wrong, all at once.
     """
-    found = list(problems)
-    config, wrong = _parse(schema, values, variables)
-    unknown_options, option_rules = _strategy_problems(config)
-    found += wrong + unknown_options
+    config, wrong = parse(schema, values, advise=_adviser(schema, variables))
+    assert config is not None, f"every section of {schema.__name__} has defaults"
+    found = [*problems, *wrong, *_option_problems(config)]
     broken = _broken_paths(found)
-    later = [*_section_problems(config), *option_rules]
+    later = [*rules_broken(config), *_option_rules(config)]
     for rule in (*RULES, *ENGINE_RULES, *PIPELINE_RULES[schema], *extra_checks):
         later += rule(config)
     # A value that is wrong by itself counts as broken for the rules that combine it with others.
@@ -119,87 +112,20 @@ def validate(
     return config
 
 
-def _parse(
-    schema: type[Config], values: Mapping[str, Any], variables: Sequence[str] | frozenset[str] = ()
-) -> tuple[Any, list[ConfigProblem]]:
-    """The configuration with every wrong value replaced by its default, and a problem for each of those."""
-    remaining = copy.deepcopy(dict(values))
-    problems: dict[str, ConfigProblem] = {}
-    while True:
-        try:
-            return schema.model_validate(remaining, strict=True), list(problems.values())
-        except ValidationError as error:
-            details = error.errors(include_url=False)
-        for detail in details:
-            path = _real_path(remaining, detail)
-            problem = _problem(schema, path, detail, variables)
-            problems.setdefault(problem.path, problem)
-        before = copy.deepcopy(remaining)
-        for detail in details:
-            # A section without a required key goes as a whole, since it has no default.
-            path = _real_path(remaining, detail)
-            _delete(remaining, path[:-1] if detail["type"] == "missing" else path)
-        assert remaining != before, f"cannot set aside what is wrong with {schema.__name__}: {details}"
+def _adviser(schema: type[Config], variables: Sequence[str] | frozenset[str] = ()) -> Advise:
+    """Advice for keys that the configuration of a pipeline does not know."""
 
+    def advise(section: type[Config], path: Sequence[str | int]) -> tuple[str, str | None]:
+        name = str(path[-1])
+        if advice := OBSOLETE.get(name) or ENGINE_NAMES.get(name):
+            return advice, None
+        if elsewhere := _elsewhere(schema, name):
+            return f"did you mean {elsewhere}?", None
+        known = [*known_keys(section), *(variables if len(path) == 1 else ())]
+        near = nearest(name, known)
+        return (f"did you mean {near}?", near) if near else (list_of_keys(known), None)
 
-def _real_path(values: Any, detail: Any) -> list[str | int]:
-    """Pydantic's location without the names of the union branches that it tried."""
-    path: list[str | int] = []
-    node = values
-    for i, part in enumerate(detail["loc"]):
-        if isinstance(node, dict) and part in node:
-            path.append(part)
-            node = node[part]
-        elif isinstance(node, dict) and (alias := _alias_of(part, node)):
-            path.append(alias)
-            node = node[alias]
-        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
-            path.append(part)
-            node = node[part]
-        elif detail["type"] == "missing" and i == len(detail["loc"]) - 1:
-            path.append(part)
-    return path
-
-
-def _alias_of(part: str | int, node: Mapping[str, Any]) -> str | None:
-    return next((alias for alias, name in ALIASES.items() if name == part and alias in node), None)
-
-
-def _problem(
-    schema: type[Config], path: list[str | int], detail: Any, variables: Sequence[str] | frozenset[str]
-) -> ConfigProblem:
-    dotted = ".".join(map(str, path))
-    kind = detail["type"]
-    if kind == "extra_forbidden":
-        return _unknown_key(schema, path, detail["input"], variables)
-    if kind == "value_error":
-        return ConfigProblem(dotted, detail["input"], str(detail["ctx"]["error"]))
-    found = locate(schema, [ALIASES.get(str(part), part) for part in path])
-    expected = expectation(*found) if found else str(detail["msg"]).lower()
-    return ConfigProblem(dotted, NOTHING if kind == "missing" else detail["input"], expected)
-
-
-def _unknown_key(
-    schema: type[Config], path: list[str | int], value: object, variables: Sequence[str] | frozenset[str]
-) -> ConfigProblem:
-    parent = section_at(schema, path[:-1]) or schema
-    name, dotted = str(path[-1]), ".".join(map(str, path))
-    if name in ALIASES and issubclass(parent, EnvManagerConfig):
-        return ConfigProblem(dotted, value, f"one spelling: it is the same key as {ALIASES[name]}, given too")
-    known = [*parent.model_fields, *(ALIASES if issubclass(parent, EnvManagerConfig) else ())]
-    known += variables if len(path) == 1 else ()
-    prefix = ".".join(map(str, path[:-1]))
-    involves: tuple[str, ...] = ()
-    if advice := OBSOLETE.get(name) or ENGINE_NAMES.get(name):
-        hint = advice
-    elif elsewhere := _elsewhere(schema, name):
-        hint = f"did you mean {elsewhere}?"
-    elif near := nearest(name, known):
-        hint = f"did you mean {near}?"
-        involves = (f"{prefix}.{near}" if prefix else near,)
-    else:
-        hint = f"known here: {', '.join(known)}" if len(known) <= MAX_LISTED_NAMES else "see docs/configuration.md"
-    return ConfigProblem(dotted, value, "no such key", hint, involves)
+    return advise
 
 
 def _elsewhere(schema: type[Config], name: str) -> str | None:
@@ -220,60 +146,40 @@ def _library_problems(library: Any, chosen: Any) -> list[ConfigProblem]:
         if not isinstance(entry, dict):
             problems.append(ConfigProblem(path, entry, "section"))
         elif entry not in used:
-            problems += [_under(path, problem) for problem in _parse_entry(entry)]
+            problems += [problem.under(path) for problem in _entry_problems(entry)]
     return problems
 
 
-def _parse_entry(entry: Mapping[str, Any]) -> list[ConfigProblem]:
+def _entry_problems(entry: Mapping[str, Any]) -> list[ConfigProblem]:
     given = {"env_type": "?", **entry}
     missing = [] if "env_type" in entry else [ConfigProblem("env_type", NOTHING, "str", "is the tag spelt correctly?")]
-    return missing + _parse(CustomEnvConfig, given)[1]
+    return missing + section_problems(CustomEnvConfig, given, advise=_adviser(CustomEnvConfig))
 
 
-def _strategy_problems(config: RLConfig) -> tuple[list[ConfigProblem], list[ConfigProblem]]:
-    """Checks each role's ``strategy_config`` against the class of its strategy: wrong values, and rules broken."""
-    wrong: list[ConfigProblem] = []
-    rules: list[ConfigProblem] = []
+def _option_problems(config: RLConfig) -> list[ConfigProblem]:
+    """Wrong values in each role's ``strategy_config``, which are taken out of it: rules see a valid one."""
+    found = []
     for role, worker in sections(config):
-        schema = STRATEGY_CONFIGS.get(worker.strategy_args.strategy_name)
+        strategy = worker.strategy_args
+        schema = STRATEGY_CONFIGS.get(strategy.strategy_name)
         if schema is None:
             continue
-        base = f"{role}.strategy_args.strategy_config"
-        options, problems = _parse(schema, worker.strategy_args.strategy_config)
-        wrong += [_under(base, problem) for problem in problems]
-        rules += [_from_sentence(text, f"{base}.", options) for text in options.problems()]
-    return wrong, rules
+        options, problems = parse(schema, strategy.strategy_config, advise=_adviser(schema))
+        assert options is not None, f"{schema.__name__} has defaults"
+        if problems:
+            strategy.strategy_config = options.model_dump(exclude_unset=True)
+        found += [problem.under(f"{role}.strategy_args.strategy_config") for problem in problems]
+    return found
 
 
-def _section_problems(section: Config, prefix: str = "") -> Iterator[ConfigProblem]:
-    """What each section's own ``problems()`` says, with the keys it mentions."""
-    for text in section.problems():
-        yield _from_sentence(text, prefix, section)
-    for name in type(section).model_fields:
-        value = getattr(section, name)
-        if isinstance(value, Config):
-            yield from _section_problems(value, f"{prefix}{name}.")
-        elif isinstance(value, dict | list):
-            for key, entry in value.items() if isinstance(value, dict) else enumerate(value):
-                if isinstance(entry, Config):
-                    yield from _section_problems(entry, f"{prefix}{name}.{key}.")
-
-
-def _from_sentence(text: str, prefix: str, section: Config) -> ConfigProblem:
-    """Splits ``key: seen …, expected …``; every key of the section that occurs in it counts as involved."""
-    match = _SENTENCE.fullmatch(text)
-    if match is None:
-        key, _, rest = text.partition(": ")
-        return ConfigProblem(prefix + key, NOTHING, rest)
-    mentioned = set(re.findall(r"\w+", text)) & set(type(section).model_fields)
-    involves = tuple(sorted(prefix + name for name in mentioned))
-    return ConfigProblem(prefix + match["key"], Words(match["seen"]), match["expected"], involves=involves)
-
-
-def _under(prefix: str, problem: ConfigProblem) -> ConfigProblem:
-    involves = tuple(f"{prefix}.{key}" for key in problem.involves)
-    path = f"{prefix}.{problem.path}" if problem.path else prefix
-    return ConfigProblem(path, problem.seen, problem.expected, problem.hint, involves)
+def _option_rules(config: RLConfig) -> list[ConfigProblem]:
+    """Rules that the keys of a ``strategy_config`` break among themselves."""
+    return [
+        problem.under(f"{role}.strategy_args.strategy_config")
+        for role, worker in sections(config)
+        if (options := worker.strategy_args.typed()) is not None
+        for problem in rules_broken(options)
+    ]
 
 
 def _broken_paths(problems: Sequence[ConfigProblem]) -> list[str]:
@@ -287,21 +193,4 @@ def _canonical(path: str) -> str:
 
 
 def _rests_on(problem: ConfigProblem, broken: Sequence[str]) -> bool:
-    return any(_overlap(key, path) for key in (problem.path, *problem.involves) for path in broken)
-
-
-def _overlap(one: str, other: str) -> bool:
-    return one == other or one.startswith(other + ".") or other.startswith(one + ".")
-
-
-def _delete(values: Any, path: Sequence[str | int]) -> None:
-    """Removes a key; of a list, the whole list, since its other elements mean little alone."""
-    if not path:
-        return
-    keys = list(path)
-    while keys and isinstance(keys[-1], int):
-        keys.pop()
-    for key in keys[:-1]:
-        values = values.get(key) if isinstance(values, dict) else None
-    if isinstance(values, dict):
-        values.pop(keys[-1], None)
+    return any(overlap(key, path) for key in (problem.path, *problem.involves) for path in broken)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from roll.configs.base import Config
+from roll.configs.problems import ConfigProblem
 
 
 class ModelArguments(Config):
@@ -52,14 +53,14 @@ class ModelArguments(Config):
         default_factory=dict, description="Entries written over the checkpoint's own config.json before loading."
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         if self.lora_targets:
             return []
         if self.lora_target is not None:
-            return [f"lora_target: seen {self.lora_target!r}, expected names of layers, all-linear, or null"]
+            return [self.problem("lora_target", "names of layers, all-linear, or null")]
         unset = ModelArguments()
         return [
-            f"{key}: seen {getattr(self, key)} without lora_target, expected lora_target (all-linear …) or no {key}"
+            self.problem(key, "lora_target (all-linear …) beside it, or no such key", "lora_target")
             for key in ("lora_rank", "lora_alpha", "lora_dropout")
             if getattr(self, key) != getattr(unset, key)
         ]

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from roll.configs.base import Config
+from roll.configs.problems import ConfigProblem
 from roll.configs.worker import EnvironmentVariables
 
 
@@ -144,13 +145,11 @@ class RunConfig(Config):
     def num_devices(self) -> int:
         return self.num_nodes * self.num_gpus_per_node
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         found = super().problems()
-        if self.prompt_length + self.response_length > self.sequence_length:
-            found.append(
-                f"sequence_length: seen {self.sequence_length} with prompt_length {self.prompt_length} + "
-                f"response_length {self.response_length}, expected at least {self.prompt_length + self.response_length}"
-            )
+        if (least := self.prompt_length + self.response_length) > self.sequence_length:
+            expected = f"at least {least} = prompt_length {self.prompt_length} + response_length {self.response_length}"
+            found.append(self.problem("sequence_length", expected, "prompt_length", "response_length"))
         if len(set(self.trackers)) != len(self.trackers):
-            found.append(f"track_with: seen {self.trackers}, expected every tracker once")
+            found.append(self.problem("track_with", "every tracker once"))
         return found

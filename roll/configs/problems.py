@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 SHOWN_CHARACTERS = 80
 
@@ -39,6 +39,11 @@ class ConfigProblem:
     """The nearest valid name, or what to do instead."""
     involves: tuple[str, ...] = ()
     """Other keys that the rule reads. When one of them is itself wrong, the rule has nothing to say."""
+
+    def under(self, prefix: str) -> ConfigProblem:
+        """The same problem, its keys relative to the section that ``prefix`` is in."""
+        path = ".".join(part for part in (prefix, self.path) if part)
+        return replace(self, path=path, involves=tuple(f"{prefix}.{key}" for key in self.involves))
 
     def __str__(self) -> str:
         hint = f" ({self.hint})" if self.hint else ""

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.devices import DeviceMapping
+from roll.configs.problems import ConfigProblem
 from roll.configs.worker import EnvironmentVariables, WorkerConfig
 
 
@@ -35,9 +36,9 @@ class RewardFilterConfig(Config):
     low: float = Field(default=0.0, description="Lower bound.")
     high: float | None = Field(default=None, description="Upper bound; null is none.")
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         if self.high is not None and self.high <= self.low:
-            return [f"high: seen {self.high}, expected more than low = {self.low}"]
+            return [self.problem("high", f"more than low = {self.low}", "low")]
         return []
 
 
@@ -85,8 +86,7 @@ class RewardConfig(Config):
             system_envs=self.system_envs,
         )
 
-    def problems(self) -> list[str]:
-        found = []
-        if len(set(self.tag_included)) != len(self.tag_included):
-            found.append(f"tag_included: seen {self.tag_included}, expected every tag once")
-        return found
+    def problems(self) -> list[ConfigProblem]:
+        if len(set(self.tag_included)) == len(self.tag_included):
+            return []
+        return [self.problem("tag_included", "every tag once")]

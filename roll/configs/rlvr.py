@@ -9,6 +9,7 @@ from pydantic import Field
 from roll.configs.base import Config
 from roll.configs.data import DataArguments
 from roll.configs.generating import GeneratingArguments
+from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.rewards import RewardConfig
 from roll.configs.rl import RLConfig
 from roll.configs.warm_start import SupervisedStartConfig
@@ -143,17 +144,17 @@ class RLVRConfig(RLConfig):
     def _bounded(self, arguments: GeneratingArguments) -> GeneratingArguments:
         return arguments.model_copy(update={"max_new_tokens": arguments.max_new_tokens or self.response_length})
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         found = super().problems()
         if not self.rewards:
-            found.append("rewards: seen nothing, expected at least one reward domain")
+            found.append(self.problem("rewards", "at least one reward domain", seen=NOTHING))
         owners: dict[str, str] = {}
         for name, reward in self.rewards.items():
             for tag in reward.tag_included:
                 if owners.setdefault(tag, name) != name:
-                    found.append(
-                        f"rewards: seen tag {tag!r} in {owners[tag]} and {name}, expected every tag in one domain"
-                    )
+                    key, other = f"rewards.{name}.tag_included", f"rewards.{owners[tag]}.tag_included"
+                    expected = f"every tag in one domain; {tag} is in {owners[tag]} already"
+                    found.append(self.problem(key, expected, other, seen=reward.tag_included))
         if self.eval_only and self.validation is None:
-            found.append("eval_only: seen true without validation, expected a validation section")
+            found.append(self.problem("eval_only", "false, or a validation section", "validation"))
         return found

@@ -91,7 +91,7 @@ def section_of(annotation: Any) -> type[Config] | None:
 def element_of(annotation: Any) -> Any | None:
     """What a list or mapping holds, looking through unions; ``None`` for anything else."""
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is list:
+    if origin in (list, tuple):
         return arguments[0]
     if origin is dict:
         return arguments[1]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
 from roll.configs.base import Config
+from roll.configs.problems import ConfigProblem
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 
@@ -62,14 +64,12 @@ class Fsdp2Config(Config):
         """Every worker holds a whole replica, and the weights are never sharded."""
         return self.fsdp_size == 1 and not self.cpu_offload and self.tensor_parallel_size == 1
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         if self.fsdp_size == 0:
-            return ["fsdp_size: seen 0, expected -1 or at least 1"]
+            return [self.problem("fsdp_size", "-1 or at least 1")]
         if self.replicated and self.reduce_dtype not in (None, "fp32"):
-            return [
-                f"reduce_dtype: seen {self.reduce_dtype} with fsdp_size 1, expected null or fp32: replicas add up "
-                "gradients in fp32"
-            ]
+            expected = "null or fp32 with fsdp_size 1: replicas add up gradients in fp32"
+            return [self.problem("reduce_dtype", expected, "fsdp_size", "cpu_offload", "tensor_parallel_size")]
         return []
 
 
@@ -126,64 +126,55 @@ class DeepSpeedConfig(EngineConfig):
         chosen = ((self.optimizer or {}).get("params") or {}).get("torch_adam", AUTO)
         return True if chosen == AUTO else bool(chosen)
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         stage = self.zero_optimization.get("stage", AUTO)
         known = stage == AUTO or (type(stage) is int and 0 <= stage <= 3)
-        found = [] if known else [f"zero_optimization.stage: seen {stage!r}, expected 0, 1, 2 or 3"]
+        found = [] if known else [ConfigProblem("zero_optimization.stage", stage, "0, 1, 2 or 3")]
         extra = self.model_extra or {}
         found += [
-            f"{key}: seen {extra[key]!r}, expected {instead}"
+            ConfigProblem(key, extra[key], instead)
             for key, instead in DEEPSPEED_ELSEWHERE.items()
             if extra.get(key, AUTO) != AUTO
         ]
-        return found + self._optimizer_problems() + self._section_problems()
+        return [*found, *self._optimizer_problems(), *self._section_problems()]
 
-    def _optimizer_problems(self) -> list[str]:
+    def _optimizer_problems(self) -> Iterator[ConfigProblem]:
         options = self.optimizer or {}
-        found = []
         kind, params = options.get("type", AUTO), options.get("params") or {}
         if not isinstance(params, dict):
-            return [f"optimizer.params: seen {params!r}, expected a mapping such as {{torch_adam: true}}"]
+            yield ConfigProblem("optimizer.params", params, "a mapping such as {torch_adam: true}")
+            return
         if str(kind).lower() not in (AUTO, "adam", "adamw"):
-            found.append(f"optimizer.type: seen {kind!r}, expected AdamW")
+            yield ConfigProblem("optimizer.type", kind, "AdamW")
         if params.get("torch_adam", AUTO) not in (True, False, AUTO):
-            found.append(f"optimizer.params.torch_adam: seen {params['torch_adam']!r}, expected true or false")
-        return found + [
-            f"optimizer.params.{key}: seen {value!r}, expected training_args instead"
-            for key, value in params.items()
-            if key != "torch_adam" and value != AUTO
-        ]
+            yield ConfigProblem("optimizer.params.torch_adam", params["torch_adam"], "true or false")
+        for key, value in params.items():
+            if key != "torch_adam" and value != AUTO:
+                yield ConfigProblem(f"optimizer.params.{key}", value, "training_args instead")
 
-    def _section_problems(self) -> list[str]:
-        found = []
+    def _section_problems(self) -> Iterator[ConfigProblem]:
+        zero = self.zero_optimization
         for section, least in (("offload_param", 3), ("offload_optimizer", 1)):
-            options = self.zero_optimization.get(section) or {}
+            key, options = f"zero_optimization.{section}", zero.get(section) or {}
             if not isinstance(options, dict):
-                found.append(
-                    f"zero_optimization.{section}: seen {options!r}, expected a mapping such as {{device: cpu}}"
-                )
+                yield ConfigProblem(key, options, "a mapping such as {device: cpu}")
                 continue
             device = options.get("device", AUTO)
             if device not in ("cpu", "none", None, AUTO):
-                found.append(f"zero_optimization.{section}.device: seen {device!r}, expected cpu or none")
+                yield ConfigProblem(f"{key}.device", device, "cpu or none")
             if device == "cpu" and self.stage < least:
-                found.append(f"zero_optimization.stage: seen {self.stage} with {section}, expected at least {least}")
-        for key, section in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
-            if self.zero_optimization.get(key) not in (None, AUTO):
-                seen = self.zero_optimization[key]
-                found.append(f"zero_optimization.{key}: seen {seen}, expected {section}: {{device: cpu}} instead")
-        if self.zero_optimization.get("zenflow"):
-            zenflow = self.zero_optimization["zenflow"]
-            found.append(
-                f"zero_optimization.zenflow: seen {zenflow}, expected no such key: it takes steps before they are whole"
-            )
+                yield ConfigProblem("zero_optimization.stage", self.stage, f"at least {least} with {section}")
+        for old, section in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            if zero.get(old) not in (None, AUTO):
+                yield ConfigProblem(f"zero_optimization.{old}", zero[old], f"{section}: {{device: cpu}} instead")
+        if zenflow := zero.get("zenflow"):
+            expected = "no such key: it takes steps before they are whole"
+            yield ConfigProblem("zero_optimization.zenflow", zenflow, expected)
         for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
             if (self.bf16 or {}).get(key, AUTO) is True:
-                found.append(f"bf16.{key}: seen true, expected false: these are kept in fp32")
-        enabled = [name for name in ("bf16", "fp16") if (getattr(self, name) or {}).get("enabled", AUTO) is True]
-        if len(enabled) == 2:
-            found.append("fp16.enabled: seen true beside bf16.enabled true, expected one of the two")
-        return found
+                yield ConfigProblem(f"bf16.{key}", True, "false: these are kept in fp32")
+        if all((section or {}).get("enabled", AUTO) is True for section in (self.bf16, self.fp16)):
+            yield ConfigProblem("fp16.enabled", True, "false beside bf16.enabled true: one of the two")
 
 
 DEEPSPEED_ELSEWHERE = {
@@ -307,55 +298,40 @@ class MegatronConfig(EngineConfig):
         arguments = {name: value for name, value in self if name not in ours}
         return arguments | {"virtual_pipeline_model_parallel_size": self.virtual_stages}
 
-    def problems(self) -> list[str]:
-        found = []
-        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            found.append("sequence_parallel: seen true with tensor_model_parallel_size 1, expected at least 2")
-        if self.virtual_stages and self.pipeline_model_parallel_size == 1:
-            found.append(
-                f"virtual_pipeline_model_parallel_size: seen {self.virtual_stages} with pipeline_model_parallel_size "
-                "1, expected null, or pipeline_model_parallel_size of at least 2"
-            )
-        if self.pipeline_model_parallel_size == 1:
-            found += [
-                f"{key}: seen {getattr(self, key)} with pipeline_model_parallel_size 1, expected null: one stage has "
-                "all layers"
-                for key in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-                if getattr(self, key) is not None
-            ]
-        if self.moe_shared_expert_overlap and self.moe_token_dispatcher_type != "alltoall":
-            found.append(
-                "moe_shared_expert_overlap: seen true with allgather, expected moe_token_dispatcher_type alltoall"
-            )
-        return found + self._recompute_problems()
+    def problems(self) -> list[ConfigProblem]:
+        return [*self._layout_problems(), *self._recompute_problems()]
 
-    def _recompute_problems(self) -> list[str]:
-        found = []
-        granularity = self.recompute_granularity
+    def _layout_problems(self) -> Iterator[ConfigProblem]:
+        tensor, stages = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            yield self.problem("sequence_parallel", f"false, or {tensor} of at least 2", tensor)
+        if self.virtual_stages and self.pipeline_model_parallel_size == 1:
+            yield self.problem("virtual_pipeline_model_parallel_size", f"null, or {stages} of at least 2", stages)
+        for key in ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"):
+            if self.pipeline_model_parallel_size == 1 and getattr(self, key) is not None:
+                yield self.problem(key, f"null with {stages} 1: one stage has all layers", stages)
+        if self.moe_shared_expert_overlap and self.moe_token_dispatcher_type != "alltoall":
+            dispatcher = "moe_token_dispatcher_type"
+            yield self.problem("moe_shared_expert_overlap", f"false, or {dispatcher} alltoall", dispatcher)
+
+    def _recompute_problems(self) -> Iterator[ConfigProblem]:
+        granularity, chosen = self.recompute_granularity, "recompute_granularity"
         if self.moe_layer_recompute and granularity == "full":
-            found.append(
-                "moe_layer_recompute: seen true with recompute_granularity full, expected false: whole layers include "
-                "their experts"
-            )
-        selective = "recompute_granularity selective" if granularity == "selective" else "moe_layer_recompute true"
+            expected = f"false with {chosen} full: whole layers include their experts"
+            yield self.problem("moe_layer_recompute", expected, chosen)
+        selective = granularity == "selective" or (granularity is None and self.moe_layer_recompute)
         for key in ("recompute_method", "recompute_num_layers"):
-            if (value := getattr(self, key)) is not None and (
-                granularity == "selective" or (granularity is None and self.moe_layer_recompute)
-            ):
-                found.append(f"{key}: seen {value} with {selective}, expected recompute_granularity full")
+            if selective and getattr(self, key) is not None:
+                yield self.problem(key, f"null, or {chosen} full", chosen, "moe_layer_recompute")
         modules = self.recompute_modules or []
         if self.recompute_modules is not None and granularity != "selective":
-            found.append(
-                f"recompute_modules: seen {', '.join(modules)} with recompute_granularity {granularity or 'null'}, "
-                "expected recompute_granularity selective"
-            )
+            yield self.problem("recompute_modules", f"null, or {chosen} selective", chosen)
         if "moe_act" in modules and not self.moe_grouped_gemm:
-            found.append("recompute_modules: seen moe_act with moe_grouped_gemm false, expected moe, or no moe_act")
+            expected = "moe, or no moe_act, with moe_grouped_gemm false"
+            yield self.problem("recompute_modules", expected, "moe_grouped_gemm")
         if "shared_experts" in modules and self.moe_shared_expert_overlap:
-            found.append(
-                "recompute_modules: seen shared_experts with moe_shared_expert_overlap true, expected one of the two"
-            )
-        return found
+            expected = "no shared_experts with moe_shared_expert_overlap: one of the two"
+            yield self.problem("recompute_modules", expected, "moe_shared_expert_overlap")
 
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

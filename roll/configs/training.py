@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from roll.configs.base import Config
+from roll.configs.problems import ConfigProblem
 
 
 class TrainingArguments(Config):
@@ -41,16 +42,12 @@ class TrainingArguments(Config):
         default=0.0, ge=0, le=1, description="Final learning rate as a share of the peak (linear and cosine)."
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         found = []
         if self.warmup_steps and self.warmup_ratio:
-            found.append(
-                f"warmup_ratio: seen {self.warmup_ratio} beside warmup_steps {self.warmup_steps}, "
-                "expected one of the two"
-            )
+            expected = f"0 beside warmup_steps {self.warmup_steps}: one of the two"
+            found.append(self.problem("warmup_ratio", expected, "warmup_steps"))
         if self.lr_scheduler_type == "constant" and (self.warmup_steps or self.warmup_ratio):
-            found.append(
-                "lr_scheduler_type: seen constant together with warmup_steps or warmup_ratio, "
-                "expected constant_with_warmup"
-            )
+            expected = "constant_with_warmup, since there is a warm-up"
+            found.append(self.problem("lr_scheduler_type", expected, "warmup_steps", "warmup_ratio"))
         return found

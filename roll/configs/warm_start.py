@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from roll.configs.base import Config
+from roll.configs.problems import ConfigProblem
 
 
 class SupervisedStartConfig(Config):
@@ -20,7 +21,7 @@ class SupervisedStartConfig(Config):
     eval_steps: int = Field(default=20, ge=1, description="Optimizer steps between two measurements of success.")
     eval_episodes: int = Field(default=256, ge=1, description="Episodes of one measurement.")
 
-    def problems(self) -> list[str]:
-        if self.min_success >= self.max_success:
-            return [f"min_success: seen {self.min_success}, expected less than max_success = {self.max_success}"]
-        return []
+    def problems(self) -> list[ConfigProblem]:
+        if self.min_success < self.max_success:
+            return []
+        return [self.problem("min_success", f"less than max_success = {self.max_success}", "max_success")]

@@ -11,6 +11,7 @@ from roll.configs.data import DataArguments
 from roll.configs.devices import DeviceMapping
 from roll.configs.generating import GeneratingArguments
 from roll.configs.model import ModelArguments
+from roll.configs.problems import ConfigProblem
 from roll.configs.schema import Described
 from roll.configs.strategy import Fsdp2Config, MegatronConfig, StrategyArguments
 from roll.configs.training import TrainingArguments
@@ -124,40 +125,27 @@ class WorkerConfig(Config):
         arguments = self.training_args
         return arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * self.data_parallel_size
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         found = self._placement_problems()
         for phase in ("train", "infer"):
-            budget = getattr(self, f"max_tokens_per_microbatch_in_{phase}")
-            dynamic = getattr(self, f"use_dynamic_batching_in_{phase}")
+            key, switch = f"max_tokens_per_microbatch_in_{phase}", f"use_dynamic_batching_in_{phase}"
+            budget, dynamic = getattr(self, key), getattr(self, switch)
             if dynamic and not budget:
-                found.append(
-                    f"max_tokens_per_microbatch_in_{phase}: seen 0 with use_dynamic_batching_in_{phase}, "
-                    "expected at least 1"
-                )
+                found.append(self.problem(key, f"at least 1 with {switch}", switch))
             if budget and not dynamic:
-                found.append(
-                    f"max_tokens_per_microbatch_in_{phase}: seen {budget} without use_dynamic_batching_in_{phase}, "
-                    f"expected use_dynamic_batching_in_{phase}=true or no budget"
-                )
+                found.append(self.problem(key, f"{switch}=true, or no budget", switch))
         return found
 
-    def _placement_problems(self) -> list[str]:
+    def _placement_problems(self) -> list[ConfigProblem]:
+        per_worker = self.num_gpus_per_worker
         if not self.device_mapping:
-            per_worker = self.num_gpus_per_worker
-            return (
-                [f"num_gpus_per_worker: seen {per_worker} without device_mapping, expected 1, or a device_mapping"]
-                if per_worker > 1
-                else []
-            )
-        devices, per_worker = len(self.device_mapping), self.num_gpus_per_worker
+            expected = "1, or a device_mapping"
+            return [self.problem("num_gpus_per_worker", expected, "device_mapping")] if per_worker > 1 else []
+        devices = len(self.device_mapping)
         if devices % per_worker:
-            return [
-                f"num_gpus_per_worker: seen {per_worker} for the {devices} devices of device_mapping, "
-                f"expected a divisor of {devices}"
-            ]
+            expected = f"a divisor of {devices}, the devices of device_mapping"
+            return [self.problem("num_gpus_per_worker", expected, "device_mapping")]
         if self.world_size is not None and self.world_size * per_worker != devices:
-            return [
-                f"world_size: seen {self.world_size} with num_gpus_per_worker {per_worker} and {devices} devices in "
-                f"device_mapping, expected {devices // per_worker} or null"
-            ]
+            expected = f"{devices // per_worker} or null: {devices} devices, num_gpus_per_worker {per_worker}"
+            return [self.problem("world_size", expected, "num_gpus_per_worker", "device_mapping")]
         return []

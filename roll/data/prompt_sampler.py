@@ -8,6 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from roll.configs.data import probability_problems
+from roll.configs.problems import ConfigErrors
 from roll.data.arrays import IntArray
 from roll.data.prompts import Prompt
 from roll.utils.seeding import derive_seed
@@ -55,7 +56,7 @@ class PromptSampler:
             self._mixer = None
         else:
             if wrong := probability_problems(dict(interleave_probs)):
-                raise ValueError(wrong[0])
+                raise ConfigErrors(wrong)
             # Sorted, so that the order of the keys in a file does not matter.
             self._names = sorted(interleave_probs)
             self._members = _members(dataset, self._names, domain_of_tag or {})

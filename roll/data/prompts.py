@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 import numpy as np
 
 from roll.configs.data import DataArguments
+from roll.configs.problems import ConfigErrors
 from roll.data.arrays import IntArray
 from roll.data.prompt_files import DataError, Problems, Row, plain_row, read_rows
 from roll.data.prompt_rows import (
@@ -138,7 +139,8 @@ def load_prompts(
     assert prompt_length is None or renderer is not None, "prompt_length is counted by a renderer"
     wrong = args.problems()
     if wrong or not args.has_dataset:
-        raise ValueError(f"data_args.{'; '.join(wrong)}" if wrong else "data_args.file_name: seen null, expected files")
+        wrong = wrong or [args.problem("file_name", "files")]
+        raise ConfigErrors([problem.under("data_args") for problem in wrong])
     problems = Problems()
     counts: Counter[str] = Counter()
     placed = list(_prompts(args, allowed_tags, seed, problems, counts))

@@ -59,11 +59,19 @@ def inject_adapter(model: PreTrainedModel, shape: LoraSpec) -> None:
     model.eval()  # the new layers too: their dropout belongs to training steps alone
 
 
+class UnknownLayerError(ValueError):
+    """A name in ``lora_target`` that no linear layer has."""
+
+    def __init__(self, reason: str, expected: str) -> None:
+        self.reason, self.expected = reason, expected
+        super().__init__(f"model_args.lora_target: {reason}, expected {expected}")
+
+
 def adapted_layers(model: PreTrainedModel, targets: tuple[str, ...]) -> dict[str, nn.Linear]:
     """The linear layers that the targets mean, by name: those whose last part it is, never the output layer.
 
     Raises:
-        ValueError: a target that matches none.
+        UnknownLayerError: a target that matches none.
     """
     output = model.get_output_embeddings() if model.can_generate() else None
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output}
@@ -73,9 +81,9 @@ def adapted_layers(model: PreTrainedModel, targets: tuple[str, ...]) -> dict[str
     for target in targets:
         if target not in known:
             near = difflib.get_close_matches(target, known, n=3, cutoff=0.5) or known
-            raise ValueError(
-                f"model_args.lora_target: {target!r} matches no linear layer of {type(model).__name__}, expected "
-                f"{ALL_LINEAR} or some of {', '.join(known)}; the nearest: {', '.join(near)}"
+            raise UnknownLayerError(
+                f"{target!r} matches no linear layer of {type(model).__name__}",
+                f"{ALL_LINEAR} or some of {', '.join(known)}; the nearest: {', '.join(near)}",
             )
     return {name: layer for name, layer in linear.items() if name.rpartition(".")[2] in targets}
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import roll.agentic.env as envs
 from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.base import Config
-from roll.configs.env import CustomEnvConfig
-from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.data import ATTRIBUTE_PATH
+from roll.configs.problems import ConfigProblem
 from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import TRAINED, Rule, sections
@@ -21,7 +21,7 @@ from roll.configs.worker import WorkerConfig
 from roll.distributed.cluster.errors import PlacementError
 from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
 from roll.distributed.strategy import STRATEGIES
-from roll.preflight.models import MODEL_CHECKS, problem_of_sentence
+from roll.preflight.models import MODEL_CHECKS
 from roll.tracking import TRACKERS
 from roll.utils.registry import UnknownNameError
 
@@ -33,30 +33,17 @@ def check_envs(config: AgenticConfig) -> list[ConfigProblem]:
     problems: list[ConfigProblem] = []
     for tag, env in config.custom_envs.items():
         base = f"custom_envs.{tag}"
-        problems += [_env_problem(base, env, text) for text in envs.check_env_config(env.env_type, env.env_config)]
+        problems += [problem.under(base) for problem in envs.check_env_config(env.env_type, env.env_config)]
         if env.env_manager_cls not in _ENV_MANAGERS:
             problems += _path_problems(f"{base}.env_manager_cls", env.env_manager_cls, _ENV_MANAGERS)
     for name in MANAGERS:
         manager = getattr(config, name)
         for tag, env in config.played_envs(manager).items():
-            for text in envs.check_env_config(env.env_type, env.env_config) if manager.format_penalty else ():
-                if text.startswith("format_penalty: "):
+            for problem in envs.check_env_config(env.env_type, env.env_config) if manager.format_penalty else ():
+                if problem.path == "env_config.format_penalty":
                     hint = f"{tag} ({env.env_type}) takes no format_penalty"
                     problems.append(ConfigProblem(f"{name}.format_penalty", manager.format_penalty, "0", hint))
     return problems
-
-
-def _env_problem(base: str, env: CustomEnvConfig, text: str) -> ConfigProblem:
-    """An environment's sentence, ``key: what was seen, what was expected``, with the key's full path."""
-    key, _, rest = text.partition(": ")
-    if key == "env_type":
-        return ConfigProblem(f"{base}.env_type", env.env_type, "a known environment", rest)
-    path = f"{base}.env_config" if key == "env_config" else f"{base}.env_config.{key}"
-    involved = (f"{base}.env_config", f"{base}.env_type")
-    seen = env.env_config.get(key, NOTHING)
-    if rest.startswith("unknown key; "):
-        return ConfigProblem(path, seen, "no such key", rest.removeprefix("unknown key; "), involved)
-    return ConfigProblem(path, seen, rest.rpartition("expected ")[2], involves=involved)
 
 
 def check_verifiers(config: RLVRConfig) -> list[ConfigProblem]:
@@ -64,17 +51,21 @@ def check_verifiers(config: RLVRConfig) -> list[ConfigProblem]:
     from roll.rewards.scorer import check_rewards
 
     return [
-        problem_of_sentence(f"rewards.{name}.", text)
-        for name, reward in config.rewards.items()
-        for text in check_rewards(reward)
+        problem.under(f"rewards.{name}") for name, reward in config.rewards.items() for problem in check_rewards(reward)
     ]
 
 
 def check_data_plugins(config: RLVRConfig) -> list[ConfigProblem]:
     """Dataset classes and the data generator can be found."""
-    paths = {"actor_train.data_args.dataset_cls": config.actor_train.data_args.dataset_cls}
+    datasets = {"actor_train.data_args": config.actor_train.data_args}
     if config.validation is not None:
-        paths["validation.data_args.dataset_cls"] = config.validation.data_args.dataset_cls
+        datasets["validation.data_args"] = config.validation.data_args
+    # What is no path at all is said by the section itself.
+    paths = {
+        f"{key}.dataset_cls": data.dataset_cls
+        for key, data in datasets.items()
+        if data.dataset_cls and ATTRIBUTE_PATH.fullmatch(data.dataset_cls)
+    }
     if config.data_generator is not None:
         paths["data_generator.path"] = config.data_generator.path
     return [problem for key, path in paths.items() if path is not None for problem in _path_problems(key, path, ())]
@@ -118,8 +109,7 @@ def check_engine_options(config: RLConfig) -> list[ConfigProblem]:
         if options and issubclass(STRATEGY_CONFIGS.get(name, Config), EngineConfig):
             folder = name.partition("_")[0]
             check = import_module(f"roll.distributed.strategy.{folder}.options").check_engine_options
-            prefix = f"{role}.strategy_args.strategy_config."
-            problems += [problem_of_sentence(prefix, text) for text in check(options)]
+            problems += [problem.under(f"{role}.strategy_args.strategy_config") for problem in check(options)]
     return problems
 
 

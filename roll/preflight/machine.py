@@ -13,7 +13,7 @@ from roll.configs.rules import ULYSSES, valid_options
 from roll.configs.strategy import STRATEGY_CONFIGS, MegatronConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.engines import PACKAGES, MissingEngineError
+from roll.distributed.strategy.engines import PACKAGES
 from roll.utils.registry import UnknownNameError, import_path
 
 
@@ -91,15 +91,10 @@ def _engine_problems(role: str, worker: WorkerConfig) -> list[ConfigProblem]:
         return []
     if python is None:
         return [_missing(f"{role}.strategy_args.strategy_name", strategy.strategy_name, package.module, package.extra)]
-    from roll.distributed.strategy.sglang.options import require_sglang
+    from roll.distributed.strategy.sglang.options import interpreter_problem
 
-    try:
-        require_sglang(python)
-    except MissingEngineError as error:
-        key = f"{role}.strategy_args.strategy_config.python_executable"
-        reason, _, expected = str(error).partition(", expected ")
-        return [ConfigProblem(key, python, expected, reason.rpartition(": ")[2])]
-    return []
+    problem = interpreter_problem(python)
+    return [problem.under(f"{role}.strategy_args.strategy_config")] if problem else []
 
 
 def _gpu_only(role: str, worker: WorkerConfig) -> list[tuple[str, object, str]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.configs.engine_rules import compute_dtype
-from roll.configs.problems import NOTHING, ConfigProblem, Words
+from roll.configs.problems import ConfigProblem
 from roll.configs.rl import TINY, RLConfig
 from roll.configs.rules import TRAINED, Rule, sections, valid_options
 from roll.configs.schema import nearest
@@ -76,15 +76,13 @@ def check_fit(config: RLConfig) -> list[ConfigProblem]:
 def _megatron_problems(role: str, worker: WorkerConfig, options: MegatronConfig, sizes: Any) -> list[ConfigProblem]:
     from roll.distributed.strategy.megatron.fit import check_model_fit
 
-    problems = []
-    for text in check_model_fit(sizes, options):
-        if text.partition(":")[0] in MegatronConfig.model_fields:
-            problems.append(problem_of_sentence(f"{role}.strategy_args.strategy_config.", text))
-        else:
-            expected = "a strategy that can run the model, such as fsdp2_train"
-            key = f"{role}.strategy_args.strategy_name"
-            problems.append(ConfigProblem(key, worker.strategy_args.strategy_name, expected, text))
-    return problems
+    try:
+        problems = check_model_fit(sizes, options)
+    except ValueError as error:
+        expected = "a strategy that can run the model, such as fsdp2_train"
+        key = f"{role}.strategy_args.strategy_name"
+        return [ConfigProblem(key, worker.strategy_args.strategy_name, expected, str(error))]
+    return [problem.under(f"{role}.strategy_args.strategy_config") for problem in problems]
 
 
 def _head_problems(role: str, worker: WorkerConfig, split: int, sizes: Any) -> list[ConfigProblem]:
@@ -196,20 +194,24 @@ def check_adapted_layers(config: RLConfig) -> list[ConfigProblem]:
     from transformers.initialization import no_init_weights
 
     from roll.distributed.strategy.megatron.fit import check_adapter_fit, check_model_fit
-    from roll.models.lora import adapted_layers
+    from roll.models.lora import UnknownLayerError, adapted_layers
 
     with torch.device("meta"), no_init_weights():
         model = AutoModelForCausalLM.from_config(sizes, trust_remote_code=False)
     try:
         layers = adapted_layers(model, targets)
-    except ValueError as error:
-        reason, _, expected = str(error).partition(", expected ")
-        key, hint = "actor_train.model_args.lora_target", reason.partition(": ")[2]
-        return [ConfigProblem(key, args.lora_target, expected, hint, involves=("pretrain",))]
-    if not isinstance(options, MegatronConfig) or check_model_fit(sizes, options):
-        return []  # what does not fit without an adapter is said by check_fit
+    except UnknownLayerError as error:
+        key = "actor_train.model_args.lora_target"
+        return [ConfigProblem(key, args.lora_target, error.expected, error.reason, involves=("pretrain",))]
+    if not isinstance(options, MegatronConfig):
+        return []
+    try:
+        if check_model_fit(sizes, options):
+            return []  # what does not fit without an adapter is said by check_fit
+    except ValueError:
+        return []
     problems = check_adapter_fit(sizes, options, layers, dropout=args.lora_dropout)
-    return [problem_of_sentence("actor_train.", text) for text in problems]
+    return [problem.under("actor_train") for problem in problems]
 
 
 MODEL_CHECKS: tuple[Rule, ...] = (
@@ -221,14 +223,6 @@ MODEL_CHECKS: tuple[Rule, ...] = (
     check_trained_format,
     check_adapted_layers,
 )
-
-
-def problem_of_sentence(prefix: str, text: str) -> ConfigProblem:
-    """``key: what was seen, expected what`` with the key's full path."""
-    key, _, rest = text.partition(": ")
-    key = key.split()[0]
-    seen, _, expected = rest.removeprefix("seen ").rpartition(", expected ")
-    return ConfigProblem(prefix + key, Words(seen) if seen else NOTHING, expected or rest)
 
 
 def _model_path(config: RLConfig, role: str) -> str:

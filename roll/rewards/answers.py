@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 from pydantic import Field
 
 from roll.configs.base import Config
+from roll.configs.problems import ConfigProblem
 
 ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
-def pattern_problems(pattern: str | None, key: str, groups: int = 1) -> list[str]:
+def pattern_problems(pattern: str | None, key: str, groups: int = 1) -> list[ConfigProblem]:
     """Why a regular expression cannot be used; ``groups`` is how many it must have."""
     if pattern is None:
         return []
     try:
         found = re.compile(pattern).groups
     except re.error as error:
-        return [f"{key}: seen {json.dumps(pattern)}, expected a regular expression ({error})"]
+        return [ConfigProblem(key, pattern, "a regular expression", str(error))]
     if found < groups:
-        return [f"{key}: seen {json.dumps(pattern)}, expected a group around the answer, as in <answer>(.*?)</answer>"]
+        return [ConfigProblem(key, pattern, "a group around the answer, as in <answer>(.*?)</answer>")]
     return []
 
 
@@ -39,7 +39,7 @@ class AnswerConfig(Config):
         "counts, and nowhere else is looked. null: the usual marks.",
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         return pattern_problems(self.answer_pattern, "answer_pattern")
 
 

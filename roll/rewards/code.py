@@ -26,6 +26,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from roll.configs.base import Config
+from roll.configs.problems import ConfigProblem
 from roll.rewards.sandbox.inner import decode
 from roll.rewards.sandbox.pool import Sandbox, SandboxLimits
 from roll.rewards.types import Sample, Verdict, Verifier
@@ -71,13 +72,11 @@ class CodeConfig(Config):
     readable: list[str] = Field(default_factory=list, description="Further absolute paths that programs may read.")
     max_parallel: int | None = Field(default=None, ge=1, description="Programs at the same time. null: CPUs.")
 
-    def problems(self) -> list[str]:
-        if self.total_timeout < self.limits.wall_seconds:
-            return [
-                f"total_timeout: seen {self.total_timeout}, expected at least limits.wall_seconds = "
-                f"{self.limits.wall_seconds}"
-            ]
-        return []
+    def problems(self) -> list[ConfigProblem]:
+        if self.total_timeout >= self.limits.wall_seconds:
+            return []
+        expected = f"at least limits.wall_seconds = {self.limits.wall_seconds}"
+        return [self.problem("total_timeout", expected, "limits.wall_seconds")]
 
 
 @dataclass(frozen=True)

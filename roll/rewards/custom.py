@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 from pydantic import Field
 
 from roll.configs.base import Config
+from roll.configs.problems import ConfigProblem
 from roll.rewards.types import RewardError, RuleVerifier, Sample, Verdict
 from roll.utils.registry import UnknownNameError, import_path
 
@@ -30,19 +31,19 @@ class CustomConfig(Config):
         default=1.0, description="The lowest score that counts as solved, unless the function says `correct`."
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         try:
             function = import_path(self.path, "function")
         except (UnknownNameError, ImportError, SyntaxError) as error:
             expected = "package.module:function or folder/file.py:function that can be imported"
-            return [f"path: seen {self.path}, expected {expected} ({error})"]
+            return [self.problem("path", expected, hint=str(error))]
         if not callable(function) or inspect.iscoroutinefunction(function):
-            return [f"path: seen {self.path}, which is {_kind(function)}, expected a plain function"]
+            return [self.problem("path", "a plain function", hint=f"it is {_kind(function)}")]
         try:
             inspect.signature(function).bind(**_ARGUMENTS, **self.kwargs)
         except TypeError as error:
             known = ", ".join([*_ARGUMENTS, *self.kwargs])
-            return [f"path: seen {self.path} ({error}), expected a function of {known}"]
+            return [self.problem("path", f"a function of {known}", "kwargs", hint=str(error))]
         except ValueError:  # built-in functions have no signature to look at
             return []
         return []

@@ -14,9 +14,10 @@ from typing import Any, ClassVar, Literal, NoReturn
 from pydantic import Field
 
 from roll.configs.base import Config
+from roll.configs.parsing import section_problems
+from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.configs.schema import nearest
 from roll.rewards.answers import pattern_problems
-from roll.rewards.problems import args_problems
 from roll.rewards.types import RewardError, RuleVerifier, Sample, Verdict
 
 
@@ -36,18 +37,19 @@ class CountConstraint(Constraint):
     min: int = Field(default=0, ge=0, description="At least so many.")
     max: int | None = Field(default=None, ge=0, description="At most so many; null is no bound.")
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         if self.min == 0 and self.max is None:
-            return ["min: seen 0 without max, expected a bound"]
-        return [_crossed(self.min, self.max)] if self.max is not None and self.max < self.min else []
+            return [self.problem("min", "at least 1, or a bound in max", "max")]
+        return _crossed(self.min, self.max)
 
     def holds(self, sample: Sample) -> bool:
         count = COUNTERS[self.kind](sample.response)
         return self.min <= count and (self.max is None or count <= self.max)
 
 
-def _crossed(low: int, high: int) -> str:
-    return f"max: seen {high}, expected at least min = {low}"
+def _crossed(low: int, high: int | None) -> list[ConfigProblem]:
+    crossed = high is not None and high < low
+    return [ConfigProblem("max", high, f"at least min = {low}", involves=("min",))] if crossed else []
 
 
 def _num_sentences(text: str) -> int:
@@ -75,8 +77,8 @@ class KeywordsConstraint(Constraint):
         default=True, description="`car` is not in `cart`. Turn off for languages without blanks between words."
     )
 
-    def problems(self) -> list[str]:
-        return [] if all(word.strip() for word in self.keywords) else ["keywords: seen a blank one, expected words"]
+    def problems(self) -> list[ConfigProblem]:
+        return [] if all(word.strip() for word in self.keywords) else [self.problem("keywords", "words, none blank")]
 
     def holds(self, sample: Sample) -> bool:
         enough = [self._count(word, sample.response) >= self.min_count for word in self.keywords]
@@ -143,7 +145,7 @@ class RegexConstraint(Constraint):
     pattern: str = Field(description="Regular expression; `.` matches line breaks too.")
     mode: Literal["search", "fullmatch"] = Field(default="search", description="Anywhere, or the whole response.")
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         return pattern_problems(self.pattern, "pattern", groups=0)
 
     def holds(self, sample: Sample) -> bool:
@@ -170,8 +172,8 @@ class SectionsConstraint(Constraint):
     min: int = Field(default=1, ge=0, description="At least so many sections.")
     max: int | None = Field(default=None, ge=0, description="At most so many; null is no bound.")
 
-    def problems(self) -> list[str]:
-        return [_crossed(self.min, self.max)] if self.max is not None and self.max < self.min else []
+    def problems(self) -> list[ConfigProblem]:
+        return _crossed(self.min, self.max)
 
     def holds(self, sample: Sample) -> bool:
         pattern = rf"^[\s#*_]{{0,20}}{re.escape(self.splitter.strip())}\s+(?:\d+|[IVXLC]+)\b"
@@ -191,10 +193,10 @@ CONSTRAINTS: dict[str, type[Constraint]] = {
 }
 
 
-def parse_constraints(rows: Any, key: str) -> tuple[list[Constraint], list[str]]:
+def parse_constraints(rows: Any, key: str) -> tuple[list[Constraint], list[ConfigProblem]]:
     """Constraints, and what is wrong with the rest, keys starting with ``key``."""
     if not isinstance(rows, Sequence) or isinstance(rows, str):
-        return [], [f"{key}: seen {json.dumps(rows, default=str)[:100]}, expected a list of mappings with kind"]
+        return [], [ConfigProblem(key, rows, "a list of mappings with kind")]
     constraints, problems = [], []
     for number, row in enumerate(rows):
         base = f"{key}.{number}"
@@ -205,19 +207,19 @@ def parse_constraints(rows: Any, key: str) -> tuple[list[Constraint], list[str]]
             problems.append(_unknown_kind(base, kind, row))
             continue
         # Such files also turn integers into floats where a row has none, hence not strict.
-        wrong = args_problems(CONSTRAINTS[kind], values, strict=False)
-        problems += [f"{base}.{problem}" for problem in wrong]
+        wrong = section_problems(CONSTRAINTS[kind], values, strict=False)
+        problems += [problem.under(base) for problem in wrong]
         if not wrong:
             constraints.append(CONSTRAINTS[kind].model_validate(values))
     return constraints, problems
 
 
-def _unknown_kind(base: str, kind: Any, row: Any) -> str:
+def _unknown_kind(base: str, kind: Any, row: Any) -> ConfigProblem:
     if not isinstance(kind, str):
-        return f"{base}: seen {json.dumps(row, default=str)[:100]}, expected a mapping with kind"
+        return ConfigProblem(base, row, "a mapping with kind")
     near = nearest(kind, list(CONSTRAINTS))
-    hint = f" (did you mean {near}?)" if near else ""
-    return f"{base}.kind: seen {kind}, expected one of {', '.join(CONSTRAINTS)}{hint}"
+    hint = f"did you mean {near}?" if near else ""
+    return ConfigProblem(f"{base}.kind", kind, f"one of {', '.join(CONSTRAINTS)}", hint)
 
 
 class InstructionConfig(Config):
@@ -236,7 +238,7 @@ class InstructionConfig(Config):
         default=False, description="Score 1 if all are fulfilled, else 0. false: the share of those fulfilled."
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         return parse_constraints(self.constraints, "constraints")[1]
 
 
@@ -253,7 +255,7 @@ class InstructionVerifier(RuleVerifier):
         super().__init__(config)
         self._common, problems = parse_constraints(self.config.constraints, "constraints")
         if problems:
-            raise ValueError("\n".join(problems))
+            raise ConfigErrors(problems)
 
     def check(self, sample: Sample) -> Verdict:
         """Raises ``RewardError`` when the row's constraints cannot be understood or there are none."""
@@ -283,7 +285,7 @@ class InstructionVerifier(RuleVerifier):
                 raise RewardError(f"{key}{row}: seen text that is no JSON ({error}), expected a list") from error
         constraints, problems = parse_constraints(values, key)
         if not problems and not constraints and not self._common:
-            problems = [f"{key}: seen an empty list, expected at least one constraint"]
+            problems = [ConfigProblem(key, values, "at least one constraint")]
         if problems:
-            raise RewardError("; ".join(problems) + row)
+            raise RewardError("; ".join(map(str, problems)) + row)
         return constraints

@@ -27,6 +27,8 @@ import tenacity
 from pydantic import ConfigDict, Field, JsonValue, SecretStr
 
 from roll.configs.base import Config
+from roll.configs.problems import ConfigErrors, ConfigProblem, Words
+from roll.rewards.answers import pattern_problems
 from roll.rewards.types import RewardError, Sample, Verdict, Verifier
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ SHOWN_CHARACTERS = 200
 _CHAT_PATH = "/chat/completions"
 _RETRIED_STATUS = {408, 429}
 _KEY_NAME = re.compile(r"[A-Z_][A-Z0-9_]*")
+_HIDDEN = Words("a value that is not shown")
 
 
 class JudgeConfig(Config):
@@ -137,15 +140,15 @@ class JudgeConfig(Config):
         description="Longest wait between attempts. An endpoint that asks for more by Retry-After is given up.",
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         found = [
             _url_problem(self.judge_api_url),
             _key_name_problem(self.judge_api_key_env),
             _prompt_problem(self.judge_prompt),
-            _pattern_problem(self.score_pattern),
+            *pattern_problems(self.score_pattern, "score_pattern"),
         ]
         if self.max_score <= self.min_score:
-            found.append(f"max_score: seen {self.max_score:g}, expected more than min_score = {self.min_score:g}")
+            found.append(self.problem("max_score", f"more than min_score = {self.min_score:g}", "min_score"))
         return [problem for problem in found if problem]
 
 
@@ -171,7 +174,7 @@ class JudgeVerifier(Verifier):
     def __init__(self, config: JudgeConfig) -> None:
         super().__init__(config)
         if problems := config.problems():
-            raise ValueError("\n".join(problems))
+            raise ConfigErrors(problems)
         self._judge = config
         self._key = _read_key(config.judge_api_key_env)
         self._url = _chat_url(config.judge_api_url)
@@ -366,41 +369,36 @@ def _read_key(name: str | None) -> SecretStr | None:
     return SecretStr(key)
 
 
-def _url_problem(url: str) -> str | None:
-    expected = "expected http(s)://host[:port]/path"
+def _url_problem(url: str) -> ConfigProblem | None:
+    key, expected = "judge_api_url", "http(s)://host[:port]/path"
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        return f"judge_api_url: {error}, {expected}"
+        return ConfigProblem(key, _HIDDEN, expected, str(error))
     if parsed.userinfo:
-        return "judge_api_url: seen a login in it, expected none; judge_api_key_env names the variable with the key"
+        hint = "judge_api_key_env names the variable with the key"
+        return ConfigProblem(key, Words("a login in it"), f"{expected} without one", hint)
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        return f"judge_api_url: seen {url!r}, {expected}"
+        return ConfigProblem(key, url, expected)
     return None
 
 
-def _key_name_problem(name: str | None) -> str | None:
+def _key_name_problem(name: str | None) -> ConfigProblem | None:
     if name is None or _KEY_NAME.fullmatch(name):
         return None
     # What was seen may be the key itself.
-    return "judge_api_key_env: expected the name of an environment variable in capitals, such as JUDGE_API_KEY"
+    expected = "the name of an environment variable in capitals, such as JUDGE_API_KEY"
+    return ConfigProblem("judge_api_key_env", _HIDDEN, expected)
 
 
-def _prompt_problem(prompt: str) -> str | None:
+def _prompt_problem(prompt: str) -> ConfigProblem | None:
+    key = "judge_prompt"
     try:
         used = jinja2.meta.find_undeclared_variables(_environment().parse(prompt))
     except jinja2.TemplateSyntaxError as error:
-        return f"judge_prompt: line {error.lineno}: {error.message}"
+        return ConfigProblem(key, prompt, "a Jinja template", f"line {error.lineno}: {error.message}")
     if unknown := sorted(used - set(VARIABLES)):
-        return f"judge_prompt: seen {{{{ {unknown[0]} }}}}, expected one of {', '.join(VARIABLES)}"
+        return ConfigProblem(key, Words(f"{{{{ {unknown[0]} }}}}"), f"one of {', '.join(VARIABLES)}")
     if "response" not in used:
-        return "judge_prompt: the judge would not see the answer, expected {{ response }} in it"
+        return ConfigProblem(key, prompt, "{{ response }} in it, or the judge would not see the answer")
     return None
-
-
-def _pattern_problem(pattern: str) -> str | None:
-    try:
-        groups = re.compile(pattern).groups
-    except re.error as error:
-        return f"score_pattern: seen {pattern!r}, expected a regular expression ({error})"
-    return None if groups else f"score_pattern: seen {pattern!r}, expected a group around the score"

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast
 from pydantic import Field
 
 from roll.configs.base import Config
+from roll.configs.problems import ConfigProblem
 from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, last_boxed, last_group
 from roll.rewards.types import RuleVerifier, Sample, Verdict
 
@@ -32,10 +33,10 @@ class MathConfig(AnswerConfig):
         "the last expression of the text. What stands before `</think>` is no answer.",
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         found = super().problems()
         if self.strict_boxed and self.answer_pattern is not None:
-            found.append("strict_boxed: seen true beside answer_pattern, expected one of the two")
+            found.append(self.problem("strict_boxed", "false beside answer_pattern: one of the two", "answer_pattern"))
         return found
 
 

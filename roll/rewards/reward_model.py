@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from roll.configs.base import Config
+from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.data.templates import read_template
 from roll.rewards.batching import MicroBatcher
 from roll.rewards.types import RewardError, Sample, Verdict, Verifier
@@ -72,12 +73,12 @@ class RewardModelConfig(Config):
         default=0.005, ge=0, le=10, description="Seconds that a batch which is not full waits for more samples."
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         found = [_folder_problem(self.model_path), _template_problem(self.template), _device_problem(self.device)]
         if self.sigmoid and self.probability:
-            found.append("sigmoid: seen true beside probability: true, expected one of the two")
+            found.append(self.problem("sigmoid", "false beside probability: true: one of the two", "probability"))
         if isinstance(self.label, int) and self.label < 0:
-            found.append(f"label: seen {self.label}, expected 0 or more")
+            found.append(self.problem("label", "0 or more"))
         return [problem for problem in found if problem]
 
     def threshold(self) -> float:
@@ -102,7 +103,7 @@ class RewardModelVerifier(Verifier):
     def __init__(self, config: RewardModelConfig) -> None:
         super().__init__(config)
         if problems := config.problems():
-            raise ValueError("\n".join(problems))
+            raise ConfigErrors(problems)
         self._args = config
         self.tokenizer = _load_tokenizer(config.model_path)
         self._template = read_template(config.template)
@@ -331,23 +332,23 @@ def _control_token_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str
     return re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)))
 
 
-def _template_problem(template: str) -> str | None:
+def _template_problem(template: str) -> ConfigProblem | None:
     try:
         read_template(template)
     except ValueError as error:
-        return f"template: seen {template!r}, expected a chat template ({error})"
+        return ConfigProblem("template", template, "a chat template", str(error))
     return None
 
 
-def _folder_problem(path: str) -> str | None:
+def _folder_problem(path: str) -> ConfigProblem | None:
     folder = Path(path).expanduser()
     if (folder / "config.json").is_file():
         return None
-    what = "without config.json" if folder.is_dir() else "which is no folder"
-    return f"model_path: seen {path!r}, {what}, expected a folder with a model in Hugging Face format"
+    why = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
+    return ConfigProblem("model_path", path, "a folder with a model in Hugging Face format", why)
 
 
-def _device_problem(device: str) -> str | None:
+def _device_problem(device: str) -> ConfigProblem | None:
     if re.fullmatch(r"auto|cpu|(cuda|xpu|npu|mps)(:\d+)?", device):
         return None
-    return f"device: seen {device!r}, expected auto, cpu, cuda or cuda:<index>"
+    return ConfigProblem("device", device, "auto, cpu, cuda or cuda:<index>")

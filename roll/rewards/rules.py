@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from roll.configs.base import Config
+from roll.configs.problems import ConfigProblem
 from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, last_boxed, last_group, pattern_problems
 from roll.rewards.types import RuleVerifier, Sample, Verdict
 
@@ -194,7 +195,7 @@ class FormatConfig(Config):
     score: float = Field(default=1.0, allow_inf_nan=False, description="Score of a response that matches.")
     penalty: float = Field(default=0.0, le=0, allow_inf_nan=False, description="Score of one that does not.")
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         return pattern_problems(self.pattern, "pattern", groups=0)
 
 

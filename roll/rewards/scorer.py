@@ -11,12 +11,12 @@ from typing import Any
 
 import tenacity
 
-from roll.configs.problems import show
+from roll.configs.parsing import section_problems
+from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig, VerifierConfig
 from roll.configs.schema import nearest
 from roll.rewards import VERIFIERS
 from roll.rewards.isolation import RulePool, RuleSpec, rule_spec
-from roll.rewards.problems import args_problems
 from roll.rewards.types import RewardError, RuleVerifier, Sample, Verdict, Verifier
 from roll.utils.registry import UnknownNameError
 
@@ -37,8 +37,8 @@ class ScoreCounts:
     """Further attempts of single verifiers."""
 
 
-def check_rewards(config: RewardConfig) -> list[str]:
-    """All that is wrong with a domain's verifiers, as ``key: seen …, expected …``. Imports the verifiers' modules."""
+def check_rewards(config: RewardConfig) -> list[ConfigProblem]:
+    """All that is wrong with a domain's verifiers, keys relative to it. Imports the verifiers' modules."""
     problems = []
     for number, verifier in enumerate(config.verifiers):
         base = f"verifiers.{number}"
@@ -48,30 +48,31 @@ def check_rewards(config: RewardConfig) -> list[str]:
             problems.append(_unknown_verifier(f"{base}.name", verifier.name, error))
             continue
         if not (isinstance(cls, type) and issubclass(cls, Verifier)):
-            problems.append(f"{base}.name: seen {show(verifier.name)}, expected a subclass of roll.rewards.Verifier")
+            problems.append(ConfigProblem(f"{base}.name", verifier.name, "a subclass of roll.rewards.Verifier"))
             continue
-        found = args_problems(cls.config_class, verifier.args)
-        problems += [f"{base}.args.{problem}" for problem in found]
+        found = section_problems(cls.config_class, verifier.args)
+        problems += [problem.under(f"{base}.args") for problem in found]
         if issubclass(cls, RuleVerifier) and not found:
             problems += _spec_problems(f"{base}.name", cls)
     if not deciding(config.verifiers):
-        problems.append("verifiers: seen decides: false in all, expected at least one that may decide")
+        expected = "at least one that may decide, not decides: false in all"
+        problems.append(ConfigProblem("verifiers", [verifier.name for verifier in config.verifiers], expected))
     return problems
 
 
-def _unknown_verifier(path: str, name: str, error: UnknownNameError) -> str:
+def _unknown_verifier(path: str, name: str, error: UnknownNameError) -> ConfigProblem:
     if ":" in name or "." in name:
-        return f"{path}: seen {show(name)}, expected a class that can be imported ({error})"
+        return ConfigProblem(path, name, "a class that can be imported", str(error))
     near = nearest(name, VERIFIERS.names())
     hint = f"did you mean {near}?" if near else f"known: {', '.join(VERIFIERS.names())}"
-    return f"{path}: seen {show(name)}, expected a registered verifier or package.module:Class ({hint})"
+    return ConfigProblem(path, name, "a registered verifier or package.module:Class", hint)
 
 
-def _spec_problems(path: str, cls: type[RuleVerifier]) -> list[str]:
+def _spec_problems(path: str, cls: type[RuleVerifier]) -> list[ConfigProblem]:
     try:
         rule_spec(cls, {})
     except ValueError as error:
-        return [f"{path}: {str(error).removeprefix('verifier: ')}"]
+        return [ConfigProblem(path, cls.__qualname__, "a class that a child process can import", str(error))]
     return []
 
 
@@ -110,7 +111,7 @@ class DomainScorer:
     def __init__(self, name: str, config: RewardConfig, num_processes: int = 1, **context: Any) -> None:
         problems = check_rewards(config)
         if problems:
-            raise ValueError("\n".join(f"rewards.{name}.{problem}" for problem in problems))
+            raise ConfigErrors([problem.under(f"rewards.{name}") for problem in problems])
         self.name = name
         self.config = config
         self.counts = ScoreCounts()

@@ -408,15 +408,15 @@ def test_keys_of_every_section_and_second_names_are_known() -> None:
     ("options", "message"),
     [
         ({"gradient_clipping": 1.0}, "gradient_clipping: seen 1.0, expected max_grad_norm"),
-        ({"optimizer": {"type": "Lamb"}}, "optimizer.type: seen 'Lamb', expected AdamW"),
+        ({"optimizer": {"type": "Lamb"}}, 'optimizer.type: seen "Lamb", expected AdamW'),
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, "optimizer.params.lr: seen 1e-05"),
-        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param.device: seen 'nvme'"),
-        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "expected one of the two"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, 'offload_param.device: seen "nvme"'),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "one of the two"),
         ({"sequence_parallel_size": 2}, "model_args.ulysses_size"),
     ],
 )
 def test_what_is_decided_elsewhere_is_refused(options: dict[str, Any], message: str) -> None:
-    assert any(message in problem for problem in DeepSpeedConfig.model_validate(options).problems())
+    assert any(message in str(problem) for problem in DeepSpeedConfig.model_validate(options).problems())
 
 
 def test_auto_means_left_out() -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from roll.agentic.env.base import TextEnv
-from roll.agentic.env.config import config_problems, unknown_key
 from roll.configs.base import Config
+from roll.configs.parsing import list_of_keys, section_problems
+from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.schema import nearest
 from roll.utils.registry import Registry, UnknownNameError
 
 __all__ = ["TextEnv", "check_env_config", "make", "path_of", "register", "registered"]
@@ -70,8 +73,8 @@ def path_of(env_type: str) -> str:
     return f"{module}:{name}"
 
 
-def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> list[str]:
-    """What is wrong with a ``custom_envs`` entry, as ``key: what was seen, what was expected``; never raises.
+def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> list[ConfigProblem]:
+    """Mistakes in ``env_type`` and ``env_config`` of a ``custom_envs`` entry; never raises.
 
     Args:
         env_type: name or path; it is imported, not built.
@@ -80,31 +83,37 @@ def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> list[str]:
     try:
         factory = _ENVS.get(env_type)
     except UnknownNameError as error:
-        return [f"env_type: {error}"]
+        return [ConfigProblem("env_type", env_type, "a known environment", str(error))]
     except Exception as error:  # importing a user's module may raise anything, which is then the finding
-        return [f"env_type: importing {env_type!r} raised {type(error).__name__}: {error}"]
+        hint = f"importing it raised {type(error).__name__}: {error}"
+        return [ConfigProblem("env_type", env_type, "an environment that can be imported", hint)]
     if not callable(factory) or (isinstance(factory, type) and not issubclass(factory, TextEnv)):
-        return [f"env_type: {_not_text_env(env_type, factory)}"]
+        return [ConfigProblem("env_type", env_type, "an environment", _not_text_env(env_type, factory))]
     config_class = getattr(factory, "config_class", None)
     try:
         if isinstance(config_class, type) and issubclass(config_class, Config):
-            return config_problems(config_class, env_config)
-        return _signature_problems(factory, env_config)
+            problems = section_problems(config_class, env_config, strict=False)
+        else:
+            problems = _signature_problems(factory, env_config)
     except Exception as error:  # a user's validators may raise anything too
-        return [f"env_config: checking it raised {type(error).__name__}: {error}"]
+        hint = f"checking it raised {type(error).__name__}: {error}"
+        return [ConfigProblem("env_config", env_config, "arguments of the environment", hint)]
+    return [replace(problem.under("env_config"), involves=("env_config", "env_type")) for problem in problems]
 
 
-def _signature_problems(factory: EnvFactory, env_config: Mapping[str, Any]) -> list[str]:
+def _signature_problems(factory: EnvFactory, env_config: Mapping[str, Any]) -> list[ConfigProblem]:
     parameters = inspect.signature(factory).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        accepted = set(env_config)
-    else:
-        accepted = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    required = [
-        p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    unknown = [unknown_key(key, sorted(accepted)) for key in env_config if key not in accepted]
-    return unknown + [f"{key}: missing, but required" for key in required if key not in env_config]
+    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    known = sorted(p.name for p in named)
+    problems = []
+    for key in env_config:
+        if key not in known and not takes_any:
+            near = nearest(key, known)
+            hint = f"did you mean {near}?" if near else list_of_keys(known)
+            problems.append(ConfigProblem(key, env_config[key], "no such key", hint))
+    missing = [p.name for p in named if p.default is p.empty and p.name not in env_config]
+    return problems + [ConfigProblem(key, NOTHING, "a value, since it has no default") for key in missing]
 
 
 def _not_text_env(env_type: str, seen: object) -> str:

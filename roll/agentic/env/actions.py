@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from roll.configs.problems import ConfigErrors, ConfigProblem
+
 ANSWER_PATTERN = r"<answer>(.*?)</answer>"
 
 MAX_PARSED_CHARS = 8192
@@ -30,7 +32,7 @@ class ActionParser:
     def __init__(self, actions: Mapping[str, int], pattern: str = ANSWER_PATTERN) -> None:
         problem = pattern_problem(pattern)
         if problem:
-            raise ValueError(problem)
+            raise ConfigErrors([problem])
         self.actions = dict(actions)
         self.pattern = re.compile(pattern, re.DOTALL)
         self._names = {name.casefold(): name for name in actions}
@@ -50,10 +52,10 @@ class ActionParser:
         return None if last is None else last.strip()
 
 
-def pattern_problem(pattern: str, key: str = "action_pattern") -> str | None:
+def pattern_problem(pattern: str, key: str = "action_pattern") -> ConfigProblem | None:
     """Why ``pattern`` cannot be used, named after the configuration's ``key``; ``None`` if it can."""
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
-        return f"{key}: got {pattern!r}, expected a regular expression ({error})"
-    return None if groups else f"{key}: got {pattern!r}, expected a group around the answer, as in {ANSWER_PATTERN!r}"
+        return ConfigProblem(key, pattern, "a regular expression", str(error))
+    return None if groups else ConfigProblem(key, pattern, f"a group around the answer, as in {ANSWER_PATTERN}")

@@ -1,15 +1,16 @@
-"""Keys that the built-in environments share, and the words for mistakes in them."""
+"""The keys that the configurations of the built-in environments share."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from roll.agentic.env.actions import ANSWER_PATTERN
 from roll.configs.base import Config
+from roll.configs.parsing import section_problems
+from roll.configs.problems import ConfigErrors
 
 
 class EnvConfig(Config):
@@ -38,36 +39,8 @@ def parse_config(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
     """Builds the configuration.
 
     Raises:
-        ValueError: all that is wrong with ``values``, one problem per line.
+        ConfigErrors: all that is wrong with ``values``.
     """
-    problems = config_problems(cls, values)
-    if problems:
-        raise ValueError("\n".join(problems))
+    if problems := section_problems(cls, values, strict=False):
+        raise ConfigErrors(problems)
     return cls(**values)
-
-
-def config_problems(cls: type[Config], values: Mapping[str, Any]) -> list[str]:
-    """All that is wrong with ``values``, as ``key: what was seen, what was expected``."""
-    try:
-        config = cls.model_validate(dict(values))
-    except ValidationError as error:
-        return [_describe(cls, detail) for detail in error.errors(include_url=False)]
-    return config.problems()
-
-
-def unknown_key(key: str, known: Iterable[str]) -> str:
-    """The problem line for a key that nothing reads."""
-    known = list(known)
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known) or 'none'}"
-    return f"{key}: unknown key; {hint}"
-
-
-def _describe(cls: type[Config], detail: Any) -> str:
-    path = ".".join(str(part) for part in detail["loc"])
-    if detail["type"] == "extra_forbidden" and len(detail["loc"]) == 1:
-        return unknown_key(path, cls.model_fields)
-    message = str(detail["msg"]).replace("Input should be", "expected").removeprefix("Value error, ")
-    if detail["type"] == "missing":
-        return f"{path}: missing, but required"
-    return f"{path}: got {detail['input']!r}, {message[0].lower()}{message[1:]}"

@@ -12,6 +12,7 @@ from roll.agentic.env.actions import ActionParser, pattern_problem
 from roll.agentic.env.base import PICTURES, StepLimit, StepResult, TextEnv, stable_hash, step_result
 from roll.agentic.env.config import ActionEnvConfig, parse_config
 from roll.agentic.env.grid import Vocabulary, build_vocabulary, vocabulary_problem
+from roll.configs.problems import ConfigProblem
 from roll.data.arrays import UInt8Array
 
 ACTIONS = {"Left": 0, "Down": 1, "Right": 2, "Up": 3}
@@ -41,7 +42,7 @@ class FrozenLakeConfig(ActionEnvConfig):
     )
     grid_vocab: dict[str, str] | None = Field(None, description="Symbol -> meaning, for the instruction.")
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         """Rules that pydantic cannot state."""
         found = [
             pattern_problem(self.action_pattern),
@@ -49,7 +50,7 @@ class FrozenLakeConfig(ActionEnvConfig):
         ]
         shortest = 2 * (self.size - 1)
         if self.max_steps < shortest:
-            found.append(f"max_steps: got {self.max_steps}, expected at least {shortest}, the shortest way across")
+            found.append(self.problem("max_steps", f"at least {shortest}, the shortest way across", "size"))
         return [problem for problem in found if problem]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from roll.configs.problems import ConfigErrors, ConfigProblem
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -28,40 +30,44 @@ def build_vocabulary(
             symbols, and then each meaning must be one of ``defaults``'s kinds (``empty`` is understood as ``floor``).
 
     Raises:
-        ValueError: an unknown code, kind or symbol, or symbols that are not distinct single characters.
+        ConfigErrors: an unknown code, kind or symbol, or symbols that are not distinct single characters.
     """
     kinds = list(defaults)
     symbols = dict(defaults)
     for code, symbol in (grid_lookup or {}).items():
         if not 0 <= code < len(kinds):
-            raise ValueError(f"grid_lookup: got code {code}, expected 0 to {len(kinds) - 1} ({', '.join(kinds)})")
+            raise _refused("grid_lookup", code, f"codes from 0 to {len(kinds) - 1} ({', '.join(kinds)})")
         symbols[kinds[code]] = symbol
     if grid_vocab and not grid_lookup:
         for symbol, meaning in grid_vocab.items():
             symbols[_kind(meaning, kinds)] = symbol
     if len(set(symbols.values())) < len(kinds) or any(len(s) != 1 or s.isspace() for s in symbols.values()):
         key = "grid_lookup" if grid_lookup else "grid_vocab"
-        raise ValueError(f"{key}: got symbols {list(symbols.values())}, expected distinct single visible characters")
+        raise _refused(key, list(symbols.values()), "distinct single visible characters")
     foreign = set(grid_vocab or {}) - set(symbols.values())
     if foreign:
-        raise ValueError(f"grid_vocab: got {sorted(foreign)}, expected only symbols of {list(symbols.values())}")
+        raise _refused("grid_vocab", sorted(foreign), f"only symbols of {list(symbols.values())}")
     meanings = {symbol: kind for kind, symbol in symbols.items()} | dict(grid_vocab or {})
     return Vocabulary(tuple(symbols.values()), ", ".join(f"{symbol}: {text}" for symbol, text in meanings.items()))
 
 
 def vocabulary_problem(
     defaults: Mapping[str, str], grid_lookup: Mapping[int, str] | None, grid_vocab: Mapping[str, str] | None
-) -> str | None:
+) -> ConfigProblem | None:
     """Why ``build_vocabulary`` would refuse; ``None`` if it would not."""
     try:
         build_vocabulary(defaults, grid_lookup, grid_vocab)
-    except ValueError as error:
-        return str(error)
+    except ConfigErrors as errors:
+        return errors.problems[0]
     return None
+
+
+def _refused(key: str, seen: object, expected: str) -> ConfigErrors:
+    return ConfigErrors([ConfigProblem(key, seen, expected)])
 
 
 def _kind(meaning: str, kinds: list[str]) -> str:
     kind = "floor" if meaning == "empty" else meaning
     if kind not in kinds:
-        raise ValueError(f"grid_vocab: got meaning {meaning!r}, expected one of {', '.join(kinds)}")
+        raise _refused("grid_vocab", meaning, f"one of {', '.join(kinds)}")
     return kind

@@ -16,6 +16,7 @@ from pydantic import Field
 from roll.agentic.env.actions import ActionParser, pattern_problem
 from roll.agentic.env.base import StepLimit, StepResult, TextEnv, stable_hash, step_result
 from roll.agentic.env.config import ActionEnvConfig, parse_config
+from roll.configs.problems import ConfigProblem
 from roll.utils.registry import Registry, UnknownNameError
 
 Formatter = Callable[[Any], str]
@@ -70,20 +71,21 @@ class GymnasiumConfig(ActionEnvConfig):
         None, description="An episode that terminates with at least this sum of rewards (before reward_scale) succeeds."
     )
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         """Names that do not exist, and rules between keys."""
         found = [pattern_problem(self.action_pattern)]
         try:
             find_spec(self.env_id)
         except (gymnasium.error.Error, ImportError) as error:
-            found.append(f"env_id: got {self.env_id!r}, expected an environment that is registered ({error})")
+            found.append(self.problem("env_id", "an environment of gymnasium", hint=str(error)))
         if self.formatter != "ansi":
             try:
                 FORMATTERS.get(self.formatter)
             except UnknownNameError as error:
-                found.append(f"formatter: {error}")
+                found.append(self.problem("formatter", "ansi, values or package.module:function", hint=str(error)))
         if self.success_key is None and self.success_return is None:
-            found.append("success_return: got null beside success_key null, expected one of them to define success")
+            expected = "a number, or success_key, to define success"
+            found.append(self.problem("success_return", expected, "success_key"))
         return [problem for problem in found if problem]
 
 

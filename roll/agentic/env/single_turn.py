@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from roll.agentic.env.actions import ActionParser, pattern_problem
 from roll.agentic.env.base import StepLimit, StepResult, TextEnv, stable_hash, step_result
 from roll.agentic.env.config import EnvConfig, parse_config
+from roll.configs.problems import ConfigProblem
 from roll.utils.registry import Registry, UnknownNameError, import_path
 
 Scorer = Callable[[str, str], float]
@@ -57,18 +58,18 @@ class SingleTurnConfig(EnvConfig):
     )
     success_score: float = Field(1.0, description="The lowest score that counts as success.")
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         """Rules between keys, and names that cannot be imported."""
-        found: list[str | None] = []
+        found: list[ConfigProblem | None] = []
         if self.items and self.generator:
-            found.append(f"generator: got {self.generator!r} beside {len(self.items)} items, expected one of the two")
+            found.append(self.problem("generator", f"null beside {len(self.items)} items: one of the two", "items"))
         if self.answer_pattern is not None:
             found.append(pattern_problem(self.answer_pattern, "answer_pattern"))
         for key, find in (("scorer", self.find_scorer), ("generator", self.find_generator)):
             try:
                 find()
             except UnknownNameError as error:
-                found.append(f"{key}: {error}")
+                found.append(self.problem(key, "a name that is registered or can be imported", hint=str(error)))
         return [problem for problem in found if problem]
 
     def find_scorer(self) -> Scorer:

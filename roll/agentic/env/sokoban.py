@@ -13,6 +13,7 @@ from roll.agentic.env.base import PICTURES, StepLimit, StepResult, TextEnv, stab
 from roll.agentic.env.config import ActionEnvConfig, parse_config
 from roll.agentic.env.grid import Vocabulary, build_vocabulary, vocabulary_problem
 from roll.agentic.env.sokoban_boards import SYMBOLS, BackwardSearch, Board, BoardSpec, Split, cell_kind, generate_board
+from roll.configs.problems import ConfigProblem
 from roll.data.arrays import UInt8Array
 
 ACTIONS = {"Up": 0, "Down": 1, "Left": 2, "Right": 3}
@@ -49,23 +50,21 @@ class SokobanConfig(ActionEnvConfig):
     split: Split = Field("all", description="Which boards are drawn: train and eval never share one.")
     holdout_fraction: float = Field(0.1, gt=0, lt=1, description="Share of all boards that belongs to the eval split.")
 
-    def problems(self) -> list[str]:
+    def problems(self) -> list[ConfigProblem]:
         """Rules between keys."""
         found = [pattern_problem(self.action_pattern), vocabulary_problem(SYMBOLS, self.grid_lookup, self.grid_vocab)]
         low, high = self.solution_range()
         if low > high:
-            found.append(f"min_solution: got {low}, expected at most {high} (max_solution, search_depth and max_steps)")
+            limits = ("max_solution", "search_depth", "max_steps")
+            found.append(self.problem("min_solution", f"at most {high}, the least of {', '.join(limits)}", *limits))
         if self.max_solution is not None and self.max_solution > min(self.search_depth, self.max_steps):
-            found.append(
-                f"max_solution: got {self.max_solution}, expected at most search_depth={self.search_depth} "
-                f"and max_steps={self.max_steps}"
-            )
+            expected = f"at most search_depth = {self.search_depth} and max_steps = {self.max_steps}"
+            found.append(self.problem("max_solution", expected, "search_depth", "max_steps"))
         inner = (self.dim_room[0] - 2) * (self.dim_room[1] - 2)
         if self.most_walls() + 2 * self.num_boxes + 1 > inner:
-            found.append(
-                f"num_walls: got {self.most_walls()}, expected at most {inner - 2 * self.num_boxes - 1} "
-                f"of the {inner} inner cells with {self.num_boxes} boxes"
-            )
+            most = inner - 2 * self.num_boxes - 1
+            expected = f"at most {most} of the {inner} inner cells with {self.num_boxes} boxes"
+            found.append(self.problem("num_walls", expected, "dim_room", "num_boxes", seen=self.most_walls()))
         return [problem for problem in found if problem]
 
     def solution_range(self) -> tuple[int, int]:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from roll.configs.problems import ConfigProblem
+
 PLAIN: dict[str, type | tuple[type, ...]] = {
     "bool": bool,
     "int": int,
@@ -53,21 +55,18 @@ def _aliases(default: ast.expr | None) -> list[str]:
     return [name for name in names if isinstance(name, str)]
 
 
-def type_problems(options: Mapping[str, Any], annotations: Mapping[str, str]) -> list[str]:
+def type_problems(options: Mapping[str, Any], annotations: Mapping[str, str]) -> list[ConfigProblem]:
     """Values that an engine's constructor takes for another type; what it says of ranges is left to it.
 
     Args:
         options: keys and values.
         annotations: of the constructor's arguments; those that are not made of plain types are not looked at.
-
-    Returns:
-        ``key: seen …, expected …``.
     """
     problems = []
     for key, value in options.items():
         words = _plain_types(ast.parse(annotations.get(key) or "Any", mode="eval").body)
         if words is not None and not any(_is_of(value, word) for word in words):
-            problems.append(f"{key}: seen {value!r}, expected {' or '.join(words)}")
+            problems.append(ConfigProblem(key, value, " or ".join(words)))
     return problems
 
 

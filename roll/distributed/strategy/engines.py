@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll.configs.obsolete import ENGINE_NAMES
+from roll.configs.problems import ConfigProblem
 from roll.distributed.strategy.arguments import type_problems
 
 
@@ -76,8 +77,8 @@ def option_problems(
     known: Mapping[str, str],
     elsewhere: Mapping[str, str],
     arguments: str,
-) -> list[str]:
-    """What is wrong with the keys that a ``strategy_config`` passes on to an engine's constructor.
+) -> list[ConfigProblem]:
+    """Wrong keys and values of a ``strategy_config`` among those that an engine's constructor gets.
 
     Args:
         options: the whole section.
@@ -85,27 +86,23 @@ def option_problems(
         known: arguments of the constructor and their annotations; empty when the engine is not installed.
         elsewhere: arguments that are set by other keys, and by which; also what other engines call an option.
         arguments: what they are called, for messages, e.g. ``vLLM's AsyncEngineArgs``.
-
-    Returns:
-        ``key: seen …, expected …``.
     """
     extra = [key for key in options if key not in typed]
     problems = [
-        f"{key}: seen {options[key]!r}, expected {elsewhere[key]}"
-        + ("" if elsewhere[key].startswith("no such key") else " instead")
+        ConfigProblem(key, options[key], here if here.startswith("no such key") else f"{here} instead")
         for key in extra
-        if key in elsewhere
+        if (here := elsewhere.get(key))
     ]
     for key in extra if known else ():
         if key not in known and key not in elsewhere:
             hint = advice(key, {*known, *typed} - {*elsewhere})
-            problems.append(f"{key}: seen {options[key]!r}, expected an argument of {arguments}{hint}")
+            problems.append(ConfigProblem(key, options[key], f"an argument of {arguments}", hint))
     return problems + type_problems({key: options[key] for key in extra if key not in elsewhere}, known)
 
 
 def advice(key: str, known: Collection[str]) -> str:
-    """What to say of a key that an engine does not have: where it belongs, or what it may be meant for."""
+    """The hint for a key that an engine does not have: where it belongs, or what it may be meant for."""
     if key in ENGINE_NAMES:
-        return f"; {ENGINE_NAMES[key]}"
+        return ENGINE_NAMES[key]
     near = difflib.get_close_matches(key, sorted(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    return f"did you mean {near[0]}?" if near else ""

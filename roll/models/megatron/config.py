@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import functional
 
+from roll.configs.problems import ConfigProblem
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -82,10 +84,10 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
     return -(-vocab_size // tensor_parallel_size) * tensor_parallel_size
 
 
-def check_parallel_sizes(
+def parallel_size_problems(
     config: MegatronModelConfig, *, tensor: int = 1, expert: int = 1, expert_tensor: int | None = None
-) -> None:
-    """Raises ValueError with everything in the model that these parallel sizes do not divide.
+) -> list[ConfigProblem]:
+    """Parallel sizes that do not divide what they deal out of the model, with the nearest that do.
 
     Args:
         config: of the model.
@@ -98,7 +100,7 @@ def check_parallel_sizes(
     problems = _indivisible(name, tensor, "num_attention_heads", size["num_attention_heads"])
     groups = size["num_query_groups"]
     if groups % tensor and tensor % groups:
-        problems.append(f"{name}: seen {tensor}, expected a divisor or multiple of num_key_value_heads {groups}")
+        problems.append(ConfigProblem(name, tensor, f"a divisor or multiple of num_key_value_heads {groups}"))
     if not all(config.moe_layers):
         problems += _indivisible(name, tensor, "intermediate_size", size["ffn_hidden_size"])
     if shared := size.get("moe_shared_expert_intermediate_size"):
@@ -109,16 +111,16 @@ def check_parallel_sizes(
         problems += _indivisible(etp_name, etp, "moe_intermediate_size", size["moe_ffn_hidden_size"])
         problems += _indivisible("expert_model_parallel_size", expert, "num_experts", config.num_experts)
     elif expert > 1:
-        problems.append(f"expert_model_parallel_size: seen {expert}, expected 1 ({config.model_class} has no experts)")
-    if problems:
-        raise ValueError("\n".join(problems))
+        expected = f"1 ({config.model_class} has no experts)"
+        problems.append(ConfigProblem("expert_model_parallel_size", expert, expected))
+    return problems
 
 
-def _indivisible(name: str, divisor: int, what: str, number: int) -> list[str]:
+def _indivisible(name: str, divisor: int, what: str, number: int) -> list[ConfigProblem]:
     if number % divisor == 0:
         return []
     near = min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: abs(n - divisor))
-    return [f"{name}: seen {divisor}, expected a divisor of {what} {number} (nearest: {near})"]
+    return [ConfigProblem(name, divisor, f"a divisor of {what} {number} (nearest: {near})")]
 
 
 def _known_class(config: PreTrainedConfig) -> str:

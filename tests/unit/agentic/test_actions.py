@@ -45,7 +45,7 @@ def test_a_group_that_took_no_part_is_no_action():
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
-    [("<answer>(.*", "action_pattern: got '<answer>\\(.*', expected a regular expression"), ("up|down", "group")],
+    [("<answer>(.*", 'action_pattern: seen "<answer>\\(.*", expected a regular expression'), ("up|down", "group")],
 )
 def test_a_bad_pattern_names_the_key(pattern, message):
     with pytest.raises(ValueError, match=message):

@@ -124,7 +124,7 @@ def test_symbols_can_be_changed():
 
 
 def test_too_few_steps_for_the_way_are_refused():
-    with pytest.raises(ValueError, match="max_steps: got 10, expected at least 14"):
+    with pytest.raises(ValueError, match="max_steps: seen 10, expected at least 14"):
         FrozenLakeEnv(size=8)
 
 

@@ -142,8 +142,8 @@ def test_an_unsupported_environment_is_named():
         ({"env_id": "Taxy-v4", "success_return": 0}, "env_id: .*Taxi"),
         ({"env_id": "no_such_module:Env-v0", "success_return": 0}, "env_id: .*no_such_module"),
         ({"env_id": TAXI, "success_return": 0, "formatter": "value"}, "formatter: .*Did you mean 'values'"),
-        ({"env_id": TAXI}, "success_return: got null beside success_key null"),
-        ({"success_return": 0}, "env_id: missing"),
+        ({"env_id": TAXI}, "success_return: seen null, expected a number, or success_key"),
+        ({"success_return": 0}, "env_id: seen nothing"),
     ],
 )
 def test_wrong_configurations_are_problems(config, message):

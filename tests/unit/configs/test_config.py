@@ -213,7 +213,7 @@ def test_numbers_in_environment_variables_become_text(load):
         ("num_return_sequences_in_group=8", "group_size"),
         ("actor_train.strategy_args.strategy_config.fsdp_sise=2", "did you mean fsdp_size?"),
         ("custom_envs.Lake.env_configs={}", "did you mean env_config?"),
-        ("custom_envs.Boxes.env_config.dim_rom=[6,6]", "did you mean 'dim_room'?"),
+        ("custom_envs.Boxes.env_config.dim_rom=[6,6]", "did you mean dim_room?"),
         ("train_env_manager.num_env_group=3", "did you mean num_env_groups?"),
     ],
 )
@@ -372,9 +372,13 @@ def test_a_wrong_value_causes_no_further_problems_in_rules_that_use_it(problems)
                         "actor_train.training_args.gradient_accumulation_steps=9")) == {
         "train_env_manager.group_size"
     }  # fmt: skip
-    # A misspelt key stands for the one it was meant to be.
+    # A misspelt key stands for the one it was meant to be, unless that one is given too.
+    assert set(
+        problems("train_env_manager.env_group=1", "~train_env_manager.env_groups", "train_env_manager.n_groups=[3]")
+    ) == {"train_env_manager.env_group"}
     assert set(problems("train_env_manager.max_traj_per_en=1", "train_env_manager.max_traj_per_env=0")) == {
-        "train_env_manager.max_traj_per_en"
+        "train_env_manager.max_traj_per_en",
+        "train_env_manager.max_traj_per_env",
     }
     assert set(problems("adv_estimator=gea", "turn_level_gae=true")) == {"adv_estimator"}
 
@@ -425,6 +429,27 @@ def test_engine_options_pass_unknown_keys_through_and_check_known_ones(load, pro
 def test_every_strategy_has_defaults_that_hold():
     for section in STRATEGY_CONFIGS.values():
         assert section().problems() == []
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "key"),
+    [
+        ("fsdp2_train", "fsdp_sze: 2", "fsdp_sze"),
+        ("fsdp2_train", "fsdp_size: x", "fsdp_size"),
+        ("megatron_train", "tensor_model_parallel_size: 0", "tensor_model_parallel_size"),
+        ("deepspeed_train", "bf16: true", "bf16"),
+    ],
+)
+def test_wrong_options_of_a_strategy_leave_the_critic_to_be_checked(problems, name, options, key):
+    strategy = f"actor_train.strategy_args={{strategy_name:{name},strategy_config:{{{options}}}}}"
+    found = problems("adv_estimator=gae", "critic={world_size:2,infer_batch_size:0}", strategy.replace(": ", ":"))
+    assert f"actor_train.strategy_args.strategy_config.{key}" in found
+    assert "critic.infer_batch_size" in found
+
+
+def test_an_option_of_another_engine_is_a_problem_and_no_type_error(problems):
+    strategy = "actor_infer.strategy_args={strategy_name:vllm,strategy_config:{fsdp_size:x}}"
+    assert set(problems(strategy, "tiny_num_heads=2")) == {"actor_infer.strategy_args.strategy_config.fsdp_size"}
 
 
 def test_batches_are_described_in_words(load):

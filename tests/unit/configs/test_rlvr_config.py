@@ -75,7 +75,13 @@ VERIFIER = "rewards.maths.verifiers"
 WRONG = [
     # overrides; the key that is told of; words of the message
     (["~rewards"], "rewards", "at least one reward domain"),
-    (["rewards.choice.tag_included=[mmlu,aime]"], "rewards", "tag 'aime' in maths and choice"),
+    (["rewards.choice.tag_included=[mmlu,aime]"], "rewards.choice.tag_included", "aime is in maths already"),
+    (["rewards.maths.verifiers=[{name:math,wieght:1}]"], f"{VERIFIER}.0.wieght", "did you mean weight?"),
+    (["rewards.maths.verifiers=[{name:math,weight:heavy}]"], f"{VERIFIER}.0.weight", "expected float"),
+    (["rewards.maths.verifiers=[{weight:1.0}]"], f"{VERIFIER}.0.name", "seen nothing, expected str"),
+    (["rewards.maths.verifiers=[math]"], f"{VERIFIER}.0", "expected section"),
+    (["~rewards.maths.verifiers"], f"{VERIFIER}", "seen nothing, expected list of section"),
+    ([f"{TRAIN}.dataset_cls=nope"], f"{TRAIN}.dataset_cls", "expected package.module:attribute"),
     (["rewards.maths.tag_included=[a,a]"], "rewards.maths.tag_included", "every tag once"),
     (["rewards.maths.tag_included=[]"], "rewards.maths.tag_included", "at least 1"),
     ([f"{VERIFIER}=[]"], VERIFIER, "at least 1"),
@@ -200,3 +206,14 @@ def test_the_arithmetic_is_told_in_words(load: Load) -> None:
         "2 optimizer steps × 3 epochs = 6 per step, 60 in all; 4 micro-batches per device and optimizer step, "
         "16 samples",
     ]
+
+
+def test_a_domain_without_verifiers_hides_no_other_problem(problems: Problems) -> None:
+    found = problems("~rewards.maths.verifiers", "num_return_sequences_in_group=1",
+                     "actor_train.training_args.gradient_accumulation_steps=1",
+                     "actor_train.training_args.per_device_train_batch_size=1",
+                     "rewards.maths.query_filter_config={type:std_filter}",
+                     "rewards.choice.verifiers=[{name:mth}]")  # fmt: skip
+    assert set(found) == {
+        "rewards.maths.verifiers", "rewards.maths.query_filter_config.type", "rewards.choice.verifiers.0.name"
+    }  # fmt: skip

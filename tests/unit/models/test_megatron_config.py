@@ -8,7 +8,7 @@ import sys
 import pytest
 from transformers import GptOssConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
 
-from roll.models.megatron.config import check_parallel_sizes, megatron_config, padded_vocab_size
+from roll.models.megatron.config import megatron_config, padded_vocab_size, parallel_size_problems
 from tests.support.megatron_models import CONFIGS, EXPERTS, LLAMA3, SHAPE
 
 
@@ -100,20 +100,17 @@ def test_padded_vocabulary_is_the_next_multiple(size: int, rows: int) -> None:
 def test_parallel_sizes_that_do_not_divide_are_all_named() -> None:
     moe = megatron_config(CONFIGS["qwen3 moe, second layer dense"])
     for tensor, expert in [(1, 1), (2, 4), (4, 2)]:
-        check_parallel_sizes(moe, tensor=tensor, expert=expert)
-    with pytest.raises(ValueError) as error:
-        check_parallel_sizes(moe, tensor=5, expert=3)
-    assert str(error.value).splitlines() == [
+        assert not parallel_size_problems(moe, tensor=tensor, expert=expert)
+    assert [str(problem) for problem in parallel_size_problems(moe, tensor=5, expert=3)] == [
         "tensor_model_parallel_size: seen 5, expected a divisor of num_attention_heads 4 (nearest: 4)",
         "tensor_model_parallel_size: seen 5, expected a divisor or multiple of num_key_value_heads 2",
         "tensor_model_parallel_size: seen 5, expected a divisor of intermediate_size 48 (nearest: 4)",
         "tensor_model_parallel_size: seen 5, expected a divisor of moe_intermediate_size 24 (nearest: 4)",
         "expert_model_parallel_size: seen 3, expected a divisor of num_experts 4 (nearest: 2)",
     ]
-    with pytest.raises(ValueError, match="expected 1 \\(Qwen3ForCausalLM has no experts\\)"):
-        check_parallel_sizes(megatron_config(CONFIGS["qwen3"]), expert=2)
-    with pytest.raises(ValueError, match="expert_tensor_parallel_size: seen 16"):
-        check_parallel_sizes(moe, tensor=2, expert_tensor=16)
+    (dense,) = parallel_size_problems(megatron_config(CONFIGS["qwen3"]), expert=2)
+    assert dense.expected == "1 (Qwen3ForCausalLM has no experts)"
+    assert "expert_tensor_parallel_size" in [p.path for p in parallel_size_problems(moe, tensor=2, expert_tensor=16)]
 
 
 def test_nothing_of_this_imports_megatron() -> None:

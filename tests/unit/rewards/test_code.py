@@ -486,5 +486,5 @@ def test_it_is_registered():
 
 def test_rules_between_keys():
     assert CodeConfig().problems() == []
-    problems = CodeConfig(total_timeout=1).problems()
-    assert problems == ["total_timeout: seen 1.0, expected at least limits.wall_seconds = 10.0"]
+    (problem,) = CodeConfig(total_timeout=1).problems()
+    assert str(problem) == "total_timeout: seen 1.0, expected at least limits.wall_seconds = 10.0"

@@ -117,12 +117,12 @@ def test_rows_of_columnar_files_are_understood():
         ([{"kind": "num_word"}], r"constraints.0.kind: seen num_word, expected one of .*did you mean num_words\?"),
         ([{"min": 1}], "constraints.0: seen .*, expected a mapping with kind"),
         (["num_words"], "constraints.0: seen .*, expected a mapping"),
-        ([{"kind": "num_words"}], "constraints.0.min: seen 0 without max, expected a bound"),
+        ([{"kind": "num_words"}], "constraints.0.min: seen 0, expected at least 1"),
         ([{"kind": "num_words", "min": 3, "max": 2}], "constraints.0.max: seen 2, expected at least min = 3"),
         ([{"kind": "num_words", "minimum": 3}], "constraints.0.minimum: seen 3, expected no such key"),
         ([{"kind": "json"}, {"kind": "regex", "pattern": "("}], "constraints.1.pattern: seen .*regular expression"),
         ([{"kind": "keywords_include", "keywords": []}], "constraints.0.keywords: seen .*at least 1 long"),
-        ([{"kind": "keywords_include", "keywords": [" "]}], "constraints.0.keywords: seen a blank one"),
+        ([{"kind": "keywords_include", "keywords": [" "]}], "constraints.0.keywords: seen .*none blank"),
     ],
 )
 def test_rows_that_cannot_be_understood_are_errors_with_the_row(constraints, message):
@@ -136,8 +136,8 @@ def test_args_are_checked_at_start():
         constraints=[{"kind": "json"}, {"kind": "jsn"}, {"kind": "sections", "min": 2, "max": 1}]
     )
     first, second = config.problems()
-    assert first.startswith("constraints.1.kind: seen jsn, expected one of") and "did you mean json?" in first
-    assert second == "constraints.2.max: seen 1, expected at least min = 2"
+    assert (first.path, first.seen, first.hint) == ("constraints.1.kind", "jsn", "did you mean json?")
+    assert str(second) == "constraints.2.max: seen 1, expected at least min = 2"
     with pytest.raises(ValueError, match=r"constraints\.1\.kind"):
         InstructionVerifier(config)
 

@@ -428,17 +428,20 @@ def test_a_prompt_of_ones_own_sees_the_row():
 @pytest.mark.parametrize(
     ("args", "problem"),
     [
-        ({"judge_api_url": "ftp://host/v1"}, "judge_api_url: seen 'ftp://host/v1', expected http"),
+        ({"judge_api_url": "ftp://host/v1"}, "judge_api_url: seen .ftp://host/v1., expected http"),
         ({"judge_api_url": "host:8000"}, "judge_api_url: seen"),
         ({"judge_api_url": "http://a:b:c"}, "judge_api_url: .*expected http"),
-        ({"judge_api_key_env": "sk-123"}, "judge_api_key_env: expected the name of an environment variable"),
-        ({"judge_prompt": "{{ prompt }}"}, "judge_prompt: .* expected {{ response }} in it"),
-        ({"judge_prompt": "{response}"}, "judge_prompt: .* expected {{ response }} in it"),
+        (
+            {"judge_api_key_env": "sk-123"},
+            "judge_api_key_env: seen a value that is not shown, expected the name of an environment variable",
+        ),
+        ({"judge_prompt": "{{ prompt }}"}, "judge_prompt: .*expected {{ response }} in it"),
+        ({"judge_prompt": "{response}"}, "judge_prompt: .*expected {{ response }} in it"),
         ({"judge_prompt": "{{ response }}{{ respons }}"}, "judge_prompt: seen {{ respons }}, expected one of prompt"),
-        ({"judge_prompt": "a\n{% if %}"}, "judge_prompt: line 2"),
-        ({"score_pattern": "("}, "score_pattern: seen '\\('"),
-        ({"score_pattern": "Score"}, "score_pattern: seen 'Score', expected a group"),
-        ({"min_score": 5, "max_score": 5}, "max_score: seen 5, expected more than min_score = 5"),
+        ({"judge_prompt": "a\n{% if %}"}, "judge_prompt: .*line 2"),
+        ({"score_pattern": "("}, "score_pattern: seen .\\(., expected a regular"),
+        ({"score_pattern": "Score"}, "score_pattern: seen .Score., expected a group"),
+        ({"min_score": 5, "max_score": 5}, "max_score: seen 5.0, expected more than min_score = 5"),
     ],
 )
 def test_wrong_configurations_are_named(args: dict[str, Any], problem: str):

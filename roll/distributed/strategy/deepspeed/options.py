@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from roll.configs.problems import ConfigProblem
 from roll.configs.strategy import AUTO, DEEPSPEED_ELSEWHERE
 from roll.distributed.strategy.arguments import constructor_fields, type_problems
 from roll.distributed.strategy.engines import advice
@@ -83,15 +84,14 @@ FORMATS = {
 """Number formats, and the other keys of their sections, which DeepSpeed reads one by one; ``None``: any value."""
 
 
-def check_engine_options(options: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the keys of a ``strategy_config``, found without importing DeepSpeed.
+def check_engine_options(options: Mapping[str, Any]) -> list[ConfigProblem]:
+    """Keys of a ``strategy_config`` that DeepSpeed does not have, and values of another type, without importing it.
 
-    Returns:
-        ``key: seen …, expected …`` for keys that DeepSpeed does not have, and values of another type; of the sections
-        with names of their own only when it is installed. What ``DeepSpeedConfig`` itself refuses is not repeated.
+    Sections with names of their own are looked at only when it is installed. What ``DeepSpeedConfig`` itself refuses is
+    not repeated.
     """
     problems = [
-        f"{key}: seen {options[key]!r}, expected a key of DeepSpeed's configuration{advice(key, PASSED_ON)}"
+        ConfigProblem(key, options[key], "a key of DeepSpeed's configuration", advice(key, PASSED_ON))
         for key in options
         if key not in PASSED_ON and key not in DEEPSPEED_ELSEWHERE
     ]
@@ -99,12 +99,12 @@ def check_engine_options(options: Mapping[str, Any]) -> list[str]:
         section = _section(options, place)
         fields = constructor_fields("deepspeed", file, (model,))
         problems += [
-            f"{place}.{key}: seen {value!r}, expected a key of DeepSpeed's {model}{advice(key, fields)}"
+            ConfigProblem(f"{place}.{key}", value, f"a key of DeepSpeed's {model}", advice(key, fields))
             for key, value in section.items()
             if fields and key not in fields
         ]
         given = {key: value for key, value in section.items() if value != AUTO and value is not None}
-        problems += [f"{place}.{problem}" for problem in type_problems(given, fields)]
+        problems += [problem.under(place) for problem in type_problems(given, fields)]
     given = {key: value for key, value in options.items() if value != AUTO and value is not None}
     return problems + type_problems(given, SCALARS) + _format_problems(options)
 
@@ -117,14 +117,14 @@ def _section(options: Mapping[str, Any], place: str) -> Mapping[str, Any]:
     return options
 
 
-def _format_problems(options: Mapping[str, Any]) -> list[str]:
+def _format_problems(options: Mapping[str, Any]) -> list[ConfigProblem]:
     given = {key: value for key, value in options.items() if key in FORMATS}
     for place in ("data_types", "torch_autocast"):
         given |= {f"{place}.{key}": value for key, value in _section(options, place).items()}
     problems = []
     for key, value in given.items():
         if key not in FORMATS:
-            problems.append(f"{key}: seen {value!r}, expected a key of DeepSpeed's configuration{advice(key, FORMATS)}")
+            problems.append(ConfigProblem(key, value, "a key of DeepSpeed's configuration", advice(key, FORMATS)))
         elif (allowed := FORMATS[key]) and value not in (*allowed, AUTO, None):
-            problems.append(f"{key}: seen {value!r}, expected {' or '.join(allowed)}")
+            problems.append(ConfigProblem(key, value, " or ".join(allowed)))
     return problems

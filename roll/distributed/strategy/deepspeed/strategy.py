@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from roll.configs.problems import ConfigErrors
 from roll.configs.strategy import DeepSpeedConfig
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.deepspeed.config import scoring_config, training_config
@@ -34,7 +35,8 @@ class DeepSpeedInfer(ModuleScorer[EngineWeights]):
         strategy = context.worker.strategy_args
         require_engine("deepspeed", extra="deepspeed", strategy=strategy.strategy_name)
         if problems := check_engine_options(strategy.strategy_config):
-            raise ValueError(f"{context.role}.strategy_args.strategy_config.{'; '.join(problems)}")
+            prefix = f"{context.role}.strategy_args.strategy_config"
+            raise ConfigErrors([problem.under(prefix) for problem in problems])
         self._options = DeepSpeedConfig.model_validate(strategy.strategy_config)
 
     def setup(self) -> RankInfo:

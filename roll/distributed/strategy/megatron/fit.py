@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from roll.configs.problems import show
+from roll.configs.problems import ConfigProblem, Words, show
 from roll.configs.strategy import MegatronConfig
-from roll.models.megatron.config import MegatronModelConfig, check_parallel_sizes, megatron_config
+from roll.models.megatron.config import MegatronModelConfig, megatron_config, parallel_size_problems
 from roll.models.megatron.names import adaptable_layers
 
 if TYPE_CHECKING:
@@ -27,34 +27,27 @@ FOR_EXPERTS = (
 """Options that say nothing to a dense model; ``expert_model_parallel_size`` is one of the sizes."""
 
 
-def check_model_fit(hf_config: PreTrainedConfig, options: MegatronConfig) -> list[str]:
-    """What of a model and a layout does not go together, with the nearest right choice.
+def check_model_fit(hf_config: PreTrainedConfig, options: MegatronConfig) -> list[ConfigProblem]:
+    """Options of a layout that do not go together with a model, with the nearest right choice.
 
-    Returns:
-        ``option: seen …, expected …``; a sentence without an option where the model cannot be converted.
+    Raises:
+        ValueError: the model cannot be converted.
     """
-    try:
-        converted = megatron_config(hf_config)
-    except ValueError as error:
-        return [str(error)]
-    problems = []
-    try:
-        check_parallel_sizes(
-            converted,
-            tensor=options.tensor_model_parallel_size,
-            expert=options.expert_model_parallel_size,
-            expert_tensor=options.expert_tensor_parallel_size,
-        )
-    except ValueError as error:
-        problems += str(error).splitlines()
+    converted = megatron_config(hf_config)
+    problems = parallel_size_problems(
+        converted,
+        tensor=options.tensor_model_parallel_size,
+        expert=options.expert_model_parallel_size,
+        expert_tensor=options.expert_tensor_parallel_size,
+    )
     stages = _stage_problems(converted.num_layers, options)
     return problems + (stages or _recompute_problems(converted.num_layers, options)) + _moe_problems(converted, options)
 
 
 def check_adapter_fit(
     hf_config: PreTrainedConfig, options: MegatronConfig, layers: Iterable[str], *, dropout: float
-) -> list[str]:
-    """What of a LoRA adapter Megatron's layers cannot have, with the nearest right choice.
+) -> list[ConfigProblem]:
+    """Keys of a LoRA adapter that Megatron's layers cannot have, with the nearest right choice.
 
     Args:
         hf_config: of a model that can be converted.
@@ -63,59 +56,53 @@ def check_adapter_fit(
         dropout: of the adapter's inputs.
 
     Returns:
-        ``key: seen …, expected …``; keys of the role's section.
+        Problems with keys of the role's section.
     """
     converted = megatron_config(hf_config)
     known = list(adaptable_layers(converted))
     names = sorted({name.rpartition(".")[2] for name in known})
     problems = []
+    base = "strategy_args.strategy_config"
     layers = list(layers)
     if left := sorted({name.rpartition(".")[2] for name in layers} - set(names)):
-        problems.append(
-            f"model_args.lora_target: seen {', '.join(left)} among the layers, expected some of {', '.join(names)}"
-        )
+        expected = f"some of {', '.join(names)}"
+        problems.append(ConfigProblem("model_args.lora_target", Words(f"{', '.join(left)} among the layers"), expected))
     if dropout:
-        problems.append(f"model_args.lora_dropout: seen {dropout}, expected 0 with Megatron-Core")
+        problems.append(ConfigProblem("model_args.lora_dropout", dropout, "0 with Megatron-Core"))
     tensor, groups = options.tensor_model_parallel_size, converted.transformer["num_query_groups"]
     if tensor > groups and any(name.endswith((".q_proj", ".k_proj", ".v_proj")) for name in layers):
-        problems.append(
-            f"strategy_args.strategy_config.tensor_model_parallel_size: seen {tensor}, expected at most "
-            f"num_key_value_heads {groups} with an adapter on queries, keys or values"
-        )
+        expected = f"at most num_key_value_heads {groups} with an adapter on queries, keys or values"
+        problems.append(ConfigProblem(f"{base}.tensor_model_parallel_size", tensor, expected))
     if options.moe_shared_expert_overlap and any(".shared_expert." in name for name in layers):
-        problems.append(
-            "strategy_args.strategy_config.moe_shared_expert_overlap: seen true, expected false with an adapter on "
-            "the shared expert"
-        )
+        expected = "false with an adapter on the shared expert"
+        problems.append(ConfigProblem(f"{base}.moe_shared_expert_overlap", True, expected))
     return problems
 
 
-def _stage_problems(num_layers: int, options: MegatronConfig) -> list[str]:
+def _stage_problems(num_layers: int, options: MegatronConfig) -> list[ConfigProblem]:
     """Layers that cannot be dealt out to the pipeline's stages."""
     stages, virtual = options.pipeline_model_parallel_size, options.virtual_stages or 1
     if options.num_layers_in_first_pipeline_stage is None and options.num_layers_in_last_pipeline_stage is None:
         chunks = stages * virtual
         if num_layers % chunks == 0:
             return []
-        seen = f"{stages} x {VIRTUAL} {virtual} = {chunks}" if virtual > 1 else str(stages)
+        seen = Words(f"{stages} x {VIRTUAL} {virtual} = {chunks}") if virtual > 1 else stages
         nearest = min(_divisors(num_layers), key=lambda divisor: abs(divisor - chunks))
-        return [
-            f"pipeline_model_parallel_size: seen {seen}, expected a divisor of num_hidden_layers {num_layers} "
-            f"(nearest: {nearest})"
-        ]
+        expected = f"a divisor of num_hidden_layers {num_layers} (nearest: {nearest})"
+        return [ConfigProblem("pipeline_model_parallel_size", seen, expected)]
     if stages == 1:
         return []  # refused by itself
     counts = _uneven_stages(num_layers, options)
-    if isinstance(counts, str):
+    if isinstance(counts, ConfigProblem):
         return [counts]
     return [
-        f"{VIRTUAL}: seen {virtual}, expected a divisor of the {count} layers of a {where} stage"
+        ConfigProblem(VIRTUAL, virtual, f"a divisor of the {count} layers of a {where} stage")
         for where, count in counts.items()
         if count % virtual
     ]
 
 
-def _uneven_stages(num_layers: int, options: MegatronConfig) -> dict[str, int] | str:
+def _uneven_stages(num_layers: int, options: MegatronConfig) -> dict[str, int] | ConfigProblem:
     """Layers of the first, the last and the other stages; a problem where they do not add up."""
     given = {"first": options.num_layers_in_first_pipeline_stage, "last": options.num_layers_in_last_pipeline_stage}
     counts = {where: count for where, count in given.items() if count is not None}
@@ -131,10 +118,11 @@ def _uneven_stages(num_layers: int, options: MegatronConfig) -> dict[str, int] |
     near = f" (nearest: {min(fits, key=lambda n: abs(n - counts[where]))})" if fits else ""
     beside = "".join(f" and {count} in the {each} stage" for each, count in counts.items() if each != where)
     share = f"equally many for {others} other stage{'s' if others > 1 else ''}" if others else "none over"
-    return f"{key}: seen {counts[where]}{beside}, expected to leave {share} of {num_layers} layers{near}"
+    seen = Words(f"{counts[where]}{beside}") if beside else counts[where]
+    return ConfigProblem(key, seen, f"to leave {share} of {num_layers} layers{near}")
 
 
-def _recompute_problems(num_layers: int, options: MegatronConfig) -> list[str]:
+def _recompute_problems(num_layers: int, options: MegatronConfig) -> list[ConfigProblem]:
     """Groups of recomputed layers that do not fit the layers of a stage."""
     count = options.recompute_num_layers
     if count is None:
@@ -144,42 +132,36 @@ def _recompute_problems(num_layers: int, options: MegatronConfig) -> list[str]:
     uneven = _uneven_stages(num_layers, options) if stages > 1 and given else None
     layers = {n // virtual for n in uneven.values()} if isinstance(uneven, dict) else {num_layers // stages // virtual}
     if options.recompute_method == "block" and count > max(layers):
-        return [f"recompute_num_layers: seen {count}, expected at most {max(layers)}, the layers of a stage"]
+        return [options.problem("recompute_num_layers", f"at most {max(layers)}, the layers of a stage")]
     if options.recompute_method != "block" and any(n % count for n in layers):
         words = ", ".join(map(str, sorted(layers)))
         shared = [n for n in range(1, max(layers) + 1) if not any(each % n for each in layers)]
         near = min(shared, key=lambda n: abs(n - count))
-        return [
-            f"recompute_num_layers: seen {count} with recompute_method uniform, expected a divisor of the {words} "
-            f"layers of a stage (nearest: {near})"
-        ]
+        expected = f"with recompute_method uniform a divisor of the {words} layers of a stage (nearest: {near})"
+        return [options.problem("recompute_num_layers", expected)]
     return []
 
 
-def _moe_problems(converted: MegatronModelConfig, options: MegatronConfig) -> list[str]:
+def _moe_problems(converted: MegatronModelConfig, options: MegatronConfig) -> list[ConfigProblem]:
     """Options for experts that the model does not have, or that need others."""
     parts = [part for part in options.recompute_modules or () if part in ("moe", "moe_act", "shared_experts")]
     if not converted.num_experts:
         default = MegatronConfig()
         unread = [key for key in FOR_EXPERTS if getattr(options, key) != getattr(default, key)]
         words = f"({converted.model_class} has no experts)"
-        problems = [
-            f"{key}: seen {show(getattr(options, key))}, expected {show(getattr(default, key))} {words}"
-            for key in unread
-        ]
-        return problems + [f"recompute_modules: seen {part}, expected no such part {words}" for part in parts]
+        problems = [options.problem(key, f"{show(getattr(default, key))} {words}") for key in unread]
+        return problems + [options.problem("recompute_modules", f"no {part} {words}") for part in parts]
     problems = []
     tensor = options.tensor_model_parallel_size
     if tensor > 1 and not options.sequence_parallel:
-        problems.append(
-            f"sequence_parallel: seen false with experts and tensor_model_parallel_size {tensor}, expected true"
-        )
+        expected = f"true with experts and tensor_model_parallel_size {tensor}"
+        problems.append(options.problem("sequence_parallel", expected))
     if not converted.transformer.get("moe_shared_expert_intermediate_size"):
         words = f"({converted.model_class} has no shared expert)"
         if options.moe_shared_expert_overlap:
-            problems.append(f"moe_shared_expert_overlap: seen true, expected false {words}")
+            problems.append(options.problem("moe_shared_expert_overlap", f"false {words}"))
         if "shared_experts" in parts:
-            problems.append(f"recompute_modules: seen shared_experts, expected no such part {words}")
+            problems.append(options.problem("recompute_modules", f"no shared_experts {words}"))
     return problems
 
 

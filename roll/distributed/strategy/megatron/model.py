@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll.configs.problems import ConfigProblem
 from roll.configs.strategy import MegatronConfig
 from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.distributed.strategy.megatron.fit import check_model_fit
@@ -361,15 +362,15 @@ def _layout(chunk: Any, *, first: bool, last: bool) -> ParallelLayout:
     )
 
 
-def _machine_problems(context: StrategyContext, options: MegatronConfig, dtype: torch.dtype) -> list[str]:
+def _machine_problems(context: StrategyContext, options: MegatronConfig, dtype: torch.dtype) -> list[ConfigProblem]:
     """Options for which this machine has not the kernels."""
     problems = []
     kernels = torch.cuda.is_available() and importlib.util.find_spec("grouped_gemm") is not None
     engine = uses_transformer_engine(context, dtype)
     if options.moe_grouped_gemm and not engine and not (kernels and dtype == torch.bfloat16):
         needs = "a GPU, TransformerEngine without lora_target (or grouped_gemm) and dtype bf16"
-        problems.append(f"moe_grouped_gemm: seen true, expected false without {needs}")
+        problems.append(options.problem("moe_grouped_gemm", f"false without {needs}"))
     if options.attention_backend not in (None, "auto") and not engine:
-        seen, needs = options.attention_backend, "a GPU, TransformerEngine and dtype bf16, and with lora_target"
-        problems.append(f"attention_backend: seen {seen}, expected null without {needs}")
+        needs = "a GPU, TransformerEngine and dtype bf16, and with lora_target"
+        problems.append(options.problem("attention_backend", f"null without {needs}"))
     return problems

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from roll.configs.problems import ConfigProblem
 from roll.configs.strategy import MegatronConfig
 from roll.distributed.strategy.arguments import constructor_fields, type_problems
 from roll.distributed.strategy.engines import advice
@@ -78,8 +79,8 @@ ENGINE_CONFIGS = {
 CALLABLES = ("timers", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func")
 
 
-def check_engine_options(options: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the keys of a ``strategy_config`` that are for Megatron; reads its source, imports nothing."""
+def check_engine_options(options: Mapping[str, Any]) -> list[ConfigProblem]:
+    """Wrong keys and values of a ``strategy_config`` that are for Megatron; reads its source, imports nothing."""
     known: dict[str, str] = {}
     for file, classes in ENGINE_CONFIGS.items():
         known |= constructor_fields("megatron", file, classes)
@@ -90,12 +91,12 @@ def check_engine_options(options: Mapping[str, Any]) -> list[str]:
     problems = []
     for name in sorted(options.keys() - typed):
         if name in MODEL_FIELDS:
-            problems.append(f"{name}: seen {options[name]!r}, expected model_args.model_config_kwargs instead")
+            problems.append(ConfigProblem(name, options[name], "model_args.model_config_kwargs instead"))
         elif name in OWNED:
-            problems.append(f"{name}: seen {options[name]!r}, expected {OWNED[name]}")
+            problems.append(ConfigProblem(name, options[name], OWNED[name]))
         elif name not in known:
             hint = advice(name, known.keys() | typed)
-            problems.append(f"{name}: seen {options[name]!r}, expected an option of Megatron-Core{hint}")
+            problems.append(ConfigProblem(name, options[name], "an option of Megatron-Core", hint))
         else:
             problems += type_problems({name: options[name]}, known)
     return problems

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from roll.configs.problems import ConfigProblem
 from roll.configs.strategy import SglangConfig
 from roll.distributed.strategy.engines import MissingEngineError, option_problems, require_engine
 
@@ -57,13 +58,9 @@ OTHER_NAMES = {
 """What vLLM calls an option of this engine."""
 
 
-def check_engine_options(options: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the keys of a ``strategy_config`` that SGLang's own ``ServerArgs`` get.
-
-    Returns:
-        ``key: seen …, expected …`` for keys that the installed SGLang has no argument for, or that are set from
-        elsewhere; only the latter when SGLang is not installed.
-    """
+def check_engine_options(options: Mapping[str, Any]) -> list[ConfigProblem]:
+    """Keys of a ``strategy_config`` that the installed SGLang has no argument for, or that are set from elsewhere;
+    only the latter when SGLang is not installed."""
     return option_problems(
         options,
         typed=SglangConfig.model_fields,
@@ -81,16 +78,18 @@ def require_sglang(python: str | None) -> None:
     """
     if python is None:
         require_engine("sglang", extra="sglang", strategy="sglang")
-    elif not (Path(python).is_file() and os.access(python, os.X_OK)):
-        raise MissingEngineError(
-            f"strategy_config.python_executable: {python}: no such program, expected the interpreter of an environment "
-            "that scripts/make_sglang_env.sh made"
-        )
-    elif _package_folder(python) is None:
-        raise MissingEngineError(
-            f"strategy_config.python_executable: {python}: the package 'sglang' is not installed there, "
-            "expected an environment that scripts/make_sglang_env.sh made"
-        )
+    elif problem := interpreter_problem(python):
+        raise MissingEngineError(str(problem.under("strategy_config")))
+
+
+def interpreter_problem(python: str) -> ConfigProblem | None:
+    """The reason why SGLang cannot be started with an interpreter, if there is one."""
+    key, made = "python_executable", "an environment that scripts/make_sglang_env.sh made"
+    if not (Path(python).is_file() and os.access(python, os.X_OK)):
+        return ConfigProblem(key, python, f"the interpreter of {made}", "no such program")
+    if _package_folder(python) is None:
+        return ConfigProblem(key, python, made, "the package sglang is not installed there")
+    return None
 
 
 def _package_folder(python: str | None) -> Path | None:

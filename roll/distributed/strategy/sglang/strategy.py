@@ -31,6 +31,7 @@ import numpy as np
 import torch
 import torch.multiprocessing  # teaches ForkingPickler tensors
 
+from roll.configs.problems import ConfigErrors
 from roll.configs.strategy import SglangConfig
 from roll.data.requests import Completion, FinishReason, GenerateRequest
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
@@ -72,7 +73,8 @@ class SglangStrategy:
         self._config = SglangConfig.model_validate(options)
         require_sglang(self._config.python_executable)
         if problems := check_engine_options(options):
-            raise ValueError(f"{context.role}.strategy_args.strategy_config: {'; '.join(problems)}")
+            prefix = f"{context.role}.strategy_args.strategy_config"
+            raise ConfigErrors([problem.under(prefix) for problem in problems])
         self._on_cpu = not torch.accelerator.is_available()
         self._tp_size = self._config.tp_size or context.worker.num_gpus_per_worker
         self._counters = Counters()

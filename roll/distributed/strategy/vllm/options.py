@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from roll.configs.problems import ConfigProblem
 from roll.configs.strategy import VllmConfig
 from roll.distributed.strategy.arguments import constructor_fields
 from roll.distributed.strategy.engines import option_problems
@@ -41,13 +42,9 @@ OTHER_NAMES = {
 """What SGLang calls an option of this engine."""
 
 
-def check_engine_options(options: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the keys of a ``strategy_config`` that vLLM's own constructor gets.
-
-    Returns:
-        ``key: seen …, expected …`` for keys that the installed vLLM has no argument for, or that are set from
-        elsewhere; only the latter when vLLM is not installed.
-    """
+def check_engine_options(options: Mapping[str, Any]) -> list[ConfigProblem]:
+    """Keys of a ``strategy_config`` that the installed vLLM has no argument for, or that are set from elsewhere; only
+    the latter when vLLM is not installed."""
     return option_problems(
         options,
         typed=VllmConfig.model_fields,

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roll.configs.problems import ConfigErrors
 from roll.configs.strategy import VllmConfig
 from roll.data.requests import Completion, FinishReason, GenerateRequest
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
@@ -76,7 +77,8 @@ class VllmStrategy:
         options = context.worker.strategy_args.strategy_config
         self._config = VllmConfig.model_validate(options)
         if problems := check_engine_options(options):
-            raise ValueError(f"{context.role}.strategy_args.strategy_config: {'; '.join(problems)}")
+            prefix = f"{context.role}.strategy_args.strategy_config"
+            raise ConfigErrors([problem.under(prefix) for problem in problems])
         self._on_cpu = not torch.cuda.is_available()
         self._counters = Counters()
         self._open: set[str] = set()
