@@ -29,13 +29,15 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from roll.configs.engines import packages
 from roll.configs.worker import WorkerConfig
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import GenerateStrategy, StrategyContext
-from roll.distributed.strategy.engines import PACKAGES
 from roll.models.loading import load_causal_lm
 from roll.models.tiny import make_tiny_model
+
+PACKAGES = packages()
 
 SGLANG_PYTHON = Path(
     os.environ.get("ROLL_SGLANG_PYTHON", Path(__file__).resolve().parents[1] / ".venv-sglang" / "bin" / "python")

@@ -26,13 +26,15 @@ import torch.multiprocessing
 from torch import Tensor
 
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
+from roll.configs.engines import packages
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.packing import make_micro_batches, make_packs
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import StrategyContext, TrainStrategy
-from roll.distributed.strategy.engines import PACKAGES
 from roll.models.tiny import make_tiny_model
+
+PACKAGES = packages()
 
 OPTIMIZER_STEPS = 4
 LEARNING_RATE, MAX_NORM, ENTROPY_COEF = 1e-3, 1.0, 0.01

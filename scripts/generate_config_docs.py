@@ -14,10 +14,11 @@ from roll.configs.algorithm import AlgorithmConfig, OverlongBufferConfig, PfPpoC
 from roll.configs.base import Config
 from roll.configs.correction import IsWeightConfig, TrainInferCorrectionConfig, TrainInferFilterConfig
 from roll.configs.data import DataArguments, DatasetFilterConfig
+from roll.configs.engines import cards
 from roll.configs.env import ALIASES, CustomEnvConfig, EnvManagerConfig
+from roll.configs.foreign import FOREIGN
 from roll.configs.generating import GeneratingArguments
 from roll.configs.model import ModelArguments
-from roll.configs.obsolete import OBSOLETE
 from roll.configs.pipeline import CheckpointConfig, RayInitConfig, RunConfig
 from roll.configs.rewards import RewardConfig, RewardFilterConfig, VerifierConfig
 from roll.configs.rl import RLConfig
@@ -29,15 +30,7 @@ from roll.configs.rlvr import (
     ValidationConfig,
 )
 from roll.configs.schema import is_section, range_text, section_of, type_text
-from roll.configs.strategy import (
-    DeepSpeedConfig,
-    Fsdp2Config,
-    HfInferConfig,
-    MegatronConfig,
-    SglangConfig,
-    StrategyArguments,
-    VllmConfig,
-)
+from roll.configs.strategy import StrategyArguments
 from roll.configs.training import TrainingArguments
 from roll.configs.worker import WorkerConfig
 from roll.rewards import VERIFIERS
@@ -89,15 +82,6 @@ ROLES: list[Group] = [
     ),
     ("Strategy", "`<role>.strategy_args`", StrategyArguments),
 ]
-STRATEGIES: list[Group] = [
-    ("hf_infer", "`strategy_config` of `hf_infer`", HfInferConfig),
-    ("fsdp2", "`strategy_config` of `fsdp2_train` and `fsdp2_infer`", Fsdp2Config),
-    ("deepspeed", "`strategy_config` of `deepspeed_train` and `deepspeed_infer`", DeepSpeedConfig),
-    ("megatron", "`strategy_config` of `megatron_train` and `megatron_infer`", MegatronConfig),
-    ("vllm", "`strategy_config` of `vllm`", VllmConfig),
-    ("sglang", "`strategy_config` of `sglang`", SglangConfig),
-]
-
 INTRODUCTION = """\
 # Configuration
 
@@ -143,7 +127,7 @@ def render() -> str:
         ("Agentic pipeline", AGENTIC),
         ("RLVR pipeline", RLVR),
         ("Roles", ROLES),
-        ("Strategies", STRATEGIES),
+        ("Strategies", _strategies()),
         ("Verifiers", _verifiers()),
     ):
         parts.append(f"## {title}\n")
@@ -186,10 +170,17 @@ def _verifiers() -> list[Group]:
     return [(name, f"`args` of the verifier `{name}`", VERIFIERS.get(name).config_class) for name in VERIFIERS.names()]
 
 
+def _strategies() -> list[Group]:
+    return [
+        (card.name, f"`strategy_config` of {' and '.join(f'`{name}`' for name in card.strategies)}", card.options)
+        for card in cards()
+    ]
+
+
 def _names() -> str:
     lines = ["## Other spellings", "", "| key | here |", "|---|---|"]
     lines += [f"| `{alias}` | the same as `{name}`; giving both is an error |" for alias, name in ALIASES.items()]
-    lines += [f"| `{key}` | {advice} |" for key, advice in OBSOLETE.items()]
+    lines += [f"| `{key}` | {foreign.advice} |" for key, foreign in sorted(FOREIGN.items())]
     return "\n".join(lines) + "\n"
 
 

@@ -45,6 +45,19 @@ PG_VARIANTS: tuple[str, ...] = (
 )
 """Names that ``pg_variant`` accepts besides ``package.module:function``."""
 
+SWITCHES: dict[str, str] = {
+    "difficulty_high_threshold": "difficulty_mask",
+    "difficulty_low_threshold": "difficulty_mask",
+    "dual_clip_c": "dual_clip_loss",
+    "error_max_len_threshold": "error_max_len_clip",
+    "init_kl_coef": "add_token_level_kl",
+    "kl_loss_coef": "use_kl_loss",
+    "len_reward_coef": "add_len_reward",
+    "pg_clip_high": "use_pg_clip_range",
+    "pg_clip_low": "use_pg_clip_range",
+}
+"""Keys that are read only when another one is true."""
+
 KlPenalty = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full"]
 NormType = Literal["batch", "group", "running"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -377,6 +390,10 @@ class AlgorithmConfig(Config):
             yield self.problem("importance_sampling", f"token {loss}, which does not read it", *chosen)
         if self.dual_clip_loss and self.policy_loss in set(PG_VARIANTS) - {"ppo", "clip_cov"}:
             yield self.problem("dual_clip_loss", f"false {loss}", *chosen)
+        unset = AlgorithmConfig.model_fields
+        for key, switch in SWITCHES.items():
+            if getattr(self, key) != unset[key].default and not getattr(self, switch):
+                yield self.problem(key, f"no such key, or {switch}: true, without which nothing reads it", switch)
         if self.use_kl_loss and not self.kl_loss_coef:
             yield self.problem("kl_loss_coef", "above 0 with use_kl_loss: true", "use_kl_loss")
         if self.mask_type == "all" and not self.masks_samples:

@@ -68,8 +68,16 @@ def _train_line(config: RLConfig, role: str) -> str:
         f"{role}: global batch {worker.global_train_batch_size} {noun} = {arguments.per_device_train_batch_size} per "
         f"device × {arguments.gradient_accumulation_steps} accumulated × {worker.data_parallel_size} data-parallel; "
         f"{config.samples_per_step} {noun} make {_count(steps, 'optimizer step')}{epochs} per step, "
-        f"{config.total_optimizer_steps} in all; {_micro_batches(worker, noun)}"
+        f"{config.total_optimizer_steps} in all; {_micro_batches(worker, noun)}{_warm_up(config, worker)}"
     )
+
+
+def _warm_up(config: RLConfig, worker: WorkerConfig) -> str:
+    """A warning of a warm-up that outlasts the run."""
+    steps, total = worker.training_args.warmup_steps, config.total_optimizer_steps
+    if steps < total or not steps:
+        return ""
+    return f"; warmup_steps {steps} are not over before the run is: the learning rate stays below its peak"
 
 
 def _micro_batches(worker: WorkerConfig, noun: str) -> str:

@@ -32,8 +32,8 @@ class Composed:
 
     values: dict[str, Any]
     """Plain values, interpolations resolved."""
-    referenced: frozenset[str]
-    """Top-level keys that some ``${...}`` reads."""
+    references: dict[str, frozenset[str]]
+    """By top-level key: the top-level keys that a ``${...}`` in it reads."""
     problems: list[ConfigProblem]
     """Overrides and interpolations that could not be understood."""
 
@@ -56,12 +56,15 @@ def compose_config(config_name: str, config_path: Path, overrides: Sequence[str]
     chosen = [item for item in parsed if ".".join(_path(item)) in groups]
     for item in chosen:
         problems += _choose(tree, item, groups, config_path)
-    referenced = _references(tree)
+    before = _references(tree)
     # Overrides inside a linked section wait until those of the section it links to are applied.
     others = [item for item in parsed if item not in chosen]
     for override in sorted(others, key=lambda item: _crosses_link(tree, _path(item))):
         problems += _apply(tree, override)
-    return Composed(_resolve(tree, "", problems), referenced | _references(tree), problems)
+    references = _references(tree)
+    for key, names in before.items():  # what an override has replaced was read by the file
+        references[key] = references.get(key, frozenset()) | names
+    return Composed(_resolve(tree, "", problems), references, problems)
 
 
 def _read(config_name: str, config_path: Path) -> DictConfig:
@@ -84,7 +87,7 @@ def _compose(name: str, config_path: Path) -> DictConfig:
     try:
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
             tree = compose(name, overrides=[search_path])
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         message = re.sub(r"\s+", " ", str(error)).strip()
         raise ConfigErrors(
             [ConfigProblem(f"{name}.yaml", NOTHING, f"a file that can be composed: {message}")]
@@ -124,8 +127,10 @@ def _drop_replaced_engines(tree: DictConfig, file: DictConfig) -> None:
             tree[role].pop("strategy_args", None)
 
 
-def _references(tree: DictConfig) -> frozenset[str]:
-    return frozenset(_REFERENCE.findall(OmegaConf.to_yaml(tree)))
+def _references(tree: DictConfig) -> dict[str, frozenset[str]]:
+    plain = OmegaConf.to_container(tree, resolve=False)
+    assert isinstance(plain, dict)
+    return {str(key): frozenset(_REFERENCE.findall(str(value))) for key, value in plain.items()}
 
 
 def _parse_overrides(texts: Sequence[str]) -> tuple[list[tuple[Override, Any]], list[ConfigProblem]]:

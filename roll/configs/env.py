@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from pydantic import Field, model_validator
@@ -10,7 +11,12 @@ from pydantic import Field, model_validator
 from roll.configs.base import Config
 from roll.configs.generating import GeneratingArguments
 from roll.configs.problems import ConfigProblem
+from roll.configs.schema import nearest
 from roll.configs.worker import EnvironmentVariables, WorkerConfig
+
+PLACEHOLDERS = ("observation", "turn", "max_turns", "turns_left", "history", "env_instruction")
+"""What ``agent_template`` and ``agent_system_template`` are filled in with."""
+_PLACEHOLDER = re.compile(r"(?<![\w\\{])\{(\w+)\}(?!\})")  # not the braces of \boxed{answer}
 
 ALIASES = {"num_env_groups": "env_groups", "num_groups_partition": "n_groups"}
 """Newer spellings of an environment manager's keys, by the name used here."""
@@ -54,10 +60,18 @@ class CustomEnvConfig(Config):
     )
 
     def problems(self) -> list[ConfigProblem]:
+        found = []
         if self.history_length and self.env_manager_cls == "traj":
             expected = "0 with env_manager_cls traj, whose conversation already holds every turn"
-            return [self.problem("history_length", expected, "env_manager_cls")]
-        return []
+            found.append(self.problem("history_length", expected, "env_manager_cls"))
+        for key in ("agent_template", "agent_system_template"):
+            for name in _PLACEHOLDER.findall(getattr(self, key) or ""):
+                if name not in PLACEHOLDERS:
+                    known = ", ".join(f"{{{each}}}" for each in PLACEHOLDERS)
+                    near = nearest(name, PLACEHOLDERS)
+                    hint = f"did you mean {{{near}}}?" if near else ""
+                    found.append(self.problem(key, f"placeholders among {known}", seen=f"{{{name}}}", hint=hint))
+        return found
 
 
 class EnvManagerConfig(Config):

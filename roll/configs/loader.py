@@ -12,16 +12,16 @@ from roll.configs.agentic_rules import AGENTIC_RULES
 from roll.configs.base import Config
 from roll.configs.compose import Composed, compose_config
 from roll.configs.engine_rules import ENGINE_RULES
+from roll.configs.engines import cards
 from roll.configs.env import ALIASES, CustomEnvConfig
-from roll.configs.obsolete import ENGINE_NAMES, OBSOLETE
-from roll.configs.parsing import Advise, known_keys, list_of_keys, overlap, parse, rules_broken, section_problems
+from roll.configs.foreign import advice
+from roll.configs.parsing import Advise, nearest_key, overlap, parse, rules_broken, section_problems
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rlvr_rules import RLVR_RULES
 from roll.configs.rules import RULES, Rule, sections
-from roll.configs.schema import leaf_paths, nearest
-from roll.configs.strategy import STRATEGY_CONFIGS
+from roll.configs.schema import leaf_paths
 
 ConfigT = TypeVar("ConfigT", bound=RLConfig)
 
@@ -69,10 +69,20 @@ def load_composed(
     values.setdefault("exp_name", Path(config_name).stem)
     problems = list(composed.problems)
     problems += _library_problems(values.pop(LIBRARY, {}), values.get("custom_envs", {}))
-    # A scalar that only serves interpolation is read, by whatever refers to it.
-    variables = composed.referenced - set(schema.model_fields)
+    variables = _read_by(composed.references, schema) - set(schema.model_fields)
     values = {k: v for k, v in values.items() if k not in variables and not _ENGINE_LIBRARY.fullmatch(k)}
     return validate(schema, values, extra_checks, problems, variables)
+
+
+def _read_by(references: Mapping[str, frozenset[str]], schema: type[RLConfig]) -> frozenset[str]:
+    """Top-level keys that the configuration's own keys refer to, themselves or by way of others."""
+    found: set[str] = set()
+    waiting = [key for key in references if key in schema.model_fields or key == LIBRARY or _ENGINE_LIBRARY.match(key)]
+    while waiting:
+        new = references.get(waiting.pop(), frozenset()) - found
+        found |= new
+        waiting += new
+    return frozenset(found)
 
 
 def validate(
@@ -115,24 +125,28 @@ def validate(
 def _adviser(schema: type[Config], variables: Sequence[str] | frozenset[str] = ()) -> Advise:
     """Advice for keys that the configuration of a pipeline does not know."""
 
-    def advise(section: type[Config], path: Sequence[str | int]) -> tuple[str, str | None]:
-        name = str(path[-1])
-        if advice := OBSOLETE.get(name) or ENGINE_NAMES.get(name):
-            return advice, None
-        if elsewhere := _elsewhere(schema, name):
-            return f"did you mean {elsewhere}?", None
-        known = [*known_keys(section), *(variables if len(path) == 1 else ())]
-        near = nearest(name, known)
-        return (f"did you mean {near}?", near) if near else (list_of_keys(known), None)
+    def advise(section: type[Config], path: Sequence[str | int], value: Any) -> tuple[str, str | None]:
+        if hint := advice(str(path[-1])) or _elsewhere(schema, path):
+            return hint, None
+        return nearest_key(section, path, value, variables if len(path) == 1 else ())
 
     return advise
 
 
-def _elsewhere(schema: type[Config], name: str) -> str | None:
-    """A key of this name in another section: the one that is read, where several roles have it."""
-    paths = [path for path, _ in leaf_paths(schema) if path.rpartition(".")[2] == name]
-    read = [path for path in paths if path.startswith("actor_infer" if ".generating_args." in path else "actor_train")]
-    return next(iter([*read, *paths]), None)
+def _elsewhere(schema: type[Config], path: Sequence[str | int]) -> str | None:
+    """Where a key of this name is known: in the same role, else where it is read, else among an engine's options."""
+    name, role = str(path[-1]), f"{path[0]}."
+    paths = [known for known, _ in leaf_paths(schema) if known.rpartition(".")[2] == name]
+    if name in paths:
+        return f"{name} belongs to the top level" if len(path) > 1 else None
+    here = [known for known in paths if known.startswith(role)]
+    read = [each for each in paths if each.startswith("actor_infer" if ".generating_args." in each else "actor_train")]
+    if found := next(iter([*here, *read, *paths]), None):
+        return f"did you mean {found}?"
+    owners = [each for card in cards() if name in card.options.model_fields for each in card.strategies]
+    if owners and "strategy_config" not in path:
+        return f"it belongs to strategy_args.strategy_config of a role with {' or '.join(owners)}"
+    return None
 
 
 def _library_problems(library: Any, chosen: Any) -> list[ConfigProblem]:
@@ -161,9 +175,9 @@ def _option_problems(config: RLConfig) -> list[ConfigProblem]:
     found = []
     for role, worker in sections(config):
         strategy = worker.strategy_args
-        schema = STRATEGY_CONFIGS.get(strategy.strategy_name)
-        if schema is None:
+        if strategy.card is None:
             continue
+        schema = strategy.card.options
         options, problems = parse(schema, strategy.strategy_config, advise=_adviser(schema))
         assert options is not None, f"{schema.__name__} has defaults"
         if problems:
@@ -177,8 +191,7 @@ def _option_rules(config: RLConfig) -> list[ConfigProblem]:
     return [
         problem.under(f"{role}.strategy_args.strategy_config")
         for role, worker in sections(config)
-        if (options := worker.strategy_args.typed()) is not None
-        for problem in rules_broken(options)
+        for problem in rules_broken(worker.strategy_args.typed())
     ]
 
 

@@ -54,12 +54,18 @@ class ModelArguments(Config):
     )
 
     def problems(self) -> list[ConfigProblem]:
+        expected = "no dropout: models are trained as they generate, without"
+        inert = [
+            ConfigProblem(f"model_config_kwargs.{key}", value, expected)
+            for key, value in self.model_config_kwargs.items()
+            if value and ("dropout" in key or key.endswith("pdrop"))
+        ]
         if self.lora_targets:
-            return []
+            return inert
         if self.lora_target is not None:
-            return [self.problem("lora_target", "names of layers, all-linear, or null")]
+            return [*inert, self.problem("lora_target", "names of layers, all-linear, or null")]
         unset = ModelArguments()
-        return [
+        return inert + [
             self.problem(key, "lora_target (all-linear …) beside it, or no such key", "lora_target")
             for key in ("lora_rank", "lora_alpha", "lora_dropout")
             if getattr(self, key) != getattr(unset, key)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from roll.configs.base import Config
 from roll.configs.env import ALIASES, EnvManagerConfig
@@ -18,10 +18,11 @@ SectionT = TypeVar("SectionT", bound=Config)
 Path = Sequence[str | int]
 
 MAX_LISTED_NAMES = 20
+TYPO = 0.85  # similarity of names that differ in a letter
 
-Advise = Callable[[type[Config], Path], tuple[str, str | None]]
-"""Takes the section's class and the path of a key that it does not know. Returns a hint, and the known key of the same
-section that the unknown one was probably meant for."""
+Advise = Callable[[type[Config], Path, Any], tuple[str, str | None]]
+"""Takes the section's class, the path of a key that it does not know, and its value. Returns a hint, and the known key
+of the same section that the unknown one was probably meant for."""
 
 
 def parse(
@@ -93,20 +94,37 @@ def overlap(one: str, other: str) -> bool:
     return one == other or one.startswith(other + ".") or other.startswith(one + ".")
 
 
-def nearest_key(section: type[Config], path: Path) -> tuple[str, str | None]:
-    """Advice that needs nothing but the section: the most similar of its keys, or all of them."""
-    known = known_keys(section)
-    near = nearest(str(path[-1]), known)
-    return (f"did you mean {near}?", near) if near else (list_of_keys(known), None)
+def nearest_key(section: type[Config], path: Path, value: Any, others: Iterable[str] = ()) -> tuple[str, str | None]:
+    """Advice that needs nothing but the section: the most similar key, or all of them.
+
+    A key that could not have the value must be very similar: then the value is wrong too.
+
+    Args:
+        section: class of the section.
+        path: of the unknown key.
+        value: what it was given.
+        others: further names that are known.
+    """
+    name, fields = str(path[-1]), section.model_fields
+    aliases = ALIASES if issubclass(section, EnvManagerConfig) else {}
+    fitting = [key for key, field in fields.items() if _may_hold(field.annotation, value)]
+    fitting += [alias for alias, key in aliases.items() if key in fitting]
+    known = [*fields, *aliases, *others]
+    near = nearest(name, known, cutoff=TYPO) or nearest(name, [*fitting, *others])
+    if near:
+        return f"did you mean {near}?", near
+    return (f"known here: {', '.join(known)}" if len(known) <= MAX_LISTED_NAMES else "see docs/configuration.md"), None
 
 
-def known_keys(section: type[Config]) -> list[str]:
-    return [*section.model_fields, *(ALIASES if issubclass(section, EnvManagerConfig) else ())]
-
-
-def list_of_keys(known: Sequence[str]) -> str:
-    """The hint where no key is similar."""
-    return f"known here: {', '.join(known)}" if len(known) <= MAX_LISTED_NAMES else "see docs/configuration.md"
+def _may_hold(annotation: Any, value: Any) -> bool:
+    """Whether a field could be meant by a key of this value: sections by mappings, others by what they take."""
+    if section_of(annotation) is not None:
+        return isinstance(value, Mapping)
+    try:
+        TypeAdapter(annotation).validate_python(value, strict=True)
+    except ValidationError:
+        return False
+    return True
 
 
 def _translate(
@@ -118,7 +136,7 @@ def _translate(
         if name in ALIASES and issubclass(section, EnvManagerConfig):
             same = f"one spelling: it is the same key as {ALIASES[name]}, given too"
             return ConfigProblem(dotted, detail["input"], same)
-        hint, meant = advise(section, path)
+        hint, meant = advise(section, path, detail["input"])
         # What is given under its own name is not what the unknown key was meant for.
         meant = None if meant is None or meant in _node(values, path[:-1]) else meant
         involves = (".".join([*map(str, path[:-1]), meant]),) if meant else ()
@@ -127,7 +145,14 @@ def _translate(
         return ConfigProblem(dotted, detail["input"], str(detail["ctx"]["error"]))
     found = locate(schema, [ALIASES.get(str(part), part) for part in path])
     expected = (expectation(*found) if found else "") or str(detail["msg"]).lower().removeprefix("input should be ")
-    return ConfigProblem(dotted, NOTHING if kind == "missing" else detail["input"], expected)
+    hint = f"write [{detail['input']}]" if found and _is_element(found[0], detail["input"]) else ""
+    return ConfigProblem(dotted, NOTHING if kind == "missing" else detail["input"], expected, hint)
+
+
+def _is_element(annotation: Any, value: Any) -> bool:
+    """Whether a value is what a list should hold, in place of the list."""
+    inside = element_of(annotation) if "list" in str(annotation) and isinstance(value, str | int | float) else None
+    return inside is not None and section_of(inside) is None and _may_hold(inside, value)
 
 
 def _real_path(values: Any, detail: Any) -> list[str | int]:
@@ -177,7 +202,8 @@ def _set_aside(schema: type[Config], values: Any, path: Path, filled: set[tuple[
         given = isinstance(holder, dict) and last in holder
         if holder is None:
             return True  # gone with a section
-        if not given and path not in filled and (found := locate(schema, path)):
+        room = isinstance(holder, dict) or (isinstance(holder, list) and isinstance(last, int) and last < len(holder))
+        if room and not given and path not in filled and (found := locate(schema, path)):
             holder[last] = _stand_in(found[0])
             filled.add(path)
             return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 SHOWN_CHARACTERS = 80
@@ -50,6 +50,35 @@ class ConfigProblem:
         return f"{self.path or 'configuration'}: seen {show(self.seen)}, expected {self.expected}{hint}"
 
 
+MOST_ALIKE = 3
+"""So many equal problems are shown one by one."""
+
+
+def grouped(problems: Sequence[ConfigProblem]) -> Iterator[tuple[ConfigProblem, str]]:
+    """Problems in their order, those of one kind told once where they are many.
+
+    Alike are the same expectation of the same key, or of items of the same list, in sections beside each other.
+
+    Yields:
+        A problem, and the line about others like it, which are left out; empty where there is none.
+    """
+    kinds: dict[tuple[object, ...], list[ConfigProblem]] = {}
+    for problem in problems:
+        kinds.setdefault(_kind(problem), []).append(problem)
+    for problem in problems:
+        alike = kinds[_kind(problem)]
+        if len(alike) <= MOST_ALIKE:
+            yield problem, ""
+        elif problem is alike[0]:
+            yield problem, f"… and {len(alike) - 1} more like it: {', '.join(each.path for each in alike[1:3])} …"
+
+
+def _kind(problem: ConfigProblem) -> tuple[object, ...]:
+    parts = problem.path.split(".")
+    item = parts[-1].isdigit()
+    return (len(parts), ".".join(parts[:-1]) if item else parts[-1], problem.expected, "" if item else problem.hint)
+
+
 class ConfigErrors(ValueError):
     """Every mistake of a configuration, in the order of the keys."""
 
@@ -57,7 +86,8 @@ class ConfigErrors(ValueError):
         self.problems = list(problems)
         count = len(self.problems)
         noun = "problem" if count == 1 else "problems"
-        super().__init__(f"{count} {noun} in the configuration\n" + "\n".join(f"  {p}" for p in self.problems))
+        lines = [line for problem, more in grouped(self.problems) for line in (str(problem), more) if line]
+        super().__init__(f"{count} {noun} in the configuration\n" + "\n".join(f"  {line}" for line in lines))
 
 
 def show(value: object) -> str:

@@ -86,6 +86,14 @@ def check_estimator(config: RLVRConfig) -> list[ConfigProblem]:
     return [ConfigProblem("adv_estimator", config.adv_estimator, expected)]
 
 
+def check_renders(config: RLVRConfig) -> list[ConfigProblem]:
+    """Nothing is drawn of answers, which the run's page shows as text."""
+    if config.num_renders in (0, RLVRConfig.model_fields["num_renders"].default):
+        return []
+    expected = "no such key in RLVR, where no environment is drawn"
+    return [ConfigProblem("num_renders", config.num_renders, expected)]
+
+
 RLVR_RULES: tuple[Rule, ...] = (
     check_datasets,
     check_shares,
@@ -93,4 +101,5 @@ RLVR_RULES: tuple[Rule, ...] = (
     check_demonstrations,
     check_answers,
     check_estimator,
+    check_renders,
 )

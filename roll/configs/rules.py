@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from roll.configs.data import DataArguments
+from roll.configs.engines import cards
+from roll.configs.engines.card import EngineCard
 from roll.configs.generating import GeneratingArguments
 from roll.configs.model import ModelArguments
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.rl import RLConfig
-from roll.configs.strategy import GENERATORS, VLLM_LORA_RANKS, Fsdp2Config
 from roll.configs.training import TrainingArguments
 from roll.configs.worker import WorkerConfig
 
@@ -22,14 +23,6 @@ Rule = Callable[[Any], list[ConfigProblem]]
 """Takes the configuration of the pipeline that it is a rule of."""
 
 TRAINED = ("actor_train", "critic")
-ULYSSES = ("fsdp2", "deepspeed")
-"""Strategies, by the start of their names, that train Hugging Face models: with Ulysses and Liger kernels."""
-PARALLEL_SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    "tensor_parallel_size",
-)
 
 
 def sections(config: RLConfig) -> Iterator[tuple[str, WorkerConfig]]:
@@ -109,43 +102,38 @@ def check_sampling(path: str, arguments: GeneratingArguments) -> list[ConfigProb
 
 def check_parallelism(config: RLConfig) -> list[ConfigProblem]:
     """Devices divide into copies of the model, and one worker holds as many as its engine splits itself over."""
-    problems = []
+    problems: list[ConfigProblem] = []
     for role, worker in sections(config):
-        name, options = worker.strategy_args.strategy_name, valid_options(worker)
-        base = f"{role}.strategy_args.strategy_config"
+        name, card = worker.strategy_args.strategy_name, worker.strategy_args.card
         involves = (f"{role}.device_mapping", f"{role}.world_size", f"{role}.strategy_args.strategy_name")
-        foreign = worker.model_args.ulysses_size > 1 and not name.startswith(ULYSSES)
-        if options is not None and worker.num_devices % worker.devices_per_copy and not foreign:
-            problems.append(_undivided(role, worker, options, involves))
-        if foreign:
-            expected = f"1 with {name}, or a strategy that has it: {', '.join(f'{s}_train' for s in ULYSSES)}"
-            if name.startswith("megatron"):
-                expected = "1 with megatron strategies, whose context_parallel_size shares sequences"
-            key = f"{role}.model_args.ulysses_size"
-            problems.append(ConfigProblem(key, worker.model_args.ulysses_size, expected, involves=involves))
-        sharded = getattr(options, "fsdp_size", -1)
-        groups = worker.num_workers // getattr(options, "model_parallel_size", 1)
-        if sharded > 0 and groups % sharded:
-            expected = f"-1 or a divisor of the {groups} workers of {role}" + (
-                ", those of one tensor-parallel group counted once" if groups < worker.num_workers else ""
-            )
-            problems.append(ConfigProblem(f"{base}.fsdp_size", sharded, expected, involves=involves))
-        for key in ("tensor_parallel_size", "tp_size"):
-            size = getattr(options, key, None) if name in GENERATORS else None
-            if size is not None and size != worker.num_gpus_per_worker:
-                expected = f"{role}.num_gpus_per_worker = {worker.num_gpus_per_worker}, or nothing"
-                also = f"{role}.num_gpus_per_worker"
-                problems.append(ConfigProblem(f"{base}.{key}", size, expected, involves=(*involves, also)))
-        if worker.model_args.use_liger_kernel and not name.startswith(ULYSSES):
-            expected = f"false with {name}: it has kernels of its own"
-            problems.append(ConfigProblem(f"{role}.model_args.use_liger_kernel", True, expected, involves=involves))
-        if worker.num_gpus_per_worker > 1 and name.endswith(("_train", "_infer")):
-            expected = f"1: {name} runs one process per device"
-            involved = (f"{role}.strategy_args.strategy_name",)
-            problems.append(
-                ConfigProblem(f"{role}.num_gpus_per_worker", worker.num_gpus_per_worker, expected, involves=involved)
-            )
+        ulysses = worker.model_args.ulysses_size
+        if ulysses > 1 and not (card and card.trains_modules):
+            having = ", ".join(each for other in cards() if other.trains_modules for each in other.strategies)
+            instead = card.ulysses_instead if card else ""
+            expected = f"1 with {name}" + (f", whose {instead}" if instead else f"; those that have it: {having}")
+            problems.append(ConfigProblem(f"{role}.model_args.ulysses_size", ulysses, expected, involves=involves))
+        elif worker.num_devices % worker.devices_per_copy:
+            problems.append(_undivided(role, worker, involves))
+        if card is not None:
+            problems += _size_problems(role, worker, card, involves)
     return problems
+
+
+def _size_problems(
+    role: str, worker: WorkerConfig, card: EngineCard, involves: tuple[str, ...]
+) -> Iterator[ConfigProblem]:
+    """Options and devices of one worker that do not agree with what its engine is."""
+    name, devices = worker.strategy_args.strategy_name, worker.num_gpus_per_worker
+    if worker.model_args.use_liger_kernel and not card.trains_modules:
+        expected = f"false with {name}: it has kernels of its own"
+        yield ConfigProblem(f"{role}.model_args.use_liger_kernel", True, expected, involves=involves)
+    if card.size_key is None and devices > 1:
+        expected = f"1: {name} runs one process per device"
+        yield ConfigProblem(f"{role}.num_gpus_per_worker", devices, expected, involves=involves[2:])
+    size = getattr(worker.strategy_args.typed(), card.size_key) if card.size_key else None
+    if size is not None and size != devices:
+        key, also = f"{role}.strategy_args.strategy_config.{card.size_key}", f"{role}.num_gpus_per_worker"
+        yield ConfigProblem(key, size, f"{also} = {devices}, or nothing", involves=(*involves, also))
 
 
 def check_batches(config: RLConfig) -> list[ConfigProblem]:
@@ -154,7 +142,7 @@ def check_batches(config: RLConfig) -> list[ConfigProblem]:
     for role in TRAINED:
         worker = config.roles.get(role)
         # An uneven split of the devices is the business of check_parallelism.
-        if worker is None or valid_options(worker) is None or worker.num_devices % worker.devices_per_copy:
+        if worker is None or worker.num_devices % worker.devices_per_copy:
             continue
         arguments, base = worker.training_args, f"{role}.training_args"
         batch, samples = worker.global_train_batch_size, config.samples_per_step
@@ -196,6 +184,16 @@ def _nearest_batch(worker: WorkerConfig, samples: int) -> str:
     return f"the nearest is {near}"
 
 
+def check_engines(config: RLConfig) -> list[ConfigProblem]:
+    """The rules on each role's engine card."""
+    return [
+        problem
+        for role, worker in sections(config)
+        if (card := worker.strategy_args.card) is not None
+        for problem in card.rules(role, worker, config)
+    ]
+
+
 def check_lora(config: RLConfig) -> list[ConfigProblem]:
     """Adapters belong to the actor alone."""
     problems = []
@@ -209,20 +207,9 @@ def check_lora(config: RLConfig) -> list[ConfigProblem]:
             expected = f"null, or the adapter of actor_train: {_adapter(actor)}"
         elif role not in ("actor_train", "actor_infer"):
             expected = "null: only the actor has an adapter"
-        elif isinstance(options := valid_options(worker), Fsdp2Config) and options.tensor_parallel_size > 1:
-            key = f"{role}.strategy_args.strategy_config.tensor_parallel_size"
-            expected = f"1 with {role}.model_args.lora_target, whose layers are not split"
-            problems.append(ConfigProblem(key, options.tensor_parallel_size, expected, involves=involves))
-            continue
         else:
             continue
         problems.append(ConfigProblem(key, args.lora_target, expected, involves=involves))
-    if config.uses_lora and config.actor_infer.strategy_args.strategy_name == "vllm":
-        rank, most = actor.lora_rank, VLLM_LORA_RANKS[-1]
-        if rank > most:
-            involves = ("actor_infer.strategy_args.strategy_name", "actor_train.model_args.lora_target")
-            key = "actor_train.model_args.lora_rank"
-            problems.append(ConfigProblem(key, rank, f"at most {most} with vllm", involves=involves))
     if config.uses_lora and config.uses_full_kl:
         expected = "an estimator such as k3: with lora_target no reference sends hidden states"
         problems.append(
@@ -236,21 +223,13 @@ def _adapter(args: ModelArguments) -> dict[str, object]:
     return {key: getattr(args, key) for key in ("lora_target", "lora_rank", "lora_alpha")}
 
 
-RULES: tuple[Rule, ...] = (check_lengths, check_roles, check_parallelism, check_batches, check_lora)
+RULES: tuple[Rule, ...] = (check_lengths, check_roles, check_parallelism, check_batches, check_lora, check_engines)
 
 
-def valid_options(worker: WorkerConfig) -> object | None:
-    """The strategy's options, or ``None`` when they are wrong (which is reported elsewhere) or not ours."""
-    try:
-        return worker.strategy_args.typed()
-    except ValueError:
-        return None
-
-
-def _undivided(role: str, worker: WorkerConfig, options: object, involves: tuple[str, ...]) -> ConfigProblem:
+def _undivided(role: str, worker: WorkerConfig, involves: tuple[str, ...]) -> ConfigProblem:
     """Devices are left over that are too few to hold one more copy of the model."""
     base = f"{role}.strategy_args.strategy_config"
-    sizes: dict[str, int] = {f"{base}.{key}": getattr(options, key, None) or 1 for key in PARALLEL_SIZES}
+    sizes = {f"{base}.{key}": size for key, size in worker.strategy_args.typed().parallel_sizes.items()}
     sizes[f"{role}.model_args.ulysses_size"] = worker.model_args.ulysses_size
     wrong = max(sizes, key=lambda key: sizes[key])
     words = " × ".join(f"{key.rpartition('.')[2]} {size}" for key, size in sizes.items() if size > 1)

@@ -133,7 +133,7 @@ def leaf_paths(root: type[Config], prefix: str = "") -> Iterator[tuple[str, Fiel
             yield from leaf_paths(section, f"{prefix}{name}.")
 
 
-def nearest(name: str, known: Sequence[str]) -> str | None:
+def nearest(name: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
     """The most similar known name, if one is similar enough."""
-    found = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    found = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return found[0] if found else None

@@ -13,7 +13,7 @@ from roll.configs.generating import GeneratingArguments
 from roll.configs.model import ModelArguments
 from roll.configs.problems import ConfigProblem
 from roll.configs.schema import Described
-from roll.configs.strategy import Fsdp2Config, MegatronConfig, StrategyArguments
+from roll.configs.strategy import StrategyArguments
 from roll.configs.training import TrainingArguments
 
 
@@ -110,9 +110,7 @@ class WorkerConfig(Config):
     @property
     def devices_per_copy(self) -> int:
         """Devices that work on the same sequences: tensor × pipeline × context parallel size, times ulysses_size."""
-        options = self.strategy_args.typed()
-        split = options.model_parallel_size if isinstance(options, MegatronConfig | Fsdp2Config) else 1
-        return split * self.model_args.ulysses_size
+        return self.strategy_args.typed().model_parallel_size * self.model_args.ulysses_size
 
     @property
     def data_parallel_size(self) -> int:

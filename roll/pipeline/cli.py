@@ -146,16 +146,18 @@ def refuse(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
 
 def report(errors: ConfigErrors, config_name: str) -> str:
     """All problems as text for a terminal, one paragraph each."""
-    from roll.configs.problems import show
+    from roll.configs.problems import grouped, show
 
     count = len(errors.problems)
     lines = [f"{config_name}: {count} {'problem' if count == 1 else 'problems'} in the configuration", ""]
-    for number, problem in enumerate(errors.problems, 1):
+    for number, (problem, more) in enumerate(grouped(errors.problems), 1):
         lines.append(f"{number:3}. {problem.path or 'configuration'}")
         lines += _wrapped("seen", show(problem.seen))
         lines += _wrapped("expected", problem.expected)
         if problem.hint:
             lines += _wrapped("hint", problem.hint)
+        if more:
+            lines += _wrapped("", more)
     return "\n".join(lines) + "\n"
 
 
@@ -196,6 +198,6 @@ def _yaml(config: RLConfig) -> str:
 def _summary(config: RLConfig, inputs: Sequence[str]) -> list[str]:
     """What the configuration amounts to: batch arithmetic, data and models, placement."""
     from roll.configs.batches import describe_batches
-    from roll.preflight.choices import describe_placement
+    from roll.preflight.choices import describe_placement, describe_unchecked
 
-    return [*describe_batches(config), *inputs, *describe_placement(config)]
+    return [*describe_batches(config), *inputs, *describe_unchecked(config), *describe_placement(config)]

@@ -16,7 +16,7 @@ from roll.algorithms.types import LossFn, TokenScores
 from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.cluster.worker import Worker
-from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy import strategy_class
 from roll.distributed.strategy.base import (
     GenerateStrategy,
     Metrics,
@@ -50,7 +50,7 @@ class ScoreWorker(Worker):
         """Builds the strategy and loads its model. Called again, it starts over from ``context``."""
         if hasattr(self, "strategy"):
             self.strategy.shutdown()
-        self.strategy = STRATEGIES.get(context.worker.strategy_args.strategy_name)(context)
+        self.strategy = strategy_class(context.worker.strategy_args.strategy_name)(context)
         self.context = context
         info = self.strategy.setup()
         self._loaded = True
@@ -157,7 +157,7 @@ class InferWorker(Worker):
         """
         if hasattr(self, "strategy"):
             self.strategy.shutdown()
-        self.strategy = STRATEGIES.get(context.worker.strategy_args.strategy_name)(context)
+        self.strategy = strategy_class(context.worker.strategy_args.strategy_name)(context)
         self.strategy.setup()
         self._receiver = WeightReceiver(self._load_weights, self.node_ip())
         self._continuous = continuous

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from pathlib import Path
 
 import roll.agentic.env as envs
 from roll.configs.agentic import MANAGERS, AgenticConfig
-from roll.configs.base import Config
 from roll.configs.data import ATTRIBUTE_PATH
+from roll.configs.engines import strategy_names
+from roll.configs.engines.card import task_of
 from roll.configs.problems import ConfigProblem
-from roll.configs.rl import RLConfig
+from roll.configs.rl import TINY, RLConfig
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.rules import TRAINED, Rule, sections
+from roll.configs.rules import Rule, sections
 from roll.configs.schema import nearest
-from roll.configs.strategy import GENERATORS, SCORERS, STRATEGY_CONFIGS, TRAINERS, EngineConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.cluster.errors import PlacementError
 from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
 from roll.distributed.strategy import STRATEGIES
 from roll.preflight.models import MODEL_CHECKS
 from roll.tracking import TRACKERS
+from roll.tracking.trackers import tracker_options
 from roll.utils.registry import UnknownNameError
 
 _ENV_MANAGERS = ("step", "traj")
@@ -36,6 +36,7 @@ def check_envs(config: AgenticConfig) -> list[ConfigProblem]:
         problems += [problem.under(base) for problem in envs.check_env_config(env.env_type, env.env_config)]
         if env.env_manager_cls not in _ENV_MANAGERS:
             problems += _path_problems(f"{base}.env_manager_cls", env.env_manager_cls, _ENV_MANAGERS)
+    problems += _tiny_problems(config)
     for name in MANAGERS:
         manager = getattr(config, name)
         for tag, env in config.played_envs(manager).items():
@@ -44,6 +45,18 @@ def check_envs(config: AgenticConfig) -> list[ConfigProblem]:
                     hint = f"{tag} ({env.env_type}) takes no format_penalty"
                     problems.append(ConfigProblem(f"{name}.format_penalty", manager.format_penalty, "0", hint))
     return problems
+
+
+def _tiny_problems(config: AgenticConfig) -> Iterator[ConfigProblem]:
+    """Games that the tiny model cannot be shown: its warm start plays them by the names of their actions."""
+    for tag in config.train_env_manager.tags if config.pretrain == TINY else ():
+        env = config.custom_envs.get(tag)
+        if env is None or envs.check_env_config(env.env_type, env.env_config) or envs.names_actions(env.env_type):
+            continue
+        expected = f"a model folder or a name on the hub: tiny is made for grid games, {tag} is {env.env_type}"
+        hint = "the class of a game of your own may name its actions: action_names"
+        involved = (f"custom_envs.{tag}.env_type", "train_env_manager.tags")
+        yield ConfigProblem("pretrain", config.pretrain, expected, hint, involves=involved)
 
 
 def check_verifiers(config: RLVRConfig) -> list[ConfigProblem]:
@@ -80,37 +93,42 @@ def _workers(config: RLConfig) -> Iterator[tuple[str, WorkerConfig]]:
 
 def check_strategies(config: RLConfig) -> list[ConfigProblem]:
     """Strategies exist, and each does what its role needs."""
-    known = {*STRATEGIES.names(), *STRATEGY_CONFIGS}
     problems: list[ConfigProblem] = []
     for role, worker in sections(config):
-        name, path = worker.strategy_args.strategy_name, f"{role}.strategy_args.strategy_name"
-        able, does = _able(role)
-        if name not in known:
-            problems += _path_problems(path, name, sorted(able | (known - STRATEGY_CONFIGS.keys())))
-        elif name in STRATEGY_CONFIGS and name not in able:
-            near = nearest_name(name, sorted(able))
+        name, card, path = worker.strategy_args.strategy_name, worker.strategy_args.card, f"{role}.strategy_args"
+        path, task = f"{path}.strategy_name", task_of(role)
+        able = strategy_names(task)
+        if card is None and name not in STRATEGIES:
+            problems += _path_problems(path, name, able)
+        elif card is not None and not card.strategy(name).plays(role):
+            near = nearest_name(name, able)
             hint = f"did you mean {near}?" if near else ""
-            problems.append(ConfigProblem(path, name, f"a strategy that {does}: {', '.join(sorted(able))}", hint))
+            problems.append(ConfigProblem(path, name, f"a strategy that {task}: {', '.join(able)}", hint))
     return problems
-
-
-def _able(role: str) -> tuple[frozenset[str], str]:
-    """The strategies that can play a role, and what they do in it."""
-    if role in TRAINED:
-        return TRAINERS, "trains"
-    return (GENERATORS, "generates") if role == "actor_infer" else (SCORERS, "scores")
 
 
 def check_engine_options(config: RLConfig) -> list[ConfigProblem]:
     """Options that are passed on to an engine exist there. What the engine takes is read from its source."""
-    problems: list[ConfigProblem] = []
+    return [
+        problem.under(f"{role}.strategy_args.strategy_config")
+        for role, worker in sections(config)
+        if (card := worker.strategy_args.card) is not None
+        for problem in card.option_problems(worker.strategy_args.strategy_config)
+    ]
+
+
+def describe_unchecked(config: RLConfig) -> list[str]:
+    """Options that were not compared with those of an engine, since it is not installed here."""
+    lines = []
     for role, worker in sections(config):
-        name, options = worker.strategy_args.strategy_name, worker.strategy_args.strategy_config
-        if options and issubclass(STRATEGY_CONFIGS.get(name, Config), EngineConfig):
-            folder = name.partition("_")[0]
-            check = import_module(f"roll.distributed.strategy.{folder}.options").check_engine_options
-            problems += [problem.under(f"{role}.strategy_args.strategy_config") for problem in check(options)]
-    return problems
+        options, card = worker.strategy_args.strategy_config, worker.strategy_args.card
+        base = f"{role}.strategy_args.strategy_config"
+        if card is not None and not card.options_checked(options):
+            keys = ", ".join(key for key in options if key not in card.options.model_fields) or "its sections"
+            lines.append(f"{base}: {keys}: not checked, since {card.name} is not installed here")
+        elif card is None and options:
+            lines.append(f"{base}: not checked, since {worker.strategy_args.strategy_name} has no card")
+    return lines
 
 
 def check_plugins(config: RLConfig) -> list[ConfigProblem]:
@@ -121,6 +139,12 @@ def check_plugins(config: RLConfig) -> list[ConfigProblem]:
             TRACKERS.check(tracker)
         except UnknownNameError as error:
             problems.append(ConfigProblem("track_with", tracker, "a known tracker", str(error)))
+    try:
+        tracker_options(config.trackers, config.tracker_kwargs)
+    except UnknownNameError:
+        pass  # said above
+    except (ValueError, ImportError) as error:
+        problems.append(ConfigProblem("tracker_kwargs", config.tracker_kwargs, "options of the trackers", str(error)))
     paths = {f"{role}.worker_cls": worker.worker_cls for role, worker in _workers(config)}
     plug_ins = {"adv_estimator": config.adv_estimator, "pg_variant": config.pg_variant}
     paths |= {key: name if ":" in name else None for key, name in plug_ins.items()}

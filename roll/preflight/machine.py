@@ -6,14 +6,13 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
+from roll.configs.engines.card import EngineCard, missing_package
 from roll.configs.problems import ConfigProblem
 from roll.configs.rl import RLConfig
-from roll.configs.rules import ULYSSES, valid_options
-from roll.configs.strategy import STRATEGY_CONFIGS, MegatronConfig
 from roll.configs.worker import WorkerConfig
-from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.engines import PACKAGES
+from roll.distributed.strategy import STRATEGIES, strategy_class
 from roll.utils.registry import UnknownNameError, import_path
 
 
@@ -54,63 +53,44 @@ def _plug_in_problems(config: RLConfig) -> Iterator[ConfigProblem]:
     given = {
         f"{role}.strategy_args.strategy_name": worker.strategy_args.strategy_name
         for role, worker in config.roles.items()
-        if worker.strategy_args.strategy_name not in STRATEGY_CONFIGS
+        if worker.strategy_args.strategy_name not in STRATEGIES
     }
     clusters = {config.key_of(name): worker.worker_cls for name, worker in config.clusters.items()}
     given |= {f"{key}.worker_cls": path for key, path in clusters.items() if path is not None}
     for key, path in given.items():
         try:
-            import_path(path) if path not in STRATEGIES else STRATEGIES.get(path)
+            strategy_class(path) if key.endswith(".strategy_name") else import_path(path)
         except UnknownNameError as error:
             yield ConfigProblem(key, path, "package.module:Class that can be imported", str(error))
 
 
 def _role_problems(config: RLConfig, role: str, worker: WorkerConfig) -> list[ConfigProblem]:
-    name, args = worker.strategy_args.strategy_name, worker.model_args
-    problems = _engine_problems(role, worker)
+    args, card = worker.model_args, worker.strategy_args.card
+    problems = []
+    if card is not None and (problem := card.package_problem(worker)):
+        problems.append(problem)
     if role == "actor_train" and args.lora_targets and not _installed("peft"):
-        problems.append(_missing(f"{role}.model_args.lora_target", args.lora_target, "peft", "lora"))
-    kernels = _gpu_only(role, worker)
+        problems.append(missing_package("model_args.lora_target", args.lora_target, "peft", "lora"))
+    kernels = [] if card is None else [*_kernels(worker, card), *card.gpu_only(worker)]
     if kernels and not _gpu_expected(config):
-        return problems + [
-            ConfigProblem(key, seen, f"{expected} on a machine without a GPU") for key, seen, expected in kernels
-        ]
-    if name.startswith(ULYSSES) and args.use_liger_kernel and not _installed("liger_kernel"):
-        problems.append(_missing(f"{role}.model_args.use_liger_kernel", True, "liger_kernel", "liger"))
-    if name.startswith(ULYSSES) and args.attn_implementation == "fa2" and not _installed("flash_attn"):
-        expected = "sdpa or auto, or the package flash_attn to be installed"
-        problems.append(ConfigProblem(f"{role}.model_args.attn_implementation", "fa2", expected))
-    return problems
+        on = "on a machine without a GPU"
+        problems += [replace(problem, expected=f"{problem.expected} {on}") for problem in kernels]
+    elif card is not None and card.trains_modules:
+        if args.use_liger_kernel and not _installed("liger_kernel"):
+            problems.append(missing_package("model_args.use_liger_kernel", True, "liger_kernel", "liger"))
+        if args.attn_implementation == "fa2" and not _installed("flash_attn"):
+            expected = "sdpa or auto, or the package flash_attn to be installed"
+            problems.append(args.problem("attn_implementation", expected).under("model_args"))
+    return [problem.under(role) for problem in problems]
 
 
-def _engine_problems(role: str, worker: WorkerConfig) -> list[ConfigProblem]:
-    strategy = worker.strategy_args
-    package = PACKAGES.get(strategy.strategy_name)
-    python = strategy.strategy_config.get("python_executable")
-    if package is None or (python is None and package.installed):
-        return []
-    if python is None:
-        return [_missing(f"{role}.strategy_args.strategy_name", strategy.strategy_name, package.module, package.extra)]
-    from roll.distributed.strategy.sglang.options import interpreter_problem
-
-    problem = interpreter_problem(python)
-    return [problem.under(f"{role}.strategy_args.strategy_config")] if problem else []
-
-
-def _gpu_only(role: str, worker: WorkerConfig) -> list[tuple[str, object, str]]:
-    """Keys, values and what to choose instead where kernels need a GPU."""
-    options, args = valid_options(worker), worker.model_args
-    found: list[tuple[str, object, str]] = []
+def _kernels(worker: WorkerConfig, card: EngineCard) -> Iterator[ConfigProblem]:
+    """Choices for Transformers' modules whose kernels need a GPU."""
+    args = worker.model_args
     if args.use_liger_kernel:
-        found.append((f"{role}.model_args.use_liger_kernel", True, "false"))
-    if args.attn_implementation == "fa2" and worker.strategy_args.strategy_name.startswith(ULYSSES):
-        found.append((f"{role}.model_args.attn_implementation", "fa2", "sdpa or auto"))
-    base = f"{role}.strategy_args.strategy_config"
-    if isinstance(options, MegatronConfig) and options.moe_grouped_gemm:
-        found.append((f"{base}.moe_grouped_gemm", True, "false"))
-    if isinstance(options, MegatronConfig) and options.attention_backend not in (None, "auto"):
-        found.append((f"{base}.attention_backend", options.attention_backend, "null or auto"))
-    return found
+        yield args.problem("use_liger_kernel", "false").under("model_args")
+    if args.attn_implementation == "fa2" and card.trains_modules:
+        yield args.problem("attn_implementation", "sdpa or auto").under("model_args")
 
 
 def _gpu_expected(config: RLConfig) -> bool:
@@ -124,8 +104,3 @@ def _gpu_expected(config: RLConfig) -> bool:
 
 def _installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
-
-
-def _missing(key: str, seen: object, module: str, extra: str) -> ConfigProblem:
-    hint = f"pip install 'roll-rl[{extra}]'; --validate-only checks a configuration without it"
-    return ConfigProblem(key, seen, f"the package {module} to be installed", hint)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from roll.configs.engine_rules import compute_dtype
+from roll.configs.engines.card import EngineCard
 from roll.configs.problems import ConfigProblem
 from roll.configs.rl import TINY, RLConfig
-from roll.configs.rules import TRAINED, Rule, sections, valid_options
+from roll.configs.rules import TRAINED, Rule, sections
 from roll.configs.schema import nearest
-from roll.configs.strategy import GENERATORS, Fsdp2Config, MegatronConfig
 from roll.configs.worker import WorkerConfig
 from roll.models.tiny import MAX_POSITIONS
+from roll.utils.registry import import_path
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -43,11 +44,6 @@ def check_models(config: RLConfig) -> list[ConfigProblem]:
             problems.append(
                 ConfigProblem(key, model, "tiny, an existing model folder, or an org/name on the hub", hint)
             )
-    generator = config.actor_infer.strategy_args.strategy_name
-    if config.pretrain == TINY and generator == "vllm" and config.tiny_num_heads > 2:
-        expected = "2 with vllm, whose attention kernels take heads of 32 units at least"
-        involved = ("pretrain", "actor_infer.strategy_args.strategy_name")
-        problems.append(ConfigProblem("tiny_num_heads", config.tiny_num_heads, expected, involves=involved))
     if isinstance(config.resume_from_checkpoint, str) and not Path(config.resume_from_checkpoint).is_dir():
         seen = config.resume_from_checkpoint
         problems.append(ConfigProblem("resume_from_checkpoint", seen, "true, false or an existing checkpoint folder"))
@@ -55,70 +51,55 @@ def check_models(config: RLConfig) -> list[ConfigProblem]:
 
 
 def check_fit(config: RLConfig) -> list[ConfigProblem]:
-    """The model's sizes divide into each role's parallel layout, and its class is one that the engine takes."""
+    """The model is one that each role's engine can run, and its sizes divide into the role's parallel layout."""
     problems: list[ConfigProblem] = []
     for role, worker in sections(config):
-        options = valid_options(worker)
-        if options is None:
+        card = worker.strategy_args.card
+        if card is None:
             continue
-        generates = worker.strategy_args.strategy_name in GENERATORS
-        split = worker.num_gpus_per_worker if generates else worker.devices_per_copy
-        sizes = _model_config(config, role) if split > 1 or isinstance(options, MegatronConfig) else None
+        # The tiny model is made to fit what does not split it; reading its sizes takes seconds of imports.
+        whole = card.splits_heads and _devices_per_sequence(worker, card) == 1
+        sizes = None if whole and _model_path(config, role) == TINY else _model_config(config, role)
         if sizes is None:
             continue
-        if isinstance(options, MegatronConfig):
-            problems += _megatron_problems(role, worker, options, sizes)
-        else:
-            problems += _head_problems(role, worker, split, sizes)
+        found = list(_import(card.fit)(role, worker, sizes, config)) if card.fit else []
+        if not found and card.splits_heads:
+            found += head_problems(worker, card, sizes)
+        problems += [problem.under(role) for problem in found]
     return problems
 
 
-def _megatron_problems(role: str, worker: WorkerConfig, options: MegatronConfig, sizes: Any) -> list[ConfigProblem]:
-    from roll.distributed.strategy.megatron.fit import check_model_fit
-
-    try:
-        problems = check_model_fit(sizes, options)
-    except ValueError as error:
-        expected = "a strategy that can run the model, such as fsdp2_train"
-        key = f"{role}.strategy_args.strategy_name"
-        return [ConfigProblem(key, worker.strategy_args.strategy_name, expected, str(error))]
-    return [problem.under(f"{role}.strategy_args.strategy_config") for problem in problems]
-
-
-def _head_problems(role: str, worker: WorkerConfig, split: int, sizes: Any) -> list[ConfigProblem]:
-    """Attention heads (and units, where matrices are split) that cannot be dealt out to so many devices."""
-    options, ulysses = valid_options(worker), worker.model_args.ulysses_size
-    tensor = options.tensor_parallel_size if isinstance(options, Fsdp2Config) else split // ulysses
-    heads = sizes.num_attention_heads
+def head_problems(worker: WorkerConfig, card: EngineCard, sizes: Any) -> Iterator[ConfigProblem]:
+    """Attention heads that cannot be dealt out to the devices which share a sequence, keys relative to the role."""
+    ulysses = worker.model_args.ulysses_size if card.trains_modules else 1
+    split = _devices_per_sequence(worker, card)
+    tensor, heads = split // ulysses, sizes.num_attention_heads
     kv_heads = getattr(sizes, "num_key_value_heads", None) or heads
-    if isinstance(options, Fsdp2Config) and tensor > 1 and not getattr(sizes, "base_model_tp_plan", None):
-        expected = f"1: {type(sizes).__name__} has no tensor-parallel plan"
-        return [ConfigProblem(f"{role}.strategy_args.strategy_config.tensor_parallel_size", tensor, expected)]
+    own = kv_heads // tensor
+    seen, expected = split, f"sizes that divide the {heads} attention heads"
     if heads % split:
         fits = [n for n in range(1, heads + 1) if heads % n == 0]
-        expected = f"sizes that divide the {heads} attention heads"
-    elif isinstance(options, Fsdp2Config) and (common := _split_sizes(sizes)) % tensor:
-        fits = [n for n in range(1, common + 1) if common % n == 0]
-        expected = f"a divisor of {common}: of the attention and key-value heads and the units of an MLP"
-        split, ulysses = tensor, 1
-    elif ulysses > 1 and (own := kv_heads // tensor) % ulysses and ulysses % max(1, own):
+    elif ulysses > 1 and own % ulysses and ulysses % max(1, own):
         fits = [n for n in range(1, heads + 1) if heads // tensor % n == 0 and (own % n == 0 or n % own == 0)]
-        expected, split = f"a divisor or a multiple of the {own} key-value heads", ulysses
+        seen, expected = ulysses, f"a divisor or a multiple of the {own} key-value heads"
     else:
-        return []
-    near = min(fits, key=lambda n: abs(n - split))
-    hint = f"the nearest is {near}" + (" in all" if ulysses > 1 and tensor > 1 else "")
+        return
+    hint = f"the nearest is {min(fits, key=lambda n: abs(n - seen))}"
     if ulysses > 1:
-        return [ConfigProblem(f"{role}.model_args.ulysses_size", ulysses, expected, hint)]
-    trained = isinstance(options, Fsdp2Config)
-    key = "strategy_args.strategy_config.tensor_parallel_size" if trained else "num_gpus_per_worker"
-    return [ConfigProblem(f"{role}.{key}", split, expected, hint)]
+        hint += " in all" if tensor > 1 and seen == split else ""
+        yield ConfigProblem("model_args.ulysses_size", ulysses, expected, hint)
+        return
+    sizes_given = {key: size for key, size in worker.strategy_args.typed().parallel_sizes.items() if size > 1}
+    key = f"strategy_args.strategy_config.{next(iter(sizes_given))}" if sizes_given else "num_gpus_per_worker"
+    yield ConfigProblem(key, split, expected, hint)
 
 
-def _split_sizes(sizes: Any) -> int:
-    """What a tensor-parallel size of FSDP2 must divide."""
-    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size")
-    return math.gcd(*(size for name in names if isinstance(size := getattr(sizes, name, None), int)))
+def _devices_per_sequence(worker: WorkerConfig, card: EngineCard) -> int:
+    return worker.num_gpus_per_worker if card.size_key else worker.devices_per_copy
+
+
+def _import(path: str) -> Any:
+    return import_path(path, "check")
 
 
 def check_positions(config: RLConfig) -> list[ConfigProblem]:
@@ -133,21 +114,6 @@ def check_positions(config: RLConfig) -> list[ConfigProblem]:
         return []
     expected = f"at most {most}, the positions that the model has"
     return [ConfigProblem("sequence_length", config.sequence_length, expected, involves=("pretrain",))]
-
-
-def check_attention_kinds(config: RLConfig) -> list[ConfigProblem]:
-    """``hf_infer`` has the kinds of attention that the model's layers are of."""
-    from roll.distributed.strategy.hf_infer.model_fit import foreign_attention
-
-    problems = []
-    for role, worker in sections(config):
-        name = worker.strategy_args.strategy_name
-        sizes = _model_config(config, role) if name == "hf_infer" and _model_path(config, role) != TINY else None
-        if sizes is not None and (kinds := foreign_attention(sizes, config.sequence_length)):
-            key, involved = f"{role}.strategy_args.strategy_name", ("sequence_length", "pretrain")
-            expected = f"{'vllm or sglang' if role == 'actor_infer' else 'fsdp2_infer'} for layers of {kinds}"
-            problems.append(ConfigProblem(key, name, expected, "hf_infer has full attention", involves=involved))
-    return problems
 
 
 def check_trained_format(config: RLConfig) -> list[ConfigProblem]:
@@ -183,9 +149,10 @@ def check_model_kwargs(config: RLConfig) -> list[ConfigProblem]:
 
 def check_adapted_layers(config: RLConfig) -> list[ConfigProblem]:
     """The model has the layers that ``lora_target`` names, and the trainer can adapt them."""
-    args, options = config.actor_train.model_args, valid_options(config.actor_train)
-    targets = args.lora_targets
-    named = targets and (isinstance(options, MegatronConfig) or targets != ("all-linear",))
+    worker = config.actor_train
+    args, card = worker.model_args, worker.strategy_args.card
+    targets, adapter_fit = args.lora_targets, card.adapter_fit if card else None
+    named = targets and (adapter_fit or targets != ("all-linear",))
     sizes = _model_config(config, "actor_train") if named else None
     if sizes is None:
         return []
@@ -193,7 +160,6 @@ def check_adapted_layers(config: RLConfig) -> list[ConfigProblem]:
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
-    from roll.distributed.strategy.megatron.fit import check_adapter_fit, check_model_fit
     from roll.models.lora import UnknownLayerError, adapted_layers
 
     with torch.device("meta"), no_init_weights():
@@ -203,15 +169,8 @@ def check_adapted_layers(config: RLConfig) -> list[ConfigProblem]:
     except UnknownLayerError as error:
         key = "actor_train.model_args.lora_target"
         return [ConfigProblem(key, args.lora_target, error.expected, error.reason, involves=("pretrain",))]
-    if not isinstance(options, MegatronConfig):
-        return []
-    try:
-        if check_model_fit(sizes, options):
-            return []  # what does not fit without an adapter is said by check_fit
-    except ValueError:
-        return []
-    problems = check_adapter_fit(sizes, options, layers, dropout=args.lora_dropout)
-    return [problem.under("actor_train") for problem in problems]
+    found = _import(adapter_fit)(worker, sizes, layers) if adapter_fit else ()
+    return [problem.under("actor_train") for problem in found]
 
 
 MODEL_CHECKS: tuple[Rule, ...] = (
@@ -219,7 +178,6 @@ MODEL_CHECKS: tuple[Rule, ...] = (
     check_model_kwargs,
     check_fit,
     check_positions,
-    check_attention_kinds,
     check_trained_format,
     check_adapted_layers,
 )

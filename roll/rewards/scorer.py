@@ -54,6 +54,10 @@ def check_rewards(config: RewardConfig) -> list[ConfigProblem]:
         problems += [problem.under(f"{base}.args") for problem in found]
         if issubclass(cls, RuleVerifier) and not found:
             problems += _spec_problems(f"{base}.name", cls)
+    for number in deciding(config.verifiers):
+        if (weight := config.verifiers[number].weight) < 0:
+            expected = "at least 0: this verifier decides whether a sample is solved"
+            problems.append(ConfigProblem(f"verifiers.{number}.weight", weight, expected))
     if not deciding(config.verifiers):
         expected = "at least one that may decide, not decides: false in all"
         problems.append(ConfigProblem("verifiers", [verifier.name for verifier in config.verifiers], expected))

@@ -14,12 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from roll.configs.strategy import SglangConfig
+from roll.configs.engines.sglang import CARD, OWNED_OPTIONS, SglangConfig, server_arguments
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.generation.requests import EngineStoppedError
 from roll.distributed.strategy.sglang import cpu
-from roll.distributed.strategy.sglang.options import OWNED_OPTIONS, check_engine_options, server_arguments
 from roll.distributed.weights.contents import WeightBucket
 from roll.models.tiny import make_tokenizer
 from tests.support.contract import (
@@ -55,8 +54,8 @@ def sglang(model_path: Any) -> Iterator[Any]:
 
 
 def test_options_are_those_of_the_installed_sglang() -> None:
-    assert check_engine_options({**SGLANG, "chunked_prefill_size": 64}) == []
-    (typo,) = check_engine_options({**SGLANG, "chunked_prefil_size": 64})
+    assert CARD.option_problems({**SGLANG, "chunked_prefill_size": 64}) == []
+    (typo,) = CARD.option_problems({**SGLANG, "chunked_prefil_size": 64})
     assert typo.hint == "did you mean chunked_prefill_size?"
     ours = SglangConfig.model_fields.keys() | OWNED_OPTIONS.keys() | cpu.ENGINE_OPTIONS.keys()
     assert ours - server_arguments(SGLANG.get("python_executable")).keys() == {"python_executable"}

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from roll.configs.engines.vllm import CARD
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.engines import MissingEngineError, require_engine
-from roll.distributed.strategy.vllm.options import check_engine_options
 from tests.support.contract import (
     BUCKET_BYTES,
     LORA,
@@ -45,12 +45,12 @@ def test_a_missing_package_names_the_extra() -> None:
 
 
 def test_options_of_the_engine_are_passed_on_and_others_refused() -> None:
-    assert check_engine_options({"block_size": 32, "max_num_batched_tokens": 512}) == []
-    (typo,) = check_engine_options({"enforce_eagre": True})
+    assert CARD.option_problems({"block_size": 32, "max_num_batched_tokens": 512}) == []
+    (typo,) = CARD.option_problems({"enforce_eagre": True})
     assert str(typo) == (
         "enforce_eagre: seen true, expected an argument of vLLM's AsyncEngineArgs (did you mean enforce_eager?)"
     )
-    (owned,) = check_engine_options({"dtype": "float16"})
+    (owned,) = CARD.option_problems({"dtype": "float16"})
     assert str(owned) == 'dtype: seen "float16", expected model_args.dtype instead'
 
 

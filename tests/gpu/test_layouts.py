@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from roll.distributed.strategy.engines import PACKAGES
+from roll.configs.engines import packages
 from tests.support.harness import MEASURES, Figures, Layout, as_row, measure
 from tests.support.layouts_deepspeed import LAYOUTS as DEEPSPEED
 from tests.support.layouts_deepspeed import zero
 from tests.support.layouts_fsdp2 import LAYOUTS as FSDP2
 from tests.support.layouts_megatron import LAYOUTS as MEGATRON
+
+PACKAGES = packages()
 
 pytestmark = [
     pytest.mark.gpu,

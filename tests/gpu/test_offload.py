@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from roll.configs.engines import packages
 from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import States
-from roll.distributed.strategy.engines import PACKAGES
 from roll.models.lora import LoraSpec
 from tests.support.harness import TEMPERATURE, Layout, make_context, policy_loss
 from tests.support.layouts_deepspeed import zero
 from tests.support.ranks import enter_rank, run_ranks
+
+PACKAGES = packages()
 
 pytestmark = [
     pytest.mark.gpu,

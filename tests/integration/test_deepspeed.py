@@ -17,11 +17,10 @@ from safetensors.torch import load_file
 
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.agentic import AgenticConfig
+from roll.configs.engines.deepspeed import CARD, DeepSpeedConfig
 from roll.configs.loader import load_config
-from roll.configs.strategy import DeepSpeedConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics, States, StrategyContext
-from roll.distributed.strategy.deepspeed.options import check_engine_options
 from roll.distributed.strategy.deepspeed.strategy import DeepSpeedInfer, DeepSpeedTrain
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.strategy.training.optim import MASTER
@@ -401,7 +400,7 @@ def test_unknown_keys_are_refused_with_the_nearest_one(model: Path, options: dic
 
 def test_keys_of_every_section_and_second_names_are_known() -> None:
     zero = {"stage": 3, "stage3_max_live_parameters": 1, "max_live_parameters": 1, "offload_optimizer": {"ratio": 0.5}}
-    assert not check_engine_options({"zero_optimization": zero, "bf16": {"enabled": "auto"}, "steps_per_print": 5})
+    assert not CARD.option_problems({"zero_optimization": zero, "bf16": {"enabled": "auto"}, "steps_per_print": 5})
 
 
 @pytest.mark.parametrize(
@@ -445,5 +444,5 @@ def test_examples_are_used_as_documented(tmp_path: Path, name: str) -> None:
         f"    strategy_config: ${{deepspeed_{name}}}\n"
     )
     options = load_config(AgenticConfig, "mine", folder).actor_train.strategy_args.strategy_config
-    assert not check_engine_options(options)
+    assert not CARD.option_problems(options)
     assert DeepSpeedConfig.model_validate(options).stage == (int(name[4]) if name != "zero" else 0)

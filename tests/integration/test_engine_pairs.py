@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from roll.distributed.strategy.engines import PACKAGES
+from roll.configs.engines import packages
 from roll.models.tiny import make_tiny_model
 from tests.integration.conftest import LAUNCHER, RLVR_LAUNCHER, ROOT, Launch, Run
+
+PACKAGES = packages()
 
 EXAMPLES = ROOT / "examples" / "config"
 TRAINERS = {"fsdp2": "fsdp2_train", "deepspeed": "deepspeed_train", "megatron": "megatron_train"}

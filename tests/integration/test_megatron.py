@@ -20,7 +20,7 @@ from torch import Tensor
 from roll.algorithms.losses import build_policy_loss
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
 from roll.configs.algorithm import AlgorithmConfig
-from roll.configs.strategy import MegatronConfig
+from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from roll.configs.engines import packages
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.engines import PACKAGES
 from roll.distributed.weights.adapters import adapted_names
 from roll.models.loading import load_causal_lm
 from roll.models.lora import ADAPTER_FILE, LoraSpec, adapter_dropout, inject_adapter
@@ -30,6 +30,8 @@ from tests.support.harness import (
 )
 from tests.support.layouts_megatron import PP, SP, TP
 from tests.support.ranks import assert_near, enter_rank, exported, exported_adapter, leave_rank, run_ranks
+
+PACKAGES = packages()
 
 pytest.importorskip("peft", reason="peft is not installed")
 

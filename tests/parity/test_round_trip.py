@@ -14,17 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from roll.configs.engines import packages
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import StrategyContext
-from roll.distributed.strategy.engines import PACKAGES
 from roll.distributed.weights.buckets import pack_buckets
 from roll.distributed.weights.contents import WeightBucket
 from roll.models.tiny import make_tiny_model
 from tests.support.harness import TEMPERATURE, Layout, make_context, policy_loss, record
 from tests.support.ranks import enter_rank, start_ranks, unpacked
+
+PACKAGES = packages()
 
 TRAINERS = {
     "fsdp2_train": Layout("shard2", "fsdp2_train", 2),

@@ -14,12 +14,12 @@ from typing import Any
 
 from roll.agentic.env.base import TextEnv
 from roll.configs.base import Config
-from roll.configs.parsing import list_of_keys, section_problems
+from roll.configs.parsing import section_problems
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.schema import nearest
 from roll.utils.registry import Registry, UnknownNameError
 
-__all__ = ["TextEnv", "check_env_config", "make", "path_of", "register", "registered"]
+__all__ = ["TextEnv", "check_env_config", "make", "names_actions", "path_of", "register", "registered"]
 
 EnvFactory = Callable[..., TextEnv]
 
@@ -73,6 +73,11 @@ def path_of(env_type: str) -> str:
     return f"{module}:{name}"
 
 
+def names_actions(env_type: str) -> bool:
+    """Whether the class of an environment that can be imported says ``action_names``, so that play can be scripted."""
+    return bool(getattr(_ENVS.get(env_type), "action_names", ()))
+
+
 def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> list[ConfigProblem]:
     """Mistakes in ``env_type`` and ``env_config`` of a ``custom_envs`` entry; never raises.
 
@@ -110,7 +115,7 @@ def _signature_problems(factory: EnvFactory, env_config: Mapping[str, Any]) -> l
     for key in env_config:
         if key not in known and not takes_any:
             near = nearest(key, known)
-            hint = f"did you mean {near}?" if near else list_of_keys(known)
+            hint = f"did you mean {near}?" if near else f"known here: {', '.join(known) or 'none'}"
             problems.append(ConfigProblem(key, env_config[key], "no such key", hint))
     missing = [p.name for p in named if p.default is p.empty and p.name not in env_config]
     return problems + [ConfigProblem(key, NOTHING, "a value, since it has no default") for key in missing]

@@ -1,16 +1,22 @@
-"""Engines by name. Listing them imports none."""
+"""Strategies by name, as the engines' cards list them. Listing them imports none."""
 
 from __future__ import annotations
 
+from typing import cast
+
+from roll.configs.engines import cards, strategy_path
 from roll.utils.registry import Registry
 
 STRATEGIES: Registry[type] = Registry("strategy")
-STRATEGIES.register("hf_infer", "roll.distributed.strategy.hf_infer.strategy:HfInfer")
-STRATEGIES.register("fsdp2_train", "roll.distributed.strategy.fsdp2.strategy:Fsdp2Train")
-STRATEGIES.register("fsdp2_infer", "roll.distributed.strategy.fsdp2.strategy:Fsdp2Infer")
-STRATEGIES.register("vllm", "roll.distributed.strategy.vllm.strategy:VllmStrategy")
-STRATEGIES.register("sglang", "roll.distributed.strategy.sglang.strategy:SglangStrategy")
-STRATEGIES.register("deepspeed_train", "roll.distributed.strategy.deepspeed.strategy:DeepSpeedTrain")
-STRATEGIES.register("deepspeed_infer", "roll.distributed.strategy.deepspeed.strategy:DeepSpeedInfer")
-STRATEGIES.register("megatron_train", "roll.distributed.strategy.megatron.strategy:MegatronTrain")
-STRATEGIES.register("megatron_infer", "roll.distributed.strategy.megatron.strategy:MegatronInfer")
+for _card in cards():
+    for _name, _strategy in _card.strategies.items():
+        STRATEGIES.register(_name, _strategy.path)
+
+
+def strategy_class(name: str) -> type:
+    """The class that a ``strategy_name`` means: a registered one, or that of a path (of the class, or of a card).
+
+    Raises:
+        UnknownNameError: no such name, module or attribute.
+    """
+    return cast(type, STRATEGIES.get(strategy_path(name)))

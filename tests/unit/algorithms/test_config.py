@@ -26,12 +26,12 @@ def test_known_and_foreign_estimators_are_accepted(estimator: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "key", "hint"),
     [
-        ({"adv_estimator": "gpro"}, "adv_estimator", "did you mean 'grpo'"),
+        ({"adv_estimator": "gpro"}, "adv_estimator", "did you mean grpo"),
         ({"adv_estimator": "grpo", "turn_level_gae": True}, "turn_level_gae", "expected false"),
         ({"adv_estimator": "rloo", "norm_adv_by_std_in_grpo": False}, "norm_adv_by_std_in_grpo", "expected true"),
         ({"adv_estimator": "grpo", "critic_warmup": 3}, "critic_warmup", "has no critic"),
         ({"use_reward_norm": True}, "use_reward_norm", "use_reward_scaling"),
-        ({"reward_norm": "batch", "reward_shift": True, "reward_scale": True}, "reward_scale", "one of them"),
+        ({"reward_norm": "batch", "reward_shift": True, "reward_scale": True}, "reward_scale", "beside reward_shift"),
         ({"reward_shift": True}, "reward_shift", "reward_norm"),
         ({"reward_scale": True}, "reward_scale", "reward_norm"),
         ({"reward_norm": "batch", "use_reward_scaling": True}, "use_reward_scaling", "at most one"),
@@ -52,6 +52,11 @@ def test_known_and_foreign_estimators_are_accepted(estimator: str) -> None:
             "at most the limit of 8",
         ),
         ({"mask_type": "all"}, "mask_type", "max_len_mask"),
+        ({"kl_loss_coef": 0.1}, "kl_loss_coef", "use_kl_loss: true"),
+        ({"init_kl_coef": 0.1}, "init_kl_coef", "add_token_level_kl: true"),
+        ({"pg_clip_low": 0.1}, "pg_clip_low", "use_pg_clip_range: true"),
+        ({"pg_clip_high": 0.3}, "pg_clip_high", "use_pg_clip_range: true"),
+        ({"dual_clip_c": 2.0}, "dual_clip_c", "dual_clip_loss: true"),
         ({"pg_variant": "gspo"}, "pg_variant", "expected one of cispo"),
         ({"pg_variant": "topl"}, "pg_variant", "did you mean topr"),
         ({"pg_variant": "tis", "use_topr_loss": True}, "pg_variant", "use_topr_loss"),
@@ -59,7 +64,11 @@ def test_known_and_foreign_estimators_are_accepted(estimator: str) -> None:
         ({"use_topr_loss": True, "dual_clip_loss": True}, "dual_clip_loss", "topr"),
         ({"tis_lower_bound": 1.5}, "tis_lower_bound", "at most tis_upper_bound"),
         ({"clip_cov_lb": 6.0}, "clip_cov_lb", "at most clip_cov_ub"),
-        ({"difficulty_low_threshold": 2.0}, "difficulty_low_threshold", "at most difficulty_high_threshold"),
+        (
+            {"difficulty_low_threshold": 2.0, "difficulty_mask": True},
+            "difficulty_low_threshold",
+            "at most difficulty_high_threshold",
+        ),
     ],
 )
 def test_rules_between_keys(keys: dict[str, Any], key: str, hint: str) -> None:

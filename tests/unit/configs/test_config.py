@@ -7,11 +7,14 @@ import pytest
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.batches import describe_batches
+from roll.configs.engines import cards
+from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.env import EnvManagerConfig
 from roll.configs.loader import load_config
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
-from roll.configs.strategy import STRATEGY_CONFIGS, MegatronConfig, StrategyArguments
+from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
+from roll.pipeline.cli import report
 from roll.preflight.choices import CHECKS
 
 CONFIGS = Path(__file__).resolve().parents[3] / "examples" / "config"
@@ -118,6 +121,51 @@ def test_engine_presets_are_read_through_a_link_and_otherwise_left_alone(load):
     assert config.actor_train.strategy_args.strategy_config == options
 
 
+def test_a_section_that_only_itself_or_another_stray_section_reads_is_unknown(problems):
+    text = MINIMAL + "foo: {a: 1, b: '${foo.a}'}\nbar: '${baz.x}'\nbaz: {x: '${bar}'}\n"
+    assert set(problems(text=text.replace("x: '${bar}'", "x: '${foo.a}'"))) == {"foo", "bar", "baz"}
+
+
+def test_a_variable_may_be_read_by_way_of_another(load):
+    assert load(text=MINIMAL + "one: 3\ntwo: ${one}\nmax_steps: ${two}\n").max_steps == 3
+
+
+def test_many_equal_problems_are_told_once(problems, load):
+    tags = [f"Tag{i}" for i in range(50)]
+    with pytest.raises(ConfigErrors) as caught:
+        load(f"train_env_manager.tags=[{','.join(tags)}]", "train_env_manager.env_groups=50", "seed=x")
+    assert len([p for p in caught.value.problems if p.path.startswith("train_env_manager.tags")]) == 50
+    text = str(caught.value)
+    assert text.count("train_env_manager.tags.") == 3 and "… and 49 more like it" in text and "seed: " in text
+    assert report(caught.value, "mine").count("a key of custom_envs") == 1
+
+
+def test_one_value_in_place_of_a_list_says_how_to_write_it(problems):
+    assert problems("train_env_manager.tags=Lake")["train_env_manager.tags"].hint == "write [Lake]"
+
+
+def test_a_file_that_is_not_utf8_is_a_problem(tmp_path):
+    (tmp_path / "latin.yaml").write_bytes("exp_name: tête\n".encode("latin-1"))
+    with pytest.raises(ConfigErrors, match="utf-8"):
+        load_config(AgenticConfig, "latin", tmp_path)
+
+
+def test_braces_that_are_no_placeholders_pass(load):
+    assert load(r"custom_envs.Lake.agent_template='\\boxed{answer} {{x}} {observation}'")
+
+
+def test_dropout_of_the_model_is_refused_in_every_role(problems):
+    dropout = "model_args.model_config_kwargs={attention_dropout:0.1}"
+    found = problems(f"actor_train.{dropout}", f"actor_infer.{dropout}")
+    assert all(path.endswith("model_config_kwargs.attention_dropout") for path in found) and len(found) == 2
+
+
+def test_a_warm_up_beyond_the_run_is_told(load):
+    args = "actor_train.training_args={per_device_train_batch_size:2,gradient_accumulation_steps:4,warmup_steps:10}"
+    assert "warmup_steps 10 are not over" in describe_batches(load("max_steps=5", args))[-1]
+    assert "warmup_steps" not in describe_batches(load("max_steps=50", args))[-1]
+
+
 def test_a_top_level_variable_must_be_referred_to(load, problems):
     text = MINIMAL + "my_steps: 12\nmax_steps: ${my_steps}\n"
     assert load("my_steps=13", text=text).max_steps == 13
@@ -215,6 +263,15 @@ def test_numbers_in_environment_variables_become_text(load):
         ("custom_envs.Lake.env_configs={}", "did you mean env_config?"),
         ("custom_envs.Boxes.env_config.dim_rom=[6,6]", "did you mean dim_room?"),
         ("train_env_manager.num_env_group=3", "did you mean num_env_groups?"),
+        # names of other libraries, and keys in a wrong place
+        ("trainer={total_epochs:3}", "top-level keys here: max_steps"),
+        ("dataset_dir=data", "actor_train.data_args.file_name"),
+        ("clip_ratio=0.2", "use pg_clip"),
+        ("actor_train.fsdp_size=2", "it belongs to strategy_args.strategy_config of a role with fsdp2_train"),
+        ("actor_train.pg_variant=ppo", "pg_variant belongs to the top level"),
+        ("actor_infer.dtype=bf16", "did you mean actor_infer.model_args.dtype?"),
+        ("rollout_backend=vllm", "use actor_infer.strategy_args.strategy_name"),
+        ("rule_of_reward={a:1}", "see docs/configuration.md"),
     ],
 )
 def test_unknown_keys_name_the_nearest_valid_one(problems, override, hint):
@@ -291,6 +348,10 @@ def test_both_spellings_at_once_are_an_error(problems):
         (["custom_envs.Lake.history_length=2"], "custom_envs.Lake.history_length"),
         (["track_with=[stdout,stdout]"], "track_with"),
         (["turn_level_gae=true"], "turn_level_gae"),
+        (["custom_envs.Lake.agent_template='{obsrvation} {turn}'"], "custom_envs.Lake.agent_template"),
+        (["track_with=stdout", "tracker_kwargs={colour:red}"], "tracker_kwargs"),
+        (["tracker_kwargs={wandb:{project:x}}"], "tracker_kwargs"),
+        (["custom_envs.Lake={env_type:single_turn,env_config:{items:[{prompt:a,answer:b}]}}"], "pretrain"),
     ],
 )  # fmt: skip
 def test_rules_between_keys(problems, overrides, path):
@@ -427,8 +488,8 @@ def test_engine_options_pass_unknown_keys_through_and_check_known_ones(load, pro
 
 
 def test_every_strategy_has_defaults_that_hold():
-    for section in STRATEGY_CONFIGS.values():
-        assert section().problems() == []
+    for card in cards():
+        assert card.options().problems() == []
 
 
 @pytest.mark.parametrize(

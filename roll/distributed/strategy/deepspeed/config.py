@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from roll.configs.strategy import AUTO, DeepSpeedConfig
+from roll.configs.engines.deepspeed import AUTO, DeepSpeedConfig
 
 if TYPE_CHECKING:
     from roll.configs.training import TrainingArguments

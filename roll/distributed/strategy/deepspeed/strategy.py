@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from roll.configs.engines.deepspeed import CARD, DeepSpeedConfig
 from roll.configs.problems import ConfigErrors
-from roll.configs.strategy import DeepSpeedConfig
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.deepspeed.config import scoring_config, training_config
-from roll.distributed.strategy.deepspeed.options import check_engine_options
 from roll.distributed.strategy.deepspeed.weights import EngineWeights, engine_weights
 from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.training.hf_scorer import rank_info, recompute_activations
@@ -34,7 +33,7 @@ class DeepSpeedInfer(ModuleScorer[EngineWeights]):
         super().__init__(context)
         strategy = context.worker.strategy_args
         require_engine("deepspeed", extra="deepspeed", strategy=strategy.strategy_name)
-        if problems := check_engine_options(strategy.strategy_config):
+        if problems := CARD.option_problems(strategy.strategy_config):
             prefix = f"{context.role}.strategy_args.strategy_config"
             raise ConfigErrors([problem.under(prefix) for problem in problems])
         self._options = DeepSpeedConfig.model_validate(strategy.strategy_config)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from roll.algorithms.types import TokenScores
-from roll.configs.strategy import Fsdp2Config
+from roll.configs.engines.fsdp2 import Fsdp2Config
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.fsdp2.activation_offload import OffloadedActivations

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-    from roll.configs.strategy import Fsdp2Config
+    from roll.configs.engines.fsdp2 import Fsdp2Config
 
 
 class Weights(ABC):

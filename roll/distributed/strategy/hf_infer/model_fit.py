@@ -1,11 +1,26 @@
-"""Whether ``hf_infer`` can run a model, told from its configuration alone."""
+"""Models that ``hf_infer`` can run, told from their configuration alone."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from roll.configs.problems import ConfigProblem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from roll.configs.rl import RLConfig
+    from roll.configs.worker import WorkerConfig
+
+
+def check_model(role: str, worker: WorkerConfig, sizes: PreTrainedConfig, config: RLConfig) -> Iterator[ConfigProblem]:
+    """Layers of another attention than the engine has, keys relative to the role."""
+    if kinds := foreign_attention(sizes, config.sequence_length):
+        name, involved = worker.strategy_args.strategy_name, ("sequence_length", "pretrain")
+        expected = f"{'vllm or sglang' if role == 'actor_infer' else 'fsdp2_infer'} for layers of {kinds}"
+        key, hint = "strategy_args.strategy_name", "hf_infer has full attention"
+        yield ConfigProblem(key, name, expected, hint, involves=involved)
 
 
 def foreign_attention(config: PreTrainedConfig, sequence_length: int) -> str | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from roll.algorithms.types import TokenScores
-from roll.configs.strategy import HfInferConfig
+from roll.configs.engines.hf_infer import HfInferConfig
 from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext

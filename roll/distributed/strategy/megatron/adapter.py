@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from roll.configs.strategy import MegatronConfig
+from roll.configs.engines.megatron import MegatronConfig
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.megatron.fit import check_adapter_fit
 from roll.distributed.strategy.megatron.model import MegatronModel, own_parts

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.problems import ConfigProblem, Words, show
-from roll.configs.strategy import MegatronConfig
 from roll.models.megatron.config import MegatronModelConfig, megatron_config, parallel_size_problems
 from roll.models.megatron.names import adaptable_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from roll.configs.rl import RLConfig
+    from roll.configs.worker import WorkerConfig
 
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 VIRTUAL = "virtual_pipeline_model_parallel_size"
@@ -25,6 +28,28 @@ FOR_EXPERTS = (
     "freeze_moe_router",
 )
 """Options that say nothing to a dense model; ``expert_model_parallel_size`` is one of the sizes."""
+
+
+def check_model(role: str, worker: WorkerConfig, sizes: PreTrainedConfig, config: RLConfig) -> Iterator[ConfigProblem]:
+    """What of a model a role's options do not fit, keys relative to the role."""
+    options, base = worker.strategy_args.typed(), "strategy_args.strategy_config"
+    assert isinstance(options, MegatronConfig)
+    try:
+        yield from (problem.under(base) for problem in check_model_fit(sizes, options))
+    except ValueError as error:
+        expected, name = "a strategy that can run the model, such as fsdp2_train", worker.strategy_args.strategy_name
+        yield ConfigProblem("strategy_args.strategy_name", name, expected, str(error))
+
+
+def check_adapter(worker: WorkerConfig, sizes: PreTrainedConfig, layers: Iterable[str]) -> Iterable[ConfigProblem]:
+    """What of an adapter a role's options do not fit, keys relative to the role; of a model that does itself."""
+    options = worker.strategy_args.typed()
+    assert isinstance(options, MegatronConfig)
+    try:
+        fits = not check_model_fit(sizes, options)
+    except ValueError:
+        fits = False
+    return check_adapter_fit(sizes, options, layers, dropout=worker.model_args.lora_dropout) if fits else ()
 
 
 def check_model_fit(hf_config: PreTrainedConfig, options: MegatronConfig) -> list[ConfigProblem]:

@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll.configs.engines.megatron import CARD, MegatronConfig
 from roll.configs.problems import ConfigProblem
-from roll.configs.strategy import MegatronConfig
 from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.distributed.strategy.megatron.fit import check_model_fit
 from roll.distributed.strategy.megatron.modules import layer_specs
-from roll.distributed.strategy.megatron.options import check_engine_options
 from roll.distributed.strategy.megatron.scores import VocabularyShare
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX
@@ -147,7 +146,7 @@ def build_model(
 
     given = context.worker.strategy_args.strategy_config
     problems = [
-        *check_engine_options(given),
+        *CARD.option_problems(given),
         *check_model_fit(hf_config, options),
         *_machine_problems(context, options, dtype),
     ]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from roll.configs.strategy import MegatronConfig
+from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.training import TrainingArguments
 from roll.distributed.strategy.megatron.model import MegatronModel
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll.algorithms.types import LossContext, LossFn, TokenScores
-from roll.configs.strategy import MegatronConfig
+from roll.configs.engines.megatron import MegatronConfig
 from roll.data.batch import Batch
 from roll.data.packing import take_micro_batch
 from roll.distributed.strategy.base import RankInfo, States

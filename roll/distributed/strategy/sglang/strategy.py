@@ -31,8 +31,8 @@ import numpy as np
 import torch
 import torch.multiprocessing  # teaches ForkingPickler tensors
 
+from roll.configs.engines.sglang import CARD, SglangConfig
 from roll.configs.problems import ConfigErrors
-from roll.configs.strategy import SglangConfig
 from roll.data.requests import Completion, FinishReason, GenerateRequest
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.generation.engine_process import EngineCallError, EngineProcess
@@ -45,7 +45,7 @@ from roll.distributed.strategy.generation.requests import (
     scratch_folder,
 )
 from roll.distributed.strategy.sglang import cpu
-from roll.distributed.strategy.sglang.options import check_engine_options, require_sglang
+from roll.distributed.strategy.sglang.options import require_sglang
 from roll.distributed.weights.adapters import adapted_names, peft_config
 from roll.distributed.weights.buckets import host_bytes, pack_buckets
 from roll.distributed.weights.contents import WeightBucket, contents
@@ -72,7 +72,7 @@ class SglangStrategy:
         self._context = context
         self._config = SglangConfig.model_validate(options)
         require_sglang(self._config.python_executable)
-        if problems := check_engine_options(options):
+        if problems := CARD.option_problems(options):
             prefix = f"{context.role}.strategy_args.strategy_config"
             raise ConfigErrors([problem.under(prefix) for problem in problems])
         self._on_cpu = not torch.accelerator.is_available()

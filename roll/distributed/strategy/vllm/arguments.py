@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from roll.configs.strategy import VLLM_LORA_RANKS, VllmConfig
+from roll.configs.engines.vllm import LORA_RANKS, VllmConfig
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.models.loading import locate_model
@@ -63,9 +63,9 @@ def engine_arguments(
         "trust_remote_code": False,
     }
     if context.lora is not None:
-        room = next((size for size in VLLM_LORA_RANKS if size >= context.lora.rank), None)
+        room = next((size for size in LORA_RANKS if size >= context.lora.rank), None)
         if room is None:
-            raise ValueError(f"lora_rank: {context.lora.rank}, expected at most {VLLM_LORA_RANKS[-1]} with vllm")
+            raise ValueError(f"lora_rank: {context.lora.rank}, expected at most {LORA_RANKS[-1]} with vllm")
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
     if on_cpu:
         arguments |= _cpu_arguments(context, config, outline)

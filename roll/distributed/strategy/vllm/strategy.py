@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roll.configs.engines.vllm import CARD, VllmConfig
 from roll.configs.problems import ConfigErrors
-from roll.configs.strategy import VllmConfig
 from roll.data.requests import Completion, FinishReason, GenerateRequest
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.engines import require_engine
@@ -43,7 +43,6 @@ from roll.distributed.strategy.vllm.arguments import (
     engine_arguments,
     environment,
 )
-from roll.distributed.strategy.vllm.options import check_engine_options
 from roll.distributed.weights import device_memory
 from roll.distributed.weights.adapters import peft_config
 from roll.distributed.weights.buckets import as_tensor, host_bytes
@@ -76,7 +75,7 @@ class VllmStrategy:
         self._context = context
         options = context.worker.strategy_args.strategy_config
         self._config = VllmConfig.model_validate(options)
-        if problems := check_engine_options(options):
+        if problems := CARD.option_problems(options):
             prefix = f"{context.role}.strategy_args.strategy_config"
             raise ConfigErrors([problem.under(prefix) for problem in problems])
         self._on_cpu = not torch.cuda.is_available()

@@ -14,12 +14,12 @@ import torch
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as gptj_rotary
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as llama_rotary
 
+from roll.configs.engines.sglang import CARD
 from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.engines import MissingEngineError
 from roll.distributed.strategy.sglang.cpu import check_tensor_parallel, environment, rotary_embedding
-from roll.distributed.strategy.sglang.options import check_engine_options
 from roll.distributed.strategy.sglang.sampler import SampledBatch, uniforms
 from roll.distributed.strategy.sglang.strategy import SglangStrategy
 from roll.models import sampling
@@ -135,15 +135,15 @@ def fake_environment(tmp_path: Path) -> str:
 
 def test_an_argument_that_sglang_does_not_have_names_the_nearest(fake_environment: str) -> None:
     options = {"python_executable": fake_environment, "tp_size": 1, "chunked_prefil_size": 64}
-    (problem,) = check_engine_options(options)
+    (problem,) = CARD.option_problems(options)
     assert (problem.path, problem.seen) == ("chunked_prefil_size", 64)
     assert problem.hint == "did you mean chunked_prefill_size?"
-    assert not check_engine_options({"python_executable": fake_environment, "chunked_prefill_size": 64})
+    assert not CARD.option_problems({"python_executable": fake_environment, "chunked_prefill_size": 64})
 
 
 def test_an_argument_that_is_set_elsewhere_says_where(fake_environment: str) -> None:
     options = {"python_executable": fake_environment, "model_path": "/tmp", "dp_size": 2}
-    assert list(map(str, check_engine_options(options))) == [
+    assert list(map(str, CARD.option_problems(options))) == [
         'model_path: seen "/tmp", expected pretrain instead',
         "dp_size: seen 2, expected more workers in device_mapping instead",
     ]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from roll.configs.foreign import advice
 from roll.configs.problems import ConfigProblem
 
 PLAIN: dict[str, type | tuple[type, ...]] = {
@@ -103,3 +105,41 @@ def _is_of(value: Any, word: str) -> bool:
     if word == "int" and isinstance(value, float) and value.is_integer():
         return True  # 5e8
     return isinstance(value, PLAIN[word]) and not (isinstance(value, bool) and word in ("int", "float"))
+
+
+def option_problems(
+    options: Mapping[str, Any],
+    *,
+    typed: Collection[str],
+    known: Mapping[str, str],
+    elsewhere: Mapping[str, str],
+    arguments: str,
+) -> list[ConfigProblem]:
+    """Wrong keys and values of a ``strategy_config`` among those that an engine's constructor gets.
+
+    Args:
+        options: the whole section.
+        typed: keys that its own class checks.
+        known: arguments of the constructor and their annotations; empty when the engine is not installed.
+        elsewhere: arguments that are set by other keys, and by which; also what other engines call an option.
+        arguments: what they are called, for messages, e.g. ``vLLM's AsyncEngineArgs``.
+    """
+    extra = [key for key in options if key not in typed]
+    problems = [
+        ConfigProblem(key, options[key], here if here.startswith("no such key") else f"{here} instead")
+        for key in extra
+        if (here := elsewhere.get(key))
+    ]
+    for key in extra if known else ():
+        if key not in known and key not in elsewhere:
+            hint = foreign_key_hint(key, {*known, *typed} - {*elsewhere})
+            problems.append(ConfigProblem(key, options[key], f"an argument of {arguments}", hint))
+    return problems + type_problems({key: options[key] for key in extra if key not in elsewhere}, known)
+
+
+def foreign_key_hint(key: str, known: Collection[str]) -> str:
+    """The hint for a key that an engine does not have: where it belongs, or what it may be meant for."""
+    if hint := advice(key):
+        return hint
+    near = difflib.get_close_matches(key, sorted(known), n=1)
+    return f"did you mean {near[0]}?" if near else ""

@@ -1,0 +1,150 @@
+"""An engine's card: all that the rest of the library knows of an engine, without importing it."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from roll.configs.base import Config
+from roll.configs.problems import ConfigProblem
+
+if TYPE_CHECKING:
+    from roll.configs.rl import RLConfig
+    from roll.configs.worker import WorkerConfig
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+class EngineOptions(Config):
+    """Options of an engine, the keys of ``strategy_config``. An engine without any takes this class."""
+
+    @property
+    def parallel_sizes(self) -> dict[str, int]:
+        """Devices that share a sequence, by key: their product holds one copy of the model."""
+        return {}
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Devices that work on the same sequences."""
+        return math.prod(self.parallel_sizes.values())
+
+    @property
+    def own_dtype(self) -> tuple[str, Dtype] | None:
+        """The key and value of a number format for computation that goes before ``model_args.dtype``, if given."""
+        return None
+
+
+class PassedOnOptions(EngineOptions):
+    """Options handed to an external engine's constructor: keys with a field are checked here, others pass through."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+@dataclass(frozen=True)
+class EnginePackage:
+    """The package that an engine is."""
+
+    module: str
+    """To import, e.g. ``vllm``."""
+    extra: str
+    """Of this package, which installs it."""
+
+    @property
+    def installed(self) -> bool:
+        try:
+            return importlib.util.find_spec(self.module) is not None
+        except ModuleNotFoundError:  # of the package that it is a part of
+            return False
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One value of ``strategy_name``."""
+
+    path: str
+    """``package.module:Class``."""
+    trains: bool = False
+    scores: bool = False
+    generates: bool = False
+
+    def plays(self, role: str) -> bool:
+        """Whether it does what a role needs."""
+        return {"trains": self.trains, "scores": self.scores, "generates": self.generates}[task_of(role)]
+
+
+def task_of(role: str) -> Literal["trains", "scores", "generates"]:
+    """The verb of a role."""
+    if role in ("actor_train", "critic"):
+        return "trains"
+    return "generates" if role == "actor_infer" else "scores"
+
+
+class EngineCard:
+    """Names, abilities and options of an engine. A subclass says what is special about its own.
+
+    Problems carry keys relative to the role's section, rules across sections whole keys.
+    """
+
+    name: ClassVar[str]
+    """Folder below ``roll/distributed/strategy``, heading in the documentation."""
+    strategies: ClassVar[Mapping[str, Strategy]]
+    """By ``strategy_name``."""
+    options: ClassVar[type[EngineOptions]] = EngineOptions
+    package: ClassVar[EnginePackage | None] = None
+    """``None``: PyTorch and Transformers are enough."""
+    trains_modules: ClassVar[bool] = False
+    """Trains the modules of Transformers: has Ulysses, Liger kernels, and the attention that Transformers has."""
+    ulysses_instead: ClassVar[str] = ""
+    """What shares sequences in place of ``ulysses_size``."""
+    own_attention: ClassVar[bool] = False
+    """Chooses among attention kernels of its own, by ``attention_backend``."""
+    size_key: ClassVar[str | None] = None
+    """Option that says the same as ``num_gpus_per_worker``, of an engine whose workers may hold several devices."""
+    splits_heads: ClassVar[bool] = True
+    """Devices that share a sequence share its attention heads, whose number they must divide."""
+    fit: ClassVar[str | None] = None
+    """``module:function`` (role, worker, model's text configuration, whole configuration) that yields what else of a
+    model does not fit. Imported where the model is on this machine."""
+    adapter_fit: ClassVar[str | None] = None
+    """``module:function`` (worker, model's text configuration, names of the adapted layers) that yields what of an
+    adapter does not fit. ``None``: all does."""
+
+    def strategy(self, name: str) -> Strategy:
+        """The strategy that a name means: one of the card's, or a path of its class, or of a card with one."""
+        by_path = {strategy.path: strategy for strategy in self.strategies.values()}
+        return self.strategies.get(name) or by_path.get(name) or next(iter(self.strategies.values()))
+
+    def option_problems(self, options: Mapping[str, Any]) -> list[ConfigProblem]:
+        """Keys and values that are passed on and that the engine would refuse, keys relative to ``strategy_config``."""
+        return []
+
+    def options_checked(self, options: Mapping[str, Any]) -> bool:
+        """Whether ``option_problems`` could look at what is passed on."""
+        passed_on = options.keys() - self.options.model_fields.keys()
+        return not passed_on or self.package is None or self.package.installed
+
+    def rules(self, role: str, worker: WorkerConfig, config: RLConfig) -> Iterator[ConfigProblem]:
+        """Rules between the engine's options and other keys, whole keys."""
+        return iter(())
+
+    def package_problem(self, worker: WorkerConfig) -> ConfigProblem | None:
+        """Why the engine cannot be imported on this machine."""
+        if self.package is None or self.package.installed:
+            return None
+        name = worker.strategy_args.strategy_name
+        return missing_package("strategy_args.strategy_name", name, self.package.module, self.package.extra)
+
+    def gpu_only(self, worker: WorkerConfig) -> Iterator[ConfigProblem]:
+        """Options whose kernels need a GPU."""
+        return iter(())
+
+
+def missing_package(key: str, seen: object, module: str, extra: str) -> ConfigProblem:
+    """A package that a choice needs."""
+    hint = f"pip install 'roll-rl[{extra}]'; --validate-only checks a configuration without it"
+    return ConfigProblem(key, seen, f"the package {module} to be installed", hint)

@@ -1,0 +1,277 @@
+"""`deepspeed_train`, `deepspeed_infer`: DeepSpeed's ZeRO around a model of Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from roll.configs.engines.arguments import constructor_fields, foreign_key_hint, type_problems
+from roll.configs.engines.card import Dtype, EngineCard, EnginePackage, PassedOnOptions, Strategy
+from roll.configs.problems import ConfigProblem
+
+AUTO = "auto"
+"""What DeepSpeed files of other projects say in place of a value that is decided elsewhere, or by DeepSpeed."""
+
+
+class DeepSpeedConfig(PassedOnOptions):
+    """Options of `deepspeed_train` and `deepspeed_infer`: the keys of a DeepSpeed configuration file.
+
+    Batch sizes, gradient clipping, the optimizer and its schedule come from `training_args`. `auto` anywhere means the
+    same as leaving the key out.
+    """
+
+    zero_optimization: dict[str, Any] = Field(
+        default_factory=dict, description="ZeRO options: stage, offload_param, offload_optimizer …"
+    )
+    bf16: dict[str, Any] | None = Field(
+        default=None,
+        description="Passed on. null: model_args.dtype decides. Weights are kept, and gradients added up, in fp32 too; "
+        "with stage 0 the model runs under torch_autocast for that.",
+    )
+    fp16: dict[str, Any] | None = Field(
+        default=None, description="null: model_args.dtype decides. fp16 is for deepspeed_infer only."
+    )
+    optimizer: dict[str, Any] | None = Field(
+        default=None,
+        description="{type: AdamW, params: {torch_adam: false}} takes DeepSpeed's own Adam, which compiles itself when "
+        "it is first used, in place of PyTorch's. Its rates come from training_args.",
+    )
+
+    @property
+    def stage(self) -> int:
+        stage = self.zero_optimization.get("stage", AUTO)
+        return stage if type(stage) is int else 0
+
+    @property
+    def precision(self) -> Dtype | None:
+        """The number format that the file asks for, if it does."""
+        asked = {name: (getattr(self, name) or {}).get("enabled", AUTO) for name in ("bf16", "fp16")}
+        for name, enabled in asked.items():
+            if enabled is True:
+                return "bf16" if name == "bf16" else "fp16"
+        return "fp32" if asked["bf16"] is False else None
+
+    @property
+    def own_dtype(self) -> tuple[str, Dtype] | None:
+        if self.precision is None:
+            return None
+        return ("fp16.enabled" if self.precision == "fp16" else "bf16.enabled", self.precision)
+
+    @property
+    def torch_adam(self) -> bool:
+        chosen = ((self.optimizer or {}).get("params") or {}).get("torch_adam", AUTO)
+        return True if chosen == AUTO else bool(chosen)
+
+    def problems(self) -> list[ConfigProblem]:
+        stage = self.zero_optimization.get("stage", AUTO)
+        known = stage == AUTO or (type(stage) is int and 0 <= stage <= 3)
+        found = [] if known else [ConfigProblem("zero_optimization.stage", stage, "0, 1, 2 or 3")]
+        extra = self.model_extra or {}
+        found += [
+            ConfigProblem(key, extra[key], instead)
+            for key, instead in ELSEWHERE.items()
+            if extra.get(key, AUTO) != AUTO
+        ]
+        return [*found, *self._optimizer_problems(), *self._section_problems()]
+
+    def _optimizer_problems(self) -> Iterator[ConfigProblem]:
+        options = self.optimizer or {}
+        kind, params = options.get("type", AUTO), options.get("params") or {}
+        if not isinstance(params, dict):
+            yield ConfigProblem("optimizer.params", params, "a mapping such as {torch_adam: true}")
+            return
+        if str(kind).lower() not in (AUTO, "adam", "adamw"):
+            yield ConfigProblem("optimizer.type", kind, "AdamW")
+        if params.get("torch_adam", AUTO) not in (True, False, AUTO):
+            yield ConfigProblem("optimizer.params.torch_adam", params["torch_adam"], "true or false")
+        for key, value in params.items():
+            if key != "torch_adam" and value != AUTO:
+                yield ConfigProblem(f"optimizer.params.{key}", value, "training_args instead")
+
+    def _section_problems(self) -> Iterator[ConfigProblem]:
+        zero = self.zero_optimization
+        for section, least in (("offload_param", 3), ("offload_optimizer", 1)):
+            key, options = f"zero_optimization.{section}", zero.get(section) or {}
+            if not isinstance(options, dict):
+                yield ConfigProblem(key, options, "a mapping such as {device: cpu}")
+                continue
+            device = options.get("device", AUTO)
+            if device not in ("cpu", "none", None, AUTO):
+                yield ConfigProblem(f"{key}.device", device, "cpu or none")
+            if device == "cpu" and self.stage < least:
+                yield ConfigProblem("zero_optimization.stage", self.stage, f"at least {least} with {section}")
+        for old, section in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+            if zero.get(old) not in (None, AUTO):
+                yield ConfigProblem(f"zero_optimization.{old}", zero[old], f"{section}: {{device: cpu}} instead")
+        if zenflow := zero.get("zenflow"):
+            expected = "no such key: it takes steps before they are whole"
+            yield ConfigProblem("zero_optimization.zenflow", zenflow, expected)
+        for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+            if (self.bf16 or {}).get(key, AUTO) is True:
+                yield ConfigProblem(f"bf16.{key}", True, "false: these are kept in fp32")
+        if all((section or {}).get("enabled", AUTO) is True for section in (self.bf16, self.fp16)):
+            yield ConfigProblem("fp16.enabled", True, "false beside bf16.enabled true: one of the two")
+
+
+ELSEWHERE = {
+    "train_batch_size": "training_args.per_device_train_batch_size and gradient_accumulation_steps",
+    "train_micro_batch_size_per_gpu": "training_args.per_device_train_batch_size",
+    "gradient_accumulation_steps": "training_args.gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm instead",
+    "scheduler": "training_args.lr_scheduler_type instead",
+    "sequence_parallel_size": "model_args.ulysses_size instead",
+    "gradient_allreduce_op": "no such key: gradients are added up",
+    "managed_gradient_accumulation": "no such key: the trainer says which micro-batch is the last",
+    "tensor_parallel": "no such key; megatron_train has tensor parallelism",
+    "expert_parallel": "no such key; megatron_train has expert parallelism",
+    "pipeline": "no such key; megatron_train has pipeline parallelism",
+    "hybrid_engine": "no such key; actor_infer generates",
+    "data_efficiency": "no such key; the pipeline chooses the data",
+    "autotuning": "no such key; it would start runs of its own",
+    "activation_checkpointing": "model_args.disable_gradient_checkpointing instead",
+    "aio": "no such key: offload goes to host memory, never to a disk",
+    "checkpoint": "no such key; save_steps, max_ckpt_to_keep and checkpoint_config write checkpoints",
+    "compile": "no such key",
+}
+"""Keys of a DeepSpeed configuration file that this library decides, and where."""
+
+PASSED_ON = (
+    "bf16",
+    "comet",
+    "comms_logger",
+    "communication_data_type",
+    "csv_monitor",
+    "data_types",
+    "disable_allgather",
+    "disable_python_gc",
+    "dump_state",
+    "flops_profiler",
+    "fp16",
+    "gradient_predivide_factor",
+    "log_level",
+    "memory_breakdown",
+    "optimizer",
+    "prescale_gradients",
+    "seq_parallel_communication_data_type",
+    "steps_per_print",
+    "tensorboard",
+    "timers",
+    "torch_autocast",
+    "wall_clock_breakdown",
+    "wandb",
+    "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer",
+    "zero_optimization",
+)
+"""Keys of a DeepSpeed configuration file that may be given; DeepSpeed itself takes any, and ignores those it does not
+know."""
+
+
+SECTIONS = {
+    "zero_optimization": ("runtime/zero/config.py", "DeepSpeedZeroConfig"),
+    "zero_optimization.offload_param": ("runtime/zero/offload_config.py", "DeepSpeedZeroOffloadParamConfig"),
+    "zero_optimization.offload_optimizer": ("runtime/zero/offload_config.py", "DeepSpeedZeroOffloadOptimizerConfig"),
+    "bf16": ("runtime/precision_config.py", "DeepSpeedBF16Config"),
+    "fp16": ("runtime/precision_config.py", "DeepSpeedFP16Config"),
+    "comet": ("monitor/config.py", "CometConfig"),
+    "comms_logger": ("comm/config.py", "CommsLoggerConfig"),
+    "csv_monitor": ("monitor/config.py", "CSVConfig"),
+    "tensorboard": ("monitor/config.py", "TensorBoardConfig"),
+    "wandb": ("monitor/config.py", "WandbConfig"),
+}
+"""Where DeepSpeed says which keys a section has."""
+
+SCALARS = {
+    "disable_allgather": "bool",
+    "dump_state": "bool",
+    "gradient_predivide_factor": "float",
+    "memory_breakdown": "bool",
+    "prescale_gradients": "bool",
+    "steps_per_print": "int",
+    "wall_clock_breakdown": "bool",
+    "zero_allow_untested_optimizer": "bool",
+    "zero_force_ds_cpu_optimizer": "bool",
+}
+"""Types of the keys outside of sections, which DeepSpeed does not check: to it the text ``"false"`` is true."""
+
+DTYPES = ("fp32", "bf16", "fp16")
+FORMATS = {
+    "communication_data_type": DTYPES,
+    "seq_parallel_communication_data_type": DTYPES,
+    "data_types.grad_accum_dtype": DTYPES,
+    "data_types.param_dtype": DTYPES,
+    "data_types.buffer_dtype": DTYPES,
+    "data_types.keep_in_fp32_modules": None,
+    "torch_autocast.enabled": None,
+    "torch_autocast.dtype": ("bfloat16", "float16"),
+    "torch_autocast.lower_precision_safe_modules": None,
+}
+"""Number formats, and the other keys of their sections, which DeepSpeed reads one by one; ``None``: any value."""
+
+
+_STRATEGIES = "roll.distributed.strategy.deepspeed.strategy"
+
+
+class DeepSpeedCard(EngineCard):
+    """Trains and scores models of Transformers by the keys of a DeepSpeed configuration file."""
+
+    name = "deepspeed"
+    strategies: ClassVar[Mapping[str, Strategy]] = {
+        "deepspeed_train": Strategy(f"{_STRATEGIES}:DeepSpeedTrain", trains=True, scores=True),
+        "deepspeed_infer": Strategy(f"{_STRATEGIES}:DeepSpeedInfer", scores=True),
+    }
+    options = DeepSpeedConfig
+    package = EnginePackage("deepspeed", "deepspeed")
+    trains_modules = True
+
+    def option_problems(self, options: Mapping[str, Any]) -> list[ConfigProblem]:
+        """Sections with names of their own are looked at only when DeepSpeed is installed. What ``DeepSpeedConfig``
+        itself refuses is not repeated."""
+        problems = [
+            ConfigProblem(key, options[key], "a key of DeepSpeed's configuration", foreign_key_hint(key, PASSED_ON))
+            for key in options
+            if key not in PASSED_ON and key not in ELSEWHERE
+        ]
+        for place, (file, model) in SECTIONS.items():
+            section = _section(options, place)
+            fields = constructor_fields("deepspeed", file, (model,))
+            problems += [
+                ConfigProblem(f"{place}.{key}", value, f"a key of DeepSpeed's {model}", foreign_key_hint(key, fields))
+                for key, value in section.items()
+                if fields and key not in fields
+            ]
+            given = {key: value for key, value in section.items() if value != AUTO and value is not None}
+            problems += [problem.under(place) for problem in type_problems(given, fields)]
+        given = {key: value for key, value in options.items() if value != AUTO and value is not None}
+        return problems + type_problems(given, SCALARS) + _format_problems(options)
+
+    def options_checked(self, options: Mapping[str, Any]) -> bool:
+        return self.package.installed or not any(_section(options, place) for place in SECTIONS)
+
+
+def _section(options: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """A section inside others; empty where there is none, or something that is no mapping."""
+    for part in place.split("."):
+        inner = options.get(part)
+        options = inner if isinstance(inner, dict) else {}
+    return options
+
+
+def _format_problems(options: Mapping[str, Any]) -> list[ConfigProblem]:
+    given = {key: value for key, value in options.items() if key in FORMATS}
+    for place in ("data_types", "torch_autocast"):
+        given |= {f"{place}.{key}": value for key, value in _section(options, place).items()}
+    problems = []
+    for key, value in given.items():
+        if key not in FORMATS:
+            problems.append(
+                ConfigProblem(key, value, "a key of DeepSpeed's configuration", foreign_key_hint(key, FORMATS))
+            )
+        elif (allowed := FORMATS[key]) and value not in (*allowed, AUTO, None):
+            problems.append(ConfigProblem(key, value, " or ".join(allowed)))
+    return problems
+
+
+CARD = DeepSpeedCard()

@@ -1,0 +1,104 @@
+"""`fsdp2_train`, `fsdp2_infer`: PyTorch's `fully_shard` around a model of Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import Field
+
+from roll.configs.engines.card import Dtype, EngineCard, EngineOptions, Strategy
+from roll.configs.problems import ConfigProblem
+
+if TYPE_CHECKING:
+    from roll.configs.rl import RLConfig
+    from roll.configs.worker import WorkerConfig
+
+
+class Fsdp2Config(EngineOptions):
+    """Options of `fsdp2_train` and `fsdp2_infer` (PyTorch `fully_shard`)."""
+
+    fsdp_size: int = Field(
+        default=-1,
+        ge=-1,
+        description="Ranks over which the weights are sharded; must divide the world size. -1: all of them. 1: no "
+        "sharding, a replica on each rank (fastest for small models).",
+    )
+    cpu_offload: bool = Field(default=False, description="Keep weights and optimizer states in host memory.")
+    reshard_after_forward: bool = Field(
+        default=True, description="Free gathered weights after each forward pass: less memory, one more all-gather."
+    )
+    param_dtype: Dtype | None = Field(
+        default=None, description="Number format of computation. null: that of the weights."
+    )
+    reduce_dtype: Dtype | None = Field(default=None, description="Number format of gradient sums. null: fp32.")
+    tensor_parallel_size: int = Field(
+        default=1, ge=1, description="Workers that share the matrices of each layer; divides the workers and the heads."
+    )
+
+    activation_offload: bool = Field(
+        default=False,
+        description="Keep large activations that wait for the backward pass in host memory; best with gradient "
+        "checkpointing, which leaves the layers' inputs.",
+    )
+    checkpoint: Literal["whole", "sharded"] = Field(
+        default="whole",
+        description="Form of checkpoints. whole: a Hugging Face model folder and the optimizer beside it, which any "
+        "engine can continue from. sharded: each worker writes its own shards, nothing is gathered; any number of "
+        "workers of the same strategy can continue from it.",
+    )
+
+    @property
+    def parallel_sizes(self) -> dict[str, int]:
+        return {"tensor_parallel_size": self.tensor_parallel_size}
+
+    @property
+    def own_dtype(self) -> tuple[str, Dtype] | None:
+        return ("param_dtype", self.param_dtype) if self.param_dtype else None
+
+    @property
+    def replicated(self) -> bool:
+        """Every worker holds a whole replica, and the weights are never sharded."""
+        return self.fsdp_size == 1 and not self.cpu_offload and self.tensor_parallel_size == 1
+
+    def problems(self) -> list[ConfigProblem]:
+        if self.fsdp_size == 0:
+            return [self.problem("fsdp_size", "-1 or at least 1")]
+        if self.replicated and self.reduce_dtype not in (None, "fp32"):
+            expected = "null or fp32 with fsdp_size 1: replicas add up gradients in fp32"
+            return [self.problem("reduce_dtype", expected, "fsdp_size", "cpu_offload", "tensor_parallel_size")]
+        return []
+
+
+_STRATEGIES = "roll.distributed.strategy.fsdp2.strategy"
+
+
+class Fsdp2Card(EngineCard):
+    """Trains and scores models of Transformers; shards weights and optimizer states, splits layers where asked."""
+
+    name = "fsdp2"
+    strategies: ClassVar[Mapping[str, Strategy]] = {
+        "fsdp2_train": Strategy(f"{_STRATEGIES}:Fsdp2Train", trains=True, scores=True),
+        "fsdp2_infer": Strategy(f"{_STRATEGIES}:Fsdp2Infer", scores=True),
+    }
+    options = Fsdp2Config
+    trains_modules = True
+    fit = "roll.distributed.strategy.fsdp2.fit:check_model"
+
+    def rules(self, role: str, worker: WorkerConfig, config: RLConfig) -> Iterator[ConfigProblem]:
+        options, base = worker.strategy_args.typed(), f"{role}.strategy_args.strategy_config"
+        assert isinstance(options, Fsdp2Config)
+        groups = worker.num_workers // options.tensor_parallel_size
+        if options.fsdp_size > 0 and groups % options.fsdp_size:
+            expected = f"-1 or a divisor of the {groups} workers of {role}"
+            if groups < worker.num_workers:
+                expected += ", those of one tensor-parallel group counted once"
+            devices = (f"{role}.device_mapping", f"{role}.world_size", f"{base}.tensor_parallel_size")
+            yield ConfigProblem(f"{base}.fsdp_size", options.fsdp_size, expected, involves=devices)
+        if role == "actor_train" and config.uses_lora and options.tensor_parallel_size > 1:
+            expected = f"1 with {role}.model_args.lora_target, whose layers are not split"
+            key, involved = f"{base}.tensor_parallel_size", (f"{role}.model_args.lora_target",)
+            yield ConfigProblem(key, options.tensor_parallel_size, expected, involves=involved)
+
+
+CARD = Fsdp2Card()

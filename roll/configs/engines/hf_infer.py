@@ -1,0 +1,32 @@
+"""`hf_infer`: generation and scoring with plain Transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from pydantic import Field
+
+from roll.configs.engines.card import EngineCard, EngineOptions, Strategy
+
+
+class HfInferConfig(EngineOptions):
+    """Options of `hf_infer`, generation and scoring with plain Transformers."""
+
+    max_prefill_tokens: int = Field(
+        default=8192, ge=1, description="Most prompt tokens that one forward pass takes in; longer queues are split."
+    )
+
+
+class HfInferCard(EngineCard):
+    """Runs everywhere, with any model of Transformers that has full attention."""
+
+    name = "hf_infer"
+    strategies: ClassVar[Mapping[str, Strategy]] = {
+        "hf_infer": Strategy("roll.distributed.strategy.hf_infer.strategy:HfInfer", scores=True, generates=True)
+    }
+    options = HfInferConfig
+    fit = "roll.distributed.strategy.hf_infer.model_fit:check_model"
+
+
+CARD = HfInferCard()

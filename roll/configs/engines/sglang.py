@@ -1,0 +1,162 @@
+"""`sglang`: generation with SGLang, which may be installed in an environment of its own."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from roll.configs.engines.arguments import option_problems
+from roll.configs.engines.card import EngineCard, EnginePackage, PassedOnOptions, Strategy
+from roll.configs.problems import ConfigProblem
+
+if TYPE_CHECKING:
+    from roll.configs.worker import WorkerConfig
+
+
+class SglangConfig(PassedOnOptions):
+    """Options of `sglang`: arguments of its `ServerArgs`. Others than these are passed on.
+
+    The model, its dtype, the seed, the number of running requests and LoRA come from elsewhere.
+    """
+
+    python_executable: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Interpreter of the environment that SGLang is installed in, as its packages agree with no other "
+        "engine's (`scripts/make_sglang_env.sh` makes one). null: that of the run.",
+    )
+    mem_fraction_static: float = Field(
+        default=0.8, gt=0, le=1, description="Share of the device memory for weights and KV cache."
+    )
+    max_total_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens in the KV cache. null: what mem_fraction_static leaves; on a CPU, enough for all running "
+        "requests within a quarter of the free memory.",
+    )
+    tp_size: int | None = Field(default=None, ge=1, description="Devices of one engine. null: num_gpus_per_worker.")
+    load_format: str = Field(
+        default="auto", description="dummy skips reading weights, since they are synchronised anyway."
+    )
+    disable_radix_cache: bool = Field(
+        default=False, description="Compute every prompt anew instead of reusing the cache of those that begin alike."
+    )
+
+
+OWNED_OPTIONS = {
+    "model_path": "pretrain",
+    "tokenizer_path": "pretrain",
+    "skip_tokenizer_init": "no such key, since stop strings need the tokenizer",
+    "dtype": "model_args.dtype",
+    "json_model_override_args": "model_args.model_config_kwargs",
+    "context_length": "sequence_length",
+    "random_seed": "seed",
+    "max_running_requests": "max_running_requests",
+    "enable_lora": "lora_target in actor_train",
+    "lora_paths": "lora_target in actor_train",
+    "lora_target_modules": "lora_target in actor_train",
+    "max_lora_rank": "lora_rank in actor_train",
+    "max_loras_per_batch": "lora_target in actor_train",
+    "max_loaded_loras": "lora_target in actor_train",
+    "trust_remote_code": "no such key, since code that comes with a model never runs",
+    "sampling_backend": "no such key, since seeds and log-probs are those of hf_infer",
+    "enable_custom_logit_processor": "no such key, since sampling parameters travel with it",
+    "speculative_algorithm": "no such key, since draft tokens would report other log-probs",
+    "custom_weight_loader": "no such key, since weights arrive through it",
+    "custom_sigquit_handler": "no such key, since the engine has a process to itself",
+    "weight_version": "no such key, since updates set it",
+    "enable_memory_saver": "no such key, since offload needs it",
+    "device": "no such key, since the machine decides",
+    "dp_size": "more workers in device_mapping",
+    "pp_size": "tp_size",
+    "nnodes": "workers that fit into one machine",
+    "tokenizer_worker_num": "more workers in device_mapping",
+    "incremental_streaming_output": "no such key, since whole completions are wanted",
+}
+"""Arguments of the engine that are set from elsewhere, and where."""
+OTHER_NAMES = {
+    "enable_prefix_caching": "disable_radix_cache",
+    "enforce_eager": "disable_cuda_graph",
+    "gpu_memory_utilization": "mem_fraction_static",
+    "kv_cache_memory_bytes": "max_total_tokens",
+    "max_model_len": "sequence_length",
+    "max_num_batched_tokens": "chunked_prefill_size",
+    "max_num_seqs": "max_running_requests",
+    "tensor_parallel_size": "num_gpus_per_worker",
+    "tensor_model_parallel_size": "num_gpus_per_worker",
+}
+"""What vLLM calls an option of this engine."""
+
+
+_STRATEGIES = "roll.distributed.strategy.sglang.strategy"
+
+
+class SglangCard(EngineCard):
+    """Generates on one device or several of a machine."""
+
+    name = "sglang"
+    strategies: ClassVar[Mapping[str, Strategy]] = {"sglang": Strategy(f"{_STRATEGIES}:SglangStrategy", generates=True)}
+    options = SglangConfig
+    package = EnginePackage("sglang", "sglang")
+    own_attention = True
+    size_key = "tp_size"
+
+    def option_problems(self, options: Mapping[str, Any]) -> list[ConfigProblem]:
+        return option_problems(
+            options,
+            typed=SglangConfig.model_fields,
+            known=server_arguments(options.get("python_executable")),
+            elsewhere=OWNED_OPTIONS | OTHER_NAMES,
+            arguments="SGLang's ServerArgs",
+        )
+
+    def options_checked(self, options: Mapping[str, Any]) -> bool:
+        passed_on = options.keys() - SglangConfig.model_fields.keys()
+        return not passed_on or bool(server_arguments(options.get("python_executable")))
+
+    def package_problem(self, worker: WorkerConfig) -> ConfigProblem | None:
+        python = worker.strategy_args.strategy_config.get("python_executable")
+        if python is None:
+            return super().package_problem(worker)
+        problem = interpreter_problem(python)
+        return problem.under("strategy_args.strategy_config") if problem else None
+
+
+def interpreter_problem(python: str) -> ConfigProblem | None:
+    """The reason why SGLang cannot be started with an interpreter, if there is one."""
+    key, made = "python_executable", "an environment that scripts/make_sglang_env.sh made"
+    if not (Path(python).is_file() and os.access(python, os.X_OK)):
+        return ConfigProblem(key, python, f"the interpreter of {made}", "no such program")
+    if package_folder(python) is None:
+        return ConfigProblem(key, python, made, "the package sglang is not installed there")
+    return None
+
+
+def package_folder(python: str | None) -> Path | None:
+    """Where SGLang is installed for an interpreter (``None``: this one), found without starting it."""
+    if python is None:
+        spec = importlib.util.find_spec("sglang")
+        return Path(spec.origin).parent if spec and spec.origin else None
+    folders = Path(python).parent.parent.glob("lib/python*/site-packages/sglang")
+    return next(folders, None)
+
+
+def server_arguments(python: str | None) -> dict[str, str]:
+    """The names that ``ServerArgs`` takes, read from SGLang's source (without types); empty where there is none."""
+    folder = package_folder(python)
+    source = folder / "srt" / "arg_groups" / "field_order.py" if folder else None
+    if source is None or not source.is_file():
+        return {}
+    for statement in ast.parse(source.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "POSITIONAL_FIELD_ORDER":
+            return dict.fromkeys(ast.literal_eval(statement.value), "")
+    return {}
+
+
+CARD = SglangCard()

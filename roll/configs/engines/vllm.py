@@ -1,0 +1,124 @@
+"""`vllm`: generation with vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from roll.configs.engines.arguments import constructor_fields, option_problems
+from roll.configs.engines.card import EngineCard, EnginePackage, PassedOnOptions, Strategy
+from roll.configs.problems import ConfigProblem
+
+if TYPE_CHECKING:
+    from roll.configs.rl import RLConfig
+    from roll.configs.worker import WorkerConfig
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes that vLLM makes room for in an adapter."""
+
+
+class VllmConfig(PassedOnOptions):
+    """Options of `vllm`: arguments of its `AsyncEngineArgs`. Others than these are passed on.
+
+    The model, its dtype, the seed, the number of running requests and LoRA come from elsewhere.
+    """
+
+    gpu_memory_utilization: float = Field(
+        default=0.8, gt=0, le=1, description="Share of the device memory vLLM may take (not on a CPU)."
+    )
+    kv_cache_memory_bytes: int | None = Field(
+        default=None,
+        ge=1,
+        description="Size of the KV cache. null: what gpu_memory_utilization leaves; on a CPU, enough for all running "
+        "requests within a quarter of the free memory.",
+    )
+    tensor_parallel_size: int | None = Field(
+        default=None, ge=1, description="Devices of one engine. null: num_gpus_per_worker."
+    )
+    block_size: int = Field(
+        default=16, ge=1, description="Tokens per block of the KV cache; on a CPU rounded up to a multiple of 32."
+    )
+    max_model_len: int | None = Field(default=None, ge=1, description="Longest context. null: sequence_length.")
+    load_format: str = Field(
+        default="auto", description="dummy skips reading weights, since they are synchronised anyway."
+    )
+    enforce_eager: bool = Field(default=False, description="Do not capture CUDA graphs (a CPU has none).")
+    enable_prefix_caching: bool = Field(
+        default=True, description="Reuse the cache of prompts that begin alike, until the next weights."
+    )
+
+
+OWNED_OPTIONS = {
+    "model": "pretrain",
+    "tokenizer": "pretrain",
+    "dtype": "model_args.dtype",
+    "hf_overrides": "model_args.model_config_kwargs",
+    "seed": "seed",
+    "max_num_seqs": "max_running_requests",
+    "enable_lora": "lora_target in actor_train",
+    "max_lora_rank": "lora_rank in actor_train",
+    "max_loras": "lora_target in actor_train",
+    "trust_remote_code": "no such key, since code that comes with a model never runs",
+    "logprobs_mode": "no such key, since log-probs follow the sampling temperature",
+    "speculative_config": "no such key, since draft tokens would report other log-probs",
+    "generation_config": "generating_args",
+    "worker_extension_cls": "no such key, since weights arrive through it",
+    "data_parallel_size": "more workers in device_mapping",
+    "pipeline_parallel_size": "tensor_parallel_size",
+}
+"""Arguments of the engine that are set from elsewhere, and where."""
+OTHER_NAMES = {
+    "context_length": "max_model_len",
+    "disable_cuda_graph": "enforce_eager",
+    "disable_radix_cache": "enable_prefix_caching",
+    "max_total_tokens": "kv_cache_memory_bytes",
+    "mem_fraction_static": "gpu_memory_utilization",
+    "python_executable": "no such key, since vLLM runs in the environment of the run",
+    "tensor_model_parallel_size": "tensor_parallel_size",
+    "tp_size": "tensor_parallel_size",
+}
+"""What SGLang calls an option of this engine."""
+
+
+_STRATEGIES = "roll.distributed.strategy.vllm.strategy"
+
+
+class VllmCard(EngineCard):
+    """Generates on one device or several of a machine."""
+
+    name = "vllm"
+    strategies: ClassVar[Mapping[str, Strategy]] = {"vllm": Strategy(f"{_STRATEGIES}:VllmStrategy", generates=True)}
+    options = VllmConfig
+    package = EnginePackage("vllm", "vllm")
+    own_attention = True
+    size_key = "tensor_parallel_size"
+
+    def option_problems(self, options: Mapping[str, Any]) -> list[ConfigProblem]:
+        return option_problems(
+            options,
+            typed=VllmConfig.model_fields,
+            known=constructor_fields("vllm", "engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")),
+            elsewhere=OWNED_OPTIONS | OTHER_NAMES,
+            arguments="vLLM's AsyncEngineArgs",
+        )
+
+    def rules(self, role: str, worker: WorkerConfig, config: RLConfig) -> Iterator[ConfigProblem]:
+        options, name = worker.strategy_args.typed(), f"{role}.strategy_args.strategy_name"
+        assert isinstance(options, VllmConfig)
+        if options.max_model_len is not None and options.max_model_len < config.sequence_length:
+            key = f"{role}.strategy_args.strategy_config.max_model_len"
+            expected = f"null, or at least sequence_length = {config.sequence_length}"
+            yield ConfigProblem(key, options.max_model_len, expected, involves=("sequence_length",))
+        adapter = config.actor_train.model_args
+        if config.uses_lora and adapter.lora_rank > LORA_RANKS[-1]:
+            key, expected = "actor_train.model_args.lora_rank", f"at most {LORA_RANKS[-1]} with vllm"
+            involved = (name, "actor_train.model_args.lora_target")
+            yield ConfigProblem(key, adapter.lora_rank, expected, involves=involved)
+        if config.pretrain == "tiny" and config.tiny_num_heads > 2:
+            expected = "2 with vllm, whose attention kernels take heads of 32 units at least"
+            yield ConfigProblem("tiny_num_heads", config.tiny_num_heads, expected, involves=("pretrain", name))
+
+
+CARD = VllmCard()

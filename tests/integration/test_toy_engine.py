@@ -1,0 +1,16 @@
+"""An engine of another package, known by its card alone, in a real run."""
+
+from __future__ import annotations
+
+from tests.integration.conftest import Launch
+
+TERSE = "tests.support.terse.card:CARD"
+
+
+def test_an_engine_by_path_generates_and_takes_weights(launch: Launch) -> None:
+    strategy = f"{{strategy_name: '{TERSE}', strategy_config: {{max_answer_tokens: 2}}}}"
+    run = launch("max_steps=2", "enable_old_logprobs_recompute=true", f"actor_infer.strategy_args={strategy}")
+    assert run.wait() == 0, run.output
+    for step in (1, 2):
+        assert 0 < run.metrics[step]["rollout/response_tokens"] <= 2
+        assert run.metrics[step]["mismatch/logprob_diff_max"] < 1e-4
