@@ -3,6 +3,7 @@ while the state of the run could not be saved."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -106,3 +107,15 @@ class SignalGuard:
             self.check()
         elif time.monotonic() - self._first > _SAME_PRESS_S:
             os._exit(128 + number)
+
+
+def outlive(*numbers: signal.Signals) -> None:
+    """Makes signals do nothing to this process, from whichever thread; programs that it starts still obey them.
+
+    ``signal.signal`` works in the main thread alone, where Ray runs no constructor of a worker with ``async`` methods.
+    The handler is a C function without effect: ``SIG_IGN`` would be inherited by child processes.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+    for number in numbers:
+        libc.signal(number, ctypes.cast(libc.abs, ctypes.c_void_p))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from roll.distributed.cluster.reaper import MARK
+from roll.utils.signals import outlive
 
 
 class Worker:
@@ -31,9 +32,8 @@ class Worker:
         os.environ.update(env)
         if MARK in os.environ:
             # Whoever stops a whole cgroup asks this process too, which the driver still needs to save the run. It ends
-            # with its Ray session. A handler, unlike SIG_IGN, is not inherited by programs that are started here.
-            for number in (signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, lambda *_: None)
+            # with its Ray session.
+            outlive(signal.SIGTERM, signal.SIGHUP)
 
     def __repr__(self) -> str:
         """Ray prefixes the worker's log lines with this."""

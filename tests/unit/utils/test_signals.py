@@ -108,3 +108,19 @@ def test_outside_the_main_thread_it_changes_nothing() -> None:
     thread.start()
     thread.join()
     assert seen == [before]
+
+
+def test_a_signal_can_be_outlived_from_any_thread_and_children_still_obey_it() -> None:
+    code = (
+        "import os, signal, subprocess, sys, threading\n"
+        "from roll.utils.signals import outlive\n"
+        "worker = threading.Thread(target=outlive, args=(signal.SIGTERM, signal.SIGHUP))\n"
+        "worker.start(); worker.join()\n"
+        "for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):\n"
+        "    os.kill(os.getpid(), number)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "child.terminate()\n"
+        "print('alive', child.wait())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["alive", str(-signal.SIGTERM)]
