@@ -115,6 +115,10 @@ def locate(root: type[Config], path: Sequence[str | int]) -> tuple[Any, Sequence
             annotation, metadata = element_of(annotation), ()
             if annotation is None:
                 return None
+            if get_origin(annotation) is Annotated:
+                annotation, *given = get_args(annotation)
+                inside = [each.metadata if isinstance(each, FieldInfo) else [each] for each in given]
+                metadata = [item for items in inside for item in items]
     return annotation, metadata
 
 

@@ -119,7 +119,7 @@ def test_make_reports_all_problems_at_once():
         (f"{__name__}:GuessEnv", {}, ["word: seen nothing"]),
         ("sokoban", {"num_box": 1}, ["num_box: seen 1, expected no such key (did you mean num_boxes?)"]),
         ("sokoban", {"num_boxes": 9}, ["num_boxes: seen 9, expected int, at least 1, at most 4"]),
-        ("sokoban", {"dim_room": [6, 11]}, ["dim_room.1: seen 11, expected less than or equal to 10"]),
+        ("sokoban", {"dim_room": [6, 11]}, ["dim_room.1: seen 11, expected int, at least 6, at most 10"]),
         ("sokoban", {"dim_room": [6]}, ["dim_room.1: seen nothing"]),
         ("sokoban", {"format_penalty": 0.5}, ["format_penalty: seen 0.5, expected float, at most 0"]),
         ("sokoban", {"split": "test"}, ['split: seen "test", expected one of: train, eval, all']),
