@@ -1,0 +1,120 @@
+"""Every literal command of the README and the documents: what it names is there, and what it would run is valid.
+
+A command of a kind that nobody has thought of here fails, so that it gets its check.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from roll.__main__ import main as roll
+from roll.pipeline.cli import main as start_script
+from roll.pipeline.programs import PROGRAMS
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+TOOLS = {".", "eval", "export", "openssl", "python3", "ray"}
+"""Commands of others, which are not checked."""
+PLACEHOLDERS = ("NAME", "…", "<")
+
+
+def commands(text: str) -> Iterator[str]:
+    """Lines of shell blocks, continued ones joined, and commands in the text."""
+    for block in re.findall(r"```(?:bash|sh|console)\n(.*?)```", text, re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield from line.split(" && ")
+    yield from re.findall(r"`((?:\.venv/bin/)?(?:roll|make|pip|python|pytest|scripts/[^\s`]+) [^`\n]+)`", text)
+
+
+FOUND = sorted(
+    {
+        " ".join(words)
+        for name in DOCUMENTS
+        for command in commands((ROOT / name).read_text(encoding="utf-8"))
+        if (words := shlex.split(command, comments=True)) and not any(mark in command for mark in PLACEHOLDERS)
+    }
+)
+
+
+def test_the_documents_have_commands():
+    assert len(FOUND) > 25 and any(command.startswith("roll train") for command in FOUND)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder and a home with the configuration that documents call the reader's own."""
+    for folder in (tmp_path, tmp_path / "configs"):
+        folder.mkdir(exist_ok=True)
+        (folder / "mine.yaml").write_text("defaults: [agentic_sokoban, _self_]\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("machine")
+@pytest.mark.parametrize("command", FOUND)
+def test_a_documented_command_is_one_that_works(command: str) -> None:
+    words = shlex.split(command)
+    settings = [words.pop(0) for word in list(words) if re.match(r"[A-Za-z_]+=", word) and words[0] == word]
+    if not words:  # an override shown by itself
+        assert roll(["validate", "rlvr_math", *settings]) == 0
+        return
+    tool, arguments = words[0].removeprefix(".venv/bin/"), words[1:]
+    if tool == "roll" and len(arguments) > 1:  # `roll validate` alone is a name in a sentence
+        assert roll(["validate", *arguments[1:]] if arguments[0] == "train" else arguments) == 0
+    elif tool == "roll":
+        assert arguments[0] in ("train", "validate")
+    elif tool == "make":
+        check_make(arguments)
+    elif tool == "pip":
+        check_pip(arguments)
+    elif tool == "python" and arguments[0].startswith("examples/start_"):
+        check_start_script(arguments)
+    elif tool == "python" and arguments[:2] == ["-m", "pytest"]:
+        check_pytest(arguments[2:])
+    elif tool == "python" or tool.startswith("scripts/"):
+        assert (ROOT / (arguments[0] if tool == "python" else tool)).is_file()
+    else:
+        assert tool in TOOLS, f"no check for {tool}"
+
+
+def test_make_demo_runs_a_valid_configuration(machine: None) -> None:
+    (recipe,) = re.findall(r"^demo:.*\n\t\$\(BIN\)/python (.*) \$\(DEMO_ARGS\)$", makefile(), re.MULTILINE)
+    check_start_script(shlex.split(recipe))
+
+
+def check_start_script(arguments: list[str]) -> None:
+    (program,) = [each for each in PROGRAMS.values() if f"examples/{each.script}" == arguments[0]]
+    assert start_script([*arguments[1:], "--validate-only"], program) == 0
+
+
+def check_make(arguments: list[str]) -> None:
+    for word in arguments:
+        name, equals, value = word.partition("=")
+        if equals:
+            assert name == "DEMO_ARGS" and roll(["validate", "agentic_sokoban", *shlex.split(value)]) == 0
+        else:
+            assert re.search(rf"^{name}:", makefile(), re.MULTILINE), f"no target {name}"
+
+
+def check_pip(arguments: list[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for package in re.findall(r"(?:\.|roll-rl)\[([\w,-]+)\]", " ".join(arguments)):
+        assert set(package.split(",")) <= set(project["optional-dependencies"])
+
+
+def check_pytest(arguments: list[str]) -> None:
+    marker = arguments[arguments.index("-m") + 1] if "-m" in arguments else "gpu"
+    pytest_options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]
+    assert marker in {line.partition(":")[0] for line in pytest_options["ini_options"]["markers"]}
+    assert all((ROOT / path).exists() for path in arguments if path.startswith("tests"))
+
+
+def makefile() -> str:
+    return (ROOT / "Makefile").read_text(encoding="utf-8")
