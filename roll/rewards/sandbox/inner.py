@@ -10,7 +10,9 @@ is the sandbox's, after it the program's); the end of ``LIFELINE`` ends the run.
 3. ``start_program``: a child, watched by this process, which ends the namespace after it.
 4. ``run_program`` runs the source as ``__main__``; or ``run_tests``, where the source lives in a process (the
    candidate) that answers calls of another (the tester), in which alone the tests are known. Only plain values cross:
-   an object whose ``__eq__`` says yes to everything arrives as a reference that is equal to nothing.
+   an object whose ``__eq__`` says yes to everything arrives as a reference that is equal to nothing. Every request has
+   a random token that its answer repeats, so what a program writes into the pipe before it is asked, or beside an
+   answer, ends its tests.
 """
 
 from __future__ import annotations
@@ -413,7 +415,11 @@ class CandidateGoneError(BaseException):
 
 
 class Channel:
-    """Messages between the two processes, one JSON line each."""
+    """Messages between the two processes, one JSON line each.
+
+    The program shares its process with the code that answers, so it can find the descriptors and write to them.
+    ``ask`` takes an answer to this request only, and ``check`` shows that the answering code goes on after it.
+    """
 
     def __init__(self, read: int, write: int, max_bytes: int) -> None:
         self._lines = os.fdopen(read, "rb")
@@ -438,6 +444,27 @@ class Channel:
             raise CandidateGoneError("the program ended" if len(line) < self._max_bytes else "the value is too large")
         return json.loads(line)
 
+    def ask(self, **request: Any) -> dict[str, Any]:
+        """The answer to a request.
+
+        Raises:
+            CandidateGoneError: there is none, or something else lay in the pipe.
+        """
+        token = os.urandom(16).hex()
+        self.send({"token": token, **request})
+        answer = self.receive()
+        if not isinstance(answer, dict) or answer.get("token") != token:
+            raise CandidateGoneError("the program wrote into the pipe of its answers")
+        return answer
+
+    def check(self) -> None:
+        """Fails where the last answer was not the last that was written, or nobody is there to answer.
+
+        Raises:
+            CandidateGoneError: so it is.
+        """
+        self.ask(do="nothing")
+
 
 class Candidate:
     """The process with the untrusted source: answers requests about its objects until the other side closes."""
@@ -451,6 +478,8 @@ class Candidate:
         return len(self._objects) - 1
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if request["do"] == "nothing":
+            return {}
         target = self._objects[request["on"]]
         if request["do"] == "get":
             return {"value": encode(getattr(target, request["name"]), self._refer)}
@@ -465,17 +494,18 @@ class Candidate:
     def serve(self, source: str) -> NoReturn:
         try:
             module = _load(source, "solution")
-            self._channel.send({"names": {name: self._refer(value) for name, value in vars(module).items()}})
+            loaded: dict[str, Any] = {"names": {name: self._refer(value) for name, value in vars(module).items()}}
         except Exception as error:
-            self._channel.send({"error": f"{type(error).__name__}: {error}"})
-            os._exit(1)
-        while True:
+            loaded = {"error": f"{type(error).__name__}: {error}"}
+        self._channel.send({"token": self._channel.receive()["token"], **loaded})
+        while "names" in loaded:
             request = self._channel.receive()
             try:
                 answer = self._answer(request)
             except Exception as error:
                 answer = {"raised": type(error).__name__, "text": str(error)}
-            self._channel.send(answer)
+            self._channel.send({"token": request["token"], **answer})
+        os._exit(1)
 
 
 class Remote:
@@ -486,8 +516,7 @@ class Remote:
         self.reference = reference
 
     def _ask(self, **request: Any) -> dict[str, Any]:
-        self._channel.send({"on": self.reference, **request})
-        answer = self._channel.receive()
+        answer = self._channel.ask(on=self.reference, **request)
         if "raised" in answer:
             kind: Any = getattr(builtins, str(answer["raised"]), None)
             known = isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError)
@@ -592,7 +621,7 @@ class Tester:
             self.say(missing=missing)
             return
         signal.setitimer(signal.ITIMER_REAL, plan["timeout"])
-        loaded = self._channel.receive()
+        loaded = self._channel.ask(do="load")
         if "names" not in loaded:
             self.say(load=str(loaded.get("error")))
             return
@@ -607,6 +636,7 @@ class Tester:
             signal.setitimer(signal.ITIMER_REAL, plan["timeout"])
             try:
                 result = self._run(test, space)
+                self._channel.check()
             except Exception as error:
                 result = {"error": f"{type(error).__name__}: {error}"[:500]}
             self.say(**result)

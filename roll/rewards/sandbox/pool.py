@@ -10,8 +10,7 @@ see them. Each run is one new process tree with:
 - an empty environment, no capabilities, no new privileges, a filter of system calls.
 
 Text goes in as data: source and input lie in sealed memory files, never in a command line. Nothing is written to the
-machine's disks. What remains: the kernel itself is shared, a program may use its share of the CPU, and ``memory_mb``
-holds for each of its ``processes``.
+machine's disks. What remains: the kernel itself is shared, and a program may use its share of the CPU.
 
 Back ends, in the order of ``auto``: ``bubblewrap`` (the program ``bwrap``), ``namespaces`` (our own use of the same
 kernel features; Linux 5.14 or newer), ``unsafe`` (limits and the filter only; asked for by ``allow_unsafe``).

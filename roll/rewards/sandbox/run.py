@@ -32,6 +32,8 @@ _SYSTEM_FOLDERS = ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin", "/usr
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
 _OWN_PROCESSES = 4  # of the sandbox, beside the program's: launcher, init, tester, candidate
+_OWN_MEMORY = 32 << 20  # of these, beside the program's
+_MEMORY_SECONDS = 0.05  # between two looks at a run's memory
 _START = 30.0  # seconds that the start may take on a busy machine; no part of the run's time
 _GRACE = 5.0  # seconds that the kernel gets to end what was killed
 
@@ -45,7 +47,9 @@ class SandboxLimits(Config):
 
     wall_seconds: float = Field(default=10.0, gt=0, description="Time of the program until it is killed.")
     cpu_seconds: float = Field(default=10.0, gt=0, description="CPU time of each process, rounded up.")
-    memory_mb: int = Field(default=512, ge=64, description="Address space of each process.")
+    memory_mb: int = Field(
+        default=512, ge=64, description="Memory of all processes together, and address space of each."
+    )
     processes: int = Field(default=4, ge=1, description="Processes and threads of the program at the same time.")
     file_mb: int = Field(default=16, ge=0, description="Size of one file.")
     temp_mb: int = Field(default=64, ge=1, description="Size of the temporary folder, which is in memory.")
@@ -67,6 +71,8 @@ class SandboxResult:
     """Killed at ``wall_seconds``."""
     output_truncated: bool
     """Killed because it wrote more than ``output_kb``."""
+    memory_exceeded: bool
+    """Killed because its processes together used more than ``memory_mb``."""
     cpu_s: float | None
     """CPU seconds of its processes, the interpreter's start not included; ``None`` where the run was killed."""
     wall_s: float
@@ -318,10 +324,11 @@ async def watch(run: Run, limits: SandboxLimits) -> SandboxResult:
             outputs.append(output)
         await asyncio.wait({ready, stop}, timeout=_START, return_when=asyncio.FIRST_COMPLETED)
         started = time.monotonic()
+        memory_exceeded = False
         if ready.done():
-            await asyncio.wait({stop}, timeout=limits.wall_seconds)
+            memory_exceeded = await _watch_memory(run.process.pid, limits, stop, started + limits.wall_seconds)
         wall_s = time.monotonic() - started
-        timed_out = not stop.done()
+        timed_out = not stop.done() and not memory_exceeded
         run.let_go()
         # The pipes end when the last process of the run is gone.
         await asyncio.wait({ended, *(output.closed for output in outputs)}, timeout=_GRACE)
@@ -344,6 +351,55 @@ async def watch(run: Run, limits: SandboxLimits) -> SandboxResult:
         exit_code=code,
         timed_out=timed_out,
         output_truncated=stdout.truncated or stderr.truncated,
+        memory_exceeded=memory_exceeded,
         cpu_s=cpu_s,
         wall_s=wall_s,
     )
+
+
+async def _watch_memory(root: int, limits: SandboxLimits, stop: asyncio.Future[None], deadline: float) -> bool:
+    """Waits for ``stop`` or the deadline; true at once where the processes use more memory than they may.
+
+    The limit on address space holds for each process, so one that shares mappings with its children, or hands them on
+    and unmaps its own, would get a multiple.
+    """
+    allowed = (limits.memory_mb << 20) + _OWN_MEMORY
+    while not stop.done() and (left := deadline - time.monotonic()) > 0:
+        await asyncio.wait({stop}, timeout=min(left, _MEMORY_SECONDS))
+        pids = _tree(root)
+        # The exact figure takes milliseconds; what is resident counts shared pages more than once.
+        if sum(map(_resident, pids)) > allowed and sum(map(_proportional, pids)) > allowed:
+            return True
+    return False
+
+
+def _tree(root: int) -> list[int]:
+    """A process and its descendants; a process of another namespace has its number of this one."""
+    found = [root]
+    for pid in found:  # grows meanwhile
+        with suppress(OSError):
+            for task in os.listdir(f"/proc/{pid}/task"):
+                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return found
+
+
+def _resident(pid: int) -> int:
+    """Bytes of a process that are in memory, those that it shares with others too."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _proportional(pid: int) -> int:
+    """Bytes of a process that no file holds; a page that n processes share counts 1/n for each.
+
+    Where only root may see that, a shared page counts for each of them.
+    """
+    sizes: dict[str, int] = {}
+    for name in ("smaps_rollup", "status"):
+        with suppress(OSError):
+            lines = (line.split() for line in Path(f"/proc/{pid}/{name}").read_text().splitlines())
+            sizes = {words[0]: int(words[1]) << 10 for words in lines if len(words) == 3 and words[2] == "kB"}
+        if sizes:
+            break
+    return sum(sizes.get(f"{name}:", 0) for name in ("Pss_Anon", "Pss_Shmem", "RssShmem"))

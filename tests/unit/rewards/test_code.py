@@ -159,7 +159,47 @@ def test_assertions_see_values_objects_and_exceptions_of_the_program(code, tests
 
 # --- dishonest programs -----------------------------------------------------------------------------------------------
 
+_WRITE_ANSWERS = """
+import json, os, sys, time
+def write(text):
+    for descriptor in range(3, 64):
+        try:
+            os.write(descriptor, text)
+        except OSError:
+            pass
+def token():
+    frame = sys._getframe()
+    while frame is not None:
+        for value in frame.f_locals.values():
+            if isinstance(value, dict) and "token" in value:
+                return value["token"]
+        frame = frame.f_back
+"""
 FORGERIES = {
+    # The answers to come, written before the questions: a load, then a value for whatever is asked.
+    "written_at_load": _WRITE_ANSWERS
+    + """
+write(b'{"names": {"add": 0}}\\n' + b'{"value": 3, "args": []}\\n{"value": [1, 2], "args": []}\\n' * 4)
+time.sleep(100)
+""",
+    "written_in_the_call": _WRITE_ANSWERS
+    + """
+def add(a, b):
+    write(json.dumps({"value": a + b, "args": []}).encode() + b"\\n")
+    time.sleep(100)
+""",
+    "written_in_the_call_with_its_token_and_gone": _WRITE_ANSWERS
+    + """
+def add(a, b):
+    write(json.dumps({"value": a + b, "args": [], "token": token()}).encode() + b"\\n")
+    os._exit(0)
+""",
+    "written_in_the_call_beside_what_it_returns": _WRITE_ANSWERS
+    + """
+def add(a, b):
+    write(json.dumps({"value": a + b, "args": [], "token": token()}).encode() + b"\\n")
+    return None
+""",
     "exit": "import sys; sys.exit(0)",
     "hard_exit": "import os; os._exit(0)",
     "exit_in_the_call": "import os\ndef add(a, b): os._exit(0)",

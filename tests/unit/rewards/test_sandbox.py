@@ -220,6 +220,38 @@ except MemoryError:
     assert run(sandbox, "try:\n    x = bytearray(1 << 40)\nexcept MemoryError:\n    print('no')").stdout == "no\n"
 
 
+SHARED = """
+import mmap, time
+def hold():
+    memory = mmap.mmap(-1, facts["mb"] << 20)
+    for page in range(0, len(memory), 4096):
+        memory[page] = 1
+    return memory
+if facts["one"]:
+    memory = hold()
+for _ in range(5):
+    if os.fork() == 0:
+        memory = memory if facts["one"] else hold()
+        time.sleep(facts["seconds"])
+        os._exit(sum(memory[::1 << 20]) != facts["mb"])
+print([os.wait()[1] for _ in range(5)])
+"""
+
+
+def test_shared_mappings_of_all_processes_count_against_the_limit(sandbox):
+    """Each process stays within its address space; together they hold four times as much as they may."""
+    source = "import json, os, sys\nfacts = json.loads(sys.stdin.read())\n" + SHARED
+    facts = json.dumps({"mb": 104, "one": False, "seconds": 30})
+    result = run(sandbox, source, facts, memory_mb=128, processes=8, wall_seconds=20)
+    assert result.memory_exceeded and not result.timed_out
+    assert (result.exit_code, result.stdout) == (137, "") and result.wall_s < 15
+
+
+def test_one_mapping_of_several_processes_counts_once(sandbox):
+    facts = {"mb": 80, "one": True, "seconds": 0.5}
+    assert says(sandbox, SHARED, facts, memory_mb=128, processes=8) == ["[0, 0, 0, 0, 0]"]
+
+
 def test_memory_that_no_limit_counts_is_refused(sandbox):
     source = """
 print(attempt(lambda: os.memfd_create("x")))
