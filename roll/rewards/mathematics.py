@@ -1,27 +1,22 @@
-"""The verifier of mathematical answers, by math-verify and SymPy."""
+"""The verifier of mathematical answers: where the answer stands, and whether it is the reference answer."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
 import re
 from decimal import Decimal
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
 from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, last_boxed, last_group
+from roll.rewards.maths.units import MULTIPLIERS, is_unit
 from roll.rewards.types import RuleVerifier, Sample, Verdict
 
 MAX_SEARCHED_CHARS = 4000
-"""Only this much of a response's end is searched for an expression that nothing marks as the answer: math-verify's
-regular expressions take the square of it (0.8 s for this much on a bad text)."""
-
-MAX_PARSED_CHARS = 500
-"""Longer answers are compared as texts: the LaTeX parser takes 10 ms per character of a bad one."""
+"""Only this much of a response's end is searched for an expression that nothing marks as the answer."""
 
 
 class MathConfig(AnswerConfig):
@@ -41,11 +36,12 @@ class MathConfig(AnswerConfig):
 
 
 class MathVerifier(RuleVerifier):
-    """Mathematical equality, by `math-verify <https://github.com/huggingface/Math-Verify>`_ and SymPy.
+    """Mathematical equality, of answers that are understood as a whole; others must be the same text.
 
     The answer is the content of the last ``<answer>``, or the last ``\\boxed{}`` (or several that only commas, "and" or
-    "or" separate), or the last expression of the text. Equality is math-verify's: exact for numbers and terms, six
-    decimals where one side is a decimal fraction that SymPy holds as a float, sets without order.
+    "or" separate), or the last expression of the text. It is read by ``maths.reader`` and compared by
+    ``maths.equality``: exactly, but for decimal numbers of six digits and more; sets without order; units where both
+    sides have one.
     """
 
     config_class: ClassVar[type[Config]] = MathConfig
@@ -53,25 +49,26 @@ class MathVerifier(RuleVerifier):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        # It warns in every process that its timeouts, which need signals, are off; ours are outside.
-        logging.getLogger("math_verify").setLevel(logging.ERROR)
-        import math_verify  # noqa: F401  # half a second that the first sample need not wait for
+        # SymPy takes half a second that the first sample need not wait for.
+        import roll.rewards.maths.equality  # noqa: F401
 
     def check(self, sample: Sample) -> Verdict:
         """Raises ``ValueError`` when the ground truth is no expression."""
-        gold = parse_math(_math_truth(sample.ground_truth))
-        if not gold:
+        from roll.rewards.maths.equality import name_of, same
+        from roll.rewards.maths.reader import read
+
+        truth = _math_truth(sample.ground_truth).strip()
+        if not truth:
             raise ValueError(f"ground_truth: seen {sample.ground_truth!r}, expected a mathematical expression")
-        parsed = self.extract(sample.response)
-        if not parsed:
+        found = self.extract(sample.response)
+        if found is None:
             return Verdict(score=0.0, correct=False)
-        from math_verify import verify
+        answer = read(found)
+        correct = same(read(truth), answer)
+        return Verdict(score=float(correct), correct=correct, answer=name_of(answer))
 
-        correct = bool(verify(gold, parsed, timeout_seconds=None))
-        return Verdict(score=float(correct), correct=correct, answer=canonical_math(parsed[0]))
-
-    def extract(self, response: str) -> list[Any]:
-        """The answer as ``parse_math`` reads it; empty if there is none."""
+    def extract(self, response: str) -> str | None:
+        """The text of the answer, ``None`` if there is none."""
         if self.config.answer_pattern is not None:
             marked = last_group(re.compile(self.config.answer_pattern, re.DOTALL), response)
         elif self.config.strict_boxed:
@@ -79,10 +76,13 @@ class MathVerifier(RuleVerifier):
         else:
             said = after_thoughts(response)
             tagged = last_group(ANSWER_TAG, said)
-            marked = last_boxed(said if tagged is None else tagged) or tagged
-            if marked is None:
-                return _last_expression(said)
-        return [] if marked is None else parse_math(marked)
+            boxed = last_boxed(said if tagged is None else tagged)
+            if boxed is not None:
+                return boxed
+            if tagged is None:
+                return last_expression(said)
+            marked = tagged
+        return None if marked is None else _said_in(marked)
 
 
 def _math_truth(truth: Any) -> str:
@@ -92,56 +92,115 @@ def _math_truth(truth: Any) -> str:
     if isinstance(truth, bool) or not isinstance(truth, str | int):
         raise ValueError(f"ground_truth: seen {truth!r}, expected a mathematical expression as text, or a number")
     text = str(truth)
-    return last_boxed(text) or text
+    return last_boxed(text) or _said_in(text)
 
 
-def parse_math(text: str) -> list[Any]:
-    """What math-verify reads: an expression (if it understands it) and the text behind it; empty if it sees none."""
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
-
-    text = text.strip()
-    if len(text) > MAX_PARSED_CHARS:
-        return [text]
-    # 1 1/2 would be read as 1.
-    text = re.sub(r"(?<![\d/.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d/])", r"\1\\frac{\2}{\3}", text)
-    if _PROSE.search(text) and (found := parse(text, parsing_timeout=None)):
-        return cast(list[Any], found)
-    found = parse(f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
-    if all(isinstance(item, str) for item in found):
-        plain = parse(text.replace("\\%", "%"), [ExprExtractionConfig()], parsing_timeout=None)
-        return plain or found
-    return cast(list[Any], found)
+def _said_in(marked: str) -> str:
+    """The expression in a sentence that is marked as the answer; where none says so, all of it is the answer."""
+    if not _PROSE.search(_TEXT.sub("", marked)):
+        return marked
+    return _behind_cue(marked) or _last_marked(marked) or marked
 
 
-_PROSE = re.compile(r"\$|\\[(\[]|\\boxed|(?<![\\\w{])[^\W\d_]{2,}\s+[^\W\d_]{2,}")
-"""Two words, or LaTeX that is marked as such: math-verify must find the expression in it."""
+# --- answers that nothing marks ---------------------------------------------------------------------------------------
+
+_WORD = r"(?<![\\\w{])[^\W\d_]{2,}"
+_PROSE = re.compile(rf"\$[^$]*[^\s$][^$]*\$|\\[(\[]|\\boxed|{_WORD}[,:]?\s+(?:{_WORD}|[-−(]?\d|\(?[A-J]\b)")
+"""Two words, a word before a number, or LaTeX that is marked as such: the expression in it must be found."""
+_TEXT = re.compile(r"\\(?:text|mathrm|mbox)[a-z]*\s*\{[^{}]*\}")
+_QUALIFIED = re.compile(
+    r"\b(?:at least|at most|than|not|no|between|about|approximately|around|over|under|up to|nearly)\b[^.\n]{0,40}$",
+    re.IGNORECASE,
+)
+"""Words after which a number is not the answer."""
+_CUE = re.compile(
+    r"\banswer\b[\s*_]{0,5}(?:(?:is|are|should be|must be|would be|equals)\b|:|=)[\s*_:]{0,5}", re.IGNORECASE
+)
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$)(?![^$]{0,200}\$(?:\s|[.,]|$))|\n\s*\n")
+_MATHS = re.compile(r"\$\$(.+?)\$\$|(?<![\\\d])\$([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_BETWEEN = re.compile(r"\s*(?:,|;|and|or|,\s*and|,\s*or)\s*")
+_MATHY = re.compile(
+    r"(?:[\d+\-−*/^=<>≤≥()\[\]{}|.,:;!%°$€£±×·÷√π∞∪∩′_&~]|\\[a-zA-Z]+|\\.|(?<![^\W\d_])[^\W\d_](?![^\W\d_])"
+    r"|sqrt|sin|cos|tan|log|ln|exp|pi|infinity|frac)+"
+)
+_SUBSTANCE = re.compile(r"\d|\\(?!f?boxed\b)[a-zA-Z]|π|∞|√")
+_LETTER_ALONE = re.compile(r"\(?[A-Za-z]\)?")
 
 
-def _last_expression(response: str) -> list[Any]:
-    """The last expression of a text in which nothing marks the answer."""
-    from math_verify import parse
-
-    tail = response[-MAX_SEARCHED_CHARS:].strip()
-    if len(tail) <= MAX_PARSED_CHARS and not _PROSE.search(tail):
-        return parse_math(tail)
-    return cast(list[Any], parse(tail, parsing_timeout=None))
+def last_expression(text: str) -> str | None:
+    """The answer in prose: behind "the answer is", else in the last LaTeX, else the last run of mathematical signs."""
+    tail = text[-MAX_SEARCHED_CHARS:].strip()
+    return _behind_cue(tail) or _last_marked(tail) or _last_run(tail)
 
 
-def canonical_math(expression: Any) -> str:
-    """One text for equal answers: 1/2, 0.5 and x = 1/2 give ``1/2``."""
-    import sympy
+def _behind_cue(text: str) -> str | None:
+    """The expression that a few words behind "the answer is" hold."""
+    cues = list(_CUE.finditer(text))
+    if not cues:
+        return None
+    rest = text[cues[-1].end() :]
+    end = _SENTENCE_END.search(rest)
+    said = (rest[: end.start()] if end else rest).strip().strip("*_").strip()
+    marked = _last_marked(said)
+    if marked is not None:
+        return marked
+    choice = re.match(r"(?:option|choice)?\s*(\(?[A-J]\)?)(?![\w'’])(?:[.:,]|$|\s+(?=because|since|as\b))", said)
+    if choice:
+        return choice[1]
+    return _last_run(said) or (said if said and not _PROSE.search(said) else None)
 
-    if isinstance(expression, str):
-        return " ".join(expression.split())
-    value = expression
-    if isinstance(value, sympy.Eq) and (value.lhs.is_Symbol or not value.free_symbols):
-        value = value.rhs
-    # SymPy raises anything; the unevaluated expression is a good enough name of the answer.
-    with contextlib.suppress(Exception):
-        simple = sympy.nsimplify(value.doit(), rational=True)
-        # All true relations would get one name.
-        value = value if simple in (sympy.true, sympy.false) else simple
-    try:
-        return str(value)
-    except ValueError:  # an integer with more digits than Python converts
-        return f"number {hash(value)}"
+
+def _last_marked(text: str) -> str | None:
+    """The last ``$…$``, with those before it that a comma or a conjunction joins to it."""
+    found: list[str] = []
+    following: int | None = None
+    for match in reversed(list(_MATHS.finditer(text))):
+        if following is not None and not _BETWEEN.fullmatch(text[match.end() : following]):
+            break
+        content = next(group for group in match.groups() if group is not None).strip()
+        if not content or re.search(rf"{_WORD}\s+{_WORD}", content):
+            break
+        found.append(content)
+        following = match.start()
+    return ", ".join(reversed(found)) or None
+
+
+def _last_run(text: str) -> str | None:
+    """The last words that are all signs, numbers, single letters; with a known unit behind them."""
+    for line in reversed(text.splitlines()):
+        words = [word.strip("*_`\"'“”") for word in line.split()]
+        end = len(words)
+        while end > 0:
+            if not _is_mathy(words[end - 1]):
+                end -= 1
+                continue
+            start = end - 1
+            while start > 0 and (_is_mathy(words[start - 1]) or _joins(words, start - 1)):
+                if words[start - 1][-1:] in ".;:!?" and not _joins(words, start - 1):
+                    break
+                start -= 1
+            run = _with_unit(words, start, end)
+            if _SUBSTANCE.search(run):
+                return line if _QUALIFIED.search(" ".join(words[:start])) else run
+            end = start
+    return None
+
+
+def _is_mathy(word: str) -> bool:
+    return bool(_MATHY.fullmatch(word)) and word not in ("a", "A", "I", "-", ".", ",", ":", "–")
+
+
+def _joins(words: list[str], index: int) -> bool:
+    """``3 or 4``: a conjunction between two numbers."""
+    return words[index] in ("and", "or") and index > 0 and _is_mathy(words[index - 1])
+
+
+def _with_unit(words: list[str], start: int, end: int) -> str:
+    run = words[start:end]
+    for word in words[end : end + 2]:
+        bare = word.rstrip(".,;:!?")
+        if run[-1][-1:] in ".,;:!?" or not (is_unit(bare) or bare in MULTIPLIERS or bare in ("percent", "%")):
+            break
+        run.append(bare)
+    text = " ".join(run)
+    return text if text.endswith("!") and re.search(r"[\w)]!$", text) else text.rstrip(".,;:!?")

@@ -1,0 +1,708 @@
+r"""Reads a mathematical answer, LaTeX or plain text, as a value, or not at all.
+
+``read`` either understands the whole text or returns it as ``Text``, which equals the same text only. Nothing is
+skipped: a part that has no meaning here (``\ldots``, ``\to``, an unknown command) makes the whole a text. So a number
+inside an answer is never taken for the answer. What values there are is in
+``roll.rewards.maths.values``, when two are equal in ``roll.rewards.maths.equality``.
+
+The grammar, from the outside in: answers separated by commas, semicolons, "and", "or"; chains of relations; sets
+joined by ``\cup``, ``\cap``, ``\setminus``; a value with its units; sums; products, implicit ones too; powers and other
+suffixes; numbers, letters, groups, functions, matrices.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any, Literal, NoReturn
+
+import sympy
+
+from roll.rewards.maths.tokens import (
+    CONSTANTS,
+    FUNCTIONS,
+    GREEK,
+    INFINITY,
+    INVERSE,
+    MAX_CHARS,
+    PLAIN,
+    TEXT_COMMAND,
+    TRIGONOMETRY,
+    NotUnderstoodError,
+    Token,
+    normalise,
+    number_token,
+    tokens_of,
+)
+from roll.rewards.maths.units import CURRENCIES, MULTIPLIERS, canonical_unit, is_unit
+from roll.rewards.maths.values import (
+    DEGREE,
+    LOG_BASE,
+    PERCENT,
+    PLUS_MINUS,
+    Choice,
+    Group,
+    Quantity,
+    Relation,
+    Residue,
+    Sets,
+    Term,
+    Text,
+    Value,
+    Word,
+)
+
+MAX_BITS = 4096
+"""Longer powers and factorials are not computed: an answer must not cost more than it is worth."""
+
+_RELATIONS = {
+    "=": "=", "==": "=", "<": "<", ">": ">", r"\le": "<=", "<=": "<=", r"\ge": ">=", ">=": ">=", r"\ne": "!=",
+    "!=": "!=", r"\in": "in", ":": ":", r"\equiv": "equiv",
+}  # fmt: skip
+_OPENING = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle"}
+_MATRICES = {"pmatrix": "matrix", "bmatrix": "matrix", "matrix": "matrix", "smallmatrix": "matrix", "Bmatrix": "matrix",
+             "array": "matrix", "vmatrix": "det"}  # fmt: skip
+_FUNCTION_NAMES = set("fgh")
+_POSSIBLE_NAMES = set("FGHPQpq")
+
+
+class _Parser:
+    """Recursive descent; each method reads one level of the grammar and leaves what follows."""
+
+    def __init__(self, tokens: list[Token]) -> None:
+        self._tokens = tokens
+        self._at = 0
+        self._bars = 0
+        """Open ``|`` (an absolute value, the condition of a set): the next one in a product closes."""
+
+    # --- tokens
+
+    @property
+    def _next(self) -> Token:
+        return self._tokens[self._at]
+
+    def _take(self) -> Token:
+        token = self._next
+        self._at += 1
+        return token
+
+    def _is(self, *signs: str) -> bool:
+        return self._next.kind == "sign" and self._next.text in signs
+
+    def _accept(self, *signs: str) -> Token | None:
+        return self._take() if self._is(*signs) else None
+
+    def _expect(self, *signs: str) -> Token:
+        return self._accept(*signs) or self._fail()
+
+    def _fail(self) -> NoReturn:
+        raise NotUnderstoodError(f"{self._next.text!r} at token {self._at}")
+
+    # --- answers
+
+    def whole(self) -> Value:
+        value = self.enumeration()
+        return value if self._next.kind == "end" else self._fail()
+
+    def enumeration(self) -> Value:
+        """Values between commas or conjunctions; ``x = 1, 2`` is ``x = 1`` or ``x = 2``."""
+        items, joints = [self.relation()], set()
+        while self._next.kind == "joint" or self._is(",", ";"):
+            joint = self._take().text
+            if self._next.kind == "joint" and joint == ",":
+                joint = self._take().text
+            joints.add(joint if joint in ("and", "or") else ",")
+            items.append(self.relation())
+        if len(items) == 1:
+            return items[0]
+        named: Literal[",", "or", "and"] = "or" if "or" in joints else "and" if joints == {"and"} else ","
+        return Group(tuple(items), joined=named)
+
+    def relation(self) -> Value:
+        sides: list[Value | None] = [None if self._sign_ahead() else self.union()]
+        signs: list[str] = []
+        while (sign := self._sign_ahead()) is not None:
+            self._take()
+            signs.append(sign)
+            sides.append(self.union())
+        modulus = self._modulus()
+        if modulus is not None:
+            residue = sides[-1]
+            if residue is None or signs not in ([], ["equiv"], ["="]) or None in sides:
+                self._fail()
+            return Residue(residue, modulus)
+        if not signs:
+            assert sides[0] is not None
+            return sides[0]
+        if "equiv" in signs:
+            self._fail()
+        return Relation(tuple(sides), tuple(signs))
+
+    def _sign_ahead(self) -> str | None:
+        if self._next.kind != "sign" or (self._next.text == ":" and self._bars):
+            return None
+        return _RELATIONS.get(self._next.text)
+
+    def _modulus(self) -> Term | None:
+        if self._accept(r"\pmod"):
+            return self._term(self._argument())
+        if self._is("(") and self._tokens[self._at + 1][:2] == ("sign", r"\mod"):
+            self._take()
+            self._take()
+            modulus = self._term(self.union())
+            self._expect(")")
+            return modulus
+        return self._term(self.union()) if self._accept(r"\mod") else None
+
+    def union(self) -> Value:
+        value = self.measured()
+        if not self._is(r"\cup", r"\cap", r"\backslash"):
+            return value
+        sign, operands = self._next.text, [value]
+        while self._accept(sign):
+            operands.append(self.measured())
+        if self._is(r"\cup", r"\cap", r"\backslash"):
+            self._fail()
+        return Sets(sign.lstrip("\\"), tuple(operands))
+
+    # --- units
+
+    def measured(self) -> Value:
+        """A sum with the units behind it, several such side by side too (``5 ft 6 in``), or a price."""
+        prefix = self._currency()
+        value = self.sum()
+        if not isinstance(value, Term):
+            return value if not prefix else self._fail()
+        unit = prefix or self._unit()
+        if not unit:
+            return value
+        parts = [(value, unit)]
+        while self._next.kind == "number" and not prefix:
+            value = self._term(self.sum())
+            unit = self._unit() or self._fail()
+            parts.append((value, unit))
+        return _scaled(parts)
+
+    def _currency(self) -> str:
+        sign = self._next.text
+        if self._next.kind == "sign" and sign in CURRENCIES:
+            self._take()
+            return CURRENCIES[sign]
+        return ""
+
+    def _unit(self) -> str:
+        """Words behind a number, as one canonical unit; none is ``""``."""
+        if self._next.kind == "sign" and self._next.text in CURRENCIES:
+            return self._currency()
+        words: list[str] = []
+        while True:
+            token = self._next
+            if (
+                token.kind == "text"
+                or token.value == "marked"
+                or (token.kind == "word" and (words or _names_unit(token)))
+            ) or (token.kind == "letter" and words and words[-1][-1:] in "/°"):
+                words.append(self._take().text)
+            elif words and self._is("/") and self._tokens[self._at + 1].kind in ("text", "word", "letter"):
+                self._take()
+                words.append("/")
+            elif words and self._accept("^"):
+                words.append(f"^{self._term(self._argument()).expr}")
+            else:
+                break
+        unit = canonical_unit(" ".join(words)) if words else ""
+        return self._fail() if unit is None else unit
+
+    # --- terms
+
+    def sum(self) -> Value:
+        sign = self._accept("+", "-", r"\pm", r"\mp")
+        first = self.product()
+        if sign is None and not self._is("+", "-", r"\pm", r"\mp"):
+            return first
+        total = self._signed(sign, first)
+        while sign := self._accept("+", "-", r"\pm", r"\mp"):
+            total = Term(self._plus(total.expr, self._signed(sign, self.product()).expr))
+        return total
+
+    def _signed(self, sign: Token | None, value: Value) -> Term:
+        term = self._term(value)
+        factor = {"-": sympy.Integer(-1), r"\pm": PLUS_MINUS, r"\mp": -PLUS_MINUS}.get(sign.text if sign else "+", 1)
+        return term if factor == 1 else Term(factor * term.expr, term.decimals)
+
+    def _plus(self, one: Any, other: Any) -> Any:
+        matrices = [isinstance(expr, sympy.MatrixBase) for expr in (one, other)]
+        if any(matrices) and (not all(matrices) or one.shape != other.shape):
+            self._fail()
+        return one + other
+
+    def product(self) -> Value:
+        value = self.factor()
+        while True:
+            if self._accept("*", r"\cdot", r"\times"):
+                value = Term(self._times(value, self._unary()))
+            elif self._is("/", r"\div") and self._tokens[self._at + 1].kind not in ("text",):
+                self._take()
+                value = Term(self._times(value, Term(self._divided(sympy.Integer(1), self._scalar(self._unary())))))
+            elif self._starts_factor():
+                value = Term(self._times(value, self.factor()))
+            else:
+                return value
+
+    def _unary(self) -> Value:
+        sign = self._accept("-", "+")
+        value = self.factor()
+        return self._signed(sign, value) if sign else value
+
+    def _times(self, one: Value, other: Value) -> Any:
+        left, right = self._term(one).expr, self._term(other).expr
+        if isinstance(left, sympy.MatrixBase) and isinstance(right, sympy.MatrixBase):
+            self._fail()
+        return left * right
+
+    def _starts_factor(self) -> bool:
+        """Whether a factor follows without a sign. A number never does: ``3 5`` and ``x2`` mean nothing."""
+        token = self._next
+        if token.kind == "word":
+            return not _names_unit(token) and not (token.spaced and len(token.text) > 3)
+        if token.kind in ("letter", "name"):
+            return token.value != "marked"
+        if token.kind == "begin":
+            return True
+        if self._is("|"):
+            return not self._bars
+        if self._is("(") and self._tokens[self._at + 1][:2] == ("sign", r"\mod"):
+            return False
+        return token.kind == "sign" and (token.text in _STARTS or token.text.lstrip("\\") in GREEK)
+
+    def factor(self) -> Value:
+        value = self.atom()
+        while True:
+            if self._accept("°") or self._degree():
+                value = Term(self._scalar(value) * DEGREE)
+            elif self._accept("^"):
+                value = Term(self._power(self._term(value).expr, self._scalar(self._argument())))
+            elif self._accept("!"):
+                value = Term(self._factorial(self._scalar(value)))
+            elif self._accept(r"\%", "%"):
+                value = Term(self._scalar(value) * PERCENT, self._term(value).decimals)
+            else:
+                return value
+
+    def _degree(self) -> bool:
+        """Reads ``^\\circ`` or ``^{\\circ}``, where it is one."""
+        if not self._is("^"):
+            return False
+        after = [token.text for token in self._tokens[self._at + 1 : self._at + 4]]
+        length = 2 if after[:1] == [r"\circ"] else 4 if after == ["{", r"\circ", "}"] else 0
+        self._at += length
+        return length > 0
+
+    def _power(self, base: Any, exponent: Any) -> Any:
+        if isinstance(base, sympy.MatrixBase):
+            self._fail()
+        if base.is_number and exponent.is_number and base not in (0, 1, -1):
+            bits = abs(float(exponent)) * max(1.0, abs(float(sympy.log(abs(base), 2)))) if exponent.is_real else 0
+            if bits > MAX_BITS:
+                self._fail()
+        elif exponent.is_number and exponent.is_real and abs(exponent) > MAX_BITS:
+            self._fail()
+        value = base**exponent
+        return self._fail() if value.has(sympy.zoo, sympy.nan) else value
+
+    def _factorial(self, value: Any) -> Any:
+        if self._is("!") or (value.is_number and not (value.is_Integer and 0 <= value <= 500)):
+            self._fail()
+        return sympy.factorial(value)
+
+    # --- atoms
+
+    def atom(self) -> Value:
+        token = self._take()
+        if token.kind == "number":
+            value: Term = token.value
+            return self._mixed(value) if value.decimals == 0 and token.text.isdigit() else value
+        if token.kind in ("digits",):
+            return token.value  # type: ignore[no-any-return]
+        if token.kind == "letter":
+            return self._letter(token.text)
+        if token.kind == "word":
+            return self._word(token.text)
+        if token.kind == "text":
+            return self._word(token.text, product=False)
+        if token.kind == "name":
+            return Term(self._subscripted(token.value))
+        if token.kind == "set":
+            return Sets(token.text)
+        if token.kind == "begin":
+            return self._matrix(token.text)
+        if token.kind == "sign":
+            return self._signs(token.text)
+        self._at -= 1
+        return self._fail()
+
+    def _signs(self, sign: str) -> Value:
+        name = sign.removeprefix("\\")
+        if sign in _OPENING:
+            return self._brackets(sign)
+        if sign == "{" or sign == r"\boxed":
+            self._at -= sign == "{"
+            self._expect("{")
+            value = self.enumeration()
+            self._expect("}")
+            return value
+        if sign == "|":
+            return Term(sympy.Abs(self._inside("|")))
+        if sign in (r"\lfloor", r"\lceil"):
+            kind = sympy.floor if sign == r"\lfloor" else sympy.ceiling
+            return Term(kind(self._inside(sign.replace("l", "r", 1))))
+        if sign == r"\emptyset":
+            return Sets("empty")
+        if sign == r"\frac":
+            above, below = self._scalar(self._argument()), self._scalar(self._argument())
+            return Term(self._divided(above, below))
+        if sign == r"\binom":
+            return Term(self._binomial(self._scalar(self._argument()), self._scalar(self._argument())))
+        if sign == r"\sqrt":
+            return self._root()
+        if name in FUNCTIONS and sign.startswith("\\"):
+            return self._function(name)
+        if name in CONSTANTS and sign.startswith("\\"):
+            return Term(CONSTANTS[name])
+        if name in GREEK and sign.startswith("\\"):
+            return Term(self._subscripted(sympy.Symbol(name)))
+        self._at -= 1
+        return self._fail()
+
+    def _divided(self, above: Any, below: Any) -> Any:
+        return self._fail() if below == 0 else above / below
+
+    def _binomial(self, above: Any, below: Any) -> Any:
+        if above.is_number and not (above.is_Integer and abs(above) <= 1000):
+            self._fail()
+        return sympy.binomial(above, below)
+
+    def _inside(self, closing: str) -> Any:
+        self._bars += closing == "|"
+        expr = self._scalar(self.sum())
+        self._bars -= closing == "|"
+        self._expect(closing)
+        return expr
+
+    def _mixed(self, whole: Term) -> Value:
+        r"""``1\frac{1}{2}`` is 3/2: a number, then at once a proper fraction of two numbers."""
+        ahead = self._tokens[self._at : self._at + 7]
+        if len(ahead) < 3 or ahead[0][:2] != ("sign", r"\frac"):
+            return whole
+        start = self._at
+        self._take()
+        above, below = self._argument(), self._argument()
+        if all(isinstance(part, Term) and part.expr.is_Integer and part.expr > 0 for part in (above, below)):
+            return Term(whole.expr + self._scalar(above) / self._scalar(below))
+        self._at = start
+        return whole
+
+    def _letter(self, letter: str) -> Value:
+        while self._is("'"):
+            letter += self._take().text
+        if letter == "e" and not self._is("_"):
+            return Term(sympy.E)
+        if letter == "i" and not self._is("_"):
+            return Term(sympy.I)
+        name = self._subscripted(sympy.Symbol(letter))
+        inverse = self._tokens[self._at : self._at + 6]
+        if letter[0] in _FUNCTION_NAMES and [t.text for t in inverse] == ["^", "{", "-", "1", "}", "("]:
+            self._at += 5
+            name = sympy.Symbol(f"{name}^-1")
+        if self._is("(") and not self._next.spaced and letter[0] in _FUNCTION_NAMES | _POSSIBLE_NAMES:
+            start = self._at
+            self._take()
+            value = self._brackets("(")
+            items = value.items if isinstance(value, Group) else (value,)
+            if all(isinstance(item, Term) for item in items):
+                exprs = [self._scalar(item) for item in items]
+                plain = all(expr.is_Symbol or expr.is_Number for expr in exprs)
+                if letter[0] in _FUNCTION_NAMES or plain:
+                    return Term(sympy.Function(str(name))(*exprs))
+            self._at = start
+        return Term(name)
+
+    def _subscripted(self, symbol: Any) -> Any:
+        if not self._accept("_"):
+            return symbol
+        if self._accept("{"):
+            parts: list[str] = []
+            while not self._is("}"):
+                token = self._take()
+                if token.kind == "end" or token.text == "{":
+                    self._fail()
+                parts.append(token.text)
+            self._take()
+        else:
+            parts = [self._take().text]
+        return sympy.Symbol(f"{symbol}_{''.join(parts)}", commutative=True)
+
+    def _word(self, text: str, product: bool = True) -> Value:
+        """Letters side by side: the order counts where they are all, the product is meant where they are a factor."""
+        letters = None
+        if product and len(text) <= 3 and len(set(text)) == len(text) and not is_unit(text):
+            self._tokens[self._at : self._at] = [Token("letter", letter) for letter in text]
+            parts = [self._term(self.factor()).expr for _ in text]
+            letters = Term(sympy.Mul(*parts))
+        return Word(" ".join(text.split()), letters)
+
+    def _brackets(self, opening: str) -> Value:
+        closings = (")", "]") if opening in "([" else (_OPENING[opening],)
+        bars, self._bars = self._bars, int(opening == r"\{")
+        if opening == r"\{" and self._accept(r"\}"):
+            self._bars = bars
+            return Sets("empty")
+        value = self.enumeration()
+        if opening == r"\{" and self._accept("|", ":"):
+            value = self._builder(value)
+        closing = self._expect(*closings).text
+        self._bars = bars
+        items = value.items if isinstance(value, Group) and not value.brackets else (value,)
+        if opening == r"\{":
+            return value if isinstance(value, Relation) else Group(items, "{}")
+        if opening == r"\langle":
+            return Group(items, "<>")
+        if len(items) == 1:
+            if isinstance(value, Group) and value.brackets and closing == ")":
+                return Group((value,), "()")
+            return value if (opening, closing) in (("(", ")"), ("[", "]")) else self._fail()
+        return Group(items, opening + closing)
+
+    def _builder(self, value: Value) -> Value:
+        """``{x | x > 0}`` is its condition."""
+        self._bars = 0
+        condition = self.relation()
+        if isinstance(condition, Relation) and isinstance(value, Term) and value.expr.is_Symbol:
+            return condition
+        return self._fail()
+
+    def _matrix(self, environment: str) -> Value:
+        kind = _MATRICES.get(environment) or self._fail()
+        rows: list[list[Any]] = [[]]
+        while True:
+            rows[-1].append(self._scalar(self.sum()))
+            if self._accept("&"):
+                continue
+            if self._accept("\\\\"):
+                if self._next.kind == "finish":
+                    break
+                rows.append([])
+                continue
+            break
+        if self._take()[:2] != ("finish", environment) or len({len(row) for row in rows}) != 1:
+            self._at -= 1
+            self._fail()
+        matrix = sympy.ImmutableMatrix(rows)
+        if kind == "det":
+            return Term(matrix.det()) if matrix.is_square else self._fail()
+        return Term(matrix)
+
+    def _root(self) -> Value:
+        degree = sympy.Integer(2)
+        if self._accept("["):
+            degree = self._scalar(self.sum())
+            self._expect("]")
+        if degree == 0:
+            self._fail()
+        radicand = self._scalar(self._argument())
+        if degree.is_Integer and degree % 2 == 1 and radicand.is_real and radicand.is_negative:
+            return Term(-((-radicand) ** (1 / degree)))
+        return Term(radicand ** (1 / degree))
+
+    def _function(self, name: str) -> Value:
+        function, base, power = FUNCTIONS[name], None, None
+        while self._is("_", "^"):
+            if self._take().text == "_" and name == "log" and base is None:
+                base = self._scalar(self._argument())
+            elif self._tokens[self._at - 1].text == "^" and power is None:
+                power = self._scalar(self._argument())
+            else:
+                self._fail()
+        if power == -1 and name in INVERSE:
+            function, power, name = INVERSE[name], None, f"arc{name}"
+        args = self._function_arguments()
+        if name not in ("max", "min", "gcd", "lcm") and len(args) != 1:
+            self._fail()
+        if name in TRIGONOMETRY:
+            args = [arg.subs(DEGREE, sympy.pi / 180) for arg in args]
+        if name == "log":
+            value = sympy.log(args[0]) / (LOG_BASE if base is None else sympy.log(base))
+        elif name in ("gcd", "lcm") and not all(arg.is_Integer for arg in args):
+            self._fail()
+        elif name in ("gcd", "lcm"):
+            value = functools.reduce(function, args)
+        else:
+            value = function(*args)
+        return Term(value if power is None else value**power)
+
+    def _function_arguments(self) -> list[Any]:
+        if self._accept("("):
+            value = self._brackets("(")
+            items = value.items if isinstance(value, Group) and value.brackets == "()" else (value,)
+            return [self._scalar(item) for item in items]
+        sign = self._accept("-")
+        value = self.factor()
+        while self._starts_factor() and not self._starts_function():
+            value = Term(self._times(value, self.factor()))
+        return [self._scalar(self._signed(sign, value))]
+
+    def _starts_function(self) -> bool:
+        return self._is("(", "[", "|") or (
+            self._next.kind == "sign" and self._next.text.removeprefix("\\") in FUNCTIONS
+        )
+
+    def _argument(self) -> Value:
+        r"""What a command or a ``^`` takes: a group, or one digit, letter or command."""
+        if self._accept("{"):
+            bars, self._bars = self._bars, 0
+            value = self.sum()
+            self._bars = bars
+            self._expect("}")
+            return value
+        token = self._next
+        if token.kind == "number" and len(token.text) > 1:
+            # TeX takes one digit.
+            head, rest = token.text[0], token.text[1:]
+            if not token.text.isdigit():
+                self._fail()
+            self._tokens[self._at : self._at + 1] = [number_token(head), number_token(rest)]
+        elif token.kind == "word":
+            self._tokens[self._at : self._at + 1] = [Token("letter", letter) for letter in token.text]
+        elif self._is("-"):
+            self._take()
+            return self._signed(Token("sign", "-"), self._argument())
+        if self._next.kind == "number":
+            return self._take().value  # type: ignore[no-any-return]
+        return self.atom()
+
+    # --- kinds
+
+    def _term(self, value: Value) -> Term:
+        if isinstance(value, Word) and value.product is not None:
+            return value.product  # type: ignore[no-any-return]
+        return value if isinstance(value, Term) and value.expr is not None else self._fail()
+
+    def _scalar(self, value: Value) -> Any:
+        expr = self._term(value).expr
+        return self._fail() if isinstance(expr, sympy.MatrixBase) else expr
+
+
+_STARTS = {"(", r"\frac", r"\sqrt", r"\binom", r"\pi", r"\infty", r"\lfloor", r"\lceil"} | {
+    f"\\{name}" for name in FUNCTIONS
+}
+
+
+def _names_unit(token: Token) -> bool:
+    return is_unit(token.text) or (token.spaced and len(token.text) > 3)
+
+
+def _scaled(parts: list[tuple[Term, str]]) -> Value:
+    """Multipliers are no units: ``5 million`` is a number."""
+    if len(parts) == 1:
+        (value, unit) = parts[0]
+        head, _, rest = unit.partition(" ")
+        if head in MULTIPLIERS:
+            value = Term(value.expr * MULTIPLIERS[head])
+            return Quantity(((value, rest),)) if rest else value
+    return Quantity(tuple(parts))
+
+
+# --- the whole --------------------------------------------------------------------------------------------------------
+
+_LABEL = re.compile(r"(?:\\text(?:bf)?\s*\{\s*)?\(?([A-J])[).:]\s*\}?\s+(\S.*)", re.DOTALL)
+_DERIVATIVE = re.compile(r"\\frac\s*\{\s*(?:d|\\partial)[^{}]*\}\s*\{\s*(?:d\s*[a-zA-Z]|\\partial)|d[a-z]/d[a-z]")
+_BARE_WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
+
+
+def read(text: str) -> Value:
+    """The value of a whole answer; a ``Text`` where a part of it is not understood."""
+    if len(text) > MAX_CHARS:
+        return Text(" ".join(text.split()))
+    plain = normalise(text)
+    if label := _LABEL.fullmatch(plain):
+        return Choice(label[1], read(label[2]))
+    unmarked = _unmarked(plain)
+    if _BARE_WORDS.fullmatch(unmarked) and unmarked.lower() not in INFINITY | PLAIN:
+        product = _understood(plain)
+        return Word(unmarked, product.product if isinstance(product, Word) else None)
+    return _understood(plain) or Text(_tight(plain))
+
+
+def _tight(text: str) -> str:
+    """White space between words only."""
+    text = re.sub(r"\s+(?=\\)", "", text)
+    return re.sub(r"(\\[a-zA-Z]+)\s+(?![a-zA-Z])", r"\1", re.sub(r"\s*([^\w\s\\])\s*", r"\1", text))
+
+
+def _unmarked(text: str) -> str:
+    r"""The word in ``\text{(blue)}``."""
+    while match := re.fullmatch(rf"(?:{TEXT_COMMAND})\{{([^{{}}]*)\}}|\(([^(),]*)\)", text):
+        text = (match[1] if match[1] is not None else match[2]).strip().rstrip(".")
+    return text
+
+
+def _understood(plain: str) -> Value | None:
+    marked = re.fullmatch(rf"(?:{TEXT_COMMAND})\{{([^{{}}]*)\}}", plain)
+    text = marked[1].strip() if marked and re.search(r"[\d(]", marked[1]) else plain
+    if _DERIVATIVE.search(text):
+        return None
+    try:
+        return _finished(_Parser(tokens_of(_without_thousands(text))).whole())
+    # SymPy raises anything where a term has no value; recursion ends at Python's limit.
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
+        return None
+
+
+def _without_thousands(text: str) -> str:
+    """Commas between digits separate thousands outside of brackets only: ``(1,200)`` has two members."""
+    depth, parts = 0, []
+    for part in re.split(r"(\\?[(\[{]|\\?[)\]}]|\\[lr]angle)", text):
+        if re.fullmatch(r"\\?[(\[{]|\\langle", part):
+            depth += part != "{"
+        elif re.fullmatch(r"\\?[)\]}]|\\rangle", part):
+            depth -= part != "}"
+        elif depth > 0 or not re.search(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])", part):
+            part = part.replace(",", ", ")
+        parts.append(part)
+    return "".join(parts)
+
+
+def _finished(value: Value) -> Value:
+    """``±`` as two values, degrees as a unit."""
+    if isinstance(value, Term):
+        expr = value.expr
+        if not isinstance(expr, sympy.MatrixBase):
+            if expr.has(PLUS_MINUS):
+                return Group(tuple(_finished(Term(expr.subs(PLUS_MINUS, sign))) for sign in (1, -1)))
+            if expr.has(DEGREE):
+                return Quantity((_with_degree(value, ""),))
+            if expr.has(sympy.zoo, sympy.nan):
+                raise NotUnderstoodError("no value")
+        return value
+    if isinstance(value, Quantity):
+        return Quantity(tuple(_with_degree(term, unit) for term, unit in value.parts))
+    if isinstance(value, Group):
+        return Group(tuple(_finished(item) for item in value.items), value.brackets, value.joined)
+    if isinstance(value, Relation):
+        return Relation(tuple(None if side is None else _finished(side) for side in value.sides), value.signs)
+    if isinstance(value, Sets):
+        return Sets(value.sign, tuple(_finished(operand) for operand in value.operands))
+    return value
+
+
+def _with_degree(term: Term, unit: str) -> tuple[Term, str]:
+    """The degrees of an angle or, with a letter behind, of a temperature."""
+    if not term.expr.has(DEGREE):
+        return term, unit
+    rest = term.expr / DEGREE
+    for scale in "CF":
+        if not unit and rest.has(sympy.Symbol(scale)):
+            rest, unit = rest / sympy.Symbol(scale), scale
+    if rest.has(DEGREE):
+        raise NotUnderstoodError("degrees among other things")
+    return Term(rest, term.decimals), f"°{unit.lstrip('°').upper()}"

@@ -1,0 +1,226 @@
+"""LaTeX and plain text as tokens, in one spelling."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import sympy
+
+from roll.rewards.maths.values import Digits, Term
+
+MAX_CHARS = 500
+"""Longer answers are texts."""
+
+
+class NotUnderstoodError(ValueError):
+    """The text has a part that means nothing here."""
+
+
+_CHARACTERS = {
+    "−–﹣－": "-", "×✕": r"\times ", "·⋅∙": r"\cdot ", "÷": r"\div ", "≤⩽≦": r"\le ", "≥⩾≧": r"\ge ", "≠": r"\ne ",
+    "≡": r"\equiv ", "∞": r"\infty ", "π": r"\pi ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ",
+    "λ": r"\lambda ", "μ": r"\mu ", "ω": r"\omega ", "φ": r"\phi ", "√": r"\sqrt ", "∪": r"\cup ", "∩": r"\cap ",
+    "∅": r"\emptyset ", "∈": r"\in ", "±": r"\pm ", "∓": r"\mp ", "°": "°", "ℝ": r"\mathbb{R}",
+    "ℤ": r"\mathbb{Z}", "⟨〈": r"\langle ", "⟩〉": r"\rangle ", "′’": "'", "（": "(", "）": ")", "，": ",", "％": r"\%",
+    "\u00a0\u2009\u202f": r"\,", "…": r"\ldots ", "→": r"\to ", "½": " 1/2", "⅓": " 1/3", "⅔": " 2/3", "¼": " 1/4",
+    "¾": " 3/4", "²": "^2", "³": "^3", "⁴": "^4",
+}  # fmt: skip
+_TRANSLATION = str.maketrans({char: text for chars, text in _CHARACTERS.items() for char in chars})
+_THIN = r"(?:\\[,;:! ]|~|\{,\}|\\(?:thinspace|enspace)\b)"
+_DECORATION = re.compile(
+    r"(?<!\\)\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|!|,|;|:| |(?:q?quad|enspace|thinspace)\b)"
+    r"(?![a-zA-Z])|~|\\(?:left|right)(?=\\)"
+)
+_SAME = {
+    r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\dbinom": r"\binom", r"\tbinom": r"\binom",
+    r"\leq": r"\le", r"\leqslant": r"\le", r"\geq": r"\ge", r"\geqslant": r"\ge", r"\neq": r"\ne", r"\lt": "<",
+    r"\gt": ">", r"\varnothing": r"\emptyset", r"\lvert": "|", r"\rvert": "|", r"\vert": "|", r"\mid": "|",
+    r"\lbrace": r"\{", r"\rbrace": r"\}", r"\lbrack": "[", r"\rbrack": "]", r"\lparen": "(", r"\rparen": ")",
+    r"\ast": "*", r"\setminus": r"\backslash", r"\smallsetminus": r"\backslash", r"\land": r"\text{and}",
+    r"\wedge": r"\text{and}", r"\lor": r"\text{or}", r"\vee": r"\text{or}", r"\degree": r"^\circ", r"\dots": r"\ldots",
+    r"\cdots": r"\ldots", r"\rightarrow": r"\to", r"\imath": "i", r"\jmath": "j", r"\varphi": r"\phi",
+    r"\varepsilon": r"\epsilon", r"\tg": r"\tan", r"\ctg": r"\cot", r"\infin": r"\infty", r"\colon": ":",
+    r"\bmod": r"\mod", r"\euro": "€", r"\pounds": "£", r"\lg": r"\log_{10}",
+}  # fmt: skip
+_MIXED = re.compile(r"(?<![\d/.,\w}])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d/.])")
+
+
+def normalise(text: str) -> str:
+    """The text without what only changes its looks: spacing commands, sizes, dollar signs, other names of a sign."""
+    text = text.translate(_TRANSLATION).strip()
+    text = re.sub(r"(\d),\\!(?=\d)", r"\1,", text)
+    text = re.sub(rf"(?<![\d.,])\d{{1,3}}(?:{_THIN}\d{{3}})+(?![\d])", lambda m: re.sub(_THIN, "", m[0]), text)
+    text = re.sub(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?![\d,/])", lambda m: m[0].replace(" ", ""), text)
+    text = re.sub(r"(\d)\{,\}(?=\d)", r"\1.", text)
+    text = re.sub(r"\\(?:hspace|vspace|phantom|label)\*?\{[^{}]*\}", " ", text)
+    text = _DECORATION.sub(" ", text)
+    text = re.sub(r"\\[a-zA-Z]+", lambda m: _SAME.get(m[0], m[0]), text)
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    text = re.sub(r"(?<!\\)\$(?!\d+(?:[.,]\d+)*$)|\\[()\[\]](?<!\\\\[()\[\]])", " ", text)
+    text = text.strip().rstrip(".").strip() if not text.rstrip().endswith("..") else text
+    return " ".join(text.split())
+
+
+class Token(NamedTuple):
+    kind: str
+    """number, digits, letter, word (letters without a mark), text (marked as such), name (a vector), sign, end."""
+    text: str
+    spaced: bool = False
+    """White space before it."""
+    value: Any = None
+
+
+TEXT_COMMAND = r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|mathrm|mathsf|mathtt|mathit|operatorname\*?|textup)\s*"
+_VECTOR_COMMAND = r"\\(?:mathbf|vec|boldsymbol|bm|overrightarrow|hat|widehat|overline|bar|widetilde|tilde|dot|ddot)\s*"
+_TOKEN = re.compile(
+    rf"""(?P<space>\s+)
+    |(?P<repeating>(?P<lead>\d*\.\d*)(?:\\(?:overline|bar)\s*\{{(?P<period>\d+)\}}|\((?P<period2>\d+)\)
+        |\\dot\s*\{{?(?P<first>\d)\}}?(?:(?P<middle>\d*)\\dot\s*\{{?(?P<last>\d)\}}?)?))
+    |(?P<digits>\d[\dA-F]*_(?:\{{(?P<base>[^{{}}]*(?:\{{[^{{}}]*\}})?[^{{}}]*)\}}|(?P<base1>\d)))
+    |\((?P<digits2>\d[\dA-F]*)\)_(?:\{{(?P<base2>[^{{}}]*(?:\{{[^{{}}]*\}})?[^{{}}]*)\}}|(?P<base3>\d))
+    |(?P<number>\d+(?:,\d{{3}})*(?:\.\d+)?(?:[eE](?:\+?\d+|-0\d+))?|\d+\.(?!\d)|\.\d+)
+    |(?P<text>{TEXT_COMMAND}\{{(?P<said>(?:[^{{}}]|\\[{{}}])*)\}})
+    |(?P<name>{_VECTOR_COMMAND}(?:\{{\s*)?(?:{_VECTOR_COMMAND}\{{?\s*)?(?P<named>[a-zA-Z]+|\\[a-zA-Z]+)[\s}}]*)
+    |(?P<begin>\\begin\s*\{{(?P<env>[a-zA-Z]+)\}}(?:\{{[clr|\s]*\}})?)
+    |(?P<finish>\\end\s*\{{(?P<env2>[a-zA-Z]+)\}})
+    |(?P<set>\\mathbb\s*\{{?(?P<set_name>[A-Z])\}}?(?:\^(?P<set_sign>[+*])|\^\{{(?P<set_sign2>[+*])\}})?)
+    |(?P<command>\\(?:[a-zA-Z]+|.))
+    |(?P<word>[a-zA-Z]+)
+    |(?P<sign><=|>=|!=|==|.)""",
+    re.VERBOSE | re.DOTALL,
+)
+_NAMES_OF_BASES = {
+    "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11,
+    "twelve": 12, "sixteen": 16,
+}  # fmt: skip
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "sin": sympy.sin, "cos": sympy.cos, "tan": sympy.tan, "cot": sympy.cot, "sec": sympy.sec, "csc": sympy.csc,
+    "arcsin": sympy.asin, "arccos": sympy.acos, "arctan": sympy.atan, "arccot": sympy.acot, "sinh": sympy.sinh,
+    "cosh": sympy.cosh, "tanh": sympy.tanh, "ln": sympy.log, "exp": sympy.exp, "log": sympy.log, "max": sympy.Max,
+    "min": sympy.Min, "gcd": sympy.gcd, "lcm": sympy.lcm,
+}  # fmt: skip
+TRIGONOMETRY = {"sin", "cos", "tan", "cot", "sec", "csc"}
+INVERSE = {name: FUNCTIONS[f"arc{name}"] for name in ("sin", "cos", "tan", "cot")}
+PLAIN = FUNCTIONS.keys() | {"sqrt", "pi", "infty", "theta", "alpha", "beta", "gamma", "lambda", "frac", "binom"}
+CONSTANTS = {"pi": sympy.pi, "infty": sympy.oo}
+_GREEK_NAMES = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi omega "
+    "Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar"
+)
+GREEK = frozenset(_GREEK_NAMES.split())
+_SPOKEN = {
+    "mod": r"\mod",
+    "union": r"\cup",
+    "percent": r"\%",
+    "percentage": r"\%",
+    "degrees": "°",
+    "degree": "°",
+    "%": r"\%",
+}
+INFINITY = {"infinity", "inf", "oo"}
+
+
+def tokens_of(text: str) -> list[Token]:
+    found: list[Token] = []
+    spaced = False
+    for match in _TOKEN.finditer(text):
+        kind = match.lastgroup
+        # The last group that matched may be an inner one.
+        kind = next(name for name in _KINDS if match[name] is not None)
+        if kind == "space":
+            spaced = True
+            continue
+        found.extend(token._replace(spaced=spaced) for token in _token(kind, match))
+        spaced = False
+    found.append(Token("end", ""))
+    return found
+
+
+_KINDS = (
+    "space", "repeating", "digits", "digits2", "number", "text", "name", "begin", "finish", "set", "command", "word",
+    "sign",
+)  # fmt: skip
+
+
+def _token(kind: str, match: re.Match[str]) -> Iterable[Token]:
+    if kind == "repeating":
+        yield Token("number", match[0], value=Term(_repeating(match)))
+    elif kind in ("digits", "digits2"):
+        digits = match["digits2"] if kind == "digits2" else match[0].partition("_")[0]
+        yield Token("digits", match[0], value=Digits(digits, _base_of(match)))
+    elif kind == "number":
+        yield number_token(match[0])
+    elif kind == "text":
+        yield from _said(match["said"].strip())
+    elif kind == "name":
+        if match[0].count("{") != match[0].count("}"):
+            raise NotUnderstoodError(match[0])
+        yield Token("name", match["named"].lstrip("\\"), value=_decorated(match[0], match["named"].lstrip("\\")))
+    elif kind in ("begin", "finish"):
+        yield Token(kind, match["env"] or match["env2"])
+    elif kind == "set":
+        yield Token("set", match["set_name"] + (match["set_sign"] or match["set_sign2"] or ""))
+    elif kind == "word" and match[0] not in PLAIN:
+        yield from _letters(match[0])
+    else:
+        yield Token("sign", match[0] if kind != "word" else f"\\{match[0]}")
+
+
+def _letters(word: str) -> Iterable[Token]:
+    if word in ("and", "or"):
+        yield Token("joint", word)
+    elif word.lower() in INFINITY:
+        yield Token("sign", r"\infty")
+    elif word in _SPOKEN:
+        yield Token("sign", _SPOKEN[word])
+    else:
+        yield Token("letter" if len(word) == 1 else "word", word)
+
+
+def _said(text: str) -> Iterable[Token]:
+    plain = text.strip(" .").lower()
+    if plain.strip(", ") in ("and", "or"):
+        yield Token("joint", plain.strip(", "))
+    elif plain in PLAIN:
+        yield Token("sign", f"\\{plain}")
+    elif plain in _SPOKEN or plain in INFINITY:
+        yield Token("sign", _SPOKEN.get(plain, r"\infty"))
+    elif len(text) == 1 and text.isalpha():
+        yield Token("letter", text, value="marked")
+    elif text:
+        yield Token("text", text)
+
+
+def number_token(text: str) -> Token:
+    plain = text.replace(",", "").rstrip(".")
+    mantissa = re.split("[eE]", plain)[0]
+    value = sympy.Rational(plain) if len(plain) <= MAX_CHARS else None
+    return Token("number", text, value=Term(value, decimals=len(mantissa.partition(".")[2])))
+
+
+def _repeating(match: re.Match[str]) -> Any:
+    whole, _, fixed = match["lead"].partition(".")
+    period = match["period"] or match["period2"]
+    if period is None:
+        period = match["first"] + (match["middle"] or "") + (match["last"] or "")
+    head = sympy.Rational(int((whole + fixed) or "0"), 10 ** len(fixed))
+    return head + sympy.Rational(int(period), (10 ** len(period) - 1) * 10 ** len(fixed))
+
+
+def _base_of(match: re.Match[str]) -> int:
+    named = next(match[name] for name in ("base", "base1", "base2", "base3") if match[name] is not None)
+    word = re.sub(r"\\[a-zA-Z]+|[{}\s]|base", "", named).lower()
+    base = _NAMES_OF_BASES.get(word) or (int(word) if word.isdigit() else 0)
+    digits = match["digits2"] or match[0].partition("_")[0]
+    if not 2 <= base <= 36 or any(int(digit, 36) >= base for digit in digits):
+        raise NotUnderstoodError(match[0])
+    return base
+
+
+def _decorated(command: str, name: str) -> Any:
+    """A letter with an arrow, a hat, a bar; bold letters and those with an arrow are the same vector."""
+    bold = re.search(r"mathbf|vec|boldsymbol|bm|overrightarrow", command) or (name in "ijk" and "hat" in command)
+    mark = "vec" if bold else re.findall(r"\\([a-z]+)", command)[0].replace("overline", "bar").replace("wide", "")
+    return sympy.Symbol(f"{mark} {name}", commutative=True)
