@@ -159,13 +159,14 @@ def test_a_format_that_backtracks_without_end_is_killed():
     assert asyncio.run(run()).correct
 
 
-def test_a_mathematical_bomb_is_killed():
+def test_a_mathematical_bomb_is_answered():
+    """It would else be a way to lose a sample that is going to score nothing."""
+
     async def run():
         async with pool_of(MathVerifier) as pool:
             await pool.start()
             for bomb in (r"\boxed{9^{9^{9^{9}}}}", "9**9**9**9", r"\boxed{" + "x^" * 40 + "}"):
-                with pytest.raises(RewardError, match=r"took longer than 0.5 s"):
-                    await pool.check(0, sample(bomb), 0.5)
+                assert not (await pool.check(0, sample(bomb), 10)).correct
             return await pool.check(0, sample(r"\boxed{5}"), 10)
 
     assert asyncio.run(run()) == Verdict(1.0, True, "5")
