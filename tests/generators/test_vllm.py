@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from roll.configs.engines.vllm import CARD
 from roll.distributed.strategy import STRATEGIES
@@ -68,6 +70,14 @@ def test_what_cannot_work_is_refused_before_the_engine_starts(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         STRATEGIES.get("vllm")(context_of("vllm", model_path("tied", 0), config, **context)).setup()
+
+
+def test_why_the_engine_could_not_start_is_in_the_error(model_path: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_path("tied", 0), folder)
+    save_file({"cpu.0": torch.zeros(2)}, folder / "rng.safetensors")
+    with pytest.raises(ValueError, match=f"actor_infer: vllm could not start with {folder}: .*'cpu'"):
+        STRATEGIES.get("vllm")(context_of("vllm", str(folder))).setup()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, whose kernels take other heads")

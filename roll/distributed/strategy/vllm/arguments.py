@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from roll.configs.engines.vllm import LORA_RANKS, VllmConfig
@@ -114,12 +115,12 @@ def check_cpu_kernels(outline: ModelOutline) -> None:
 
 
 @contextlib.contextmanager
-def environment(model_path: str, on_cpu: bool) -> Iterator[None]:
+def environment(model_path: str, on_cpu: bool, log_config: Path) -> Iterator[None]:
     """What vLLM reads from the environment when it is imported and when it starts its processes.
 
     What the user has set stays as it is, and other code in this process sees none of it afterwards.
     """
-    wanted = COMMON_ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {})
+    wanted = COMMON_ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {}) | {"VLLM_LOGGING_CONFIG_PATH": str(log_config)}
     if locate_model(model_path)[1]:
         wanted = wanted | {"HF_HUB_OFFLINE": "1"}
     added = {name: value for name, value in wanted.items() if name not in os.environ}

@@ -43,6 +43,7 @@ from roll.distributed.strategy.vllm.arguments import (
     engine_arguments,
     environment,
 )
+from roll.distributed.strategy.vllm.failures import Failures
 from roll.distributed.weights import device_memory
 from roll.distributed.weights.adapters import peft_config
 from roll.distributed.weights.buckets import as_tensor, host_bytes
@@ -87,6 +88,7 @@ class VllmStrategy:
         self._adapter: LoRARequest | None = None
         self._cache_epoch = 0
         self._staging = SegmentPool()
+        self._failures = Failures()
         self._stopped: str | None = None
 
     def setup(self) -> RankInfo:
@@ -268,7 +270,7 @@ class VllmStrategy:
 
     async def _start(self) -> None:
         context = self._context
-        with environment(context.model_path, self._on_cpu):
+        with environment(context.model_path, self._on_cpu, self._failures.config):
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -276,7 +278,11 @@ class VllmStrategy:
                 check_cpu_kernels(self._outline)
             arguments = engine_arguments(context, self._config, self._outline, on_cpu=self._on_cpu)
             started = time.monotonic()
-            self._engine: AsyncLLM = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            try:
+                self._engine: AsyncLLM = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            except RuntimeError as error:  # one of its processes ended
+                reason = f"{context.model_path}: {self._failures.first()}"
+                raise ValueError(f"{context.role}: vllm could not start with {reason}") from error
         self._update_lock = asyncio.Lock()
         self._num_processes = len(await self._rpc("roll_prepare", os.getpid()))
         await self._engine.update_weight_version("0")
@@ -310,7 +316,7 @@ class VllmStrategy:
                 last = output
         except EngineDeadError as error:
             self._stopped = self._stopped or "died"
-            raise EngineStoppedError("the generation engine died; its own log says why") from error
+            raise EngineStoppedError(f"the generation engine died: {self._failures.first()}") from error
         except asyncio.CancelledError:
             if self._stopped is not None:
                 raise EngineStoppedError(f"the generation engine {self._stopped}") from None
