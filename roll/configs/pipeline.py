@@ -84,6 +84,12 @@ class RunConfig(Config):
     save_steps: int = Field(
         default=50, ge=1, description="Steps between two checkpoints; the last step is always saved."
     )
+    async_save: bool = Field(
+        default=False,
+        description="Write checkpoints beside the steps that follow: a step waits only until all is copied to host "
+        "memory, which must have room for it. At most one is written at a time. With fsdp2's checkpoint: sharded the "
+        "shards are written at once.",
+    )
     logging_steps: int = Field(default=1, ge=1, description="Steps between two reports to the trackers.")
     eval_steps: int = Field(
         default=10,

@@ -33,6 +33,9 @@ TOKENIZER_FILES = (
 )
 
 
+GENERATION_FILE = "generation_config.json"
+
+
 def resolve_dtype(name: str | None, config: PreTrainedConfig | None = None) -> torch.dtype:
     """``fp32``, ``bf16``, ``fp16`` or a torch name; ``None`` takes the model configuration's, else float32."""
     if name is None:
@@ -181,13 +184,19 @@ def save_config(model: PreTrainedModel, path: Path, dtype: torch.dtype) -> None:
         model.generation_config.save_pretrained(path)
 
 
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copies tokenizer files between model folders; a hub name as ``source`` has none to copy."""
-    if source.is_dir() and source.resolve() != target.resolve():
-        for pattern in TOKENIZER_FILES:
-            for file in source.glob(pattern):
-                if file.is_file():
-                    shutil.copy2(file, target / file.name)
+def copy_companions(source: Path, target: Path) -> None:
+    """Copies what stands beside the weights of a model folder into one that is made from it.
+
+    Tokenizer files, and ``generation_config.json`` in place of the one that ``save_config`` wrote: a model with unset
+    weights knows its configuration alone, not which other tokens end a completion. A hub name as ``source`` has none.
+    """
+    if not source.is_dir() or source.resolve() == target.resolve():
+        return
+    defaults = [GENERATION_FILE] if (target / GENERATION_FILE).is_file() else []
+    for pattern in (*TOKENIZER_FILES, *defaults):
+        for file in source.glob(pattern):
+            if file.is_file():
+                shutil.copy2(file, target / file.name)
 
 
 def locate_model(path: str) -> tuple[str, bool]:

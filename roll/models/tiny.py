@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 """Part of the cache key: raise it when the tokenizer or the architecture changes."""
 
 MAX_POSITIONS = 2048

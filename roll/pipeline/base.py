@@ -106,6 +106,8 @@ class RLPipeline(ABC):
                 Cluster.current_step = step
                 self.step(step)
                 self.after_step()
+            with self.signals.deferred():
+                self.session.checkpointer.wait()
         except (KeyboardInterrupt, Exception) as error:
             self.rescue(error)
             raise
@@ -205,6 +207,7 @@ class RLPipeline(ABC):
             TrainingDivergedError: see ``run``.
         """
         step, config = self.done_steps, self.config
+        self.session.checkpointer.check()
         last = step == config.max_steps
         if last or (config.eval_steps and step % config.eval_steps == 0):
             with self.session.phase("sync"):
@@ -223,17 +226,19 @@ class RLPipeline(ABC):
         if self.saved_steps == self.done_steps:
             return
         with self.session.phase("checkpoint"), self.signals.deferred():
-            path = self.session.checkpointer.save(self.done_steps, self.roles.save, self.state_dict())
+            self.session.checkpointer.save(self.done_steps, self.roles.save, self.state_dict())
         self.saved_steps = self.done_steps
-        self.session.summary |= {"checkpoint": str(path), "steps": self.done_steps}
+        self.session.summary["steps"] = self.done_steps
 
     def rescue(self, error: BaseException) -> None:
         """Saves the steps done so far before ``error`` ends the run, unless they are gone or half changed."""
         role = error.role if isinstance(error, WorkerDiedError | RpcTimeoutError) else None
-        if isinstance(error, CheckpointError) or role in ("actor_train", "critic") or not self.intact:
-            return
+        lost = isinstance(error, CheckpointError) or role in ("actor_train", "critic") or not self.intact
         try:
-            self.save_checkpoint()
+            if not lost:
+                self.save_checkpoint()
+            with self.signals.deferred():  # a save that goes on in the background is finished
+                self.session.checkpointer.wait()
         except (CheckpointError, ClusterError) as second:
             logger.error("the steps after the last checkpoint could not be saved: %s", second)
 

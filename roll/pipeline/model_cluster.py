@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from roll.data.batch import Batch
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import Metrics, RankInfo, States, StrategyContext
 from roll.pipeline.offload_manager import OffloadManager
+from roll.utils.checksums import WrittenFile
+
+_POLL_S = 0.2
 
 
 def plan_optimizer_steps(num_rows: int, steps_per_epoch: int, epochs: int, seed: int) -> list[Tensor]:
@@ -120,11 +124,34 @@ class ModelCluster:
     def train(self, batch: Batch, steps: Sequence[Tensor]) -> list[Metrics]:
         return self.gather_train(self.submit_train(batch, steps))
 
-    def save(self, path: Path) -> None:
+    def save(self, path: Path) -> list[WrittenFile]:
+        """Writes the role's part of a checkpoint: ``<role>/``, a model folder, and ``resume/<role>/``."""
         self.load_states(States.WEIGHTS | States.OPTIMIZER)
-        self.cluster.call("save", path)
+        return [file for of_rank in self.cluster.call("save", path) for file in of_rank]
+
+    def start_save(self, path: Path) -> Callable[[], list[WrittenFile]]:
+        """The same, but returns as soon as all is copied to host memory.
+
+        Returns:
+            Waits for the end of the writing; may be called in another thread, while the role trains on.
+        """
+        self.load_states(States.WEIGHTS | States.OPTIMIZER)
+        self.cluster.call("start_save", path)
+
+        def wait() -> list[WrittenFile]:
+            while None in (of_ranks := self.cluster.call("written")):
+                time.sleep(_POLL_S)
+            return [file for of_rank in of_ranks for file in of_rank]
+
+        return wait
+
+    def save_model(self, folder: Path) -> None:
+        """Writes the model alone."""
+        self.load_states(States.WEIGHTS)
+        self.cluster.call("save_model", folder)
 
     def load(self, path: Path) -> None:
+        """Takes over the role's part of a checkpoint."""
         self.load_states(States.WEIGHTS | States.OPTIMIZER)
         self.cluster.call("load", path)
 

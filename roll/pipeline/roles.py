@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from roll.distributed.weights.sync import WeightSync
 from roll.models.lora import LoraSpec
 from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter
 from roll.pipeline.offload_manager import OffloadManager
+from roll.utils.checksums import WrittenFile
 
 logger = logging.getLogger(__name__)
 
@@ -105,16 +106,23 @@ class Roles:
         """Sender and receivers of weights, and nothing more where they share devices: no cache of a generator."""
         self.offload_manager.load({self.actor.cluster.name: States.WEIGHTS, self.infer.name: States.WEIGHTS})
 
-    def save(self, path: Path) -> None:
-        """Writes what a resumed run needs of every trained role."""
-        self.actor.save(path / "actor_train")
-        if self.critic is not None:
-            self.critic.save(path / "critic")
+    def save(self, path: Path) -> Callable[[], list[WrittenFile]]:
+        """Writes what a resumed run needs of every trained role.
+
+        Returns:
+            Waits for the end of the writing: with ``async_save`` it goes on beside the steps that follow.
+        """
+        trained = [self.actor] if self.critic is None else [self.actor, self.critic]
+        if self.config.async_save:
+            waits = [role.start_save(path) for role in trained]
+            return lambda: [file for wait in waits for file in wait()]
+        files = [file for role in trained for file in role.save(path)]
+        return lambda: files
 
     def load(self, path: Path) -> None:
-        self.actor.load(path / "actor_train")
+        self.actor.load(path)
         if self.critic is not None:
-            self.critic.load(path / "critic")
+            self.critic.load(path)
 
     def _context(self, role: str, model_path: str) -> StrategyContext:
         config = self.config

@@ -40,7 +40,9 @@ class RunSession:
         self.display = Display(config.exp_name)
         self.timer = PhaseTimer()
         self.checkpointer = Checkpointer(
-            config.checkpoint_config.output_dir or self.folder.checkpoints, config.max_ckpt_to_keep
+            config.checkpoint_config.output_dir or self.folder.checkpoints,
+            config.max_ckpt_to_keep,
+            background=config.async_save,
         )
         self.renders = Path(config.render_save_dir) if config.render_save_dir else self.folder.renders
         self.resume_path = self.checkpointer.resolve(config.resume_from_checkpoint)
@@ -71,10 +73,11 @@ class RunSession:
             interrupted = isinstance(error, KeyboardInterrupt | SystemExit)
             self.summary["status"] = "interrupted" if interrupted else "failed"
             self.summary["error"] = f"{type(error).__name__}: {error}"
-            self._leave_word(error, interrupted)
         else:
             self.summary["status"] = "completed"
         self.write_summary()
+        if error is not None:
+            self._leave_word(error, interrupted)
         render_index(self.folder.path, self.renders)
         if self._tracker is not None:
             self._tracker.finish()
@@ -111,6 +114,8 @@ class RunSession:
             self.display.step(step, metrics)
 
     def write_summary(self) -> None:
+        if self.checkpointer.saved is not None:
+            self.summary["checkpoint"] = str(self.checkpointer.saved)
         self.summary |= {
             "wall_s": round(self.elapsed(), 2),
             "tokens_per_s": {name: round(rate, 1) for name, rate in self.timer.tokens_per_s().items()},

@@ -104,7 +104,7 @@ def ensure_warm(folder: Path, config: RLConfig, session: RunSession, roles: Role
         report = _train(config, session, roles, teacher)
         building = warm.with_name("warm.building")
         shutil.rmtree(building, ignore_errors=True)
-        roles.actor.save(building)
+        roles.actor.save_model(building)
         (building / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         shutil.rmtree(warm, ignore_errors=True)
         building.rename(warm)

@@ -34,6 +34,7 @@ from roll.distributed.weights.routes import Link
 from roll.distributed.weights.sender import Delivery, WeightOrder, WeightSender
 from roll.pipeline.offload_manager import memory_gb
 from roll.rollout.router import GenerationError
+from roll.utils.checksums import WrittenFile
 
 logger = logging.getLogger(__name__)
 
@@ -135,8 +136,25 @@ class TrainWorker(ScoreWorker):
             kept.append(ray.put(replace(bucket, data=host_bytes(bucket))))
             yield bucket
 
-    def save(self, path: Path) -> None:
-        self.strategy.save(path)
+    def save(self, path: Path) -> list[WrittenFile]:
+        """Writes the role's part of a checkpoint; returns what this rank wrote, but for small files."""
+        return self.strategy.save(path)
+
+    def start_save(self, path: Path) -> None:
+        """Copies the role's part of a checkpoint to host memory; writing goes on, and ``written`` tells its end."""
+        self._saving = self.strategy.start_save(path)
+
+    def written(self) -> list[WrittenFile] | None:
+        """What this rank wrote since ``start_save``; ``None`` while it is at it.
+
+        Raises:
+            OSError: it could not (a full disk).
+        """
+        return self._saving.result() if self._saving.done() else None
+
+    def save_model(self, folder: Path) -> None:
+        """Writes the model alone."""
+        self.strategy.save_model(folder)
 
     def load(self, path: Path) -> None:
         self.strategy.load(path)

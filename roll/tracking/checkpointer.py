@@ -1,7 +1,8 @@
 """Checkpoints that are whole or absent.
 
-A checkpoint is written into a hidden folder, listed in a manifest with sizes and checksums, forced to disk, read back,
-and only then renamed to ``checkpoint-N``. A kill at any moment leaves the earlier checkpoints as they were.
+A checkpoint is written into a hidden folder, forced to disk, listed in a manifest with the sizes and checksums of what
+was written, and only then renamed to ``checkpoint-N``. A kill at any moment leaves the earlier checkpoints as they
+were. Nothing is read back when it is saved: a checkpoint is read and compared with its manifest before it is used.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import logging
 import os
 import re
 import shutil
+import threading
 import time
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+
+from roll.utils.checksums import WrittenFile, checksum_of
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +33,9 @@ _FINAL = re.compile(r"checkpoint-(\d+)(?:\.replaced)?")
 _TEMPORARY = re.compile(r"\.tmp-checkpoint-[^-]+-(\d+)")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DISK_FULL_TEXT = re.compile(r"no space left on device|storagefull|disk quota exceeded|file too large", re.IGNORECASE)
-_CHUNK = 1 << 20
+
+Write: TypeAlias = Callable[[Path], Callable[[], Iterable[WrittenFile]] | None]
+"""Puts files into a folder, and returns what waits for those that are still being written and tells their checksums."""
 
 
 class CheckpointError(RuntimeError):
@@ -53,37 +59,84 @@ class Checkpointer:
     those its predecessor left behind.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], max_to_keep: int = 0) -> None:
-        """``max_to_keep`` 0 keeps everything; the newest checkpoint is never removed."""
+    def __init__(self, folder: str | os.PathLike[str], max_to_keep: int = 0, *, background: bool = False) -> None:
+        """Nothing is read or written yet.
+
+        Args:
+            folder: made when the first checkpoint is saved.
+            max_to_keep: 0 keeps everything; the newest checkpoint is never removed.
+            background: ``save`` returns before all is written; ``wait`` and ``check`` tell how it ended.
+        """
         if max_to_keep < 0:
             raise ValueError(f"max_ckpt_to_keep: got {max_to_keep}, expected 0 (keep all) or more")
         self.folder = Path(folder)
         self.max_to_keep = max_to_keep
+        self.saved: Path | None = None
+        """What this object has saved last, whole and in place."""
+        self._background = background
+        self._running: Future[None] | None = None
 
-    def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
-        """Writes ``checkpoint-<step>`` and prunes old ones.
+    def save(self, step: int, write: Write, state: Mapping[str, Any]) -> Path:
+        """Writes ``checkpoint-<step>`` and prunes old ones. Waits first for a save that still runs.
 
         Args:
             step: the number of finished steps.
-            write: puts files into the folder it is given; it may let other processes on the same filesystem do so, and
-                returns when all have finished.
+            write: may let other processes on the same filesystem write. Whatever it changes afterwards is not saved.
+                Checksums of files that it does not name are read.
             state: the pipeline's own state, JSON values only.
 
+        Returns:
+            Where it is; in the background, where it will be.
+
         Raises:
-            CheckpointError: the disk is full, or what was written does not read back. Earlier checkpoints stay.
+            CheckpointError: the disk is full, or a file is not as it was written. Earlier checkpoints stay.
         """
+        self.wait()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
         temporary = self.folder / f".tmp-checkpoint-{step}-{os.getpid()}"
         started = time.monotonic()
-        try:
+        with self._cleaning_up(temporary, step):
             temporary.mkdir()
-            write(temporary)
+            finish = write(temporary)
             _write_text(temporary / STATE_FILE, json.dumps(dict(state)))
-            _write_manifest(temporary, step, self._next_timestamp())
-            if problem := find_damage(temporary):
-                raise CheckpointError(f"checkpoint-{step}: what was written does not read back: {problem}")
-            final = self._publish(temporary, step)
+
+        def complete() -> None:
+            with self._cleaning_up(temporary, step):
+                files = [] if finish is None else [file.relative_to(temporary) for file in finish() or ()]
+                _write_manifest(temporary, step, self._next_timestamp(), files)
+                final = self._publish(temporary, step)
+            logger.info("saved %s in %.1f s", final, time.monotonic() - started)
+            self._prune(keep=final)
+            self.saved = final
+
+        if self._background:
+            self._running = _in_background(complete)
+        else:
+            complete()
+        return self.folder / f"checkpoint-{step}"
+
+    def wait(self) -> None:
+        """Waits for a save in the background.
+
+        Raises:
+            CheckpointError: it failed; whatever ``save`` would raise.
+        """
+        if (running := self._running) is not None:
+            running.exception()  # a signal may end the waiting: the save then still runs
+            self._running = None
+            running.result()
+
+    def check(self) -> None:
+        """Raises what ``wait`` would if a save in the background has failed already; does not wait."""
+        if self._running is not None and self._running.done():
+            self.wait()
+
+    @contextmanager
+    def _cleaning_up(self, temporary: Path, step: int) -> Iterator[None]:
+        """Removes what is half written when something fails inside, and says so if the disk is full."""
+        try:
+            yield
         except BaseException as error:  # whatever it is, it travels on; the half-written folder does not stay
             numbers = self._disk_numbers(temporary) if _is_disk_full(error) else None
             shutil.rmtree(temporary, ignore_errors=True)
@@ -92,9 +145,6 @@ class Checkpointer:
                     f"checkpoint-{step}: the disk under {self.folder} is full: {numbers}; earlier checkpoints are kept"
                 ) from error
             raise
-        logger.info("saved %s in %.1f s", final, time.monotonic() - started)
-        self._prune(keep=final)
-        return final
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose files match its manifest; a damaged one is named in a warning and passed by."""
@@ -215,7 +265,7 @@ def find_damage(path: Path) -> str | None:
         manifest = _read_manifest(path)
     except CheckpointError as error:
         return str(error)
-    files: dict[str, dict[str, int]] = manifest["files"]
+    files: dict[str, dict[str, Any]] = manifest["files"]
     sized = []
     for name, expected in files.items():
         file = path / name
@@ -224,28 +274,45 @@ def find_damage(path: Path) -> str | None:
         if (size := file.stat().st_size) != expected["size"]:
             return f"{name} has {size} bytes, expected {expected['size']}"
         sized.append(file)
-    for file, checksum in zip(sized, _checksums(sized), strict=True):
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        checksums = list(pool.map(checksum_of, sized))
+    for file, checksum in zip(sized, checksums, strict=True):
         name = file.relative_to(path).as_posix()
-        if checksum != files[name]["crc32"]:
-            return f"{name} has checksum {checksum:08x}, expected {files[name]['crc32']:08x}"
+        if checksum != files[name]["xxh3"]:
+            return f"{name} has checksum {checksum}, expected {files[name]['xxh3']}"
         if file.suffix == ".safetensors" and (problem := _safetensors_problem(file)):
             return f"{name} {problem}"
     return None
 
 
-def _write_manifest(folder: Path, step: int, saved_at: float) -> None:
-    """Forces every file to disk, then lists them; the manifest is the last file to appear."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in files:
-        _sync_file(path)
-    entries = {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "crc32": checksum}
-        for path, checksum in zip(files, _checksums(files), strict=True)
-    }
+def _write_manifest(folder: Path, step: int, saved_at: float, written: Iterable[WrittenFile]) -> None:
+    """Lists every file once all are on disk; the manifest is the last file to appear.
+
+    Args:
+        folder: of the checkpoint.
+        step: its step.
+        saved_at: when.
+        written: files that are on disk already, with their checksums; the others are read.
+    """
+    known = {file.path: file for file in written}
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    entries = {}
+    for path in paths:
+        name = path.relative_to(folder).as_posix()
+        if name not in known:
+            _sync_file(path)
+            known[name] = WrittenFile(name, path.stat().st_size, checksum_of(path))
+        entries[name] = {"size": known[name].size, "xxh3": known[name].checksum}
+    for name, file in known.items():
+        size = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if size != file.size:
+            raise CheckpointError(f"checkpoint-{step}: {name} has {size} bytes, {file.size} were written")
+        if name.endswith(".safetensors") and (problem := _safetensors_problem(folder / name)):
+            raise CheckpointError(f"checkpoint-{step}: {name} {problem}")
     manifest = {"step": step, "saved_at": saved_at, "files": entries}
     _write_text(folder / MANIFEST_FILE, json.dumps(manifest, indent=1))
     _sync_file(folder / MANIFEST_FILE)
-    for sub in {path.parent for path in files} | {folder}:
+    for sub in {path.parent for path in paths} | {folder}:
         _sync_folder(sub)
 
 
@@ -261,6 +328,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"its {MANIFEST_FILE} cannot be read ({error})") from error
     if not isinstance(manifest, dict) or not {"step", "saved_at", "files"} <= manifest.keys():
         raise CheckpointError(f"its {MANIFEST_FILE} lacks step, saved_at or files")
+    if any("xxh3" not in entry for entry in manifest["files"].values()):
+        raise CheckpointError("it is of an earlier version, whose model folders also held what resumes a run")
     return manifest
 
 
@@ -272,20 +341,6 @@ def _save_order(path: Path) -> tuple[float, int]:
         return float(_read_manifest(path)["saved_at"]), step
     except CheckpointError:
         return path.stat().st_mtime, step
-
-
-def _checksums(files: list[Path]) -> list[int]:
-    """CRC-32 of each file: it finds torn and rotten data (not malice) at the speed of the disk."""
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        return list(pool.map(_crc32, files))
-
-
-def _crc32(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum
 
 
 def _safetensors_problem(path: Path) -> str | None:
@@ -304,6 +359,22 @@ def _safetensors_problem(path: Path) -> str | None:
     return None if size == expected else f"has {size} bytes, its header announces {expected}"
 
 
+def _in_background(work: Callable[[], None]) -> Future[None]:
+    """Runs ``work`` in a thread that does not keep the process alive."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # raised where the result is waited for
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    threading.Thread(target=run, name="checkpoint", daemon=True).start()
+    return done
+
+
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
@@ -311,8 +382,6 @@ def _write_text(path: Path, text: str) -> None:
 def _sync_file(path: Path) -> None:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):  # so that the check afterwards reads the disk, not the page cache
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _sync_folder(path: Path) -> None:

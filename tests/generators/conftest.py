@@ -27,6 +27,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for fixture in ("engine", "lora_engine"):
         if fixture in metafunc.fixturenames:
             metafunc.parametrize(fixture, [_parameter(name) for name in PACKAGES], indirect=True, scope="module")
+    if "generator" in metafunc.fixturenames:
+        metafunc.parametrize("generator", [_parameter(name) for name in PACKAGES])
 
 
 def _parameter(name: str) -> Any:

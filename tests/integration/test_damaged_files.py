@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.training import tensor_files
 from tests.support.ranks import enter_rank, leave_rank, run_ranks
 from tests.support.trainers import make_context
 
@@ -47,7 +48,8 @@ def widen(tensors: dict[str, Tensor], name: str) -> None:
     tensors[name] = torch.cat([tensors[name], tensors[name]])
 
 
-STATE, MODEL = "optimizer/state.safetensors", "model.safetensors"
+MODEL, RESUME = "actor_train/model.safetensors", "resume/actor_train"
+STATE = f"{RESUME}/optimizer/state.safetensors"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no moment": (
         lambda path: change(path / STATE, lambda t: t.pop("model.norm.weight.exp_avg_sq")),
@@ -66,7 +68,11 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: change(path / MODEL, lambda t: widen(t, "model.norm.weight")),
         "norm.weight: seen .*shape",
     ),
-    "no counters": (lambda path: (path / "trainer.json").unlink(), "no trainer.json"),
+    "no counters": (lambda path: (path / RESUME / "trainer.json").unlink(), "no trainer.json"),
+    "of an earlier version": (
+        lambda path: (path / RESUME / "trainer.json").rename(path / "actor_train" / "trainer.json"),
+        "trainer.json in actor_train: of an earlier version",
+    ),
 }
 
 
@@ -89,6 +95,7 @@ def failure(call: Callable[..., Any], *args: Any) -> dict[str, Any]:
 
 def rank_main(rank: int, port: int, folder: Path) -> None:
     enter_rank(port)
+    tensor_files.MIN_SHARE_BYTES = 2**20  # one file of each kind, by rank 0: the damages name it
     for name, (package, options) in TRAINERS.items():
         if not installed(package):
             continue
@@ -117,7 +124,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("damaged")
     for name in ("model", "no-weight"):
         make_model(path / name)
-    DAMAGES["no weight"][0](path / "no-weight")
+    change(path / "no-weight" / "model.safetensors", lambda tensors: tensors.pop("model.norm.weight"))
     run_ranks(rank_main, 2, path)
     return path
 

@@ -28,6 +28,7 @@ from roll.models import scoring
 from roll.models.lora import LoraSpec
 from tests.support.ranks import (
     assert_near,
+    assert_same_files,
     enter_rank,
     exported,
     exported_adapter,
@@ -147,6 +148,8 @@ def run_case(out: Path, model: Path, name: str, rank: int) -> None:
         write(out, f"{name}-step{step}-{rank}", {}, metrics | ({} if norm is None else {"engine_norm": float(norm)}))
         if step == 1:
             trainer.save(out / f"{name}-checkpoint")
+            saving = trainer.start_save(out / f"{name}-beside")
+    saving.result()
     write(out, f"{name}-final-{rank}", exported(trainer))
     with contextlib.suppress(ArithmeticError):
         trainer.train_step(shares(0)[rank], FailingLoss())
@@ -332,7 +335,7 @@ def test_adapter_is_that_of_one_process(two_ranks: Path, one_process: dict[str, 
     adapter = tensors_of(two_ranks, f"lora-{name}-0")
     assert_near(adapter, exported_adapter(trainer), 5e-6)
     assert_near(tensors_of(two_ranks, f"lora-restored-{name}-0"), adapter, 0.0)
-    assert_near(load_file(two_ranks / f"lora-{name}" / "adapter_model.safetensors"), adapter, 0.0)
+    assert_near(load_file(two_ranks / f"lora-{name}" / "actor_train" / "adapter_model.safetensors"), adapter, 0.0)
     assert_near(tensors_of(two_ranks, f"lora-base-{name}-0"), load_file(model / "model.safetensors"), 0.0)
     parts = [tensors_of(two_ranks, f"lora-off-{name}-{rank}")["logprobs"] for rank in range(2)]
     torch.testing.assert_close(torch.cat(parts), one_process["scores"][0], rtol=0, atol=5e-6)
@@ -343,7 +346,7 @@ def test_critic_is_the_same_on_one_process(two_ranks: Path, model: Path) -> None
     trained = fsdp_trainer(model, head="value", role="critic")
     for step in range(2):
         trained.train_step(Batch.concat(shares(step)), loss_fn)
-    saved = Fsdp2Infer(make_context(two_ranks / "critic", "fsdp2_infer", head="value"))
+    saved = Fsdp2Infer(make_context(two_ranks / "critic" / "critic", "fsdp2_infer", head="value"))
     saved.setup()
     for critic in (trained, saved):
         values = critic.logprobs(Batch.concat(shares(1))).values_T
@@ -361,12 +364,19 @@ def test_bf16_reference_is_near_fp32(two_ranks: Path, model: Path, name: str) ->
         torch.testing.assert_close(torch.cat([part[key] for part in parts]), tensor, rtol=0, atol=0.1)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_save_beside_training_is_of_the_step_that_it_began_at(two_ranks: Path, name: str) -> None:
+    assert_same_files(two_ranks / f"{name}-beside", two_ranks / f"{name}-checkpoint")
+
+
 def test_float32_weights_behind_bf16_survive_a_checkpoint(two_ranks: Path, model: Path) -> None:
     master, restored = (tensors_of(two_ranks, f"bf16-{name}-0") for name in ("master", "restored"))
     assert_near(restored, master, 0.0)
     rounded = [name for name, weight in master.items() if torch.equal(weight.bfloat16().float(), weight)]
     assert not rounded
-    stored = load_file(two_ranks / "bf16-checkpoint" / "model.safetensors")
+    files = (two_ranks / "bf16-checkpoint" / "actor_train").glob("model*.safetensors")
+    stored = {name: weight for file in files for name, weight in load_file(file).items()}
+    assert {f"model.{name}" for name in stored} == set(master)
     for name, weight in stored.items():
         torch.testing.assert_close(weight, master[f"model.{name}"].bfloat16(), rtol=0, atol=0)
 

@@ -20,7 +20,7 @@ from roll.data.batch import Batch
 from roll.data.shared_prompts import worth_sharing
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
-from tests.support.ranks import assert_near, enter_rank, exported, leave_rank, run_ranks, write
+from tests.support.ranks import assert_near, assert_same_files, enter_rank, exported, leave_rank, run_ranks, write
 from tests.support.trainers import TEMPERATURE, VOCABULARY, make_batch, shares
 from tests.support.trainers import make_context as context_of
 
@@ -286,6 +286,8 @@ def run_sharding(folder: Path, model: Path, name: str, rank: int) -> None:
         write(out, f"gradient{step}", trainer.gradient, metrics)
         if step == 1:
             trainer.save(folder / f"{name}-checkpoint")
+            saving = trainer.start_save(folder / f"{name}-beside")
+    saving.result()
     write(out, "final", exported(trainer))
     metrics = trainer.train_step(shares(0)[rank], nan_loss)
     write(out, "after_nan", exported(trainer), metrics)
@@ -299,7 +301,7 @@ def run_sharding(folder: Path, model: Path, name: str, rank: int) -> None:
 def run_others(folder: Path, model: Path, rank: int) -> None:
     """A critic, a reference in half precision, and a checkpoint that cannot be written."""
     options = {"rank": rank, "world_size": 2}
-    critic = make_trainer(model, {}, head="value", **options)
+    critic = make_trainer(model, {}, head="value", role="critic", **options)
     for step in range(2):
         critic.train_step(shares(step)[rank], policy_loss)
     critic.save(folder / "critic")
@@ -401,7 +403,7 @@ def test_only_rank_0_receives_weight_buckets(two_ranks: Path) -> None:
 
 
 def test_critic_of_two_ranks_scores_the_same_on_one(two_ranks: Path) -> None:
-    critic = Fsdp2Infer(make_context(two_ranks / "critic", head="value"))
+    critic = Fsdp2Infer(make_context(two_ranks / "critic" / "critic", head="value"))
     critic.setup()
     values = critic.logprobs(Batch.concat(shares(1))).values_T
     found = torch.cat([load_file(two_ranks / f"values{rank}.safetensors")["values"] for rank in range(2)])
@@ -447,6 +449,11 @@ def test_failed_write_is_an_error_on_every_rank(two_ranks: Path) -> None:
         assert "occupied" in (two_ranks / f"error{rank}").read_text()
 
 
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_a_save_beside_training_is_of_the_step_that_it_began_at(two_ranks: Path, name: str) -> None:
+    assert_same_files(two_ranks / f"{name}-beside", two_ranks / f"{name}-checkpoint")
+
+
 @pytest.mark.slow
 def test_replicated_shards_take_the_same_step(tmp_path: Path, model: Path) -> None:
     run_ranks(hybrid_main, 4, tmp_path, model)
@@ -469,7 +476,7 @@ def test_saved_model_loads_in_transformers_and_continues_exactly(model: Path, tm
     batch = make_batch()
     trainer.train_step(batch, policy_loss)
     trainer.save(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "actor_train")
     assert loaded.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     mine, theirs = exported(trainer), loaded.state_dict()
     assert set(theirs) - set(mine) == {"lm_head.weight"}, "tied weights go out once"
@@ -595,9 +602,9 @@ def test_failed_step_leaves_no_gradient_behind(model: Path) -> None:
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (lambda folder: (folder / "trainer.json").unlink(), "no trainer.json"),
-        (lambda folder: next((folder / "optimizer").iterdir()).unlink(), "no safetensors"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "no safetensors weights"),
+        (lambda folder: (folder / "resume" / "actor_train" / "trainer.json").unlink(), "no trainer.json"),
+        (lambda folder: next((folder / "resume" / "actor_train" / "optimizer").iterdir()).unlink(), "no safetensors"),
+        (lambda folder: (folder / "actor_train" / "model.safetensors").unlink(), "no safetensors weights"),
     ],
 )
 def test_incomplete_checkpoint_is_refused(

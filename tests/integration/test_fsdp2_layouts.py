@@ -21,6 +21,7 @@ from tests.support.ranks import assert_near, enter_rank, leave_rank, run_ranks
 from tests.support.trainers import make_batch
 
 SHARDED = {"checkpoint": "sharded"}
+SHARDS = "resume/actor_train/shards"
 LAYOUTS: dict[str, dict[str, Any]] = {
     "four": {},
     "groups": {"fsdp_size": 2},
@@ -135,15 +136,15 @@ def test_shards_of_several_ranks_continue_on_one(folder: Path, small: Path, name
 def test_shards_hold_no_pickle(folder: Path) -> None:
     files = [file for file in (folder / "two").rglob("*") if file.is_file()]
     assert {file.suffix for file in files} <= {".safetensors", ".json"}, files
-    assert len(list((folder / "two" / "shards").glob("shard-*.safetensors"))) == 2
-    assert not list((folder / "two").glob("model*.safetensors"))
+    assert len(list((folder / "two" / SHARDS).glob("shard-*.safetensors"))) == 2
+    assert [path.name for path in (folder / "two").iterdir()] == ["resume"], "what others could not open is no model"
 
 
 def test_missing_shards_are_refused(folder: Path, small: Path, tmp_path: Path) -> None:
     import shutil
 
     shutil.copytree(folder / "two", tmp_path / "copy")
-    next((tmp_path / "copy" / "shards").glob("shard-00002*")).unlink()
+    next((tmp_path / "copy" / SHARDS).glob("shard-00002*")).unlink()
     with pytest.raises(ValueError, match="expected the shards of this model"):
         make_trainer(small).load(tmp_path / "copy")
 

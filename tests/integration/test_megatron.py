@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from roll.algorithms.losses import build_policy_loss
@@ -26,7 +25,8 @@ from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import Metrics, StrategyContext
 from roll.distributed.strategy.megatron import scores as megatron_scores
-from tests.support.ranks import assert_near, enter_rank, exported, recorded_warnings, run_ranks
+from roll.distributed.strategy.training.tensor_files import StoredTensors
+from tests.support.ranks import assert_near, assert_same_files, enter_rank, exported, recorded_warnings, run_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -179,7 +179,9 @@ def case_checkpoint(folder: Path, rank: int) -> dict[str, Any]:
     trainer = make_trainer(folder / "dense", "megatron_train", TP_SP, rank)
     step(trainer, 1)
     trainer.save(folder / "saved-dense")
+    saving = trainer.start_save(folder / "saved-beside")
     step(trainer, 2)
+    saving.result()
     other = make_trainer(folder / "dense", "megatron_train", {PP: 2, VPP: 2}, rank)
     other.load(folder / "saved-dense")
     step(other, 2)
@@ -386,6 +388,11 @@ def test_checkpoint_continues_in_another_layout_and_engine(folder: Path) -> None
     assert_near(exported(trainer), weights, NEAR)
 
 
+def test_a_save_beside_training_is_of_the_step_that_it_began_at(folder: Path) -> None:
+    assert found_by(case_checkpoint, folder)
+    assert_same_files(folder / "saved-beside", folder / "saved-dense")
+
+
 def test_checkpoint_with_experts_travels_both_ways(folder: Path) -> None:
     _, weights = expected_after(folder, "moe", 1, 2)
     assert_near(found_by(case_checkpoint_of_fsdp2, folder)["weights"], weights, NEAR)
@@ -399,8 +406,8 @@ def test_checkpoint_with_experts_travels_both_ways(folder: Path) -> None:
 def test_bf16_continues_bit_for_bit(folder: Path) -> None:
     found = found_by(case_checkpoint_bf16, folder)
     assert found["equal"] and found["count"] > 40
-    stored = load_file(folder / "saved-bf16" / "optimizer" / "state.safetensors")
-    assert stored["model.norm.weight.master"].dtype == torch.float32
+    stored = StoredTensors(folder / "saved-bf16" / "resume" / "actor_train" / "optimizer")
+    assert stored.get("model.norm.weight.master").dtype == torch.float32
 
 
 def test_critic_trains_and_is_saved_like_any_other(folder: Path) -> None:

@@ -106,8 +106,8 @@ def test_a_run_stopped_in_every_way_ends_where_an_undisturbed_one_does(launch: L
     check_run_folder(whole, model)
     check_checkpoint_is_a_hugging_face_model(whole)
 
-    # SIGTERM in the training of step 2: the update is finished first.
-    second = resumed(launch, orders=("hold-actor_train-0-train-1",))
+    # SIGTERM in the training of step 2: the update is finished first, and then its save in the background.
+    second = resumed(launch, "async_save=true", orders=("hold-actor_train-0-train-1",))
     second.pid_at("actor_train-0-train-1")
     second.process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
@@ -115,20 +115,22 @@ def test_a_run_stopped_in_every_way_ends_where_an_undisturbed_one_does(launch: L
     assert_stopped(second, 143, steps=2)
     assert_same_tensors(second.tensors(2), whole.tensors(2))
 
-    # kill -9 in the rollout of step 4, and half-written checkpoints.
-    third = resumed(launch, local=True, orders=("hold-train_env_manager-group-7",))
+    # kill -9 in the rollout of step 4 while step 3 is being saved in the background, and half-written checkpoints.
+    orders: tuple[str, ...] = ("hold-train_env_manager-group-7", "hold-actor_train-0-written")
+    third = resumed(launch, "async_save=true", local=True, orders=orders)
     third.pid_at("train_env_manager-group-7")
     third.process.kill()
     third.process.wait()
     third.assert_nothing_left()
+    assert not third.checkpoint(3).exists() and list(third.checkpoint(3).parent.glob(".tmp-checkpoint-3-*"))
     plant_half_written_checkpoints(third)
 
     # On the way to the end both kinds of rollout workers die; what they played is played again.
     orders = ("die-train_env_manager-mid-6", "die-actor_infer-0-generate-9")
-    fourth = resumed(launch, "max_worker_restarts=2", orders=orders)
+    fourth = resumed(launch, "max_worker_restarts=2", "async_save=true", orders=orders)
     assert fourth.wait() == 0, fourth.output
     assert all(f"ignoring checkpoint {third.checkpoint(step)}" in fourth.output for step in (98, 99))
-    assert f"resumed from {third.checkpoint(3)}" in (fourth.path / "logs" / "roll.log").read_text()
+    assert f"resumed from {third.checkpoint(2)}" in (fourth.path / "logs" / "roll.log").read_text()
     assert not any((fourth.faults / order).exists() for order in orders), "nobody died"
     assert fourth.summary["status"] == "completed"
     assert fourth.summary["eval"] == whole.summary["eval"]

@@ -28,6 +28,7 @@ from roll.rollout.plans import GroupSpec
 from roll.rollout.prompt_worker import PromptSpec, PromptWorker
 from roll.rollout.reward_worker import RewardWorker
 from roll.rollout.types import RolloutGroup
+from roll.utils.checksums import WrittenFile
 
 FOLDER = "ROLL_FAULTS"
 
@@ -65,7 +66,10 @@ def log(file: str, **record: Any) -> None:
 
 
 class GatedTrainWorker(TrainWorker):
-    """Gates ``<role>-<rank>-train-<n>`` and ``…-logprobs``; ``nan-<n>`` spoils the n-th call of ``train``."""
+    """Gates ``<role>-<rank>-train-<n>`` and ``…-logprobs``; ``nan-<n>`` spoils the n-th call of ``train``.
+
+    ``hold-<role>-<rank>-written`` makes a save in the background go on for ever.
+    """
 
     calls = 0
 
@@ -75,6 +79,9 @@ class GatedTrainWorker(TrainWorker):
         if (folder() / f"nan-{self.calls}").exists():
             batch = batch.replace(advantages_T=batch.loss_mask_T * float("nan"))
         return super().train(batch, optimizer_steps)
+
+    def written(self) -> list[WrittenFile] | None:
+        return None if arrive(f"{self.role}-{self.rank}-written").exists() else super().written()
 
     def logprobs(self, batch: Batch, adapter: bool = True) -> TokenScores:
         gate(f"{self.role}-{self.rank}-logprobs")

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from roll.distributed.strategy.base import Metrics
+from roll.distributed.strategy.training import tensor_files
 from roll.distributed.weights.buckets import unpack_bucket
 from roll.distributed.weights.contents import WeightBucket
 
@@ -39,6 +40,7 @@ def run_ranks(main: Callable[..., None], world_size: int, *args: Any) -> None:
 def enter_rank(port: int, *, on_gpus: bool = False) -> None:
     """What a process of ``start_ranks`` does first; the tests run on CPUs, wherever they are."""
     torch.set_num_threads(1)
+    tensor_files.MIN_SHARE_BYTES = 1  # both ranks write a share of what they save, however small it is
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if not on_gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -60,6 +62,16 @@ def recorded_warnings(file: Path) -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         yield
     file.write_text("".join(f"{warning.filename}: {warning.message}\n" for warning in caught))
+
+
+def assert_same_files(found: Path, expected: Path) -> None:
+    """Both folders hold the same files, to the last byte."""
+    contents = [
+        {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+        for folder in (found, expected)
+    ]
+    assert contents[0].keys() == contents[1].keys() and contents[0]
+    assert not [name for name, content in contents[0].items() if content != contents[1][name]]
 
 
 def write(folder: Path, name: str, tensors: dict[str, Tensor], metrics: Metrics | None = None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
@@ -17,6 +18,7 @@ from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.weights.contents import WeightBucket
 from roll.models.lora import LoraSpec
+from roll.utils.checksums import WrittenFile
 
 if TYPE_CHECKING:
     from roll.configs.worker import WorkerConfig
@@ -103,7 +105,9 @@ class TrainStrategy(ScoreStrategy, Protocol):
     def train_step(self, batch: Batch, loss_fn: LossFn) -> Metrics: ...
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]: ...
     def export_adapter(self, bucket_bytes: int) -> Iterator[WeightBucket]: ...
-    def save(self, path: Path) -> None: ...
+    def save(self, path: Path) -> list[WrittenFile]: ...
+    def start_save(self, path: Path) -> Future[list[WrittenFile]]: ...
+    def save_model(self, folder: Path) -> None: ...
     def load(self, path: Path) -> None: ...
 
 

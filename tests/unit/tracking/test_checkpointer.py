@@ -11,15 +11,19 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from xxhash import xxh3_128
 
 from roll.tracking.checkpointer import MANIFEST_FILE, Checkpointer, CheckpointError, find_damage
 from roll.tracking.rng import restore_rng_state, rng_state
+from roll.utils.checksums import WrittenFile
 
 
 def write_weights(text: str = "weights"):
@@ -217,12 +221,14 @@ from pathlib import Path
 from roll.tracking.checkpointer import Checkpointer
 
 def write(folder):
-    (folder / "half.bin").write_bytes(b"x" * 1000)
-    print("writing", flush=True)
-    time.sleep(60)
+    def finish():
+        (folder / "half.bin").write_bytes(b"x" * 1000)
+        print("writing", flush=True)
+        time.sleep(60)
+    return finish
 
 checkpointer = Checkpointer(sys.argv[1])
-checkpointer.save(1, lambda folder: (folder / "whole.bin").write_bytes(b"y" * 1000), {"step": 1})
+checkpointer.save(1, lambda folder: (folder / "whole.bin").write_text("y" * 1000) and None, {"step": 1})
 checkpointer.save(2, write, {"step": 2})
 """
 
@@ -242,6 +248,97 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_earlier_checkpoint_and_the_ne
     assert latest is not None and checkpointer.load_state(latest) == {"step": 1}
     checkpointer.save(2, write_weights(), {})
     assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+
+
+class SlowWrite:
+    """A writer in the background, as ``Roles.save`` gives one: ``go`` lets it write, ``error`` makes it fail."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.go, self.error, self.told = threading.Event(), error, b"weights"
+
+    def __call__(self, folder: Path):
+        (folder / "half.bin").write_bytes(b"")
+
+        def finish() -> list[WrittenFile]:
+            assert self.go.wait(30)
+            if self.error is not None:
+                raise self.error
+            (folder / "half.bin").write_bytes(b"weights")
+            return [WrittenFile(str(folder / "half.bin"), len(self.told), xxh3_128(self.told).hexdigest())]
+
+        return finish
+
+
+def test_a_save_in_the_background_appears_when_it_is_whole_and_one_runs_at_a_time(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, background=True)
+    slow, state = SlowWrite(), {"step": 1}
+    path = checkpointer.save(1, slow, state)
+    state["step"] = 2  # the run goes on
+    checkpointer.check()
+    assert checkpointer.saved is None and checkpointer.latest() is None and not path.exists()
+    slow.go.set()
+    checkpointer.save(2, write_weights(), {})  # waits for the first
+    assert path.is_dir() and checkpointer.load_state(path) == {"step": 1}
+    checkpointer.wait()
+    assert checkpointer.saved == checkpointer.latest() == tmp_path / "checkpoint-2"
+    assert find_damage(path) is None
+
+
+@pytest.mark.parametrize("how", ["check", "wait", "save"])
+def test_a_save_that_fails_in_the_background_fails_what_comes_next_as_it_would_itself(tmp_path: Path, how: str) -> None:
+    checkpointer = Checkpointer(tmp_path, background=True)
+    checkpointer.save(1, write_weights(), {})
+    full = SlowWrite(OSError(errno.ENOSPC, "No space left on device"))
+    checkpointer.save(2, full, {})
+    full.go.set()
+    deadline = time.monotonic() + 30
+    with pytest.raises(CheckpointError, match=r"checkpoint-2: the disk under .* is full"):
+        while time.monotonic() < deadline:
+            {"check": checkpointer.check, "wait": checkpointer.wait, "save": partial(checkpointer.save, 3, full, {})}[
+                how
+            ]()
+    assert names(tmp_path) == ["checkpoint-1"] and checkpointer.saved == tmp_path / "checkpoint-1"
+    checkpointer.wait()  # it is told once
+
+
+@pytest.mark.parametrize("told", [b"weight5", b"weigh"])
+def test_checksums_are_of_what_was_written_and_nothing_is_read_back(tmp_path: Path, told: bytes) -> None:
+    """A disk that keeps other bytes is found when the checkpoint is read, one that keeps fewer at once."""
+    checkpointer, write = Checkpointer(tmp_path), SlowWrite()
+    write.told = told
+    write.go.set()
+    if len(told) == 7:
+        saved = checkpointer.save(1, write, {})
+        assert "half.bin has checksum" in (find_damage(saved) or "")
+        assert checkpointer.latest() is None
+    else:
+        with pytest.raises(CheckpointError, match=r"half\.bin has 7 bytes, 5 were written"):
+            checkpointer.save(1, write, {})
+        assert names(tmp_path) == []
+
+
+def test_a_kill_in_the_middle_of_a_save_in_the_background_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
+    code = KILLED.replace("Checkpointer(sys.argv[1])", "Checkpointer(sys.argv[1], background=True)")
+    child = subprocess.Popen(
+        [sys.executable, "-c", code + "time.sleep(60)", str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None and child.stdout.readline() == "writing\n"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    checkpointer = Checkpointer(tmp_path)
+    latest = checkpointer.latest()
+    assert latest is not None and checkpointer.load_state(latest) == {"step": 1}
+    checkpointer.save(2, write_weights(), {})
+    assert names(tmp_path) == ["checkpoint-1", "checkpoint-2"]
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_in_a_line(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path)
+    saved = checkpointer.save(1, write_weights(), {})
+    (saved / MANIFEST_FILE).write_text((saved / MANIFEST_FILE).read_text().replace("xxh3", "crc32"))
+    with pytest.raises(CheckpointError, match="cannot be used: it is of an earlier version"):
+        checkpointer.resolve(str(saved))
 
 
 def test_the_temporary_folder_of_a_living_process_is_left_alone(tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.deepspeed.config import scoring_config, training_config
 from roll.distributed.strategy.deepspeed.weights import EngineWeights, engine_weights
 from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
+from roll.distributed.strategy.training.checkpoint import TrainerState
 from roll.distributed.strategy.training.hf_scorer import rank_info, recompute_activations
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
-from roll.distributed.strategy.training.trainer import TrainerState, join_group, local_device
+from roll.distributed.strategy.training.trainer import join_group, local_device
 from roll.models.scoring import TokenScorer
 
 

@@ -56,6 +56,7 @@ class EngineWeights(ABC):
 
     copies = 1
     """Ranks that update the same part of a parameter, each in its own copy."""
+    joins_anew = False
 
     def __init__(self, engine: Any, scorer: TokenScorer, device: torch.device) -> None:
         self.engine = engine
@@ -122,13 +123,13 @@ class EngineWeights(ABC):
                 parameter = self.parameters[name]
                 optimizer.norm_for_param_grads[optimizer.get_param_id(parameter)] = self.gradient(name).norm()
 
-    def weight(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The whole parameter in a number format, as exact as there is (collective)."""
+    def weight(self, name: str, dtype: torch.dtype, rank: int | None = None) -> Tensor:
+        """The whole parameter in a number format, as exact as there is, on all ranks (collective)."""
         exact = name not in self.trained or self.parameters[name].dtype in (dtype, torch.float32)
         return (self.stored(name) if exact else self.whole(name, MASTER)).to(dtype)
 
-    def whole(self, name: str, kind: str) -> Tensor:
-        """A trained parameter's float32 weights, or one of Adam's moments, joined from all ranks (collective)."""
+    def whole(self, name: str, kind: str, rank: int | None = None) -> Tensor:
+        """A trained parameter's float32 weights, or one of Adam's moments, on all ranks (collective)."""
         shape = self.shape(name)
         joined = torch.zeros(shape.numel(), device=self.device)
         if (fragment := self.fragments.get(name)) is not None:

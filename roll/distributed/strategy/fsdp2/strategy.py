@@ -21,12 +21,12 @@ from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.fsdp2.activation_offload import OffloadedActivations
 from roll.distributed.strategy.fsdp2.shards import SHARDS_FOLDER, load_shards, save_shards
 from roll.distributed.strategy.fsdp2.weights import ReplicatedWeights, ShardedWeights, Weights
-from roll.distributed.strategy.training.checkpoint import restore_checkpoint
+from roll.distributed.strategy.training.checkpoint import TrainerState, restore_checkpoint, resume_folder
 from roll.distributed.strategy.training.hf_scorer import rank_info, recompute_activations
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
-from roll.distributed.strategy.training.module_weights import TrainedModule, save_module
 from roll.distributed.strategy.training.optim import ADAM_STATE, make_adamw
-from roll.distributed.strategy.training.trainer import Limits, TrainerState, join_group, local_device
+from roll.distributed.strategy.training.tensor_files import BackgroundWriter
+from roll.distributed.strategy.training.trainer import Limits, join_group, local_device
 from roll.models.scoring import TokenScorer
 
 
@@ -122,22 +122,26 @@ class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
         self._gradients = []
         self.weights.drop_gradients()
 
-    def save(self, path: Path) -> None:
-        """Writes a checkpoint, see ``checkpoint.py`` (collective)."""
+    def _hand_over(self, path: Path, writer: BackgroundWriter) -> None:
+        if self._config.checkpoint != "sharded":
+            super()._hand_over(path, writer)
+            return
         self._require(States.WEIGHTS | States.OPTIMIZER)
-        weights, whole = self.weights, self._config.checkpoint != "sharded"
-        if not whole:
-            save_shards(path / SHARDS_FOLDER, weights)
-        save_module(path, weights, self._state, dtype=self._model_dtype, context=self.context, tensors=whole)
+        # There is no model folder: nothing but a trainer could read the shards.
+        save_shards(self._shards(path), self.weights)
+        self._hand_over_resume(path, (), writer)
 
     def load(self, path: Path) -> None:
-        """Continues from a checkpoint that any number of ranks has written (collective)."""
+        if not (shards := self._shards(path)).is_dir():
+            super().load(path)
+            return
         self._require(States.WEIGHTS | States.OPTIMIZER)
-        weights, shards = self.weights, path / SHARDS_FOLDER
-        state = restore_checkpoint(path, TrainedModule(weights), tensors=not shards.is_dir())
-        if shards.is_dir():
-            load_shards(shards, weights)
+        state = restore_checkpoint(path, self.context.role, self.trained, tensors=False)
+        load_shards(shards, self.weights)
         self._continue_from(state, path)
+
+    def _shards(self, path: Path) -> Path:
+        return resume_folder(path, self.context.role) / SHARDS_FOLDER
 
     def move(self, what: States, device: torch.device) -> None:
         super().move(what, device)

@@ -7,9 +7,9 @@ which holds all experts of a layer in two tensors. Every rank reads the folder b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -25,16 +25,12 @@ from roll.distributed.strategy.training.checkpoint import (
     HEAD_PREFIX,
     MODEL,
     MODEL_PREFIX,
-    OPTIMIZER,
     VALUE_HEAD,
-    Named,
+    ModelFiles,
     adapter_tensors,
-    optimizer_tensors,
-    save_checkpoint,
 )
 from roll.distributed.strategy.training.optim import MASTER
-from roll.distributed.strategy.training.tensor_files import Reader
-from roll.distributed.strategy.training.trainer import TrainerState
+from roll.distributed.strategy.training.tensor_files import Piece, Reader
 from roll.models.loading import Head, make_skeleton, save_config
 from roll.models.lora import write_adapter_config
 
@@ -59,18 +55,18 @@ class TrainedModel:
         """A LoRA adapter is all that is trained."""
         return self.context.lora is not None
 
-    def tensors(self, kind: str) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, kind: str) -> list[Piece]:
         def read(parameter: nn.Parameter) -> Tensor:
             return self.optimizer.get(parameter, kind)
 
         if self._adapts:
-            yield from self.gatherer.adapter(read)
-            return
-        named = self.gatherer.weights(read, torch.float32)
-        for name, tensor in _module_tensors(named, self.model.converted.num_experts):
-            yield _saved_name(name, self.context.head), tensor
-        for name, tensor in self.gatherer.value_head(read):
-            yield HEAD_PREFIX + name, tensor
+            return self.gatherer.pieces("adapter", read, torch.float32)
+        trunk = _module_pieces(self.gatherer.pieces("trunk", read, torch.float32), self.model.converted.num_experts)
+        head = self.gatherer.pieces("head", read, torch.float32)
+        return [
+            *(piece.renamed(partial(_saved_name, head=self.context.head)) for piece in trunk),
+            *(piece.renamed(lambda name: HEAD_PREFIX + name) for piece in head),
+        ]
 
     def fill(self, kind: str, read: Reader) -> None:
         with raise_on_all_ranks():
@@ -91,38 +87,27 @@ class TrainedModel:
             self.optimizer.set(parameter, kind, part)
 
 
-def save_model(path: Path, trained: TrainedModel, state: TrainerState, *, dtype: torch.dtype) -> None:
-    """Writes a checkpoint into ``path``: a model folder, or with an adapter a peft folder (collective).
-
-    Args:
-        path: folder; made if need be.
-        trained: the model and its optimizer.
-        state: the counters.
-        dtype: number format of the Hugging Face weights.
-
-    Raises:
-        OSError: on every rank, when rank 0 cannot write.
-    """
-    context, gatherer = trained.context, trained.gatherer
+def megatron_files(gatherer: WeightGatherer, dtype: torch.dtype, context: StrategyContext) -> ModelFiles:
+    """What its model folder is made of; ``dtype`` is the number format of the Hugging Face weights."""
     head, lora, source = context.head, context.lora, context.model_path
 
     def write_config(folder: Path) -> None:
-        with torch.device("meta"):
-            save_config(make_skeleton(head, source, dtype=dtype), folder, dtype)
         if lora is not None:
             write_adapter_config(folder, lora, source)
+            return
+        with torch.device("meta"):
+            save_config(make_skeleton(head, source, dtype=dtype), folder, dtype)
 
     def read(parameter: nn.Parameter) -> Tensor:
         return parameter
 
-    weights = ((_saved_name(name, head), tensor) for name, tensor in gatherer.weights(read, dtype))
-    files: dict[str, Named] = {
-        MODEL: weights if lora is None else (),
-        ADAPTER: gatherer.adapter(read),
-        VALUE_HEAD: gatherer.value_head(read),
-        OPTIMIZER: optimizer_tensors(trained, masters=lora is None and dtype != torch.float32),
+    model = gatherer.pieces("trunk", read, dtype) if lora is None else []
+    tensors = {
+        MODEL: [piece.renamed(partial(_saved_name, head=head)) for piece in model],
+        ADAPTER: gatherer.pieces("adapter", read, torch.float32),
+        VALUE_HEAD: gatherer.pieces("head", read, torch.float32),
     }
-    save_checkpoint(path, files, state=state, device=trained.device, write_config=write_config, tokenizer_from=source)
+    return ModelFiles(tensors, write_config, source)
 
 
 def _checkpoint_reader(read: Reader, head: Head) -> Reader:
@@ -144,7 +129,24 @@ def _checkpoint_reader(read: Reader, head: Head) -> Reader:
     return checkpoint_tensor
 
 
-def _module_tensors(named: Iterator[tuple[str, Tensor]], num_experts: int) -> Iterator[tuple[str, Tensor]]:
+def _module_pieces(pieces: Iterable[Piece], num_experts: int) -> list[Piece]:
+    """The same, all of a layer's experts in one piece."""
+    groups: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        name = next(iter(piece.outline))
+        found = _EXPERT.fullmatch(name)
+        groups.setdefault(found["experts"] if found else name, []).append(piece)
+    return [_one_piece(group, num_experts) for group in groups.values()]
+
+
+def _one_piece(group: list[Piece], num_experts: int) -> Piece:
+    def gather(rank: int) -> dict[str, Tensor]:
+        return dict(_module_tensors((pair for piece in group for pair in piece.gather(rank).items()), num_experts))
+
+    return Piece(dict(_module_tensors((pair for one in group for pair in one.outline.items()), num_experts)), gather)
+
+
+def _module_tensors(named: Iterable[tuple[str, Tensor]], num_experts: int) -> Iterator[tuple[str, Tensor]]:
     """From a checkpoint's names to those of the Hugging Face module: a layer's experts become two tensors."""
     parts: dict[tuple[int, str], Tensor] = {}
     for name, tensor in named:

@@ -31,7 +31,7 @@ from roll.distributed.strategy.base import RankInfo, States
 from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.megatron import cpu
 from roll.distributed.strategy.megatron.adapter import adapter_off, add_adapter
-from roll.distributed.strategy.megatron.checkpoint import TrainedModel, save_model
+from roll.distributed.strategy.megatron.checkpoint import TrainedModel, megatron_files
 from roll.distributed.strategy.megatron.input import MegatronInput, Rounding, grid_shape, lay_out
 from roll.distributed.strategy.megatron.model import (
     MegatronModel,
@@ -48,8 +48,8 @@ from roll.distributed.strategy.megatron.optimizer import (
 from roll.distributed.strategy.megatron.scores import TokenScorer, sum_over
 from roll.distributed.strategy.megatron.weights import WeightGatherer
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
-from roll.distributed.strategy.training.checkpoint import restore_checkpoint
-from roll.distributed.strategy.training.trainer import Limits, Scorer, Trainer, TrainerState, join_group, local_device
+from roll.distributed.strategy.training.checkpoint import ModelFiles, TrainerState
+from roll.distributed.strategy.training.trainer import Limits, Scorer, Trainer, join_group, local_device
 from roll.models.loading import load_config, resolve_dtype
 
 
@@ -219,10 +219,9 @@ class MegatronTrain(MegatronInfer, Trainer):
         wrap_for_data_parallelism(self.model, self.options)
         self._optimizer = MegatronAdam(self.model, self.options, self.context.worker.training_args)
         self._gatherer = WeightGatherer(self.model)
-        self._trained_model = TrainedModel(self.model, self._gatherer, self._optimizer, self.context)
         if self._model_dtype != torch.float32 and self.context.lora is None:
             # The optimizer's weights start from those in the files, which may be more exact than the model's.
-            self._trained_model.load(Path(self.context.model_path))
+            self.trained.load(Path(self.context.model_path))
         self._state = TrainerState(total_optimizer_steps=self.context.total_optimizer_steps)
         return info
 
@@ -300,12 +299,9 @@ class MegatronTrain(MegatronInfer, Trainer):
     def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
         return super().named_adapter() if self.context.lora is None else self._gatherer.adapter(lambda p: p)
 
-    def save(self, path: Path) -> None:
-        """Writes a checkpoint, see ``checkpoint`` (collective)."""
-        self._require(States.WEIGHTS | States.OPTIMIZER)
-        save_model(path, self._trained_model, self._state, dtype=self._model_dtype)
+    @property
+    def trained(self) -> TrainedModel:
+        return TrainedModel(self.model, self._gatherer, self._optimizer, self.context)
 
-    def load(self, path: Path) -> None:
-        """Continues from a checkpoint of any engine and layout, which every rank must be able to read (collective)."""
-        self._require(States.WEIGHTS | States.OPTIMIZER)
-        self._continue_from(restore_checkpoint(path, self._trained_model), path)
+    def model_files(self) -> ModelFiles:
+        return megatron_files(self._gatherer, self._model_dtype, self.context)

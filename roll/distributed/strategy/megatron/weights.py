@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from roll.distributed.strategy.megatron.model import MegatronModel
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX
+from roll.distributed.strategy.training.tensor_files import Piece
 from roll.models.lora import is_adapter
 from roll.models.megatron.convert import join, shard_group
 from roll.models.megatron.layout import ParallelLayout
 
+Part: TypeAlias = Literal["trunk", "adapter", "head"]
 Reader: TypeAlias = Callable[[nn.Parameter], Tensor]
 """What is gathered of a parameter: itself, or a tensor of its shape (collective over data-parallel ranks)."""
 
@@ -42,7 +44,7 @@ class _Item:
     name: str
     layout: ParallelLayout
     sources: tuple[int, ...]
-    """Ranks whose shards rank 0 joins, in order."""
+    """Ranks whose shards are joined, in order."""
     holders: frozenset[int]
     """All ranks that have it."""
     shape: tuple[int, ...]
@@ -69,35 +71,48 @@ class WeightGatherer:
 
     def weights(self, read: Reader, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors under Hugging Face names on rank 0, nothing on the others; all must exhaust it (collective)."""
-        trunk = (item for item in self._items if not item.name.startswith(HEAD_PREFIX) and not is_adapter(item.name))
-        return self._whole(trunk, read, dtype)
+        return self._whole("trunk", read, dtype)
+
+    def pieces(self, part: Part, read: Reader, dtype: torch.dtype) -> list[Piece]:
+        """The same tensors for a checkpoint, each made whole on the rank that writes it."""
+        return [self._piece(item, read, dtype) for item in self._items_of_part(part)]
+
+    def _piece(self, item: _Item, read: Reader, dtype: torch.dtype) -> Piece:
+        outline = [torch.empty(item.shape, dtype=dtype, device="meta") for _ in item.sources]
+
+        def gather(rank: int) -> dict[str, Tensor]:
+            shards = self._gather(item, read, dtype, rank)
+            return dict(self._join(item, shards)) if shards else {}
+
+        return Piece(dict(self._join(item, outline)), gather)
 
     def adapter(self, read: Reader) -> Iterator[tuple[str, Tensor]]:
         """The same for a LoRA adapter, in float32 under the names of a peft folder."""
-        return self._whole((item for item in self._items if is_adapter(item.name)), read, torch.float32)
+        return self._whole("adapter", read, torch.float32)
 
-    def value_head(self, read: Reader) -> Iterator[tuple[str, Tensor]]:
-        """The same for a critic's head, in float32."""
-        for item in self._items:
-            if item.name.startswith(HEAD_PREFIX):
-                for shard in self._gather(item, read, torch.float32):
-                    yield item.name.removeprefix(HEAD_PREFIX), shard
+    def _whole(self, part: Part, read: Reader, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        for item in self._items_of_part(part):
+            if shards := self._gather(item, read, dtype, 0):
+                yield from self._join(item, shards)
 
-    def _whole(self, items: Iterable[_Item], read: Reader, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        for item in items:
-            if shards := self._gather(item, read, dtype):
-                yield from join(item.name, shards, self._model.converted, item.layout)
+    def _items_of_part(self, part: Part) -> list[_Item]:
+        return [item for item in self._items if _part_of(item.name) == part]
 
-    def _gather(self, item: _Item, read: Reader, dtype: torch.dtype) -> list[Tensor]:
-        """Every source's shard on rank 0; an empty list elsewhere."""
+    def _join(self, item: _Item, shards: list[Tensor]) -> Iterable[tuple[str, Tensor]]:
+        if _part_of(item.name) == "head":
+            return [(item.name.removeprefix(HEAD_PREFIX), shards[0])]
+        return join(item.name, shards, self._model.converted, item.layout)
+
+    def _gather(self, item: _Item, read: Reader, dtype: torch.dtype, target: int) -> list[Tensor]:
+        """Every source's shard on the rank ``target``; an empty list elsewhere."""
         rank = dist.get_rank()
         held = torch.empty(item.shape, dtype=dtype, device=self._device)
         if rank in item.holders:
             held = read(self._parameters[item.chunk][item.name]).detach().to(dtype)
-        if rank == 0:
-            return [held if source == 0 else self._receive(item, dtype, source) for source in item.sources]
+        if rank == target:
+            return [held if source == target else self._receive(item, dtype, source) for source in item.sources]
         if rank in item.sources:
-            dist.send(held.contiguous(), 0)
+            dist.send(held.contiguous(), target)
         return []
 
     def _receive(self, item: _Item, dtype: torch.dtype, source: int) -> Tensor:
@@ -137,3 +152,9 @@ class WeightGatherer:
     @property
     def _device(self) -> torch.device:
         return next(self._model.chunks[0].parameters()).device
+
+
+def _part_of(name: str) -> Part:
+    if name.startswith(HEAD_PREFIX):
+        return "head"
+    return "adapter" if is_adapter(name) else "trunk"

@@ -1,4 +1,4 @@
-"""A failure that one rank alone meets, told to the others."""
+"""What one rank alone has, told to the others: a row of numbers, or a failure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+
+def all_gather(row: Tensor) -> Tensor:
+    """Every rank's ``row``, stacked in order of rank (collective)."""
+    rows = row.new_zeros((dist.get_world_size(), len(row)))
+    rows[dist.get_rank()] = row
+    dist.all_reduce(rows)
+    return rows
 
 
 @contextlib.contextmanager

@@ -1,31 +1,39 @@
 """Checkpoints of a trainer, in safetensors and JSON only (nothing in them can run code), whichever engine wrote them.
 
-``model*.safetensors``, ``config.json`` … is a Hugging Face model folder; ``value_head.safetensors`` belongs to a
-critic; ``optimizer/state*.safetensors`` holds Adam's moments, and the float32 weights when the model is stored in fewer
-bits; ``trainer.json`` the counters; ``rng.safetensors`` one torch generator state per rank. Tensors are written whole
-under Hugging Face names, gathered one at a time, so any number of ranks, in any layout and with any engine, can read
-what others wrote.
+A role has two folders in a checkpoint. ``<role>/`` is a model and nothing else, which other programs open:
+``config.json``, tokenizer files, ``model*.safetensors`` and a critic's ``value_head.safetensors``, or with LoRA what
+peft calls an adapter. ``resume/<role>/`` is what else a resumed run needs: ``optimizer/state*.safetensors`` with Adam's
+moments, and the float32 weights when the model is stored in fewer bits; ``trainer.json`` with the counters;
+``rng.safetensors`` with one torch generator state per rank. Tensors are whole and have Hugging Face names, so any
+number of ranks, in any layout and with any engine, can read what others wrote. They are gathered one at a time, each
+where it is written: every rank writes a share of the files.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from roll.distributed.strategy.training.agreement import raise_on_all_ranks
+from roll.distributed.strategy.training.agreement import all_gather, raise_on_all_ranks
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
-from roll.distributed.strategy.training.tensor_files import Reader, SafetensorsWriter, StoredTensors
-from roll.distributed.strategy.training.trainer import TrainerState, all_gather
+from roll.distributed.strategy.training.tensor_files import (
+    BackgroundWriter,
+    Piece,
+    Reader,
+    StoredTensors,
+    piece_of,
+    plan_files,
+    write_index,
+)
 from roll.models.heads import VALUE_HEAD_FILE
-from roll.models.loading import copy_tokenizer
+from roll.models.loading import copy_companions
 from roll.models.lora import ADAPTER_FILE
 
 logger = logging.getLogger(__name__)
@@ -34,16 +42,39 @@ MODEL = "model"
 ADAPTER = Path(ADAPTER_FILE).stem
 VALUE_HEAD = Path(VALUE_HEAD_FILE).stem
 OPTIMIZER = "optimizer/state"
-"""What a checkpoint holds, by the stems of its files."""
+"""What a checkpoint holds, by the stems of its files; the last in ``resume_folder``, the others in ``model_folder``."""
 
 TRAINER_FILE = "trainer.json"
 RNG_FILE = "rng.safetensors"
+SINGLE = (ADAPTER, VALUE_HEAD, Path(RNG_FILE).stem)
+"""Stems of what readers expect in one file."""
 
 MODEL_PREFIX = "model."
 HEAD_PREFIX = "value_head."
 """Parameters of the language model and of a critic's head, as a trainer's whole module names them."""
 
-Named: TypeAlias = Iterable[tuple[str, Tensor]]
+Tensors: TypeAlias = Mapping[str, Sequence[Piece]]
+"""What is in the files of a folder, by their stems."""
+
+
+@dataclass
+class TrainerState:
+    """What a trainer counts."""
+
+    optimizer_steps: int = 0
+    """Optimizer steps taken: the position in the learning-rate schedule."""
+    total_optimizer_steps: int = 1
+    """Horizon of the schedule."""
+
+
+def model_folder(checkpoint: Path, role: str) -> Path:
+    """Where a checkpoint has a role's model, alone."""
+    return checkpoint / role
+
+
+def resume_folder(checkpoint: Path, role: str) -> Path:
+    """Where it has what else resumes the role."""
+    return checkpoint / "resume" / role
 
 
 class Trained(Protocol):
@@ -55,8 +86,8 @@ class Trained(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def tensors(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """One after the other, at least on rank 0 (collective: every rank must exhaust it)."""
+    def tensors(self, kind: str) -> Sequence[Piece]:
+        """All of a kind, in float32."""
 
     def fill(self, kind: str, read: Reader) -> None:
         """Sets all of a kind (collective)."""
@@ -68,70 +99,85 @@ class Trained(Protocol):
         """Tells Adam how many steps it has taken, for its bias correction."""
 
 
-def save_checkpoint(
-    path: Path,
-    files: Mapping[str, Named],
-    *,
-    state: TrainerState,
-    device: torch.device,
-    write_config: Callable[[Path], None],
-    tokenizer_from: str,
-) -> None:
-    """Writes a checkpoint into ``path`` (collective; only rank 0 writes).
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a model folder is made of."""
 
-    Every rank goes through all tensors, even after an error, because gathering them is collective too.
+    tensors: Tensors
+    """By the stems of their files: ``MODEL`` under the names and in the number format of a Hugging Face checkpoint, or
+    ``ADAPTER`` under those of a peft folder; ``VALUE_HEAD``. Nothing is written of what has no tensors."""
+    write_config: Callable[[Path], None]
+    """Writes ``config.json`` and its like into the folder; called on rank 0."""
+    source: str
+    """Model folder from which tokenizer files and generation defaults are copied."""
+
+
+def hand_over_model(path: Path, files: ModelFiles, writer: BackgroundWriter) -> None:
+    """Gathers a model and hands it to the ranks' writers, each a share; they make the folder if need be (collective).
+
+    Raises:
+        OSError: on every rank, when rank 0 cannot write what is no tensor.
+    """
+
+    def write_rest() -> None:
+        files.write_config(path)
+        copy_companions(Path(files.source), path)
+
+    _hand_over(path, files.tensors, write_rest, writer)
+
+
+def hand_over_resume(
+    path: Path, optimizer: Sequence[Piece], state: TrainerState, device: torch.device, writer: BackgroundWriter
+) -> None:
+    """The same for what resumes training.
 
     Args:
         path: folder; made if need be.
-        files: tensors by the stems of their files: ``MODEL`` under the names and in the number format of a Hugging Face
-            checkpoint, or ``ADAPTER`` under those of a peft folder; ``VALUE_HEAD``; ``OPTIMIZER``, see
-            ``optimizer_tensors``. Nothing is written of what has no tensors.
+        optimizer: see ``optimizer_tensors``.
         state: the counters.
         device: whose generator states are kept beside the CPU's.
-        write_config: writes ``config.json`` and its like into the folder; called on rank 0.
-        tokenizer_from: model folder whose tokenizer files are copied.
-
-    Raises:
-        OSError: on every rank, when rank 0 cannot write (a full disk).
+        writer: this rank's.
     """
-    result = _FirstError()
-    if _rank() == 0:
-        result.attempt(lambda: path.mkdir(parents=True, exist_ok=True))
-    for stem, tensors in {**files, Path(RNG_FILE).stem: _rng_states(device)}.items():
-        _stream(result, path / stem, tensors)
-    if _rank() == 0:
-        result.attempt(lambda: _write_rest(path, state, write_config, tokenizer_from))
-    result.agree(path)
+
+    def write_rest() -> None:
+        (path / TRAINER_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n")
+
+    _hand_over(path, {OPTIMIZER: optimizer, Path(RNG_FILE).stem: _rng_states(device)}, write_rest, writer)
 
 
-def optimizer_tensors(trained: Trained, *, masters: bool) -> Iterator[tuple[str, Tensor]]:
+def optimizer_tensors(trained: Trained, *, masters: bool) -> list[Piece]:
     """``<parameter>.exp_avg``, ``.exp_avg_sq``, and ``.master`` where the model is stored in fewer bits."""
-    for kind in (*ADAM_STATE, MASTER) if masters else ADAM_STATE:
-        for name, tensor in trained.tensors(kind):
-            yield f"{name}.{kind}", tensor
+    kinds = (*ADAM_STATE, MASTER) if masters else ADAM_STATE
+    return [
+        piece.renamed(lambda name, kind=kind: f"{name}.{kind}")  # type: ignore[misc]
+        for kind in kinds
+        for piece in trained.tensors(kind)
+    ]
 
 
-def restore_checkpoint(path: Path, trained: Trained, *, tensors: bool = True) -> TrainerState:
+def restore_checkpoint(path: Path, role: str, trained: Trained, *, tensors: bool = True) -> TrainerState:
     """Restores what a trainer saved, whatever its ranks and engine (collective).
 
     Args:
         path: the checkpoint's folder.
+        role: whose folders in it.
         trained: what is set.
         tensors: False leaves weights and moments as they are, which an engine then reads in a way of its own.
 
     Raises:
         ValueError: on every rank, when a part is missing or belongs to another model.
     """
+    model, resume = model_folder(path, role), resume_folder(path, role)
     try:
         with raise_on_all_ranks():
-            state = _read_state(path)
+            state = _read_state(model, resume)
         if tensors:
-            _restore_tensors(path, trained)
+            _restore_tensors(model, resume, trained)
     except ValueError as error:
         raise ValueError(f"checkpoint {path}: {error}") from error
     trained.set_steps(state.optimizer_steps)
     with raise_on_all_ranks():
-        _restore_rng(path, trained.device)
+        _restore_rng(resume, trained.device)
     return state
 
 
@@ -146,22 +192,24 @@ def adapter_tensors(path: Path) -> StoredTensors:
     return StoredTensors(path)
 
 
-def _restore_tensors(path: Path, trained: Trained) -> None:
+def _restore_tensors(model: Path, resume: Path, trained: Trained) -> None:
     with raise_on_all_ranks():
-        stored = StoredTensors((path / OPTIMIZER).parent)
+        stored = StoredTensors((resume / OPTIMIZER).parent)
     if MASTER in stored.kinds:
         trained.fill(MASTER, stored.reader(MASTER))
     else:
-        trained.load(path)
+        trained.load(model)
     for kind in ADAM_STATE:
         trained.fill(kind, stored.reader(kind))
 
 
-def _read_state(path: Path) -> TrainerState:
-    file = path / TRAINER_FILE
-    if not file.is_file():
-        raise ValueError(f"no {TRAINER_FILE}; expected a folder written by save()")
-    return TrainerState(**json.loads(file.read_text()))
+def _read_state(model: Path, resume: Path) -> TrainerState:
+    file = resume / TRAINER_FILE
+    if file.is_file():
+        return TrainerState(**json.loads(file.read_text()))
+    if (model / TRAINER_FILE).is_file():
+        raise ValueError(f"{TRAINER_FILE} in {model.name}: of an earlier version, which kept it beside the model")
+    raise ValueError(f"no {TRAINER_FILE} in resume/{resume.name}; expected a folder written by save()")
 
 
 def _restore_rng(path: Path, device: torch.device) -> None:
@@ -177,53 +225,43 @@ def _restore_rng(path: Path, device: torch.device) -> None:
         torch.cuda.set_rng_state(states[f"cuda.{_rank()}"], device)
 
 
-class _FirstError:
-    """Keeps rank 0's first I/O error until all ranks are through with their collectives."""
-
-    def __init__(self) -> None:
-        self.error: OSError | None = None
-
-    def attempt(self, action: Callable[[], None]) -> None:
-        if self.error is None:
-            try:
-                action()
-            except OSError as error:
-                self.error = error
-
-    def agree(self, path: Path) -> None:
-        """Raises on every rank if rank 0 failed (collective)."""
-        with raise_on_all_ranks():
-            if self.error is not None:
-                raise OSError(f"checkpoint {path}: {self.error}") from self.error
-
-
-def _stream(result: _FirstError, path: Path, tensors: Named) -> None:
-    """Writes tensors on rank 0. Goes through all of them even after an error: the other ranks take part in each."""
-    if _rank() != 0:
-        for _ in tensors:
-            pass
-        return
-    writer: list[SafetensorsWriter] = []
-    result.attempt(lambda: writer.append(SafetensorsWriter(path.parent, path.name)))
-    for name, tensor in tensors:
-        result.attempt(lambda name=name, tensor=tensor: writer[0].add(name, tensor))  # type: ignore[misc]
-    result.attempt(lambda: writer[0].finish())
+def _hand_over(path: Path, tensors: Tensors, write_rest: Callable[[], None], writer: BackgroundWriter) -> None:
+    rank, ranks = _rank(), dist.get_world_size() if dist.is_initialized() else 1
+    plans = {stem: plan_files(stem, pieces, ranks, single=stem in SINGLE) for stem, pieces in tensors.items() if pieces}
+    with raise_on_all_ranks():
+        if rank == 0:
+            path.mkdir(parents=True, exist_ok=True)
+            write_rest()
+            for stem, files in plans.items():
+                write_index(path, stem, files)
+    for stem, files in plans.items():
+        file_of = {id(piece): file for file in files for piece in file.pieces}
+        for piece in tensors[stem]:
+            file = file_of[id(piece)]
+            whole = piece.gather(file.rank)
+            if rank != file.rank:
+                continue
+            target = path / file.name
+            if piece is file.pieces[0]:
+                writer.begin(target, file.header())
+            for name, outline in piece.outline.items():
+                tensor = whole[name]
+                assert (tensor.shape, tensor.dtype) == (outline.shape, outline.dtype), (name, tensor.shape, outline)
+                writer.add(target, tensor, fresh=piece.fresh)
 
 
-def _rng_states(device: torch.device) -> Iterator[tuple[str, Tensor]]:
+def _rng_states(device: torch.device) -> list[Piece]:
+    """Every rank's generator states (collective)."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
-    for kind, state in states.items():
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        for rank, row in enumerate(all_gather(state) if several else [state]):
-            yield f"{kind}.{rank}", row
-
-
-def _write_rest(path: Path, state: TrainerState, write_config: Callable[[Path], None], tokenizer_from: str) -> None:
-    write_config(path)
-    copy_tokenizer(Path(tokenizer_from), path)
-    (path / TRAINER_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n")
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    rows = {
+        f"{kind}.{rank}": row
+        for kind, state in states.items()
+        for rank, row in enumerate(all_gather(state) if several else [state])
+    }
+    return [piece_of(name, row.shape, row.dtype, lambda _, row=row: row) for name, row in rows.items()]  # type: ignore[misc]
 
 
 def _rank() -> int:

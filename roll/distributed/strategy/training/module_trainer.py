@@ -15,7 +15,7 @@ from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import States
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
-from roll.distributed.strategy.training.checkpoint import restore_checkpoint
+from roll.distributed.strategy.training.checkpoint import ModelFiles
 from roll.distributed.strategy.training.hf_scorer import make_scorer, score_micro_batch, share_sequences
 from roll.distributed.strategy.training.module_weights import (
     ModuleWeights,
@@ -24,7 +24,7 @@ from roll.distributed.strategy.training.module_weights import (
     copy_output_layer,
     hf_weights,
     load_model,
-    save_module,
+    module_files,
     start_adapter,
 )
 from roll.distributed.strategy.training.trainer import Limits, Scorer, Trainer
@@ -116,15 +116,12 @@ class ModuleTrainer(ModuleScorer[W], Trainer):
     def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
         return super().named_adapter() if self.context.lora is None else adapter_weights(self.weights)
 
-    def save(self, path: Path) -> None:
-        """Writes a checkpoint, see ``checkpoint`` (collective)."""
-        self._require(States.WEIGHTS | States.OPTIMIZER)
-        save_module(path, self.weights, self._state, dtype=self._model_dtype, context=self.context)
+    @property
+    def trained(self) -> TrainedModule:
+        return TrainedModule(self.weights)
 
-    def load(self, path: Path) -> None:
-        """Continues from a checkpoint that any number of ranks and any trainer has written (collective)."""
-        self._require(States.WEIGHTS | States.OPTIMIZER)
-        self._continue_from(restore_checkpoint(path, TrainedModule(self.weights)), path)
+    def model_files(self) -> ModelFiles:
+        return module_files(self.weights, self._model_dtype, self.context)
 
     def _forward_context(self) -> contextlib.AbstractContextManager[object]:
         stack = contextlib.ExitStack()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,16 +23,12 @@ from roll.distributed.strategy.training.checkpoint import (
     HEAD_PREFIX,
     MODEL,
     MODEL_PREFIX,
-    OPTIMIZER,
     VALUE_HEAD,
-    Named,
+    ModelFiles,
     adapter_tensors,
-    optimizer_tensors,
-    save_checkpoint,
 )
 from roll.distributed.strategy.training.optim import MASTER
-from roll.distributed.strategy.training.tensor_files import Reader
-from roll.distributed.strategy.training.trainer import TrainerState
+from roll.distributed.strategy.training.tensor_files import Piece, Reader, piece_of
 from roll.models.heads import load_value_head
 from roll.models.loading import load_causal_lm, load_trunk, save_config, to_hf_weights
 from roll.models.lora import adapter_name, base_name, initial_value, is_adapter, write_adapter_config
@@ -54,11 +51,15 @@ class ModuleWeights(Protocol):
     def shape(self, name: str) -> torch.Size:
         """The whole parameter's."""
 
-    def weight(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The whole parameter in a number format, as exact as there is (collective)."""
+    @property
+    def joins_anew(self) -> bool:
+        """What ``weight`` and ``whole`` return is memory of its own, which no optimizer step changes."""
 
-    def whole(self, name: str, kind: str) -> Tensor:
-        """What is kept of a trained parameter, whole, in float32 (collective)."""
+    def weight(self, name: str, dtype: torch.dtype, rank: int | None = None) -> Tensor:
+        """The whole parameter in a number format, as exact as there is; of value on ``rank`` at least (collective)."""
+
+    def whole(self, name: str, kind: str, rank: int | None = None) -> Tensor:
+        """What is kept of a trained parameter, whole, in float32; of value on ``rank`` at least (collective)."""
 
     def fill(self, name: str, kind: str, whole: Tensor | None) -> None:
         """Sets it to rank 0's ``whole`` on all ranks; ``MASTER`` sets an untrained parameter too (collective)."""
@@ -76,9 +77,18 @@ class TrainedModule:
     def device(self) -> torch.device:
         return self.weights.device
 
-    def tensors(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        for name in self.weights.trained:
-            yield _stored_name(name), self.weights.whole(name, kind)
+    def tensors(self, kind: str) -> list[Piece]:
+        weights = self.weights
+        return [
+            piece_of(
+                _stored_name(name),
+                weights.shape(name),
+                torch.float32,
+                partial(weights.whole, name, kind),
+                fresh=weights.joins_anew,
+            )
+            for name in weights.trained
+        ]
 
     def fill(self, kind: str, read: Reader) -> None:
         _fill(self.weights, self.weights.trained, kind, lambda name: read(_stored_name(name)))
@@ -122,10 +132,8 @@ def hf_weights(weights: ModuleWeights, dtype: torch.dtype) -> Iterator[tuple[str
 
     They are gathered one after the other, as the iterator is asked for them.
     """
-    for name in weights.parameters:
-        if name.startswith(MODEL_PREFIX) and not is_adapter(name):
-            hf_name = base_name(name).removeprefix(MODEL_PREFIX)
-            yield from to_hf_weights(weights.scorer.model, hf_name, weights.weight(name, dtype)).items()
+    for name in _of_the_model(weights):
+        yield from _as_hf(weights, name, weights.weight(name, dtype)).items()
 
 
 def adapter_weights(weights: ModuleWeights) -> Iterator[tuple[str, Tensor]]:
@@ -152,49 +160,26 @@ def copy_output_layer(weights: ModuleWeights, dtype: torch.dtype) -> OutputLayer
     return OutputLayer(copy(layer.weight), None if layer.bias is None else copy(layer.bias))
 
 
-def save_module(
-    path: Path,
-    weights: ModuleWeights,
-    state: TrainerState,
-    *,
-    dtype: torch.dtype,
-    context: StrategyContext,
-    tensors: bool = True,
-) -> None:
-    """Writes a checkpoint into ``path``: a model folder, or with an adapter a peft folder (collective).
-
-    Args:
-        path: folder; made if need be.
-        weights: the parameters.
-        state: the counters.
-        dtype: number format of the model folder's weights.
-        context: the role's.
-        tensors: False leaves the weights and moments out, which an engine then writes in a way of its own.
-
-    Raises:
-        OSError: on every rank, when rank 0 cannot write.
-    """
+def module_files(weights: ModuleWeights, dtype: torch.dtype, context: StrategyContext) -> ModelFiles:
+    """What its model folder is made of; ``dtype`` is the number format of the weights there."""
     lora = context.lora
 
     def write_config(folder: Path) -> None:
-        save_config(weights.scorer.model, folder, dtype)
-        if lora is not None:
+        if lora is None:
+            save_config(weights.scorer.model, folder, dtype)
+        else:
             write_adapter_config(folder, lora, context.model_path)
 
-    files: dict[str, Named] = {
-        MODEL: hf_weights(weights, dtype) if lora is None else (),
-        ADAPTER: adapter_weights(weights),
-        VALUE_HEAD: _head_weights(weights),
-        OPTIMIZER: optimizer_tensors(TrainedModule(weights), masters=lora is None and dtype != torch.float32),
+    def float32(name: str, stored: str) -> Piece:
+        return piece_of(stored, weights.shape(name), torch.float32, partial(weights.weight, name, torch.float32))
+
+    names = weights.parameters
+    tensors = {
+        MODEL: [_hf_piece(weights, name, dtype) for name in _of_the_model(weights)] if lora is None else [],
+        ADAPTER: [float32(name, _stored_name(name)) for name in names if is_adapter(name)],
+        VALUE_HEAD: [float32(n, n.removeprefix(HEAD_PREFIX)) for n in names if n.startswith(HEAD_PREFIX)],
     }
-    save_checkpoint(
-        path,
-        files if tensors else {},
-        state=state,
-        device=weights.device,
-        write_config=write_config,
-        tokenizer_from=context.model_path,
-    )
+    return ModelFiles(tensors, write_config, context.model_path)
 
 
 def _read_model(path: Path, has_head: bool, config_kwargs: Mapping[str, Any] | None) -> dict[str, Tensor]:
@@ -222,10 +207,21 @@ def _read(weights: ModuleWeights, name: str, read: Callable[[str], Tensor]) -> T
     return whole
 
 
-def _head_weights(weights: ModuleWeights) -> Iterator[tuple[str, Tensor]]:
-    for name in weights.parameters:
-        if name.startswith(HEAD_PREFIX):
-            yield name.removeprefix(HEAD_PREFIX), weights.weight(name, torch.float32)
+def _of_the_model(weights: ModuleWeights) -> list[str]:
+    """The language model's parameters without an adapter."""
+    return [name for name in weights.parameters if name.startswith(MODEL_PREFIX) and not is_adapter(name)]
+
+
+def _as_hf(weights: ModuleWeights, name: str, whole: Tensor) -> dict[str, Tensor]:
+    return to_hf_weights(weights.scorer.model, base_name(name).removeprefix(MODEL_PREFIX), whole)
+
+
+def _hf_piece(weights: ModuleWeights, name: str, dtype: torch.dtype) -> Piece:
+    def gather(rank: int) -> dict[str, Tensor]:
+        whole = weights.weight(name, dtype, rank)
+        return _as_hf(weights, name, whole) if rank == _rank() else {}
+
+    return Piece(_as_hf(weights, name, torch.empty(weights.shape(name), dtype=dtype, device="meta")), gather)
 
 
 def _stored_name(name: str) -> str:

@@ -1,70 +1,262 @@
-"""Tensors in safetensors files: written one by one, read by name."""
+"""Tensors in safetensors files: read by name, and written by all ranks side by side.
+
+What is written is hashed on its way and never read back. Tensors are cut into files beforehand, which their shapes
+allow: so every rank knows which are its to write, and a file's header is written first.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, BinaryIO, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+from roll.utils.checksums import Checksum, WrittenFile
+
 MAX_FILE_BYTES = 4 * 2**30
+MIN_SHARE_BYTES = 32 * 2**20
+"""Less is not worth a file of a further rank."""
+SYNC_BYTES = 64 * 2**20
+"""Written before they are sent on to the disk."""
+MAX_WAITING_BYTES = 256 * 2**20
+"""How much gathered but not yet written may lie in memory."""
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""As the safetensors format calls them."""
 
 Reader: TypeAlias = Callable[[str], Tensor]
 """A whole tensor by name."""
 
 
-class SafetensorsWriter:
-    """Streams tensors into ``stem.safetensors``, or several numbered files with an index when they are large."""
+@dataclass(frozen=True)
+class Piece:
+    """Named tensors that come together, such as those that one parameter of an engine turns into."""
 
-    def __init__(self, folder: Path, stem: str, max_bytes: int = MAX_FILE_BYTES) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for stale in folder.glob(f"{stem}*.safetensors*"):
-            stale.unlink()
-        self._folder, self._stem, self._max_bytes = folder, stem, max_bytes
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = self._total_bytes = 0
-        self._files: list[list[str]] = []
+    outline: Mapping[str, Tensor]
+    """Their shapes and number formats, on the meta device."""
+    gather: Callable[[int], Mapping[str, Tensor]]
+    """Makes them whole on the rank that it is given (collective); the others may get nothing, or anything."""
+    fresh: bool = False
+    """They are memory of their own, which the trainer does not change."""
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Takes a copy of ``tensor``; writes a file whenever enough has gathered."""
-        if self._pending and self._pending_bytes + tensor.nbytes > self._max_bytes:
-            self._flush()
-        self._pending[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        self._pending_bytes += tensor.nbytes
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.outline.values())
 
-    def finish(self) -> None:
-        """Writes the rest and gives the files their final names."""
-        self._flush()
-        count = len(self._files)
-        index: dict[str, str] = {}
-        for number, names in enumerate(self._files, start=1):
-            suffix = "" if count == 1 else f"-{number:05d}-of-{count:05d}"
-            file = f"{self._stem}{suffix}.safetensors"
-            self._part(number).rename(self._folder / file)
-            index |= dict.fromkeys(names, file)
-        if count > 1:
-            content = {"metadata": {"total_size": self._total_bytes}, "weight_map": index}
-            (self._folder / f"{self._stem}.safetensors.index.json").write_text(json.dumps(content, indent=2) + "\n")
+    def renamed(self, rename: Callable[[str], str]) -> Piece:
+        """The same tensors under other names."""
 
-    def _flush(self) -> None:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
+        def gather(rank: int) -> dict[str, Tensor]:
+            return {rename(name): tensor for name, tensor in self.gather(rank).items()}
 
-        if not self._pending:
-            return
-        self._files.append(list(self._pending))
+        return Piece({rename(name): tensor for name, tensor in self.outline.items()}, gather, self.fresh)
+
+
+def piece_of(
+    name: str, shape: Sequence[int], dtype: torch.dtype, whole: Callable[[int], Tensor], *, fresh: bool = False
+) -> Piece:
+    """One tensor, which ``whole`` makes whole on the rank that it is given (collective)."""
+    outline = torch.empty(tuple(shape), dtype=dtype, device="meta")
+    return Piece({name: outline}, lambda rank: {name: whole(rank)}, fresh)
+
+
+@dataclass
+class PlannedFile:
+    """A file and whose it is to write."""
+
+    name: str
+    rank: int
+    pieces: list[Piece]
+
+    @property
+    def outline(self) -> dict[str, Tensor]:
+        return {name: tensor for piece in self.pieces for name, tensor in piece.outline.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.num_bytes for piece in self.pieces)
+
+    def header(self) -> bytes:
+        """The file up to its first tensor: eight bytes that count the others, and JSON, padded to a multiple of 8."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, tensor in self.outline.items():
+            start, end = end, end + tensor.nbytes
+            kind = DTYPE_NAMES[tensor.dtype]
+            entries[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+def plan_files(stem: str, pieces: Sequence[Piece], ranks: int, *, single: bool = False) -> list[PlannedFile]:
+    """Spreads pieces over the ranks by bytes, and each rank's over files; the same on all ranks.
+
+    Args:
+        stem: of the files' names.
+        pieces: what to write.
+        ranks: how many may write; a rank is left out that would have less than ``MIN_SHARE_BYTES``.
+        single: all in one file, whatever its size.
+
+    Returns:
+        ``stem.safetensors``, or several numbered files; each has its pieces in the order in which they were given.
+    """
+    total = sum(piece.num_bytes for piece in pieces)
+    writers = 1 if single else max(1, min(ranks, total // MIN_SHARE_BYTES))
+    max_bytes = total if single else MAX_FILE_BYTES
+    files: list[PlannedFile] = []
+    of_rank: list[PlannedFile | None] = [None] * writers
+    loads = [0] * writers
+    for piece in pieces:
+        rank = loads.index(min(loads))
+        loads[rank] += piece.num_bytes
+        file = of_rank[rank]
+        if file is None or file.num_bytes + piece.num_bytes > max_bytes:
+            file = of_rank[rank] = PlannedFile("", rank, [])
+            files.append(file)
+        file.pieces.append(piece)
+    for number, file in enumerate(files, start=1):
+        suffix = "" if len(files) == 1 else f"-{number:05d}-of-{len(files):05d}"
+        file.name = f"{stem}{suffix}.safetensors"
+    return files
+
+
+def write_index(folder: Path, stem: str, files: Sequence[PlannedFile]) -> None:
+    """Writes ``stem.safetensors.index.json`` where there are several files."""
+    if len(files) > 1:
+        weight_map = {name: Path(file.name).name for file in files for name in file.outline}
+        content = {"metadata": {"total_size": sum(file.num_bytes for file in files)}, "weight_map": weight_map}
+        index = folder / f"{stem}.safetensors.index.json"
+        index.parent.mkdir(parents=True, exist_ok=True)
+        index.write_text(json.dumps(content, indent=2) + "\n")
+
+
+class BackgroundWriter:
+    """Writes this rank's files in a thread of its own, while the caller gathers what comes next.
+
+    Args:
+        max_waiting: bytes that may wait to be written; ``add`` then blocks. ``None``: any number, each tensor copied,
+            so that the caller may go on and change it.
+    """
+
+    def __init__(self, max_waiting: int | None = MAX_WAITING_BYTES) -> None:
+        self._max_waiting = max_waiting
+        self._queue: queue.SimpleQueue[tuple[Path, bytes | Tensor] | None] = queue.SimpleQueue()
+        self._waiting = 0
+        self._changed = threading.Condition()
+        self._result: Future[list[WrittenFile]] = Future()
+        self._failed = False
+        threading.Thread(target=self._run, name="checkpoint-writer", daemon=True).start()
+
+    def begin(self, path: Path, header: bytes) -> None:
+        """Starts a file; what is added to ``path`` follows its header."""
+        self._queue.put((path, header))
+
+    def add(self, path: Path, tensor: Tensor, *, fresh: bool = False) -> None:
+        """Hands a tensor over, to be written after those before it; a ``fresh`` one changes no more."""
+        copied = self._max_waiting is None and not fresh
+        tensor = tensor.detach().to("cpu", copy=copied).contiguous()
+        with self._changed:
+            if self._max_waiting is not None:
+                limit = max(0, self._max_waiting - tensor.nbytes)
+                self._changed.wait_for(lambda: self._waiting <= limit or self._failed)
+            if self._failed:
+                return
+            self._waiting += tensor.nbytes
+        self._queue.put((path, tensor))
+
+    def close(self) -> Future[list[WrittenFile]]:
+        """Says that nothing follows; the result comes once all is on disk, or the first error."""
+        self._queue.put(None)
+        return self._result
+
+    def _run(self) -> None:
+        written: list[WrittenFile] = []
         try:
-            save_file(self._pending, self._part(len(self._files)), metadata={"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(f"{self._folder}: cannot write {self._stem} ({error})") from error
-        self._total_bytes += self._pending_bytes
-        self._pending, self._pending_bytes = {}, 0
+            with ThreadPoolExecutor(2) as helpers:
+                file: _HashedFile | None = None
+                while (item := self._queue.get()) is not None:
+                    path, content = item
+                    if file is None or file.path != path:
+                        written += [] if file is None else [file.close()]
+                        file = _HashedFile(path, helpers)
+                    num_bytes = file.write(content)
+                    del content, item
+                    with self._changed:
+                        self._waiting -= num_bytes
+                        self._changed.notify_all()
+                written += [] if file is None else [file.close()]
+        except BaseException as error:  # raised where the result is waited for
+            with self._changed:
+                self._failed = True
+                self._changed.notify_all()
+            self._drop()
+            self._result.set_exception(error)
+        else:
+            self._result.set_result(written)
 
-    def _part(self, number: int) -> Path:
-        return self._folder / f"{self._stem}-part{number:05d}.safetensors"
+    def _drop(self) -> None:
+        """Frees what nobody will write."""
+        while self._queue.get() is not None:
+            pass
+
+
+class _HashedFile:
+    """A file whose checksum is computed beside writing it, and which is on its way to the disk all the while.
+
+    The system would keep gigabytes in memory until the end, and the disk would rest while tensors are gathered.
+    """
+
+    def __init__(self, path: Path, helpers: ThreadPoolExecutor) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._helpers = helpers
+        self._unsynced = 0
+        self._syncing: Future[None] | None = None
+        self._checksum = Checksum()
+        self._size = 0
+        self._file: BinaryIO = path.open("wb", buffering=0)
+
+    def write(self, content: bytes | Tensor) -> int:
+        """Appends bytes; returns how many of a tensor's."""
+        is_tensor = isinstance(content, Tensor)
+        view = memoryview(content.view(-1).view(torch.uint8).numpy() if is_tensor else content)  # type: ignore[union-attr,arg-type]
+        hashed = self._helpers.submit(self._checksum.update, view)
+        try:
+            offset = 0
+            while offset < len(view):
+                offset += self._file.write(view[offset:])
+        finally:
+            hashed.result()
+        self._size += len(view)
+        self._unsynced += len(view)
+        if self._unsynced >= SYNC_BYTES and (self._syncing is None or self._syncing.done()):
+            self._syncing, self._unsynced = self._helpers.submit(os.fsync, self._file.fileno()), 0
+        return len(view) if is_tensor else 0
+
+    def close(self) -> WrittenFile:
+        with self._file:
+            if self._syncing is not None:
+                self._syncing.result()
+            os.fsync(self._file.fileno())
+        return WrittenFile(str(self.path), self._size, self._checksum.hexdigest())
 
 
 class StoredTensors:

@@ -16,7 +16,9 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,10 +30,24 @@ from roll.data.batch import Batch
 from roll.data.packing import padding_waste, take_micro_batch
 from roll.data.shared_prompts import worth_sharing
 from roll.distributed.strategy.base import Metrics, RankInfo, States, StrategyContext
+from roll.distributed.strategy.training.agreement import all_gather, raise_on_all_ranks
+from roll.distributed.strategy.training.checkpoint import (
+    ModelFiles,
+    Trained,
+    TrainerState,
+    hand_over_model,
+    hand_over_resume,
+    model_folder,
+    optimizer_tensors,
+    restore_checkpoint,
+    resume_folder,
+)
 from roll.distributed.strategy.training.optim import learning_rate
+from roll.distributed.strategy.training.tensor_files import BackgroundWriter, Piece
 from roll.distributed.weights.buckets import pack_buckets
 from roll.distributed.weights.contents import WeightBucket
 from roll.models.scoring import gather_scores, split_batch
+from roll.utils.checksums import WrittenFile
 
 logger = logging.getLogger(__name__)
 
@@ -47,16 +63,6 @@ class Limits:
     round_to: int
     packing: bool
     sharing: bool
-
-
-@dataclasses.dataclass
-class TrainerState:
-    """What a trainer counts."""
-
-    optimizer_steps: int = 0
-    """Optimizer steps taken: the position in the learning-rate schedule."""
-    total_optimizer_steps: int = 1
-    """Horizon of the schedule."""
 
 
 class Scorer(ABC):
@@ -160,6 +166,8 @@ class Trainer(Scorer):
     """Takes optimizer steps. The methods without a body are the engine's."""
 
     _state: TrainerState
+    _model_dtype: torch.dtype
+    """The number format in which weights leave: exports and saved models."""
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Adds the loss's gradient to the step's; ``last`` of its micro-batches."""
@@ -201,13 +209,65 @@ class Trainer(Scorer):
     def reset_optimizer(self) -> None:
         """Forgets Adam's moments and starts the learning-rate schedule again."""
 
+    @property
     @abstractmethod
-    def save(self, path: Path) -> None:
-        """Writes a checkpoint (collective)."""
+    def trained(self) -> Trained:
+        """What it changes, for checkpoints."""
 
     @abstractmethod
+    def model_files(self) -> ModelFiles:
+        """The model as it is now: a Hugging Face model, or with LoRA an adapter as peft keeps it."""
+
+    def save(self, path: Path) -> list[WrittenFile]:
+        """Writes the role's part of a checkpoint, see ``checkpoint`` (collective).
+
+        Args:
+            path: the checkpoint's folder, on a file system that all ranks share.
+
+        Returns:
+            What this rank wrote, but for small files, on disk.
+
+        Raises:
+            OSError: on every rank, when one cannot write.
+        """
+        return self._finish(path, _begin(partial(self._hand_over, path), BackgroundWriter()))
+
+    def start_save(self, path: Path) -> Future[list[WrittenFile]]:
+        """Copies the role's part of a checkpoint to host memory and returns; writing goes on beside (collective).
+
+        Returns:
+            What ``save`` returns, or an ``OSError``, for this rank alone.
+        """
+        return _begin(partial(self._hand_over, path), BackgroundWriter(max_waiting=None))
+
+    def save_model(self, folder: Path) -> None:
+        """Writes the model alone; otherwise as ``save``."""
+        self._require(States.WEIGHTS)
+        files = self.model_files()
+        self._finish(folder, _begin(lambda writer: hand_over_model(folder, files, writer), BackgroundWriter()))
+
     def load(self, path: Path) -> None:
-        """Continues from a checkpoint (collective)."""
+        """Continues from a checkpoint that any number of ranks and any trainer has written (collective)."""
+        self._require(States.WEIGHTS | States.OPTIMIZER)
+        self._continue_from(restore_checkpoint(path, self.context.role, self.trained), path)
+
+    def _hand_over(self, path: Path, writer: BackgroundWriter) -> None:
+        """Gives a writer the role's part of a checkpoint (collective)."""
+        self._require(States.WEIGHTS | States.OPTIMIZER)
+        hand_over_model(model_folder(path, self.context.role), self.model_files(), writer)
+        masters = self.context.lora is None and self._model_dtype != torch.float32
+        self._hand_over_resume(path, optimizer_tensors(self.trained, masters=masters), writer)
+
+    def _hand_over_resume(self, path: Path, optimizer: Sequence[Piece], writer: BackgroundWriter) -> None:
+        hand_over_resume(resume_folder(path, self.context.role), optimizer, self._state, self.device, writer)
+
+    def _finish(self, path: Path, written: Future[list[WrittenFile]]) -> list[WrittenFile]:
+        """What this rank has written, once all ranks have (collective)."""
+        with raise_on_all_ranks():
+            try:
+                return written.result()
+            except OSError as error:
+                raise OSError(f"checkpoint {path}: {error}") from error
 
     def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
         """``named_weights`` in buckets.
@@ -351,6 +411,16 @@ class Trainer(Scorer):
         return self.info.world_size // self.info.dp_size
 
 
+def _begin(hand_over: Callable[[BackgroundWriter], None], writer: BackgroundWriter) -> Future[list[WrittenFile]]:
+    """Hands everything over, and nothing follows."""
+    try:
+        hand_over(writer)
+    except BaseException:
+        writer.close().exception()  # it has stopped writing
+        raise
+    return writer.close()
+
+
 def local_device(rank: int) -> torch.device:
     """This process's GPU, made the current one, or the CPU."""
     if not torch.cuda.is_available():
@@ -382,14 +452,6 @@ def join_group(context: StrategyContext, device: torch.device, *, alone: bool) -
         dist.init_process_group(backend, init_method=address, rank=context.rank, world_size=context.world_size)
     elif alone:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def all_gather(row: Tensor) -> Tensor:
-    """Every rank's ``row``, stacked in order of rank (collective)."""
-    rows = row.new_zeros((dist.get_world_size(), len(row)))
-    rows[dist.get_rank()] = row
-    dist.all_reduce(rows)
-    return rows
 
 
 def _take_all(batch: Batch, groups: list[Tensor], rounds: int) -> list[Batch]:

@@ -1,0 +1,111 @@
+"""What trainers save is what generators open: every model folder, and every adapter on the model that it adapts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.engines import PACKAGES
+from roll.distributed.strategy.training import tensor_files
+from roll.models.lora import ADAPTER_FILE, LoraSpec
+from tests.support.contract import (
+    LORA,
+    OPTIONS,
+    assert_greedy,
+    buckets_of,
+    burst,
+    context_of,
+    load,
+    prompts,
+    requests_of,
+)
+from tests.support.harness import policy_loss
+from tests.support.ranks import enter_rank, leave_rank, run_ranks
+from tests.support.trainers import make_batch, make_context
+
+TRAINERS = ("fsdp2_train", "deepspeed_train", "megatron_train")
+
+
+def save_all(rank: int, port: int, folder: Path, base: str, names: list[str]) -> None:
+    """A checkpoint, the model alone (as the warm start keeps it), and a checkpoint of an adapter, by each trainer."""
+    enter_rank(port)
+    for name in names:
+        for lora in (None, LORA):
+            trainer = started(name, base, rank, lora)
+            batch = make_batch()
+            trainer.train_step(batch.select(batch.split(trainer.info.dp_size)[trainer.info.dp_rank]), policy_loss)
+            if lora is None:
+                trainer.save(folder / name)  # each rank a file of its own
+                tensor_files.MIN_SHARE_BYTES = 2**20
+                trainer.save_model(folder / name / "alone")
+                tensor_files.MIN_SHARE_BYTES = 1
+            else:
+                trainer.save(folder / name / "adapter")
+            trainer.shutdown()
+    leave_rank()
+
+
+def started(name: str, base: str, rank: int, lora: LoraSpec | None) -> Any:
+    context = make_context(Path(base), name, rank=rank, world_size=2, lora=lora, role="actor_train")
+    trainer: Any = STRATEGIES.get(name)(context)
+    trainer.setup()
+    return trainer
+
+
+@pytest.fixture(scope="session")
+def saved(tmp_path_factory: pytest.TempPathFactory, model_path: Any) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    names = [name for name in TRAINERS if name not in PACKAGES or PACKAGES[name].installed]
+    run_ranks(save_all, 2, folder, model_path("untied", 0), names)
+    return folder
+
+
+@pytest.fixture(params=TRAINERS)
+def checkpoint(request: pytest.FixtureRequest, saved: Path) -> Path:
+    if not (saved / request.param).exists():
+        pytest.skip(f"{request.param}: {PACKAGES[request.param].module} is not installed")
+    return saved / request.param
+
+
+@pytest.mark.parametrize("folder", ["actor_train", "alone"])
+def test_a_model_folder_holds_a_model_alone(checkpoint: Path, folder: str) -> None:
+    names = {file.name for file in (checkpoint / folder).iterdir()}
+    weights = {name for name in names if ".safetensors" in name}
+    shared = {f"model-0000{rank}-of-00002.safetensors" for rank in (1, 2)} | {"model.safetensors.index.json"}
+    assert weights == ({"model.safetensors"} if folder == "alone" else shared)
+    others = {name for name in names - weights if "token" not in name and not name.startswith("chat_template")}
+    assert others == {"config.json", "generation_config.json"}
+    ends = json.loads((checkpoint / folder / "generation_config.json").read_text())["eos_token_id"]
+    assert len(ends) > 30, "stated in the base model's folder alone"
+    assert (checkpoint / "resume" / "actor_train" / "rng.safetensors").is_file()
+
+
+def test_every_saved_model_opens_in_the_generator(generator: str, checkpoint: Path) -> None:
+    prompt_list = prompts(3, seed=40)
+    engine: Any = STRATEGIES.get(generator)(
+        context_of(generator, str(checkpoint / "actor_train"), OPTIONS.get(generator))
+    )
+    engine.setup()
+    try:
+        completions = asyncio.run(burst(engine, requests_of(prompt_list, temperature=0.0, max_new_tokens=8)))
+        assert_greedy(completions, load(str(checkpoint / "alone")), prompt_list, 8)
+    finally:
+        engine.shutdown()
+
+
+def test_every_saved_adapter_is_taken_by_the_generator(lora_engine: Any, checkpoint: Path) -> None:
+    from peft import PeftModel
+
+    folder = checkpoint / "adapter" / "actor_train"
+    base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    prompt_list = prompts(3, seed=41)
+    asyncio.run(lora_engine.update_adapter(buckets_of(load_file(folder / ADAPTER_FILE)), 1))
+    completions = asyncio.run(burst(lora_engine, requests_of(prompt_list, temperature=0.0, max_new_tokens=8)))
+    merged: Any = PeftModel.from_pretrained(load(base), str(folder)).merge_and_unload()
+    assert_greedy(completions, merged, prompt_list, 8)

@@ -1,0 +1,139 @@
+"""Safetensors files that several ranks write: readable by the library, hashed as written, whole or an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from roll.distributed.strategy.training import tensor_files
+from roll.distributed.strategy.training.tensor_files import (
+    BackgroundWriter,
+    Piece,
+    StoredTensors,
+    piece_of,
+    plan_files,
+    write_index,
+)
+from roll.utils.checksums import WrittenFile, checksum_of
+
+
+def some_tensors() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"matrix": (5, 3), "vector": (7,), "number": (), "nothing": (0, 4), "last": (2, 2, 2)}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    kinds = {
+        "half": torch.bfloat16,
+        "quarter": torch.float16,
+        "long": torch.int64,
+        "byte": torch.uint8,
+        "yes": torch.bool,
+    }
+    return tensors | {name: torch.arange(6).to(dtype) for name, dtype in kinds.items()}
+
+
+def pieces_of(tensors: dict[str, Tensor]) -> list[Piece]:
+    return [piece_of(name, t.shape, t.dtype, lambda _, t=t: t) for name, t in tensors.items()]  # type: ignore[misc]
+
+
+def write(folder: Path, tensors: dict[str, Tensor], ranks: int, single: bool = False) -> list[WrittenFile]:
+    """What all ranks write."""
+    files = plan_files("model", pieces_of(tensors), ranks, single=single)
+    written = []
+    for rank in range(ranks):
+        writer = BackgroundWriter(max_waiting=64)
+        for file in (file for file in files if file.rank == rank):
+            writer.begin(folder / file.name, file.header())
+            for name in file.outline:
+                writer.add(folder / file.name, tensors[name])
+        written += writer.close().result()
+    write_index(folder, "model", files)
+    return written
+
+
+@pytest.mark.parametrize(
+    ("ranks", "limits", "single", "names"),
+    [
+        (1, {}, False, ["model.safetensors"]),
+        (4, {}, False, ["model.safetensors"]),  # too little to share
+        (2, {"MIN_SHARE_BYTES": 1}, False, ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]),
+        (1, {"MAX_FILE_BYTES": 60}, False, None),
+        (3, {"MAX_FILE_BYTES": 40, "MIN_SHARE_BYTES": 1}, False, None),
+        (3, {"MAX_FILE_BYTES": 40, "MIN_SHARE_BYTES": 1}, True, ["model.safetensors"]),
+    ],
+)
+def test_the_library_reads_what_any_number_of_ranks_has_written(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ranks: int,
+    limits: dict[str, int],
+    single: bool,
+    names: list[str] | None,
+) -> None:
+    for limit, value in limits.items():
+        monkeypatch.setattr(tensor_files, limit, value)
+    tensors = some_tensors()
+    written = write(tmp_path, tensors, ranks, single)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert names is None or [file.name for file in files] == names
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and found[name].equal(tensor), name
+        assert StoredTensors(tmp_path).get(name).equal(tensor)
+    assert sorted(file.path for file in written) == [str(file) for file in files]
+    for file in written:
+        assert (file.size, file.checksum) == (Path(file.path).stat().st_size, checksum_of(Path(file.path)))
+    if len(files) > 1:
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        assert index["weight_map"].keys() == tensors.keys()
+        assert all(name in load_file(tmp_path / file) for name, file in index["weight_map"].items())
+        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+
+
+def test_ranks_get_nearly_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_files, "MIN_SHARE_BYTES", 1)
+    tensors = {str(number): torch.zeros(100 + 7 * (number % 5)) for number in range(40)}
+    files = plan_files("model", pieces_of(tensors), 4)
+    shares = [file.num_bytes for file in files]
+    assert [file.rank for file in files] == [0, 1, 2, 3]
+    assert sum(shares) == sum(tensor.nbytes for tensor in tensors.values())
+    assert max(shares) < 1.1 * min(shares)
+
+
+def test_a_snapshot_is_not_changed_by_what_comes_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, fsync = threading.Event(), os.fsync
+    monkeypatch.setattr(tensor_files.os, "fsync", lambda number: go.wait(30) and fsync(number))
+    monkeypatch.setattr(tensor_files, "MAX_FILE_BYTES", 4000)
+    tensors = {"a": torch.ones(1000), "b": torch.ones(1000)}
+    files = plan_files("model", pieces_of(tensors), 1)
+    writer = BackgroundWriter(max_waiting=None)
+    for file in files:
+        writer.begin(tmp_path / file.name, file.header())
+        for name in file.outline:
+            writer.add(tmp_path / file.name, tensors[name])
+    for tensor in tensors.values():
+        tensor.zero_()  # the second is not written yet
+    result = writer.close()
+    assert not result.done()
+    go.set()
+    result.result(30)
+    assert all(StoredTensors(tmp_path).get(name).eq(1).all() for name in tensors)
+
+
+def test_what_cannot_be_written_is_an_error_and_blocks_nobody(tmp_path: Path) -> None:
+    (tmp_path / "occupied").write_text("a file, not a folder")
+    tensors = {str(number): torch.zeros(1000) for number in range(8)}
+    (file,) = plan_files("model", pieces_of(tensors), 1)
+    writer = BackgroundWriter(max_waiting=4000)
+    writer.begin(tmp_path / "occupied" / file.name, file.header())
+    for name in file.outline:
+        writer.add(tmp_path / "occupied" / file.name, tensors[name])
+    with pytest.raises(OSError, match="occupied"):
+        writer.close().result(30)
