@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MASK64 = (1 << 64) - 1
 
 
 def uniforms(seeds_B: npt.NDArray[np.uint64], index_B: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
@@ -25,13 +24,6 @@ def uniforms(seeds_B: npt.NDArray[np.uint64], index_B: npt.NDArray[np.uint64]) -
     """
     bits = _mix(_mix(seeds_B + _GOLDEN) + (index_B + np.uint64(1)) * _GOLDEN)
     return ((bits >> np.uint64(41)).astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-23)
-
-
-def child_seed(seed: int, index: int) -> int:
-    """The seed of sample ``index`` of a request; sample 0 keeps the request's own seed."""
-    if index == 0:
-        return seed & _MASK64
-    return int(_mix(np.array([(seed ^ (index * 0xD1342543DE82EF95)) & _MASK64], dtype=np.uint64))[0])
 
 
 def _mix(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from roll.distributed.weights.buckets import WeightMismatchError, host_bytes, unpack_bucket, verify
 from roll.distributed.weights.contents import WeightBucket
 
+PlanT = TypeVar("PlanT")
 
-class UpdateStream:
+
+class UpdateStream(Generic[PlanT]):
     """An engine's updates of all weights, bucket by bucket.
 
     The first one, and all that come through host memory, are received as a whole and checked before the first bucket
@@ -20,28 +23,32 @@ class UpdateStream:
     model: they must consist of what the first one did, and what they do not is found only when it is missed.
 
     Args:
-        check: checks a whole update; returns the tensors to load, by name, and under which name.
+        check: checks a whole update; returns what the engine wants to know for loading it, and any other like it.
+        from_device: updates on a device may be handed out as they come.
     """
 
-    def __init__(self, check: Callable[[Mapping[str, Tensor]], dict[str, str]]) -> None:
+    def __init__(self, check: Callable[[Mapping[str, Tensor]], PlanT], *, from_device: bool = True) -> None:
         self._check = check
-        self._names: dict[str, str] = {}
+        self._from_device = from_device
+        self._plan: PlanT | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
 
-    async def open(self, buckets: AsyncIterator[WeightBucket]) -> tuple[AsyncIterator[WeightBucket], dict[str, str]]:
-        """What to load, and what ``check`` returned for it.
+    async def open(self, buckets: AsyncIterator[WeightBucket]) -> tuple[AsyncIterator[WeightBucket], PlanT]:
+        """The buckets to load, and what ``check`` returned for them.
 
         Raises:
             WeightChecksumError: a bucket was damaged.
             WeightMismatchError: names or shapes are not the model's. Also while the buckets are read.
         """
         first = await anext(buckets, None)
-        if first is not None and self._shapes and on_device(first):
-            return self._as_they_come(first, buckets), self._names
+        if self._plan is not None and first is not None and on_device(first):
+            return self._as_they_come(first, buckets), self._plan
         received, tensors = await receive(_joined(first, buckets))
-        self._names = await asyncio.to_thread(self._check, tensors)
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        return _handed_over(received), self._names
+        plan = await asyncio.to_thread(self._check, tensors)
+        if self._from_device:
+            self._plan = plan
+            self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        return _handed_over(received), plan
 
     async def _as_they_come(
         self, first: WeightBucket, rest: AsyncIterator[WeightBucket]

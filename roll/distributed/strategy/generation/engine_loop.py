@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from roll.distributed.strategy.generation.requests import EngineStoppedError
@@ -23,29 +24,25 @@ class EngineLoop:
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs it and waits, blocking the calling thread."""
-        self._check_open(coroutine)
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs it; cancelling the future cancels it.
 
-    async def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs it and waits; a caller that is cancelled cancels it."""
-        self._check_open(coroutine)
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, self._loop))
+        Raises:
+            EngineStoppedError: the loop was closed.
+        """
+        if self._loop.is_closed():
+            coroutine.close()
+            raise EngineStoppedError("the generation engine was shut down")
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def close(self) -> None:
         """Cancels what still runs, waits for it to end, and stops the thread."""
         if self._loop.is_closed():
             return
-        self.run(_cancel_others())
+        self.submit(_cancel_others()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-
-    def _check_open(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        if self._loop.is_closed():
-            coroutine.close()
-            raise EngineStoppedError("the generation engine was shut down")
 
 
 async def brought_from(home: asyncio.AbstractEventLoop, items: AsyncIterator[T]) -> AsyncIterator[T]:

@@ -57,14 +57,13 @@ def scratch_folder(num_bytes: int) -> Path | None:
     return memory if fits else None
 
 
-def check_request(request: GenerateRequest, *, vocab_size: int, sequence_length: int, n: int = 1) -> int:
+def check_request(request: GenerateRequest, *, vocab_size: int, sequence_length: int) -> int:
     """Checks a request before an engine sees it, where an error could take other requests along.
 
     Args:
         request: what the caller asks for.
         vocab_size: token ids must be below it.
         sequence_length: longest prompt plus completion.
-        n: completions wanted.
 
     Returns:
         The most tokens to sample: ``max_new_tokens``, or what is left of the context.
@@ -75,8 +74,6 @@ def check_request(request: GenerateRequest, *, vocab_size: int, sequence_length:
     """
     prompt, params = request.prompt_ids, request.params
     where = f"request {request.request_id!r}"
-    if n < 1:
-        raise ValueError(f"{where}: n is {n}, expected at least 1")
     if prompt.ndim != 1 or len(prompt) == 0:
         raise ValueError(f"{where}: prompt_ids has shape {prompt.shape}, expected [prompt_len] with at least 1")
     if len(prompt) >= sequence_length:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from roll.data.arrays import IntArray
 from roll.data.requests import Completion, FinishReason, GenerateRequest
+from roll.distributed.strategy.generation.requests import Counters
 from roll.models.sampling import SamplerRows, sample, uniforms
 from roll.models.slot_cache import SlotCache
 from roll.models.stop_strings import StopStrings
@@ -83,16 +84,10 @@ Finished = tuple[RunningSequence, FinishReason]
 
 
 @dataclass
-class EngineCounters:
-    """Running totals since the start."""
+class StepCounters(Counters):
+    """Running totals since the start. Shared tokens are those copied from an equal prompt; padding is not counted."""
 
     steps: int = 0
-    generated_tokens: int = 0
-    prefill_tokens: int = 0
-    """Prompt tokens computed, padding excluded."""
-    shared_tokens: int = 0
-    """Prompt tokens that were copied from an equal prompt instead."""
-    finished: int = 0
 
 
 class ContinuousBatching:
@@ -118,7 +113,7 @@ class ContinuousBatching:
         max_cache_tokens: int | None = None,
     ) -> None:
         self.weight_version = 0
-        self.counters = EngineCounters()
+        self.counters = StepCounters()
         self.waiting: deque[RunningSequence] = deque()
         self.running: list[RunningSequence] = []
         self._model = model

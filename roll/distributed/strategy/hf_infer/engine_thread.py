@@ -41,30 +41,27 @@ class EngineThread:
         self._arrivals: list[_Ticket] = []
         self._commands: list[tuple[Callable[[], Any], Future[Any]]] = []
         self._tickets: dict[RunningSequence, _Ticket] = {}  # written by the engine thread only
-        self._open_ids: dict[str, int] = {}
-        self._holds: set[str] = set()
-        self._closing = False
+        self.halted = False
+        """No step starts; changed between two steps."""
+        self._closing: str | None = None
+        """Why the engine is to end."""
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, request_id: str, sequences: Sequence[RunningSequence]) -> list[asyncio.Future[Completion]]:
-        """Queues the sequences of one request; call it on the event loop that will await the futures.
+    def submit(self, sequence: RunningSequence) -> asyncio.Future[Completion]:
+        """Queues a sequence; call it on the event loop that will await the future.
 
         Raises:
             EngineStoppedError: the engine failed earlier, or was shut down.
-            ValueError: the request id is in flight already.
         """
         loop = asyncio.get_running_loop()
-        tickets = [_Ticket(sequence, loop, loop.create_future()) for sequence in sequences]
+        ticket = _Ticket(sequence, loop, loop.create_future())
         with self._wake:
             self._check_alive()
-            if request_id in self._open_ids:
-                raise ValueError(f"request_id {request_id!r} is in flight already; expected a unique id")
-            self._open_ids[request_id] = len(tickets)
-            self._arrivals += tickets
+            self._arrivals.append(ticket)
             self._wake.notify()
-        return [ticket.future for ticket in tickets]
+        return ticket.future
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs ``function`` on the engine thread between two steps; its exception goes to the future only.
@@ -81,19 +78,23 @@ class EngineThread:
 
     def abort(self, request_id: str) -> Future[None]:
         """Ends a request with what it has; does nothing when it is not in flight (it may just have finished)."""
-        return self.call(lambda: self._abort(request_id))
+        return self.call(lambda: self._end([s for s in self._tickets if s.request.request_id == request_id]))
 
-    def hold(self, reason: str) -> Future[None]:
-        """No step starts until ``release(reason)``; the future is done when the step in progress is."""
-        return self.call(lambda: self._holds.add(reason))
+    def drop(self, sequence: RunningSequence) -> Future[None]:
+        """Ends a sequence that nobody waits for any more."""
+        return self.call(lambda: self._end([sequence] if sequence in self._tickets else []))
 
-    def release(self, reason: str) -> Future[None]:
-        return self.call(lambda: self._holds.discard(reason))
+    def halt(self) -> Future[None]:
+        """Starts no step until ``go_on``; the future is done when the step in progress is."""
+        return self.call(lambda: setattr(self, "halted", True))
 
-    def close(self) -> None:
+    def go_on(self) -> Future[None]:
+        return self.call(lambda: setattr(self, "halted", False))
+
+    def close(self, why: str = "was shut down") -> None:
         """Stops the thread after its step; requests in flight fail with ``EngineStoppedError``."""
         with self._wake:
-            self._closing = True
+            self._closing = self._closing or why
             self._wake.notify()
         self._thread.join()
 
@@ -103,12 +104,12 @@ class EngineThread:
                 self._failure
             )
         if self._closing:
-            raise EngineStoppedError("the generation engine was shut down")
+            raise EngineStoppedError(f"the generation engine {self._closing}")
 
     def _run(self) -> None:
         try:
             while self._collect():
-                if self._batching.has_work and not self._holds:
+                if self._batching.has_work and not self.halted:
                     done = [(s, s.completion(reason, s.weight_version)) for s, reason in self._batching.step()]
                     self._answer(done)
         except Exception as error:  # whatever it was, the callers learn it: nobody may wait forever
@@ -121,7 +122,7 @@ class EngineThread:
         """Waits for work, takes in what arrived and runs the commands; False when it is time to stop."""
         with self._wake:
             while not (
-                self._closing or self._arrivals or self._commands or (self._batching.has_work and not self._holds)
+                self._closing or self._arrivals or self._commands or (self._batching.has_work and not self.halted)
             ):
                 self._wake.wait()
             if self._closing:
@@ -135,8 +136,7 @@ class EngineThread:
             _execute(function, future)
         return True
 
-    def _abort(self, request_id: str) -> None:
-        sequences = [s for s in self._tickets if s.request.request_id == request_id]
+    def _end(self, sequences: Sequence[RunningSequence]) -> None:
         for sequence in sequences:
             self._batching.remove(sequence)
         version = self._batching.weight_version
@@ -146,27 +146,20 @@ class EngineThread:
         """Hands completions to their event loops, with one wake-up per loop."""
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Completion], Completion]]]
         by_loop = defaultdict(list)
-        with self._wake:
-            for sequence, completion in finished:
-                ticket = self._tickets.pop(sequence)
-                self._forget(sequence.request.request_id)
-                by_loop[ticket.loop].append((ticket.future, completion))
+        for sequence, completion in finished:
+            ticket = self._tickets.pop(sequence)
+            by_loop[ticket.loop].append((ticket.future, completion))
         for loop, answers in by_loop.items():
             _call_soon(loop, _resolve, answers)
-
-    def _forget(self, request_id: str) -> None:
-        self._open_ids[request_id] -= 1
-        if not self._open_ids[request_id]:
-            del self._open_ids[request_id]
 
     def _fail(self, cause: BaseException | None) -> None:
         """Fails everything in flight; ``cause`` None means an orderly shutdown."""
         with self._wake:
-            self._closing, self._failure = True, cause
+            self._closing, self._failure = self._closing or "was shut down", cause
             tickets = [*self._tickets.values(), *self._arrivals]
             commands = self._commands
-            self._tickets, self._arrivals, self._commands, self._open_ids = {}, [], [], {}
-        what = "the generation engine " + (f"failed: {_describe(cause)}" if cause else "was shut down")
+            self._tickets, self._arrivals, self._commands = {}, [], []
+        what = f"the generation engine {f'failed: {_describe(cause)}' if cause else self._closing}"
 
         def error() -> EngineStoppedError:  # one each: a shared exception would collect every caller's traceback
             failure = EngineStoppedError(what)

@@ -14,15 +14,12 @@ import contextlib
 import itertools
 import json
 import logging
-import math
 import os
-import random
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import asdict
+from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -30,28 +27,22 @@ from typing import Any
 import numpy as np
 import torch
 import torch.multiprocessing  # teaches ForkingPickler tensors
+from torch import Tensor
 
 from roll.configs.engines.sglang import CARD, SglangConfig
 from roll.configs.problems import ConfigErrors
-from roll.data.requests import Completion, FinishReason, GenerateRequest
-from roll.distributed.strategy.base import RankInfo, States, StrategyContext
+from roll.data.requests import Completion, GenerateRequest
+from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.generation.engine_process import EngineCallError, EngineProcess
+from roll.distributed.strategy.generation.generator import Generator
 from roll.distributed.strategy.generation.model_outline import ModelOutline
-from roll.distributed.strategy.generation.requests import (
-    Counters,
-    EngineStoppedError,
-    ResidentStates,
-    check_request,
-    scratch_folder,
-)
+from roll.distributed.strategy.generation.requests import EngineStoppedError, scratch_folder
 from roll.distributed.strategy.sglang import cpu
 from roll.distributed.strategy.sglang.options import require_sglang
 from roll.distributed.weights.adapters import adapted_names, peft_config
 from roll.distributed.weights.buckets import host_bytes, pack_buckets
 from roll.distributed.weights.contents import WeightBucket, contents
-from roll.distributed.weights.update_stream import UpdateStream, receive
 from roll.models.loading import locate_model
-from roll.models.sampling import child_seed
 
 logger = logging.getLogger(__name__)
 
@@ -59,43 +50,44 @@ SERVER = "roll.distributed.strategy.sglang.server"
 CPU_CACHE_SHARE = 0.25  # of the host memory that is free, at most, unless max_total_tokens says otherwise
 CONTEXT_MARGIN = 8  # SGLang leaves the last positions of its context empty
 MEMORY = {States.WEIGHTS: ("weights",), States.CACHE: ("kv_cache", "cuda_graph")}  # SGLang's names
+HOLD = "generator"  # the reason that the engine's process knows for all holds of this side
 ADAPTERS = 3  # in one batch: none, the old one of requests in flight, and the new one
 
 
-class SglangStrategy:
-    """A ``GenerateStrategy``. Call ``setup`` first and ``shutdown`` last."""
+class SglangStrategy(Generator[dict[str, str]]):
+    """A ``GenerateStrategy`` whose engine has a process of its own.
+
+    A seed gives the tokens that it gives in ``hf_infer``. Requests in flight are prefilled anew by an update, so that
+    no keys and values of the old weights are left; they finish with the adapter that they started with.
+    """
+
+    name = "sglang"
 
     def __init__(self, context: StrategyContext) -> None:
-        if context.head != "lm":
-            raise ValueError(f"{context.role}: sglang has no {context.head!r} head; expected 'lm'")
+        super().__init__(context)
         options = context.worker.strategy_args.strategy_config
-        self._context = context
         self._config = SglangConfig.model_validate(options)
         require_sglang(self._config.python_executable)
         if problems := CARD.option_problems(options):
             prefix = f"{context.role}.strategy_args.strategy_config"
             raise ConfigErrors([problem.under(prefix) for problem in problems])
         self._on_cpu = not torch.accelerator.is_available()
+        self.can_offload = not self._on_cpu
         self._tp_size = self._config.tp_size or context.worker.num_gpus_per_worker
-        self._counters = Counters()
-        self._ids = itertools.count()
-        self._open: dict[str, list[str]] = {}
-        self._lock = threading.Lock()
-        self._weight_version = 0
-        # The stream of seeds for requests that bring none: it differs by worker and repeats with the run's seed.
-        self._seeds = random.Random(f"{context.seed}/{context.role}/{context.rank}")
-        self._states = ResidentStates()
+        self._numbers = itertools.count()
+        self._ids: dict[str, str] = {}
+        """SGLang's id of each request in flight."""
 
-    def setup(self) -> RankInfo:
+    def start(self) -> None:
         """Starts the engine, which loads the model.
 
         Raises:
             ValueError: the model cannot be loaded, or an option does not fit it.
             EngineStoppedError: the engine did not come up; its own log says why.
         """
-        context = self._context
+        context = self.context
         self._outline = ModelOutline(context)
-        self._stream = UpdateStream(self._outline.check_weights)
+        self.vocab_size = self._outline.vocab_size
         self._outline.check_role(context)
         if self._on_cpu:
             cpu.check_tensor_parallel(self._outline.text_config, self._tp_size, lora=context.lora is not None)
@@ -114,157 +106,80 @@ class SglangStrategy:
             self._engine.close("did not start")
             raise
         logger.info("%s: sglang started in %.1f s", context.role, time.monotonic() - started)
-        return RankInfo(
-            rank=context.rank, world_size=context.world_size, dp_rank=context.rank, dp_size=context.world_size
-        )
 
-    @property
-    def weight_version(self) -> int:
-        return self._weight_version
+    def stop(self, why: str) -> None:
+        if hasattr(self, "_engine"):
+            self._engine.close(why)
 
-    @property
-    def can_offload(self) -> bool:
-        """Whether ``offload`` frees device memory: on a CPU it does not."""
-        return not self._on_cpu
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """Samples one completion.
-
-        A cancelled caller aborts its request.
-
-        Raises:
-            ValueError: the prompt is empty or longer than ``sequence_length``, a token id is outside the vocabulary,
-                a sampling parameter is out of range, or the request id is in flight.
-            EngineStoppedError: the engine failed, now or earlier, or was shut down.
-        """
-        return (await self.generate_n(request, 1))[0]
-
-    async def generate_n(self, request: GenerateRequest, n: int) -> list[Completion]:
-        """Samples ``n`` completions of one prompt, which the prefix cache shares. Otherwise as ``generate``.
-
-        With a seed, sample 0 is what ``generate`` gives and the others have seeds derived from it. A seed gives the
-        tokens that it gives in ``hf_infer``.
-        """
-        limit = check_request(
-            request, vocab_size=self._outline.vocab_size, sequence_length=self._context.sequence_length, n=n
-        )
-        seed = self._seeds.getrandbits(64) if request.params.seed is None else request.params.seed
+    async def sample(self, request: GenerateRequest, limit: int) -> Completion:
         # Of one length: SGLang aborts every request whose id begins with the one it is given.
-        ids = [f"{next(self._ids):016x}" for _ in range(n)]
-        with self._lock:
-            if request.request_id in self._open:
-                raise ValueError(f"request_id {request.request_id!r} is in flight already; expected a unique id")
-            self._open[request.request_id] = ids
+        rid = self._ids[request.request_id] = f"{next(self._numbers):016x}"
         try:
-            samples = [
-                self._engine.submit("generate", *self._call(request, rid, child_seed(seed, i), limit))
-                for i, rid in enumerate(ids)
-            ]
-            results = await asyncio.gather(*map(asyncio.wrap_future, samples))
+            result = await self._do("generate", *self._call(request, rid, limit))
         except BaseException:
             with contextlib.suppress(EngineStoppedError):
-                self._engine.submit("abort", ids)
+                self._engine.submit("abort", [rid])
             raise
         finally:
-            del self._open[request.request_id]
-        return [self._completion(request, result) for result in results]
+            del self._ids[request.request_id]
+        version = result["version"]
+        return self.completion(
+            request,
+            result["tokens"],
+            result["logprobs"],
+            result["reason"],
+            cached=result["cached"],
+            version=None if version is None else int(version),
+        )
 
-    async def abort(self, request_id: str) -> None:
-        """Finishes a request with the tokens it has, reason ABORT; an unknown id is ignored (it may be done)."""
-        await self._do("abort", self._open.get(request_id, []))
+    def end(self, request_id: str) -> Future[None]:
+        rid = self._ids.get(request_id)
+        return self._engine.submit("abort", [] if rid is None else [rid])
 
-    async def update_weights(
-        self, buckets: AsyncIterator[WeightBucket], version: int, *, recompute_kv: bool = True
-    ) -> None:
-        """Replaces all weights between two steps; requests in flight go on, and an adapter is dropped.
+    def halt(self) -> Future[None]:
+        return self._engine.submit("hold", HOLD)
 
-        Everything is received and checked before anything is changed; updates after the first that lie on the
-        worker's GPU are loaded as they come. Requests in flight are prefilled anew, so that no keys and values of the
-        old weights are left.
+    def go_on(self) -> Future[None]:
+        return self._engine.submit("release", HOLD)
 
-        Args:
-            buckets: all of the model's weights under Hugging Face names.
-            version: what completions that start from now on report.
-            recompute_kv: always so here.
+    def check_weights(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        return self._outline.check_weights(tensors)
 
-        Raises:
-            WeightChecksumError: a bucket was damaged.
-            WeightMismatchError: names or shapes are not the model's; the old weights stay.
-            EngineStoppedError: something failed while the engine loaded; it cannot be used any more.
-        """
-        received, names = await self._stream.open(buckets)
-        async with self._updating(version):
-            await self._do("begin_weights")
-            async for bucket in received:
-                await self._load(bucket, names)
-            await self._do("end_weights")
+    async def load_weights(self, buckets: AsyncIterator[WeightBucket], plan: dict[str, str]) -> None:
+        await self._do("begin_update")
+        await self._do("begin_weights")
+        async for bucket in buckets:
+            await self._load(bucket, plan)
+        await self._do("end_weights")
 
-    async def update_adapter(self, buckets: AsyncIterator[WeightBucket], version: int) -> None:
-        """Puts a LoRA adapter on the base weights, in place of the one before; otherwise as ``update_weights``.
+    def check_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        self._outline.check_adapter(self.context.lora, tensors)
 
-        Requests in flight finish with the adapter that they started with.
-
-        Args:
-            buckets: the whole adapter under the names of peft's state dict.
-            version: what completions that start from now on report.
-
-        Raises:
-            WeightChecksumError: a bucket was damaged.
-            WeightMismatchError: names or shapes are not those of ``lora``; the old adapter stays.
-            EngineStoppedError: the engine failed.
-        """
-        _, tensors = await receive(buckets)
-        spec = self._outline.check_adapter(self._context.lora, tensors)
+    async def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        assert self.context.lora is not None
         (bucket,) = pack_buckets(tensors.items(), sys.maxsize)
-        staged = contents(bucket)
-        config = peft_config(spec, tensors)
-        async with self._updating(version):
-            with _memory_file(host_bytes(bucket)) as path:
-                await self._do("load_adapter", str(path), len(bucket.data), staged, config)
+        await self._do("begin_update")
+        with _memory_file(host_bytes(bucket)) as path:
+            config = peft_config(self.context.lora, tensors)
+            await self._do("load_adapter", str(path), len(bucket.data), contents(bucket), config)
 
-    async def pause(self) -> None:
-        """Returns when the step in progress is done; requests stay, and new ones queue, until ``resume``."""
-        await self._do("hold", "pause")
+    def use_version(self, version: int, recompute_kv: bool) -> Future[None]:
+        return self._engine.submit("end_update", version)
 
-    async def resume(self) -> None:
-        await self._do("release", "pause")
+    def move_out(self, leaving: States) -> Future[None]:
+        return self._engine.submit("offload", self._memory(leaving))
 
-    def offload(self, what: States) -> None:
-        """Frees the cache, or moves the weights to host memory too; requests wait for both, keeping their tokens.
-
-        On a CPU nothing is freed (see ``can_offload``); requests wait all the same.
-        """
-        leaving = self._states.leave(what)
-        if not leaving:
-            return
-        if self._on_cpu:
-            logger.warning("%s: sglang frees no memory on a CPU; offload only holds the requests", self._context.role)
-        self._engine.submit("offload", self._memory(leaving)).result()
-
-    def onload(self, what: States) -> None:
-        """Takes weights or cache back to the device; requests go on when nothing is away any more."""
-        coming = self._states.come_back(what)
-        if coming:
-            self._engine.submit("onload", self._memory(coming), not self._states.away).result()
-
-    def stats(self) -> dict[str, float]:
-        """Running totals and the present load (requests running or waiting)."""
-        totals = {name: float(value) for name, value in asdict(self._counters).items()}
-        return {**totals, "in_flight": float(len(self._open)), "weight_version": float(self._weight_version)}
-
-    def shutdown(self) -> None:
-        """Stops the engine's processes; requests in flight fail with ``EngineStoppedError``."""
-        if hasattr(self, "_engine"):
-            self._engine.close()
+    def move_in(self, coming: States) -> Future[None]:
+        return self._engine.submit("onload", self._memory(coming), not self._states.away)
 
     async def _do(self, method: str, *args: Any) -> Any:
         return await asyncio.wrap_future(self._engine.submit(method, *args))
 
-    def _call(self, request: GenerateRequest, rid: str, seed: int, limit: int) -> tuple[Any, ...]:
+    def _call(self, request: GenerateRequest, rid: str, limit: int) -> tuple[Any, ...]:
         """Arguments of ``SglangServer.generate``."""
         params = request.params
         ours = {
-            "seed": seed,
+            "seed": self.seed_of(request),
             "prompt_len": len(request.prompt_ids),
             "temperature": float(params.temperature),
             "top_k": params.top_k,
@@ -278,37 +193,6 @@ class SglangStrategy:
             "custom_params": ours,
         }
         return rid, request.prompt_ids.tolist(), sampling
-
-    def _completion(self, request: GenerateRequest, result: Mapping[str, Any]) -> Completion:
-        tokens, logprobs = result["tokens"], result["logprobs"]
-        if len(tokens) != len(logprobs):
-            raise RuntimeError(f"sglang gave {len(logprobs)} log-probs for {len(tokens)} tokens")
-        if any(map(math.isnan, logprobs)):
-            raise FloatingPointError(f"request {request.request_id!r}: the model's logits are NaN")
-        self._counters.finished += 1
-        self._counters.generated_tokens += len(tokens)
-        self._counters.shared_tokens += result["cached"]
-        self._counters.prefill_tokens += len(request.prompt_ids) - result["cached"]
-        return Completion(
-            request_id=request.request_id,
-            token_ids=np.array(tokens, dtype=np.int64),
-            logprobs=np.array(logprobs, dtype=np.float32),
-            finish_reason=FinishReason(result["reason"]),
-            weight_version=self._weight_version if result["version"] is None else int(result["version"]),
-        )
-
-    @contextlib.asynccontextmanager
-    async def _updating(self, version: int) -> AsyncIterator[None]:
-        """Between two steps, one update at a time. What fails in here leaves a model that nobody should sample."""
-        await self._do("begin_update")
-        try:
-            yield
-            await self._do("end_update", version)
-        except BaseException as error:
-            logger.exception("%s: the weights may be half replaced, the engine stops", self._context.role)
-            self._engine.close(f"failed in a weight update: {type(error).__name__}: {error}")
-            raise EngineStoppedError("the generation engine failed in a weight update") from error
-        self._weight_version = version
 
     async def _load(self, bucket: WeightBucket, names: Mapping[str, str]) -> None:
         """Hands a bucket's tensors to the engine under their new names, without a way through the host on a GPU."""
@@ -335,7 +219,7 @@ class SglangStrategy:
         }
         if self._on_cpu:
             wanted |= cpu.environment(self._tp_size)
-        if locate_model(self._context.model_path)[1]:
+        if locate_model(self.context.model_path)[1]:
             wanted["HF_HUB_OFFLINE"] = "1"
         return wanted | {k: v for k, v in os.environ.items() if k not in ("PYTHONHOME", "VIRTUAL_ENV")}
 

@@ -9,14 +9,13 @@ Several workers of a role are independent replicas; one worker has ``tensor_para
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,18 +25,13 @@ from torch import Tensor
 
 from roll.configs.engines.vllm import CARD, VllmConfig
 from roll.configs.problems import ConfigErrors
-from roll.data.requests import Completion, FinishReason, GenerateRequest
-from roll.distributed.strategy.base import RankInfo, States, StrategyContext
+from roll.data.requests import Completion, GenerateRequest
+from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.engines import require_engine
 from roll.distributed.strategy.generation.engine_loop import EngineLoop, brought_from
+from roll.distributed.strategy.generation.generator import Generator
 from roll.distributed.strategy.generation.model_outline import ModelOutline
-from roll.distributed.strategy.generation.requests import (
-    Counters,
-    EngineStoppedError,
-    ResidentStates,
-    check_request,
-    scratch_folder,
-)
+from roll.distributed.strategy.generation.requests import EngineStoppedError, scratch_folder
 from roll.distributed.strategy.vllm.arguments import (
     check_cpu_kernels,
     engine_arguments,
@@ -49,8 +43,7 @@ from roll.distributed.weights.adapters import peft_config
 from roll.distributed.weights.buckets import as_tensor, host_bytes
 from roll.distributed.weights.contents import WeightBucket, contents
 from roll.distributed.weights.segments import SegmentPool
-from roll.distributed.weights.update_stream import UpdateStream, on_device, receive
-from roll.models.sampling import child_seed
+from roll.distributed.weights.update_stream import on_device
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -66,41 +59,39 @@ MEMORY = {States.WEIGHTS: "weights", States.CACHE: "kv_cache"}  # vLLM's names
 ADAPTER_ID = 1  # vLLM counts adapters from 1; there is only one, replaced in place
 
 
-class VllmStrategy:
-    """A ``GenerateStrategy``. Call ``setup`` first and ``shutdown`` last."""
+class VllmStrategy(Generator[dict[str, str]]):
+    """A ``GenerateStrategy`` whose engine runs in processes of its own, on an event loop of this one.
+
+    A request in flight keeps its own keys and values over an update; an adapter changes them with the update.
+    """
+
+    name = "vllm"
 
     def __init__(self, context: StrategyContext) -> None:
-        if context.head != "lm":
-            raise ValueError(f"{context.role}: vllm has no {context.head!r} head; expected 'lm'")
+        super().__init__(context)
         require_engine("vllm", extra="vllm", strategy="vllm")
-        self._context = context
         options = context.worker.strategy_args.strategy_config
         self._config = VllmConfig.model_validate(options)
         if problems := CARD.option_problems(options):
             prefix = f"{context.role}.strategy_args.strategy_config"
             raise ConfigErrors([problem.under(prefix) for problem in problems])
         self._on_cpu = not torch.cuda.is_available()
-        self._counters = Counters()
-        self._open: set[str] = set()
-        self._holds: set[str] = set()
-        self._states = ResidentStates()
-        self._weight_version = 0
+        self.can_offload = not self._on_cpu
         self._adapter: LoRARequest | None = None
         self._cache_epoch = 0
         self._staging = SegmentPool()
         self._failures = Failures()
-        self._stopped: str | None = None
 
-    def setup(self) -> RankInfo:
+    def start(self) -> None:
         """Starts the engine, which loads the model.
 
         Raises:
             MissingEngineError: vLLM is not installed.
             ValueError: the model cannot be loaded, or an option does not fit it.
         """
-        context = self._context
+        context = self.context
         self._outline = ModelOutline(context)
-        self._stream = UpdateStream(self._outline.check_weights)
+        self.vocab_size = self._outline.vocab_size
         longest = self._config.max_model_len
         if longest is not None and longest < context.sequence_length:
             wanted = f"at least sequence_length ({context.sequence_length})"
@@ -108,138 +99,53 @@ class VllmStrategy:
         self._outline.check_role(context)
         self._loop = EngineLoop(f"vllm-{context.role}-{context.rank}")
         try:
-            self._loop.run(self._start())
+            self._loop.submit(self._start()).result()
         except BaseException:
             self._loop.close()
             raise
-        return RankInfo(
-            rank=context.rank, world_size=context.world_size, dp_rank=context.rank, dp_size=context.world_size
-        )
 
-    @property
-    def weight_version(self) -> int:
-        return self._weight_version
-
-    @property
-    def can_offload(self) -> bool:
-        """Whether ``offload`` frees device memory: on a CPU it does not."""
-        return not self._on_cpu
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """Samples one completion.
-
-        A cancelled caller aborts its request.
-
-        Raises:
-            ValueError: the prompt is empty or longer than ``sequence_length``, a token id is outside the vocabulary,
-                a sampling parameter is out of range, or the request id is in flight.
-            EngineStoppedError: the engine failed, now or earlier, or was shut down.
-        """
-        return (await self.generate_n(request, 1))[0]
-
-    async def generate_n(self, request: GenerateRequest, n: int) -> list[Completion]:
-        """Samples ``n`` completions of one prompt, which the prefix cache shares. Otherwise as ``generate``.
-
-        With a seed, sample 0 is what ``generate`` gives and the others have seeds derived from it.
-        """
-        limit = check_request(
-            request, vocab_size=self._outline.vocab_size, sequence_length=self._context.sequence_length, n=n
-        )
-        self._check_alive()
-        seed = request.params.seed
-        sampling = [self._sampling(request, None if seed is None else child_seed(seed, i), limit) for i in range(n)]
-        return await self._loop.call(self._generate_all(request, sampling))
-
-    async def abort(self, request_id: str) -> None:
-        """Finishes a request with the tokens it has, reason ABORT; an unknown id is ignored (it may be done)."""
-        self._check_alive()
-        await self._loop.call(self._abort(request_id))
-
-    async def update_weights(
-        self, buckets: AsyncIterator[WeightBucket], version: int, *, recompute_kv: bool = False
-    ) -> None:
-        """Replaces all weights between two steps; requests in flight go on, and an adapter is dropped.
-
-        Everything is received and checked before anything is changed; updates after the first that lie on the
-        worker's GPU are loaded as they come. Keys and values that were computed with the old weights serve only the
-        requests in flight, for which they are stale by one update.
-
-        Args:
-            buckets: all of the model's weights under Hugging Face names.
-            version: what completions that start from now on report.
-            recompute_kv: prefill the running requests anew, so that nothing is stale.
-
-        Raises:
-            WeightChecksumError: a bucket was damaged.
-            WeightMismatchError: names or shapes are not the model's; the old weights stay.
-            EngineStoppedError: something failed while the engine loaded; it cannot be used any more.
-        """
-        received, names = await self._stream.open(buckets)
-        self._check_alive()
-        brought = brought_from(asyncio.get_running_loop(), received)
-        await self._loop.call(self._replace_weights(brought, names, version, recompute_kv))
-
-    async def update_adapter(self, buckets: AsyncIterator[WeightBucket], version: int) -> None:
-        """Puts a LoRA adapter on the base weights, in place of the one before; otherwise as ``update_weights``.
-
-        Args:
-            buckets: the whole adapter under the names of peft's state dict.
-            version: what completions that start from now on report.
-
-        Raises:
-            WeightChecksumError: a bucket was damaged.
-            WeightMismatchError: names or shapes are not those of ``lora``; the old adapter stays.
-            EngineStoppedError: the engine failed.
-        """
-        _, tensors = await receive(buckets)
-        self._outline.check_adapter(self._context.lora, tensors)
-        self._check_alive()
-        await self._loop.call(self._replace_adapter(tensors, version))
-
-    async def pause(self) -> None:
-        """Returns when the step in progress is done; requests stay, and new ones queue, until ``resume``."""
-        self._check_alive()
-        await self._loop.call(self._hold("pause"))
-
-    async def resume(self) -> None:
-        self._check_alive()
-        await self._loop.call(self._release("pause"))
-
-    def offload(self, what: States) -> None:
-        """Frees the cache, or moves the weights to host memory too; requests wait for both, keeping their tokens.
-
-        On a CPU nothing is freed (see ``can_offload``); requests wait all the same.
-        """
-        leaving = self._states.leave(what)
-        if not leaving:
-            return
-        self._check_alive()
-        if self._on_cpu:
-            logger.warning("%s: vllm frees no memory on a CPU; offload only holds the requests", self._context.role)
-        self._loop.run(self._sleep(leaving))
-
-    def onload(self, what: States) -> None:
-        """Takes weights or cache back to the device; requests go on when nothing is away any more."""
-        coming = self._states.come_back(what)
-        if coming:
-            self._check_alive()
-            self._loop.run(self._wake(coming))
-
-    def stats(self) -> dict[str, float]:
-        """Running totals and the present load (requests running or waiting)."""
-        totals = {name: float(value) for name, value in asdict(self._counters).items()}
-        return {**totals, "in_flight": float(len(self._open)), "weight_version": float(self._weight_version)}
-
-    def shutdown(self) -> None:
-        """Stops the engine's processes; requests in flight fail with ``EngineStoppedError``."""
+    def stop(self, why: str) -> None:
         if not hasattr(self, "_engine"):
             return
-        self._stopped = self._stopped or "was shut down"
         self._loop.close()
         self._engine.shutdown(timeout=SHUTDOWN_S)
         del self._engine  # else its finaliser runs when the interpreter is half gone
 
-    def _sampling(self, request: GenerateRequest, seed: int | None, limit: int) -> VllmSamplingParams:
+    async def sample(self, request: GenerateRequest, limit: int) -> Completion:
+        return await asyncio.wrap_future(self._loop.submit(self._sample(request, self._sampling(request, limit))))
+
+    def end(self, request_id: str) -> Future[None]:
+        return self._loop.submit(self._abort(request_id))
+
+    def halt(self) -> Future[None]:
+        return self._loop.submit(self._engine.pause_generation(mode="keep", clear_cache=False))
+
+    def go_on(self) -> Future[None]:
+        return self._loop.submit(self._engine.resume_generation())
+
+    def check_weights(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        return self._outline.check_weights(tensors)
+
+    async def load_weights(self, buckets: AsyncIterator[WeightBucket], plan: dict[str, str]) -> None:
+        brought = brought_from(asyncio.get_running_loop(), buckets)
+        await asyncio.wrap_future(self._loop.submit(self._replace_weights(brought, plan)))
+
+    def check_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        self._outline.check_adapter(self.context.lora, tensors)
+
+    async def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        self._adapter = await asyncio.wrap_future(self._loop.submit(self._load_adapter(tensors)))
+
+    def use_version(self, version: int, recompute_kv: bool) -> Future[None]:
+        return self._loop.submit(self._now_at(version, recompute_kv))
+
+    def move_out(self, leaving: States) -> Future[None]:
+        return self._loop.submit(self._sleep(leaving))
+
+    def move_in(self, coming: States) -> Future[None]:
+        return self._loop.submit(self._wake(coming))
+
+    def _sampling(self, request: GenerateRequest, limit: int) -> VllmSamplingParams:
         from vllm.exceptions import VLLMError
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -253,7 +159,7 @@ class VllmStrategy:
                 repetition_penalty=params.repetition_penalty,
                 stop=list(params.stop),
                 include_stop_str_in_output=True,
-                seed=seed,
+                seed=None if params.seed is None else self.seed_of(request),
                 ignore_eos=True,  # stop_token_ids are all that end a completion, as in every generator
                 stop_token_ids=self._outline.eos_ids,
                 logprobs=0,  # of the sampled token alone
@@ -269,7 +175,7 @@ class VllmStrategy:
     # What follows runs on the engine's loop.
 
     async def _start(self) -> None:
-        context = self._context
+        context = self.context
         with environment(context.model_path, self._on_cpu, self._failures.config):
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -283,28 +189,12 @@ class VllmStrategy:
             except RuntimeError as error:  # one of its processes ended
                 reason = f"{context.model_path}: {self._failures.first()}"
                 raise ValueError(f"{context.role}: vllm could not start with {reason}") from error
-        self._update_lock = asyncio.Lock()
         self._num_processes = len(await self._rpc("roll_prepare", os.getpid()))
         await self._engine.update_weight_version("0")
         await self._engine.get_supported_tasks()  # cached, so that a request is registered without a pause
         logger.info("%s: vllm started in %.1f s", context.role, time.monotonic() - started)
 
-    async def _generate_all(self, request: GenerateRequest, sampling: Sequence[VllmSamplingParams]) -> list[Completion]:
-        if request.request_id in self._open:
-            raise ValueError(f"request_id {request.request_id!r} is in flight already; expected a unique id")
-        self._open.add(request.request_id)
-        samples = [asyncio.create_task(self._generate_one(request, one)) for one in sampling]
-        try:
-            return list(await asyncio.gather(*samples))
-        except BaseException:
-            for sample in samples:
-                sample.cancel()
-            await asyncio.gather(*samples, return_exceptions=True)
-            raise
-        finally:
-            self._open.discard(request.request_id)
-
-    async def _generate_one(self, request: GenerateRequest, sampling: VllmSamplingParams) -> Completion:
+    async def _sample(self, request: GenerateRequest, sampling: VllmSamplingParams) -> Completion:
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -318,72 +208,38 @@ class VllmStrategy:
             self._stopped = self._stopped or "died"
             raise EngineStoppedError(f"the generation engine died: {self._failures.first()}") from error
         except asyncio.CancelledError:
-            if self._stopped is not None:
-                raise EngineStoppedError(f"the generation engine {self._stopped}") from None
+            self._check_alive()  # it is the engine that ends, and not the caller who left
             raise
         assert last is not None
-        return self._completion(request, last)
-
-    def _completion(self, request: GenerateRequest, output: RequestOutput) -> Completion:
-        (sample,) = output.outputs
-        cached = output.num_cached_tokens or 0
-        self._counters.finished += 1
-        self._counters.generated_tokens += len(sample.token_ids)
-        self._counters.shared_tokens += cached
-        self._counters.prefill_tokens += len(request.prompt_ids) - cached
+        (sample,) = last.outputs
         logprobs: list[float] = sample.logprobs.logprobs if sample.token_ids else []  # type: ignore[union-attr]
         # With logprobs=0 there is one entry per token.
-        if len(logprobs) != len(sample.token_ids):
-            raise RuntimeError(f"vllm gave {len(logprobs)} log-probs for {len(sample.token_ids)} tokens")
         spans = sample.weight_versions
-        return Completion(
-            request_id=request.request_id,
-            token_ids=np.array(sample.token_ids, dtype=np.int64),
-            logprobs=np.array(logprobs, dtype=np.float32),
-            finish_reason=FinishReason(str(sample.finish_reason)),
-            weight_version=int(spans[0].version) if spans else self._weight_version,
+        return self.completion(
+            request,
+            list(sample.token_ids),
+            logprobs,
+            str(sample.finish_reason),
+            cached=last.num_cached_tokens or 0,
+            version=int(spans[0].version) if spans else None,
         )
 
     async def _abort(self, request_id: str) -> None:
         await asyncio.sleep(0)  # a request that came just before becomes known to the engine in this turn of the loop
         await self._engine.abort(request_id)
 
-    async def _replace_weights(
-        self, buckets: AsyncIterator[WeightBucket], names: Mapping[str, str], version: int, recompute_kv: bool
-    ) -> None:
-        async with self._updating():
-            await self._rpc("roll_begin_weights", self._staging.ids)
-            async for bucket in buckets:
-                await self._load(bucket, names)
-            self._take_back(await self._rpc("roll_finish_weights"))
-            self._staging.trim(STAGED_BUCKETS, 0)
-            if not self._on_cpu:
-                device_memory.collect()
-            if self._adapter is not None and self._context.lora is not None:
-                # vLLM dropped it. Requests in flight still name it, so it comes back as one that changes nothing.
-                await self._load_adapter(self._outline.empty_adapter(self._context.lora))
-                self._adapter = None
-            await self._now_at(version, recompute_kv=recompute_kv)
-
-    async def _replace_adapter(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        async with self._updating():
-            self._adapter = await self._load_adapter(tensors)
-            await self._now_at(version)
-
-    @contextlib.asynccontextmanager
-    async def _updating(self) -> AsyncIterator[None]:
-        """Between two steps, one update at a time. What fails in here leaves a model that nobody should sample."""
-        async with self._update_lock:
-            if States.WEIGHTS in self._states.away and not self._on_cpu:
-                raise RuntimeError("vllm: the weights are off the device; call onload before an update")
-            await self._hold("update")
-            try:
-                yield
-            except BaseException as error:
-                self._stopped = f"failed in a weight update: {type(error).__name__}: {error}"
-                logger.exception("%s: the weights may be half replaced, the engine stops", self._context.role)
-                raise EngineStoppedError(f"the generation engine {self._stopped}") from error
-            await self._release("update")
+    async def _replace_weights(self, buckets: AsyncIterator[WeightBucket], names: Mapping[str, str]) -> None:
+        await self._rpc("roll_begin_weights", self._staging.ids)
+        async for bucket in buckets:
+            await self._load(bucket, names)
+        self._take_back(await self._rpc("roll_finish_weights"))
+        self._staging.trim(STAGED_BUCKETS, 0)
+        if not self._on_cpu:
+            device_memory.collect()
+        if self._adapter is not None and self.context.lora is not None:
+            # vLLM dropped it. Requests in flight still name it, so it comes back as one that changes nothing.
+            await self._load_adapter(self._outline.empty_adapter(self.context.lora))
+            self._adapter = None
 
     async def _load(self, bucket: WeightBucket, names: Mapping[str, str]) -> None:
         """Hands one bucket to the workers: through memory that they map, or as a handle to the device's."""
@@ -411,7 +267,7 @@ class VllmStrategy:
         from safetensors.torch import save_file
         from vllm.lora.request import LoRARequest
 
-        spec = self._context.lora
+        spec = self.context.lora
         assert spec is not None
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         with tempfile.TemporaryDirectory(prefix="roll-vllm-", dir=scratch_folder(num_bytes)) as name:
@@ -426,51 +282,27 @@ class VllmStrategy:
         # Requests carry it without load_inplace: they find it loaded and never read the folder.
         return LoRARequest("policy", ADAPTER_ID, "memory")
 
-    async def _now_at(self, version: int, *, recompute_kv: bool = False) -> None:
-        self._weight_version = version
+    async def _now_at(self, version: int, recompute_kv: bool) -> None:
         self._cache_epoch += 1
         await self._engine.update_weight_version(str(version))
         # Old entries could not be found any more; without running requests the reset also frees them at once.
         if recompute_kv or not self._open:
             await self._engine.reset_prefix_cache(reset_running_requests=recompute_kv)
 
-    async def _hold(self, reason: str) -> None:
-        """No step starts until ``_release(reason)``."""
-        self._holds.add(reason)
-        await self._engine.pause_generation(mode="keep", clear_cache=False)
-
-    async def _release(self, reason: str) -> None:
-        self._holds.discard(reason)
-        if not self._holds:
-            await self._engine.resume_generation()
-
     async def _sleep(self, leaving: States) -> None:
-        async with self._update_lock:
-            await self._hold("offload")
-            if self._on_cpu:
-                return
-            # Level 2 would drop the weights, which nobody promises to send again before the next request.
-            await self._engine.sleep(level=1, mode="keep")
-            if States.WEIGHTS not in leaving:  # vLLM only frees a cache alone that no request uses
-                await self._engine.wake_up([MEMORY[States.WEIGHTS]])
+        if self._on_cpu:
+            return
+        # Level 2 would drop the weights, which nobody promises to send again before the next request.
+        await self._engine.sleep(level=1, mode="keep")
+        if States.WEIGHTS not in leaving:  # vLLM only frees a cache alone that no request uses
+            await self._engine.wake_up([MEMORY[States.WEIGHTS]])
 
     async def _wake(self, coming: States) -> None:
-        async with self._update_lock:
-            if not self._on_cpu:
-                await self._engine.wake_up([MEMORY[what] for what in coming])  # the last part resumes, too
-                self._cache_epoch += 1
-            if not self._states.away:
-                self._holds.discard("offload")
-            if self._holds:
-                await self._engine.pause_generation(mode="keep", clear_cache=False)
-            else:
-                await self._engine.resume_generation()
+        if not self._on_cpu:
+            await self._engine.wake_up([MEMORY[what] for what in coming])  # the last part resumes, too
+            self._cache_epoch += 1
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         """Calls a ``WorkerExtension`` method in every worker process; their answers by rank."""
         answers: list[Any] = await self._engine.collective_rpc(method, args=args)
         return answers
-
-    def _check_alive(self) -> None:
-        if self._stopped is not None:
-            raise EngineStoppedError(f"the generation engine {self._stopped}")

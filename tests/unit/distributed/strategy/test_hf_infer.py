@@ -118,7 +118,7 @@ async def wait_for(condition: Callable[[], bool]) -> None:
 async def held_at(engine: HfInfer, num_tokens: int) -> None:
     """Waits until the engine has sampled ``num_tokens`` and stands still right there, however loaded the machine is.
 
-    Undone with ``engine._engine.release("test")``.
+    Undone with ``engine._release("test")``.
     """
     batching, held = engine._batching, asyncio.Event()
     loop, step = asyncio.get_running_loop(), batching.step
@@ -126,7 +126,8 @@ async def held_at(engine: HfInfer, num_tokens: int) -> None:
     def step_and_hold() -> Any:
         finished = step()
         if batching.counters.generated_tokens >= num_tokens:
-            engine._engine._holds.add("test")
+            engine._holds.add("test")
+            engine._engine.halted = True
             del batching.step  # back to the class's own
             loop.call_soon_threadsafe(held.set)
         return finished
@@ -241,13 +242,21 @@ def test_requests_without_a_seed_differ_and_repeat_with_the_run_seed(model_path:
 
 def test_samples_of_one_prompt_share_its_prefill(model_path: Callable[..., str]) -> None:
     prompt = prompts(1, low=40)[0]
-    request = GenerateRequest("n", prompt, SamplingParams(max_new_tokens=6, seed=3))
+    requests = [GenerateRequest(str(i), prompt, SamplingParams(max_new_tokens=6, seed=i)) for i in range(5)]
+
+    async def run(engine: HfInfer) -> list[Completion]:
+        await engine.pause()  # so that they are admitted in one step
+        tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+        await asyncio.sleep(0)
+        await engine.resume()
+        return await asyncio.gather(*tasks)
+
     with engine_of(model_path()) as engine:
-        samples = asyncio.run(engine.generate_n(request, 5))
+        samples = asyncio.run(run(engine))
         stats = engine.stats()
         assert stats["prefill_tokens"] == len(prompt) - 1
         assert stats["shared_tokens"] == 4 * (len(prompt) - 1)
-        single = asyncio.run(engine.generate(request))
+        single = asyncio.run(engine.generate(requests[0]))
     assert samples[0].token_ids.tolist() == single.token_ids.tolist()
     assert len({tuple(s.token_ids.tolist()) for s in samples}) > 1
     model = load(model_path())
@@ -357,7 +366,7 @@ def test_abort_returns_what_was_sampled_and_leaves_the_others_alone(model_path: 
         assert len(first.logprobs) == len(first.token_ids)
         assert len(last.token_ids) == 0  # two slots: it never ran
         assert last.weight_version == 0
-        engine._engine.release("test")
+        engine._release("test")
         second = await tasks[1]
         assert second.token_ids.tolist() == greedy_oracle(load(model_path()), other.prompt_ids, 150)
 
@@ -378,7 +387,7 @@ def test_a_cancelled_caller_aborts_its_request(model_path: Callable[..., str]) -
         pause = asyncio.create_task(engine.pause())
         await asyncio.sleep(0)
         pause.cancel()  # nor does a cancelled command harm the engine
-        engine._engine.release("test")
+        engine._release("test")
         await engine.resume()
         await engine.generate(request)
 
@@ -393,7 +402,7 @@ def test_pause_stops_steps_and_resume_goes_on_with_the_same_tokens(model_path: C
         task = asyncio.create_task(engine.generate(request))
         await held_at(engine, 3)
         await engine.pause()
-        engine._engine.release("test")
+        engine._release("test")
         steps = engine.stats()["steps"]
         late_task = asyncio.create_task(engine.generate(late))
         await asyncio.sleep(0.05)
@@ -417,7 +426,7 @@ def test_offload_keeps_requests_which_go_on_after_onload(model_path: Callable[..
         engine.offload(States.OPTIMIZER)
         assert engine.stats()["running"] == 5
         engine.offload(States.ALL)
-        engine._engine.release("test")
+        engine._release("test")
         steps = engine.stats()["steps"]
         assert engine.stats()["running"] == 0
         await asyncio.sleep(0.03)
@@ -462,7 +471,7 @@ def test_a_request_in_flight_goes_on_with_the_new_weights(recompute_kv: bool, mo
         done = 12
         await held_at(engine, done)
         await engine.update_weights(buckets_of(model_path(seed=1)), 3, recompute_kv=recompute_kv)
-        engine._engine.release("test")
+        engine._release("test")
         completion = await task
         tokens = completion.token_ids.tolist()
         assert completion.weight_version == 0  # that of its first token
@@ -507,6 +516,26 @@ def test_refused_updates_leave_the_old_weights(model_path: Callable[..., str]) -
         asyncio.run(run(engine))
 
 
+def test_an_update_that_fails_half_way_stops_the_engine_and_whoever_waits(
+    model_path: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(*_: Any) -> None:
+        raise MemoryError("no room for the new weights")
+
+    async def run(engine: HfInfer) -> None:
+        running = asyncio.create_task(engine.generate(GenerateRequest("x", prompts(1)[0])))
+        await held_at(engine, 1)
+        monkeypatch.setattr(engine, "load_weights", broken)
+        with pytest.raises(EngineStoppedError, match="failed in a weight update: MemoryError"):
+            await engine.update_weights(buckets_of(model_path(seed=1)), 1)
+        for call in (running, engine.generate(GenerateRequest("y", prompts(1)[0])), engine.pause()):
+            with pytest.raises(EngineStoppedError, match="failed in a weight update: MemoryError"):
+                await asyncio.wait_for(call, 20)
+
+    with engine_of(model_path()) as engine:
+        asyncio.run(run(engine))
+
+
 def test_an_error_in_a_step_fails_every_pending_request_and_all_later_ones(
     model_path: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -520,7 +549,7 @@ def test_an_error_in_a_step_fails_every_pending_request_and_all_later_ones(
             raise MemoryError("no room for the logits")
 
         monkeypatch.setattr(engine._model, "forward", broken)
-        engine._engine.release("test")
+        engine._release("test")
         async with asyncio.timeout(20):
             outcomes = await asyncio.gather(*tasks, return_exceptions=True)
         for outcome in outcomes:

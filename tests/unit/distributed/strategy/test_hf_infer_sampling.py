@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from roll.models.sampling import SamplerRows, child_seed, sample, uniforms
+from roll.models.sampling import SamplerRows, sample, uniforms
 from roll.models.stop_strings import StopStrings
 from roll.models.tiny import make_tokenizer
 
@@ -124,26 +124,6 @@ def test_uniforms_are_split_mix_64_in_plain_integers() -> None:
         bits = mix((mix((seed + golden) % 2**64) + (index + 1) * golden) % 2**64) >> 41
         assert value == (bits + 0.5) / 2**23
         assert 0 < value < 1
-
-
-def test_child_seeds_differ_and_sample_zero_keeps_the_seed() -> None:
-    assert child_seed(42, 0) == 42
-    seeds = {child_seed(seed, index) for seed in range(50) for index in range(50)}
-    assert len(seeds) == 2500
-    assert all(0 <= seed < 2**64 for seed in seeds | {child_seed(-1, 0), child_seed(2**70, 3)})
-
-
-@pytest.mark.parametrize("stop", ["</answer>", "世", "界!", "\n", "er>", "<|im_end|>", " "])
-def test_stop_strings_are_found_at_the_token_that_completes_them(stop: str) -> None:
-    """The tokenizer is byte-level: a Chinese character takes three tokens, and is whole only at the third."""
-    tokenizer = make_tokenizer()
-    finder = StopStrings(tokenizer)
-    text = "Hello 世界! I go\n<answer>Up</answer><|im_end|>\n"
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    found = [
-        n for n in range(1, len(ids) + 1) if finder.may_end((stop,), ids[n - 1]) and finder.found((stop,), ids[:n])
-    ]
-    assert found[0] == next(n for n in range(1, len(ids) + 1) if stop in tokenizer.decode(ids[:n]))
 
 
 def test_few_tokens_ask_for_a_look_at_the_text() -> None:

@@ -1,0 +1,351 @@
+"""Generation, whichever engine samples: what every engine's requests, updates and moves have in common.
+
+An engine brings a few operations, which answer by futures because it lives on a thread, a loop or a process of its
+own: start and stop, sample and abort, hold and go on, load weights or an adapter and use them, move memory. What is
+here is the same for all of them: requests are checked before an engine sees them, an update is received and checked
+before an engine changes anything, weights change between two steps, nothing runs while a hold is on or a part of the
+memory is away, and who fails is reported and stopped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from roll.data.requests import Completion, FinishReason, GenerateRequest
+from roll.distributed.strategy.base import RankInfo, States, StrategyContext
+from roll.distributed.strategy.generation.requests import (
+    Counters,
+    EngineStoppedError,
+    ResidentStates,
+    check_request,
+)
+from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.update_stream import UpdateStream, receive
+
+logger = logging.getLogger(__name__)
+
+PlanT = TypeVar("PlanT")
+"""What an engine's check of an update finds out for loading it."""
+
+_LOCK_POLL_S = 0.005
+_MASK64 = (1 << 64) - 1
+
+
+class Generator(ABC, Generic[PlanT]):
+    """A ``GenerateStrategy``. Call ``setup`` first and ``shutdown`` last. The methods without a body are the engine's.
+
+    Its coroutines may be awaited on any event loop; ``offload``, ``onload`` and ``shutdown`` block.
+    """
+
+    name: ClassVar[str]
+    can_offload: bool = True
+    """``offload`` frees device memory; otherwise it only holds the requests."""
+    vocab_size: int
+    """Set by ``start``."""
+    streams_from_device = True
+    """Updates after the first that lie on the device are loaded bucket by bucket, see ``UpdateStream``."""
+
+    def __init__(self, context: StrategyContext) -> None:
+        if context.head != "lm":
+            raise ValueError(f"{context.role}: {self.name} has no {context.head!r} head; expected 'lm'")
+        self.context = context
+        self.counters = Counters()
+        self.weight_version = 0
+        """What completions that start from now on report."""
+        self._stream = UpdateStream(self.check_weights, from_device=self.streams_from_device)
+        self._states = ResidentStates()
+        self._open: set[str] = set()
+        self._holds: set[str] = set()
+        self._gate = threading.Lock()
+        """Guards the sets above; the engine hears of holds in the order in which they change."""
+        self._exclusive = threading.Lock()
+        """Held by an update or a move of memory: one at a time."""
+        self._stopped: str | None = None
+        # The stream of seeds for requests that bring none: it differs by worker and repeats with the run's seed.
+        self._seeds = random.Random(f"{context.seed}/{context.role}/{context.rank}")
+
+    @abstractmethod
+    def start(self) -> None:
+        """Loads the model and starts the engine.
+
+        Raises:
+            ValueError: the model cannot be loaded, or an option does not fit it.
+            EngineStoppedError: the engine did not come up.
+        """
+
+    @abstractmethod
+    def stop(self, why: str) -> None:
+        """Ends the engine; what is in flight fails with ``EngineStoppedError``. Called again, it does nothing."""
+
+    @abstractmethod
+    async def sample(self, request: GenerateRequest, limit: int) -> Completion:
+        """Samples at most ``limit`` tokens. A cancelled caller ends the request in the engine."""
+
+    @abstractmethod
+    def end(self, request_id: str) -> Future[Any]:
+        """Makes ``sample`` return what it has, reason ABORT; an unknown id is ignored."""
+
+    @abstractmethod
+    def halt(self) -> Future[Any]:
+        """Starts no further step until ``go_on``; done when the step in progress is. May be called again."""
+
+    @abstractmethod
+    def go_on(self) -> Future[Any]:
+        """Takes steps again. May be called again."""
+
+    @abstractmethod
+    def check_weights(self, tensors: Mapping[str, Tensor]) -> PlanT:
+        """Checks that these are all of the model's weights, before anything is changed.
+
+        Returns:
+            What ``load_weights`` wants to know of them; of the names and shapes alone where updates are streamed.
+
+        Raises:
+            WeightMismatchError: names or shapes are not the model's.
+        """
+
+    @abstractmethod
+    async def load_weights(self, buckets: AsyncIterator[WeightBucket], plan: PlanT) -> None:
+        """Replaces all weights while no step runs, and drops an adapter. What it raises stops the engine."""
+
+    @abstractmethod
+    def check_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Checks that these are one whole adapter for the model, as ``check_weights``."""
+
+    @abstractmethod
+    async def load_adapter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Puts an adapter in place of the one before, as ``load_weights``."""
+
+    @abstractmethod
+    def use_version(self, version: int, recompute_kv: bool) -> Future[Any]:
+        """Ends an update, while no step runs: nothing is found any more that was computed with the old weights.
+
+        Args:
+            version: what the first token of a completion is reported to come from, from now on.
+            recompute_kv: prefill the running requests anew. Otherwise their own keys and values stay.
+        """
+
+    @abstractmethod
+    def move_out(self, leaving: States) -> Future[Any]:
+        """Frees the cache, or moves the weights to host memory too, while no step runs."""
+
+    @abstractmethod
+    def move_in(self, coming: States) -> Future[Any]:
+        """Takes weights or cache back to the device, while no step runs."""
+
+    def setup(self) -> RankInfo:
+        """Starts the engine; see ``start`` for what it raises. Each worker is a replica of its own."""
+        self.start()
+        rank, size = self.context.rank, self.context.world_size
+        return RankInfo(rank=rank, world_size=size, dp_rank=rank, dp_size=size)
+
+    def shutdown(self) -> None:
+        """Stops the engine; requests in flight, and whatever comes, fail with ``EngineStoppedError``."""
+        self._stop("was shut down")
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Samples one completion.
+
+        A cancelled caller aborts its request.
+
+        Raises:
+            ValueError: the prompt is empty or longer than ``sequence_length``, a token id is outside the vocabulary,
+                a sampling parameter is out of range, or the request id is in flight.
+            EngineStoppedError: the engine failed, now or earlier, or was shut down.
+        """
+        limit = check_request(request, vocab_size=self.vocab_size, sequence_length=self.context.sequence_length)
+        self._check_alive()
+        with self._in_flight(request.request_id):
+            return await self.sample(request, limit)
+
+    async def abort(self, request_id: str) -> None:
+        """Finishes a request with the tokens it has, reason ABORT; an unknown id is ignored (it may be done)."""
+        self._check_alive()
+        await asyncio.wrap_future(self.end(request_id))
+
+    async def pause(self) -> None:
+        """Returns when the step in progress is done; requests stay, and new ones queue, until ``resume``."""
+        self._check_alive()
+        await asyncio.wrap_future(self._hold("pause"))
+
+    async def resume(self) -> None:
+        self._check_alive()
+        await asyncio.wrap_future(self._release("pause"))
+
+    async def update_weights(
+        self, buckets: AsyncIterator[WeightBucket], version: int, *, recompute_kv: bool = False
+    ) -> None:
+        """Replaces all weights between two steps; requests in flight go on, and an adapter is dropped.
+
+        Everything is received and checked before anything is changed, see ``UpdateStream``. Keys and values that were
+        computed with the old weights serve only the requests in flight, for which they are stale by one update.
+
+        Args:
+            buckets: all of the model's weights under Hugging Face names.
+            version: what completions that start from now on report.
+            recompute_kv: prefill the running requests anew, so that nothing is stale. SGLang always does.
+
+        Raises:
+            WeightChecksumError: a bucket was damaged.
+            WeightMismatchError: names or shapes are not the model's; the old weights stay.
+            EngineStoppedError: something failed while the engine loaded; it cannot be used any more.
+        """
+        received, plan = await self._stream.open(buckets)
+        async with self._updating(version, recompute_kv):
+            await self.load_weights(received, plan)
+
+    async def update_adapter(self, buckets: AsyncIterator[WeightBucket], version: int) -> None:
+        """Puts a LoRA adapter on the base weights, in place of the one before; otherwise as ``update_weights``.
+
+        Args:
+            buckets: the whole adapter under the names of peft's state dict.
+            version: what completions that start from now on report.
+
+        Raises:
+            WeightChecksumError: a bucket was damaged.
+            WeightMismatchError: names or shapes are not those of ``lora``; the old adapter stays.
+            EngineStoppedError: the engine failed.
+        """
+        _, tensors = await receive(buckets)
+        self.check_adapter(tensors)
+        async with self._updating(version):
+            await self.load_adapter(tensors)
+
+    def offload(self, what: States) -> None:
+        """Frees the cache, or moves the weights to host memory too; requests wait for both, keeping their tokens."""
+        with self._exclusive:
+            leaving = self._states.leave(what)
+            if not leaving:
+                return
+            self._check_alive()
+            if not self.can_offload:
+                logger.warning(
+                    "%s: %s frees no memory on a CPU; offload only holds the requests", self.context.role, self.name
+                )
+            self._hold("offload").result()
+            self.move_out(leaving).result()
+
+    def onload(self, what: States) -> None:
+        """Takes weights or cache back to the device; requests go on when nothing is away any more."""
+        with self._exclusive:
+            coming = self._states.come_back(what)
+            if not coming:
+                return
+            self._check_alive()
+            self.move_in(coming).result()
+            # An engine may go on by itself once all is back: it is told what holds now in any case.
+            (self._hold("offload") if self._states.away else self._release("offload")).result()
+
+    def stats(self) -> dict[str, float]:
+        """Running totals and the present load (requests running or waiting)."""
+        totals = {name: float(value) for name, value in asdict(self.counters).items()}
+        return {**totals, "in_flight": float(len(self._open)), "weight_version": float(self.weight_version)}
+
+    def seed_of(self, request: GenerateRequest) -> int:
+        """The request's own seed, or the next of this worker's stream; unsigned 64 bits."""
+        seed = request.params.seed
+        return self._seeds.getrandbits(64) if seed is None else seed & _MASK64
+
+    def completion(
+        self,
+        request: GenerateRequest,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        reason: str,
+        *,
+        cached: int,
+        version: int | None,
+    ) -> Completion:
+        """Checks and counts what an engine sampled for a request.
+
+        Args:
+            request: what was asked.
+            tokens: sampled ids.
+            logprobs: one for each.
+            reason: of ``FinishReason``.
+            cached: prompt tokens that came from the prefix cache.
+            version: of the first token; ``None`` where there is none.
+
+        Raises:
+            FloatingPointError: a log-probability is NaN.
+        """
+        if len(tokens) != len(logprobs):
+            raise RuntimeError(f"{self.name} gave {len(logprobs)} log-probs for {len(tokens)} tokens")
+        sampled = np.array(logprobs, dtype=np.float32)
+        if np.isnan(sampled).any():
+            raise FloatingPointError(f"request {request.request_id!r}: the model's logits are NaN")
+        self.counters.finished += 1
+        self.counters.generated_tokens += len(tokens)
+        self.counters.shared_tokens += cached
+        self.counters.prefill_tokens += len(request.prompt_ids) - cached
+        return Completion(
+            request_id=request.request_id,
+            token_ids=np.array(tokens, dtype=np.int64),
+            logprobs=sampled,
+            finish_reason=FinishReason(reason),
+            weight_version=self.weight_version if version is None else version,
+        )
+
+    @contextlib.contextmanager
+    def _in_flight(self, request_id: str) -> Iterator[None]:
+        with self._gate:
+            if request_id in self._open:
+                raise ValueError(f"request_id {request_id!r} is in flight already; expected a unique id")
+            self._open.add(request_id)
+        try:
+            yield
+        finally:
+            self._open.discard(request_id)
+
+    def _hold(self, reason: str) -> Future[Any]:
+        """Starts no step until this and every other reason is released."""
+        with self._gate:
+            self._holds.add(reason)
+            return self.halt()
+
+    def _release(self, reason: str) -> Future[Any]:
+        with self._gate:
+            self._holds.discard(reason)
+            return self.halt() if self._holds else self.go_on()
+
+    @contextlib.asynccontextmanager
+    async def _updating(self, version: int, recompute_kv: bool = False) -> AsyncIterator[None]:
+        """Between two steps, one update at a time. What fails in here leaves a model that nobody should sample."""
+        self._check_alive()
+        while not self._exclusive.acquire(blocking=False):  # callers come from any loop; updates are rare
+            await asyncio.sleep(_LOCK_POLL_S)
+        try:
+            if States.WEIGHTS in self._states.away and self.can_offload:
+                raise RuntimeError(f"{self.name}: the weights are off the device; call onload before an update")
+            await asyncio.wrap_future(self._hold("update"))
+            try:
+                yield
+                await asyncio.wrap_future(self.use_version(version, recompute_kv))
+            except BaseException as error:
+                logger.exception("%s: the weights may be half replaced, the engine stops", self.context.role)
+                await asyncio.to_thread(self._stop, f"failed in a weight update: {type(error).__name__}: {error}")
+                raise EngineStoppedError(f"the generation engine {self._stopped}") from error
+            self.weight_version = version
+            await asyncio.wrap_future(self._release("update"))
+        finally:
+            self._exclusive.release()
+
+    def _stop(self, why: str) -> None:
+        self._stopped = self._stopped or why
+        self.stop(why)
+
+    def _check_alive(self) -> None:
+        if self._stopped is not None:
+            raise EngineStoppedError(f"the generation engine {self._stopped}")
