@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from roll.configs.model import ModelArguments
 from roll.configs.rl import RLConfig
 from roll.configs.training import TrainingArguments
 from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.errors import WorkerDiedError
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.weights.sync import WeightSync
 from roll.models.lora import LoraSpec
@@ -19,6 +20,32 @@ from roll.pipeline.offload_manager import OffloadManager
 from roll.utils.checksums import WrittenFile
 
 logger = logging.getLogger(__name__)
+
+
+class RestartBudget:
+    """Dead workers that a run may still replace.
+
+    Args:
+        limit: ``max_worker_restarts``.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._spent = 0
+
+    def spend(self, dead: Sequence[tuple[Cluster, int]], during: str, error: BaseException) -> None:
+        """Counts the dead (cluster, rank) and says so.
+
+        Raises:
+            WorkerDiedError: there are more than may be replaced.
+        """
+        self._spent += len(dead)
+        if self._spent > self._limit:
+            cluster, rank = dead[0]
+            limit = f"max_worker_restarts={self._limit} {'is' if self._limit else 'allows no restart; it is'} used up"
+            raise WorkerDiedError(cluster.name, rank, during, Cluster.current_step, f"{limit} ({error})") from error
+        for cluster, rank in dead:
+            logger.warning("%s rank %d died in %s and is replaced: %s", cluster.name, rank, during, error)
 
 
 class Roles:
@@ -34,6 +61,9 @@ class Roles:
         self.offload_manager = OffloadManager({role: clusters[role] for role in config.roles if role in clusters})
         self.actor = ModelCluster(clusters["actor_train"], self.offload_manager)
         self.infer = clusters["actor_infer"]
+        self.restarts = RestartBudget(config.max_worker_restarts)
+        self.on_replaced: list[Callable[[], None]] = []
+        """Called after generating workers were replaced in an update of weights; they have other handles then."""
         self.critic = ModelCluster(clusters["critic"], self.offload_manager) if "critic" in clusters else None
         self.reference: ModelCluster | WithoutAdapter | None = None
         if "reference" in clusters:
@@ -85,22 +115,51 @@ class Roles:
         )
 
     def sync_weights(self, version: int) -> None:
-        """Sends the actor's weights to the generating workers, see ``WeightSync``; they are then ready to generate."""
+        """Sends the actor's weights to the generating workers, see ``WeightSync``; they are then ready to generate.
+
+        A generating worker that dies meanwhile is replaced.
+
+        Raises:
+            WorkerDiedError: ``max_worker_restarts`` is used up, or another worker died.
+        """
         self._load_both()
-        self._weights.sync(version)
+        try:
+            self._weights.sync(version)
+        except WorkerDiedError as error:
+            self._replace_generators(error)
         self.prepare_rollout()
 
     def prepare_rollout(self) -> None:
         """Gives the generating workers their devices."""
         self.offload_manager.load({self.infer.name: States.ALL})
 
-    def restart_generator(self, rank: int) -> None:
-        """Starts a dead generating worker anew with the weights that the others have."""
-        self.infer.restart(rank)
-        self.infer.call_rank(rank, "setup", self._infer_context, self.config.generate_opt_level == 1)
+    def restart_generators(self, ranks: Sequence[int]) -> None:
+        """Starts dead generating workers anew with the weights that the others have.
+
+        Raises:
+            WorkerDiedError: as ``sync_weights``.
+        """
+        for rank in ranks:
+            self.infer.restart(rank)
+        self.prepare_rollout()  # a worker that loads its model takes all of its device's room
+        for rank in ranks:
+            self.infer.call_rank(rank, "setup", self._infer_context, self.config.generate_opt_level == 1)
         self._load_both()
-        self._weights.restore(rank)
+        try:
+            self._weights.restore(*ranks)
+        except WorkerDiedError as error:
+            self._replace_generators(error)
         self.prepare_rollout()
+
+    def _replace_generators(self, error: WorkerDiedError) -> None:
+        """After an update in which generating workers died."""
+        if error.role != self.infer.name:
+            raise error
+        dead = {error.rank, *(rank for rank, alive in enumerate(self.infer.alive()) if not alive)}
+        self.restarts.spend([(self.infer, rank) for rank in sorted(dead)], "an update of weights", error)
+        self.restart_generators(sorted(dead))
+        for tell in self.on_replaced:
+            tell()
 
     def _load_both(self) -> None:
         """Sender and receivers of weights, and nothing more where they share devices: no cache of a generator."""

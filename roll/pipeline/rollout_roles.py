@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,12 +9,9 @@ from roll.configs.generating import GeneratingArguments
 from roll.configs.rl import RLConfig
 from roll.data.requests import SamplingParams
 from roll.distributed.cluster.cluster import Cluster
-from roll.distributed.cluster.errors import WorkerDiedError
 from roll.pipeline.roles import Roles
 from roll.rollout.plans import RolloutPlan
 from roll.rollout.scheduler import RolloutScheduler
-
-logger = logging.getLogger(__name__)
 
 
 class RolloutRoles:
@@ -42,7 +38,7 @@ class RolloutRoles:
         self._contexts = contexts
         self._roles = roles
         self._on_tick = on_tick
-        self._restarts = 0
+        roles.on_replaced.append(self.connect)
 
     @property
     def extra_groups(self) -> int:
@@ -81,22 +77,14 @@ class RolloutRoles:
         dead = [(cluster, rank) for cluster in clusters for rank, alive in enumerate(cluster.alive()) if not alive]
         if not dead:
             raise error
-        self._restarts += len(dead)
-        if self._restarts > (limit := self._config.max_worker_restarts):
-            cluster, rank = dead[0]
-            reason = f"max_worker_restarts={limit} {'is' if limit else 'allows no restart; it is'} used up ({error})"
-            raise WorkerDiedError(cluster.name, rank, "the rollout", Cluster.current_step, reason) from error
+        self._roles.restarts.spend(dead, "a rollout", error)
         for cluster, rank in dead:
-            logger.warning("%s rank %d died in a rollout and is replaced: %s", cluster.name, rank, error)
-            self._restart(cluster, rank)
+            if cluster is not self._roles.infer:
+                cluster.restart(rank)
+                cluster.call_rank(rank, "setup", *self._contexts[cluster.name])
+        if generators := [rank for cluster, rank in dead if cluster is self._roles.infer]:
+            self._roles.restart_generators(generators)
         self.connect()
-
-    def _restart(self, cluster: Cluster, rank: int) -> None:
-        if cluster is self._roles.infer:
-            self._roles.restart_generator(rank)
-        else:
-            cluster.restart(rank)
-            cluster.call_rank(rank, "setup", *self._contexts[cluster.name])
 
 
 def sampling_params(arguments: GeneratingArguments) -> SamplingParams:

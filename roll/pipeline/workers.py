@@ -205,12 +205,14 @@ class InferWorker(Worker):
         await self.strategy.abort(request_id)
 
     async def offload(self, what: States) -> None:
-        """Moves states off the device; requests wait."""
-        await asyncio.to_thread(self.strategy.offload, what)
+        """Moves states off the device; requests wait. Nothing, before ``setup``."""
+        if hasattr(self, "strategy"):
+            await asyncio.to_thread(self.strategy.offload, what)
 
     async def onload(self, what: States) -> None:
-        """Takes states back to the device; requests go on."""
-        await asyncio.to_thread(self.strategy.onload, what)
+        """Takes states back to the device; requests go on. Nothing, before ``setup``."""
+        if hasattr(self, "strategy"):
+            await asyncio.to_thread(self.strategy.onload, what)
 
     def memory_gb(self) -> Metrics:
         return memory_gb()

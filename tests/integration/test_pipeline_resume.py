@@ -125,9 +125,10 @@ def test_a_run_stopped_in_every_way_ends_where_an_undisturbed_one_does(launch: L
     assert not third.checkpoint(3).exists() and list(third.checkpoint(3).parent.glob(".tmp-checkpoint-3-*"))
     plant_half_written_checkpoints(third)
 
-    # On the way to the end both kinds of rollout workers die; what they played is played again.
-    orders = ("die-train_env_manager-mid-6", "die-actor_infer-0-generate-9")
-    fourth = resumed(launch, "max_worker_restarts=2", "async_save=true", orders=orders)
+    # On the way to the end both kinds of rollout workers die, one of them while weights come; what they played is
+    # played again.
+    orders = ("die-train_env_manager-mid-6", "die-actor_infer-0-generate-9", f"die-actor_infer-0-weights-{STEPS - 1}")
+    fourth = resumed(launch, "max_worker_restarts=3", "async_save=true", orders=orders)
     assert fourth.wait() == 0, fourth.output
     assert all(f"ignoring checkpoint {third.checkpoint(step)}" in fourth.output for step in (98, 99))
     assert f"resumed from {third.checkpoint(2)}" in (fourth.path / "logs" / "roll.log").read_text()

@@ -21,6 +21,8 @@ from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.data.requests import GenerateRequest
 from roll.distributed.strategy.base import Metrics
+from roll.distributed.weights.messages import BucketMessage, Message, Open, Reply
+from roll.distributed.weights.routes import Link
 from roll.pipeline.workers import InferWorker, TrainWorker
 from roll.rewards.types import RewardError, Sample, Verdict
 from roll.rollout.env_worker import EnvironmentWorker
@@ -89,9 +91,21 @@ class GatedTrainWorker(TrainWorker):
 
 
 class GatedInferWorker(InferWorker):
-    """Gate ``<role>-<rank>-generate-<n>``, n counting the batches of requests from 1, restarts included."""
+    """Gates ``<role>-<rank>-generate-<n>``, n counting the batches of requests from 1, restarts included.
+
+    And ``<role>-<rank>-weights-<version>``, when the first bucket of an update is here.
+    """
 
     calls = 0
+    version = -1
+
+    async def receive_weights(self, message: Message, link: Link) -> Reply:
+        match message:
+            case Open():
+                self.version = message.version
+            case BucketMessage(number=0):
+                await async_gate(f"{self.role}-{self.rank}-weights-{self.version}")
+        return await super().receive_weights(message, link)
 
     async def submit(self, client_id: str, requests: Sequence[GenerateRequest]) -> None:
         self.calls += 1

@@ -237,7 +237,7 @@ class Cluster:
             cause = cause.cause
         if isinstance(cause, ray.exceptions.RayActorError):
             role, dead_rank = _residents.get(cause.actor_id or "", (self.name, rank))
-            raise WorkerDiedError(role, dead_rank, call, self.current_step, _death_reason(cause)) from None
+            raise WorkerDiedError(role, dead_rank, call, self.current_step, death_reason(cause)) from None
 
         cause.add_note(f"in {self.name} rank {rank}, call {call}, step {self.current_step}; traceback there:")
         cause.add_note(_plain(str(error)))
@@ -266,7 +266,7 @@ def _is_death(ref: ObjectRef) -> bool:
     return False
 
 
-def _death_reason(error: RayActorError) -> str:
+def death_reason(error: RayActorError) -> str:
     """What a person needs of Ray's message: a constructor's traceback, or else the process and how it ended."""
     text = _plain(str(error))
     pid = re.search(r"^\s*pid: (\d+)$", text, re.MULTILINE)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import ray
 from torch import Tensor
 
+from roll.distributed.cluster.cluster import death_reason
 from roll.distributed.cluster.errors import RpcTimeoutError
 from roll.distributed.weights import device_memory
 from roll.distributed.weights.buckets import as_tensor, host_bytes, packing_into
@@ -62,8 +63,10 @@ class Delivery:
 
     digest: str
     """Of what was sent."""
-    received: tuple[str, ...]
-    """Of what each receiver was given, in their order."""
+    received: dict[int, str]
+    """Of what each receiver was given, by rank."""
+    lost: dict[int, str]
+    """Receivers that died meanwhile, by rank, and how; the others have the update all the same."""
     num_bytes: int
     seconds: float
 
@@ -89,12 +92,11 @@ class WeightSender:
 
         Raises:
             WeightTransferError: a receiver refused the update; names it.
-            ray.exceptions.RayActorError: a receiver died.
+            ray.exceptions.RayActorError: a receiver of the process group died, which breaks it for all.
             RpcTimeoutError: receivers gave no answer in time.
         """
         started = time.perf_counter()
         digest, num_buckets, num_bytes = UpdateDigest(), 0, 0
-        receivers = order.receivers
         transfer = _Transfer(self._pool, order)
         try:
             self._pool.abandon_unwritten()
@@ -117,10 +119,10 @@ class WeightSender:
             raise
         finally:
             self._pool.trim(_KEPT_SEGMENTS, _KEPT_BYTES)
-            if any(receiver.link.route is Route.CUDA_IPC for receiver in receivers):
+            if any(receiver.link.route is Route.CUDA_IPC for receiver in order.receivers):
                 device_memory.collect()
-        received = tuple(replies[receiver.rank].digest or "" for receiver in receivers)
-        return Delivery(digest.hex(), received, num_bytes, time.perf_counter() - started)
+        received = {rank: reply.digest or "" for rank, reply in replies.items() if rank not in transfer.lost}
+        return Delivery(digest.hex(), received, transfer.lost, num_bytes, time.perf_counter() - started)
 
     def _shared_packing(self, order: WeightOrder) -> AbstractContextManager[None]:
         shared = any(receiver.link.route is Route.SHARED_MEMORY for receiver in order.receivers)
@@ -130,14 +132,14 @@ class WeightSender:
 
     def _pass_on(self, bucket: WeightBucket, number: int, transfer: _Transfer) -> None:
         """Starts the way of one bucket; ``transfer.wait`` ends it. A broadcast is over on return."""
-        links = [receiver.link for receiver in transfer.order.receivers]
+        links = [receiver.link for receiver in transfer.receivers]
         on_gpu = as_tensor(bucket.data).cuda() if any(link.device is not None for link in links) else None
-        readers = [_name(r) for r in transfer.order.receivers if r.link.route is Route.SHARED_MEMORY]
+        readers = [_name(r) for r in transfer.receivers if r.link.route is Route.SHARED_MEMORY]
         if readers:
             segment = self._segment_of(bucket)
             self._pool.hand_over(segment, readers)
         outgoing: Tensor | None = None
-        for receiver in transfer.order.receivers:
+        for receiver in transfer.receivers:
             place: Place
             match receiver.link.route:
                 case Route.SHARED_MEMORY:
@@ -168,8 +170,8 @@ class WeightSender:
     def _meet(self, transfer: _Transfer) -> None:
         """Hears that the receivers are ready; sees to it that those that need a process group have one."""
         opened = transfer.answers()
-        self._pool.reclaim({_name(receiver): opened[receiver.rank].holding for receiver in transfer.order.receivers})
-        guests = [receiver for receiver in transfer.order.receivers if receiver.link.route is Route.COLLECTIVE]
+        self._pool.reclaim({_name(r): opened[r.rank].holding for r in transfer.receivers})
+        guests = [receiver for receiver in transfer.receivers if receiver.link.route is Route.COLLECTIVE]
         members = [_actor(receiver) for receiver in guests]
         if not guests or (self._group is not None and members == self._members):
             return
@@ -194,12 +196,19 @@ class _Transfer:
 
     def __init__(self, pool: SegmentPool, order: WeightOrder) -> None:
         self.order = order
+        self.lost: dict[int, str] = {}
+        """Receivers that have died, by rank, and how."""
         self._pool = pool
         self._due: dict[ray.ObjectRef, Receiver] = {}
         self._told: list[ray.ObjectRef] = []
         """The messages since the last ``passed_on``."""
         self._under_way: deque[tuple[list[ray.ObjectRef], object]] = deque()
         """Of each bucket, oldest first: its messages, and what must stay in memory until they are answered."""
+
+    @property
+    def receivers(self) -> list[Receiver]:
+        """Those that live, as far as is known."""
+        return [receiver for receiver in self.order.receivers if receiver.rank not in self.lost]
 
     def tell(self, receiver: Receiver, message: Message) -> None:
         ref = receiver.handle.receive_weights.remote(message, receiver.link)
@@ -212,7 +221,7 @@ class _Transfer:
         self._told = []
 
     def tell_all(self, message: Message) -> None:
-        for receiver in self.order.receivers:
+        for receiver in self.receivers:
             self.tell(receiver, message)
 
     def answers(self) -> dict[int, Reply]:
@@ -236,8 +245,9 @@ class _Transfer:
                 ranks = tuple(receiver.rank for receiver in receivers)
                 call = f"update to version {self.order.version}"
                 raise RpcTimeoutError(receivers[0].role, ranks, call, None, self.order.timeout_s)
-            rank, reply = self._take(ready[0])
-            replies[rank] = reply
+            receiver, reply = self._take(ready[0])
+            if reply is not None:
+                replies[receiver.rank] = reply
         return replies
 
     def check(self, patience_s: float = 0.0) -> None:
@@ -252,17 +262,24 @@ class _Transfer:
         if errors:
             raise next((e for e in errors if isinstance(e, ray.exceptions.RayActorError)), errors[0])
 
-    def _take(self, ref: ray.ObjectRef) -> tuple[int, Reply]:
+    def _take(self, ref: ray.ObjectRef) -> tuple[Receiver, Reply | None]:
+        """The answer; none of a receiver that has died, if the others can do without it."""
         receiver = self._due.pop(ref)
         try:
             reply: Reply = ray.get(ref)
+        except ray.exceptions.RayActorError as error:
+            if receiver.link.route is Route.COLLECTIVE:
+                raise
+            self.lost.setdefault(receiver.rank, death_reason(error))
+            self._pool.reclaim({_name(receiver): ()})
+            return receiver, None
         except ray.exceptions.RayTaskError as error:
             reason = f"{type(error.cause).__name__}: {error.cause}"
             refusal = WeightTransferError(receiver.role, receiver.rank, self.order.payload, self.order.version, reason)
             refusal.add_note(str(error))
             raise refusal from None
         self._pool.release(reply.released, _name(receiver))
-        return receiver.rank, reply
+        return receiver, reply
 
 
 @contextmanager

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 
 from roll.distributed.cluster.cluster import Cluster
+from roll.distributed.cluster.errors import WorkerDiedError
 from roll.distributed.weights.messages import Payload, WeightTransferError
 from roll.distributed.weights.routes import Receiver, plan_link
 from roll.distributed.weights.sender import Delivery, WeightOrder
@@ -46,48 +46,61 @@ class WeightSync:
         self._adapter_only = adapter_only
         self._keep = trains_between
         self._have_base: set[int] = set()
+        self._behind: set[int] = set()
+        """Generators that lack the version."""
+        self._kept = False
+        """Rank 0 has the version's buckets."""
 
     def sync(self, version: int) -> None:
         """Sends the trainer's present weights to all generators, as ``version``.
 
         Raises:
             WeightTransferError: a generator refused the update, or got something else than was sent.
+            WorkerDiedError: a generator died, which says nothing of the others: ``restore`` it, once it is replaced.
             ClusterError: a worker died or hangs.
         """
-        self.version = version
-        self._send(range(self._generator.world_size), again=False)
+        self.version, self._kept = version, False
+        self._behind = set(range(self._generator.world_size))
+        self._catch_up()
 
-    def restore(self, rank: int) -> None:
-        """Brings a replaced generator to the version of the others."""
-        self._have_base.discard(rank)
+    def restore(self, *ranks: int) -> None:
+        """Brings replaced generators to the version of the others, and those that a failed update left behind."""
+        self._have_base.difference_update(ranks)
         if self.version >= 0:
-            self._send([rank], again=True)
+            self._behind.update(ranks)
+            self._catch_up()
 
-    def _send(self, ranks: Iterable[int], *, again: bool) -> None:
-        ranks = list(ranks)
-        if not self._adapter_only:
-            self._deliver("weights", ranks, again=again, keep=self._keep)
-            return
-        if new := [rank for rank in ranks if rank not in self._have_base]:
-            self._deliver("weights", new, again=False, keep=False)
-            self._have_base.update(new)
-        self._deliver("adapter", ranks, again=again, keep=self._keep)
+    def _catch_up(self) -> None:
+        ranks, lost = sorted(self._behind), dict[int, str]()
+        if self._adapter_only:
+            if new := [rank for rank in ranks if rank not in self._have_base]:
+                lost = self._deliver("weights", new, keep=False)
+                self._have_base.update(set(new) - lost.keys())
+            ranks = [rank for rank in ranks if rank not in lost]
+        if ranks:
+            lost |= self._deliver("adapter" if self._adapter_only else "weights", ranks, keep=self._keep)
+            self._behind -= set(ranks) - lost.keys()
+        if lost:
+            rank = min(lost)
+            call = f"the update to version {self.version}"
+            raise WorkerDiedError(self._generator.name, rank, call, Cluster.current_step, lost[rank])
 
-    def _deliver(self, payload: Payload, ranks: list[int], *, again: bool, keep: bool) -> None:
+    def _deliver(self, payload: Payload, ranks: list[int], *, keep: bool) -> dict[int, str]:
+        """Returns the ranks that died, and how."""
         receivers = tuple(self._receiver(rank) for rank in ranks)
-        timeout = self._trainer.rpc_timeout or 1800.0
-        order = WeightOrder(
-            payload, self.version, receivers, self._bucket_bytes, timeout * _SHARE_OF_TIMEOUT, keep and not again
-        )
+        timeout = (self._trainer.rpc_timeout or 1800.0) * _SHARE_OF_TIMEOUT
+        again = keep and self._kept
+        order = WeightOrder(payload, self.version, receivers, self._bucket_bytes, timeout, keep and not again)
         delivery: Delivery
-        if again and keep:
+        if again:
             delivery = self._trainer.call_rank(0, "resend_weights", order)
         else:
             delivery = self._trainer.call("send_weights", order)[0]
-        for receiver, digest in zip(receivers, delivery.received, strict=True):
+        self._kept = self._kept or keep
+        for rank, digest in delivery.received.items():
             if digest != delivery.digest:
                 reason = f"digest of what arrived {digest}, expected {delivery.digest}"
-                raise WeightTransferError(receiver.role, receiver.rank, payload, self.version, reason)
+                raise WeightTransferError(self._generator.name, rank, payload, self.version, reason)
         logger.debug(
             "%s of version %d: %.1f MB to %d workers in %.3f s",
             payload,
@@ -96,6 +109,7 @@ class WeightSync:
             len(receivers),
             delivery.seconds,
         )
+        return delivery.lost
 
     def _receiver(self, rank: int) -> Receiver:
         plan = self._trainer.placement.plan
