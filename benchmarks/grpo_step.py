@@ -323,13 +323,13 @@ def roll_config(model: Path, prompts: Path, output: Path, steps: int, layout: st
 @contextmanager
 def roll_pipeline(config: RLVRConfig) -> Iterator[Roll]:
     """Starts Ray, the workers and the pipeline, as ``roll.pipeline.rlvr.launch`` does."""
-    from roll.configs.rlvr import REWARD_CLUSTER, ROLLOUT_CLUSTER
+    from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER
     from roll.distributed.cluster.ray_session import ray_session
-    from roll.pipeline.base import set_losses
     from roll.pipeline.launch import MODEL_WORKERS, ray_options, start_clusters
+    from roll.pipeline.prompt_roles import PromptRoles
+    from roll.pipeline.rl import set_losses
     from roll.pipeline.rlvr.datasets import load_datasets, load_renderer
     from roll.pipeline.rlvr.pipeline import RLVRPipeline
-    from roll.pipeline.rlvr.prompt_roles import PromptRoles
     from roll.pipeline.roles import Roles
     from roll.pipeline.session import RunSession
     from roll.rollout.prompt_worker import PromptWorker
@@ -346,7 +346,9 @@ def roll_pipeline(config: RLVRConfig) -> Iterator[Roll]:
         stack.enter_context(ray_session(ray_options(config), config.system_envs))
         clusters: Mapping[str, Cluster] = stack.enter_context(start_clusters(config, session, workers))
         roles = Roles(config, clusters)
-        prompts = PromptRoles(config, clusters, roles, config.pretrain, datasets, on_tick=signals.check)
+        prompts = PromptRoles(
+            config, clusters, roles, config.pretrain, datasets.train, datasets.val, on_tick=signals.check
+        )
         prompts.begin_setup()
         roles.setup(config.pretrain, config.pretrain, config.total_optimizer_steps)
         set_losses(roles, config)

@@ -19,17 +19,13 @@ from roll.configs.env import ALIASES, CustomEnvConfig, EnvManagerConfig
 from roll.configs.foreign import FOREIGN
 from roll.configs.generating import GeneratingArguments
 from roll.configs.model import ModelArguments
-from roll.configs.pipeline import CheckpointConfig, RayInitConfig, RunConfig
+from roll.configs.pipeline import CheckpointConfig, PipelineConfig, RayInitConfig, RunConfig
+from roll.configs.prompts import DataGeneratorConfig, PromptsConfig, RolloutWorkersConfig, ValidationConfig
 from roll.configs.rewards import RewardConfig, RewardFilterConfig, VerifierConfig
 from roll.configs.rl import RLConfig
-from roll.configs.rlvr import (
-    DataGeneratorConfig,
-    PromptWarmStartConfig,
-    RLVRConfig,
-    RolloutWorkersConfig,
-    ValidationConfig,
-)
+from roll.configs.rlvr import PromptWarmStartConfig, RLVRConfig
 from roll.configs.schema import is_section, range_text, section_of, type_text
+from roll.configs.sft import SFTConfig, SFTValidationConfig
 from roll.configs.strategy import StrategyArguments
 from roll.configs.training import TrainingArguments
 from roll.configs.worker import WorkerConfig
@@ -44,6 +40,8 @@ TOP_LEVEL: list[Group] = [
     ("Run", "top level", RunConfig),
     ("Ray", "`ray_init`", RayInitConfig),
     ("Checkpoint folder", "`checkpoint_config`", CheckpointConfig),
+    ("Policy", "top level", PipelineConfig),
+    ("Rollouts, critic and reference", "top level of an RL run", RLConfig),
     ("Algorithm", "top level", AlgorithmConfig),
     ("Reward normalisation", "`reward_normalization`", RewardNormalizationConfig),
     ("Overlong penalty", "`overlong_buffer`", OverlongBufferConfig),
@@ -51,7 +49,6 @@ TOP_LEVEL: list[Group] = [
     ("Train/infer correction", "`train_infer_correction`", TrainInferCorrectionConfig),
     ("Importance weights", "`train_infer_correction.is_weight`", IsWeightConfig),
     ("Rejection", "each of `train_infer_correction.filters`", TrainInferFilterConfig),
-    ("Models and roles", "top level", RLConfig),
 ]
 AGENTIC: list[Group] = [
     ("Environments", "top level", AgenticConfig),
@@ -60,14 +57,21 @@ AGENTIC: list[Group] = [
     ("Environment tag", "`custom_envs.<Tag>`", CustomEnvConfig),
 ]
 RLVR: list[Group] = [
-    ("Prompts and rewards", "top level", RLVRConfig),
+    ("Answers to prompts", "top level", RLVRConfig),
+    ("Warm start from a file", "`warm_start`", PromptWarmStartConfig),
+]
+SFT: list[Group] = [
+    ("Conversations to imitate", "top level", SFTConfig),
+    ("Validation of an SFT run", "`validation`, beside the keys of RLVR's", SFTValidationConfig),
+]
+PROMPTS: list[Group] = [
+    ("Prompts and rewards", "top level", PromptsConfig),
     ("Reward domain", "`rewards.<name>`", RewardConfig),
     ("Verifier", "each of `rewards.<name>.verifiers`; `args` under *Verifiers*", VerifierConfig),
     ("Dynamic sampling", "`rewards.<name>.query_filter_config`", RewardFilterConfig),
     ("Validation", "`validation`", ValidationConfig),
     ("Rollout workers", "`rollout_workers`", RolloutWorkersConfig),
     ("Data generator", "`data_generator`", DataGeneratorConfig),
-    ("Warm start from a file", "`warm_start`", PromptWarmStartConfig),
 ]
 ROLES: list[Group] = [
     ("Worker", "`actor_train`, `actor_infer`, `critic`, `reference`", WorkerConfig),
@@ -125,7 +129,9 @@ def render() -> str:
     for title, groups in (
         ("Top level", TOP_LEVEL),
         ("Agentic pipeline", AGENTIC),
+        ("Prompts, rewards and held-out data (RLVR and SFT)", PROMPTS),
         ("RLVR pipeline", RLVR),
+        ("SFT pipeline", SFT),
         ("Roles", ROLES),
         ("Strategies", _strategies()),
         ("Verifiers", _verifiers()),
@@ -137,10 +143,8 @@ def render() -> str:
 
 
 def _section(heading: str, place: str, section: type[Config]) -> str:
-    shared = AlgorithmConfig.model_fields | RunConfig.model_fields
-    inherited = {RLConfig: shared, AgenticConfig: RLConfig.model_fields, RLVRConfig: RLConfig.model_fields}.get(
-        section, {}
-    )
+    shown = {each for _, _, each in [*TOP_LEVEL, *PROMPTS]} & set(section.__mro__[1:])
+    inherited = {name for each in shown for name in each.model_fields}
     lines = [f"### {heading}", "", f"{_first_line(section)} ({place})", ""]
     lines += ["| key | type | default | range | meaning |", "|---|---|---|---|---|"]
     lines += [_row(name, field) for name, field in section.model_fields.items() if name not in inherited]

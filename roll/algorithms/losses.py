@@ -198,17 +198,19 @@ def build_value_loss(config: AlgorithmConfig) -> LossFn:
     return partial(value_loss, config=config)
 
 
-def sft_loss(scores: TokenScores, batch: Batch, ctx: LossContext) -> LossOutput:
-    """Mean negative log-likelihood (nats) of the tokens with loss mask 1."""
+def sft_loss(
+    scores: TokenScores, batch: Batch, ctx: LossContext, loss_agg_mode: LossAggMode = "token-mean"
+) -> LossOutput:
+    """Mean negative log-likelihood (nats) of the tokens with loss mask 1, over tokens or first over each row's."""
     logprobs_T = _require_scores(scores.logprobs_T, "sft_loss", "logprobs_T")
-    tokens = SampledTokens.of(batch, batch.loss_mask_T, "token-mean", ctx, logprobs_T)
+    tokens = SampledTokens.of(batch, batch.loss_mask_T, loss_agg_mode, ctx, logprobs_T)
     loss = -tokens.loss(tokens.take(logprobs_T))
     return LossOutput(loss, {"sft/loss": loss.detach()})
 
 
-def build_sft_loss() -> LossFn:
-    """``sft_loss``, for symmetry with the other builders."""
-    return sft_loss
+def build_sft_loss(loss_agg_mode: LossAggMode = "token-mean") -> LossFn:
+    """``sft_loss`` with its settings; travels between processes."""
+    return partial(sft_loss, loss_agg_mode=loss_agg_mode)
 
 
 def entropy_coef(config: AlgorithmConfig, optimizer_step: int, total_optimizer_steps: int | None) -> float:

@@ -107,8 +107,6 @@ class AlgorithmConfig(Config):
 
     # Optimisation
     ppo_epochs: int = Field(1, ge=1, description="Passes over one rollout's samples.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
-    l2: float = Field(0.0, ge=0, description="Coefficient of an L2 penalty on the trained weights, added to the loss.")
     critic_warmup: int = Field(0, ge=0, description="Steps at the start in which only the critic is trained.")
 
     # Advantages

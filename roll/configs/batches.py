@@ -6,13 +6,17 @@ from collections.abc import Iterator
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.env import EnvManagerConfig
+from roll.configs.pipeline import PipelineConfig
 from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
+from roll.configs.sft import SFTConfig
 from roll.configs.worker import WorkerConfig
 
 
-def describe_batches(config: RLConfig) -> list[str]:
+def describe_batches(config: PipelineConfig) -> list[str]:
     """How episodes are collected and how they become optimizer steps, one sentence each."""
+    if isinstance(config, SFTConfig):
+        return list(_sft_lines(config))
     if isinstance(config, RLVRConfig):
         lines = list(_prompt_lines(config))
         if config.eval_only:
@@ -23,6 +27,7 @@ def describe_batches(config: RLConfig) -> list[str]:
             _episodes_line("each step", config.rollout_batch_size, config.train_env_manager),
             _episodes_line("each evaluation", config.val_batch_size, config.val_env_manager),
         ]
+    assert isinstance(config, RLConfig)
     lines += [_train_line(config, role) for role in ("actor_train", "critic") if role in config.roles]
     return lines
 
@@ -59,14 +64,34 @@ def _episodes_line(when: str, episodes: int, manager: EnvManagerConfig) -> str:
     )
 
 
+def _sft_lines(config: SFTConfig) -> Iterator[str]:
+    worker = config.actor_train
+    if not config.eval_only:
+        steps = f"{config.num_train_epochs} epochs" if config.num_train_epochs else f"{config.max_steps} steps"
+        yield (
+            f"{steps}, each an optimizer step on {_global_batch(worker, 'conversations')} of at most "
+            f"{config.sequence_length} tokens; {_micro_batches(worker, 'conversations')}"
+        )
+    if config.validation is not None:
+        answers = f", and {_count(config.validation.num_answers, 'answer')}" if config.actor_infer else ""
+        yield f"each evaluation: at most {_count(config.val_batch_size, 'conversation')}{answers}"
+
+
+def _global_batch(worker: WorkerConfig, noun: str) -> str:
+    arguments = worker.training_args
+    return (
+        f"{worker.global_train_batch_size} {noun} = {arguments.per_device_train_batch_size} per device × "
+        f"{arguments.gradient_accumulation_steps} accumulated × {worker.data_parallel_size} data-parallel"
+    )
+
+
 def _train_line(config: RLConfig, role: str) -> str:
-    worker, arguments = config.roles[role], config.roles[role].training_args
+    worker = config.roles[role]
     steps = config.optimizer_steps_per_epoch
     noun = "samples" if isinstance(config, RLVRConfig) else "episodes"
     epochs = "" if config.ppo_epochs == 1 else f" × {config.ppo_epochs} epochs = {steps * config.ppo_epochs}"
     return (
-        f"{role}: global batch {worker.global_train_batch_size} {noun} = {arguments.per_device_train_batch_size} per "
-        f"device × {arguments.gradient_accumulation_steps} accumulated × {worker.data_parallel_size} data-parallel; "
+        f"{role}: global batch {_global_batch(worker, noun)}; "
         f"{config.samples_per_step} {noun} make {_count(steps, 'optimizer step')}{epochs} per step, "
         f"{config.total_optimizer_steps} in all; {_micro_batches(worker, noun)}{_warm_up(config, worker)}"
     )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import ConfigProblem
-from roll.configs.rl import RLConfig
 from roll.configs.rules import TRAINED, Rule, sections
 from roll.configs.worker import WorkerConfig
 
@@ -28,7 +28,7 @@ _UNREAD = {
 """By role: keys that it never reads, and where they are read."""
 
 
-def check_unread(config: RLConfig) -> list[ConfigProblem]:
+def check_unread(config: PipelineConfig) -> list[ConfigProblem]:
     """No role is told what it never reads. What it says like ``actor_train`` may come from a shared section."""
     default = WorkerConfig()
     problems = []
@@ -43,7 +43,7 @@ def check_unread(config: RLConfig) -> list[ConfigProblem]:
     return problems
 
 
-def check_rounding(config: RLConfig) -> list[ConfigProblem]:
+def check_rounding(config: PipelineConfig) -> list[ConfigProblem]:
     """Lengths are not rounded beyond the longest sample, and a token budget holds that one when it is rounded."""
     problems = []
     for role, worker in sections(config):
@@ -62,7 +62,7 @@ def check_rounding(config: RLConfig) -> list[ConfigProblem]:
     return problems
 
 
-def check_precision(config: RLConfig) -> list[ConfigProblem]:
+def check_precision(config: PipelineConfig) -> list[ConfigProblem]:
     """Nothing is trained in fp16, and FlashAttention computes in 16 bits."""
     problems = []
     for role, worker in sections(config):
@@ -87,7 +87,7 @@ def compute_dtype(role: str, worker: WorkerConfig) -> tuple[str, str | None]:
     return f"{role}.model_args.dtype", worker.model_args.dtype
 
 
-def check_attention(config: RLConfig) -> list[ConfigProblem]:
+def check_attention(config: PipelineConfig) -> list[ConfigProblem]:
     """``attn_implementation`` is said to engines that read it, and Ulysses has a kernel that it can share."""
     problems = []
     for role, worker in sections(config):

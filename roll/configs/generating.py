@@ -36,3 +36,8 @@ class GeneratingArguments(Config):
     stop_strings: list[str] = Field(
         default_factory=list, description="A completion ends once its text contains one of these."
     )
+
+    @property
+    def is_greedy(self) -> bool:
+        """The most likely token is taken: equal prompts get equal answers."""
+        return not self.do_sample or self.temperature == 0

@@ -16,16 +16,23 @@ from roll.configs.engines import cards
 from roll.configs.env import ALIASES, CustomEnvConfig
 from roll.configs.foreign import advice
 from roll.configs.parsing import Advise, nearest_key, overlap, parse, rules_broken, section_problems
+from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
-from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rlvr_rules import RLVR_RULES
-from roll.configs.rules import RULES, Rule, sections
+from roll.configs.rules import RL_RULES, RULES, Rule, sections
 from roll.configs.schema import leaf_paths
+from roll.configs.sft import SFTConfig
+from roll.configs.sft_rules import SFT_RULES
 
-ConfigT = TypeVar("ConfigT", bound=RLConfig)
+ConfigT = TypeVar("ConfigT", bound=PipelineConfig)
 
-PIPELINE_RULES: dict[type[RLConfig], tuple[Rule, ...]] = {AgenticConfig: AGENTIC_RULES, RLVRConfig: RLVR_RULES}
+PIPELINE_RULES: dict[type[PipelineConfig], tuple[Rule, ...]] = {
+    AgenticConfig: (*RL_RULES, *AGENTIC_RULES),
+    RLVRConfig: (*RL_RULES, *RLVR_RULES),
+    SFTConfig: SFT_RULES,
+}
+"""The rules of each pipeline, beside those of all; its keys are the configurations that there are."""
 
 LIBRARY = "custom_env"
 """Top-level mapping of tags that an included file defines and ``custom_envs`` picks from."""
@@ -44,7 +51,7 @@ def load_config(
     """Composes and validates a configuration.
 
     Args:
-        schema: ``AgenticConfig`` or ``RLVRConfig``.
+        schema: a pipeline's class, see ``PIPELINE_RULES``.
         config_name: file in ``config_path``, with or without ``.yaml``.
         config_path: folder of configurations.
         overrides: ``key=value`` texts in Hydra's syntax; ``+`` is not needed.
@@ -74,7 +81,7 @@ def load_composed(
     return validate(schema, values, extra_checks, problems, variables)
 
 
-def _read_by(references: Mapping[str, frozenset[str]], schema: type[RLConfig]) -> frozenset[str]:
+def _read_by(references: Mapping[str, frozenset[str]], schema: type[PipelineConfig]) -> frozenset[str]:
     """Top-level keys that the configuration's own keys refer to, themselves or by way of others."""
     found: set[str] = set()
     waiting = [key for key in references if key in schema.model_fields or key == LIBRARY or _ENGINE_LIBRARY.match(key)]
@@ -95,7 +102,7 @@ def validate(
     """Checks plain values against the classes, their own rules, the rules across sections, and ``extra_checks``.
 
     Args:
-        schema: ``AgenticConfig`` or ``RLVRConfig``.
+        schema: a pipeline's class, see ``PIPELINE_RULES``.
         values: what the configuration says, by top-level key.
         extra_checks: rules of upper layers.
         problems: those already known.
@@ -170,7 +177,7 @@ def _entry_problems(entry: Mapping[str, Any]) -> list[ConfigProblem]:
     return missing + section_problems(CustomEnvConfig, given, advise=_adviser(CustomEnvConfig))
 
 
-def _option_problems(config: RLConfig) -> list[ConfigProblem]:
+def _option_problems(config: PipelineConfig) -> list[ConfigProblem]:
     """Wrong values in each role's ``strategy_config``, which are taken out of it: rules see a valid one."""
     found = []
     for role, worker in sections(config):
@@ -186,7 +193,7 @@ def _option_problems(config: RLConfig) -> list[ConfigProblem]:
     return found
 
 
-def _option_rules(config: RLConfig) -> list[ConfigProblem]:
+def _option_rules(config: PipelineConfig) -> list[ConfigProblem]:
     """Rules that the keys of a ``strategy_config`` break among themselves."""
     return [
         problem.under(f"{role}.strategy_args.strategy_config")

@@ -1,4 +1,4 @@
-"""The run itself: names, folders, steps, lengths, machines. Shared by every pipeline."""
+"""What every pipeline has: the run itself (names, folders, steps, lengths, machines) and the policy's roles."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
-from roll.configs.worker import EnvironmentVariables
+from roll.configs.worker import EnvironmentVariables, WorkerConfig
+
+TINY = "tiny"
+"""The value of ``pretrain`` that makes a small model on the spot."""
 
 
 class RayInitConfig(Config):
@@ -80,7 +83,9 @@ class RunConfig(Config):
         default=False, description="true: the newest whole checkpoint of this run, if any; or the path of one."
     )
 
-    max_steps: int = Field(default=500, ge=1, description="Steps (rollout and update) of the run.")
+    max_steps: int = Field(
+        default=500, ge=1, description="Steps of the run: a rollout and its updates (RL), or one optimizer step (SFT)."
+    )
     save_steps: int = Field(
         default=50, ge=1, description="Steps between two checkpoints; the last step is always saved."
     )
@@ -105,8 +110,9 @@ class RunConfig(Config):
         default=2, ge=0, description="Dead workers that are replaced before the run stops."
     )
 
-    rollout_batch_size: int = Field(default=128, ge=1, description="Episodes (agentic) or prompts (RLVR) of a step.")
-    val_batch_size: int = Field(default=128, ge=1, description="Episodes (agentic) or prompts (RLVR) of an evaluation.")
+    val_batch_size: int = Field(
+        default=128, ge=1, description="Episodes (agentic), prompts (RLVR) or samples (SFT) of an evaluation, at most."
+    )
     prompt_length: int = Field(
         default=1024,
         ge=1,
@@ -135,12 +141,6 @@ class RunConfig(Config):
     max_running_requests: int = Field(
         default=128, ge=1, description="Most requests that one generating worker runs at once."
     )
-    is_use_additional_prompts: bool = Field(
-        default=False, description="Start more groups than the step needs; those that finish late are given up."
-    )
-    max_additional_running_prompts: int = Field(
-        default=16, ge=0, description="Most groups started beyond the step's need (with is_use_additional_prompts)."
-    )
 
     @property
     def trackers(self) -> list[str]:
@@ -153,9 +153,80 @@ class RunConfig(Config):
 
     def problems(self) -> list[ConfigProblem]:
         found = super().problems()
-        if (least := self.prompt_length + self.response_length) > self.sequence_length:
-            expected = f"at least {least} = prompt_length {self.prompt_length} + response_length {self.response_length}"
-            found.append(self.problem("sequence_length", expected, "prompt_length", "response_length"))
         if len(set(self.trackers)) != len(self.trackers):
             found.append(self.problem("track_with", "every tracker once"))
+        return found
+
+
+class PipelineConfig(RunConfig):
+    """The policy and the roles that train and serve it; pipelines add what they train it on."""
+
+    pretrain: str = Field(
+        default=TINY,
+        min_length=1,
+        description="Model to train: a folder in Hugging Face format, an org/name on the hub, or tiny, which makes a "
+        "small one and, for RL, warm-starts it.",
+    )
+    tiny_num_heads: Literal[1, 2, 4] = Field(
+        default=4,
+        description="Attention heads of the tiny model, which share 64 units. vLLM takes heads of at least 32: 2.",
+    )
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
+    l2: float = Field(0.0, ge=0, description="Coefficient of an L2 penalty on the trained weights, added to the loss.")
+
+    actor_train: WorkerConfig = Field(default_factory=WorkerConfig, description="The policy being trained.")
+    actor_infer: WorkerConfig | None = Field(
+        default=None, description="The policy that generates; an RL run has it also where it is not given (hf_infer)."
+    )
+
+    @property
+    def total_optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run: the horizon of the learning-rate schedules."""
+        return self.max_steps
+
+    @property
+    def scoring_temperature(self) -> float:
+        """What scores divide the logits by."""
+        return 1.0
+
+    @property
+    def uses_full_kl(self) -> bool:
+        """Whether the KL over the vocabulary is computed, so that the reference's hidden states have to travel."""
+        return False
+
+    @property
+    def uses_lora(self) -> bool:
+        """The actor trains an adapter; without it, the actor is the reference."""
+        return bool(self.actor_train.model_args.lora_targets)
+
+    @property
+    def roles(self) -> dict[str, WorkerConfig]:
+        """The model roles that this run starts, by name."""
+        generator = {} if self.actor_infer is None else {"actor_infer": self.actor_infer}
+        return {"actor_train": self.actor_train, **generator}
+
+    @property
+    def clusters(self) -> dict[str, WorkerConfig]:
+        """Everything that gets worker processes."""
+        return self.roles
+
+    @property
+    def models(self) -> dict[str, str]:
+        """The models that are loaded, by the key that names them."""
+        return {"pretrain": self.pretrain}
+
+    def model_of(self, role: str) -> str:
+        """The model that a role starts from."""
+        return self.pretrain
+
+    def key_of(self, cluster: str) -> str:
+        """The configuration key of a cluster's section."""
+        return cluster
+
+    def problems(self) -> list[ConfigProblem]:
+        found = super().problems()
+        least = self.prompt_length + self.response_length
+        if self.actor_infer is not None and least > self.sequence_length:
+            expected = f"at least {least} = prompt_length {self.prompt_length} + response_length {self.response_length}"
+            found.append(self.problem("sequence_length", expected, "prompt_length", "response_length"))
         return found

@@ -1,36 +1,27 @@
-"""What every reinforcement-learning run has: a policy, the roles that train and serve it, and an algorithm."""
+"""What every reinforcement-learning run has: rollouts, the roles of its algorithm, and the algorithm itself."""
 
 from __future__ import annotations
-
-from typing import Literal
 
 from pydantic import Field
 
 from roll.configs.algorithm import AlgorithmConfig
-from roll.configs.pipeline import RunConfig
+from roll.configs.pipeline import PipelineConfig
 from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 
-TINY = "tiny"
-"""The value of ``pretrain`` that makes a small model on the spot."""
 
+class RLConfig(AlgorithmConfig, PipelineConfig):
+    """The rollouts, the critic and the reference; pipelines add where their rollouts come from."""
 
-class RLConfig(AlgorithmConfig, RunConfig):
-    """The model roles and the algorithm; pipelines add where their rollouts come from."""
-
-    pretrain: str = Field(
-        default=TINY,
-        min_length=1,
-        description="Model to train: a folder in Hugging Face format, an org/name on the hub, or tiny, which makes a "
-        "small one and warm-starts it.",
+    rollout_batch_size: int = Field(default=128, ge=1, description="Episodes (agentic) or prompts (RLVR) of a step.")
+    is_use_additional_prompts: bool = Field(
+        default=False, description="Start more groups than the step needs; those that finish late are given up."
     )
-    tiny_num_heads: Literal[1, 2, 4] = Field(
-        default=4,
-        description="Attention heads of the tiny model, which share 64 units. vLLM takes heads of at least 32: 2.",
+    max_additional_running_prompts: int = Field(
+        default=16, ge=0, description="Most groups started beyond the step's need (with is_use_additional_prompts)."
     )
     reward_pretrain: str | None = Field(default=None, description="Model that the critic starts from. null: pretrain.")
 
-    actor_train: WorkerConfig = Field(default_factory=WorkerConfig, description="The policy being trained.")
     actor_infer: WorkerConfig = Field(
         default_factory=lambda: WorkerConfig(strategy_args=StrategyArguments(strategy_name="hf_infer")),
         description="The policy that generates.",
@@ -51,6 +42,11 @@ class RLConfig(AlgorithmConfig, RunConfig):
         return f"rollout_batch_size = {self.rollout_batch_size}"
 
     @property
+    def extra_groups(self) -> int:
+        """Groups that a training rollout starts beyond its need."""
+        return self.max_additional_running_prompts if self.is_use_additional_prompts else 0
+
+    @property
     def optimizer_steps_per_epoch(self) -> int:
         """Optimizer steps of one pass over a rollout."""
         return self.samples_per_step // self.actor_train.global_train_batch_size
@@ -59,6 +55,11 @@ class RLConfig(AlgorithmConfig, RunConfig):
     def total_optimizer_steps(self) -> int:
         """Optimizer steps of the whole run: the horizon of the learning-rate schedules."""
         return self.max_steps * self.ppo_epochs * self.optimizer_steps_per_epoch
+
+    @property
+    def scoring_temperature(self) -> float:
+        """Scores are those of the distribution that the rollouts were sampled from."""
+        return self.actor_infer.generating_args.temperature
 
     @property
     def uses_critic(self) -> bool:
@@ -74,25 +75,20 @@ class RLConfig(AlgorithmConfig, RunConfig):
         return self.add_token_level_kl or (self.use_kl_loss and self.kl_loss_coef > 0)
 
     @property
-    def uses_lora(self) -> bool:
-        """The actor trains an adapter; without it, the actor is the reference."""
-        return bool(self.actor_train.model_args.lora_targets)
+    def models(self) -> dict[str, str]:
+        if self.reward_pretrain is None or not self.uses_critic:
+            return super().models
+        return {**super().models, "reward_pretrain": self.reward_pretrain}
+
+    def model_of(self, role: str) -> str:
+        return self.reward_pretrain if role == "critic" and self.reward_pretrain else self.pretrain
 
     @property
     def roles(self) -> dict[str, WorkerConfig]:
         """The model roles that this run starts, by name."""
-        roles = {"actor_train": self.actor_train, "actor_infer": self.actor_infer}
+        roles = super().roles
         if self.uses_critic and self.critic is not None:
             roles["critic"] = self.critic
         if self.uses_reference and self.reference is not None and not self.uses_lora:
             roles["reference"] = self.reference
         return roles
-
-    @property
-    def clusters(self) -> dict[str, WorkerConfig]:
-        """Everything that gets worker processes."""
-        return self.roles
-
-    def key_of(self, cluster: str) -> str:
-        """The configuration key of a cluster's section."""
-        return cluster

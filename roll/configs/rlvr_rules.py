@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from roll.configs.algorithm import STATE_ESTIMATORS
+from roll.configs.pipeline import TINY
 from roll.configs.problems import NOTHING, ConfigProblem
-from roll.configs.rl import TINY
+from roll.configs.prompt_rules import TRAIN_DATA, VAL_DATA, check_datasets, check_templates
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import Rule, check_sampling, too_many_tokens
-
-_TRAIN_DATA, _VAL_DATA = "actor_train.data_args", "validation.data_args"
-
-
-def check_datasets(config: RLVRConfig) -> list[ConfigProblem]:
-    """There are prompts to train on and to evaluate on."""
-    datasets = {} if config.eval_only else {_TRAIN_DATA: config.actor_train.data_args}
-    if config.validation is not None:
-        datasets[_VAL_DATA] = config.validation.data_args
-    return [
-        ConfigProblem(f"{path}.file_name", NOTHING, "a file, several, a glob, or dataset_cls")
-        for path, data in datasets.items()
-        if not data.has_dataset
-    ]
 
 
 def check_shares(config: RLVRConfig) -> list[ConfigProblem]:
@@ -29,25 +16,15 @@ def check_shares(config: RLVRConfig) -> list[ConfigProblem]:
     if not config.eval_only:
         expected = f"reward domains: {', '.join(config.rewards) or 'there is none'}"
         problems += [
-            ConfigProblem(f"{_TRAIN_DATA}.domain_interleave_probs", domain, expected, involves=("rewards",))
+            ConfigProblem(f"{TRAIN_DATA}.domain_interleave_probs", domain, expected, involves=("rewards",))
             for domain in config.actor_train.data_args.domain_interleave_probs or ()
             if domain not in config.rewards
         ]
     held_out = config.validation.data_args.domain_interleave_probs if config.validation else None
     if held_out is not None:
         expected = "null: held-out prompts are all answered, in the order of the files"
-        problems.append(ConfigProblem(f"{_VAL_DATA}.domain_interleave_probs", held_out, expected))
+        problems.append(ConfigProblem(f"{VAL_DATA}.domain_interleave_probs", held_out, expected))
     return problems
-
-
-def check_templates(config: RLVRConfig) -> list[ConfigProblem]:
-    """Held-out prompts are rendered like those of training."""
-    trained = config.actor_train.data_args.template
-    held_out = config.validation.data_args.template if config.validation else trained
-    if held_out in ("native", trained):
-        return []
-    expected = f"the same as {_TRAIN_DATA}.template = {trained}, or nothing"
-    return [ConfigProblem(f"{_VAL_DATA}.template", held_out, expected, involves=(f"{_TRAIN_DATA}.template",))]
 
 
 def check_demonstrations(config: RLVRConfig) -> list[ConfigProblem]:

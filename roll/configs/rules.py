@@ -14,6 +14,7 @@ from roll.configs.engines import cards
 from roll.configs.engines.card import EngineCard
 from roll.configs.generating import GeneratingArguments
 from roll.configs.model import ModelArguments
+from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.rl import RLConfig
 from roll.configs.training import TrainingArguments
@@ -25,18 +26,20 @@ Rule = Callable[[Any], list[ConfigProblem]]
 TRAINED = ("actor_train", "critic")
 
 
-def sections(config: RLConfig) -> Iterator[tuple[str, WorkerConfig]]:
+def sections(config: PipelineConfig) -> Iterator[tuple[str, WorkerConfig]]:
     """The role sections that are present, used or not."""
     for role in ("actor_train", "actor_infer", "critic", "reference"):
-        worker = getattr(config, role)
+        worker = getattr(config, role, None)
         if worker is not None:
             yield role, worker
 
 
-def check_lengths(config: RLConfig) -> list[ConfigProblem]:
+def check_lengths(config: PipelineConfig) -> list[ConfigProblem]:
     """No answer is longer than ``response_length``; a token budget holds the longest sample."""
-    path = "actor_infer.generating_args.max_new_tokens"
-    problems = too_many_tokens(config, {path: config.actor_infer.generating_args.max_new_tokens})
+    problems = []
+    if config.actor_infer is not None:
+        path = "actor_infer.generating_args.max_new_tokens"
+        problems += too_many_tokens(config, {path: config.actor_infer.generating_args.max_new_tokens})
     for role, worker in sections(config):
         for phase in ("train", "infer"):
             budget = getattr(worker, key := f"max_tokens_per_microbatch_in_{phase}")
@@ -46,7 +49,7 @@ def check_lengths(config: RLConfig) -> list[ConfigProblem]:
     return problems
 
 
-def too_many_tokens(config: RLConfig, limits: Mapping[str, int | None]) -> list[ConfigProblem]:
+def too_many_tokens(config: PipelineConfig, limits: Mapping[str, int | None]) -> list[ConfigProblem]:
     """Those of the sampling limits, given by key, that are beyond ``response_length``."""
     expected = f"at most response_length = {config.response_length}"
     return [
@@ -56,8 +59,8 @@ def too_many_tokens(config: RLConfig, limits: Mapping[str, int | None]) -> list[
     ]
 
 
-def check_roles(config: RLConfig) -> list[ConfigProblem]:
-    """Roles that the algorithm needs are there, and no role is told what it never reads."""
+def check_rl_roles(config: RLConfig) -> list[ConfigProblem]:
+    """Roles that the algorithm needs are there."""
     problems = []
     if config.uses_critic and config.critic is None:
         expected = f"a section like actor_train, since adv_estimator {config.adv_estimator} needs values"
@@ -70,6 +73,17 @@ def check_roles(config: RLConfig) -> list[ConfigProblem]:
         expected = "a section with a scoring strategy, since a KL term is switched on"
         involved = ("add_token_level_kl", "use_kl_loss", "kl_loss_coef")
         problems.append(ConfigProblem("reference", NOTHING, expected, involves=involved))
+    if config.uses_lora and config.uses_full_kl:
+        expected = "an estimator such as k3: with lora_target no reference sends hidden states"
+        problems.append(
+            ConfigProblem("kl_penalty", config.kl_penalty, expected, involves=("actor_train.model_args.lora_target",))
+        )
+    return problems
+
+
+def check_roles(config: PipelineConfig) -> list[ConfigProblem]:
+    """No role is told what it never reads."""
+    problems = []
     for role, worker in sections(config):
         if worker.training_args != TrainingArguments() and role not in TRAINED:
             problems.append(_unread(role, "training_args", "only actor_train and critic are trained"))
@@ -93,14 +107,14 @@ def check_roles(config: RLConfig) -> list[ConfigProblem]:
 
 def check_sampling(path: str, arguments: GeneratingArguments) -> list[ConfigProblem]:
     """Training answers are sampled: equal ones have nothing to compare."""
-    if arguments.do_sample and arguments.temperature > 0:
+    if not arguments.is_greedy:
         return []
     expected = "do_sample true and a temperature above 0: greedy rollouts have nothing to compare"
     seen = {"do_sample": arguments.do_sample, "temperature": arguments.temperature}
     return [ConfigProblem(path, seen, expected)]
 
 
-def check_parallelism(config: RLConfig) -> list[ConfigProblem]:
+def check_parallelism(config: PipelineConfig) -> list[ConfigProblem]:
     """Devices divide into copies of the model, and one worker holds as many as its engine splits itself over."""
     problems: list[ConfigProblem] = []
     for role, worker in sections(config):
@@ -184,7 +198,7 @@ def _nearest_batch(worker: WorkerConfig, samples: int) -> str:
     return f"the nearest is {near}"
 
 
-def check_engines(config: RLConfig) -> list[ConfigProblem]:
+def check_engines(config: PipelineConfig) -> list[ConfigProblem]:
     """The rules on each role's engine card."""
     return [
         problem
@@ -194,7 +208,7 @@ def check_engines(config: RLConfig) -> list[ConfigProblem]:
     ]
 
 
-def check_lora(config: RLConfig) -> list[ConfigProblem]:
+def check_lora(config: PipelineConfig) -> list[ConfigProblem]:
     """Adapters belong to the actor alone."""
     problems = []
     actor = config.actor_train.model_args
@@ -210,11 +224,6 @@ def check_lora(config: RLConfig) -> list[ConfigProblem]:
         else:
             continue
         problems.append(ConfigProblem(key, args.lora_target, expected, involves=involves))
-    if config.uses_lora and config.uses_full_kl:
-        expected = "an estimator such as k3: with lora_target no reference sends hidden states"
-        problems.append(
-            ConfigProblem("kl_penalty", config.kl_penalty, expected, involves=("actor_train.model_args.lora_target",))
-        )
     return problems
 
 
@@ -223,7 +232,8 @@ def _adapter(args: ModelArguments) -> dict[str, object]:
     return {key: getattr(args, key) for key in ("lora_target", "lora_rank", "lora_alpha")}
 
 
-RULES: tuple[Rule, ...] = (check_lengths, check_roles, check_parallelism, check_batches, check_lora, check_engines)
+RULES: tuple[Rule, ...] = (check_lengths, check_roles, check_parallelism, check_lora, check_engines)
+RL_RULES: tuple[Rule, ...] = (check_rl_roles, check_batches)
 
 
 def _undivided(role: str, worker: WorkerConfig, involves: tuple[str, ...]) -> ConfigProblem:

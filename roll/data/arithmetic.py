@@ -162,7 +162,7 @@ def write_dataset(
         folder,
         {
             TRAIN: (_row("train", *item) for item in enumerate(draw("train", num_train, held_out=False))),
-            VAL: (_row("val", *item) for item in enumerate(draw("val", num_val, held_out=True))),
+            VAL: (_held_out(*item) for item in enumerate(draw("val", num_val, held_out=True))),
             DEMONSTRATIONS: (_demonstration(index, *item) for index, item in enumerate(taught)),
         },
     )
@@ -209,6 +209,11 @@ def _row(split: str, index: int, problem: Problem) -> dict[str, Any]:
         "operation": problem.operation,
         "difficulty": len(problem.carried_columns),
     }
+
+
+def _held_out(index: int, problem: Problem) -> dict[str, Any]:
+    """A question with its answer and, for whoever measures imitation, the way to it."""
+    return _row("val", index, problem) | {"response": worked_solution(problem)}
 
 
 def _demonstration(index: int, problem: Problem, forgotten_columns: Collection[int]) -> dict[str, Any]:

@@ -8,3 +8,4 @@ import numpy.typing as npt
 IntArray: TypeAlias = npt.NDArray[np.int64]
 UInt8Array: TypeAlias = npt.NDArray[np.uint8]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]

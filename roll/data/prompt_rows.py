@@ -5,11 +5,14 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from roll.configs.data import DataArguments, DatasetFilterConfig
 
 ROLES = ("system", "user", "assistant", "tool")
+
+Message: TypeAlias = Mapping[str, str]
+"""``role`` and ``content``."""
 
 _ABSENT = object()
 
@@ -109,20 +112,50 @@ def _label(value: Any, column: str) -> str:
     return value
 
 
-def row_messages(values: Mapping[str, Any], args: DataArguments) -> tuple[Mapping[str, str], ...]:
+def row_messages(values: Mapping[str, Any], args: DataArguments) -> tuple[Message, ...]:
     """The conversation that the policy answers.
 
     Raises:
         RowError: it is no list of messages with known roles and text, or the last one is not the user's.
     """
     if args.messages is not None:
-        messages = _conversation(lookup(values, args.messages), args.messages)
+        messages = _conversation(lookup(values, args.messages), args.messages, last="user")
     else:
-        assert args.prompt is not None
-        messages = ({"role": "user", "content": _text(lookup(values, args.prompt), args.prompt)},)
-    if args.system_prompt is not None and messages[0]["role"] != "system":
-        messages = ({"role": "system", "content": args.system_prompt}, *messages)
-    return messages
+        messages = (_question(values, args),)
+    return _with_system_prompt(messages, args)
+
+
+def row_conversation(values: Mapping[str, Any], args: DataArguments) -> tuple[Message, ...]:
+    """The conversation that the policy imitates: ``messages``, or ``prompt`` and ``response``.
+
+    Raises:
+        RowError: it is no list of messages with known roles and text, or the last one is not the assistant's.
+    """
+    if args.messages is not None:
+        messages = _conversation(lookup(values, args.messages), args.messages, last="assistant")
+        if all(message["role"] in ("system", "assistant") for message in messages):
+            raise RowError(
+                f"column {args.messages!r}: only the assistant speaks, expected a question before the answer"
+            )
+    else:
+        assert args.response is not None
+        answer = lookup(values, args.response)
+        if not isinstance(answer, str) or not answer.strip():
+            raise RowError(f"column {args.response!r}: {_short(answer)}, expected the text of an answer")
+        _check_encodable(answer, f"column {args.response!r}")
+        messages = (_question(values, args), {"role": "assistant", "content": answer})
+    return _with_system_prompt(messages, args)
+
+
+def _question(values: Mapping[str, Any], args: DataArguments) -> Message:
+    assert args.prompt is not None
+    return {"role": "user", "content": _text(lookup(values, args.prompt), args.prompt)}
+
+
+def _with_system_prompt(messages: tuple[Message, ...], args: DataArguments) -> tuple[Message, ...]:
+    if args.system_prompt is None or messages[0]["role"] == "system":
+        return messages
+    return ({"role": "system", "content": args.system_prompt}, *messages)
 
 
 def _text(value: Any, column: str) -> str:
@@ -136,7 +169,7 @@ def _text(value: Any, column: str) -> str:
     return value
 
 
-def _conversation(value: Any, column: str) -> tuple[Mapping[str, str], ...]:
+def _conversation(value: Any, column: str, last: str) -> tuple[Message, ...]:
     if isinstance(value, str):  # a CSV file can hold it only so
         try:
             value = json.loads(value)
@@ -145,15 +178,15 @@ def _conversation(value: Any, column: str) -> tuple[Mapping[str, str], ...]:
     if not isinstance(value, list) or not value:
         raise RowError(f"column {column!r}: {_short(value)}, expected a list of messages")
     messages = tuple(_message(entry, f"{column}[{index}]") for index, entry in enumerate(value))
-    last = messages[-1]
-    if last["role"] != "user":
-        raise RowError(f"{column}[{len(messages) - 1}]: the last message is of the {last['role']}, expected the user")
-    if not last["content"].strip():
-        raise RowError(f"{column}[{len(messages) - 1}].content: empty, expected a question")
+    final, place = messages[-1], f"{column}[{len(messages) - 1}]"
+    if final["role"] != last:
+        raise RowError(f"{place}: the last message is of the {final['role']}, expected the {last}")
+    if not final["content"].strip():
+        raise RowError(f"{place}.content: empty, expected {'a question' if last == 'user' else 'an answer'}")
     return messages
 
 
-def _message(entry: Any, place: str) -> Mapping[str, str]:
+def _message(entry: Any, place: str) -> Message:
     """``role`` and ``content``; further keys stay where they are text, for templates that read them."""
     if not isinstance(entry, Mapping):
         raise RowError(f"{place}: {_short(entry)}, expected an object with role and content")

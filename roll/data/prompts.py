@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast, overload
 
 import numpy as np
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DataError", "LoadReport", "Prompt", "PromptDataset", "check_prompts", "load_prompts"]
 
+T = TypeVar("T")
 _Conversation: TypeAlias = Sequence[Mapping[str, str]]
 
 logger = logging.getLogger(__name__)
@@ -147,8 +148,8 @@ def load_prompts(
     _check_ids(placed, problems)
     problems.raise_any()
     if not placed:
-        raise DataError([_empty(args, counts)])
-    placed, not_drawn = _draw(placed, args, seed)
+        raise DataError([no_rows(args, counts)])
+    placed, not_drawn = draw_samples(placed, args, seed)
     fitted, overlong, longest = _fit(placed, args, renderer, prompt_length, problems)
     problems.raise_any()
     if not fitted:
@@ -184,7 +185,7 @@ def check_prompts(
     problems.raise_any()
     whole = counts["rows"] < head
     if not counts["rows"] or (whole and not placed):
-        raise DataError([_empty(args, counts)])
+        raise DataError([no_rows(args, counts)])
     return Counter(item.prompt.tag for item in placed), whole
 
 
@@ -196,7 +197,8 @@ class _Placed:
     place: str
 
 
-def _rows(args: DataArguments, seed: int, problems: Problems, head: int | None) -> Iterator[Row]:
+def dataset_rows(args: DataArguments, seed: int, problems: Problems, head: int | None = None) -> Iterator[Row]:
+    """The rows of the dataset's files or class, at most ``head`` of a file; what is wrong goes to ``problems``."""
     if args.dataset_cls is None:
         yield from read_rows(args.file_names, problems, head)
         return
@@ -217,7 +219,7 @@ def _prompts(
 ) -> Iterator[_Placed]:
     """The rows that the filter keeps, as prompts; ``counts`` learns of ``rows`` and ``filtered``."""
     used = used_columns(args)
-    for row in _rows(args, seed, problems, head):
+    for row in dataset_rows(args, seed, problems, head):
         counts["rows"] += 1
         try:
             # First: rows of a source that is not wanted may be of another shape.
@@ -245,23 +247,24 @@ def _check_ids(placed: Sequence[_Placed], problems: Problems) -> None:
             problems.add(item.place, f"id {item.prompt.id!r} is taken by {earlier}, expected ids that differ")
 
 
-def _empty(args: DataArguments, counts: Counter[str]) -> str:
+def no_rows(args: DataArguments, counts: Counter[str]) -> str:
+    """Why nothing is left of a dataset."""
     where = args.dataset_cls or ", ".join(args.file_names)
     if not counts["rows"]:
         return f"{where}: no rows"
     return f"{where}: dataset_filter left out all {counts['rows']:,} rows"
 
 
-def _draw(placed: list[_Placed], args: DataArguments, seed: int) -> tuple[list[_Placed], int]:
-    """``num_samples`` of the prompts, in their order; also how many are left out."""
+def draw_samples(samples: list[T], args: DataArguments, seed: int) -> tuple[list[T], int]:
+    """``num_samples`` of them, in their order; also how many are left out."""
     wanted = args.dataset_filter.num_samples
-    if wanted == 0 or wanted >= len(placed):
-        return placed, 0
+    if wanted == 0 or wanted >= len(samples):
+        return samples, 0
     if not args.shuffle:
-        return placed[:wanted], len(placed) - wanted
+        return samples[:wanted], len(samples) - wanted
     generator = np.random.Generator(np.random.PCG64(derive_seed(seed, "prompts", "num_samples")))
-    chosen = np.sort(generator.permutation(len(placed))[:wanted])
-    return [placed[index] for index in chosen], len(placed) - wanted
+    chosen = np.sort(generator.permutation(len(samples))[:wanted])
+    return [samples[index] for index in chosen], len(samples) - wanted
 
 
 def _fit(

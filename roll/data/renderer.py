@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from roll.data.arrays import IntArray
+from roll.data.arrays import BoolArray, IntArray
 from roll.data.templates import read_template
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 Message: TypeAlias = Mapping[str, str]
 
+_TOO_CLEVER = "so no prompt for it can be told from the answer; train_on: last, or another data_args.template, may do"
 _SENTINEL = "\u241fassistant-turn\u241f"
 _CACHE_SIZE = 20_000
 
@@ -43,6 +44,7 @@ class ChatRenderer:
                 "data_args.template is 'native', but the tokenizer has no chat template; give one or its path"
             )
         self._cache: OrderedDict[tuple[str, ...], IntArray] = OrderedDict()
+        self._end: tuple[str, int] | None = None
 
     def prompt(self, messages: Sequence[Message]) -> IntArray:
         """Token ids of a conversation that waits for the assistant, shape [prompt_len]."""
@@ -83,6 +85,40 @@ class ChatRenderer:
         already_closed = len(ids) > 0 and len(completion_ids) > 0 and ids[0] == completion_ids[-1]
         return ids[1:] if already_closed else ids
 
+    def conversation(self, messages: Sequence[Message], *, last_only: bool = False) -> tuple[IntArray, BoolArray]:
+        """A conversation to imitate: its token ids, and True for those that the assistant says.
+
+        They are what a policy would have been given and would have sampled: the words of each turn are tokenised apart
+        from what stands before them and end with the token that ends the turn. What the template writes behind the
+        last of them is left out.
+
+        Args:
+            messages: the last is the assistant's.
+            last_only: only the last turn counts as said.
+
+        Raises:
+            ValueError: the template rewrites an earlier turn once another follows, or the assistant's words.
+        """
+        whole, (closing, end) = self._text(messages, open_assistant=False), self._turn_end()
+        ids: list[IntArray] = []
+        mask: list[BoolArray] = []
+        done = 0
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant" or (last_only and index < len(messages) - 1):
+                continue
+            head = self._text(messages[:index], open_assistant=True)
+            turn = self._text(messages[: index + 1], open_assistant=False)
+            if not (whole.startswith(turn) and turn.startswith(head) and turn.endswith(closing)):
+                raise ValueError(f"the chat template writes message {index} differently as part of more, {_TOO_CLEVER}")
+            context = self._encode(whole[done : len(head)])
+            done = len(turn) - len(closing)
+            if ids and len(context) and context[0] == end:  # the end of the turn before, which was said
+                context = context[1:]
+            said = np.append(self._encode(whole[len(head) : done]), end)
+            ids += [context, said]
+            mask += [np.zeros(len(context), dtype=bool), np.ones(len(said), dtype=bool)]
+        return np.concatenate(ids), np.concatenate(mask)
+
     def decode(self, ids: IntArray) -> str:
         """Text without special tokens."""
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
@@ -97,12 +133,32 @@ class ChatRenderer:
             )
         )
 
+    def _turn_end(self) -> tuple[str, int]:
+        """What the template writes behind the assistant's words, and the id that ends the turn.
+
+        That is the token which the template closes it with, or the end of the sequence where it has none.
+        """
+        if self._end is None:
+            messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _SENTINEL}]
+            _, found, closing = self._text(messages, open_assistant=False).partition(_SENTINEL)
+            if not found:
+                raise ValueError("the chat template drops the assistant's words, so there is nothing to imitate")
+            first = next(iter(self._encode(closing).tolist()), None)
+            end = first if first in self.tokenizer.added_tokens_decoder else self.tokenizer.eos_token_id
+            if end is None:
+                raise ValueError("neither the chat template nor the tokenizer has a token that ends a turn")
+            self._end = closing, int(end)
+        return self._end
+
+    def _encode(self, text: str) -> IntArray:
+        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+
     def _encode_cached(self, kind: str, text: str) -> IntArray:
         """Encodes, remembering recent texts: group members and repeated states render the same prompt."""
         key = (kind, text)
         ids = self._cache.get(key)
         if ids is None:
-            ids = np.asarray(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+            ids = self._encode(text)
             ids.flags.writeable = False
             self._cache[key] = ids
             if len(self._cache) > _CACHE_SIZE:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from roll import __version__
 from roll.configs.shipped import SHIPPED
-from roll.pipeline.programs import AGENTIC, PROGRAMS, RLVR, Program, configurations, program_of
+from roll.pipeline.programs import AGENTIC, PROGRAMS, RLVR, SFT, Program, configurations, program_of
 
 if TYPE_CHECKING:
     from roll.configs.compose import Composed
+    from roll.configs.pipeline import PipelineConfig
     from roll.configs.problems import ConfigErrors
-    from roll.configs.rl import RLConfig
 
-__all__ = ["AGENTIC", "RLVR", "main", "perform", "refuse", "report"]
+__all__ = ["AGENTIC", "RLVR", "SFT", "main", "perform", "refuse", "report"]
 
 EXIT_CONFIG = 2
 LINE_WIDTH = 110
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None, program: Program = AGENTIC) -> int:
 
     Args:
         argv: the command line; that of the process, if not given.
-        program: ``AGENTIC`` or ``RLVR``.
+        program: one of ``PROGRAMS``.
 
     Returns:
         0 when the run (or the check) succeeded, 2 for a wrong configuration and for an empty command line, otherwise
@@ -93,7 +93,7 @@ def perform(
     try:
         composed = compose_config(config_name, folder, overrides)
         program = _program_of(composed, program)
-        schema = cast("type[RLConfig]", import_path(program.schema))
+        schema = cast("type[PipelineConfig]", import_path(program.schema))
         config = load_composed(schema, config_name, composed, CHECKS[schema])
         lines, problems = check_inputs(config) if action == "validate" else ([], [])
         if action == "train":
@@ -109,7 +109,7 @@ def perform(
     if action == "validate":
         sys.stdout.write("\n".join([f"{config_name}: valid", *_summary(config, lines)]) + "\n")
         return 0
-    run = cast("Callable[[RLConfig, float], int]", import_path(program.run))
+    run = cast("Callable[[PipelineConfig, float], int]", import_path(program.run))
     return run(config, started)
 
 
@@ -126,7 +126,7 @@ def _program_of(composed: Composed, asked: Program | None) -> Program:
         problem = ConfigProblem("", NOTHING, f"a section that only one pipeline has: {sections}")
         raise ConfigErrors([*composed.problems, problem])
     found = PROGRAMS[name]
-    known = set(cast("type[RLConfig]", import_path((asked or found).schema)).model_fields)
+    known = set(cast("type[PipelineConfig]", import_path((asked or found).schema)).model_fields)
     foreign = [key for key in found.sections if key in composed.values and key not in known]
     if not foreign:
         return asked or found
@@ -186,7 +186,7 @@ def _parser(program: Program) -> argparse.ArgumentParser:
     return parser
 
 
-def _yaml(config: RLConfig) -> str:
+def _yaml(config: PipelineConfig) -> str:
     """The resolved configuration, secrets removed; it can be read back with ``--config_path``."""
     import yaml
 
@@ -195,7 +195,7 @@ def _yaml(config: RLConfig) -> str:
     return yaml.safe_dump(redact(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True, width=LINE_WIDTH)
 
 
-def _summary(config: RLConfig, inputs: Sequence[str]) -> list[str]:
+def _summary(config: PipelineConfig, inputs: Sequence[str]) -> list[str]:
     """What the configuration amounts to: batch arithmetic, data and models, placement."""
     from roll.configs.batches import describe_batches
     from roll.preflight.choices import describe_placement, describe_unchecked

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar, cast
 
-from roll.configs.rl import RLConfig
+from roll.configs.pipeline import PipelineConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import ClusterError, PlacementError, RaySessionError
@@ -25,7 +25,7 @@ from roll.utils.signals import Interrupted, SignalGuard
 
 logger = logging.getLogger(__name__)
 
-ConfigT = TypeVar("ConfigT", bound=RLConfig)
+ConfigT = TypeVar("ConfigT", bound=PipelineConfig)
 WorkerClasses = Mapping[str, type[Worker]]
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -70,7 +70,13 @@ def launch(
         The process's exit code: 0, 1 (failed), 2 (this cluster cannot hold the roles), 130, 143 or 129 (interrupted).
     """
     try:
-        with SignalGuard() as signals, RunSession(config, started or time.time()) as session, signals.named():
+        session = RunSession(config, started or time.time())
+        if session.is_finished:
+            session.display.note(
+                f"run {config.exp_name} is finished at step {config.max_steps} ({session.resume_path}): nothing to do"
+            )
+            return EXIT_OK
+        with SignalGuard() as signals, session, signals.named():
             for line in notes:
                 session.display.note(line)
             with ExitStack() as stack:
@@ -95,7 +101,7 @@ def launch(
     return EXIT_OK
 
 
-def ray_options(config: RLConfig) -> dict[str, object]:
+def ray_options(config: PipelineConfig) -> dict[str, object]:
     """``ray_init`` as arguments of ``ray.init``."""
     options = config.ray_init.model_dump(exclude_none=True)
     if "object_store_memory_mb" in options:
@@ -104,7 +110,9 @@ def ray_options(config: RLConfig) -> dict[str, object]:
 
 
 @contextmanager
-def start_clusters(config: RLConfig, session: RunSession, workers: WorkerClasses) -> Iterator[Mapping[str, Cluster]]:
+def start_clusters(
+    config: PipelineConfig, session: RunSession, workers: WorkerClasses
+) -> Iterator[Mapping[str, Cluster]]:
     """Places and starts the workers of all roles; they are gone when the block is left.
 
     Raises:

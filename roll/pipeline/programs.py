@@ -40,7 +40,15 @@ RLVR = Program(
     "start_rlvr_pipeline.py",
     ("rewards",),
 )
-PROGRAMS = {"agentic": AGENTIC, "rlvr": RLVR}
+SFT = Program(
+    "roll.configs.sft:SFTConfig",
+    "roll.pipeline.sft.launch:run_sft",
+    "Trains a language model to imitate conversations.",
+    "sft_math",
+    "start_sft_pipeline.py",
+    ("train_on", "sample_overflow", "num_train_epochs"),
+)
+PROGRAMS = {"agentic": AGENTIC, "sft": SFT, "rlvr": RLVR}
 """By name. The first whose ``sections`` a configuration has runs it."""
 
 

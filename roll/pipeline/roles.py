@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from roll.configs.model import ModelArguments
+from roll.configs.pipeline import PipelineConfig
 from roll.configs.rl import RLConfig
 from roll.configs.training import TrainingArguments
 from roll.distributed.cluster.cluster import Cluster
@@ -49,18 +50,18 @@ class RestartBudget:
 
 
 class Roles:
-    """``actor_train`` and ``actor_infer``; ``critic`` and ``reference`` where the algorithm needs them.
+    """``actor_train``; ``actor_infer`` where something is generated; ``critic`` and ``reference`` where needed.
 
     Args:
         config: the run's configuration.
         clusters: started clusters by role name.
     """
 
-    def __init__(self, config: RLConfig, clusters: Mapping[str, Cluster]) -> None:
+    def __init__(self, config: PipelineConfig, clusters: Mapping[str, Cluster]) -> None:
         self.config = config
         self.offload_manager = OffloadManager({role: clusters[role] for role in config.roles if role in clusters})
         self.actor = ModelCluster(clusters["actor_train"], self.offload_manager)
-        self.infer = clusters["actor_infer"]
+        self.generator = clusters.get("actor_infer")
         self.restarts = RestartBudget(config.max_worker_restarts)
         self.on_replaced: list[Callable[[], None]] = []
         """Called after generating workers were replaced in an update of weights; they have other handles then."""
@@ -68,8 +69,14 @@ class Roles:
         self.reference: ModelCluster | WithoutAdapter | None = None
         if "reference" in clusters:
             self.reference = ModelCluster(clusters["reference"], self.offload_manager)
-        elif config.uses_reference and config.uses_lora:
+        elif isinstance(config, RLConfig) and config.uses_reference and config.uses_lora:
             self.reference = WithoutAdapter(self.actor)
+
+    @property
+    def infer(self) -> Cluster:
+        """The generating workers, of a run that has some."""
+        assert self.generator is not None, "this run generates nothing"
+        return self.generator
 
     def setup(self, model_path: str, critic_path: str, total_optimizer_steps: int) -> None:
         """Loads the policy everywhere, the same weights in all its roles.
@@ -102,6 +109,9 @@ class Roles:
         context = replace(self._context("actor_train", model_path), lora=lora)
         worker = context.worker.model_copy(update={"training_args": training_args})
         refs = self.actor.submit_setup(replace(context, worker=worker, total_optimizer_steps=total_optimizer_steps))
+        if self.generator is None:
+            self.actor.gather_setup(refs)
+            return
         self._infer_context = replace(self._context("actor_infer", model_path), lora=lora)
         self.offload_manager.reserve(self.infer.name)
         self.infer.call("setup", self._infer_context, self.config.generate_opt_level == 1)
@@ -117,11 +127,13 @@ class Roles:
     def sync_weights(self, version: int) -> None:
         """Sends the actor's weights to the generating workers, see ``WeightSync``; they are then ready to generate.
 
-        A generating worker that dies meanwhile is replaced.
+        Without such workers there is nothing to do; one that dies meanwhile is replaced.
 
         Raises:
             WorkerDiedError: ``max_worker_restarts`` is used up, or another worker died.
         """
+        if self.generator is None:
+            return
         self._load_both()
         try:
             self._weights.sync(version)
@@ -192,7 +204,7 @@ class Roles:
             returns_hidden=role == "reference" and config.uses_full_kl,
             keeps_output_layer=role == "actor_train" and config.uses_full_kl,
             seed=config.seed,
-            temperature=config.actor_infer.generating_args.temperature,
+            temperature=config.scoring_temperature,
             max_grad_norm=config.max_grad_norm,
             l2=config.l2,
             sequence_length=config.sequence_length,

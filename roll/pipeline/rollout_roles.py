@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from roll.configs.generating import GeneratingArguments
-from roll.configs.rl import RLConfig
+from roll.configs.pipeline import PipelineConfig
 from roll.data.requests import SamplingParams
 from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.roles import Roles
@@ -27,7 +27,7 @@ class RolloutRoles:
 
     def __init__(
         self,
-        config: RLConfig,
+        config: PipelineConfig,
         clusters: Mapping[str, Cluster],
         contexts: Mapping[str, tuple[Any, ...]],
         roles: Roles,
@@ -39,11 +39,6 @@ class RolloutRoles:
         self._roles = roles
         self._on_tick = on_tick
         roles.on_replaced.append(self.connect)
-
-    @property
-    def extra_groups(self) -> int:
-        """Groups that a training rollout starts beyond its need."""
-        return self._config.max_additional_running_prompts if self._config.is_use_additional_prompts else 0
 
     def make_scheduler(self, plan: RolloutPlan, cluster: str, extra_groups: int = 0) -> RolloutScheduler:
         """A scheduler of ``plan`` over the workers of one cluster."""

@@ -84,6 +84,14 @@ class RunSession:
         self.display.finish(closing_line(self.summary, self.folder.path))
         self.folder.close()
 
+    @property
+    def is_finished(self) -> bool:
+        """The run to resume has taken its last step, and nothing of that is left to evaluate or to report."""
+        if self.resume_path is None or self.config.eval_only:
+            return False
+        state = Checkpointer.load_state(self.resume_path)
+        return bool(state["step"] >= self.config.max_steps and not state["unreported"])
+
     def _leave_word(self, error: BaseException, interrupted: bool) -> None:
         """Says how to go on after an early end; what failed is kept with its remote traceback for whoever looks."""
         if not interrupted:

@@ -1,7 +1,8 @@
 """``pretrain: tiny``: makes the embedded model and teaches it the task's language before RL begins.
 
 It imitates imperfect demonstrations, so the policy learns the answer format and a little of the task: enough success to
-learn from, and most of the task still to learn. Training, generation and measurement are the run's own workers.
+learn from, and most of the task still to learn. It trains as the SFT pipeline does, on the run's own workers, which
+also measure it.
 Everything is kept under ``output_dir/tiny/`` and used again by runs with the same recipe.
 """
 
@@ -15,15 +16,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from roll.algorithms.losses import build_sft_loss
+from roll.configs.pipeline import PipelineConfig
 from roll.configs.rl import RLConfig
 from roll.configs.training import TrainingArguments
 from roll.configs.warm_start import SupervisedStartConfig
 from roll.data.batch import Batch
 from roll.models.tiny import RECIPE_VERSION, make_tiny_model
-from roll.pipeline.model_cluster import plan_optimizer_steps
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunFailedError, RunSession
+from roll.pipeline.sft.training import SupervisedTraining
 from roll.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Teacher(Protocol):
         """The current policy's sampled success, and the share of its answers that are in the right format."""
 
 
-def tiny_folder(config: RLConfig, recipe: Mapping[str, Any]) -> Path:
+def tiny_folder(config: PipelineConfig, recipe: Mapping[str, Any]) -> Path:
     """Where the model of this recipe lives: ``init`` (untrained) and ``warm`` below it.
 
     Args:
@@ -65,14 +66,14 @@ def tiny_folder(config: RLConfig, recipe: Mapping[str, Any]) -> Path:
         "seed": config.seed,
         "heads": config.tiny_num_heads,
         "template": config.actor_train.data_args.template,
-        "temperature": config.actor_infer.generating_args.temperature,
+        "temperature": config.scoring_temperature,
         **recipe,
     }
     digest = hashlib.blake2b(json.dumps(full, sort_keys=True).encode(), digest_size=6).hexdigest()
     return Path(config.output_dir).expanduser().resolve() / "tiny" / digest
 
 
-def ensure_init(folder: Path, config: RLConfig) -> Path:
+def ensure_init(folder: Path, config: PipelineConfig) -> Path:
     """The untrained model, made if it is not there."""
     path = folder / "init"
     if not (path / "config.json").exists():
@@ -100,7 +101,6 @@ def ensure_warm(folder: Path, config: RLConfig, session: RunSession, roles: Role
         return warm
     with session.phase("warm start"):
         roles.setup_policy(str(init), teacher.settings.max_steps, _training_args(config, teacher.settings))
-        roles.actor.call("set_loss", build_sft_loss)
         report = _train(config, session, roles, teacher)
         building = warm.with_name("warm.building")
         shutil.rmtree(building, ignore_errors=True)
@@ -127,17 +127,19 @@ def _training_args(config: RLConfig, settings: SupervisedStartConfig) -> Trainin
 
 def _train(config: RLConfig, session: RunSession, roles: Roles, teacher: Teacher) -> dict[str, float]:
     """Supervised steps until sampled success is in the middle of the window, measured on episodes of its own."""
-    settings, demonstrations = teacher.settings, teacher.demonstrations()
-    steps_per_epoch = max(1, demonstrations.num_sequences // settings.batch_size)
-    epochs = -(-settings.max_steps // steps_per_epoch)
-    steps = plan_optimizer_steps(
-        demonstrations.num_sequences, steps_per_epoch, epochs, derive_seed(config.seed, "warm start")
-    )[: settings.max_steps]
+    settings = teacher.settings
+    training = SupervisedTraining(
+        roles.actor,
+        teacher.demonstrations(),
+        batch_size=settings.batch_size,
+        max_steps=settings.max_steps,
+        seed=derive_seed(config.seed, "warm start"),
+    )
     goal = (settings.min_success + settings.max_success) / 2
     report: dict[str, float] = {}
-    for start in range(0, len(steps), settings.eval_steps):
-        history = roles.actor.train(demonstrations, steps[start : start + settings.eval_steps])
-        done = start + len(history)
+    for start in range(0, settings.max_steps, settings.eval_steps):
+        done = min(start + settings.eval_steps, settings.max_steps)
+        history = training.train(start + 1, done)
         roles.sync_weights(done)
         success, valid_rate = teacher.measure(settings.eval_episodes)
         report = {"steps": done, "loss": history[-1]["actor/loss"], "success": success, "valid_rate": valid_rate}

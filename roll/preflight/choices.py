@@ -11,11 +11,14 @@ from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.data import ATTRIBUTE_PATH
 from roll.configs.engines import strategy_names
 from roll.configs.engines.card import task_of
+from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem
-from roll.configs.rl import TINY, RLConfig
+from roll.configs.prompts import PromptsConfig
+from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import Rule, sections
 from roll.configs.schema import nearest
+from roll.configs.sft import SFTConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.cluster.errors import PlacementError
 from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
@@ -59,7 +62,7 @@ def _tiny_problems(config: AgenticConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("pretrain", config.pretrain, expected, hint, involves=involved)
 
 
-def check_verifiers(config: RLVRConfig) -> list[ConfigProblem]:
+def check_verifiers(config: PromptsConfig) -> list[ConfigProblem]:
     """Verifiers exist and understand their ``args``."""
     from roll.rewards.scorer import check_rewards
 
@@ -68,7 +71,7 @@ def check_verifiers(config: RLVRConfig) -> list[ConfigProblem]:
     ]
 
 
-def check_data_plugins(config: RLVRConfig) -> list[ConfigProblem]:
+def check_data_plugins(config: PromptsConfig) -> list[ConfigProblem]:
     """Dataset classes and the data generator can be found."""
     datasets = {"actor_train.data_args": config.actor_train.data_args}
     if config.validation is not None:
@@ -84,14 +87,14 @@ def check_data_plugins(config: RLVRConfig) -> list[ConfigProblem]:
     return [problem for key, path in paths.items() if path is not None for problem in _path_problems(key, path, ())]
 
 
-def _workers(config: RLConfig) -> Iterator[tuple[str, WorkerConfig]]:
+def _workers(config: PipelineConfig) -> Iterator[tuple[str, WorkerConfig]]:
     """The key and section of everything that gets processes, and of roles that are given but not used."""
     yield from (
         dict(sections(config)) | {config.key_of(name): worker for name, worker in config.clusters.items()}
     ).items()
 
 
-def check_strategies(config: RLConfig) -> list[ConfigProblem]:
+def check_strategies(config: PipelineConfig) -> list[ConfigProblem]:
     """Strategies exist, and each does what its role needs."""
     problems: list[ConfigProblem] = []
     for role, worker in sections(config):
@@ -107,7 +110,7 @@ def check_strategies(config: RLConfig) -> list[ConfigProblem]:
     return problems
 
 
-def check_engine_options(config: RLConfig) -> list[ConfigProblem]:
+def check_engine_options(config: PipelineConfig) -> list[ConfigProblem]:
     """Options that are passed on to an engine exist there. What the engine takes is read from its source."""
     return [
         problem.under(f"{role}.strategy_args.strategy_config")
@@ -117,7 +120,7 @@ def check_engine_options(config: RLConfig) -> list[ConfigProblem]:
     ]
 
 
-def describe_unchecked(config: RLConfig) -> list[str]:
+def describe_unchecked(config: PipelineConfig) -> list[str]:
     """Options that were not compared with those of an engine, since it is not installed here."""
     lines = []
     for role, worker in sections(config):
@@ -131,7 +134,7 @@ def describe_unchecked(config: RLConfig) -> list[str]:
     return lines
 
 
-def check_plugins(config: RLConfig) -> list[ConfigProblem]:
+def check_plugins(config: PipelineConfig) -> list[ConfigProblem]:
     """Trackers are registered, and classes and functions given by path can be found."""
     problems = []
     for tracker in config.trackers:
@@ -146,7 +149,8 @@ def check_plugins(config: RLConfig) -> list[ConfigProblem]:
     except (ValueError, ImportError) as error:
         problems.append(ConfigProblem("tracker_kwargs", config.tracker_kwargs, "options of the trackers", str(error)))
     paths = {f"{role}.worker_cls": worker.worker_cls for role, worker in _workers(config)}
-    plug_ins = {"adv_estimator": config.adv_estimator, "pg_variant": config.pg_variant}
+    named = ("adv_estimator", "pg_variant") if isinstance(config, RLConfig) else ()
+    plug_ins = {key: getattr(config, key) for key in named}
     paths |= {key: name if ":" in name else None for key, name in plug_ins.items()}
     for key, path in paths.items():
         if path is not None:
@@ -154,7 +158,7 @@ def check_plugins(config: RLConfig) -> list[ConfigProblem]:
     return problems
 
 
-def check_placement(config: RLConfig) -> list[ConfigProblem]:
+def check_placement(config: PipelineConfig) -> list[ConfigProblem]:
     """Every device exists, and a worker's devices lie on one node."""
     nodes = pretend_nodes(config.num_nodes, config.num_gpus_per_node)
     problems = []
@@ -178,7 +182,7 @@ def check_placement(config: RLConfig) -> list[ConfigProblem]:
     return problems
 
 
-def role_requests(config: RLConfig) -> list[RoleRequest]:
+def role_requests(config: PipelineConfig) -> list[RoleRequest]:
     """What each cluster asks of the machines."""
     return [
         RoleRequest(
@@ -191,7 +195,7 @@ def role_requests(config: RLConfig) -> list[RoleRequest]:
     ]
 
 
-def describe_placement(config: RLConfig) -> list[str]:
+def describe_placement(config: PipelineConfig) -> list[str]:
     """Where the roles would sit on the nodes that the configuration speaks of, as a table."""
     nodes = pretend_nodes(config.num_nodes, config.num_gpus_per_node)
     return plan_placement(role_requests(config), nodes).describe()
@@ -204,9 +208,10 @@ _CHECKS: tuple[Rule, ...] = (
     *MODEL_CHECKS,
     check_placement,
 )
-CHECKS: dict[type[RLConfig], tuple[Rule, ...]] = {
+CHECKS: dict[type[PipelineConfig], tuple[Rule, ...]] = {
     AgenticConfig: (check_envs, *_CHECKS),
     RLVRConfig: (check_verifiers, check_data_plugins, *_CHECKS),
+    SFTConfig: (check_verifiers, check_data_plugins, *_CHECKS),
 }
 """By the class of the configuration, for ``load_config``."""
 

@@ -8,9 +8,10 @@ import threading
 from pathlib import Path
 
 from roll.configs.data import DataArguments
+from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem
-from roll.configs.rl import TINY, RLConfig
-from roll.configs.rlvr import RLVRConfig
+from roll.configs.prompts import PromptsConfig
+from roll.configs.sft import SFTConfig
 
 HEAD = 2000
 """Rows that are read of each data file."""
@@ -22,7 +23,7 @@ Findings = tuple[list[str], list[ConfigProblem]]
 """Lines that say what is there, and what is wrong with it."""
 
 
-def check_inputs(config: RLConfig) -> Findings:
+def check_inputs(config: PipelineConfig) -> Findings:
     """Reads the head of every data file that is on this machine and asks the hub for models that are not.
 
     Data that is not here yet is no problem: a configuration may be checked on another machine than it runs on.
@@ -32,11 +33,11 @@ def check_inputs(config: RLConfig) -> Findings:
     return [*data_lines, *model_lines], [*data_problems, *model_problems]
 
 
-def check_data(config: RLConfig) -> Findings:
+def check_data(config: PipelineConfig) -> Findings:
     """Columns, values and tags of the first rows of each file; lengths in tokens are left to the run."""
     lines: list[str] = []
     problems: list[ConfigProblem] = []
-    if not isinstance(config, RLVRConfig):
+    if not isinstance(config, PromptsConfig):
         return lines, problems
     if config.data_generator is not None:
         made = config.data_generator
@@ -51,18 +52,24 @@ def check_data(config: RLConfig) -> Findings:
     return lines, problems
 
 
-def _check_dataset(key: str, args: DataArguments, config: RLVRConfig) -> Findings:
+def _check_dataset(key: str, args: DataArguments, config: PromptsConfig) -> Findings:
     if args.dataset_cls is not None:
         return [f"data: {args.dataset_cls}: called when the run starts"], []
     absent = [name for name in args.file_names if not _on_disk(name)]
     lines = [f"data: {name}: nothing here yet" for name in absent]
     if len(absent) == len(args.file_names):
         return lines, []
+    from roll.data.conversations import Scoring, check_conversations
     from roll.data.prompts import DataError, check_prompts
 
     present = args.model_copy(update={"file_name": [name for name in args.file_names if name not in absent]})
     try:
-        tags, whole = check_prompts(present, allowed_tags=config.domains, seed=config.seed, head=HEAD)
+        if isinstance(config, SFTConfig):
+            scored = config.validation if key.startswith("validation") and config.rewards else None
+            scoring = Scoring(tuple(config.domains), scored.solution) if scored else None
+            tags, whole = check_conversations(present, scoring=scoring, seed=config.seed, head=HEAD)
+        else:
+            tags, whole = check_prompts(present, allowed_tags=config.domains, seed=config.seed, head=HEAD)
     except DataError as error:
         shown = error.problems[:SHOWN_ROWS]
         rest = [f"and {error.count - len(shown):,} more"] if error.count > len(shown) else []
@@ -78,14 +85,11 @@ def _on_disk(name: str) -> bool:
     return bool(glob.glob(str(Path(name).expanduser()), recursive=True)) or Path(name).expanduser().exists()
 
 
-def check_hub(config: RLConfig) -> Findings:
+def check_hub(config: PipelineConfig) -> Findings:
     """Models by name exist on the hub, where it may be asked and answers."""
     lines: list[str] = []
     problems: list[ConfigProblem] = []
-    models = {"pretrain": config.pretrain}
-    if config.reward_pretrain is not None and config.uses_critic:
-        models["reward_pretrain"] = config.reward_pretrain
-    for key, model in models.items():
+    for key, model in config.models.items():
         if model == TINY or Path(model).expanduser().exists():
             continue
         offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from roll.configs.engines.card import EngineCard, missing_package
+from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import ConfigProblem
-from roll.configs.rl import RLConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy import STRATEGIES, strategy_class
 from roll.utils.registry import UnknownNameError, import_path
 
 
-def check_machine(config: RLConfig) -> list[ConfigProblem]:
+def check_machine(config: PipelineConfig) -> list[ConfigProblem]:
     """Packages that are not installed here, and kernels that this machine has no GPU for.
 
     A configuration may be checked without them (``--validate-only``), but not run.
@@ -25,7 +25,7 @@ def check_machine(config: RLConfig) -> list[ConfigProblem]:
     return [*problems, *_plug_in_problems(config), *_device_problems(config)]
 
 
-def _device_problems(config: RLConfig) -> Iterator[ConfigProblem]:
+def _device_problems(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Devices that this machine has not, where the run starts a Ray of its own; a running one is asked later."""
     if (config.ray_init.address or os.environ.get("RAY_ADDRESS") or "local") != "local" or _connected():
         return
@@ -48,7 +48,7 @@ def _connected() -> bool:
     return ray is not None and bool(ray.is_initialized())
 
 
-def _plug_in_problems(config: RLConfig) -> Iterator[ConfigProblem]:
+def _plug_in_problems(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Classes given by path: their packages are imported, which a check of the configuration alone does not do."""
     given = {
         f"{role}.strategy_args.strategy_name": worker.strategy_args.strategy_name
@@ -64,7 +64,7 @@ def _plug_in_problems(config: RLConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(key, path, "package.module:Class that can be imported", str(error))
 
 
-def _role_problems(config: RLConfig, role: str, worker: WorkerConfig) -> list[ConfigProblem]:
+def _role_problems(config: PipelineConfig, role: str, worker: WorkerConfig) -> list[ConfigProblem]:
     args, card = worker.model_args, worker.strategy_args.card
     problems = []
     if card is not None and (problem := card.package_problem(worker)):
@@ -93,7 +93,7 @@ def _kernels(worker: WorkerConfig, card: EngineCard) -> Iterator[ConfigProblem]:
         yield args.problem("attn_implementation", "sdpa or auto").under("model_args")
 
 
-def _gpu_expected(config: RLConfig) -> bool:
+def _gpu_expected(config: PipelineConfig) -> bool:
     """Whether the workers may have GPUs: other machines may, even where this one has none."""
     if config.num_nodes > 1 or config.ray_init.address or os.environ.get("RAY_ADDRESS"):
         return True

@@ -11,8 +11,8 @@ from typing import Any
 
 from roll.configs.engine_rules import compute_dtype
 from roll.configs.engines.card import EngineCard
+from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem
-from roll.configs.rl import TINY, RLConfig
 from roll.configs.rules import TRAINED, Rule, sections
 from roll.configs.schema import nearest
 from roll.configs.worker import WorkerConfig
@@ -22,13 +22,10 @@ from roll.utils.registry import import_path
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def check_models(config: RLConfig) -> list[ConfigProblem]:
+def check_models(config: PipelineConfig) -> list[ConfigProblem]:
     """Models are ``tiny``, a folder in Hugging Face format, or look like a name on the hub (which is not asked)."""
     problems = []
-    models = {"pretrain": config.pretrain}
-    if config.reward_pretrain is not None and config.uses_critic:
-        models["reward_pretrain"] = config.reward_pretrain
-    for key, model in models.items():
+    for key, model in config.models.items():
         folder = Path(model)
         if model == TINY:
             continue
@@ -50,7 +47,7 @@ def check_models(config: RLConfig) -> list[ConfigProblem]:
     return problems
 
 
-def check_fit(config: RLConfig) -> list[ConfigProblem]:
+def check_fit(config: PipelineConfig) -> list[ConfigProblem]:
     """The model is one that each role's engine can run, and its sizes divide into the role's parallel layout."""
     problems: list[ConfigProblem] = []
     for role, worker in sections(config):
@@ -59,7 +56,7 @@ def check_fit(config: RLConfig) -> list[ConfigProblem]:
             continue
         # The tiny model is made to fit what does not split it; reading its sizes takes seconds of imports.
         whole = card.splits_heads and _devices_per_sequence(worker, card) == 1
-        sizes = None if whole and _model_path(config, role) == TINY else _model_config(config, role)
+        sizes = None if whole and config.model_of(role) == TINY else _model_config(config, role)
         if sizes is None:
             continue
         found = list(_import(card.fit)(role, worker, sizes, config)) if card.fit else []
@@ -102,13 +99,13 @@ def _import(path: str) -> Any:
     return import_path(path, "check")
 
 
-def check_positions(config: RLConfig) -> list[ConfigProblem]:
+def check_positions(config: PipelineConfig) -> list[ConfigProblem]:
     """The model has positions for the longest sample."""
     path = config.pretrain
     if path == TINY:
         most = MAX_POSITIONS
     else:
-        sizes = _model_config(config, "actor_infer")
+        sizes = _model_config(config, "actor_train")
         most = getattr(sizes, "max_position_embeddings", None) or config.sequence_length
     if config.sequence_length <= most:
         return []
@@ -116,11 +113,11 @@ def check_positions(config: RLConfig) -> list[ConfigProblem]:
     return [ConfigProblem("sequence_length", config.sequence_length, expected, involves=("pretrain",))]
 
 
-def check_trained_format(config: RLConfig) -> list[ConfigProblem]:
+def check_trained_format(config: PipelineConfig) -> list[ConfigProblem]:
     """A checkpoint in fp16 is not trained in it."""
     problems = []
     for role in TRAINED:
-        worker = getattr(config, role)
+        worker = getattr(config, role, None)
         if worker is None or compute_dtype(role, worker)[1] is not None:
             continue
         sizes = None if config.pretrain == TINY else _model_config(config, role)
@@ -130,12 +127,12 @@ def check_trained_format(config: RLConfig) -> list[ConfigProblem]:
     return problems
 
 
-def check_model_kwargs(config: RLConfig) -> list[ConfigProblem]:
+def check_model_kwargs(config: PipelineConfig) -> list[ConfigProblem]:
     """``model_config_kwargs`` are entries that the model's configuration has."""
     problems = []
     for role, worker in sections(config):
         given = worker.model_args.model_config_kwargs
-        sizes, _ = _read_config(_model_path(config, role), config.tiny_num_heads) if given else (None, "")
+        sizes, _ = _read_config(config.model_of(role), config.tiny_num_heads) if given else (None, "")
         known = set() if sizes is None else set(sizes.to_dict())
         for key in given if sizes is not None else ():
             if not hasattr(sizes, key):
@@ -147,7 +144,7 @@ def check_model_kwargs(config: RLConfig) -> list[ConfigProblem]:
     return problems
 
 
-def check_adapted_layers(config: RLConfig) -> list[ConfigProblem]:
+def check_adapted_layers(config: PipelineConfig) -> list[ConfigProblem]:
     """The model has the layers that ``lora_target`` names, and the trainer can adapt them."""
     worker = config.actor_train
     args, card = worker.model_args, worker.strategy_args.card
@@ -183,14 +180,10 @@ MODEL_CHECKS: tuple[Rule, ...] = (
 )
 
 
-def _model_path(config: RLConfig, role: str) -> str:
-    return config.reward_pretrain if role == "critic" and config.reward_pretrain else config.pretrain
-
-
-def _model_config(config: RLConfig, role: str) -> Any:
+def _model_config(config: PipelineConfig, role: str) -> Any:
     """A role's model as its text part is configured, ``model_config_kwargs`` included; ``None`` if it is not on this
     machine or wrong, which is reported elsewhere."""
-    sizes, _ = _read_config(_model_path(config, role), config.tiny_num_heads)
+    sizes, _ = _read_config(config.model_of(role), config.tiny_num_heads)
     given = getattr(config, role).model_args.model_config_kwargs
     if sizes is None or not all(hasattr(sizes, key) for key in given):
         return None

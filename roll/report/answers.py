@@ -13,21 +13,23 @@ from roll.tracking.files import read_json_lines, to_json, write_atomic
 _LIST = "answers.jsonl"
 
 
-def save_answers(trajectories: Sequence[Trajectory], folder: Path, step: int) -> Path:
+def save_answers(trajectories: Sequence[Trajectory], folder: Path, step: int, *, scored: bool = True) -> Path:
     """Writes the page of an evaluation into ``folder``, and notes it for ``listed_answers``.
 
     Args:
         trajectories: one-turn episodes whose info has ``prompt_id`` and ``ground_truth``.
         folder: the run's renders.
         step: of the evaluation.
+        scored: a verifier has judged them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / f"answers-{step:06d}.html"
     correct = sum(trajectory.success for trajectory in trajectories)
-    title = f"Step {step}: {correct} of {len(trajectories)} answers right"
-    write_atomic(page, render_page("answers.html", title=title, answers=trajectories))
+    title = f"Step {step}: " + (f"{correct} of {len(trajectories)} answers right" if scored else "answers")
+    write_atomic(page, render_page("answers.html", title=title, answers=trajectories, scored=scored))
     records = {record["page"]: record for record in read_json_lines(folder / _LIST)}
-    records[page.name] = {"page": page.name, "step": step, "correct": correct, "answers": len(trajectories)}
+    records[page.name] = {"page": page.name, "step": step, "answers": len(trajectories)}
+    records[page.name] |= {"correct": correct} if scored else {}
     write_atomic(folder / _LIST, "".join(to_json(record) + "\n" for record in records.values()))
     return page
 

@@ -69,7 +69,7 @@ class PromptWorkerContext:
     params: Mapping[str, SamplingParams]
     limits: Limits
     domains: Mapping[str, str]
-    """The reward domain of each tag."""
+    """The reward domain of each tag; answers to prompts of other tags are not scored."""
     spread: bool
     """True: the answers to one prompt may come from different engines."""
 
@@ -99,7 +99,10 @@ class PromptWorker(RolloutWorker):
         return await self.managers[spec.sampling].run_episode(env, env.watch(generate), episode)
 
     async def _score(self, sample: Sample) -> Verdict:
+        domain = self.context.domains.get(sample.data_source)
+        if domain is None:
+            return Verdict(0.0, correct=False)
         try:
-            return await self.rewards[self.context.domains[sample.data_source]].score(sample)
+            return await self.rewards[domain].score(sample)
         except RewardError as error:
             raise UnscoredAnswerError(str(error)) from error

@@ -32,6 +32,8 @@ SHOWN_METRICS = {
     "valid": "rollout/valid_rate",
     "tokens/s": "tokens_per_s/rollout",
     "eval": "eval/success",
+    "loss": "sft/loss",
+    "eval loss": "eval/loss",
 }
 """Column → name of the metric it shows; a metric that has not come yet shows nothing."""
 
@@ -211,9 +213,10 @@ class Display:
         steps.add_column(ratio=1)
         total = max(self._total_steps, 1)
         steps.add_row(f"step {self._step}/{self._total_steps or '–'}", ProgressBar(total=total, completed=self._step))
+        figures_seen = [(label, self._values[label]) for label in SHOWN_METRICS if label in self._values]
         figures = Table.grid(padding=(0, 3))
         figures.add_row(
-            *(Text.assemble((f"{label} ", "dim"), (self._shown(label), "bold cyan")) for label in SHOWN_METRICS)
+            *(Text.assemble((f"{label} ", "dim"), (_value(label, value), "bold cyan")) for label, value in figures_seen)
         )
         rows: list[RenderableType] = [head, steps, figures]
         if len(self._successes) > 1:
@@ -221,9 +224,6 @@ class Display:
             rows.append(Text.assemble(("success  ", "dim"), (sparkline(self._successes, width), "green")))
         rows.extend(Text(f"! {text}", style="yellow", no_wrap=True, overflow="ellipsis") for text in self.warnings)
         return Panel(Group(*rows), title=Text(self._title, style="bold"), border_style="dim", padding=(0, 1))
-
-    def _shown(self, label: str) -> str:
-        return _value(label, self._values[label]) if label in self._values else "–"
 
 
 def sparkline(values: list[float], width: int, low: float = 0.0, high: float = 1.0) -> str:
@@ -257,6 +257,8 @@ def closing_line(summary: Mapping[str, Any], run_dir: Path) -> str:
         word = "Learned" if low > 0 else "Worse than before" if high < 0 else "No change beyond noise"
         bounds = f", 95% interval {100 * low:+.1f} to {100 * high:+.1f}" if min(sizes) else ""
         said = f"{word}: {measure} {before:.1%} → {after:.1%} ({100 * (after - before):+.1f} points{bounds}){where}"
+    elif "loss" in first and "loss" in last:
+        said = f"Held-out loss {first['loss']:.4f} → {last['loss']:.4f} nats per token"
     elif before is not None and summary.get("steps"):
         said = f"Not evaluated after training; {measure} before was {before:.1%}{where}"
     elif after is not None:

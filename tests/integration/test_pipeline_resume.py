@@ -138,3 +138,9 @@ def test_a_run_stopped_in_every_way_ends_where_an_undisturbed_one_does(launch: L
     assert fourth.repeatable_metrics() == whole.repeatable_metrics()
     assert_same_tensors(fourth.tensors(STEPS), whole.tensors(STEPS))
     fourth.assert_nothing_left()
+
+    # Nothing is left to do: no worker is started for it.
+    fifth = resumed(launch)
+    assert fifth.wait() == 0, fifth.output
+    assert f"run run is finished at step {STEPS}" in fifth.output
+    assert not list(fifth.faults.glob("at-*")) and fifth.summary == fourth.summary

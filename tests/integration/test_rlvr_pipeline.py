@@ -260,13 +260,15 @@ def test_wrong_data_and_unknown_verifiers_are_told_before_ray_starts(rlvr: Rlvr,
 
 
 def test_a_model_can_be_scored_without_training(rlvr: Rlvr) -> None:
-    run = rlvr("eval_only=true", "actor_train.data_args.file_name=null", "validation.generating_args=null")
+    greedy = "validation.generating_args={temperature: 0}"
+    run = rlvr("eval_only=true", "actor_train.data_args.file_name=null", greedy)
     assert run.wait() == 0, run.output
     assert run.summary["status"] == "completed" and run.summary["steps"] == 0
     assert run.summary["eval"].keys() == {"before"}
     assert {"mean@1", "pass@1", "maj@1", "accuracy_greedy"} <= run.summary["eval"]["before"].keys()
     assert list(run.metrics) == [0] and "eval/mean@1" in run.metrics[0]
-    assert {line["what"] for line in run.logged("played.jsonl")} == {"val"}
+    assert [line["what"] for line in run.logged("played.jsonl")] == ["val"] * 4, "greedy answers are sampled once"
+    assert run.summary["eval"]["before"]["accuracy_greedy"] == run.summary["eval"]["before"]["accuracy"]
     assert not list((run.path / "checkpoints").iterdir())
     assert not list(run.faults.glob("at-actor_train-*")), "something was trained or scored"
 

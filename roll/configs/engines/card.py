@@ -14,7 +14,7 @@ from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
 
 if TYPE_CHECKING:
-    from roll.configs.rl import RLConfig
+    from roll.configs.pipeline import PipelineConfig
     from roll.configs.worker import WorkerConfig
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -128,7 +128,7 @@ class EngineCard:
         passed_on = options.keys() - self.options.model_fields.keys()
         return not passed_on or self.package is None or self.package.installed
 
-    def rules(self, role: str, worker: WorkerConfig, config: RLConfig) -> Iterator[ConfigProblem]:
+    def rules(self, role: str, worker: WorkerConfig, config: PipelineConfig) -> Iterator[ConfigProblem]:
         """Rules between the engine's options and other keys, whole keys."""
         return iter(())
 

@@ -11,7 +11,7 @@ from roll.configs.engines.card import Dtype, EngineCard, EngineOptions, Strategy
 from roll.configs.problems import ConfigProblem
 
 if TYPE_CHECKING:
-    from roll.configs.rl import RLConfig
+    from roll.configs.pipeline import PipelineConfig
     from roll.configs.worker import WorkerConfig
 
 
@@ -85,7 +85,7 @@ class Fsdp2Card(EngineCard):
     trains_modules = True
     fit = "roll.distributed.strategy.fsdp2.fit:check_model"
 
-    def rules(self, role: str, worker: WorkerConfig, config: RLConfig) -> Iterator[ConfigProblem]:
+    def rules(self, role: str, worker: WorkerConfig, config: PipelineConfig) -> Iterator[ConfigProblem]:
         options, base = worker.strategy_args.typed(), f"{role}.strategy_args.strategy_config"
         assert isinstance(options, Fsdp2Config)
         groups = worker.num_workers // options.tensor_parallel_size

@@ -12,7 +12,7 @@ from roll.configs.engines.card import EngineCard, EnginePackage, PassedOnOptions
 from roll.configs.problems import ConfigProblem
 
 if TYPE_CHECKING:
-    from roll.configs.rl import RLConfig
+    from roll.configs.pipeline import PipelineConfig
     from roll.configs.worker import WorkerConfig
 
 RecomputeModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
@@ -256,7 +256,7 @@ class MegatronCard(EngineCard):
                 problems += type_problems({name: options[name]}, known)
         return problems
 
-    def rules(self, role: str, worker: WorkerConfig, config: RLConfig) -> Iterator[ConfigProblem]:
+    def rules(self, role: str, worker: WorkerConfig, config: PipelineConfig) -> Iterator[ConfigProblem]:
         """Experts can be dealt out to the workers of a stage; recomputation is on where it is described."""
         options = worker.strategy_args.typed()
         assert isinstance(options, MegatronConfig)

@@ -12,7 +12,7 @@ from roll.configs.engines.card import EngineCard, EnginePackage, PassedOnOptions
 from roll.configs.problems import ConfigProblem
 
 if TYPE_CHECKING:
-    from roll.configs.rl import RLConfig
+    from roll.configs.pipeline import PipelineConfig
     from roll.configs.worker import WorkerConfig
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -104,7 +104,7 @@ class VllmCard(EngineCard):
             arguments="vLLM's AsyncEngineArgs",
         )
 
-    def rules(self, role: str, worker: WorkerConfig, config: RLConfig) -> Iterator[ConfigProblem]:
+    def rules(self, role: str, worker: WorkerConfig, config: PipelineConfig) -> Iterator[ConfigProblem]:
         options, name = worker.strategy_args.typed(), f"{role}.strategy_args.strategy_name"
         assert isinstance(options, VllmConfig)
         if options.max_model_len is not None and options.max_model_len < config.sequence_length:

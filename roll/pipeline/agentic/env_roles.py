@@ -45,7 +45,7 @@ class EnvRoles(RolloutRoles):
         }
         super().__init__(config, {name: clusters[name] for name in MANAGERS}, contexts, roles, on_tick)
         baseline = config.needs_greedy_baseline
-        self.train = self.scheduler("train_env_manager", "train", extra_groups=self.extra_groups, baseline=baseline)
+        self.train = self.scheduler("train_env_manager", "train", extra_groups=config.extra_groups, baseline=baseline)
         # Twice as many as are shown, so that there are solved and unsolved ones to choose from.
         self.val = self.scheduler("val_env_manager", "val", num_recorded=2 * config.num_renders)
         self.val_greedy = self.scheduler("val_env_manager", "val", greedy=True)

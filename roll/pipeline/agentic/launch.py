@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.batches import describe_batches
-from roll.configs.rl import TINY
+from roll.configs.pipeline import TINY
 from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.agentic.env_roles import EnvRoles
 from roll.pipeline.agentic.pipeline import AgenticPipeline
 from roll.pipeline.agentic.warm_start import ScriptedTeacher, recipe
-from roll.pipeline.base import set_losses
 from roll.pipeline.launch import MODEL_WORKERS, WorkerClasses, launch
+from roll.pipeline.rl import set_losses
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
 from roll.pipeline.warm_start import ensure_init, ensure_warm, tiny_folder

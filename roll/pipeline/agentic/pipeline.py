@@ -6,7 +6,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.agentic.env_roles import EnvRoles
-from roll.pipeline.base import RLPipeline
+from roll.pipeline.rl import RLPipeline
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollouts import collect, keep_episodes
 from roll.pipeline.session import RunSession
@@ -46,9 +46,8 @@ class AgenticPipeline(RLPipeline):
             groups = self._play_validation(greedy=False)
         metrics = rollout_metrics(groups, "eval")
         if name != "step":
-            with self.session.phase("eval greedy"):
-                greedy = rollout_metrics(self._play_validation(greedy=True), "eval_greedy")
-            metrics |= {f"{area}": value for area, value in greedy.items() if area.endswith(("success", "reward"))}
+            greedy = rollout_metrics(self._play_greedily(groups), "eval_greedy")
+            metrics |= {name: value for name, value in greedy.items() if name.endswith(("success", "reward"))}
             self.session.summary["eval"][name] = {
                 "success": metrics["eval/success"],
                 "success_greedy": metrics["eval_greedy/success"],
@@ -63,6 +62,13 @@ class AgenticPipeline(RLPipeline):
             f"valid actions {metrics['eval/valid_rate']:.1%} on {metrics['eval/episodes']:.0f} held-out episodes"
         )
         return metrics
+
+    def _play_greedily(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        """The validation episodes played greedily: ``groups``, where those were."""
+        if self.config.sampling(self.config.val_env_manager).is_greedy:
+            return groups
+        with self.session.phase("eval greedy"):
+            return self._play_validation(greedy=True)
 
     def _play_validation(self, *, greedy: bool) -> list[RolloutGroup]:
         scheduler = self.envs.val_greedy if greedy else self.envs.val

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from roll.configs.data import DataArguments
-from roll.configs.rl import TINY
-from roll.configs.rlvr import DataGeneratorConfig, RLVRConfig
+from roll.configs.pipeline import TINY
+from roll.configs.prompts import DataGeneratorConfig, PromptsConfig
+from roll.configs.rlvr import RLVRConfig
 from roll.data.prompts import PromptDataset, load_prompts
 from roll.data.renderer import ChatRenderer
 from roll.models.loading import load_tokenizer
 from roll.models.tiny import make_tokenizer
-from roll.pipeline.rlvr.prompt_roles import Datasets, train_sampler
+from roll.pipeline.prompt_roles import train_sampler
 from roll.utils.registry import import_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _RECIPE = "made_from.json"
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """What is trained on and what is held out."""
+
+    train: PromptDataset | None
+    """``None`` with ``eval_only``."""
+    val: PromptDataset | None
 
 
 def make_data(generator: DataGeneratorConfig) -> None:
@@ -41,7 +52,7 @@ def make_data(generator: DataGeneratorConfig) -> None:
     note.write_text(json.dumps(recipe) + "\n", encoding="utf-8")
 
 
-def load_renderer(config: RLVRConfig) -> ChatRenderer:
+def load_renderer(config: PromptsConfig) -> ChatRenderer:
     """The policy's tokenizer and chat template."""
     return ChatRenderer(_tokenizer(config.pretrain), config.actor_train.data_args.template)
 

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from functools import partial
 
 from roll.configs.batches import describe_batches
-from roll.configs.rl import TINY
-from roll.configs.rlvr import REWARD_CLUSTER, ROLLOUT_CLUSTER, RLVRConfig
+from roll.configs.pipeline import TINY
+from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER
+from roll.configs.rlvr import RLVRConfig
 from roll.data.renderer import ChatRenderer
 from roll.distributed.cluster.cluster import Cluster
-from roll.pipeline.base import set_losses
 from roll.pipeline.launch import EXIT_USAGE, MODEL_WORKERS, WorkerClasses, launch
-from roll.pipeline.rlvr.datasets import describe_datasets, load_datasets, load_renderer, make_data
+from roll.pipeline.prompt_roles import PromptRoles
+from roll.pipeline.rl import set_losses
+from roll.pipeline.rlvr.datasets import Datasets, describe_datasets, load_datasets, load_renderer, make_data
 from roll.pipeline.rlvr.pipeline import RLVRPipeline
-from roll.pipeline.rlvr.prompt_roles import Datasets, PromptRoles
 from roll.pipeline.rlvr.warm_start import FileTeacher, recipe
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
@@ -60,7 +61,7 @@ def _run(
         folder = tiny_folder(config, recipe(config))
         model_path = str(ensure_init(folder, config))
     roles = Roles(config, clusters)
-    prompts = PromptRoles(config, clusters, roles, model_path, datasets, on_tick=signals.check)
+    prompts = PromptRoles(config, clusters, roles, model_path, datasets.train, datasets.val, on_tick=signals.check)
     prompts.begin_setup()
     if folder is not None:
         measured = datasets.train or datasets.val

@@ -7,8 +7,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
+from roll.configs.prompts import PromptsConfig
 from roll.configs.rewards import RewardFilterConfig
-from roll.configs.rlvr import RLVRConfig
 from roll.pipeline.session import RunFailedError
 from roll.rollout.metrics import mean
 from roll.rollout.types import RolloutGroup
@@ -69,7 +69,7 @@ def majority_correct(group: RolloutGroup) -> float:
     return mean(mean(outcomes) for outcomes in votes.values() if len(outcomes) == most)
 
 
-def reward_metrics(groups: Sequence[RolloutGroup], config: RLVRConfig) -> dict[str, float]:
+def reward_metrics(groups: Sequence[RolloutGroup], config: PromptsConfig) -> dict[str, float]:
     """Per domain: ``score``, ``accuracy``, ``errors`` (answers without a reward), and the verifiers' own numbers."""
     metrics: dict[str, float] = {}
     for name, of_domain in _by_domain(groups, config).items():
@@ -88,7 +88,7 @@ def reward_metrics(groups: Sequence[RolloutGroup], config: RLVRConfig) -> dict[s
     return metrics
 
 
-def check_error_rates(groups: Sequence[RolloutGroup], config: RLVRConfig) -> None:
+def check_error_rates(groups: Sequence[RolloutGroup], config: PromptsConfig) -> None:
     """Stops the run where too many answers of a domain could not be scored.
 
     Raises:
@@ -118,7 +118,7 @@ def passes_filter(group: RolloutGroup, limits: RewardFilterConfig) -> bool:
     return limits.low < value and (limits.high is None or value < limits.high)
 
 
-def _by_domain(groups: Iterable[RolloutGroup], config: RLVRConfig) -> dict[str, list[RolloutGroup]]:
+def _by_domain(groups: Iterable[RolloutGroup], config: PromptsConfig) -> dict[str, list[RolloutGroup]]:
     domains = config.domains
     found: defaultdict[str, list[RolloutGroup]] = defaultdict(list)
     for group in groups:

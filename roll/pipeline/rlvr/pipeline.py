@@ -10,10 +10,10 @@ from torch import Tensor
 from roll.configs.rlvr import RLVRConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
-from roll.pipeline.base import RLPipeline
+from roll.pipeline.prompt_roles import PromptRoles
+from roll.pipeline.rl import RLPipeline
 from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates, passes_filter, reward_metrics
 from roll.pipeline.rlvr.position import DataPosition
-from roll.pipeline.rlvr.prompt_roles import PromptRoles
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollouts import MAX_WRITTEN, collect, keep_episodes
 from roll.pipeline.session import RunFailedError, RunSession
@@ -67,9 +67,7 @@ class RLVRPipeline(RLPipeline):
             groups = self._answer_validation(self.prompts.val)
         metrics = rollout_metrics(groups, "eval") | accuracy_metrics(groups, self.config.num_val_samples, "eval")
         if name != "step":
-            assert self.prompts.val_greedy is not None
-            with self.session.phase("eval greedy"):
-                greedy = rollout_metrics(self._answer_validation(self.prompts.val_greedy), "eval_greedy")
+            greedy = rollout_metrics(self._answer_greedily(groups), "eval_greedy")
             metrics |= {key: value for key, value in greedy.items() if key.endswith(("success", "reward"))}
             self.session.summary["eval"][name] = {
                 "accuracy": metrics["eval/success"],
@@ -124,6 +122,14 @@ class RLVRPipeline(RLPipeline):
                 f"dynamic sampling: {error} (max_filtered_batches={self.config.max_filtered_batches}); the prompts are "
                 "too easy or too hard for the policy: loosen rewards.*.query_filter_config, or change the data"
             ) from error
+
+    def _answer_greedily(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        """The held-out prompts answered greedily: ``groups``, where those were."""
+        if self.config.val_sampling.is_greedy:
+            return groups
+        assert self.prompts.val_greedy is not None
+        with self.session.phase("eval greedy"):
+            return self._answer_validation(self.prompts.val_greedy)
 
     def _answer_validation(self, scheduler: RolloutScheduler) -> list[RolloutGroup]:
         num_groups = self.prompts.num_val_prompts

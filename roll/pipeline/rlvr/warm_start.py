@@ -6,15 +6,13 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
+from roll.configs.data import DataArguments
 from roll.configs.rlvr import RLVRConfig
 from roll.data.batch import Batch
-from roll.data.prompt_files import DataError, Problems, read_rows
+from roll.data.conversations import load_conversations
 from roll.data.prompts import PromptDataset
 from roll.data.renderer import ChatRenderer
-from roll.pipeline.rlvr.prompt_roles import PromptRoles
+from roll.pipeline.prompt_roles import PromptRoles
 from roll.rollout.metrics import rollout_metrics
 from roll.utils.seeding import derive_seed
 
@@ -44,6 +42,7 @@ class FileTeacher:
     def __init__(self, config: RLVRConfig, renderer: ChatRenderer, prompts: PromptRoles, train: PromptDataset) -> None:
         self.settings = config.warm_start
         self._renderer = renderer
+        self._max_tokens = config.sequence_length
         self._prompts = prompts
         seed = derive_seed(config.seed, "warm start measurement")
         self._measuring = prompts.measuring(train, self.settings.eval_episodes, seed)
@@ -52,49 +51,14 @@ class FileTeacher:
         """The file's rows: the response and the end of the turn have loss mask 1.
 
         Raises:
-            DataError: rows without the two columns.
+            DataError: rows without the two columns, or longer than ``sequence_length``.
         """
         self._prompts.wait_ready()
-        return demonstration_batch(
-            self.settings.file_name, self.settings.prompt, self.settings.response, self._renderer
-        )
+        settings = self.settings
+        columns = DataArguments(file_name=settings.file_name, prompt=settings.prompt, response=settings.response)
+        return load_conversations(columns, renderer=self._renderer, max_tokens=self._max_tokens).batch
 
     def measure(self, num_episodes: int) -> tuple[float, float]:
         groups = self._measuring.collect(range(num_episodes), num_episodes).groups
         metrics = rollout_metrics(groups, "measured")
         return metrics["measured/success"], metrics.get("measured/valid_rate", 0.0)
-
-
-def demonstration_batch(file_name: str, prompt: str, response: str, renderer: ChatRenderer) -> Batch:
-    """Rows of a file as a batch for supervised learning.
-
-    Args:
-        file_name: any format that ``data_args.file_name`` takes.
-        prompt: column of the question.
-        response: column of the answer to imitate.
-        renderer: messages to token ids.
-
-    Raises:
-        DataError: a row lacks a column, or holds something else than text there.
-    """
-    problems = Problems()
-    eos = renderer.tokenizer.eos_token_id
-    lengths, tokens, mask = [], [], []
-    for row in read_rows([file_name], problems):
-        question, answer = row.values.get(prompt), row.values.get(response)
-        if not isinstance(question, str) or not isinstance(answer, str):
-            problems.add(row.place, f"expected text in the columns {prompt!r} and {response!r}")
-            continue
-        prompt_ids = renderer.prompt([{"role": "user", "content": question}])
-        answer_ids = np.asarray([*renderer.tokenizer.encode(answer, add_special_tokens=False), eos], dtype=np.int64)
-        lengths.append(len(prompt_ids) + len(answer_ids))
-        tokens += [prompt_ids, answer_ids]
-        mask += [np.zeros(len(prompt_ids), dtype=bool), np.ones(len(answer_ids), dtype=bool)]
-    problems.raise_any()
-    if not lengths:
-        raise DataError([f"{file_name}: no demonstrations"])
-    return Batch(
-        lengths_B=torch.tensor(lengths, dtype=torch.int64),
-        tokens_T=torch.from_numpy(np.concatenate(tokens)),
-        loss_mask_T=torch.from_numpy(np.concatenate(mask)),
-    )

@@ -38,7 +38,7 @@ from roll.configs.base import Config
 from roll.configs.correction import AggregationLevel, TrainInferFilterConfig
 from roll.configs.loader import load_config
 from roll.data.batch import Batch
-from roll.pipeline.base import RLPipeline
+from roll.pipeline.rl import RLPipeline
 from roll.pipeline.roles import Roles
 from tests.support.algorithms_batches import columns_of, gradient, make_batch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -268,3 +269,72 @@ def test_a_rendered_prompt_is_remembered_and_cannot_be_changed() -> None:
     assert first is second
     with pytest.raises(ValueError, match="read-only"):
         first[0] = 0
+
+
+DIALOGUE = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "left"},
+    {"role": "assistant", "content": "another move"},
+    {"role": "user", "content": "right"},
+    {"role": "assistant", "content": "walks"},
+]
+# What the assistant says of DIALOGUE is in brackets.
+WITH_ANSWERS = {
+    "tiny": "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nleft<|im_end|>\n<|im_start|>assistant\n"
+    "[another move<|im_end|>]\n<|im_start|>user\nright<|im_end|>\n<|im_start|>assistant\n[walks<|im_end|>]",
+    "qwen": "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nleft<|im_end|>\n<|im_start|>assistant\n"
+    "[another move<|im_end|>]\n<|im_start|>user\nright<|im_end|>\n<|im_start|>assistant\n[walks<|im_end|>]",
+    "llama": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nbe brief<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\nleft<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    "[another move<|eot_id|>]<|start_header_id|>user<|end_header_id|>\n\nright<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n[walks<|eot_id|>]",
+}
+
+
+def bracketed(renderer: ChatRenderer, ids: IntArray, mask: np.ndarray) -> str:
+    """The text of the ids, what the mask is 1 on in brackets."""
+    borders = [0, *(np.flatnonzero(np.diff(mask)) + 1), len(ids)]
+    parts = [(renderer.tokenizer.decode(ids[a:b]), mask[a]) for a, b in itertools.pairwise(borders)]
+    return "".join(f"[{text}]" if said else text for text, said in parts)
+
+
+@FAMILIES
+def test_what_the_assistant_says_is_marked_and_nothing_else(family: str) -> None:
+    renderer = ChatRenderer(TOKENIZERS[family])
+    assert bracketed(renderer, *renderer.conversation(DIALOGUE)) == WITH_ANSWERS[family]
+    first, last = WITH_ANSWERS[family].split("[another")[0], WITH_ANSWERS[family].rpartition("[")[2]
+    only = bracketed(renderer, *renderer.conversation(DIALOGUE, last_only=True))
+    assert only.startswith(first) and only.endswith(f"[{last}") and only.count("[") == 1
+
+
+@FAMILIES
+def test_a_conversation_to_imitate_has_the_ids_of_one_that_was_sampled(family: str) -> None:
+    renderer = ChatRenderer(TOKENIZERS[family])
+    end = renderer.tokenizer.eos_token_id
+    first, second = (
+        np.append(renderer.tokenizer.encode(text, add_special_tokens=False), end) for text in ("another move", "walks")
+    )
+    grown = [renderer.prompt(DIALOGUE[:2]), first, renderer.continuation(DIALOGUE[3:4], first), second]
+    ids, mask = renderer.conversation(DIALOGUE)
+    np.testing.assert_array_equal(ids, np.concatenate(grown))
+    np.testing.assert_array_equal(mask, np.repeat([False, True, False, True], [len(part) for part in grown]))
+
+
+def test_without_a_closing_in_the_template_an_answer_ends_with_the_end_of_the_sequence() -> None:
+    renderer = ChatRenderer(TOKENIZERS["tiny"], "plain")
+    assert bracketed(renderer, *renderer.conversation(DIALOGUE)) == (
+        "be briefleft[another move<|im_end|>]right[walks<|im_end|>]"
+    )
+
+
+def test_a_template_that_rewrites_earlier_turns_allows_the_last_alone() -> None:
+    forgetful = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{{ m.content if loop.last or m.role != 'assistant' else '…' }}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    renderer = ChatRenderer(TOKENIZERS["tiny"], forgetful)
+    with pytest.raises(ValueError, match=r"message 2 differently .* train_on: last"):
+        renderer.conversation(DIALOGUE)
+    ids, mask = renderer.conversation(DIALOGUE, last_only=True)
+    assert bracketed(renderer, ids, mask).endswith("<|im_start|>assistant\n[walks<|im_end|>]")

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from roll.configs.rlvr import DataGeneratorConfig, RLVRConfig
+from roll.configs.prompts import DataGeneratorConfig
+from roll.configs.rlvr import RLVRConfig
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.models.tiny import make_tiny_model
+from roll.pipeline.prompt_roles import PromptRoles
 from roll.pipeline.rlvr.datasets import describe_datasets, load_datasets, load_renderer, make_data
 from roll.pipeline.rlvr.launch import run_rlvr
-from roll.pipeline.rlvr.prompt_roles import PromptRoles
 
 CALLS: list[dict[str, Any]] = []
 

@@ -1,14 +1,14 @@
-"""The datasets of a run, and the workers that have their prompts answered and scored."""
+"""The prompts of a run, and the workers that have them answered and scored."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from roll.configs.rlvr import REWARD_CLUSTER, ROLLOUT_CLUSTER, RLVRConfig
+from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER, PromptsConfig
+from roll.configs.rlvr import RLVRConfig
 from roll.data.prompt_sampler import PromptSampler
-from roll.data.prompts import PromptDataset
+from roll.data.prompts import Prompt
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.pipeline.roles import Roles
@@ -20,15 +20,6 @@ from roll.rollout.prompt_worker import PromptPlan, PromptWorkerContext
 from roll.rollout.scheduler import RolloutScheduler
 
 
-@dataclass(frozen=True)
-class Datasets:
-    """What is trained on and what is held out."""
-
-    train: PromptDataset | None
-    """``None`` with ``eval_only``."""
-    val: PromptDataset | None
-
-
 class PromptRoles(RolloutRoles):
     """Rollout workers and reward domains.
 
@@ -37,17 +28,19 @@ class PromptRoles(RolloutRoles):
         clusters: started clusters by name.
         roles: the model roles.
         tokenizer_path: folder with the policy's tokenizer.
-        datasets: the prompts.
+        train: the prompts to train on; ``None`` with ``eval_only``, and in SFT.
+        val: the held-out ones.
         on_tick: see ``RolloutRoles``.
     """
 
     def __init__(
         self,
-        config: RLVRConfig,
+        config: PromptsConfig,
         clusters: Mapping[str, Cluster],
         roles: Roles,
         tokenizer_path: str,
-        datasets: Datasets,
+        train: Sequence[Prompt] | None,
+        val: Sequence[Prompt] | None,
         on_tick: Callable[[], None],
     ) -> None:
         self._rewards = {name: clusters[f"{REWARD_CLUSTER}{name}"] for name in config.rewards}
@@ -57,27 +50,29 @@ class PromptRoles(RolloutRoles):
         super().__init__(config, own, contexts, roles, on_tick)
         self.tags = list(config.domains)
         """All tags; a batch's ``tag_B`` indexes into it."""
-        self._train_prompts = None if datasets.train is None else train_sampler(config, datasets.train)
-        if self._train_prompts is not None:
+        self._train_prompts: PromptSampler | None = None
+        if train is not None:
+            assert isinstance(config, RLVRConfig)
+            self._train_prompts = train_sampler(config, train)
             plan = PromptPlan(
                 self._train_prompts,
                 group_size=config.num_return_sequences_in_group,
-                num_slots=config.rollout_batch_size + self.extra_groups,
+                num_slots=config.rollout_batch_size + config.extra_groups,
                 seed=config.seed,
                 sampling="train",
                 baseline=config.needs_greedy_baseline,
             )
-            self.train = self.make_scheduler(plan, ROLLOUT_CLUSTER, self.extra_groups)
+            self.train = self.make_scheduler(plan, ROLLOUT_CLUSTER, config.extra_groups)
         self.num_val_prompts = 0
         self.val: RolloutScheduler | None = None
         self.val_greedy: RolloutScheduler | None = None
-        if datasets.val is not None:
-            self.num_val_prompts = min(config.val_batch_size, len(datasets.val))
-            held_out = PromptSampler(datasets.val, seed=config.seed, shuffle=False)
+        if val is not None:
+            self.num_val_prompts = min(config.val_batch_size, len(val))
+            held_out = PromptSampler(val, seed=config.seed, shuffle=False)
             self.val = self._val_scheduler(held_out, config.num_val_samples, greedy=False)
             self.val_greedy = self._val_scheduler(held_out, 1, greedy=True)
 
-    def measuring(self, dataset: PromptDataset, num_slots: int, seed: int) -> RolloutScheduler:
+    def measuring(self, dataset: Sequence[Prompt], num_slots: int, seed: int) -> RolloutScheduler:
         """A scheduler over one sampled answer to each of some prompts, drawn by a seed of its own."""
         plan = PromptPlan(PromptSampler(dataset, seed), 1, num_slots, seed, "train")
         return self.make_scheduler(plan, ROLLOUT_CLUSTER)
@@ -113,7 +108,7 @@ class PromptRoles(RolloutRoles):
         return self.make_scheduler(plan, ROLLOUT_CLUSTER)
 
 
-def train_sampler(config: RLVRConfig, dataset: PromptDataset) -> PromptSampler:
+def train_sampler(config: RLVRConfig, dataset: Sequence[Prompt]) -> PromptSampler:
     """The order in which a run meets its training prompts.
 
     Raises:
@@ -130,11 +125,14 @@ def _retries(rewards: Cluster) -> int:
         return 0
 
 
-def _worker_context(config: RLVRConfig, tokenizer_path: str) -> PromptWorkerContext:
+def _worker_context(config: PromptsConfig, tokenizer_path: str) -> PromptWorkerContext:
+    params = {"val": sampling_params(config.val_sampling)}
+    if isinstance(config, RLVRConfig):
+        params["train"] = sampling_params(config.train_sampling)
     return PromptWorkerContext(
         tokenizer_path=tokenizer_path,
         template=config.actor_train.data_args.template,
-        params={"train": sampling_params(config.train_sampling), "val": sampling_params(config.val_sampling)},
+        params=params,
         limits=Limits(config.prompt_length, config.sequence_length),
         domains=config.domains,
         spread=config.is_num_return_sequences_expand,

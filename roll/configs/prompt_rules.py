@@ -1,0 +1,30 @@
+"""Rules of the pipelines that read datasets (see ``roll.configs.rules``)."""
+
+from __future__ import annotations
+
+from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.prompts import PromptsConfig
+
+TRAIN_DATA, VAL_DATA = "actor_train.data_args", "validation.data_args"
+
+
+def check_datasets(config: PromptsConfig) -> list[ConfigProblem]:
+    """There is something to train on and to evaluate on."""
+    datasets = {} if config.eval_only else {TRAIN_DATA: config.actor_train.data_args}
+    if config.validation is not None:
+        datasets[VAL_DATA] = config.validation.data_args
+    return [
+        ConfigProblem(f"{path}.file_name", NOTHING, "a file, several, a glob, or dataset_cls")
+        for path, data in datasets.items()
+        if not data.has_dataset
+    ]
+
+
+def check_templates(config: PromptsConfig) -> list[ConfigProblem]:
+    """Held-out data is rendered like that of training."""
+    trained = config.actor_train.data_args.template
+    held_out = config.validation.data_args.template if config.validation else trained
+    if held_out in ("native", trained):
+        return []
+    expected = f"the same as {TRAIN_DATA}.template = {trained}, or nothing"
+    return [ConfigProblem(f"{VAL_DATA}.template", held_out, expected, involves=(f"{TRAIN_DATA}.template",))]

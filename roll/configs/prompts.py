@@ -1,0 +1,123 @@
+"""Prompts that the policy answers and verifiers score: what RLVR trains on, and what SFT may be measured with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field
+
+from roll.configs.base import Config
+from roll.configs.data import DataArguments
+from roll.configs.generating import GeneratingArguments
+from roll.configs.pipeline import PipelineConfig
+from roll.configs.problems import ConfigProblem
+from roll.configs.rewards import RewardConfig
+from roll.configs.worker import EnvironmentVariables, WorkerConfig
+
+ROLLOUT_CLUSTER = "rollout"
+"""Name of the rollout workers' cluster."""
+REWARD_CLUSTER = "reward_"
+"""Start of the names of the reward domains' clusters."""
+
+
+class DataGeneratorConfig(Config):
+    """Makes the data that ``file_name`` points to, where it is not there yet."""
+
+    path: str = Field(min_length=1, description="package.module:function, called as function(folder, **args).")
+    folder: str = Field(min_length=1, description="Folder that it writes to; made anew when path or args change.")
+    args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the function.")
+
+
+class ValidationConfig(Config):
+    """The held-out prompts and how they are answered."""
+
+    data_args: DataArguments = Field(default_factory=DataArguments, description="The held-out dataset.")
+    generating_args: GeneratingArguments | None = Field(
+        default=None,
+        description="Sampling of the answers; num_return_sequences is the n of mean@n. null: actor_infer's.",
+    )
+
+
+class RolloutWorkersConfig(Config):
+    """The processes between the engines and the rewards."""
+
+    world_size: int = Field(default=1, ge=1, description="Number of processes.")
+    worker_cls: str | None = Field(
+        default=None, description="package.module:Class of the process. null: the project's own."
+    )
+    system_envs: EnvironmentVariables = Field(
+        default_factory=dict, description="Environment variables of these processes, over the global ones."
+    )
+
+
+class PromptsConfig(PipelineConfig):
+    """Held-out prompts, the rewards of their answers, and the processes between them and the engines."""
+
+    rewards: dict[str, RewardConfig] = Field(default_factory=dict, description="Reward domains by name.")
+    validation: ValidationConfig | None = Field(default=None, description="Held-out prompts; null: no evaluation.")
+    rollout_workers: RolloutWorkersConfig = Field(
+        default_factory=RolloutWorkersConfig,
+        description="Processes that carry prompts to engines and answers to rewards.",
+    )
+    data_generator: DataGeneratorConfig | None = Field(
+        default=None, description="Makes the data before the run; for the embedded default."
+    )
+    is_num_return_sequences_expand: bool = Field(
+        default=False,
+        description="true: the answers to one prompt spread over all generating workers. false: they stay on one, "
+        "which then holds the prompt's keys and values once.",
+    )
+
+    @property
+    def num_val_samples(self) -> int:
+        """Answers to each held-out prompt: the n of mean@n."""
+        return self.val_sampling.num_return_sequences
+
+    @property
+    def domains(self) -> dict[str, str]:
+        """The reward domain of each tag."""
+        return {tag: name for name, reward in self.rewards.items() for tag in reward.tag_included}
+
+    @property
+    def clusters(self) -> dict[str, WorkerConfig]:
+        """Everything that gets worker processes: the model roles, the rollout workers and the rewards."""
+        if self.actor_infer is None:
+            return super().clusters
+        rollout = WorkerConfig(
+            world_size=self.rollout_workers.world_size,
+            worker_cls=self.rollout_workers.worker_cls,
+            system_envs=self.rollout_workers.system_envs,
+        )
+        rewards = {f"{REWARD_CLUSTER}{name}": reward.worker_config() for name, reward in self.rewards.items()}
+        return {**super().clusters, ROLLOUT_CLUSTER: rollout, **rewards}
+
+    def key_of(self, cluster: str) -> str:
+        if cluster == ROLLOUT_CLUSTER:
+            return "rollout_workers"
+        return f"rewards.{cluster.removeprefix(REWARD_CLUSTER)}" if cluster.startswith(REWARD_CLUSTER) else cluster
+
+    @property
+    def val_sampling(self) -> GeneratingArguments:
+        """How held-out prompts are answered; one answer each unless ``validation.generating_args`` says otherwise."""
+        own = self.validation.generating_args if self.validation else None
+        if own is None:
+            assert self.actor_infer is not None, "nothing is generated"
+            own = self.actor_infer.generating_args.model_copy(update={"num_return_sequences": 1})
+        return self.bounded(own)
+
+    def bounded(self, arguments: GeneratingArguments) -> GeneratingArguments:
+        """The arguments with their bound on the answer's length filled in."""
+        return arguments.model_copy(update={"max_new_tokens": arguments.max_new_tokens or self.response_length})
+
+    def problems(self) -> list[ConfigProblem]:
+        found = super().problems()
+        owners: dict[str, str] = {}
+        for name, reward in self.rewards.items():
+            for tag in reward.tag_included:
+                if owners.setdefault(tag, name) != name:
+                    key, other = f"rewards.{name}.tag_included", f"rewards.{owners[tag]}.tag_included"
+                    expected = f"every tag in one domain; {tag} is in {owners[tag]} already"
+                    found.append(self.problem(key, expected, other, seen=reward.tag_included))
+        if self.eval_only and self.validation is None:
+            found.append(self.problem("eval_only", "false, or a validation section", "validation"))
+        return found

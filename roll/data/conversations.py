@@ -1,0 +1,245 @@
+"""Datasets of conversations to imitate: files to token ids and the mask of what the assistant says."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+import numpy as np
+import torch
+from jinja2 import TemplateError
+
+from roll.configs.data import DataArguments
+from roll.data.arrays import BoolArray, IntArray
+from roll.data.batch import Batch
+from roll.data.prompt_files import DataError, Problems
+from roll.data.prompt_rows import (
+    Message,
+    RowError,
+    lookup,
+    other_columns,
+    passes,
+    row_conversation,
+    row_id,
+    row_tag,
+    used_columns,
+)
+from roll.data.prompts import Prompt, dataset_rows, draw_samples, no_rows
+
+if TYPE_CHECKING:
+    from roll.data.renderer import ChatRenderer
+
+logger = logging.getLogger(__name__)
+
+UNSCORED = "conversation"
+"""Tag of what no reward domain scores."""
+
+
+@dataclass(frozen=True)
+class ConversationReport:
+    """What became of the rows. ``str`` of it is one line for the log."""
+
+    rows: int
+    """Rows read."""
+    filtered: int
+    """Rows that ``dataset_filter`` left out."""
+    overlong: int
+    """Conversations of more than ``limit`` tokens."""
+    overflow: str
+    """What was done with those: ``sample_overflow``."""
+    limit: int
+    silent: int
+    """Conversations whose cut lost all that the assistant says; they are left out."""
+    longest: int
+    """Tokens of the longest as it was read."""
+    samples: int
+    tokens: int
+    """Of all samples."""
+    said: int
+    """Those of them that the assistant says."""
+
+    def __str__(self) -> str:
+        words = [f"{self.rows:,} rows read", f"{self.filtered:,} left out by the filter"]
+        words.append(f"longest {self.longest:,} tokens")
+        done = "" if not self.overlong else " dropped" if self.overflow == "drop" else " cut"
+        words.append(f"{self.overlong:,} over {self.limit:,} tokens{done}")
+        if self.silent:
+            words.append(f"{self.silent:,} of them without an answer then, left out")
+        return f"{self.samples:,} conversations, {self.said:,} of {self.tokens:,} tokens to imitate: {', '.join(words)}"
+
+
+@dataclass(frozen=True, eq=False)
+class Conversations:
+    """Conversations in the order of the files."""
+
+    batch: Batch
+    """The loss mask is 1 on what the assistant says."""
+    questions: tuple[Prompt, ...]
+    """What each last answer replies to."""
+    report: ConversationReport
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How answers to the questions will be scored."""
+
+    tags: Collection[str]
+    """Domains of the rewards."""
+    solution: str
+    """Column of the reference answer."""
+
+
+def load_conversations(
+    args: DataArguments,
+    *,
+    renderer: ChatRenderer,
+    max_tokens: int,
+    overflow: Literal["error", "truncate", "drop"] = "error",
+    last_only: bool = False,
+    scoring: Scoring | None = None,
+    seed: int = 0,
+) -> Conversations:
+    """Reads, filters, renders and checks a dataset.
+
+    Args:
+        args: where the conversations are, and what their columns mean.
+        renderer: messages to token ids.
+        max_tokens: of a conversation.
+        overflow: a longer one is an error, loses its end or is left out.
+        last_only: only the last answer is imitated.
+        scoring: what the questions must bring to have their answers scored; ``None``: they are not.
+        seed: of the run; it draws ``dataset_filter.num_samples`` and goes to ``dataset_cls``.
+
+    Raises:
+        DataError: everything that is wrong with the dataset, by file and line.
+        ValueError: ``dataset_cls`` cannot be imported.
+    """
+    problems = Problems()
+    counts: Counter[str] = Counter()
+    samples, not_drawn = draw_samples(list(_read(args, scoring, seed, problems, counts)), args, seed)
+    counts["filtered"] += not_drawn
+    rendered = _render(samples, renderer, last_only, problems)
+    kept = list(_fit(rendered, max_tokens, overflow, problems, counts))
+    problems.raise_any()
+    if not samples:
+        raise DataError([no_rows(args, counts)])
+    if not kept:
+        raise DataError([f"no conversations: all {len(samples):,} are longer than sequence_length = {max_tokens}"])
+    batch = Batch(
+        lengths_B=torch.tensor([len(ids) for _, ids, _ in kept], dtype=torch.int64),
+        tokens_T=torch.from_numpy(np.concatenate([ids for _, ids, _ in kept])),
+        loss_mask_T=torch.from_numpy(np.concatenate([mask for _, _, mask in kept])),
+    )
+    report = ConversationReport(
+        rows=counts["rows"],
+        filtered=counts["filtered"],
+        overlong=counts["overlong"],
+        overflow=overflow,
+        limit=max_tokens,
+        silent=counts["silent"],
+        longest=counts["longest"],
+        samples=batch.num_sequences,
+        tokens=batch.num_tokens,
+        said=int(batch.loss_mask_T.sum()),
+    )
+    logger.info("%s", report)
+    return Conversations(batch, tuple(sample.question for sample, _, _ in kept), report)
+
+
+def check_conversations(
+    args: DataArguments, *, scoring: Scoring | None, seed: int, head: int
+) -> tuple[Counter[str], bool]:
+    """Checks the first ``head`` rows of each file as ``load_conversations`` would, but for the template and lengths.
+
+    Returns:
+        Conversations by tag, and whether these are all.
+
+    Raises:
+        DataError: everything that is wrong with them, by file and line.
+    """
+    problems = Problems()
+    counts: Counter[str] = Counter()
+    tags = Counter(sample.question.tag for sample in _read(args, scoring, seed, problems, counts, head))
+    problems.raise_any()
+    if not tags:
+        raise DataError([no_rows(args, counts)])
+    return tags, counts["rows"] < head
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A conversation, and where it was read."""
+
+    messages: tuple[Message, ...]
+    question: Prompt
+    place: str
+
+
+def _read(
+    args: DataArguments,
+    scoring: Scoring | None,
+    seed: int,
+    problems: Problems,
+    counts: Counter[str],
+    head: int | None = None,
+) -> Iterator[_Sample]:
+    """The rows that the filter keeps; ``counts`` learns of ``rows`` and ``filtered``."""
+    used = used_columns(args)
+    for row in dataset_rows(args, seed, problems, head):
+        counts["rows"] += 1
+        try:
+            if not passes(row.values, args.dataset_filter):
+                counts["filtered"] += 1
+                continue
+            messages = row_conversation(row.values, args)
+            question = Prompt(
+                id=row_id(row.values, args, row.name),
+                tag=UNSCORED if scoring is None else row_tag(row.values, args, scoring.tags),
+                messages=messages[:-1],
+                ground_truth=None if scoring is None else lookup(row.values, scoring.solution),
+                extra_info={} if scoring is None else other_columns(row.values, used),
+            )
+        except RowError as error:
+            problems.add(row.place, str(error))
+        else:
+            yield _Sample(messages, question, row.place)
+
+
+_Rendered: TypeAlias = tuple[_Sample, IntArray, BoolArray]
+
+
+def _render(
+    samples: Sequence[_Sample], renderer: ChatRenderer, last_only: bool, problems: Problems
+) -> Iterator[_Rendered]:
+    for sample in samples:
+        try:
+            ids, mask = renderer.conversation(sample.messages, last_only=last_only)
+        except TemplateError as error:
+            problems.add(sample.place, f"the chat template refuses the messages: {error}")
+        except ValueError as error:
+            problems.add(sample.place, str(error))
+        else:
+            mask[0] = False  # nothing predicts it
+            yield sample, ids, mask
+
+
+def _fit(
+    rendered: Iterable[_Rendered], max_tokens: int, overflow: str, problems: Problems, counts: Counter[str]
+) -> Iterator[_Rendered]:
+    """Those of at most ``max_tokens``; ``counts`` learns of ``longest``, ``overlong`` and ``silent``."""
+    for sample, ids, mask in rendered:
+        counts["longest"] = max(counts["longest"], len(ids))
+        if len(ids) > max_tokens:
+            counts["overlong"] += 1
+            if overflow == "error":
+                expected = f"expected at most sequence_length = {max_tokens} (see sample_overflow)"
+                problems.add(sample.place, f"{len(ids):,} tokens, {expected}")
+            if overflow != "truncate":
+                continue
+        if mask[:max_tokens].any():
+            yield sample, ids[:max_tokens], mask[:max_tokens]
+        else:
+            counts["silent"] += 1

@@ -1,0 +1,171 @@
+"""Reinforcement learning: the training step on one screen.
+
+    sync weights → rollout → log-probs → reward shaping → advantages → train → checkpoint → track
+
+A pipeline differs from another only in where its rollouts come from and in what it evaluates.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from roll.algorithms.advantages import advantage_metrics, compute_advantages, value_mask
+from roll.algorithms.correction import mismatch_metrics
+from roll.algorithms.kl import KlController
+from roll.algorithms.losses import build_policy_loss, build_value_loss
+from roll.algorithms.rewards import apply_kl_penalty, shape_rewards, whiten_token_rewards
+from roll.algorithms.selection import drop_masked_episodes, select_for_policy
+from roll.algorithms.statistics import RunningStats
+from roll.configs.rl import RLConfig
+from roll.data.batch import Batch
+from roll.distributed.strategy.base import Metrics
+from roll.pipeline.loop import TrainingLoop, mean_metrics
+from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter, plan_optimizer_steps
+from roll.pipeline.roles import Roles
+from roll.pipeline.session import RunSession
+from roll.utils.seeding import derive_seed
+from roll.utils.signals import SignalGuard
+
+
+class RLPipeline(TrainingLoop):
+    """Trains a policy. Subclasses bring the rollouts.
+
+    Args:
+        config: the run's configuration.
+        session: its folder, display, trackers and checkpoints.
+        roles: the model roles, set up with the starting weights.
+        signals: holds back Ctrl-C while the state could not be saved.
+    """
+
+    config: RLConfig
+
+    def __init__(self, config: RLConfig, session: RunSession, roles: Roles, signals: SignalGuard) -> None:
+        super().__init__(config, session, roles, signals)
+        self.score_stats = RunningStats()
+        self.kl_controller = KlController.from_config(config)
+
+    @abstractmethod
+    def rollout(self, step: int) -> tuple[Batch, Metrics]:
+        """Collects the step's training batch under the current weights."""
+
+    def step(self, step: int) -> None:
+        """One step of reinforcement learning; its metrics are left in ``unreported``."""
+        phase = self.session.phase
+        with phase("sync"):
+            if (step - 1) % self.config.actor_train.model_update_frequency == 0:
+                self.roles.sync_weights(step - 1)
+        with phase("rollout") as span:
+            self.roles.prepare_rollout()
+            batch, metrics = self.rollout(step)
+            span.tokens = int(batch.loss_mask_T.sum())
+        metrics |= self.roles.offload_manager.memory("rollout")
+        with phase("logprobs") as span:
+            steps = self.plan_training(batch, step)
+            batch = self.score(batch, needs_old_logprobs=len(steps) > 1)
+            span.tokens = batch.num_tokens
+        with self.signals.deferred():  # a stop in here waits: half an update cannot be saved
+            with phase("advantage"):
+                batch, shaping_metrics = self.shape(batch)
+            with self.update(step), phase("train") as span:
+                train_metrics = self.train(batch, steps, step) | self.roles.offload_manager.memory("train")
+                span.tokens = batch.num_tokens * self.config.ppo_epochs
+            self.unreported = metrics | shaping_metrics | train_metrics
+
+    def plan_training(self, batch: Batch, step: int) -> list[Tensor]:
+        """The rows of each optimizer step."""
+        return plan_optimizer_steps(
+            batch.num_sequences,
+            self.config.optimizer_steps_per_epoch,
+            self.config.ppo_epochs,
+            seed=derive_seed(self.config.seed, "minibatches", step),
+        )
+
+    def score(self, batch: Batch, needs_old_logprobs: bool) -> Batch:
+        """Adds the log-probabilities of the training engine and the reference, and the critic's values.
+
+        Roles on different devices work at the same time, but for the KL over the vocabulary the actor needs what the
+        reference returns.
+        """
+        config, roles = self.config, self.roles
+        recompute = needs_old_logprobs or config.wants_old_logprobs
+        actor = {"old_logprobs_T": roles.actor if recompute else None}
+        others = {"ref_logprobs_T": roles.reference, "values_T": roles.critic}
+        if not config.uses_full_kl:
+            return _with_scores(batch, actor | others)
+        batch = _with_scores(batch, others)
+        if batch.ref_hidden_TH is None:
+            raise ValueError(
+                "kl_penalty: 'full', but the reference's strategy returns no hidden states; expected hf_infer or an "
+                "fsdp2, deepspeed or megatron strategy, or an estimator such as k3"
+            )
+        batch = _with_scores(batch, actor)
+        # Hidden states are large: they travel on to the trainer only if its loss reads them.
+        return batch if config.use_kl_loss else batch.replace(ref_hidden_TH=None)
+
+    def shape(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """Normalises rewards, adds the KL penalty, computes advantages."""
+        metrics = mismatch_metrics(batch)
+        batch, mask_metrics = drop_masked_episodes(batch, self.config)
+        metrics |= mask_metrics
+        batch, reward_metrics = shape_rewards(batch, self.config, self.score_stats)
+        metrics |= reward_metrics
+        if self.config.add_token_level_kl:
+            batch, kl_metrics = apply_kl_penalty(batch, self.config, self.kl_controller.coef)
+            self.kl_controller.update(kl_metrics["reward/kl"], batch.num_sequences)
+            metrics |= kl_metrics
+        if self.config.whiten_rewards:
+            batch = whiten_token_rewards(batch)
+        batch = compute_advantages(batch, self.config)
+        return batch, metrics | advantage_metrics(batch, self.config)
+
+    def train(self, batch: Batch, steps: list[Tensor], step: int) -> Metrics:
+        """Takes the optimizer steps of the actor and the critic, side by side where they have devices of their own."""
+        policy_batch, selection_metrics = select_for_policy(
+            batch, self.config, seed=derive_seed(self.config.seed, "selection", step)
+        )
+        # Masks may leave nothing, e.g. when every group is solved: that is no failed step.
+        trains_actor = step > self.config.critic_warmup and bool(policy_batch.loss_mask_T.any())
+        actor_refs = self.roles.actor.submit_train(policy_batch, steps) if trains_actor else []
+        value_batch = batch.replace(loss_mask_T=value_mask(batch, self.config), ref_hidden_TH=None)
+        critic = self.roles.critic if value_batch.loss_mask_T.any() else None
+        critic_refs = critic.submit_train(value_batch, steps) if critic else []
+        history = self.roles.actor.gather_train(actor_refs) if actor_refs else []
+        critic_history = critic.gather_train(critic_refs) if critic else []
+        self.count_bad_steps(history, critic_history)
+        return mean_metrics(history) | mean_metrics(critic_history) | selection_metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {
+            "score_stats": self.score_stats.state_dict(),
+            "kl_controller": self.kl_controller.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.score_stats.load_state_dict(state["score_stats"])
+        self.kl_controller.load_state_dict(state["kl_controller"])
+
+
+def set_losses(roles: Roles, config: RLConfig) -> None:
+    """Gives the trained roles their losses."""
+    roles.actor.call("set_loss", build_policy_loss, config, config.total_optimizer_steps)
+    if roles.critic is not None:
+        roles.critic.call("set_loss", build_value_loss, config)
+
+
+def _with_scores(batch: Batch, roles: Mapping[str, ModelCluster | WithoutAdapter | None]) -> Batch:
+    """The batch with the columns that each role computes, named by the first of them; the roles work side by side."""
+    pending = {name: (role, role.submit_logprobs(batch)) for name, role in roles.items() if role is not None}
+    columns: dict[str, Tensor | None] = {}
+    for name, (role, submitted) in pending.items():
+        scores = role.gather_scores(batch, *submitted)
+        columns[name] = scores.values_T if name == "values_T" else scores.logprobs_T
+        if name == "ref_logprobs_T":
+            columns["ref_hidden_TH"] = scores.hidden_TH
+        elif name == "old_logprobs_T":
+            columns["kl_T"] = scores.kl_T
+    return batch.replace(**columns)
