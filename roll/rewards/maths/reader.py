@@ -615,6 +615,8 @@ def _scaled(parts: list[tuple[Term, str]]) -> Value:
 # --- the whole --------------------------------------------------------------------------------------------------------
 
 _LABEL = re.compile(r"(?:\\text(?:bf)?\s*\{\s*)?\(?([A-J])[).:]\s*\}?\s+(\S.*)", re.DOTALL)
+_OTHER_LABEL = re.compile(r"^(?:,|and\b|or\b|&|/|\\text\s*\{\s*(?:and|or))|\([A-J]\)|^[A-J]\b")
+"""``(A) or (B)`` is no choice."""
 _DERIVATIVE = re.compile(r"\\frac\s*\{\s*(?:d|\\partial)[^{}]*\}\s*\{\s*(?:d\s*[a-zA-Z]|\\partial)|d[a-z]/d[a-z]")
 _BARE_WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
 
@@ -624,7 +626,8 @@ def read(text: str) -> Value:
     if len(text) > MAX_CHARS:
         return Text(" ".join(text.split()))
     plain = normalise(text)
-    if label := _LABEL.fullmatch(plain):
+    label = _LABEL.fullmatch(plain)
+    if label and not _OTHER_LABEL.search(label[2]):
         return Choice(label[1], read(label[2]))
     unmarked = _unmarked(plain)
     if _BARE_WORDS.fullmatch(unmarked) and unmarked.lower() not in INFINITY | PLAIN:

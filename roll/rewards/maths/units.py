@@ -52,10 +52,11 @@ _SPELLINGS = {
 _CANONICAL = {spelling: unit for unit, others in _SPELLINGS.items() for spelling in (unit, *others.split())}
 _NO_UNIT_WORDS = (
     "or and more less not than at least most no if to from over under plus minus between about but below above short "
-    "left squared cubed"
+    "left squared cubed mod modulo base"
 )
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
 _POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
+_WORD = re.compile(r"/|°?[^\W\d_]*\.?(?:\^-?\d+)?|\w+-\w+|[¢']")
 MAX_WORDS = 5
 
 
@@ -74,7 +75,9 @@ def canonical_unit(text: str) -> str | None:
     text = re.sub(r"\s*\^\s*\{?(-?\d+)\}?", r"^\1", text.replace("\\circ", "°"))
     text = re.sub(r"\s+per\s+|\s*/\s*", " / ", text)
     words = text.strip(" .").split()
-    if not words or len(words) > MAX_WORDS or any(word.lower() in _NO_UNITS for word in words):
+    if not words or len(words) > MAX_WORDS:
+        return None
+    if any(word.lower() in _NO_UNITS or not _WORD.fullmatch(word) for word in words):
         return None
     if words[0].lower() in MULTIPLIERS:
         return " ".join([words[0].lower(), *_canonical_words(words[1:])])
