@@ -34,7 +34,7 @@ def commands(text: str) -> Iterator[str]:
 
 FOUND = sorted(
     {
-        " ".join(words)
+        shlex.join(words)
         for name in DOCUMENTS
         for command in commands((ROOT / name).read_text(encoding="utf-8"))
         if (words := shlex.split(command, comments=True)) and not any(mark in command for mark in PLACEHOLDERS)
@@ -76,8 +76,8 @@ def test_a_documented_command_is_one_that_works(command: str) -> None:
         check_pip(arguments)
     elif tool == "python" and arguments[0].startswith("examples/start_"):
         check_start_script(arguments)
-    elif tool == "python" and arguments[:2] == ["-m", "pytest"]:
-        check_pytest(arguments[2:])
+    elif tool == "pytest" or arguments[:2] == ["-m", "pytest"]:
+        check_pytest(arguments[2:] if tool == "python" else arguments)
     elif tool == "python" or tool.startswith("scripts/"):
         assert (ROOT / (arguments[0] if tool == "python" else tool)).is_file()
     else:
