@@ -12,7 +12,7 @@ from roll.configs.data import ATTRIBUTE_PATH
 from roll.configs.engines import strategy_names
 from roll.configs.engines.card import task_of
 from roll.configs.pipeline import TINY, PipelineConfig
-from roll.configs.problems import ConfigProblem
+from roll.configs.problems import ConfigProblem, Words
 from roll.configs.prompts import PromptsConfig
 from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
@@ -144,10 +144,11 @@ def check_plugins(config: PipelineConfig) -> list[ConfigProblem]:
             problems.append(ConfigProblem("track_with", tracker, "a known tracker", str(error)))
     try:
         tracker_options(config.trackers, config.tracker_kwargs)
-    except UnknownNameError:
-        pass  # said above
-    except (ValueError, ImportError) as error:
-        problems.append(ConfigProblem("tracker_kwargs", config.tracker_kwargs, "options of the trackers", str(error)))
+    except (UnknownNameError, ImportError):
+        pass  # said above, or by a run
+    except ValueError as error:
+        seen = Words(", ".join(config.tracker_kwargs))  # values may be secrets
+        problems.append(ConfigProblem("tracker_kwargs", seen, "options of the trackers", str(error)))
     paths = {f"{role}.worker_cls": worker.worker_cls for role, worker in _workers(config)}
     named = ("adv_estimator", "pg_variant") if isinstance(config, RLConfig) else ()
     plug_ins = {key: getattr(config, key) for key in named}

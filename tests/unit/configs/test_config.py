@@ -130,6 +130,11 @@ def test_a_variable_may_be_read_by_way_of_another(load):
     assert load(text=MINIMAL + "one: 3\ntwo: ${one}\nmax_steps: ${two}\n").max_steps == 3
 
 
+def test_a_wrong_option_of_a_tracker_shows_no_value(problems):
+    found = problems("track_with=stdout", "tracker_kwargs={api_key:hunter2}")
+    assert "api_key" in str(found["tracker_kwargs"]) and "hunter2" not in str(found["tracker_kwargs"])
+
+
 def test_many_equal_problems_are_told_once(problems, load):
     tags = [f"Tag{i}" for i in range(50)]
     with pytest.raises(ConfigErrors) as caught:

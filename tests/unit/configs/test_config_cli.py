@@ -49,7 +49,7 @@ def test_validate_only_says_what_the_configuration_amounts_to(capsys):
 
 
 def test_print_config_is_resolved_has_no_secrets_and_can_be_read_back(capsys, tmp_path):
-    secret = "tracker_kwargs.wandb.api_key=hunter2hunter2"
+    secret = "system_envs.WANDB_API_KEY=hunter2hunter2"
     assert main(["--print-config", "max_steps=5", secret, "actor_train.device_mapping=list(range(0,1))",
                  "actor_train.training_args.gradient_accumulation_steps=8", "critic.device_mapping=[1]",
                  "critic.training_args.gradient_accumulation_steps=8"]) == 0  # fmt: skip
