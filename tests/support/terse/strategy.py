@@ -23,6 +23,6 @@ class Terse(HfInfer):
         inner = context.worker.model_copy(update={"strategy_args": StrategyArguments(strategy_name="hf_infer")})
         super().__init__(replace(context, worker=inner))
 
-    async def generate_n(self, request: GenerateRequest, n: int) -> list[Completion]:
+    async def generate(self, request: GenerateRequest) -> Completion:
         short = replace(request.params, max_new_tokens=min(self._most, request.params.max_new_tokens))
-        return await super().generate_n(replace(request, params=short), n)
+        return await super().generate(replace(request, params=short))
