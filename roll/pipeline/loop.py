@@ -161,6 +161,7 @@ class TrainingLoop(ABC):
         if self.config.eval_only:
             self.evaluate("after", self.done_steps)
         elif self.unreported:
+            self.session.folder.truncate_metrics(self.done_steps - 1)  # an earlier resume may have reported it already
             self.after_step()
 
     def state_dict(self) -> dict[str, Any]:

@@ -260,7 +260,7 @@ def test_wrong_data_and_unknown_verifiers_are_told_before_ray_starts(rlvr: Rlvr,
 
 
 def test_a_model_can_be_scored_without_training(rlvr: Rlvr) -> None:
-    greedy = "validation.generating_args={temperature: 0}"
+    greedy = "validation.generating_args={temperature: 0, num_return_sequences: 1}"
     run = rlvr("eval_only=true", "actor_train.data_args.file_name=null", greedy)
     assert run.wait() == 0, run.output
     assert run.summary["status"] == "completed" and run.summary["steps"] == 0
