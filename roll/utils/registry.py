@@ -81,7 +81,7 @@ def import_path(path: str, kind: str = "object") -> object:
     module_name, _, attr = path.rpartition(":") if ":" in path else path.rpartition(".")
     try:
         module = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except (ModuleNotFoundError, FileNotFoundError) as error:
+    except (ModuleNotFoundError, FileNotFoundError, ValueError) as error:  # ValueError: the name is empty
         raise UnknownNameError(f"{kind} {path!r}: cannot import module {module_name!r} ({error})") from error
     try:
         return getattr(module, attr)

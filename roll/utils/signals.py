@@ -50,7 +50,7 @@ class SignalGuard:
             self._previous = {
                 number: signal.signal(number, self._on_signal)
                 for number in STOPPING
-                if signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
+                if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN  # as under nohup
             }
         return self
 

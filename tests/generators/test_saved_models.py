@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from roll.configs.engines import packages
 from roll.distributed.strategy import STRATEGIES
-from roll.distributed.strategy.engines import PACKAGES
 from roll.distributed.strategy.training import tensor_files
 from roll.models.lora import ADAPTER_FILE, LoraSpec
 from tests.support.contract import (
@@ -61,7 +61,7 @@ def started(name: str, base: str, rank: int, lora: LoraSpec | None) -> Any:
 @pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory, model_path: Any) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    names = [name for name in TRAINERS if name not in PACKAGES or PACKAGES[name].installed]
+    names = [name for name in TRAINERS if name not in packages() or packages()[name].installed]
     run_ranks(save_all, 2, folder, model_path("untied", 0), names)
     return folder
 
@@ -69,7 +69,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory, model_path: Any) -> Path:
 @pytest.fixture(params=TRAINERS)
 def checkpoint(request: pytest.FixtureRequest, saved: Path) -> Path:
     if not (saved / request.param).exists():
-        pytest.skip(f"{request.param}: {PACKAGES[request.param].module} is not installed")
+        pytest.skip(f"{request.param}: {packages()[request.param].module} is not installed")
     return saved / request.param
 
 

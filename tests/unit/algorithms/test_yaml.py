@@ -131,7 +131,7 @@ CASES: list[tuple[str, str, str]] = [
     ("run", KL, "kl_penalty=full"),  # hidden states have to travel; the rewards are checked below
     ("run", KL_LOSS, "kl_penalty=full"),
     *(("policy", KL_LOSS, f"kl_penalty={x}") for x in ("abs", "mse", "k2", "low_var_kl", "k3")),
-    ("policy", "kl_loss_coef=0.3", "use_kl_loss=true"),
+    ("policy", "", KL_LOSS),
     ("policy", KL_LOSS, "kl_loss_coef=0.4"),
     # What the policy's loss counts
     ("selection", "", "max_len_mask=true"),
@@ -141,7 +141,7 @@ CASES: list[tuple[str, str, str]] = [
     ("selection", "", "difficulty_mask=true"),
     ("selection", "difficulty_mask=true", "difficulty_low_threshold=-0.5"),
     ("selection", "difficulty_mask=true difficulty_low_threshold=-0.5", "difficulty_high_threshold=0.5"),
-    ("selection", "error_max_len_threshold=1", "error_max_len_clip=true"),
+    ("selection", "", "error_max_len_clip=true error_max_len_threshold=1"),
     ("selection", "error_max_len_clip=true", "error_max_len_threshold=1"),
     ("selection", "", "difficulty_loss_weight=true"),
     ("selection", "", "length_loss_weight=true"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -35,7 +36,7 @@ class Local:
 def roles(*overrides: str) -> EnvRoles:
     config = load_config(AgenticConfig, "small", CONFIGS, overrides)
     clusters = cast("dict[str, Cluster]", {name: Local() for name in MANAGERS})
-    return EnvRoles(config, clusters, cast(Roles, None), "/no/model", on_tick=lambda: None)
+    return EnvRoles(config, clusters, cast(Roles, SimpleNamespace(on_replaced=[])), "/no/model", on_tick=lambda: None)
 
 
 def test_every_environment_is_tried_before_anything_is_set_up() -> None:

@@ -112,9 +112,9 @@ def test_rows_of_columnar_files_are_understood():
     ("constraints", "message"),
     [
         (None, "extra_info.constraints: seen null, expected a list"),
-        ([], "seen an empty list"),
+        ([], r"seen \[\], expected at least one constraint"),
         ("[", "seen text that is no JSON"),
-        ([{"kind": "num_word"}], r"constraints.0.kind: seen num_word, expected one of .*did you mean num_words\?"),
+        ([{"kind": "num_word"}], r"constraints.0.kind: seen \"num_word\", expected one of .*did you mean num_words\?"),
         ([{"min": 1}], "constraints.0: seen .*, expected a mapping with kind"),
         (["num_words"], "constraints.0: seen .*, expected a mapping"),
         ([{"kind": "num_words"}], "constraints.0.min: seen 0, expected at least 1"),

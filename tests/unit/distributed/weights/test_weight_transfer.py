@@ -478,7 +478,7 @@ class RecordingTrainer:
 
     def call(self, method: str, order: WeightOrder) -> list[Delivery | None]:
         self.sent.append((method, order.payload, order.version, [r.rank for r in order.receivers], order.keep))
-        return [Delivery("d", ("d",) * len(order.receivers), 0, 1.0), None]
+        return [Delivery("d", {receiver.rank: "d" for receiver in order.receivers}, {}, 0, 1.0), None]
 
     def call_rank(self, rank: int, method: str, order: WeightOrder) -> Delivery | None:
         assert rank == 0
