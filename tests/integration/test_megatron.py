@@ -479,7 +479,7 @@ def test_setup_says_what_does_not_fit(folder: Path) -> None:
         ({PP: 3, "num_layers_in_first_pipeline_stage": 3}, "seen 3, expected to leave equally many for 2"),
         ({PP: 2, "num_layers_in_last_pipeline_stage": 4}, "of 4 layers (nearest: 3)"),
         ({EP: 3}, "expert_model_parallel_size: seen 3, expected a divisor of num_experts 4"),
-        ({TP: 2}, "sequence_parallel: seen false with experts"),
+        ({TP: 2}, "sequence_parallel: seen false, expected true with experts"),
     ],
 )
 def test_model_that_does_not_fit_the_layout(options: dict[str, Any], expected: str) -> None:

@@ -43,7 +43,7 @@ def test_a_wrong_configuration_is_told_at_once_and_whole_before_ray_starts(launc
     )
     assert run.wait() == 2, run.output
     assert time.monotonic() - started < 20  # 5 s when nothing else uses the machine
-    hints = ("Counting", "fsdp2_train", "tensorboard", "'grpo'", "/no/such/model", "ids from 0 to 1", "'sokoban'")
+    hints = ("Counting", "fsdp2_train", "tensorboard", "mean grpo?", "/no/such/model", "ids from 0 to 1", "'sokoban'")
     assert not [hint for hint in hints if hint not in run.output], run.output
     assert not run.path.exists(), "nothing was started"
 
