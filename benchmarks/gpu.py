@@ -1,0 +1,274 @@
+"""One GPU and a model of 0.5 billion parameters in bf16: training, generation and weight updates, each beside a limit.
+
+- ``train``: every trainer that is installed, tokens per second, and the share of what a large matrix product reaches in
+  the same process (model FLOPs: 6 per weight and token, and causal attention's).
+- ``generate``: every generator that is installed, new tokens per second.
+- ``weights``: a full update from ``fsdp2_train`` to ``hf_infer`` on the same device (CUDA IPC on a GPU, shared memory
+  on a CPU), gigabytes per second, and the share of a plain copy of the same bytes in the same run.
+
+Weights are random, so nothing is downloaded. ``--rehearse`` does the same with a tiny model on whatever there is.
+
+    python benchmarks/gpu.py [--rehearse] [--parts train,generate,weights] [--json out.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from roll.algorithms.types import LossContext, LossOutput, TokenScores
+from roll.configs.worker import WorkerConfig
+from roll.data.batch import Batch
+from roll.data.requests import GenerateRequest, SamplingParams
+from roll.distributed.strategy import STRATEGIES
+from roll.distributed.strategy.base import StrategyContext
+
+TRAINERS = {
+    "fsdp2_train": {"fsdp_size": 1},
+    "deepspeed_train": {"zero_optimization": {"stage": 1}},
+    "megatron_train": {},
+}
+SHAPES: dict[str, dict[str, int]] = {
+    "0.5b": {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+    },
+    "tiny": {
+        "vocab_size": 8192,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    },
+}
+"""Qwen2.5-0.5B, and what a CPU can rehearse."""
+
+
+def make_model(path: Path, shape: str) -> None:
+    """Writes a Qwen2 of that shape with random weights in bf16."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from roll.models.loading import save_model
+    from roll.models.tiny import make_tokenizer
+
+    tokenizer = make_tokenizer()
+    config = Qwen2Config(
+        **SHAPES[shape],
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    save_model(Qwen2ForCausalLM(config).bfloat16(), path)
+    tokenizer.save_pretrained(path)
+
+
+def context(path: Path, role: str, strategy: str, options: dict[str, Any], **more: Any) -> StrategyContext:
+    section = {
+        "model_args": {"dtype": "bf16", "disable_gradient_checkpointing": True},
+        "strategy_args": {"strategy_name": strategy, "strategy_config": options},
+        "use_dynamic_batching_in_train": True,
+        "max_tokens_per_microbatch_in_train": 8192,
+        "use_sequence_packing": True,
+    }
+    return StrategyContext(WorkerConfig.model_validate(section), role, str(path), **more)
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def best_seconds(action: Callable[[], object], rounds: int) -> float:
+    """The fastest of some rounds after one that warms up."""
+    best = float("inf")
+    for number in range(rounds + 1):
+        synchronize()
+        start = time.perf_counter()
+        action()
+        synchronize()
+        if number:
+            best = min(best, time.perf_counter() - start)
+    return best
+
+
+def matmul_flops(rounds: int) -> float:
+    """FLOP/s of a square bf16 product, the largest share of which a model could reach."""
+    device, size = ("cuda", 8192) if torch.cuda.is_available() else ("cpu", 512)
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / best_seconds(lambda: a @ b, rounds)
+
+
+def model_flops(path: Path, sequence: int) -> float:
+    """FLOPs per token of a forward and a backward pass: every weight that multiplies, and causal attention."""
+    config = json.loads((path / "config.json").read_text())
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    kv = hidden * config["num_key_value_heads"] // config["num_attention_heads"]
+    weights = layers * (2 * hidden**2 + 2 * hidden * kv + 3 * hidden * config["intermediate_size"])
+    weights += hidden * config["vocab_size"]
+    return 6.0 * weights + 6.0 * layers * hidden * sequence
+
+
+def nll(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+    assert scores.logprobs_T is not None
+    return LossOutput(-(scores.logprobs_T * batch.loss_mask_T.to(scores.logprobs_T.device)).sum() / context.num_tokens)
+
+
+def train(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    strategy = args.engine
+    count, length = (8, 64) if args.rehearse else (32, 1024)
+    trainer = STRATEGIES.get(strategy)(
+        context(path, "actor_train", strategy, TRAINERS[strategy], sequence_length=length)
+    )
+    trainer.setup()
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.full((count,), length)
+    tokens = torch.randint(0, 500, (count * length,), generator=generator)
+    batch = Batch(lengths, tokens, torch.arange(count * length) % length > 0)
+    took = best_seconds(lambda: trainer.train_step(batch, nll), args.rounds)
+    tokens_per_s = count * length / took
+    flops = tokens_per_s * model_flops(path, length)
+    peak = matmul_flops(args.rounds)
+    return {
+        "tokens_per_s": round(tokens_per_s),
+        "model_tflops": round(flops / 1e12, 3),
+        "matmul_tflops": round(peak / 1e12, 3),
+        "of_matmul": round(flops / peak, 3),
+    }
+
+
+def generate(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    count, prompt, new = (8, 16, 16) if args.rehearse else (256, 128, 256)
+    engine = STRATEGIES.get(args.engine)(
+        context(path, "actor_infer", args.engine, {}, sequence_length=prompt + new, max_running_requests=count)
+    )
+    engine.setup()
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, 500, (args.rounds + 1, count, prompt))
+
+    async def run(number: int) -> int:
+        params = [SamplingParams(max_new_tokens=new, seed=seed) for seed in range(count)]
+        requests = [GenerateRequest(f"{number}-{i}", prompts[number, i], params[i]) for i in range(count)]
+        return sum(len(done.token_ids) for done in await asyncio.gather(*map(engine.generate, requests)))
+
+    speeds = []
+    loop = asyncio.new_event_loop()
+    for number in range(args.rounds + 1):
+        start = time.perf_counter()
+        done = loop.run_until_complete(run(number))
+        speeds.append(done / (time.perf_counter() - start))
+    engine.shutdown()
+    return {"tokens_per_s": round(max(speeds[1:])), "requests": count, "new_tokens": new}
+
+
+def weights(path: Path, args: argparse.Namespace) -> dict[str, Any]:
+    from roll.distributed.cluster.cluster import Cluster
+    from roll.distributed.cluster.placement import create_placement, discover_nodes
+    from roll.distributed.cluster.ray_session import ray_session
+    from roll.distributed.cluster.resources import RoleRequest, plan_placement
+    from roll.distributed.weights.sync import WeightSync
+    from roll.pipeline.workers import InferWorker, TrainWorker
+
+    num_bytes = (path / "model.safetensors").stat().st_size
+    with ray_session({"object_store_memory": 2**28}):
+        roles = {"actor_train": (TrainWorker, "fsdp2_train"), "actor_infer": (InferWorker, "hf_infer")}
+        placement = create_placement(plan_placement([RoleRequest(name, (0,)) for name in roles], discover_nodes()))
+        clusters = {name: Cluster(name, worker, placement) for name, (worker, _) in roles.items()}
+        for cluster in clusters.values():
+            cluster.launch()
+        for name, (_, strategy) in roles.items():
+            clusters[name].wait_ready()
+            clusters[name].call("setup", context(path, name, strategy, {}, sequence_length=512))
+        link = WeightSync(clusters["actor_train"], clusters["actor_infer"], bucket_bytes=128 << 20)
+        took = best_seconds(lambda: link.sync(0), args.rounds)
+        for cluster in clusters.values():
+            cluster.shutdown()
+        placement.remove()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = best_seconds(lambda: target.copy_(source), args.rounds)
+    gigabytes = num_bytes / 1e9
+    return {"gb_per_s": round(gigabytes / took, 3), "seconds": round(took, 4), "of_copy": round(copy / took, 3)}
+
+
+PARTS: dict[str, tuple[Callable[[Path, argparse.Namespace], dict[str, Any]], tuple[str, ...]]] = {
+    "train": (train, tuple(TRAINERS)),
+    "generate": (generate, ("hf_infer", "vllm")),
+    "weights": (weights, ("fsdp2_train",)),
+}
+
+
+def measure(part: str, path: str, args: argparse.Namespace, results: Path) -> None:
+    """One part with one engine, in a process of its own, whose memory on the device goes with it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    results.write_text(json.dumps(PARTS[part][0](Path(path), args)))
+    os._exit(0)  # torch's threads sometimes abort the interpreter's own end
+
+
+def installed(strategy: str) -> bool:
+    from roll.configs.engines import packages
+
+    package = packages().get(strategy)
+    return package is None or package.installed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rehearse", action="store_true", help="a tiny model, on a CPU too")
+    parser.add_argument("--parts", default=",".join(PARTS), help="default: %(default)s")
+    parser.add_argument("--engines", help="only these strategies; default: all that are installed")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds, of which the fastest counts")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args = parser.parse_args()
+    if not (args.rehearse or torch.cuda.is_available()):
+        print("no GPU here: nothing measured (--rehearse runs the same with a tiny model on a CPU)")
+        return
+    spawn = multiprocessing.get_context("spawn")
+    figures: dict[str, dict[str, Any]] = {}
+    failed = False
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        make_model(path, "tiny" if args.rehearse else "0.5b")
+        for part in args.parts.split(","):
+            for engine in filter(installed, PARTS[part][1]):
+                if args.engines and engine not in args.engines.split(","):
+                    continue
+                args.engine = engine
+                results = Path(folder) / f"{part}-{engine}.json"
+                process = spawn.Process(target=measure, args=(part, str(path), args, results))
+                process.start()
+                process.join()
+                name = f"{part}/{engine}"
+                lost = {"error": f"exit code {process.exitcode}"}
+                figures[name] = json.loads(results.read_text()) if results.exists() else lost
+                failed |= "error" in figures[name]
+                print(json.dumps({"what": name} | figures[name]), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+    raise SystemExit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# Gathers what a machine with a GPU, but without a network, lacks to run ROLL's tests and benchmarks: wheels of all
+# dependencies but torch (and what belongs to it), in parts of at most 60 MB; larger wheels are split.
+#
+#     scripts/make_gpu_kit.sh KIT_FOLDER [PYTHON_VERSION]
+#
+# PYTHON_VERSION is the other machine's (3.12 by default), PYTHON the interpreter that has the engines (.venv of
+# `make test` by default): the versions are those installed there. scripts/gpu_check.sh installs the kit.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+KIT=$(realpath -m "${1:?usage: scripts/make_gpu_kit.sh KIT_FOLDER [PYTHON_VERSION]}")
+TARGET=${2:-3.12}
+PYTHON=${PYTHON:-.venv/bin/python}
+PART_MB=60
+WHEELS=$(mktemp -d)
+trap 'rm -rf "$WHEELS"' EXIT
+
+rm -rf "$KIT"
+mkdir -p "$KIT"
+
+# name==version of everything that the package with these extras needs, as installed here, for the other Python.
+"$PYTHON" - "$TARGET" >"$WHEELS/pins" <<'PY'
+import sys
+import tomllib
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
+BELONGS_TO_TORCH = ("torch", "triton", "nvidia-", "cuda-")
+EXTRAS = ("lora", "deepspeed", "megatron", "dev")
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+wanted = [*project["dependencies"], *(text for extra in EXTRAS for text in project["optional-dependencies"][extra])]
+python = {"python_version": sys.argv[1], "python_full_version": f"{sys.argv[1]}.0"}
+seen = {}
+while wanted:
+    requirement = Requirement(wanted.pop())
+    name = requirement.name.lower().replace("_", "-").replace(".", "-")
+    if name.startswith(BELONGS_TO_TORCH):
+        continue
+    new = set(requirement.extras) - seen.get(name, (None, set()))[1]
+    if name in seen and not new:
+        continue
+    try:
+        found = metadata.distribution(name)
+    except metadata.PackageNotFoundError:  # only needed by another Python than this one
+        seen[name] = (None, set())
+        continue
+    seen[name] = (found.version, seen.get(name, (None, set()))[1] | set(requirement.extras))
+    for text in found.requires or ():
+        needed = Requirement(text)
+        contexts = [{**python, "extra": extra} for extra in ("", *requirement.extras)]
+        if needed.marker is None or any(needed.marker.evaluate(context) for context in contexts):
+            wanted.append(text.partition(";")[0])
+for name, (version, _) in sorted(seen.items()):
+    print(f"{name}=={version}" if version else name)
+PY
+
+fetch() {
+  "$PYTHON" -m pip download --quiet --no-deps --dest "$WHEELS" --python-version "$TARGET" \
+    --platform manylinux_2_34_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+    --platform manylinux2014_x86_64 --platform manylinux1_x86_64 --platform linux_x86_64 \
+    --only-binary=:all: "$@" 2>/dev/null
+}
+# Many at a time; where that fails, one by one, and what there is only as sources is built here, which makes a wheel for
+# any machine if nothing in it is compiled.
+mapfile -t pins <"$WHEELS/pins"
+for ((first = 0; first < ${#pins[@]}; first += 16)); do
+  batch=("${pins[@]:first:16}")
+  fetch "${batch[@]}" && continue
+  for pin in "${batch[@]}"; do
+    fetch "$pin" || DS_BUILD_OPS=0 "$PYTHON" -m pip wheel --quiet --no-deps --wheel-dir "$WHEELS" "$pin"
+  done
+done
+if compiled=$(ls "$WHEELS" | grep -v -E 'none-any|linux.*x86_64' | grep '\.whl$'); then
+  echo "built for this machine only: $compiled" >&2
+  exit 1
+fi
+
+# What pip is asked for over there: ranges, so that a package that is there already and fits stays.
+"$PYTHON" - >"$KIT/requirements.txt" <<'PY'
+import tomllib
+
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extras = project["optional-dependencies"]
+wanted = ("lora", "deepspeed", "megatron", "dev")
+texts = [*project["dependencies"], *(text for extra in wanted for text in extras[extra])]
+print("\n".join(text for text in texts if not text.startswith("torch")))
+PY
+
+(cd "$WHEELS" && sha256sum ./*.whl) >"$KIT/SHA256SUMS"
+part=1 room=$((PART_MB * 1000 * 1000))
+place() { # file: into the current part, or a new one when it is full
+  size=$(stat -c %s "$1")
+  if [ "$size" -gt "$room" ]; then
+    part=$((part + 1)) room=$((PART_MB * 1000 * 1000))
+  fi
+  mkdir -p "$KIT/part-$part"
+  mv "$1" "$KIT/part-$part/"
+  room=$((room - size))
+}
+for wheel in "$WHEELS"/*.whl; do
+  if [ "$(stat -c %s "$wheel")" -gt $((PART_MB * 1000 * 1000)) ]; then
+    split --bytes=$((PART_MB * 1000 * 1000)) --numeric-suffixes --additional-suffix=.piece "$wheel" "$wheel."
+    for piece in "$wheel".*.piece; do place "$piece"; done
+  else
+    place "$wheel"
+  fi
+done
+du -sm "$KIT"/part-* | sed "s|$KIT/||"
+echo "kit in $KIT: $(wc -l <"$KIT/SHA256SUMS") wheels for Python $TARGET in $part parts"

@@ -1,0 +1,27 @@
+"""What is run on a machine with a GPU, rehearsed on one without: the same steps, smaller."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_gpu_check_is_rehearsed_without_a_gpu_and_leaves_its_figures(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    script = [str(ROOT / "scripts" / "gpu_check.sh"), "--rehearse", str(tmp_path)]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=800)
+    log = (tmp_path / "check.log").read_text()
+    assert done.returncode == 0, done.stdout + log[-3000:]
+    check = json.loads((tmp_path / "check.json").read_text())
+    assert set(check["steps"]) == {"versions", "tests", "demonstration", "benchmarks"}
+    assert check["demonstration"]["status"] == "completed"
+    assert all("error" not in figures for figures in check["figures"].values())
+    assert {"train/fsdp2_train", "generate/hf_infer", "weights/fsdp2_train"} <= set(check["figures"])
+
+
+def test_a_wrong_call_shows_the_usage() -> None:
+    done = subprocess.run([str(ROOT / "scripts" / "gpu_check.sh")], capture_output=True, text=True)
+    assert done.returncode == 2 and "KIT_FOLDER OUT_FOLDER" in done.stderr
