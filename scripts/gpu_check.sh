@@ -49,7 +49,7 @@ if [ "$KIT" = --rehearse ]; then
     train_env_manager.env_groups=64
     val_batch_size=32 val_env_manager.env_groups=32 warm_start.max_steps=20 warm_start.eval_steps=20
     warm_start.eval_episodes=32 warm_start.demonstrations=640 warm_start.min_success=0.0 warm_start.min_valid=0.0)
-  BENCH=(--rehearse --rounds 1 --engines fsdp2_train,megatron_train,hf_infer)
+  BENCH=(--rehearse --rounds 1 --engines fsdp2_train,hf_infer)
 else
   KIT=$(realpath "$KIT")
   export -f install_kit
