@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from roll.configs.engines import packages
 from roll.models.tiny import make_tiny_model
@@ -17,7 +19,9 @@ PACKAGES = packages()
 EXAMPLES = ROOT / "examples" / "config"
 TRAINERS = {"fsdp2": "fsdp2_train", "deepspeed": "deepspeed_train", "megatron": "megatron_train"}
 GENERATORS = {"hf": "hf_infer", "vllm": "vllm", "sglang": "sglang"}
-PAIRS = [(trainer, generator) for trainer in TRAINERS for generator in GENERATORS]
+PAIRS = list(itertools.product(TRAINERS, GENERATORS))
+IN_SOKOBAN = [("fsdp2", "hf"), ("deepspeed", "vllm"), ("megatron", "hf"), *((name, "sglang") for name in TRAINERS)]
+"""Pairs that are always played in this pipeline; the other pairs are in the other, and the rest with ``-m slow``."""
 
 SMALL = (
     "max_steps=2",
@@ -79,13 +83,18 @@ def check_run(run: Run, adapter: bool = False) -> None:
         assert (run.checkpoint(2) / "actor_train" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(("trainer", "generator"), PAIRS)
+def pairs(in_sokoban: bool) -> list[ParameterSet]:
+    marks = {True: (), False: (pytest.mark.slow,)}
+    return [pytest.param(*pair, marks=marks[(pair in IN_SOKOBAN) == in_sokoban]) for pair in PAIRS]
+
+
+@pytest.mark.parametrize(("trainer", "generator"), pairs(in_sokoban=True))
 def test_sokoban(launch: Launch, wide_headed: Path, trainer: str, generator: str) -> None:
     options = (*SMALL, *AGENTIC, f"pretrain={wide_headed}", *environment(trainer, generator))
     check_run(launch(*options, config="agentic_sokoban", script=LAUNCHER, folder=EXAMPLES))
 
 
-@pytest.mark.parametrize(("trainer", "generator"), PAIRS)
+@pytest.mark.parametrize(("trainer", "generator"), pairs(in_sokoban=False))
 def test_maths(launch: Launch, wide_headed: Path, trainer: str, generator: str) -> None:
     options = (*SMALL, *RLVR, f"pretrain={wide_headed}", *environment(trainer, generator))
     check_run(launch(*options, config="rlvr_math", script=RLVR_LAUNCHER, folder=EXAMPLES))
