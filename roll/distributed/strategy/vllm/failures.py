@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import tempfile
 from pathlib import Path
+
+from roll.distributed.cluster.reaper import MARK
 
 
 class FailureHandler(logging.Handler):
@@ -26,7 +29,8 @@ class Failures:
     """A file that all processes of one engine write to, and the logging configuration that makes them."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="roll-vllm-log-")  # goes with this object
+        # It goes with this object, or, where a worker is killed at the end of its run, with the run's Ray session.
+        self._folder = tempfile.TemporaryDirectory(prefix="roll-vllm-log-", dir=os.environ.get(MARK))
         self._file = Path(self._folder.name) / "failures"
         self.config = Path(self._folder.name) / "logging.json"
         """For ``VLLM_LOGGING_CONFIG_PATH``: vLLM's own lines, and the file."""
