@@ -18,7 +18,8 @@ from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.reaper import marked_processes
 
 LOCAL_DRIVER = """
-import multiprocessing, os, pathlib, subprocess, sys, time
+import multiprocessing, os, pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it
 import ray
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.placement import create_placement, discover_nodes
