@@ -21,13 +21,12 @@ from roll.data.prompt_rows import (
     RowError,
     lookup,
     other_columns,
-    passes,
     row_conversation,
     row_id,
     row_tag,
     used_columns,
 )
-from roll.data.prompts import Prompt, dataset_rows, draw_samples, no_rows
+from roll.data.prompts import Prompt, draw_samples, kept_rows, no_rows
 
 if TYPE_CHECKING:
     from roll.data.renderer import ChatRenderer
@@ -186,14 +185,10 @@ def _read(
     counts: Counter[str],
     head: int | None = None,
 ) -> Iterator[_Sample]:
-    """The rows that the filter keeps; ``counts`` learns of ``rows`` and ``filtered``."""
+    """The rows that the filter keeps, as conversations."""
     used = used_columns(args)
-    for row in dataset_rows(args, seed, problems, head):
-        counts["rows"] += 1
+    for row in kept_rows(args, seed, problems, counts, head):
         try:
-            if not passes(row.values, args.dataset_filter):
-                counts["filtered"] += 1
-                continue
             messages = row_conversation(row.values, args)
             question = Prompt(
                 id=row_id(row.values, args, row.name),

@@ -197,7 +197,7 @@ class _Placed:
     place: str
 
 
-def dataset_rows(args: DataArguments, seed: int, problems: Problems, head: int | None = None) -> Iterator[Row]:
+def _dataset_rows(args: DataArguments, seed: int, problems: Problems, head: int | None = None) -> Iterator[Row]:
     """The rows of the dataset's files or class, at most ``head`` of a file; what is wrong goes to ``problems``."""
     if args.dataset_cls is None:
         yield from read_rows(args.file_names, problems, head)
@@ -209,6 +209,23 @@ def dataset_rows(args: DataArguments, seed: int, problems: Problems, head: int |
             yield row
 
 
+def kept_rows(
+    args: DataArguments, seed: int, problems: Problems, counts: Counter[str], head: int | None = None
+) -> Iterator[Row]:
+    """The dataset's rows that ``dataset_filter`` keeps; ``counts`` learns of ``rows`` and ``filtered``."""
+    for row in _dataset_rows(args, seed, problems, head):
+        counts["rows"] += 1
+        try:
+            kept = passes(row.values, args.dataset_filter)
+        except RowError as error:
+            problems.add(row.place, str(error))
+            continue
+        if kept:
+            yield row
+        else:
+            counts["filtered"] += 1
+
+
 def _prompts(
     args: DataArguments,
     allowed_tags: Collection[str] | None,
@@ -217,15 +234,10 @@ def _prompts(
     counts: Counter[str],
     head: int | None = None,
 ) -> Iterator[_Placed]:
-    """The rows that the filter keeps, as prompts; ``counts`` learns of ``rows`` and ``filtered``."""
+    """The rows that the filter keeps, as prompts: those of a source that is not wanted may be of another shape."""
     used = used_columns(args)
-    for row in dataset_rows(args, seed, problems, head):
-        counts["rows"] += 1
+    for row in kept_rows(args, seed, problems, counts, head):
         try:
-            # First: rows of a source that is not wanted may be of another shape.
-            if not passes(row.values, args.dataset_filter):
-                counts["filtered"] += 1
-                continue
             prompt = Prompt(
                 id=row_id(row.values, args, row.name),
                 tag=row_tag(row.values, args, allowed_tags),
