@@ -138,14 +138,14 @@ def test_in_a_ray_worker_with_an_engine_of_two_processes(model_path: Any) -> Non
         assert_greedy_of(new)
 
         children = _descendants(ray.get(worker.pid.remote()))
-        engine = next(pid for pid in children if "EngineCore" in _command(pid))
+        [engine] = [pid for pid in children if len(_descendants(pid)) == 2]  # it has two tensor-parallel workers
         os.kill(engine, signal.SIGKILL)
         assert all(isinstance(result, GenerationError) for result in generate().values())
         ray.kill(worker)
     finally:
         ray.shutdown()
     for _ in range(100):
-        if not (left := [pid for pid in children if "VLLM" in _command(pid)]):
+        if not (left := [pid for pid in children if _alive(pid)]):
             break
         time.sleep(0.2)
     assert not left
@@ -157,8 +157,10 @@ def _descendants(pid: int) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
-def _command(pid: int) -> str:
+def _alive(pid: int) -> bool:
+    import psutil
+
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except OSError:
-        return ""
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
