@@ -50,11 +50,12 @@ def domain_tokens() -> list[str]:
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level tokenizer with ``domain_tokens`` and a ChatML template."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    core.normalizer = normalizers.NFC()  # as transformers has it for every model of this architecture
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens([AddedToken(text, special=True) for text in (PAD, END, TURN_START, TURN_END)])

@@ -15,6 +15,12 @@ from roll.configs.problems import ConfigErrors
 from roll.utils.registry import UnknownNameError
 
 
+@pytest.fixture(autouse=True)
+def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(envs._ENVS, "_entries", dict(envs._ENVS._entries))
+
+
 class GuessEnv(envs.TextEnv):
     """Say the secret word."""
 
