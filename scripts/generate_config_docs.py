@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from roll.configs.agentic import AgenticConfig, WarmStartConfig
+from roll.configs.agentic import AgenticConfig
 from roll.configs.algorithm import AlgorithmConfig, OverlongBufferConfig, PfPpoConfig, RewardNormalizationConfig
 from roll.configs.base import Config
 from roll.configs.correction import IsWeightConfig, TrainInferCorrectionConfig, TrainInferFilterConfig
@@ -23,11 +23,12 @@ from roll.configs.pipeline import CheckpointConfig, PipelineConfig, RayInitConfi
 from roll.configs.prompts import DataGeneratorConfig, PromptsConfig, RolloutWorkersConfig, ValidationConfig
 from roll.configs.rewards import RewardConfig, RewardFilterConfig, VerifierConfig
 from roll.configs.rl import RLConfig
-from roll.configs.rlvr import PromptWarmStartConfig, RLVRConfig
+from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import is_section, range_text, section_of, type_text
 from roll.configs.sft import SFTConfig, SFTValidationConfig
 from roll.configs.strategy import StrategyArguments
 from roll.configs.training import TrainingArguments
+from roll.configs.warm_start import PromptWarmStartConfig, WarmStartConfig
 from roll.configs.worker import WorkerConfig
 from roll.rewards import VERIFIERS
 

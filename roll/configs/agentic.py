@@ -7,20 +7,10 @@ from pydantic import Field
 from roll.configs.env import CustomEnvConfig, EnvManagerConfig
 from roll.configs.generating import GeneratingArguments
 from roll.configs.rl import RLConfig
-from roll.configs.warm_start import SupervisedStartConfig
+from roll.configs.warm_start import WarmStartConfig
 from roll.configs.worker import WorkerConfig
 
 MANAGERS = ("train_env_manager", "val_env_manager")
-
-
-class WarmStartConfig(SupervisedStartConfig):
-    """Supervised start of the tiny model on generated demonstrations, before any reinforcement learning."""
-
-    demonstrations: int = Field(default=2000, ge=1, description="Turns of generated play to learn from.")
-    expert_share: float = Field(
-        default=0.5, ge=0, le=1, description="Share of them played by the solver; the others are random but valid."
-    )
-    min_valid: float = Field(default=0.90, ge=0, le=1, description="Least share of turns with a valid action.")
 
 
 class AgenticConfig(RLConfig):

@@ -8,17 +8,7 @@ from roll.configs.generating import GeneratingArguments
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompts import PromptsConfig
 from roll.configs.rl import RLConfig
-from roll.configs.warm_start import SupervisedStartConfig
-
-
-class PromptWarmStartConfig(SupervisedStartConfig):
-    """Supervised start of the tiny model on demonstrations from a file."""
-
-    file_name: str = Field(
-        default="", description="JSON lines with a prompt and a response to imitate; needed when pretrain is tiny."
-    )
-    prompt: str = Field(default="prompt", min_length=1, description="Column of the prompt.")
-    response: str = Field(default="response", min_length=1, description="Column of the response.")
+from roll.configs.warm_start import PromptWarmStartConfig
 
 
 class RLVRConfig(RLConfig, PromptsConfig):

@@ -1,4 +1,4 @@
-"""``warm_start``: the supervised start of the tiny model, as far as all pipelines share it."""
+"""``warm_start``: the supervised start of the tiny model."""
 
 from __future__ import annotations
 
@@ -25,3 +25,23 @@ class SupervisedStartConfig(Config):
         if self.min_success < self.max_success:
             return []
         return [self.problem("min_success", f"less than max_success = {self.max_success}", "max_success")]
+
+
+class WarmStartConfig(SupervisedStartConfig):
+    """Supervised start of the tiny model on generated demonstrations, before any reinforcement learning."""
+
+    demonstrations: int = Field(default=2000, ge=1, description="Turns of generated play to learn from.")
+    expert_share: float = Field(
+        default=0.5, ge=0, le=1, description="Share of them played by the solver; the others are random but valid."
+    )
+    min_valid: float = Field(default=0.90, ge=0, le=1, description="Least share of turns with a valid action.")
+
+
+class PromptWarmStartConfig(SupervisedStartConfig):
+    """Supervised start of the tiny model on demonstrations from a file."""
+
+    file_name: str = Field(
+        default="", description="JSON lines with a prompt and a response to imitate; needed when pretrain is tiny."
+    )
+    prompt: str = Field(default="prompt", min_length=1, description="Column of the prompt.")
+    response: str = Field(default="response", min_length=1, description="Column of the response.")

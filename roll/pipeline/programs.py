@@ -20,6 +20,8 @@ class Program(NamedTuple):
     """Name of the configuration that its examples show."""
     script: str
     """Its start script in ``examples/``."""
+    tiny: str
+    """``module:class`` of its start with ``pretrain: tiny``, see ``roll.pipeline.start``."""
     sections: tuple[str, ...]
     """Top-level keys that no pipeline behind it in ``PROGRAMS`` reads: a configuration with one of them is its own."""
 
@@ -30,6 +32,7 @@ AGENTIC = Program(
     "Trains a language model in text environments.",
     "agentic_sokoban",
     "start_agentic_pipeline.py",
+    "roll.demo.warm_start:PlayStart",
     ("custom_envs", "train_env_manager", "val_env_manager"),
 )
 RLVR = Program(
@@ -38,6 +41,7 @@ RLVR = Program(
     "Trains a language model on prompts whose answers can be verified.",
     "rlvr_math",
     "start_rlvr_pipeline.py",
+    "roll.demo.warm_start:AnswersStart",
     ("rewards",),
 )
 SFT = Program(
@@ -46,6 +50,7 @@ SFT = Program(
     "Trains a language model to imitate conversations.",
     "sft_math",
     "start_sft_pipeline.py",
+    "roll.demo.warm_start:Untaught",
     ("train_on", "sample_overflow", "num_train_epochs"),
 )
 PROGRAMS = {"agentic": AGENTIC, "sft": SFT, "rlvr": RLVR}

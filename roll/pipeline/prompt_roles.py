@@ -50,6 +50,7 @@ class PromptRoles(RolloutRoles):
         super().__init__(config, own, contexts, roles, on_tick)
         self.tags = list(config.domains)
         """All tags; a batch's ``tag_B`` indexes into it."""
+        self._prompts = train or val
         self._train_prompts: PromptSampler | None = None
         if train is not None:
             assert isinstance(config, RLVRConfig)
@@ -72,9 +73,13 @@ class PromptRoles(RolloutRoles):
             self.val = self._val_scheduler(held_out, config.num_val_samples, greedy=False)
             self.val_greedy = self._val_scheduler(held_out, 1, greedy=True)
 
-    def measuring(self, dataset: Sequence[Prompt], num_slots: int, seed: int) -> RolloutScheduler:
-        """A scheduler over one sampled answer to each of some prompts, drawn by a seed of its own."""
-        plan = PromptPlan(PromptSampler(dataset, seed), 1, num_slots, seed, "train")
+    def measuring(self, num_slots: int, seed: int) -> RolloutScheduler:
+        """A scheduler over one sampled answer to each of some training prompts, drawn by a seed of its own.
+
+        With ``eval_only`` they are held-out ones.
+        """
+        assert self._prompts is not None, "RLVRConfig.problems"
+        plan = PromptPlan(PromptSampler(self._prompts, seed), 1, num_slots, seed, "train")
         return self.make_scheduler(plan, ROLLOUT_CLUSTER)
 
     def epoch_of(self, draw: int) -> float:

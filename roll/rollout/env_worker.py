@@ -5,20 +5,45 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from roll.agentic.env import make
 from roll.configs.env import CustomEnvConfig
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, SamplingParams
-from roll.rollout.demonstrations import scripted_policy
 from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeSpec, Limits
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.errors import EnvError
-from roll.rollout.plans import GroupSpec
+from roll.rollout.plans import GroupPlan, GroupSpec
 from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
+
+Player: TypeAlias = Callable[[EnvRunner, ChatRenderer], GenerateFn]
+"""Makes what answers an episode's requests in place of the engines; it travels between processes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayedSpec(GroupSpec):
+    """Episodes that no engine plays."""
+
+    player: Player
+
+
+@dataclass(frozen=True)
+class PlayedPlan:
+    """The groups of another plan, played by ``player`` (a ``RolloutPlan``)."""
+
+    plan: GroupPlan
+    player: Player
+
+    @property
+    def num_slots(self) -> int:
+        return self.plan.num_slots
+
+    def spec(self, group_id: int) -> PlayedSpec:
+        return PlayedSpec(**vars(self.plan.spec(group_id)), player=self.player)
 
 
 @dataclass(frozen=True)
@@ -65,8 +90,8 @@ class EnvironmentWorker(RolloutWorker):
     async def play(self, spec: GroupSpec, episode: EpisodeSpec, generate: GenerateFn) -> Trajectory:
         """Plays with an environment that is idle, or a new one; one that failed is not used again."""
         manager, runner = self.managers[spec.tag], self._take_runner(spec.tag)
-        if spec.expert_share is not None:
-            generate = scripted_policy(runner, manager.renderer, spec.expert_share)
+        if isinstance(spec, PlayedSpec):
+            generate = spec.player(runner, manager.renderer)
         healthy = False
         try:
             trajectory = await manager.run_episode(runner, generate, episode)

@@ -19,8 +19,6 @@ class GroupSpec:
     group_size: int
     redundancy: int = 0
     greedy: bool = False
-    expert_share: float | None = None
-    """Play by script instead of the policy: the share of optimal actions (see ``roll.rollout.demonstrations``)."""
     baseline: bool = False
     """Play one more member greedily, whose score is the others' baseline (``adv_estimator: remax``)."""
     record: bool = False
@@ -51,8 +49,6 @@ class GroupPlan:
     """``train`` or ``val``: part of the seeds."""
     greedy: bool = False
     """Take the most likely token instead of sampling."""
-    expert_share: float | None = None
-    """Play by script instead of the policy."""
     baseline: bool = False
     """See ``GroupSpec``."""
     num_recorded: int = 0
@@ -75,7 +71,6 @@ class GroupPlan:
             self.group_size,
             self.redundancy,
             self.greedy,
-            self.expert_share,
             self.baseline,
             record=group_id < self.num_recorded,
         )

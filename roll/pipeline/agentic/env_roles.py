@@ -67,16 +67,26 @@ class EnvRoles(RolloutRoles):
             raise RunFailedError("\n".join(problems))
 
     def scheduler(self, name: str, seed_name: str, *, extra_groups: int = 0, **plan: Any) -> RolloutScheduler:
-        """A scheduler over one manager's workers; ``seed_name`` separates its episodes from everybody else's.
+        """A scheduler over one manager's workers, with the arguments of ``plan``.
 
         Args:
             name: ``train_env_manager`` or ``val_env_manager``.
-            seed_name: part of the seeds of its groups.
+            seed_name: see ``plan``.
             extra_groups: see ``RolloutScheduler``.
-            **plan: fields of ``GroupPlan`` that differ from the manager's configuration.
+            **plan: see ``plan``.
+        """
+        return self.make_scheduler(self.plan(name, seed_name, **plan), name, extra_groups)
+
+    def plan(self, name: str, seed_name: str, **fields: Any) -> GroupPlan:
+        """The groups of one manager; ``seed_name`` separates their episodes from everybody else's.
+
+        Args:
+            name: ``train_env_manager`` or ``val_env_manager``.
+            seed_name: part of their seeds.
+            **fields: of ``GroupPlan``, where they differ from the manager's configuration.
         """
         manager = self._managers[name]
-        defaults = GroupPlan(
+        plan = GroupPlan(
             tags=tuple(manager.tags),
             slots_per_tag=tuple(manager.groups_per_tag.values()),
             group_size=manager.group_size,
@@ -84,7 +94,7 @@ class EnvRoles(RolloutRoles):
             seed=self._config.seed,
             name=seed_name,
         )
-        return self.make_scheduler(replace(defaults, **plan), name, extra_groups)
+        return replace(plan, **fields)
 
 
 def _worker_context(config: AgenticConfig, manager: EnvManagerConfig, tokenizer_path: str) -> EnvWorkerContext:

@@ -6,16 +6,15 @@ from collections.abc import Mapping
 
 from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.batches import describe_batches
-from roll.configs.pipeline import TINY
 from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.agentic.env_roles import EnvRoles
 from roll.pipeline.agentic.pipeline import AgenticPipeline
-from roll.pipeline.agentic.warm_start import ScriptedTeacher, recipe
 from roll.pipeline.launch import MODEL_WORKERS, WorkerClasses, launch
+from roll.pipeline.programs import AGENTIC
 from roll.pipeline.rl import set_losses
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
-from roll.pipeline.warm_start import ensure_init, ensure_warm, tiny_folder
+from roll.pipeline.start import start_of
 from roll.rollout.env_worker import EnvironmentWorker
 from roll.utils.signals import SignalGuard
 
@@ -27,15 +26,12 @@ def run_agentic(config: AgenticConfig, started: float | None = None) -> int:
 
 
 def _run(config: AgenticConfig, session: RunSession, signals: SignalGuard, clusters: Mapping[str, Cluster]) -> None:
-    tiny = config.pretrain == TINY
-    folder = tiny_folder(config, recipe(config))
-    model_path = str(ensure_init(folder, config)) if tiny else config.pretrain
+    start = start_of(config, AGENTIC)
     roles = Roles(config, clusters)
-    envs = EnvRoles(config, clusters, roles, model_path, on_tick=signals.check)
+    envs = EnvRoles(config, clusters, roles, start.model_path, on_tick=signals.check)
     envs.probe()
     envs.begin_setup()
-    if tiny:
-        model_path = str(ensure_warm(folder, config, session, roles, ScriptedTeacher(config, envs)))
+    model_path = start.weights(session, roles, envs)
     with session.phase("setup"):
         roles.setup(model_path, config.reward_pretrain or model_path, config.total_optimizer_steps)
         set_losses(roles, config)

@@ -7,20 +7,18 @@ from collections.abc import Mapping
 from functools import partial
 
 from roll.configs.batches import describe_batches
-from roll.configs.pipeline import TINY
 from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER
 from roll.configs.rlvr import RLVRConfig
-from roll.data.renderer import ChatRenderer
 from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.launch import EXIT_USAGE, MODEL_WORKERS, WorkerClasses, launch
+from roll.pipeline.programs import RLVR
 from roll.pipeline.prompt_roles import PromptRoles
 from roll.pipeline.rl import set_losses
 from roll.pipeline.rlvr.datasets import Datasets, describe_datasets, load_datasets, load_renderer, make_data
 from roll.pipeline.rlvr.pipeline import RLVRPipeline
-from roll.pipeline.rlvr.warm_start import FileTeacher, recipe
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
-from roll.pipeline.warm_start import ensure_init, ensure_warm, tiny_folder
+from roll.pipeline.start import start_of
 from roll.rollout.prompt_worker import PromptWorker
 from roll.rollout.reward_worker import RewardWorker
 from roll.utils.signals import SignalGuard
@@ -31,8 +29,7 @@ def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
     try:
         if config.data_generator is not None:
             make_data(config.data_generator)
-        renderer = load_renderer(config)
-        datasets = load_datasets(config, renderer)
+        datasets = load_datasets(config, load_renderer(config))
     except (OSError, ValueError) as error:  # a DataError is a ValueError
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
@@ -42,8 +39,7 @@ def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
         **{f"{REWARD_CLUSTER}{name}": RewardWorker for name in config.rewards},
     }
     notes = [*describe_batches(config), *describe_datasets(datasets)]
-    body = partial(_run, renderer=renderer, datasets=datasets)
-    return launch(config, body, workers, notes=notes, started=started)
+    return launch(config, partial(_run, datasets=datasets), workers, notes=notes, started=started)
 
 
 def _run(
@@ -52,22 +48,15 @@ def _run(
     signals: SignalGuard,
     clusters: Mapping[str, Cluster],
     *,
-    renderer: ChatRenderer,
     datasets: Datasets,
 ) -> None:
-    model_path = config.pretrain
-    folder = None
-    if config.pretrain == TINY:
-        folder = tiny_folder(config, recipe(config))
-        model_path = str(ensure_init(folder, config))
+    start = start_of(config, RLVR)
     roles = Roles(config, clusters)
-    prompts = PromptRoles(config, clusters, roles, model_path, datasets.train, datasets.val, on_tick=signals.check)
+    prompts = PromptRoles(
+        config, clusters, roles, start.model_path, datasets.train, datasets.val, on_tick=signals.check
+    )
     prompts.begin_setup()
-    if folder is not None:
-        measured = datasets.train or datasets.val
-        assert measured is not None, "RLVRConfig.problems"
-        teacher = FileTeacher(config, renderer, prompts, measured)
-        model_path = str(ensure_warm(folder, config, session, roles, teacher))
+    model_path = start.weights(session, roles, prompts)
     with session.phase("setup"):
         roles.setup(model_path, config.reward_pretrain or model_path, config.total_optimizer_steps)
         set_losses(roles, config)

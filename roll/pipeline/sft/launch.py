@@ -11,7 +11,6 @@ import torch
 
 from roll.configs.batches import describe_batches
 from roll.configs.data import DataArguments
-from roll.configs.pipeline import TINY
 from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER
 from roll.configs.sft import SFTConfig
 from roll.data.conversations import Conversations, Scoring, load_conversations
@@ -19,13 +18,14 @@ from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.launch import EXIT_USAGE, MODEL_WORKERS, WorkerClasses, launch
+from roll.pipeline.programs import SFT
 from roll.pipeline.prompt_roles import PromptRoles
 from roll.pipeline.rlvr.datasets import load_renderer, make_data
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
 from roll.pipeline.sft.pipeline import SFTPipeline
 from roll.pipeline.sft.training import SupervisedTraining, steps_per_epoch
-from roll.pipeline.warm_start import ensure_init, tiny_folder
+from roll.pipeline.start import start_of
 from roll.rollout.prompt_worker import PromptWorker
 from roll.rollout.reward_worker import RewardWorker
 from roll.utils.seeding import derive_seed
@@ -115,9 +115,7 @@ def _run(
     *,
     datasets: Datasets,
 ) -> None:
-    model_path = config.pretrain
-    if config.pretrain == TINY:
-        model_path = str(ensure_init(tiny_folder(config, {}), config))
+    model_path = start_of(config, SFT).model_path
     roles = Roles(config, clusters)
     prompts = None
     if datasets.questions is not None:

@@ -30,7 +30,7 @@ def test_the_shipped_groups_are_these():
 
 
 @pytest.mark.parametrize(("trainer", "generator"), PAIRS)
-@pytest.mark.parametrize("name", ["agentic_sokoban", "rlvr_math"])
+@pytest.mark.parametrize("name", ["agentic_sokoban", "rlvr_math", "sft_math"])
 def test_every_pair_of_engines_is_valid_with_the_demonstrations(name, trainer, generator):
     found = compose_config(name, SHIPPED, [f"train={trainer}", f"infer={generator}"])
     schema = import_path(PROGRAMS[configurations(SHIPPED)[name][0]].schema)

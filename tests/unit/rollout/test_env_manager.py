@@ -17,8 +17,8 @@ from roll.agentic.env.base import StepResult, TextEnv, step_result
 from roll.configs.env import CustomEnvConfig
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
+from roll.demo.scripted_play import ScriptedPlay
 from roll.models.tiny import make_tokenizer
-from roll.rollout.demonstrations import scripted_policy
 from roll.rollout.env_manager import (
     ENV_MANAGERS,
     EnvManager,
@@ -393,7 +393,7 @@ def test_equal_specs_give_equal_episodes_in_a_real_environment(mode: str) -> Non
     async def episode(expert_share: float) -> Trajectory:
         runner = EnvRunner(lambda: make("sokoban", **environment), timeout=5)
         try:
-            policy = scripted_policy(runner, RENDERER, expert_share)
+            policy = ScriptedPlay(expert_share)(runner, RENDERER)
             return await manager(mode, max_steps=8).run_episode(runner, policy, SPEC)
         finally:
             runner.close()

@@ -109,9 +109,7 @@ def notes(folder: Path) -> list[list[str]]:
 def test_a_group_id_decides_tag_and_seed() -> None:
     specs = [PLAN.spec(group_id) for group_id in range(300)]
     assert [spec.tag for spec in specs[:6]] == ["A", "A", "B", "A", "A", "B"]
-    assert {(spec.group_size, spec.redundancy, spec.greedy, spec.expert_share) for spec in specs} == {
-        (4, 1, False, None)
-    }
+    assert {(spec.group_size, spec.redundancy, spec.greedy) for spec in specs} == {(4, 1, False)}
     assert len({spec.env_seed for spec in specs}) == 300
     assert [PLAN.spec(group_id) for group_id in range(300)] == specs
     other = GroupPlan(tags=("A", "B"), slots_per_tag=(2, 1), group_size=4, redundancy=1, seed=7, name="val")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll.data.arithmetic import Problem, is_held_out, worked_solution, write_dataset
+from roll.demo.arithmetic import Problem, is_held_out, worked_solution, write_dataset
 from roll.models.tiny import make_tokenizer
 
 NAMES = ("train.jsonl", "val.jsonl", "demonstrations.jsonl")

@@ -1,0 +1,259 @@
+"""``pretrain: tiny``: makes the embedded model and, before RL begins, teaches it the task's language.
+
+It imitates imperfect demonstrations, so the policy learns the answer format and a little of the task: enough success to
+learn from, and most of the task still to learn. It trains as the SFT pipeline does, on the run's own workers, which
+also measure it.
+Everything is kept under ``output_dir/tiny/`` and used again by runs with the same recipe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from roll.configs.agentic import AgenticConfig
+from roll.configs.data import DataArguments
+from roll.configs.pipeline import PipelineConfig
+from roll.configs.rlvr import RLVRConfig
+from roll.configs.training import TrainingArguments
+from roll.configs.warm_start import SupervisedStartConfig
+from roll.data.batch import Batch
+from roll.data.conversations import load_conversations
+from roll.demo.scripted_play import ScriptedPlay
+from roll.models.tiny import RECIPE_VERSION, make_tiny_model
+from roll.pipeline.agentic.env_roles import EnvRoles
+from roll.pipeline.prompt_roles import PromptRoles
+from roll.pipeline.rlvr.datasets import load_renderer
+from roll.pipeline.roles import Roles
+from roll.pipeline.rollout_roles import RolloutRoles
+from roll.pipeline.session import RunFailedError, RunSession
+from roll.pipeline.sft.training import SupervisedTraining
+from roll.rollout.env_worker import PlayedPlan
+from roll.rollout.metrics import rollout_metrics
+from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.trajectory import groups_to_batch
+from roll.rollout.types import RolloutGroup
+from roll.utils.seeding import derive_seed
+
+logger = logging.getLogger(__name__)
+
+REPORT = "warm_start.json"
+
+RolesT = TypeVar("RolesT", bound=RolloutRoles)
+
+
+class WarmStartError(RunFailedError):
+    """The warm start missed the window of success that the configuration asks for."""
+
+
+class Untaught:
+    """The tiny model with random weights, made if it is not there (a ``Start``).
+
+    Args:
+        config: the run's configuration.
+    """
+
+    def __init__(self, config: PipelineConfig) -> None:
+        self.config = config
+        self.folder = _folder(config, self.recipe())
+        init = self.folder / "init"
+        if not (init / "config.json").exists():
+            init.parent.mkdir(parents=True, exist_ok=True)
+            make_tiny_model(init, derive_seed(config.seed, "tiny"), config.tiny_num_heads)
+        self.model_path = str(init)
+
+    def recipe(self) -> Mapping[str, Any]:
+        """What its weights depend on beside the model itself, JSON values."""
+        return {}
+
+    def weights(self, session: RunSession, roles: Roles, rollouts: Any) -> str:
+        return self.model_path
+
+
+class WarmStart(Untaught, Generic[RolesT]):
+    """The tiny model after supervised training on demonstrations. Subclasses have them, and know how to measure."""
+
+    config: AgenticConfig | RLVRConfig
+
+    @property
+    def settings(self) -> SupervisedStartConfig:
+        """How long to learn, and the window of success to end in."""
+        return self.config.warm_start
+
+    @property
+    def min_valid(self) -> float:
+        """Least share of answers in the right format."""
+        return 0.0
+
+    @abstractmethod
+    def demonstrations(self, rollouts: RolesT) -> Batch:
+        """What to imitate: the tokens with loss mask 1."""
+
+    @abstractmethod
+    def measurement(self, rollouts: RolesT) -> RolloutScheduler:
+        """Plays the episodes that tell the current policy's success."""
+
+    def weights(self, session: RunSession, roles: Roles, rollouts: RolesT) -> str:
+        """The warm-started model, trained if it is not there.
+
+        Raises:
+            WarmStartError: success or format ended outside the window.
+        """
+        warm = self.folder / "warm"
+        if (warm / REPORT).exists():
+            logger.info("warm start: using %s", warm)
+            return str(warm)
+        with session.phase("warm start"):
+            roles.setup_policy(self.model_path, self.settings.max_steps, self._training_args())
+            rollouts.wait_ready()
+            report = self._train(session, roles, rollouts)
+            building = warm.with_name("warm.building")
+            shutil.rmtree(building, ignore_errors=True)
+            roles.actor.save_model(building)
+            (building / REPORT).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+            shutil.rmtree(warm, ignore_errors=True)
+            building.rename(warm)
+        return str(warm)
+
+    def _training_args(self) -> TrainingArguments:
+        """The actor's, with the warm start's learning rate and the schedule that suits a short run."""
+        return self.config.actor_train.training_args.model_copy(
+            update={
+                "learning_rate": self.settings.learning_rate,
+                "weight_decay": 0.01,
+                "adam_beta2": 0.98,
+                "lr_scheduler_type": "linear",
+                "warmup_steps": 20,
+                "min_lr_ratio": 0.1,
+            }
+        )
+
+    def _train(self, session: RunSession, roles: Roles, rollouts: RolesT) -> dict[str, float]:
+        """Supervised steps until sampled success is in the middle of the window, measured on episodes of its own."""
+        settings = self.settings
+        measurement = self.measurement(rollouts)
+        training = SupervisedTraining(
+            roles.actor,
+            self.demonstrations(rollouts),
+            batch_size=settings.batch_size,
+            max_steps=settings.max_steps,
+            seed=derive_seed(self.config.seed, "warm start"),
+        )
+        goal = (settings.min_success + settings.max_success) / 2
+        report: dict[str, float] = {}
+        for start in range(0, settings.max_steps, settings.eval_steps):
+            done = min(start + settings.eval_steps, settings.max_steps)
+            last = training.train(start + 1, done)[-1]
+            roles.sync_weights(done)
+            played = rollout_metrics(
+                measurement.collect(range(settings.eval_episodes), settings.eval_episodes).groups, ""
+            )
+            success, valid_rate = played["/success"], played.get("/valid_rate", 0.0)
+            report = {"steps": done, "loss": last["actor/loss"], "success": success, "valid_rate": valid_rate}
+            session.display.note(
+                "warm start: step {steps}, loss {loss:.3f}, success {success:.1%}, valid {valid_rate:.1%}".format(
+                    **report
+                )
+            )
+            if success >= goal and valid_rate >= self.min_valid:
+                break
+        self._check(report)
+        return report
+
+    def _check(self, report: Mapping[str, float]) -> None:
+        settings = self.settings
+        in_window = settings.min_success <= report["success"] <= settings.max_success
+        if not in_window or report["valid_rate"] < self.min_valid:
+            raise WarmStartError(
+                f"after {report['steps']:.0f} steps success is {report['success']:.1%} and valid answers are "
+                f"{report['valid_rate']:.1%}; expected {settings.min_success:.0%} to {settings.max_success:.0%} and at "
+                f"least {self.min_valid:.0%} (warm_start.min_success, max_success, min_valid)"
+            )
+
+
+class PlayStart(WarmStart[EnvRoles]):
+    """Imitates scripted play in the training environments, part optimal and part random."""
+
+    config: AgenticConfig
+
+    def recipe(self) -> Mapping[str, Any]:
+        config = self.config
+        return {
+            "warm_start": config.warm_start.model_dump(mode="json"),
+            "tags": {tag: config.custom_envs[tag].model_dump(mode="json") for tag in config.train_env_manager.tags},
+        }
+
+    @property
+    def min_valid(self) -> float:
+        return self.config.warm_start.min_valid
+
+    def demonstrations(self, rollouts: EnvRoles) -> Batch:
+        """Scripted turns; each episode starts from a board of its own.
+
+        Raises:
+            WarmStartError: no episode could be played.
+        """
+        settings, manager = self.config.warm_start, self.config.train_env_manager
+        slots = tuple(groups * manager.group_size for groups in manager.groups_per_tag.values())
+        name = "train_env_manager"
+        plan = rollouts.plan(name, "demonstrations", group_size=1, redundancy=0, slots_per_tag=slots)
+        scheduler = rollouts.make_scheduler(PlayedPlan(plan, ScriptedPlay(settings.expert_share)), name)
+        groups: list[RolloutGroup] = []
+        turns = 0
+        while turns < settings.demonstrations:
+            played = scheduler.collect(range(len(groups), len(groups) + plan.num_slots), plan.num_slots).groups
+            groups += played
+            if not any(group.trajectories for group in played):
+                raise WarmStartError(f"no demonstration could be played: {played[-1].errors[-1]}")
+            turns += sum(len(trajectory.turns) for group in played for trajectory in group.trajectories)
+        return groups_to_batch(groups, list(self.config.custom_envs))
+
+    def measurement(self, rollouts: EnvRoles) -> RolloutScheduler:
+        return rollouts.scheduler("train_env_manager", "warm start measurement", group_size=1, redundancy=0)
+
+
+class AnswersStart(WarmStart[PromptRoles]):
+    """Imitates a file's answers. The right format is part of a right answer."""
+
+    config: RLVRConfig
+
+    def recipe(self) -> Mapping[str, Any]:
+        content = Path(self.config.warm_start.file_name).expanduser().read_bytes()
+        return {
+            "warm_start": self.config.warm_start.model_dump(mode="json"),
+            "demonstrations": hashlib.blake2b(content, digest_size=8).hexdigest(),
+        }
+
+    def demonstrations(self, rollouts: PromptRoles) -> Batch:
+        """The file's rows, as SFT reads them.
+
+        Raises:
+            DataError: rows without the two columns, or longer than ``sequence_length``.
+        """
+        config, settings = self.config, self.config.warm_start
+        columns = DataArguments(file_name=settings.file_name, prompt=settings.prompt, response=settings.response)
+        return load_conversations(columns, renderer=load_renderer(config), max_tokens=config.sequence_length).batch
+
+    def measurement(self, rollouts: PromptRoles) -> RolloutScheduler:
+        """One sampled answer to each of some training prompts."""
+        return rollouts.measuring(self.settings.eval_episodes, derive_seed(self.config.seed, "warm start measurement"))
+
+
+def _folder(config: PipelineConfig, recipe: Mapping[str, Any]) -> Path:
+    """Where the model of this recipe lives: ``init`` (untrained) and ``warm`` below it."""
+    full = {
+        "version": RECIPE_VERSION,
+        "seed": config.seed,
+        "heads": config.tiny_num_heads,
+        "template": config.actor_train.data_args.template,
+        "temperature": config.scoring_temperature,
+        **recipe,
+    }
+    digest = hashlib.blake2b(json.dumps(full, sort_keys=True).encode(), digest_size=6).hexdigest()
+    return Path(config.output_dir).expanduser().resolve() / "tiny" / digest
