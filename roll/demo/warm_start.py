@@ -151,20 +151,18 @@ class WarmStart(Untaught, Generic[RolesT]):
             done = min(start + settings.eval_steps, settings.max_steps)
             last = training.train(start + 1, done)[-1]
             roles.sync_weights(done)
-            played = rollout_metrics(
-                measurement.collect(range(settings.eval_episodes), settings.eval_episodes).groups, ""
-            )
-            success, valid_rate = played["/success"], played.get("/valid_rate", 0.0)
-            report = {"steps": done, "loss": last["actor/loss"], "success": success, "valid_rate": valid_rate}
-            session.display.note(
-                "warm start: step {steps}, loss {loss:.3f}, success {success:.1%}, valid {valid_rate:.1%}".format(
-                    **report
-                )
-            )
-            if success >= goal and valid_rate >= self.min_valid:
+            report = {"steps": done, "loss": last["actor/loss"], **self._measure(measurement)}
+            said = "warm start: step {steps}, loss {loss:.3f}, success {success:.1%}, valid {valid_rate:.1%}"
+            session.display.note(said.format(**report))
+            if report["success"] >= goal and report["valid_rate"] >= self.min_valid:
                 break
         self._check(report)
         return report
+
+    def _measure(self, measurement: RolloutScheduler) -> dict[str, float]:
+        num_episodes = self.settings.eval_episodes
+        metrics = rollout_metrics(measurement.collect(range(num_episodes), num_episodes).groups, "eval")
+        return {"success": metrics["eval/success"], "valid_rate": metrics.get("eval/valid_rate", 0.0)}
 
     def _check(self, report: Mapping[str, float]) -> None:
         settings = self.settings
