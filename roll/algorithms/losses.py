@@ -201,11 +201,18 @@ def build_value_loss(config: AlgorithmConfig) -> LossFn:
 def sft_loss(
     scores: TokenScores, batch: Batch, ctx: LossContext, loss_agg_mode: LossAggMode = "token-mean"
 ) -> LossOutput:
-    """Mean negative log-likelihood (nats) of the tokens with loss mask 1, over tokens or first over each row's."""
+    """Mean negative log-likelihood (nats) of the tokens with loss mask 1, over tokens or first over each row's.
+
+    With ``hit_T`` among the scores, ``sft/token_accuracy`` is the share of these tokens that are the model's first
+    choice.
+    """
     logprobs_T = _require_scores(scores.logprobs_T, "sft_loss", "logprobs_T")
     tokens = SampledTokens.of(batch, batch.loss_mask_T, loss_agg_mode, ctx, logprobs_T)
     loss = -tokens.loss(tokens.take(logprobs_T))
-    return LossOutput(loss, {"sft/loss": loss.detach()})
+    metrics: dict[str, Tensor | float] = {"sft/loss": loss.detach()}
+    if scores.hit_T is not None:
+        metrics["sft/token_accuracy"] = tokens.mean(tokens.take(scores.hit_T))
+    return LossOutput(loss, metrics)
 
 
 def build_sft_loss(loss_agg_mode: LossAggMode = "token-mean") -> LossFn:

@@ -24,6 +24,8 @@ class TokenScores:
     kl_T: Tensor | None = None
     """float32 KL (nats) of the model's distribution to the reference's, over the vocabulary; 0 where the loss mask
     is 0."""
+    hit_T: Tensor | None = None
+    """float32 1 where the model finds no token likelier than this one, else 0; 0 where the loss mask is 0."""
     hidden_TH: Tensor | None = None
     """float32 [T, H] final hidden state that predicts the token (a reference's); 0 where the loss mask is 0."""
 

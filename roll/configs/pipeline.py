@@ -195,6 +195,11 @@ class PipelineConfig(RunConfig):
         return False
 
     @property
+    def marks_hits(self) -> bool:
+        """Whether the trained model tells which tokens are its first choice: the accuracy of imitation."""
+        return False
+
+    @property
     def uses_lora(self) -> bool:
         """The actor trains an adapter; without it, the actor is the reference."""
         return bool(self.actor_train.model_args.lora_targets)

@@ -42,3 +42,7 @@ class SFTConfig(PromptsConfig):
     validation: SFTValidationConfig | None = Field(
         default=None, description="Held-out conversations; null: no evaluation."
     )
+
+    @property
+    def marks_hits(self) -> bool:
+        return True

@@ -62,6 +62,7 @@ class TokenScorer(nn.Module):
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
         value_head: makes this a critic.
         returns_hidden: also gives the hidden states that the tokens are predicted from.
+        marks_hits: also tells which tokens are the model's first choice.
     """
 
     def __init__(
@@ -71,9 +72,11 @@ class TokenScorer(nn.Module):
         temperature: float = 1.0,
         value_head: ValueHead | None = None,
         returns_hidden: bool = False,
+        marks_hits: bool = False,
     ) -> None:
         super().__init__()
         self.returns_hidden = returns_hidden
+        self.marks_hits = marks_hits
         self.reference_layer: OutputLayer | None = None
         """The reference's, where the KL to it is wanted: it makes a distribution of the reference's hidden states."""
         self.model = model
@@ -108,8 +111,8 @@ class TokenScorer(nn.Module):
 
         Returns:
             float32 [K] (hidden states [K, H]) under their names in ``TokenScores``: of a critic the values, else
-            log-probabilities and entropies, and, where wanted, the KL to the reference or the hidden states. A plain
-            dictionary, because FSDP2 finds the tensors to hook in it.
+            log-probabilities and entropies, and, where wanted, the KL to the reference, the hits or the hidden states.
+            A plain dictionary, because FSDP2 finds the tensors to hook in it.
 
         Raises:
             ValueError: ``ref_hidden_KH`` without the reference's output layer.
@@ -142,6 +145,9 @@ class TokenScorer(nn.Module):
             "logprobs_T": -nn.functional.nll_loss(all_logprobs_KV, target_K, reduction="none"),
             "entropy_T": -(probabilities_KV * all_logprobs_KV).sum(-1),
         }
+        if self.marks_hits:
+            with torch.no_grad():
+                scores["hit_T"] = (scores["logprobs_T"] >= all_logprobs_KV.amax(-1)).float()
         if ref_hidden_KH is not None:
             if self.reference_layer is None:
                 raise ValueError("kl_penalty 'full': this model holds no output layer of the reference to compare with")

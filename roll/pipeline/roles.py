@@ -202,6 +202,7 @@ class Roles:
             role=role,
             model_path=model_path,
             returns_hidden=role == "reference" and config.uses_full_kl,
+            marks_hits=role == "actor_train" and config.marks_hits,
             keeps_output_layer=role == "actor_train" and config.uses_full_kl,
             seed=config.seed,
             temperature=config.scoring_temperature,

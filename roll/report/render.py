@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,17 @@ _ENDINGS = {
 }
 _EPISODES_FILE = "episodes.jsonl"
 _TONES = {"completed": "good", "failed": "bad"}
-_CURVES = {"training": "rollout/success", "held-out": "eval/success"}
-_SHOWN_METRICS = ("rollout/success", "rollout/reward", "rollout/env_errors", "actor/loss", "eval/success")
+_SUCCESS = {"training": "rollout/success", "held-out": "eval/success"}
+_LOSS = {"training": "sft/loss", "held-out": "eval/loss"}
+_SHOWN_METRICS = (
+    "rollout/success",
+    "rollout/reward",
+    "rollout/env_errors",
+    "actor/loss",
+    "eval/success",
+    "eval/loss",
+    "eval/token_accuracy",
+)
 
 
 def save_renders(trajectories: Sequence[Trajectory], folder: Path, step: int, limit: int) -> list[Path]:
@@ -103,7 +114,8 @@ def _scene(frame: Frame) -> Mapping[str, str]:
 def render_index(run_dir: Path, folder: Path | None = None) -> Path:
     """Writes ``index.html`` beside the renders: how the run ended, the learning curve, every episode, newest first.
 
-    ``learning_curve.svg`` is written too when ``metrics.jsonl`` knows of any success.
+    ``learning_curve.svg`` is written too when ``metrics.jsonl`` knows of any success, ``loss_curve.svg`` when it knows
+    of a loss of imitation.
 
     Args:
         run_dir: a run's folder, or a folder that ``save_renders`` filled.
@@ -118,7 +130,7 @@ def render_index(run_dir: Path, folder: Path | None = None) -> Path:
         title=f"{run_dir.name} · episodes",
         name=run_dir.name,
         run=_run_state(run_dir, metrics),
-        **_curves(metrics, folder),
+        curves=_curves(metrics, folder),
         answers=listed_answers(folder),
         episodes=[(step, list(group)) for step, group in itertools.groupby(records, lambda record: record["step"])],
     )
@@ -159,18 +171,35 @@ def _facts(
     yield "what was said", str(run_dir / "logs" / "roll.log")
 
 
-def _curves(metrics: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, str]:
-    """The run's success by step, for wide and narrow windows; the wide one is also left in ``folder`` as a file."""
-    series = {
+def _curves(metrics: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str, str]]:
+    """Success and loss by step, for wide and narrow windows; the wide ones are also left in ``folder`` as files."""
+    curves = []
+    if success := _series(metrics, _SUCCESS):
+        curves.append(("learning_curve.svg", partial(learning_curve_svg, success)))
+    if loss := _series(metrics, _LOSS):
+        top = _round_above(max(value for points in loss.values() for _, value in points))
+        title = "Loss by training step, nats per token"
+        curves.append(
+            ("loss_curve.svg", partial(learning_curve_svg, loss, title=title, y_range=(0.0, top), percent=False))
+        )
+    for name, draw in curves:
+        write_atomic(folder / name, draw())
+    return [{"wide": draw(), "narrow": draw(width=360, height=300)} for _, draw in curves]
+
+
+def _series(metrics: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> dict[str, list[tuple[float, float]]]:
+    """(step, value) pairs by label, of the metrics that were measured."""
+    found = {
         label: [(record["step"], record[name]) for record in metrics if record.get(name) is not None]
-        for label, name in _CURVES.items()
+        for label, name in names.items()
     }
-    series = {label: points for label, points in series.items() if points}
-    if not series:
-        return {"curve": "", "narrow": ""}
-    curve = learning_curve_svg(series)
-    write_atomic(folder / "learning_curve.svg", curve)
-    return {"curve": curve, "narrow": learning_curve_svg(series, width=360, height=300)}
+    return {label: points for label, points in found.items() if points}
+
+
+def _round_above(value: float) -> float:
+    """A number not below ``value`` whose quarters have few digits."""
+    power = 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
+    return next(power * factor for factor in (1, 2, 4, 6, 8, 10) if value <= power * factor)
 
 
 def _listed_episodes(folder: Path) -> list[dict[str, Any]]:

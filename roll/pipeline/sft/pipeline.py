@@ -69,13 +69,19 @@ class SFTPipeline(TrainingLoop):
             with self.session.phase("eval answers"):
                 metrics |= self._answer(self.prompts, step)
         if name != "step":
-            shown = {"loss": "eval/loss", "perplexity": "eval/perplexity", "accuracy": "eval/success"}
+            shown = {
+                "loss": "eval/loss",
+                "perplexity": "eval/perplexity",
+                "token_accuracy": "eval/token_accuracy",
+                "accuracy": "eval/success",
+            }
             self.session.summary["eval"][name] = {
                 key: metrics[metric] for key, metric in shown.items() if metric in metrics
             } | {"episodes": int(metrics.get("eval/episodes", 0))}
         if metrics:
             said = [f"loss {metrics['eval/loss']:.4f}, perplexity {metrics['eval/perplexity']:.3f}"]
-            said += [f"accuracy {metrics['eval/success']:.1%}"] if "eval/success" in metrics else []
+            shares = {"token accuracy": "eval/token_accuracy", "accuracy of answers": "eval/success"}
+            said += [f"{words} {metrics[name]:.1%}" for words, name in shares.items() if name in metrics]
             self.session.display.note(f"evaluation {name} (step {step}): {', '.join(said)}")
         return metrics
 
@@ -95,9 +101,15 @@ class SFTPipeline(TrainingLoop):
 
 
 def likelihood_metrics(model: ModelCluster, batch: Batch) -> Metrics:
-    """``eval/loss``, the mean negative log-likelihood (nats) of the tokens with loss mask 1, and its exponential."""
-    logprobs_T = model.logprobs(batch).logprobs_T
-    assert logprobs_T is not None, "a language model scores"
-    tokens = int(batch.loss_mask_T.sum())
-    loss = -float(logprobs_T[batch.loss_mask_T].double().sum()) / tokens
-    return {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), "eval/tokens": float(tokens)}
+    """How likely the tokens with loss mask 1 are.
+
+    ``eval/loss`` is their mean negative log-likelihood (nats), ``eval/perplexity`` its exponential, and
+    ``eval/token_accuracy`` the share of them that are the model's first choice, given the tokens before.
+    """
+    scores, said_T = model.logprobs(batch), batch.loss_mask_T
+    assert scores.logprobs_T is not None, "a language model scores"
+    loss = -float(scores.logprobs_T[said_T].double().mean())
+    metrics = {"eval/loss": loss, "eval/perplexity": math.exp(min(loss, 700.0)), "eval/tokens": float(said_T.sum())}
+    if scores.hit_T is not None:  # an engine of one's own may not tell
+        metrics["eval/token_accuracy"] = float(scores.hit_T[said_T].double().mean())
+    return metrics

@@ -14,6 +14,7 @@ from roll.data.batch import Batch
 from roll.data.renderer import ChatRenderer
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
 from roll.models.tiny import make_tiny_model, make_tokenizer
+from tests.support.imitation import Imitator
 from tests.support.trainers import make_context
 
 TALKS = [
@@ -71,42 +72,21 @@ def batch() -> Batch:
     )
 
 
-def expected(path: Path, per_row: bool) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradient, token by token from the text: what follows an opened assistant turn, up to its end."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(path).double(), AutoTokenizer.from_pretrained(path)
-    opening = tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
-    sums, counts = [], []
-    for talk in TALKS:
-        text = "".join(f"<|im_start|>{role}\n{words}<|im_end|>\n" for role, words in talk)
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        logprobs = model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
-        total, count, speaking = torch.zeros((), dtype=torch.float64), 0, False
-        for position, token in enumerate(ids):
-            if speaking:
-                total, count = total - logprobs[position - 1, token], count + 1
-                speaking = token != tokenizer.eos_token_id
-            elif ids[max(0, position - len(opening) + 1) : position + 1] == opening:
-                speaking = True
-        sums.append(total)
-        counts.append(count)
-    if per_row:
-        loss = torch.stack([total / count for total, count in zip(sums, counts, strict=True)]).mean()
-    else:
-        loss = torch.stack(sums).sum() / sum(counts)
-    loss.backward()
-    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 def test_the_step_is_that_of_float64_however_the_conversations_are_cut(model: Path, batch: Batch, mode: Any) -> None:
-    loss, gradient = expected(model, per_row=mode != "token-mean")
+    oracle = Imitator(model)
+    loss = oracle.loss(TALKS, per_row=mode != "token-mean")
+    loss.backward()
     for name, cutting in CUTTINGS.items():
-        trainer = Probed(make_context(model, "fsdp2_train", temperature=1.0, max_grad_norm=1e9, **cutting))
+        options = {"temperature": 1.0, "max_grad_norm": 1e9, "marks_hits": True, **cutting}
+        trainer = Probed(make_context(model, "fsdp2_train", **options))
         trainer.setup()
+        scores = trainer.logprobs(batch)
+        assert scores.hit_T is not None
+        assert float(scores.hit_T[batch.loss_mask_T].mean()) == pytest.approx(oracle.accuracy(TALKS)), name
         metrics = trainer.train_step(batch, build_sft_loss(mode))
-        assert metrics["sft/loss"] == pytest.approx(loss, rel=2e-6), name
-        for weight, grad in gradient.items():
+        assert metrics["sft/loss"] == pytest.approx(loss.item(), rel=2e-6), name
+        assert metrics["sft/token_accuracy"] == pytest.approx(oracle.accuracy(TALKS)), name
+        for weight, parameter in oracle.model.named_parameters():
             ours = trainer.gradient[weight]
-            torch.testing.assert_close(ours.double(), grad, rtol=2e-4, atol=2e-6)
+            torch.testing.assert_close(ours.double(), parameter.grad, rtol=2e-4, atol=2e-6)

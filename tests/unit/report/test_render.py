@@ -226,6 +226,16 @@ def test_an_index_of_a_bare_folder_has_no_curve(tmp_path: Path) -> None:
     assert "<svg" not in render_index(tmp_path).read_text()
 
 
+def test_the_index_of_a_supervised_run_shows_its_loss(tmp_path: Path) -> None:
+    lines = [{"step": step, "sft/loss": 3.4 - step if step else None, "eval/loss": 2.0} for step in range(4)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = render_index(tmp_path).read_text(encoding="utf-8")
+    assert "Loss by training step" in text and "Success by training step" not in text
+    root = ElementTree.parse(tmp_path / "loss_curve.svg").getroot()
+    assert [str(label.text) for label in root.iter(f"{SVG}text")][1:6] == ["0", "1", "2", "3", "4"], "the axis' labels"
+    assert len(list(root.iter(f"{SVG}polyline"))) == 2 and len(list(root.iter(f"{SVG}circle"))) == 3 + 4
+
+
 @pytest.mark.parametrize("status", ["failed", "interrupted"])
 def test_the_page_of_a_run_that_failed_says_why_and_what_is_known(tmp_path: Path, status: str) -> None:
     (tmp_path / "renders").mkdir()

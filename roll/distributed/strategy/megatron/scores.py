@@ -39,10 +39,12 @@ class TokenScorer:
     Args:
         share: of the vocabulary.
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
+        marks_hits: also tells which tokens are the model's first choice.
     """
 
-    def __init__(self, share: VocabularyShare, temperature: float) -> None:
+    def __init__(self, share: VocabularyShare, temperature: float, marks_hits: bool = False) -> None:
         self.share = share
+        self.marks_hits = marks_hits
         self.reference_weight_VH: Tensor | None = None
         """The reference's output layer, where the KL to it is wanted."""
         self._inverse_temperature = 1.0 / temperature if temperature > 0 else 1.0
@@ -53,8 +55,8 @@ class TokenScorer:
         """Scores of the tokens, in chunks whose logits are computed again in the backward pass.
 
         Returns:
-            float32 [K] under their names in ``TokenScores``: log-probabilities, entropies, and, with the reference's
-            hidden states, the KL to it.
+            float32 [K] under their names in ``TokenScores``: log-probabilities, entropies, where wanted the hits, and,
+            with the reference's hidden states, the KL to it.
 
         Raises:
             ValueError: ``ref_hidden_KH`` without the reference's output layer.
@@ -80,6 +82,10 @@ class TokenScorer:
             "logprobs_T": _Sum.apply(target_logprobs_K, group),
             "entropy_T": -_Sum.apply((probabilities_KV * logprobs_KV).sum(-1), group),
         }
+        if self.marks_hits:
+            with torch.no_grad():
+                highest_K = _reduced(logprobs_KV.amax(-1), group, dist.ReduceOp.MAX)
+                scores["hit_T"] = (scores["logprobs_T"] >= highest_K).float()
         if ref_hidden_KH is not None:
             if self.reference_weight_VH is None:
                 raise ValueError("kl_penalty 'full': this model holds no output layer of the reference to compare with")

@@ -78,7 +78,7 @@ class MegatronInfer(Scorer):
         self.model = build_model(context, hf_config, self.options, self._model_dtype, trained=self._trained)
         if context.lora is not None:
             add_adapter(self.model, context, context.lora, self.options)
-        self._scorer = TokenScorer(self.model.vocabulary(), context.temperature)
+        self._scorer = TokenScorer(self.model.vocabulary(), context.temperature, context.marks_hits)
         if context.keeps_output_layer and self.model.last is not None:
             self._scorer.reference_weight_VH = self.model.output_weight().detach().clone()
         return self.info
@@ -205,8 +205,12 @@ class MegatronInfer(Scorer):
     def _score_names(self, one: MegatronInput) -> list[str]:
         if self.context.head == "value":
             return ["values_T"]
-        kl = ["kl_T"] if one.micro_batch.ref_hidden_TH is not None else []
-        return ["logprobs_T", "entropy_T", *kl, *(["hidden_TH"] if self.context.returns_hidden else [])]
+        wanted = {
+            "hit_T": self.context.marks_hits,
+            "kl_T": one.micro_batch.ref_hidden_TH is not None,
+            "hidden_TH": self.context.returns_hidden,
+        }
+        return ["logprobs_T", "entropy_T", *(name for name, there in wanted.items() if there)]
 
 
 class MegatronTrain(MegatronInfer, Trainer):

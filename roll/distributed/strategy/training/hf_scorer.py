@@ -47,6 +47,7 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         temperature=context.temperature,
         value_head=ValueHead(model.config.get_text_config().hidden_size, dtype) if value else None,
         returns_hidden=context.returns_hidden,
+        marks_hits=context.marks_hits,
     )
 
 

@@ -1,0 +1,58 @@
+"""What supervised training must come to: plain PyTorch in float64, token by token from the text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+Talk: TypeAlias = Sequence[tuple[str, str]]
+"""Roles and what they say."""
+
+
+class Imitator:
+    """A tiny model, its tokenizer, and how likely it finds what the assistant says.
+
+    Args:
+        path: its folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path).double()
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(path)
+
+    def said(self, talk: Talk) -> tuple[list[int], list[int]]:
+        """Token ids, and positions of what follows an opened assistant turn, up to its end."""
+        opening = self.tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+        text = "".join(f"<|im_start|>{role}\n{words}<|im_end|>\n" for role, words in talk)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        positions, speaking = [], False
+        for position, token in enumerate(ids):
+            if speaking:
+                positions.append(position)
+                speaking = token != self.tokenizer.eos_token_id
+            elif ids[max(0, position - len(opening) + 1) : position + 1] == opening:
+                speaking = True
+        return ids, positions
+
+    def logprobs(self, talk: Talk) -> tuple[Tensor, int]:
+        """Log-probability of each token that the assistant says, and how many of them are the first choice."""
+        ids, positions = self.said(talk)
+        logits = self.model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+        before, target = torch.tensor(positions) - 1, torch.tensor(ids)[positions]
+        return logits[before, target], int((logits[before].argmax(-1) == target).sum())
+
+    def loss(self, talks: Iterable[Talk], *, per_row: bool = False) -> Tensor:
+        """Mean over all tokens, or over conversations of the mean over theirs."""
+        rows = [self.logprobs(talk)[0] for talk in talks]
+        return -torch.stack([row.mean() for row in rows]).mean() if per_row else -torch.cat(rows).mean()
+
+    def accuracy(self, talks: Iterable[Talk]) -> float:
+        """Share of the assistant's tokens that are the model's first choice."""
+        rows = [self.logprobs(talk) for talk in talks]
+        return sum(hits for _, hits in rows) / sum(len(logprobs) for logprobs, _ in rows)
