@@ -11,22 +11,62 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from roll.pipeline.model_cluster import plan_optimizer_steps
+from roll.utils.seeding import derive_seed
 from tests.integration.conftest import ROOT, Launch, Run, assert_same_tensors
+from tests.support.imitation import Imitator, Talk
 
 Sft = Callable[..., Run]
 
 
-def talk(number: int) -> dict[str, Any]:
-    words = [("user", f"{number}?"), ("assistant", "Up" * (1 + number % 3)), ("user", "more"), ("assistant", "Down")]
-    return {"messages": [{"role": role, "content": text} for role, text in words]}
+RATES = (5e-4, 1e-3, 1e-3 * 2 / 3, 1e-3 / 3)
+"""Of the four optimizer steps: one of warm-up, then a straight line down."""
+
+
+def talk(number: int) -> Talk:
+    return [("user", f"{number}?"), ("assistant", "Up" * (1 + number % 3)), ("user", "more"), ("assistant", "Down")]
+
+
+def row(number: int) -> str:
+    return json.dumps({"messages": [{"role": role, "content": text} for role, text in talk(number)]}) + "\n"
+
+
+@pytest.fixture(scope="session")
+def expected(model: Path) -> dict[int, dict[str, float]]:
+    """Held-out loss and accuracy by step: the run of ``config/sft.yaml`` in float64, without the library's training."""
+    imitator, held_out = Imitator(model), [talk(number) for number in range(10, 14)]
+    optimizer = torch.optim.AdamW(imitator.model.parameters(), weight_decay=0.0)
+
+    def measure() -> dict[str, float]:
+        with torch.no_grad():
+            return {"loss": imitator.loss(held_out).item(), "token_accuracy": imitator.accuracy(held_out)}
+
+    measured = {0: measure()}
+    order = plan_optimizer_steps(10, steps_per_epoch=2, epochs=2, seed=derive_seed(7, "sft"))
+    for step, (rows, rate) in enumerate(zip(order, RATES, strict=True), start=1):
+        optimizer.zero_grad()
+        imitator.loss(talk(number) for number in rows.tolist()).backward()
+        torch.nn.utils.clip_grad_norm_(imitator.model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        measured[step] = measure()
+    return measured
+
+
+def assert_as_expected(run: Run, expected: dict[int, dict[str, float]]) -> None:
+    assert run.wait() == 0, run.output
+    for step in (0, 2, 4):
+        for name, value in expected[step].items():
+            assert run.metrics[step][f"eval/{name}"] == pytest.approx(value, rel=1e-3), (step, name)
 
 
 @pytest.fixture
 def sft(launch: Launch, tmp_path: Path) -> Sft:
     """``launch`` of ``config/sft.yaml``, with 10 conversations to imitate and 4 held out."""
     for name, numbers in (("train", range(10)), ("val", range(10, 14))):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(talk(n)) + "\n" for n in numbers))
+        (tmp_path / f"{name}.jsonl").write_text("".join(map(row, numbers)))
     script = ROOT / "examples" / "start_sft_pipeline.py"
 
     def start(*overrides: str, **options: Any) -> Run:
@@ -36,7 +76,7 @@ def sft(launch: Launch, tmp_path: Path) -> Sft:
 
 
 @pytest.mark.timeout(600)
-def test_a_stopped_run_ends_where_an_undisturbed_one_does(sft: Sft) -> None:
+def test_a_stopped_run_ends_where_an_undisturbed_one_does(sft: Sft, expected: dict[int, dict[str, float]]) -> None:
     whole = sft()
     first = sft(output="disturbed", orders=("hold-actor_train-0-train-2",))
     first.pid_at("actor_train-0-train-2")  # SIGTERM in the second update, which is finished
@@ -45,7 +85,7 @@ def test_a_stopped_run_ends_where_an_undisturbed_one_does(sft: Sft) -> None:
     first.release("hold-actor_train-0-train-2")
     assert first.wait() == 143, first.output
     assert first.summary["status"] == "interrupted" and first.summary["steps"] == 2
-    assert whole.wait() == 0, whole.output
+    assert_as_expected(whole, expected)
 
     second = sft("resume_from_checkpoint=true", output="disturbed")
     assert second.wait() == 0, second.output
@@ -57,7 +97,61 @@ def test_a_stopped_run_ends_where_an_undisturbed_one_does(sft: Sft) -> None:
     assert before["perplexity"] == pytest.approx(math.exp(before["loss"]))
     assert whole.metrics[2]["sft/epoch"] == 1.0 and "eval/loss" in whole.metrics[2]
     assert "eval/success" not in whole.metrics[2], "no verifier has judged"
-    assert "shown" in (whole.path / "renders" / "index.html").read_text()
+    index = (whole.path / "renders" / "index.html").read_text()
+    assert "shown" in index and "Loss by training step" in index
+
+
+TWO_RANKS = ("actor_train.device_mapping=[0,1]", "actor_train.training_args.gradient_accumulation_steps=1")
+TENSOR_PARALLEL = "actor_train.strategy_args.strategy_config.tensor_model_parallel_size=2"
+PACKED = (
+    "actor_train.use_sequence_packing=true",
+    "actor_train.use_dynamic_batching_in_train=true",
+    "actor_train.max_tokens_per_microbatch_in_train=48",
+)
+LAYOUTS = {
+    "deepspeed": ("train=deepspeed",),
+    "megatron": ("train=megatron",),
+    "fsdp2, two ranks, packed": ("train=fsdp2", *TWO_RANKS, *PACKED),
+    "deepspeed, two ranks, ZeRO-3": (
+        "train=deepspeed",
+        "actor_train.strategy_args.strategy_config=${deepspeed_zero3}",
+        *TWO_RANKS,
+    ),
+    "megatron, two tensor-parallel ranks, packed": (
+        "train=megatron",
+        TENSOR_PARALLEL,
+        "actor_train.device_mapping=[0,1]",
+        *PACKED,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[pytest.mark.slow] if "two" in name else ()) for name in LAYOUTS]
+)
+def test_every_engine_and_layout_learns_as_float64_does(
+    sft: Sft, expected: dict[int, dict[str, float]], layout: str
+) -> None:
+    run = sft(*LAYOUTS[layout], "actor_infer=null", "save_steps=4")
+    assert_as_expected(run, expected)
+    assert (run.checkpoint(4) / "actor_train" / "model.safetensors").is_file()
+
+
+def test_an_adapter_learns_alike_in_two_engines(sft: Sft, expected: dict[int, dict[str, float]]) -> None:
+    lora = ("actor_train.model_args.lora_target=all-linear", "actor_train.model_args.lora_rank=4")
+    faster = "actor_train.training_args.learning_rate=0.01"
+    engines = ("fsdp2", "megatron")
+    runs = {
+        engine: sft(f"train={engine}", "actor_infer=null", "save_steps=4", faster, *lora, output=engine)
+        for engine in engines
+    }
+    for engine, run in runs.items():
+        assert run.wait() == 0, run.output
+        assert run.metrics[0]["eval/loss"] == pytest.approx(expected[0]["loss"], rel=1e-5), "it starts as nothing"
+        assert run.metrics[4]["eval/loss"] < run.metrics[0]["eval/loss"]
+        assert (run.checkpoint(4) / "actor_train" / "adapter_model.safetensors").is_file(), engine
+    losses = [[runs[engine].metrics[step]["eval/loss"] for step in (2, 4)] for engine in engines]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 def test_without_a_generator_it_trains_and_wrong_rows_are_told_before_ray_starts(sft: Sft, tmp_path: Path) -> None:

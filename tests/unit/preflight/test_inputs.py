@@ -100,6 +100,27 @@ def test_validate_reports_them_with_exit_code_2(load: Load, tmp_path: Path, caps
     assert "2 problems" in capsys.readouterr().err
 
 
+def test_conversations_are_read_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``roll validate`` of a supervised run: a missing column, a broken row, an empty answer, a tag nobody scores."""
+    good = {"prompt": "1+1=", "response": "2", "solution": "2", "tag": "arithmetic"}
+    files = [f"{TRAIN}.file_name={tmp_path}/train.jsonl", f"{VAL}.file_name={tmp_path}/val.jsonl"]
+    words = ["validate", "sft_math", "data_generator=null", *files]
+    write(tmp_path / "val.jsonl", good, good)
+    write(tmp_path / "train.jsonl", good, {"prompt": "1+1="}, "{broken", {"prompt": "1+1=", "response": " "})
+    assert main(words) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "1 problem in the configuration" in told and f"{TRAIN}.file_name" in told
+    for line, reason in ((2, "no column 'response'"), (3, "invalid JSON"), (4, "column 'response'")):
+        assert f"train.jsonl:{line}: {reason}" in told, told
+    write(tmp_path / "train.jsonl", good)
+    write(tmp_path / "val.jsonl", good | {"tag": "geometry"})
+    assert main(words) == 2
+    assert "geometry" in capsys.readouterr().err
+    write(tmp_path / "val.jsonl", good)
+    assert main(words) == 0
+    assert "1 rows (conversation 1)" in capsys.readouterr().out
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A hub on this machine that has one model; the list collects what it is asked."""
