@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from roll.utils.checksums import WrittenFile, checksum_of
+from roll.utils.threads import in_background
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Checkpointer:
             self.saved = final
 
         if self._background:
-            self._running = _in_background(complete)
+            self._running = in_background(complete, name="checkpoint")
         else:
             complete()
         return self.folder / f"checkpoint-{step}"
@@ -357,22 +357,6 @@ def _safetensors_problem(path: Path) -> str | None:
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     expected = 8 + header_size + max(ends, default=0)
     return None if size == expected else f"has {size} bytes, its header announces {expected}"
-
-
-def _in_background(work: Callable[[], None]) -> Future[None]:
-    """Runs ``work`` in a thread that does not keep the process alive."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # raised where the result is waited for
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return done
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -9,23 +9,47 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from roll.distributed.strategy.training.optim import ADAM_STATE
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.staging import DefaultStager
     from torch.distributed.tensor import DTensor
 
     from roll.distributed.strategy.fsdp2.weights import Weights
 
 SHARDS_FOLDER = "shards"
 
+Shards: TypeAlias = dict[str, Tensor]
 
-def save_shards(path: Path, weights: Weights) -> None:
-    """Writes weights and moments into the folder ``path`` (collective).
+
+def shards_of(weights: Weights) -> Shards:
+    """What is trained and its moments as they lie on the ranks; writing into the tensors changes it.
+
+    With ``cpu_offload`` beside a GPU they are copies, as a DTensor lies on the devices of its mesh.
+    """
+    return {name: _placed(share, like) for name, share, like in _shares(weights)}
+
+
+def make_stager() -> DefaultStager:
+    """Makes what copies ``shards_of`` to host memory, which it keeps from one time to the next."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    gpu = torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=gpu
+        )
+    )
+
+
+def save_shards(path: Path, state: Shards, group: dist.ProcessGroup | None) -> None:
+    """Writes the shards of weights and moments into a folder (collective over the group, or all ranks).
 
     Raises:
         OSError: on every rank, when one cannot write.
@@ -36,7 +60,7 @@ def save_shards(path: Path, weights: Weights) -> None:
     writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
     try:
         with _quiet():
-            dcp.save(_state(weights), storage_writer=writer, no_dist=not dist.is_initialized())
+            dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise OSError(f"checkpoint {path}: {error}") from error
 
@@ -52,7 +76,7 @@ def load_shards(path: Path, weights: Weights) -> None:
     from torch.distributed.tensor import DTensor
 
     reader = HuggingFaceStorageReader(str(path))
-    state = _state(weights)
+    state = shards_of(weights)
     try:
         with _quiet():
             dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
@@ -68,14 +92,6 @@ def load_shards(path: Path, weights: Weights) -> None:
 def _quiet() -> warnings.catch_warnings:
     """Without the warning that a lone worker is alone."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)
-
-
-def _state(weights: Weights) -> dict[str, Tensor]:
-    """What is trained and its moments as they lie on the ranks; writing into the tensors changes it.
-
-    With ``cpu_offload`` beside a GPU they are copies, as a DTensor lies on the devices of its mesh.
-    """
-    return {name: _placed(share, like) for name, share, like in _shares(weights)}
 
 
 def _shares(weights: Weights) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -9,7 +9,10 @@ ranks split each layer and count as one; with ``model_args.ulysses_size`` they s
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -19,15 +22,17 @@ from roll.configs.engines.fsdp2 import Fsdp2Config
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.fsdp2.activation_offload import OffloadedActivations
-from roll.distributed.strategy.fsdp2.shards import SHARDS_FOLDER, load_shards, save_shards
+from roll.distributed.strategy.fsdp2.shards import SHARDS_FOLDER, load_shards, make_stager, save_shards, shards_of
 from roll.distributed.strategy.fsdp2.weights import ReplicatedWeights, ShardedWeights, Weights
-from roll.distributed.strategy.training.checkpoint import TrainerState, restore_checkpoint, resume_folder
+from roll.distributed.strategy.training.checkpoint import Contents, TrainerState, restore_checkpoint, resume_folder
 from roll.distributed.strategy.training.hf_scorer import rank_info, recompute_activations
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
 from roll.distributed.strategy.training.optim import ADAM_STATE, make_adamw
-from roll.distributed.strategy.training.tensor_files import BackgroundWriter
 from roll.distributed.strategy.training.trainer import Limits, join_group, local_device
 from roll.models.scoring import TokenScorer
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.staging import DefaultStager
 
 
 class Fsdp2Infer(ModuleScorer[Weights]):
@@ -122,26 +127,29 @@ class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
         self._gradients = []
         self.weights.drop_gradients()
 
-    def _hand_over(self, path: Path, writer: BackgroundWriter) -> None:
+    def contents(self, path: Path, *, copied: bool = False) -> list[Contents]:
         if self._config.checkpoint != "sharded":
-            super()._hand_over(path, writer)
-            return
+            return super().contents(path, copied=copied)
         self._require(States.WEIGHTS | States.OPTIMIZER)
+        state = shards_of(self.weights)
+        if copied:
+            state = self._stager.stage(state)
         # There is no model folder: nothing but a trainer could read the shards.
-        save_shards(self._shards(path), self.weights)
-        self._hand_over_resume(path, (), writer)
+        resume = self._resume_contents(path, ())
+        return [replace(resume, write_shards=partial(save_shards, resume.path / SHARDS_FOLDER, state))]
+
+    @cached_property
+    def _stager(self) -> DefaultStager:
+        return make_stager()
 
     def load(self, path: Path) -> None:
-        if not (shards := self._shards(path)).is_dir():
+        if not (shards := resume_folder(path, self.context.role) / SHARDS_FOLDER).is_dir():
             super().load(path)
             return
         self._require(States.WEIGHTS | States.OPTIMIZER)
         state = restore_checkpoint(path, self.context.role, self.trained, tensors=False)
         load_shards(shards, self.weights)
         self._continue_from(state, path)
-
-    def _shards(self, path: Path) -> Path:
-        return resume_folder(path, self.context.role) / SHARDS_FOLDER
 
     def move(self, what: States, device: torch.device) -> None:
         super().move(what, device)
