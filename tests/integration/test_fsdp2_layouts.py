@@ -17,7 +17,7 @@ from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.models.liger import use_liger_kernels
 from tests.integration.test_fsdp2 import make_context, make_model, make_trainer, policy_loss
-from tests.support.ranks import assert_near, enter_rank, leave_rank, run_ranks
+from tests.support.ranks import assert_near, assert_same_files, enter_rank, leave_rank, run_ranks
 from tests.support.trainers import make_batch
 
 SHARDED = {"checkpoint": "sharded"}
@@ -62,9 +62,11 @@ def two_main(rank: int, port: int, folder: Path, large: Path, small: Path) -> No
     trainer = make_trainer(small, SHARDED, rank=rank, world_size=2)
     losses = [step(trainer, seed) for seed in range(2)]
     trainer.save(folder / "two")
+    saving = trainer.start_save(folder / "two-beside")
     state = state_of(trainer)
     losses.append(step(trainer, 2))
     after = state_of(trainer)
+    saving.result()
     (folder / "taken").mkdir(exist_ok=True)
     (folder / "taken" / str(rank)).write_text(json.dumps([taken, whole]))
     if rank == 0:
@@ -81,7 +83,12 @@ def four_main(rank: int, port: int, folder: Path, small: Path) -> None:
         trainer.load(folder / "two")
         state = state_of(trainer)
         trainer.save(folder / f"by {name}")
+        gathering = make_trainer(small, config, rank=rank, world_size=4)
+        gathering.load(folder / "two")
+        saving = gathering.start_save(folder / f"gathered from {name}")
         loss = step(trainer, 2)
+        step(gathering, 2)
+        saving.result()
         after = state_of(trainer)
         if rank == 0:
             save_file(state, folder / f"{name}-state.safetensors")
@@ -123,6 +130,21 @@ def test_shards_of_two_ranks_continue_on_four(folder: Path, name: str) -> None:
     assert_near(load_file(folder / f"{name}-state.safetensors"), load_file(folder / "state.safetensors"), 0.0)
     assert_near(load_file(folder / f"{name}-after.safetensors"), load_file(folder / "after.safetensors"), 5e-6)
     assert float((folder / f"{name}-loss").read_text()) == pytest.approx(float((folder / "loss").read_text()), abs=2e-6)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_gathered_beside_training_is_whole(folder: Path, name: str) -> None:
+    saved = folder / f"gathered from {name}"
+    files = [*(saved / "actor_train").glob("*.safetensors"), *saved.glob("resume/actor_train/optimizer/*.safetensors")]
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    state = load_file(folder / "state.safetensors")
+    expected = {name.removeprefix("model.").removesuffix(f".{MASTER}"): tensor for name, tensor in state.items()}
+    assert found.keys() == expected.keys()
+    assert not [name for name, tensor in expected.items() if not found[name].equal(tensor)]
+
+
+def test_shards_written_beside_training_are_those_of_the_start(folder: Path) -> None:
+    assert_same_files(folder / "two-beside", folder / "two")
 
 
 @pytest.mark.parametrize("name", ["two", *(f"by {name}" for name in LAYOUTS)])

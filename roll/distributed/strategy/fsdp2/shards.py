@@ -18,7 +18,6 @@ from torch import Tensor
 from roll.distributed.strategy.training.optim import ADAM_STATE
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.staging import DefaultStager
     from torch.distributed.tensor import DTensor
 
     from roll.distributed.strategy.fsdp2.weights import Weights
@@ -36,16 +35,28 @@ def shards_of(weights: Weights) -> Shards:
     return {name: _placed(share, like) for name, share, like in _shares(weights)}
 
 
-def make_stager() -> DefaultStager:
-    """Makes what copies ``shards_of`` to host memory, which it keeps from one time to the next."""
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+class ShardCopies:
+    """Copies of ``shards_of`` in host memory, which is kept from one time to the next."""
 
-    gpu = torch.cuda.is_available()
-    return DefaultStager(
-        StagingOptions(
-            use_pinned_memory=gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=gpu
-        )
-    )
+    def __init__(self) -> None:
+        self._kept: Shards | None = None
+
+    @torch.no_grad()
+    def take(self, shards: Shards) -> Shards:
+        """Copies all; what was returned before is written over."""
+        gpu = torch.cuda.is_available()
+        if self._kept is None:
+            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+            options = StagingOptions(gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=gpu)
+            # Only PyTorch makes a DTensor that lies beside its mesh; at a millisecond for each, it is asked once.
+            self._kept = cast(Shards, DefaultStager(options).stage(shards))
+            return self._kept
+        for name, tensor in shards.items():
+            _local(self._kept[name]).copy_(_local(tensor), non_blocking=gpu)
+        if gpu:
+            torch.cuda.synchronize()
+        return self._kept
 
 
 def save_shards(path: Path, state: Shards, group: dist.ProcessGroup | None) -> None:
@@ -73,7 +84,6 @@ def load_shards(path: Path, weights: Weights) -> None:
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
-    from torch.distributed.tensor import DTensor
 
     reader = HuggingFaceStorageReader(str(path))
     state = shards_of(weights)
@@ -83,8 +93,7 @@ def load_shards(path: Path, weights: Weights) -> None:
     except (CheckpointException, RuntimeError) as error:
         raise ValueError(f"checkpoint {path}: {error}; expected the shards of this model") from error
     for name, share, _ in _shares(weights):
-        loaded = state[name]
-        loaded = loaded.to_local() if isinstance(loaded, DTensor) else loaded
+        loaded = _local(state[name])
         if loaded.device != share.device:
             share.copy_(loaded)
 
@@ -113,3 +122,9 @@ def _placed(share: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         share, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from roll.configs.engines.fsdp2 import Fsdp2Config
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.fsdp2.activation_offload import OffloadedActivations
-from roll.distributed.strategy.fsdp2.shards import SHARDS_FOLDER, load_shards, make_stager, save_shards, shards_of
+from roll.distributed.strategy.fsdp2.shards import SHARDS_FOLDER, ShardCopies, load_shards, save_shards, shards_of
 from roll.distributed.strategy.fsdp2.weights import ReplicatedWeights, ShardedWeights, Weights
 from roll.distributed.strategy.training.checkpoint import Contents, TrainerState, restore_checkpoint, resume_folder
 from roll.distributed.strategy.training.hf_scorer import rank_info, recompute_activations
@@ -30,9 +29,6 @@ from roll.distributed.strategy.training.module_trainer import ModuleScorer, Modu
 from roll.distributed.strategy.training.optim import ADAM_STATE, make_adamw
 from roll.distributed.strategy.training.trainer import Limits, join_group, local_device
 from roll.models.scoring import TokenScorer
-
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.staging import DefaultStager
 
 
 class Fsdp2Infer(ModuleScorer[Weights]):
@@ -83,6 +79,10 @@ class Fsdp2Infer(ModuleScorer[Weights]):
 class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
     """Takes AdamW steps."""
 
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self._shard_copies = ShardCopies()
+
     def setup(self) -> RankInfo:
         info = super().setup()
         if not self.context.worker.model_args.disable_gradient_checkpointing:
@@ -131,16 +131,12 @@ class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
         if self._config.checkpoint != "sharded":
             return super().contents(path, copied=copied)
         self._require(States.WEIGHTS | States.OPTIMIZER)
-        state = shards_of(self.weights)
+        shards = shards_of(self.weights)
         if copied:
-            state = self._stager.stage(state)
+            shards = self._shard_copies.take(shards)
         # There is no model folder: nothing but a trainer could read the shards.
         resume = self._resume_contents(path, ())
-        return [replace(resume, write_shards=partial(save_shards, resume.path / SHARDS_FOLDER, state))]
-
-    @cached_property
-    def _stager(self) -> DefaultStager:
-        return make_stager()
+        return [replace(resume, write_shards=partial(save_shards, resume.path / SHARDS_FOLDER, shards))]
 
     def load(self, path: Path) -> None:
         if not (shards := resume_folder(path, self.context.role) / SHARDS_FOLDER).is_dir():
