@@ -91,9 +91,8 @@ class RunConfig(Config):
     )
     async_save: bool = Field(
         default=False,
-        description="Write checkpoints beside the steps that follow: a step waits only until all is copied to host "
-        "memory, which must have room for it. At most one is written at a time. With fsdp2's checkpoint: sharded the "
-        "shards are written at once.",
+        description="Write checkpoints beside the steps that follow: a step waits only until every rank has copied its "
+        "share to host memory, which must have room for it (and keeps it). At most one is written at a time.",
     )
     logging_steps: int = Field(default=1, ge=1, description="Steps between two reports to the trackers.")
     eval_steps: int = Field(

@@ -89,7 +89,7 @@ class Checkpointer:
             Where it is; in the background, where it will be.
 
         Raises:
-            CheckpointError: the disk is full, or a file is not as it was written. Earlier checkpoints stay.
+            CheckpointError: the disk is full or fails, or a file is not as it was written. Earlier checkpoints stay.
         """
         self.wait()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +134,7 @@ class Checkpointer:
 
     @contextmanager
     def _cleaning_up(self, temporary: Path, step: int) -> Iterator[None]:
-        """Removes what is half written when something fails inside, and says so if the disk is full."""
+        """Removes what is half written when something fails inside, and says so if the disk refused it."""
         try:
             yield
         except BaseException as error:  # whatever it is, it travels on; the half-written folder does not stay
@@ -144,7 +144,9 @@ class Checkpointer:
                 raise CheckpointError(
                     f"checkpoint-{step}: the disk under {self.folder} is full: {numbers}; earlier checkpoints are kept"
                 ) from error
-            raise
+            if isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError):
+                raise CheckpointError(f"checkpoint-{step}: {error}; earlier checkpoints are kept") from error
+            raise  # a worker's death, a signal, a bug
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose files match its manifest; a damaged one is named in a warning and passed by."""
