@@ -1,4 +1,4 @@
-"""What every pipeline has: the run itself (names, folders, steps, lengths, machines) and the policy's roles."""
+"""Keys of every pipeline: the run itself (names, folders, steps, lengths, machines) and the policy's roles."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CheckpointConfig(Config):
 
 
 class RunConfig(Config):
-    """What every pipeline needs to know about a run."""
+    """Keys of a run that every pipeline needs."""
 
     exp_name: str = Field(
         default="roll",
@@ -185,12 +185,12 @@ class PipelineConfig(RunConfig):
 
     @property
     def scoring_temperature(self) -> float:
-        """What scores divide the logits by."""
+        """Temperature by which scores divide the logits."""
         return 1.0
 
     @property
     def uses_full_kl(self) -> bool:
-        """Whether the KL over the vocabulary is computed, so that the reference's hidden states have to travel."""
+        """Tells whether the KL over the vocabulary is computed, for which the reference's hidden states travel."""
         return False
 
     @property

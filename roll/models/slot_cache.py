@@ -21,7 +21,7 @@ SLOT_BLOCK = 16
 
 @dataclass
 class _Plan:
-    """What the next forward does to every layer alike."""
+    """Plan of the next forward for every layer alike."""
 
     slots: int = 0
     capacity: int = 0

@@ -145,7 +145,7 @@ class TrainWorker(ScoreWorker):
         self._saving = self.strategy.start_save(path)
 
     def written(self) -> list[WrittenFile] | OSError | None:
-        """What this rank wrote since ``start_save``, or why it could not; ``None`` while it is at it."""
+        """Files that this rank wrote since ``start_save``, or why it could not; ``None`` while it is at it."""
         if not self._saving.done():
             return None
         error = self._saving.exception()

@@ -72,7 +72,7 @@ class Checkpointer:
         self.folder = Path(folder)
         self.max_to_keep = max_to_keep
         self.saved: Path | None = None
-        """What this object has saved last, whole and in place."""
+        """Checkpoint that this object has saved last, whole and in place."""
         self._background = background
         self._running: Future[None] | None = None
 
@@ -391,7 +391,7 @@ def _is_other_live_process(pid: int) -> bool:
 
 
 def _is_disk_full(error: BaseException | None) -> bool:
-    """Whether a full disk is behind ``error``.
+    """Tells whether a full disk is behind ``error``.
 
     The engines' writers are not all Python: safetensors and torch raise their own types with the system's message
     inside, and a remote call wraps the worker's exception.

@@ -21,7 +21,7 @@ ModuleSet = Literal["local", "te"]
 ExpertModules = Literal["sequential", "grouped", "legacy_grouped"]
 
 Form = Literal["replicated", "vocab", "rows", "columns", "qkv", "gate_up", "all_gate_up", "all_down"]
-"""How Hugging Face tensors become one of Megatron's, and how its tensor-parallel shards are cut.
+"""Rule by which Hugging Face tensors become one of Megatron's, and its tensor-parallel shards are cut.
 
 ``replicated``: as it is, on every rank. ``vocab``: rows padded, cut by rows. ``rows``, ``columns``: cut by these.
 ``qkv``: rows of query, key and value interleaved by query group, cut by rows. ``gate_up``: each shard is its rows of
@@ -129,7 +129,7 @@ class Source:
 
 
 def source(name: str, config: MegatronModelConfig, layout: ParallelLayout) -> Source:
-    """What a parameter, by its name on the rank (or chunk) of ``layout``, holds.
+    """Source of a parameter, by its name on the rank (or chunk) of ``layout``.
 
     Raises:
         ValueError: no such parameter in a converted model, or not on this rank.

@@ -48,7 +48,7 @@ class Fragment:
 
 
 class EngineWeights(ABC):
-    """What the stages have in common. ``fragments`` is empty without an optimizer.
+    """Parameters of an engine, as far as all stages have them alike. ``fragments`` is empty without an optimizer.
 
     Args:
         engine: what ``deepspeed.initialize`` returned.
@@ -159,7 +159,7 @@ class EngineWeights(ABC):
         return find_regions({name: ((f.offset,), (f.size,)) for name, f in self.fragments.items()})
 
     def _is_stored(self, name: str, dtype: torch.dtype) -> bool:
-        """What the model computes with is as exact as a number format asks."""
+        """Tells whether what the model computes with is as exact as a number format asks."""
         return name not in self.trained or self.parameters[name].dtype in (dtype, torch.float32)
 
     def leave(self, what: States) -> None:
@@ -379,7 +379,7 @@ class PartitionedWeights(EngineWeights):
 
     @property
     def _movable(self) -> States:
-        """What DeepSpeed is asked to move: it cannot move weights of which some are frozen, nor PyTorch's Adam."""
+        """States left to DeepSpeed to move: it cannot move weights of which some are frozen, nor PyTorch's Adam."""
         return States(0) if self._parameters_in_host_memory else States.GRADS
 
     @property

@@ -28,7 +28,7 @@ Shards: TypeAlias = dict[str, Tensor]
 
 
 def shards_of(weights: Weights) -> Shards:
-    """What is trained and its moments as they lie on the ranks; writing into the tensors changes it.
+    """Trained weights and their moments as they lie on the ranks; writing into the tensors changes them.
 
     With ``cpu_offload`` beside a GPU they are copies, as a DTensor lies on the devices of its mesh.
     """

@@ -156,7 +156,7 @@ class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
 
 
 def _replicated(config: Fsdp2Config, world_size: int) -> bool:
-    """Whether every rank holds a whole replica. A lone worker does, unless it offloads to the CPU as FSDP2 can."""
+    """Tells whether every rank holds a whole replica. A lone one does, unless it offloads to the CPU as FSDP2 can."""
     if config.cpu_offload or config.tensor_parallel_size > 1:
         return False
     return world_size == 1 or config.fsdp_size == 1

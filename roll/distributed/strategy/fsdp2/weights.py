@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Weights(ABC):
-    """What sharded and replicated parameters have in common."""
+    """Parameters, as far as sharded and replicated ones are alike."""
 
     copies: list[int]
     """For each share in ``trained``, the ranks that hold the same, and after ``reduce_gradients`` the same gradient."""
@@ -354,7 +354,7 @@ def _allocate(scorer: TokenScorer, device: torch.device, compute_device: torch.d
 
 
 def _copies(parameter: nn.Parameter) -> int:
-    """How many ranks hold the same share of a parameter."""
+    """Number of ranks that hold the same share of a parameter."""
     like = cast("DTensor", parameter)
     sizes = zip(like.placements, like.device_mesh.shape, strict=True)
     return dist.get_world_size() // math.prod(size for placement, size in sizes if not placement.is_replicate())

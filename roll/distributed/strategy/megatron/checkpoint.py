@@ -89,7 +89,7 @@ class TrainedModel:
 
 
 def megatron_files(gatherer: WeightGatherer, dtype: torch.dtype, context: StrategyContext) -> ModelFiles:
-    """What its model folder is made of; ``dtype`` is the number format of the Hugging Face weights."""
+    """Contents of its model folder; ``dtype`` is the number format of the Hugging Face weights."""
     head, lora, source = context.head, context.lora, context.model_path
 
     def write_config(folder: Path) -> None:

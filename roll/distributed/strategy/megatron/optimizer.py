@@ -22,7 +22,7 @@ from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 
 
 def loss_factor(num_micro_batches: int) -> int:
-    """What a loss is multiplied by, so that the gradient is the plain sum over micro-batches and ranks."""
+    """Factor of a loss with which the gradient is the plain sum over micro-batches and ranks."""
     from megatron.core import parallel_state
 
     return num_micro_batches * cast(int, parallel_state.get_data_parallel_world_size())

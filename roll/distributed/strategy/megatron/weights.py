@@ -21,12 +21,12 @@ from roll.models.megatron.layout import ParallelLayout
 
 Part: TypeAlias = Literal["trunk", "adapter", "head"]
 OwnPart: TypeAlias = Callable[[nn.Parameter], Tensor]
-"""What this rank has of a parameter, or of a moment."""
+"""Reads this rank's part of a parameter, or of a moment."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """What one rank holds."""
+    """Place of one rank, and the parameters that it holds."""
 
     stage: int
     layouts: tuple[ParallelLayout, ...]

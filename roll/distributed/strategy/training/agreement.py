@@ -1,4 +1,4 @@
-"""What one rank alone has, told to the others: a row of numbers, or a failure."""
+"""Facts that one rank alone has, told to the others: a row of numbers, or a failure."""
 
 from __future__ import annotations
 

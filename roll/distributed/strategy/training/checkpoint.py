@@ -58,7 +58,7 @@ MODEL = "model"
 ADAPTER = Path(ADAPTER_FILE).stem
 VALUE_HEAD = Path(VALUE_HEAD_FILE).stem
 OPTIMIZER = "optimizer/state"
-"""What a checkpoint holds, by the stems of its files; the last in ``resume_folder``, the others in ``model_folder``."""
+"""Stems of a checkpoint's files; the last is in ``resume_folder``, the others are in ``model_folder``."""
 
 TRAINER_FILE = "trainer.json"
 RNG_FILE = "rng.safetensors"
@@ -70,12 +70,12 @@ HEAD_PREFIX = "value_head."
 """Parameters of the language model and of a critic's head, as a trainer's whole module names them."""
 
 Tensors: TypeAlias = Mapping[str, Sequence[Piece]]
-"""What is in the files of a folder, by their stems."""
+"""Tensors in the files of a folder, by the stems."""
 
 
 @dataclass
 class TrainerState:
-    """What a trainer counts."""
+    """Counters of a trainer."""
 
     optimizer_steps: int = 0
     """Optimizer steps taken: the position in the learning-rate schedule."""
@@ -94,7 +94,7 @@ def resume_folder(checkpoint: Path, role: str) -> Path:
 
 
 class Trained(Protocol):
-    """What a trainer changes, as whole tensors under the names of the Hugging Face module.
+    """Weights and moments that a trainer changes, under the names of the Hugging Face module.
 
     A ``kind`` is one of Adam's moments or ``MASTER``, the float32 weights.
     """
@@ -117,7 +117,7 @@ class Trained(Protocol):
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What a model folder is made of."""
+    """Parts of a model folder."""
 
     tensors: Tensors
     """By the stems of their files: ``MODEL`` under the names and in the number format of a Hugging Face checkpoint, or
@@ -130,7 +130,7 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class Contents:
-    """What is written into a folder, which is made if need be."""
+    """Contents of a folder, which is made if need be."""
 
     path: Path
     tensors: Tensors
@@ -166,7 +166,7 @@ def model_contents(path: Path, files: ModelFiles) -> Contents:
 
 
 def resume_contents(path: Path, optimizer: Sequence[Piece], state: TrainerState, device: torch.device) -> Contents:
-    """What resumes training.
+    """Contents of the folder that resumes training.
 
     Args:
         path: folder.
@@ -281,7 +281,7 @@ def restore_checkpoint(path: Path, role: str, trained: Trained, *, tensors: bool
 
 
 def adapter_tensors(path: Path) -> StoredTensors:
-    """What a checkpoint of a run with an adapter has beside ``OPTIMIZER``.
+    """Opens what a checkpoint of a run with an adapter has beside ``OPTIMIZER``.
 
     Raises:
         ValueError: it is of a run without.

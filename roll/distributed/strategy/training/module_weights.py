@@ -36,7 +36,7 @@ from roll.models.scoring import OutputLayer, TokenScorer
 
 
 class ModuleWeights(Protocol):
-    """What an engine must offer. Names are those of the scorer's parameters, kinds those of ``checkpoint.Trained``."""
+    """Protocol of an engine. Names are those of the scorer's parameters, kinds those of ``checkpoint.Trained``."""
 
     @property
     def scorer(self) -> TokenScorer: ...
@@ -55,7 +55,7 @@ class ModuleWeights(Protocol):
         """The whole parameter in a number format, as exact as there is, on all ranks (collective)."""
 
     def spread(self, name: str, kind: str, dtype: torch.dtype) -> Spread:
-        """What is kept of a parameter, where it lies; of one that is not trained only ``MASTER`` (collective)."""
+        """State of a parameter, where it lies; of one that is not trained only ``MASTER`` (collective)."""
 
     def fill(self, name: str, kind: str, whole: Tensor | None) -> None:
         """Sets it to rank 0's ``whole`` on all ranks; ``MASTER`` sets an untrained parameter too (collective)."""
@@ -147,7 +147,7 @@ def copy_output_layer(weights: ModuleWeights, dtype: torch.dtype) -> OutputLayer
 
 
 def module_files(weights: ModuleWeights, dtype: torch.dtype, context: StrategyContext) -> ModelFiles:
-    """What its model folder is made of; ``dtype`` is the number format of the weights there."""
+    """Contents of its model folder; ``dtype`` is the number format of the weights there."""
     lora = context.lora
 
     def write_config(folder: Path) -> None:

@@ -49,7 +49,7 @@ class Spread:
     """This rank's part as it is now, not a copy; called only where there is one."""
 
     def sent_by(self, rank: int, target: int) -> bool:
-        """Whether ``target`` needs the part of ``rank``."""
+        """Tells whether ``target`` needs the part of ``rank``."""
         return any(region.source(target) == rank for region in self.regions)
 
 

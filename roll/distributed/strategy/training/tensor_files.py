@@ -28,7 +28,7 @@ MIN_SHARE_BYTES = 32 * 2**20
 SYNC_BYTES = 64 * 2**20
 """Written before they are sent on to the disk."""
 MAX_WAITING_BYTES = 256 * 2**20
-"""How much gathered but not yet written may lie in memory."""
+"""Amount that may lie in memory, gathered but not yet written."""
 
 DTYPE_NAMES = {
     torch.float64: "F64",

@@ -58,7 +58,7 @@ _SQUARE = "gradient's squared norm"
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How big a micro-batch may be, and how it is laid out."""
+    """Bounds of a micro-batch, and its layout."""
 
     max_sequences: int | None
     max_tokens: int | None
@@ -218,7 +218,7 @@ class Trainer(Scorer):
     @property
     @abstractmethod
     def trained(self) -> Trained:
-        """What it changes, for checkpoints."""
+        """Weights and moments that it changes, for checkpoints."""
 
     @abstractmethod
     def model_files(self) -> ModelFiles:
@@ -272,7 +272,7 @@ class Trainer(Scorer):
         return resume_contents(resume_folder(path, self.context.role), optimizer, self._state, self.device)
 
     def _finish(self, path: Path, written: Future[list[WrittenFile]]) -> list[WrittenFile]:
-        """What this rank has written, once all ranks have (collective)."""
+        """Waits until all ranks have written; returns what this one has (collective)."""
         with raise_on_all_ranks():
             try:
                 return written.result()
