@@ -113,11 +113,6 @@ class SlotCache(Cache):
         self._slot_layers = [SlotLayer(self._plan) for _ in range(num_layers)]
         super().__init__(layers=list(self._slot_layers))
 
-    @property
-    def num_positions(self) -> int:
-        """Positions allocated, over all slots."""
-        return self._plan.slots * self._plan.capacity
-
     def reserve(self, slots: int, positions: int) -> None:
         """Makes room for ``slots`` sequences of at most ``positions`` tokens; what these sequences hold stays."""
         plan = self._plan

@@ -151,25 +151,6 @@ def source(name: str, config: MegatronModelConfig, layout: ParallelLayout) -> So
     return Source(entry.form, groups, expert=True)
 
 
-def parameter_names(
-    config: MegatronModelConfig, layout: ParallelLayout, modules: ModuleSet, experts: ExpertModules = "sequential"
-) -> Iterator[str]:
-    """Every parameter that the model of this rank (or chunk) has."""
-    if layout.first_stage:
-        yield EMBEDDING.name(modules)
-    for index, layer in enumerate(layout.layers):
-        for entry in layer_entries(config, layer, experts):
-            name = f"decoder.layers.{index}.{entry.name(modules)}"
-            if "{expert}" not in name:
-                yield name
-            else:
-                yield from (name.format(expert=i) for i in range(len(layout.experts(config.num_experts))))
-    if layout.last_stage:
-        yield FINAL_NORM.name(modules)
-        if not (config.tied and layout.first_stage):
-            yield OUTPUT.name(modules)
-
-
 def layer_entries(config: MegatronModelConfig, layer: int, experts: ExpertModules) -> tuple[Entry, ...]:
     """The parameters of one layer, by its number in the whole model."""
     has = config.transformer
