@@ -17,7 +17,7 @@ from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.models.liger import use_liger_kernels
 from tests.integration.test_fsdp2 import make_context, make_model, make_trainer, policy_loss
-from tests.support.ranks import assert_near, assert_same_files, enter_rank, leave_rank, run_ranks
+from tests.support.ranks import assert_near, enter_rank, leave_rank, run_ranks
 from tests.support.trainers import make_batch
 
 SHARDED = {"checkpoint": "sharded"}
@@ -144,7 +144,13 @@ def test_what_is_gathered_beside_training_is_whole(folder: Path, name: str) -> N
 
 
 def test_shards_written_beside_training_are_those_of_the_start(folder: Path) -> None:
-    assert_same_files(folder / "two-beside", folder / "two")
+    """Tensors alone are compared: the library writes a header's metadata in an order of chance."""
+    names = sorted(file.relative_to(folder / "two") for file in (folder / "two").rglob("*.safetensors"))
+    assert len(names) == 3  # two of shards, and the generators' states
+    for name in names:
+        found, expected = load_file(folder / "two-beside" / name), load_file(folder / "two" / name)
+        assert found.keys() == expected.keys()
+        assert not [key for key, tensor in expected.items() if not found[key].equal(tensor)]
 
 
 @pytest.mark.parametrize("name", ["two", *(f"by {name}" for name in LAYOUTS)])
