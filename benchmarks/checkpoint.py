@@ -6,9 +6,11 @@ forced to disk, listed, renamed. Three contestants:
 
 - a plain write: each worker writes half of the bytes to a file and forces it to disk;
 - a save: what the driver waits for;
-- a save with ``async_save``: what the driver waits for before it could go on with the next step.
+- a save with ``async_save``: what the driver waits for before it could go on with the next step. That is the copy of
+  each worker's share; gathering, hashing and writing follow in the background.
 
-Rounds alternate and the fastest of each counts. A save should take at most 1.2 of the plain write, and with
+Rounds alternate and the fastest of each counts; the first, in which memory for the copies is made, is left out and
+printed. A save should take at most 1.2 of the plain write, and with
 ``async_save`` block the step for at most 0.3 of it. Everything that was written is deleted.
 
     python benchmarks/checkpoint.py --rounds 5

@@ -1,4 +1,4 @@
-"""What an algorithm may ask of a batch before it computes anything."""
+"""Requirements of an algorithm on a batch, checked before it computes anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far the generating engine's log-probabilities are from the training engine's, and what is done about it.
+"""Distance of the generating engine's log-probabilities from the training engine's, and what is done about it.
 
 Axes: B rows, T tokens, M sampled tokens, in batch order.
 """

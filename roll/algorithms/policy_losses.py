@@ -26,7 +26,7 @@ SEQUENCE_EXPONENT_BOUND = 10.0
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """What a policy loss knows of the sampled tokens; all [M], on one device."""
+    """Everything that a policy loss knows of the sampled tokens; all [M], on one device."""
 
     logprobs_M: Tensor
     """log p under the policy being trained; gradients flow through it."""
@@ -72,7 +72,7 @@ POLICY_LOSSES: Registry[PolicyLossFn] = Registry("policy loss")
 
 
 def clip_range(config: AlgorithmConfig) -> tuple[float, float]:
-    """How far below and above 1 the ratio may go."""
+    """Distances below and above 1 that the ratio may go."""
     if config.use_pg_clip_range:
         return config.pg_clip_low, config.pg_clip_high
     return config.pg_clip, config.pg_clip

@@ -168,7 +168,7 @@ def _add_length_terms(
 
 
 def _tighter(bounds: tuple[float, float] | None, clip: float | None) -> tuple[float, float]:
-    """What is left of the real numbers after the normaliser's bounds and ``reward_clip``."""
+    """Bounds that the normaliser and ``reward_clip`` leave of the real numbers."""
     low, high = bounds or (-torch.inf, torch.inf)
     return (low, high) if clip is None else (max(low, -clip), min(high, clip))
 
@@ -183,7 +183,7 @@ def _to_rows(values_J: Tensor, batch: Batch, episodes: Episodes) -> Tensor:
 def _location_and_scale(
     score_J: Tensor, normaliser: ScoreNormaliser, batch: Batch, episodes: Episodes, running: RunningStats
 ) -> tuple[Tensor, Tensor]:
-    """What to subtract from each score and what to divide it by; float64 [J] each."""
+    """Centre to subtract from each score and scale to divide it by; float64 [J] each."""
 
     def moments(scope: Scope) -> tuple[Tensor, Tensor]:
         if scope == "running":

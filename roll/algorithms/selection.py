@@ -1,4 +1,4 @@
-"""What the policy's loss counts, and how much: sample masks, rejection, token weights, resampling.
+"""Choice of what the policy's loss counts, and how much: sample masks, rejection, token weights, resampling.
 
 All of it is decided once per rollout, after the advantages and over the whole batch, so no way of cutting the batch
 into optimizer steps, micro-batches or ranks can change it. What is masked leaves ``loss_mask_T`` and with it the loss's

@@ -1,4 +1,4 @@
-"""What passes between a strategy and a loss: scores in, one scalar share out."""
+"""Values between a strategy and a loss: scores in, one scalar share out."""
 
 from __future__ import annotations
 

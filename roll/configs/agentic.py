@@ -46,6 +46,6 @@ class AgenticConfig(RLConfig):
         }
 
     def sampling(self, manager: EnvManagerConfig) -> GeneratingArguments:
-        """How the manager's episodes are sampled: its own arguments or those of ``actor_infer``, bounds filled in."""
+        """Sampling of the manager's episodes: its own arguments or those of ``actor_infer``, bounds filled in."""
         arguments = manager.generating_args or self.actor_infer.generating_args
         return arguments.model_copy(update={"max_new_tokens": arguments.max_new_tokens or self.response_length})

@@ -64,7 +64,7 @@ LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 
 
 class RewardNormalizationConfig(Config):
-    """How episode scores are normalised before advantages (agentic)."""
+    """Normalisation of episode scores before advantages (agentic)."""
 
     grouping: Literal["state", "batch", "inductive"] = Field(
         default="batch",
@@ -92,7 +92,7 @@ class OverlongBufferConfig(Config):
 
 
 class PfPpoConfig(Config):
-    """How PF-PPO draws the samples that the policy learns from."""
+    """Draws of the samples that the policy learns from (PF-PPO)."""
 
     reweight_method: Literal["pow", "max_min", "max_random"] = Field(
         default="pow",
@@ -302,17 +302,17 @@ class AlgorithmConfig(Config):
 
     @property
     def masks_samples(self) -> bool:
-        """Whether whole samples may be masked."""
+        """Tells whether whole samples may be masked."""
         return self.max_len_mask or self.difficulty_mask or self.error_max_len_clip
 
     @property
     def needs_greedy_baseline(self) -> bool:
-        """Whether every rollout group needs one more, greedy episode (``RolloutGroup.baseline``)."""
+        """Tells whether every rollout group needs one more, greedy episode (``RolloutGroup.baseline``)."""
         return self.adv_estimator == "remax"
 
     @property
     def uses_full_kl(self) -> bool:
-        """Whether the KL over the vocabulary is computed, so that the reference's hidden states have to travel."""
+        """Tells whether the KL over the vocabulary is computed, for which the reference's hidden states travel."""
         return self.kl_penalty == "full" and (self.add_token_level_kl or self.use_kl_loss)
 
     @property
@@ -322,7 +322,7 @@ class AlgorithmConfig(Config):
 
     @property
     def wants_old_logprobs(self) -> bool:
-        """Whether the training engine must score the rollouts even where a first optimizer step could do without."""
+        """Tells whether the training engine must score rollouts even where a first optimizer step could do without."""
         return (
             self.enable_old_logprobs_recompute
             or self.add_token_level_kl

@@ -14,7 +14,7 @@ from roll.configs.worker import WorkerConfig
 
 
 def describe_batches(config: PipelineConfig) -> list[str]:
-    """How episodes are collected and how they become optimizer steps, one sentence each."""
+    """Sentences on how episodes are collected and how they become optimizer steps, one each."""
     if isinstance(config, SFTConfig):
         return list(_sft_lines(config))
     if isinstance(config, RLVRConfig):

@@ -71,5 +71,5 @@ class TrainInferCorrectionConfig(Config):
 
     @property
     def uses_old_logprobs(self) -> bool:
-        """Whether it compares the old log-probabilities, which then must be computed by the training engine."""
+        """Tells whether it compares the old log-probabilities, which then must be computed by the training engine."""
         return (self.is_weight.enabled and self.is_weight.detach) or any(f.enabled for f in self.filters)

@@ -107,7 +107,7 @@ class DataArguments(Config):
 
     @property
     def has_dataset(self) -> bool:
-        """Whether prompts come from files or a dataset class."""
+        """Tells whether prompts come from files or a dataset class."""
         return bool(self.file_names or self.dataset_cls)
 
     def problems(self) -> list[ConfigProblem]:

@@ -15,7 +15,7 @@ from roll.configs.schema import nearest
 from roll.configs.worker import EnvironmentVariables, WorkerConfig
 
 PLACEHOLDERS = ("observation", "turn", "max_turns", "turns_left", "history", "env_instruction")
-"""What ``agent_template`` and ``agent_system_template`` are filled in with."""
+"""Placeholders of ``agent_template`` and ``agent_system_template``."""
 _PLACEHOLDER = re.compile(r"(?<![\w\\{])\{(\w+)\}(?!\})")  # not the braces of \boxed{answer}
 
 ALIASES = {"num_env_groups": "env_groups", "num_groups_partition": "n_groups"}
@@ -75,7 +75,7 @@ class CustomEnvConfig(Config):
 
 
 class EnvManagerConfig(Config):
-    """How many environments run at once, and which."""
+    """Number and kinds of the environments that run at once."""
 
     env_groups: int = Field(
         default=8, ge=1, description="Groups of environments that run at the same time (alias: num_env_groups)."

@@ -1,4 +1,4 @@
-"""What other libraries call things: a table from a foreign key to the key here, for advice and for importers."""
+"""Names in other libraries: a table from a foreign key to the key here, for advice and for importers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Foreign:
     ours: str | None = None
     """The key here, dotted, from the top level or from a role (``ROLE``); ``None``: there is none."""
     note: str = ""
-    """What to know beside it, or why there is none."""
+    """Remark to know beside it, or why there is none."""
     transform: Transform | None = None
     """From its value to the one here; ``None``: as it is."""
 

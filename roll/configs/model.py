@@ -11,7 +11,7 @@ from roll.configs.problems import ConfigProblem
 
 
 class ModelArguments(Config):
-    """How the weights are loaded and run."""
+    """Loading and running of the weights."""
 
     @property
     def lora_targets(self) -> tuple[str, ...]:

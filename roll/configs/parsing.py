@@ -90,7 +90,7 @@ def not_resting_on(wrong: Sequence[ConfigProblem], found: Iterator[ConfigProblem
 
 
 def overlap(one: str, other: str) -> bool:
-    """Whether two dotted paths are the same, or one of them lies inside the other."""
+    """Tells whether two dotted paths are the same, or one of them lies inside the other."""
     return one == other or one.startswith(other + ".") or other.startswith(one + ".")
 
 
@@ -117,7 +117,7 @@ def nearest_key(section: type[Config], path: Path, value: Any, others: Iterable[
 
 
 def _may_hold(annotation: Any, value: Any) -> bool:
-    """Whether a field could be meant by a key of this value: sections by mappings, others by what they take."""
+    """Tells whether a field could be meant by a key of this value: sections by mappings, others by what they take."""
     if section_of(annotation) is not None:
         return isinstance(value, Mapping)
     try:
@@ -150,7 +150,7 @@ def _translate(
 
 
 def _is_element(annotation: Any, value: Any) -> bool:
-    """Whether a value is what a list should hold, in place of the list."""
+    """Tells whether a value is what a list should hold, in place of the list."""
     inside = element_of(annotation) if "list" in str(annotation) and isinstance(value, str | int | float) else None
     return inside is not None and section_of(inside) is None and _may_hold(inside, value)
 
@@ -179,7 +179,7 @@ def _alias_of(part: str | int, node: Mapping[str, Any]) -> str | None:
 
 
 def _node(values: Any, path: Path) -> Any:
-    """What is at a path; ``None`` where nothing is."""
+    """Value at a path; ``None`` where nothing is."""
     for part in path:
         inside = isinstance(values, list) and isinstance(part, int) and part < len(values)
         if not inside and not (isinstance(values, dict) and part in values):

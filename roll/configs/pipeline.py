@@ -1,4 +1,4 @@
-"""What every pipeline has: the run itself (names, folders, steps, lengths, machines) and the policy's roles."""
+"""Keys of every pipeline: the run itself (names, folders, steps, lengths, machines) and the policy's roles."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CheckpointConfig(Config):
 
 
 class RunConfig(Config):
-    """What every pipeline needs to know about a run."""
+    """Keys of a run that every pipeline needs."""
 
     exp_name: str = Field(
         default="roll",
@@ -91,9 +91,8 @@ class RunConfig(Config):
     )
     async_save: bool = Field(
         default=False,
-        description="Write checkpoints beside the steps that follow: a step waits only until all is copied to host "
-        "memory, which must have room for it. At most one is written at a time. With fsdp2's checkpoint: sharded the "
-        "shards are written at once.",
+        description="Write checkpoints beside the steps that follow: a step waits only until every rank has copied its "
+        "share to host memory, which must have room for it (and keeps it). At most one is written at a time.",
     )
     logging_steps: int = Field(default=1, ge=1, description="Steps between two reports to the trackers.")
     eval_steps: int = Field(
@@ -186,12 +185,12 @@ class PipelineConfig(RunConfig):
 
     @property
     def scoring_temperature(self) -> float:
-        """What scores divide the logits by."""
+        """Temperature by which scores divide the logits."""
         return 1.0
 
     @property
     def uses_full_kl(self) -> bool:
-        """Whether the KL over the vocabulary is computed, so that the reference's hidden states have to travel."""
+        """Tells whether the KL over the vocabulary is computed, for which the reference's hidden states travel."""
         return False
 
     @property

@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: one value per mistake, all of them raised together."""
+"""Problems of a configuration: one value per mistake, all of them raised together."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ConfigProblem:
     seen: object
     """The value found there; ``NOTHING`` when the key is absent."""
     expected: str
-    """What would have been right."""
+    """Value that would have been right."""
     hint: str = ""
     """The nearest valid name, or what to do instead."""
     involves: tuple[str, ...] = ()

@@ -98,7 +98,7 @@ class PromptsConfig(PipelineConfig):
 
     @property
     def val_sampling(self) -> GeneratingArguments:
-        """How held-out prompts are answered; one answer each unless ``validation.generating_args`` says otherwise."""
+        """Sampling of answers to held-out prompts; one each unless ``validation.generating_args`` says otherwise."""
         own = self.validation.generating_args if self.validation else None
         if own is None:
             assert self.actor_infer is not None, "nothing is generated"

@@ -1,4 +1,4 @@
-"""What every reinforcement-learning run has: rollouts, the roles of its algorithm, and the algorithm itself."""
+"""Keys of every reinforcement-learning run: rollouts, the roles of its algorithm, and the algorithm itself."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class RLVRConfig(RLConfig, PromptsConfig):
 
     @property
     def train_sampling(self) -> GeneratingArguments:
-        """How training answers are sampled."""
+        """Sampling of training answers."""
         return self.bounded(self.actor_infer.generating_args)
 
     def problems(self) -> list[ConfigProblem]:

@@ -36,7 +36,7 @@ def check_demonstrations(config: RLVRConfig) -> list[ConfigProblem]:
 
 
 def check_answers(config: RLVRConfig) -> list[ConfigProblem]:
-    """How many answers, how long, and how they are sampled."""
+    """Rules on the number of answers, their length, and their sampling."""
     path = "actor_infer.generating_args"
     count, size = config.actor_infer.generating_args.num_return_sequences, config.num_return_sequences_in_group
     problems = [] if config.eval_only else check_sampling(path, config.actor_infer.generating_args)

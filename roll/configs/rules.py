@@ -184,7 +184,7 @@ def check_batches(config: RLConfig) -> list[ConfigProblem]:
 
 
 def _nearest_batch(worker: WorkerConfig, samples: int) -> str:
-    """What makes whole optimizer steps of so many samples."""
+    """Values that make whole optimizer steps of so many samples."""
     arguments, ranks = worker.training_args, worker.data_parallel_size
     if samples % ranks:
         near = min((n for n in range(1, samples + 1) if samples % n == 0), key=lambda n: abs(n - ranks))
@@ -228,7 +228,7 @@ def check_lora(config: PipelineConfig) -> list[ConfigProblem]:
 
 
 def _adapter(args: ModelArguments) -> dict[str, object]:
-    """What must be the same of every copy of an adapter."""
+    """Arguments that must be the same of every copy of an adapter."""
     return {key: getattr(args, key) for key in ("lora_target", "lora_rank", "lora_alpha")}
 
 

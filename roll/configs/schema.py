@@ -89,7 +89,7 @@ def section_of(annotation: Any) -> type[Config] | None:
 
 
 def element_of(annotation: Any) -> Any | None:
-    """What a list or mapping holds, looking through unions; ``None`` for anything else."""
+    """Type of a list's or mapping's items, looking through unions; ``None`` for anything else."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin in (list, tuple):
         return arguments[0]

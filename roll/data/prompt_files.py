@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SHOWN_PROBLEMS = 20
 
 _FOLDER_SUFFIXES = (".parquet", ".jsonl", ".csv")
-"""What is read of a folder. Not .json: that is what metadata beside the data is written in."""
+"""Endings of the files that are read of a folder. Not .json: metadata beside the data is written in that."""
 
 _SPLIT = re.compile(r"(train|training|test|val|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
 _JSON_BLANK = re.compile(r"[ \t\r\n]*")
@@ -74,7 +74,7 @@ class Row:
     name: str
     """``file:row``, rows counted from 1; in JSON lines and CSV the row is the line that it starts in."""
     place: str
-    """What a person looks for: ``file:line``, or ``file:row 7`` where there are no lines."""
+    """Place that a person looks for: ``file:line``, or ``file:row 7`` where there are no lines."""
     values: Mapping[str, Any]
     """JSON values by column."""
 

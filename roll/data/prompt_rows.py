@@ -47,7 +47,7 @@ def _find(values: Mapping[str, Any], column: str) -> Any:
 
 
 def passes(values: Mapping[str, Any], rules: DatasetFilterConfig) -> bool:
-    """Whether the dataset's filter keeps a row.
+    """Tells whether the dataset's filter keeps a row.
 
     Raises:
         RowError: a column that the filter reads is missing or, for the difficulty, no number.

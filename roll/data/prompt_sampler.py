@@ -70,7 +70,7 @@ class PromptSampler:
         return self._dataset[int(members[self._order(domain, epoch)[position]])]
 
     def epoch_of(self, n: int) -> int:
-        """How often the prompt of the n-th draw was drawn before."""
+        """Number of times that the prompt of the n-th draw was drawn before."""
         domain, turn = self._locate(n)
         return turn // len(self._members[domain])
 

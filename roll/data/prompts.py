@@ -67,7 +67,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What became of the rows. ``str`` of it is one line for the log."""
+    """Account of what became of the rows. ``str`` of it is one line for the log."""
 
     rows: int
     """Rows read."""
@@ -76,7 +76,7 @@ class LoadReport:
     overlong: int
     """Prompts of more than ``prompt_length`` tokens."""
     overflow: str
-    """What was done with those: ``data_args.prompt_overflow``."""
+    """Treatment of those: ``data_args.prompt_overflow``."""
     longest: int | None
     """Tokens of the longest prompt as it was read; ``None`` where nothing was rendered."""
     prompt_length: int | None

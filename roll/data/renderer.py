@@ -134,7 +134,7 @@ class ChatRenderer:
         )
 
     def _turn_end(self) -> tuple[str, int]:
-        """What the template writes behind the assistant's words, and the id that ends the turn.
+        """Text that the template writes behind the assistant's words, and the id that ends the turn.
 
         That is the token which the template closes it with, or the end of the sequence where it has none.
         """

@@ -1,4 +1,4 @@
-"""What is asked of a generation engine, and what it answers."""
+"""Requests to a generation engine, and its answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled."""
+    """Sampling of one request."""
 
     max_new_tokens: int = 64
     """Upper bound on sampled tokens."""
@@ -50,7 +50,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the engine sampled for one request."""
+    """Answer that the engine sampled for one request."""
 
     request_id: str
     token_ids: IntArray

@@ -97,7 +97,7 @@ class SharedPrompts:
 
 
 def worth_sharing(batch: Batch) -> bool:
-    """Whether sharing saves enough, and the sequences are short enough for masks."""
+    """Tells whether sharing saves enough, and the sequences are short enough for masks."""
     if batch.num_sequences < 2:
         return False
     shared = SharedPrompts.find(batch)

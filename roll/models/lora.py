@@ -89,7 +89,7 @@ def adapted_layers(model: PreTrainedModel, targets: tuple[str, ...]) -> dict[str
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter is an adapter's."""
+    """Tells whether a parameter is an adapter's."""
     return any(mark in name for mark in _MARKS)
 
 
@@ -118,7 +118,7 @@ def matrix_shapes(model: PreTrainedModel, shape: LoraSpec) -> dict[str, tuple[in
 
 
 def initial_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """What an adapter's matrix starts with: B at zero, A as ``nn.Linear`` does, from the seed and its name alone.
+    """Start of an adapter's matrix: B is zero, A as in ``nn.Linear``, from the seed and its name alone.
 
     Args:
         name: in a peft folder.

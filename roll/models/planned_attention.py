@@ -46,7 +46,7 @@ def enable(model: PreTrainedModel) -> bool:
 
 
 def plan_arguments(plan: AttentionPlan, device: torch.device) -> dict[str, Any]:
-    """What the model's forward takes beside ids and positions. A mask of four axes keeps it from making its own."""
+    """Arguments of the model's forward beside ids and positions. A mask of four axes keeps it from making its own."""
     return {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), "attention_plan": plan}
 
 

@@ -256,7 +256,7 @@ def gather_scores(batch: Batch, groups: Sequence[Tensor], parts: Sequence[TokenS
 
 
 def _logit_transform(config: object) -> Callable[[Tensor], Tensor]:
-    """What some architectures do to the output layer's result (Gemma 2, Granite, Cohere)."""
+    """Change that some architectures make to the output layer's result (Gemma 2, Granite, Cohere)."""
     softcap = getattr(config, "final_logit_softcapping", None)
     if softcap:
         return lambda logits: torch.tanh(logits / softcap) * softcap

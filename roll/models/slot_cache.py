@@ -21,7 +21,7 @@ SLOT_BLOCK = 16
 
 @dataclass
 class _Plan:
-    """What the next forward does to every layer alike."""
+    """Plan of the next forward for every layer alike."""
 
     slots: int = 0
     capacity: int = 0
@@ -112,11 +112,6 @@ class SlotCache(Cache):
         self._max_positions = max_positions
         self._slot_layers = [SlotLayer(self._plan) for _ in range(num_layers)]
         super().__init__(layers=list(self._slot_layers))
-
-    @property
-    def num_positions(self) -> int:
-        """Positions allocated, over all slots."""
-        return self._plan.slots * self._plan.capacity
 
     def reserve(self, slots: int, positions: int) -> None:
         """Makes room for ``slots`` sequences of at most ``positions`` tokens; what these sequences hold stays."""

@@ -23,12 +23,12 @@ class StopStrings:
         self._enders = functools.lru_cache(maxsize=64)(self._find_enders)
 
     def may_end(self, stop: tuple[str, ...], token: int) -> bool:
-        """Whether ``token`` could complete one of ``stop``; if so, ask ``found``."""
+        """Tells whether ``token`` could complete one of ``stop``; if so, ask ``found``."""
         enders = self._enders(stop)
         return token < len(enders) and bool(enders[token])
 
     def found(self, stop: tuple[str, ...], token_ids: list[int]) -> bool:
-        """Whether the end of the decoded text holds one of ``stop``."""
+        """Tells whether the end of the decoded text holds one of ``stop``."""
         # A character has at most four bytes and a token at least one; four more absorb a cut at the tail's start.
         tail = 4 * max(map(len, stop)) + 4
         text = self._tokenizer.decode(token_ids[-tail:], skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -46,7 +46,7 @@ class SequenceGroup:
 
 @dataclass(frozen=True, eq=False)
 class SharedRows:
-    """What attention must know about the rows that a group shares."""
+    """Description of the rows that a group shares, for attention."""
 
     group: SequenceGroup
     num_columns: int
@@ -71,7 +71,7 @@ class SharedRows:
         )
 
     def window_mask(self, length: int, width: int | None, device: torch.device) -> Tensor | None:
-        """What a sliding window lets through; ``None`` where that is everything before."""
+        """Mask of a sliding window; ``None`` where everything before passes."""
         if width is None or length <= width:
             return None
         if (length, width) not in self.masks:

@@ -196,7 +196,7 @@ def _yaml(config: PipelineConfig) -> str:
 
 
 def _summary(config: PipelineConfig, inputs: Sequence[str]) -> list[str]:
-    """What the configuration amounts to: batch arithmetic, data and models, placement."""
+    """Summary of the configuration: batch arithmetic, data and models, placement."""
     from roll.configs.batches import describe_batches
     from roll.preflight.choices import describe_placement, describe_unchecked
 

@@ -46,7 +46,7 @@ EXPECTED_ERRORS = (
     FileNotFoundError,
     ValueError,
 )
-"""What a user can cause or must be told without a traceback; anything else is a bug and shows one."""
+"""Errors that a user can cause or must be told without a traceback; anything else is a bug and shows one."""
 
 
 def launch(

@@ -130,18 +130,21 @@ class ModelCluster:
         return [file for of_rank in self.cluster.call("save", path) for file in of_rank]
 
     def start_save(self, path: Path) -> Callable[[], list[WrittenFile]]:
-        """The same, but returns as soon as all is copied to host memory.
+        """The same, but returns as soon as the ranks have copied their shares to host memory.
 
         Returns:
-            Waits for the end of the writing; may be called in another thread, while the role trains on.
+            Waits for the end of the writing, which may fail with an ``OSError``; may be called in another thread,
+            while the role trains on.
         """
         self.load_states(States.WEIGHTS | States.OPTIMIZER)
         self.cluster.call("start_save", path)
 
         def wait() -> list[WrittenFile]:
-            while None in (of_ranks := self.cluster.call("written")):
+            while None in (told := self.cluster.call("written")):
                 time.sleep(_POLL_S)
-            return [file for of_rank in of_ranks for file in of_rank]
+            if errors := [of_rank for of_rank in told if isinstance(of_rank, OSError)]:
+                raise errors[0]  # no rank is writing any more
+            return [file for of_rank in told for file in of_rank]
 
         return wait
 

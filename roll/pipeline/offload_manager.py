@@ -39,7 +39,7 @@ class OffloadManager:
         self._resident = dict.fromkeys(clusters, _NOTHING)
 
     def shares_devices(self, role: str, other: str) -> bool:
-        """Whether the roles must take turns."""
+        """Tells whether the roles must take turns."""
         return role != other and bool(self._devices[role] & self._devices[other])
 
     def reserve(self, role: str) -> None:

@@ -83,7 +83,7 @@ class PromptRoles(RolloutRoles):
         return self.make_scheduler(plan, ROLLOUT_CLUSTER)
 
     def epoch_of(self, draw: int) -> float:
-        """How often the training data has been met when the run comes to this draw."""
+        """Number of times that the training data has been met when the run comes to this draw."""
         assert self._train_prompts is not None
         return float(self._train_prompts.epoch_of(draw))
 

@@ -1,4 +1,4 @@
-"""What pipelines do with rollout groups: collect them in view of the user, refuse empty ones, keep some to look at."""
+"""Handling of rollout groups: collected in view of the user, refused when empty, some kept to look at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What surrounds a run: its folder, terminal, trackers, timers and checkpoints, opened and closed as one."""
+"""Surroundings of a run: its folder, terminal, trackers, timers and checkpoints, opened and closed as one."""
 
 from __future__ import annotations
 

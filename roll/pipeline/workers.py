@@ -141,16 +141,15 @@ class TrainWorker(ScoreWorker):
         return self.strategy.save(path)
 
     def start_save(self, path: Path) -> None:
-        """Copies the role's part of a checkpoint to host memory; writing goes on, and ``written`` tells its end."""
+        """Copies this rank's share of a checkpoint to host memory; ``written`` tells how its writing ended."""
         self._saving = self.strategy.start_save(path)
 
-    def written(self) -> list[WrittenFile] | None:
-        """What this rank wrote since ``start_save``; ``None`` while it is at it.
-
-        Raises:
-            OSError: it could not (a full disk).
-        """
-        return self._saving.result() if self._saving.done() else None
+    def written(self) -> list[WrittenFile] | OSError | None:
+        """Files that this rank wrote since ``start_save``, or why it could not; ``None`` while it is at it."""
+        if not self._saving.done():
+            return None
+        error = self._saving.exception()
+        return error if isinstance(error, OSError) else self._saving.result()
 
     def save_model(self, folder: Path) -> None:
         """Writes the model alone."""

@@ -184,7 +184,7 @@ def check_placement(config: PipelineConfig) -> list[ConfigProblem]:
 
 
 def role_requests(config: PipelineConfig) -> list[RoleRequest]:
-    """What each cluster asks of the machines."""
+    """Requests of the clusters to the machines."""
     return [
         RoleRequest(
             name=name,
@@ -237,7 +237,7 @@ def nearest_name(name: str, names: Sequence[str]) -> str | None:
 
 
 def _exists(module: str) -> bool:
-    """Whether the module's file can be found; no package is imported to look for it."""
+    """Tells whether the module's file can be found; no package is imported to look for it."""
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     folders = [Path(folder) for folder in (spec.submodule_search_locations if spec else None) or []]

@@ -1,4 +1,4 @@
-"""What a configuration names outside itself: rows of data files, models on a hub. Asked by ``roll validate`` alone."""
+"""Things outside a configuration that it names: rows of data files, models on a hub; for ``roll validate`` alone."""
 
 from __future__ import annotations
 

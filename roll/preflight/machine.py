@@ -1,4 +1,4 @@
-"""What a run needs of this machine, beyond what a configuration that is checked elsewhere needs."""
+"""Needs of a run on this machine, beyond those of a configuration that is checked elsewhere."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _device_problems(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def _connected() -> bool:
-    """Whether this process has joined a Ray cluster already."""
+    """Tells whether this process has joined a Ray cluster already."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
@@ -94,7 +94,7 @@ def _kernels(worker: WorkerConfig, card: EngineCard) -> Iterator[ConfigProblem]:
 
 
 def _gpu_expected(config: PipelineConfig) -> bool:
-    """Whether the workers may have GPUs: other machines may, even where this one has none."""
+    """Tells whether the workers may have GPUs: other machines may, even where this one has none."""
     if config.num_nodes > 1 or config.ray_init.address or os.environ.get("RAY_ADDRESS"):
         return True
     import torch

@@ -26,7 +26,7 @@ def pattern_problems(pattern: str | None, key: str, groups: int = 1) -> list[Con
 
 
 def after_thoughts(response: str) -> str:
-    """What follows the last ``</think>``; the whole text if there is none. An answer in the thoughts is none."""
+    """Text after the last ``</think>``; the whole text if there is none. An answer in the thoughts is none."""
     return response.rpartition("</think>")[2]
 
 
@@ -44,7 +44,7 @@ class AnswerConfig(Config):
 
 
 def last_group(pattern: re.Pattern[str], text: str) -> str | None:
-    """What the last match captured, stripped; ``None`` without a match or when it is blank."""
+    """Capture of the last match, stripped; ``None`` without a match or when it is blank."""
     last = None
     for match in pattern.finditer(text):
         last = match[1]

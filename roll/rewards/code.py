@@ -230,7 +230,7 @@ def _last_block(text: str) -> str | None:
 
 
 def same_output(given: str, expected: str, tolerance: float = 0.0) -> bool:
-    """Whether two outputs have the same lines, white space at their ends and at the ends of lines aside.
+    """Tells whether two outputs have the same lines, white space at their ends and at the ends of lines aside.
 
     With a tolerance the words of a line are compared, numbers among them as numbers.
     """
@@ -262,7 +262,7 @@ def _close(given: float, expected: float, tolerance: float) -> bool:
 
 
 def same_value(given: Any, expected: Any, tolerance: float = 0.0) -> bool:
-    """Whether a returned value equals a JSON value: tuples are lists, keys are texts, ``True`` is not 1."""
+    """Tells whether a returned value equals a JSON value: tuples are lists, keys are texts, ``True`` is not 1."""
     if isinstance(given, bool) or isinstance(expected, bool):
         return given is expected
     if isinstance(given, int | float) and isinstance(expected, int | float):

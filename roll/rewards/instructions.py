@@ -28,11 +28,11 @@ class Constraint(Config):
 
     @abstractmethod
     def holds(self, sample: Sample) -> bool:
-        """Whether the response, which is not blank, does what was asked."""
+        """Tells whether the response, which is not blank, does what was asked."""
 
 
 class CountConstraint(Constraint):
-    """How many of something the response has. The kinds are the keys of ``COUNTERS``."""
+    """Number of something that the response has. The kinds are the keys of ``COUNTERS``."""
 
     min: int = Field(default=0, ge=0, description="At least so many.")
     max: int | None = Field(default=None, ge=0, description="At most so many; null is no bound.")

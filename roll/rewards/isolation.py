@@ -34,7 +34,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class RuleSpec:
-    """What a child needs to build one verifier."""
+    """Recipe with which a child builds one verifier."""
 
     path: str
     """``package.module:Class`` of the ``RuleVerifier``."""
@@ -152,7 +152,7 @@ class _Child:
         self._starting = asyncio.Lock()
         self._closed = False
         self._killed = False
-        """Whether the process has been killed, also while the system still has it."""
+        """Tells whether the process has been killed, also while the system still has it."""
 
     @property
     def pid(self) -> int | None:

@@ -75,10 +75,10 @@ VARIABLES = (
     "min_score",
     "max_score",
 )
-"""What ``judge_prompt`` may use."""
+"""Placeholders of ``judge_prompt``."""
 
 SHOWN_CHARACTERS = 200
-"""How much of an endpoint's words an error repeats."""
+"""Length to which an error repeats an endpoint's words."""
 
 _CHAT_PATH = "/chat/completions"
 _RETRIED_STATUS = {408, 429}

@@ -207,7 +207,7 @@ class RewardModelVerifier(Verifier):
         return head + ids[len(ids) - limit + len(head) :], True
 
     def _pad_id(self, rows: list[list[int]]) -> int:
-        """What to pad with, so that the classification head finds each row's last token.
+        """Token to pad with, so that the classification head finds each row's last token.
 
         The head reads the score at the last token that differs from ``config.pad_token_id``, or, without one, at the
         last position, which would be padding. Such a model gets an id that no row contains; the mask hides it.

@@ -205,7 +205,7 @@ THINK_ANSWER = rf"\s*<think>{_INSIDE}</think>\s*<answer>{_INSIDE}</answer>\s*"
 
 
 class FormatVerifier(RuleVerifier):
-    """Whether the whole response has a form."""
+    """Tells whether the whole response has a form."""
 
     config_class: ClassVar[type[Config]] = FormatConfig
     config: FormatConfig

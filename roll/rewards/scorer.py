@@ -27,7 +27,7 @@ MAX_RETRY_WAIT = 5.0
 
 @dataclass
 class ScoreCounts:
-    """What became of the samples."""
+    """Numbers of samples by what became of them."""
 
     samples: int = 0
     """Scored or not."""

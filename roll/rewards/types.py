@@ -22,7 +22,7 @@ class Sample:
     prompt: str
     """Text of the last user message."""
     response: str
-    """What the policy said, special tokens removed."""
+    """Words of the policy, special tokens removed."""
     ground_truth: Any
     """The row's reference answer (the column ``data_args.response``), any JSON value; ``None`` where there is none."""
     data_source: str
@@ -39,12 +39,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one verifier, or a domain's weighted sum of several, says about a sample."""
+    """Judgement of one verifier, or of a domain's weighted sum of several, on a sample."""
 
     score: float
     """Finite."""
     correct: bool
-    """Whether it counts as solved (accuracy, pass@n)."""
+    """Tells whether it counts as solved (accuracy, pass@n)."""
     answer: str | None = None
     """The answer that was found in the response, normalised so that equal answers are equal strings (maj@n); ``None``
     where none was found."""
@@ -57,7 +57,7 @@ class Verdict:
 
     @property
     def valid(self) -> bool | None:
-        """Whether the response holds an answer; ``None`` where that is not known."""
+        """Tells whether the response holds an answer; ``None`` where that is not known."""
         return self.answer is not None if self.seeks_answer else None
 
 

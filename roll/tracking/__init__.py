@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from roll.tracking.trackers import TrackerFactory
 
 TRACKERS: Registry[TrackerFactory] = Registry("tracker")
-"""What ``track_with`` may name; outside code is reached as ``package.module:Class``."""
+"""Names for ``track_with``; outside code is reached as ``package.module:Class``."""
 
 TRACKERS.register("tensorboard", "roll.tracking.trackers:TensorboardTracker")
 TRACKERS.register("wandb", "roll.tracking.trackers:WandbTracker")

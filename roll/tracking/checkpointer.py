@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from roll.utils.checksums import WrittenFile, checksum_of
+from roll.utils.threads import in_background
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Checkpointer:
         self.folder = Path(folder)
         self.max_to_keep = max_to_keep
         self.saved: Path | None = None
-        """What this object has saved last, whole and in place."""
+        """Checkpoint that this object has saved last, whole and in place."""
         self._background = background
         self._running: Future[None] | None = None
 
@@ -89,7 +89,7 @@ class Checkpointer:
             Where it is; in the background, where it will be.
 
         Raises:
-            CheckpointError: the disk is full, or a file is not as it was written. Earlier checkpoints stay.
+            CheckpointError: the disk is full or fails, or a file is not as it was written. Earlier checkpoints stay.
         """
         self.wait()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ class Checkpointer:
             self.saved = final
 
         if self._background:
-            self._running = _in_background(complete)
+            self._running = in_background(complete, name="checkpoint")
         else:
             complete()
         return self.folder / f"checkpoint-{step}"
@@ -134,7 +134,7 @@ class Checkpointer:
 
     @contextmanager
     def _cleaning_up(self, temporary: Path, step: int) -> Iterator[None]:
-        """Removes what is half written when something fails inside, and says so if the disk is full."""
+        """Removes what is half written when something fails inside, and says so if the disk refused it."""
         try:
             yield
         except BaseException as error:  # whatever it is, it travels on; the half-written folder does not stay
@@ -144,7 +144,9 @@ class Checkpointer:
                 raise CheckpointError(
                     f"checkpoint-{step}: the disk under {self.folder} is full: {numbers}; earlier checkpoints are kept"
                 ) from error
-            raise
+            if isinstance(error, OSError) and not isinstance(error, TimeoutError | ConnectionError):
+                raise CheckpointError(f"checkpoint-{step}: {error}; earlier checkpoints are kept") from error
+            raise  # a worker's death, a signal, a bug
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose files match its manifest; a damaged one is named in a warning and passed by."""
@@ -359,22 +361,6 @@ def _safetensors_problem(path: Path) -> str | None:
     return None if size == expected else f"has {size} bytes, its header announces {expected}"
 
 
-def _in_background(work: Callable[[], None]) -> Future[None]:
-    """Runs ``work`` in a thread that does not keep the process alive."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:  # raised where the result is waited for
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-
-    threading.Thread(target=run, name="checkpoint", daemon=True).start()
-    return done
-
-
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
@@ -405,7 +391,7 @@ def _is_other_live_process(pid: int) -> bool:
 
 
 def _is_disk_full(error: BaseException | None) -> bool:
-    """Whether a full disk is behind ``error``.
+    """Tells whether a full disk is behind ``error``.
 
     The engines' writers are not all Python: safetensors and torch raise their own types with the system's message
     inside, and a remote call wraps the worker's exception.

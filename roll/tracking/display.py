@@ -1,4 +1,4 @@
-"""What the person at the terminal sees while a run goes on, and the line that closes it."""
+"""View of the person at the terminal while a run goes on, and the line that closes it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Display:
         self._step_seconds.clear()
 
     def phase(self, name: str) -> None:
-        """What is going on now: ``warm start``, ``rollout``, ``train``, ``eval`` …"""
+        """Activity of the moment: ``warm start``, ``rollout``, ``train``, ``eval`` …"""
         self._leave_phase()
         self._phase, self._progress, self._in_phase = _clean(name), "", 0.0
         self._unsaved = self._unsaved and name != "checkpoint"
@@ -113,7 +113,7 @@ class Display:
         self._announced.add(name)
 
     def progress(self, done: int, total: int, unit: str) -> None:
-        """How far the present phase has come; off a terminal it is said only after a long silence."""
+        """Progress of the present phase; off a terminal it is said only after a long silence."""
         self._progress = f"{done}/{total} {unit}"
         if not self.live and time.monotonic() - self._last_line > _QUIET_SECONDS:
             self._line(f"[{_duration(time.monotonic() - self._started)}] {self._phase}: {self._progress}")
@@ -185,7 +185,7 @@ class Display:
         return self._phase_seconds.get(phase, 0.0)
 
     def _times(self, step: int, every: int) -> int:
-        """How often something happens after ``step`` that is done every so many steps and after the last one."""
+        """Number of times after ``step`` that something happens every so many steps and after the last one."""
         last = self._total_steps
         if step >= last:
             return 0

@@ -35,7 +35,7 @@ def redact(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a key or an environment variable of this name holds a secret."""
+    """Tells whether a key or an environment variable of this name holds a secret."""
     words = [word.lower() for word in _WORD.findall(name)]
     if not words:
         return False

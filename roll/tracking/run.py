@@ -137,13 +137,6 @@ class RunFolder:
         """Replaces ``summary.json`` in one step."""
         write_atomic(self.summary_path, to_json(summary, indent=2) + "\n")
 
-    def read_summary(self) -> dict[str, Any]:
-        """The last written summary; empty before the first."""
-        if not self.summary_path.exists():
-            return {}
-        summary: dict[str, Any] = json.loads(self.summary_path.read_text(encoding="utf-8"))
-        return summary
-
 
 def _locked(folder: Path) -> IO[bytes]:
     """An open file that locks ``folder`` for as long as it is open; the system lets go of it when the process ends."""

@@ -35,7 +35,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True)
 class TrackerContext:
-    """What every tracker is told about the run; its own options come as keyword arguments."""
+    """Facts about the run that every tracker is told; its own options come as keyword arguments."""
 
     run: RunFolder
     config: Mapping[str, Any] = field(default_factory=dict)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -299,7 +300,7 @@ def run_sharding(folder: Path, model: Path, name: str, rank: int) -> None:
 
 
 def run_others(folder: Path, model: Path, rank: int) -> None:
-    """A critic, a reference in half precision, and a checkpoint that cannot be written."""
+    """A critic, a reference in half precision, and a checkpoint that cannot be written, beside training neither."""
     options = {"rank": rank, "world_size": 2}
     critic = make_trainer(model, {}, head="value", role="critic", **options)
     for step in range(2):
@@ -318,10 +319,11 @@ def run_others(folder: Path, model: Path, rank: int) -> None:
             metrics = trainer.train_step(batch, build_policy_loss(ALGORITHM))
             write(folder, f"algorithm-{name}-{step}-{rank}", trainer.gradient, metrics)
     (folder / "occupied").write_text("a file, not a folder")
-    try:
-        critic.save(folder / "occupied")
-    except OSError as error:
-        (folder / f"error{rank}").write_text(str(error))
+    for number, save in enumerate((critic.save, lambda path: critic.start_save(path).result())):
+        try:
+            save(folder / "occupied")
+        except OSError as error:
+            (folder / f"error{rank}-{number}").write_text(str(error))
 
 
 def rank_main(rank: int, port: int, folder: Path, model: Path) -> None:
@@ -445,8 +447,8 @@ def test_two_ranks_take_the_same_step_with_kl_over_the_vocabulary(
 
 
 def test_failed_write_is_an_error_on_every_rank(two_ranks: Path) -> None:
-    for rank in range(2):
-        assert "occupied" in (two_ranks / f"error{rank}").read_text()
+    for number, rank in product(range(2), range(2)):
+        assert "occupied" in (two_ranks / f"error{rank}-{number}").read_text()
 
 
 @pytest.mark.parametrize("name", SHARDINGS)

@@ -62,9 +62,11 @@ def two_main(rank: int, port: int, folder: Path, large: Path, small: Path) -> No
     trainer = make_trainer(small, SHARDED, rank=rank, world_size=2)
     losses = [step(trainer, seed) for seed in range(2)]
     trainer.save(folder / "two")
+    saving = trainer.start_save(folder / "two-beside")
     state = state_of(trainer)
     losses.append(step(trainer, 2))
     after = state_of(trainer)
+    saving.result()
     (folder / "taken").mkdir(exist_ok=True)
     (folder / "taken" / str(rank)).write_text(json.dumps([taken, whole]))
     if rank == 0:
@@ -81,7 +83,12 @@ def four_main(rank: int, port: int, folder: Path, small: Path) -> None:
         trainer.load(folder / "two")
         state = state_of(trainer)
         trainer.save(folder / f"by {name}")
+        gathering = make_trainer(small, config, rank=rank, world_size=4)
+        gathering.load(folder / "two")
+        saving = gathering.start_save(folder / f"gathered from {name}")
         loss = step(trainer, 2)
+        step(gathering, 2)
+        saving.result()
         after = state_of(trainer)
         if rank == 0:
             save_file(state, folder / f"{name}-state.safetensors")
@@ -123,6 +130,27 @@ def test_shards_of_two_ranks_continue_on_four(folder: Path, name: str) -> None:
     assert_near(load_file(folder / f"{name}-state.safetensors"), load_file(folder / "state.safetensors"), 0.0)
     assert_near(load_file(folder / f"{name}-after.safetensors"), load_file(folder / "after.safetensors"), 5e-6)
     assert float((folder / f"{name}-loss").read_text()) == pytest.approx(float((folder / "loss").read_text()), abs=2e-6)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_gathered_beside_training_is_whole(folder: Path, name: str) -> None:
+    saved = folder / f"gathered from {name}"
+    files = [*(saved / "actor_train").glob("*.safetensors"), *saved.glob("resume/actor_train/optimizer/*.safetensors")]
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    state = load_file(folder / "state.safetensors")
+    expected = {name.removeprefix("model.").removesuffix(f".{MASTER}"): tensor for name, tensor in state.items()}
+    assert found.keys() == expected.keys()
+    assert not [name for name, tensor in expected.items() if not found[name].equal(tensor)]
+
+
+def test_shards_written_beside_training_are_those_of_the_start(folder: Path) -> None:
+    """Tensors alone are compared: the library writes a header's metadata in an order of chance."""
+    names = sorted(file.relative_to(folder / "two") for file in (folder / "two").rglob("*.safetensors"))
+    assert len(names) == 3  # two of shards, and the generators' states
+    for name in names:
+        found, expected = load_file(folder / "two-beside" / name), load_file(folder / "two" / name)
+        assert found.keys() == expected.keys()
+        assert not [key for key, tensor in expected.items() if not found[key].equal(tensor)]
 
 
 @pytest.mark.parametrize("name", ["two", *(f"by {name}" for name in LAYOUTS)])

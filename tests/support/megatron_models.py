@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from transformers import (
 )
 
 from roll.models.loading import to_hf_weights
+from roll.models.megatron.config import MegatronModelConfig
+from roll.models.megatron.layout import ParallelLayout
+from roll.models.megatron.names import EMBEDDING, FINAL_NORM, OUTPUT, ExpertModules, ModuleSet, layer_entries
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,  # divides by nothing, so that every tensor-parallel size pads it
@@ -79,3 +83,22 @@ def checkpoint(model: PreTrainedModel) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():
         weights.update(to_hf_weights(model, name, parameter.detach()))
     return weights
+
+
+def parameter_names(
+    config: MegatronModelConfig, layout: ParallelLayout, modules: ModuleSet, experts: ExpertModules = "sequential"
+) -> Iterator[str]:
+    """Every parameter that the model of this rank (or chunk) has."""
+    if layout.first_stage:
+        yield EMBEDDING.name(modules)
+    for index, layer in enumerate(layout.layers):
+        for entry in layer_entries(config, layer, experts):
+            name = f"decoder.layers.{index}.{entry.name(modules)}"
+            if "{expert}" not in name:
+                yield name
+            else:
+                yield from (name.format(expert=i) for i in range(len(layout.experts(config.num_experts))))
+    if layout.last_stage:
+        yield FINAL_NORM.name(modules)
+        if not (config.tied and layout.first_stage):
+            yield OUTPUT.name(modules)

@@ -74,7 +74,7 @@ def path_of(env_type: str) -> str:
 
 
 def names_actions(env_type: str) -> bool:
-    """Whether the class of an environment that can be imported says ``action_names``, so that play can be scripted."""
+    """Tells whether an environment that can be imported says ``action_names``, so that play can be scripted."""
     return bool(getattr(_ENVS.get(env_type), "action_names", ()))
 
 

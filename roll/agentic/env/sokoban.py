@@ -168,17 +168,12 @@ class SokobanEnv(TextEnv):
         first = self._first_board
         return Board(first.height, first.width, first.floor, first.targets, self._boxes, self._player)
 
-    @property
-    def board_hash(self) -> str:
-        """Names the board that the episode started from; decides its split."""
-        return self._first_board.hash
-
     def expert_actions(self) -> list[str]:
         """All actions that an optimal solution may play next.
 
         Empty when the board is solved, cannot be solved any more, or is too far from solved for the search.
         """
-        distance = self._solver().distance(self._boxes, self._player)
+        distance = self.solution_length()
         if not distance:
             return []
         nearer = self._solver().levels[distance - 1]

@@ -29,7 +29,7 @@ def strategy_names(task: str | None = None) -> list[str]:
 
 
 def packages() -> dict[str, EnginePackage]:
-    """What must be installed, by ``strategy_name``; the others need PyTorch and Transformers alone."""
+    """Packages that must be installed, by ``strategy_name``; the others need PyTorch and Transformers alone."""
     return {name: card.package for card in cards() if card.package for name in card.strategies}
 
 

@@ -1,4 +1,4 @@
-"""What an engine's constructor takes, read from its source: importing an engine takes many seconds and a device."""
+"""Arguments of an engine's constructor, read from its source: importing an engine takes many seconds and a device."""
 
 from __future__ import annotations
 

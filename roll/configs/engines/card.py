@@ -73,7 +73,7 @@ class Strategy:
     generates: bool = False
 
     def plays(self, role: str) -> bool:
-        """Whether it does what a role needs."""
+        """Tells whether it does what a role needs."""
         return {"trains": self.trains, "scores": self.scores, "generates": self.generates}[task_of(role)]
 
 
@@ -100,7 +100,7 @@ class EngineCard:
     trains_modules: ClassVar[bool] = False
     """Trains the modules of Transformers: has Ulysses, Liger kernels, and the attention that Transformers has."""
     ulysses_instead: ClassVar[str] = ""
-    """What shares sequences in place of ``ulysses_size``."""
+    """Key of the option that shares sequences in place of ``ulysses_size``."""
     own_attention: ClassVar[bool] = False
     """Chooses among attention kernels of its own, by ``attention_backend``."""
     size_key: ClassVar[str | None] = None
@@ -124,7 +124,7 @@ class EngineCard:
         return []
 
     def options_checked(self, options: Mapping[str, Any]) -> bool:
-        """Whether ``option_problems`` could look at what is passed on."""
+        """Tells whether ``option_problems`` could look at what is passed on."""
         passed_on = options.keys() - self.options.model_fields.keys()
         return not passed_on or self.package is None or self.package.installed
 

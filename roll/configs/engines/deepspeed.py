@@ -12,7 +12,7 @@ from roll.configs.engines.card import Dtype, EngineCard, EnginePackage, PassedOn
 from roll.configs.problems import ConfigProblem
 
 AUTO = "auto"
-"""What DeepSpeed files of other projects say in place of a value that is decided elsewhere, or by DeepSpeed."""
+"""Word of other projects' DeepSpeed files for a value that is decided elsewhere, or by DeepSpeed."""
 
 
 class DeepSpeedConfig(PassedOnOptions):

@@ -101,7 +101,7 @@ class MegatronConfig(PassedOnOptions):
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     def engine_arguments(self) -> dict[str, Any]:
-        """What goes to the fields of Megatron's configurations under the same name."""
+        """Options that go to the fields of Megatron's configurations under the same name."""
         ours = {
             "attention_backend",
             "freeze_moe_router",

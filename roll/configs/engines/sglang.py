@@ -91,7 +91,7 @@ OTHER_NAMES = {
     "tensor_parallel_size": "num_gpus_per_worker",
     "tensor_model_parallel_size": "num_gpus_per_worker",
 }
-"""What vLLM calls an option of this engine."""
+"""Options of this engine by vLLM's names."""
 
 
 _STRATEGIES = "roll.distributed.strategy.sglang.strategy"

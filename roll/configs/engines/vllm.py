@@ -79,7 +79,7 @@ OTHER_NAMES = {
     "tensor_model_parallel_size": "tensor_parallel_size",
     "tp_size": "tensor_parallel_size",
 }
-"""What SGLang calls an option of this engine."""
+"""Options of this engine by SGLang's names."""
 
 
 _STRATEGIES = "roll.distributed.strategy.vllm.strategy"

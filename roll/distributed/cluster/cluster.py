@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ALIVE_WAIT_S = 1.0
-"""How long a death may take to be known; Ray reports a killed process within some hundredths of a second."""
+"""Time that a death may take to be known; Ray reports a killed process within some hundredths of a second."""
 
 _INLINE_TYPES = (type(None), bool, int, float, str, os.PathLike)
 
@@ -76,7 +76,7 @@ class Cluster:
         self.rpc_timeout = rpc_timeout
         self.start_timeout = start_timeout
         self.restarts = [0] * len(self.slots)
-        """How often each rank was replaced."""
+        """Number of times that each rank was replaced."""
         self.handles: list[ActorHandle] = []
         """Ray actor handles in rank order; a restart replaces the rank's handle."""
         self._init_kwargs = dict(init_kwargs or {})
@@ -171,7 +171,7 @@ class Cluster:
         return [results[ref] for ref in refs]
 
     def alive(self) -> list[bool]:
-        """Whether each rank's process exists. A busy or hung worker is alive. Takes at most a second."""
+        """Tells whether each rank's process exists. A busy or hung worker is alive. Takes at most a second."""
         import ray
 
         if not self.handles:
@@ -267,7 +267,7 @@ def _is_death(ref: ObjectRef) -> bool:
 
 
 def death_reason(error: RayActorError) -> str:
-    """What a person needs of Ray's message: a constructor's traceback, or else the process and how it ended."""
+    """Part of Ray's message that a person needs: a constructor's traceback, or else the process and how it ended."""
     text = _plain(str(error))
     pid = re.search(r"^\s*pid: (\d+)$", text, re.MULTILINE)
     if pid is None:

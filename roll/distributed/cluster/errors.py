@@ -1,4 +1,4 @@
-"""What can go wrong between the driver and its workers, one class per thing the caller may want to repair.
+"""Failures between the driver and its workers, one class per thing the caller may want to repair.
 
 Every class hands its fields to ``Exception.__init__`` so that it survives the way through Ray's serialisation.
 """
@@ -51,7 +51,7 @@ class RpcTimeoutError(ClusterError, TimeoutError):
         self.call = call
         self.step = step
         self.seconds = seconds
-        """How long the caller waited."""
+        """Time that the caller waited."""
 
     def __str__(self) -> str:
         who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {', '.join(map(str, self.ranks))}"

@@ -43,7 +43,7 @@ def discover_nodes() -> list[NodeInfo]:
 
 @dataclass(frozen=True)
 class NodeView:
-    """What a process on the node sees."""
+    """View of a process on the node."""
 
     gpu_ids: tuple[str, ...]
     """The real ids of the bundle's GPUs."""

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _CONNECT_TIMEOUT_S = 10.0
 _START_TIMEOUTS_S = (30.0, 180.0)
-"""How long a local cluster may take to come up, at the first try and at the second."""
+"""Times that a local cluster may take to come up, at the first try and at the second."""
 _WATCH_S = 0.5
 _LOOPBACK = "127.0.0.1"
 _OF_A_NEW_CLUSTER = ("num_cpus", "num_gpus", "object_store_memory")
@@ -273,7 +273,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _listens_on_loopback_alone(address: str) -> bool:
-    """Whether the cluster, which answers at this loopback address, does not at this machine's public one.
+    """Tells whether the cluster, which answers at this loopback address, does not at this machine's public one.
 
     Ray would take the public one in its place and wait for minutes.
     """

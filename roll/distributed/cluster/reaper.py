@@ -71,7 +71,7 @@ def marked_processes(folder: str) -> list[int]:
 
 
 def _belongs(process: Path, folder: str) -> bool:
-    """Whether the process carries the mark, or is one of Ray's that has files open in the session's folder.
+    """Tells whether the process carries the mark, or is one of Ray's that has files open in the session's folder.
 
     Ray's agents give themselves a title, which is written over a part of the environment that /proc shows, and now and
     then over the mark.

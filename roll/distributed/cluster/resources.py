@@ -33,7 +33,7 @@ class NodeInfo:
     node_id: str
     """Ray's id, or any unique name for a pretended node."""
     kind: NodeKind
-    """What its devices are: GPUs, CPU slots, or not known yet on a machine that only a plan speaks of."""
+    """Kind of its devices: GPUs, CPU slots, or not known yet on a machine that only a plan speaks of."""
     num_devices: int
     num_cpus: float
     """CPU cores that Ray may hand out."""
@@ -41,7 +41,7 @@ class NodeInfo:
 
 @dataclass(frozen=True)
 class RoleRequest:
-    """What one role asks for."""
+    """Devices that one role asks for."""
 
     name: str
     device_mapping: tuple[int, ...] | None = None
@@ -219,7 +219,7 @@ def _spread_slots(request: RoleRequest, nodes: Sequence[NodeInfo], load: list[fl
 
 
 def _problems(request: RoleRequest, nodes: Sequence[NodeInfo], node_of: Sequence[int]) -> list[str]:
-    """What is wrong with one role's request, one line each."""
+    """Problems of one role's request, one line each."""
     name, mapping, each = request.name, request.device_mapping, request.num_gpus_per_worker
     if mapping is None:
         if request.world_size is None or request.world_size < 1:

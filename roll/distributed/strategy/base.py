@@ -1,4 +1,4 @@
-"""What an engine must offer: three small protocols and the values that cross them.
+"""Protocols of an engine, three small ones, and the values that cross them.
 
 A strategy hides one engine. It never sees a pipeline and does no RL arithmetic: losses come in as functions of
 log-probabilities, weights go out under Hugging Face names.
@@ -27,7 +27,7 @@ Metrics: TypeAlias = dict[str, float]
 
 
 class States(enum.Flag):
-    """What may leave the device while another role uses it."""
+    """States that may leave the device while another role uses it."""
 
     WEIGHTS = enum.auto()
     GRADS = enum.auto()

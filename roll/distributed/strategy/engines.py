@@ -1,4 +1,4 @@
-"""What strategies share of engines that are optional packages."""
+"""Help for strategies whose engines are optional packages."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ SUPPORTED = {
 """Model classes that convert, by ``model_type``."""
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What Megatron's scaled rotary embedding has built in; only the factor is its argument."""
+"""Values that Megatron's scaled rotary embedding has built in; only the factor is its argument."""
 
 
 @dataclass(frozen=True)
 class MegatronModelConfig:
-    """What a Megatron model is built from and its weights are converted by."""
+    """Shape that a Megatron model is built from and its weights are converted by."""
 
     model_class: str
     """The Hugging Face class, e.g. ``Qwen3ForCausalLM``."""

@@ -21,7 +21,7 @@ ModuleSet = Literal["local", "te"]
 ExpertModules = Literal["sequential", "grouped", "legacy_grouped"]
 
 Form = Literal["replicated", "vocab", "rows", "columns", "qkv", "gate_up", "all_gate_up", "all_down"]
-"""How Hugging Face tensors become one of Megatron's, and how its tensor-parallel shards are cut.
+"""Rule by which Hugging Face tensors become one of Megatron's, and its tensor-parallel shards are cut.
 
 ``replicated``: as it is, on every rank. ``vocab``: rows padded, cut by rows. ``rows``, ``columns``: cut by these.
 ``qkv``: rows of query, key and value interleaved by query group, cut by rows. ``gate_up``: each shard is its rows of
@@ -129,7 +129,7 @@ class Source:
 
 
 def source(name: str, config: MegatronModelConfig, layout: ParallelLayout) -> Source:
-    """What a parameter, by its name on the rank (or chunk) of ``layout``, holds.
+    """Source of a parameter, by its name on the rank (or chunk) of ``layout``.
 
     Raises:
         ValueError: no such parameter in a converted model, or not on this rank.
@@ -149,25 +149,6 @@ def source(name: str, config: MegatronModelConfig, layout: ParallelLayout) -> So
     numbers = held if expert is None else [_held(name, "expert", expert, held)]
     groups = tuple(tuple(prefix + hf.format(expert=number) for hf in entry.hf) for number in numbers)
     return Source(entry.form, groups, expert=True)
-
-
-def parameter_names(
-    config: MegatronModelConfig, layout: ParallelLayout, modules: ModuleSet, experts: ExpertModules = "sequential"
-) -> Iterator[str]:
-    """Every parameter that the model of this rank (or chunk) has."""
-    if layout.first_stage:
-        yield EMBEDDING.name(modules)
-    for index, layer in enumerate(layout.layers):
-        for entry in layer_entries(config, layer, experts):
-            name = f"decoder.layers.{index}.{entry.name(modules)}"
-            if "{expert}" not in name:
-                yield name
-            else:
-                yield from (name.format(expert=i) for i in range(len(layout.experts(config.num_experts))))
-    if layout.last_stage:
-        yield FINAL_NORM.name(modules)
-        if not (config.tied and layout.first_stage):
-            yield OUTPUT.name(modules)
 
 
 def layer_entries(config: MegatronModelConfig, layer: int, experts: ExpertModules) -> tuple[Entry, ...]:

@@ -27,7 +27,7 @@ _RECIPE = "made_from.json"
 
 @dataclass(frozen=True)
 class Datasets:
-    """What is trained on and what is held out."""
+    """Prompts that are trained on and prompts that are held out."""
 
     train: PromptDataset | None
     """``None`` with ``eval_only``."""
@@ -72,7 +72,7 @@ def load_datasets(config: RLVRConfig, renderer: ChatRenderer) -> Datasets:
 
 
 def describe_datasets(datasets: Datasets) -> list[str]:
-    """What was read, a line for each dataset."""
+    """Account of what was read, a line for each dataset."""
     found = {"training data": datasets.train, "held-out data": datasets.val}
     return [f"{name}: {dataset.report}" for name, dataset in found.items() if dataset is not None]
 

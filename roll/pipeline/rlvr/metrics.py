@@ -1,4 +1,4 @@
-"""What answers and scores tell: accuracy over several samples, rewards by domain, which groups to train on."""
+"""Statistics of answers and scores: accuracy over several samples, rewards by domain, which groups to train on."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def check_error_rates(groups: Sequence[RolloutGroup], config: PromptsConfig) -> 
 
 
 def passes_filter(group: RolloutGroup, limits: RewardFilterConfig) -> bool:
-    """Whether a group's scores lie within the bounds of dynamic sampling; one without any answer never does."""
+    """Tells whether a group's scores lie within the bounds of dynamic sampling; one without any answer never does."""
     if limits.type == "no_filter":
         return True
     scores = [trajectory.score for trajectory in group.trajectories]

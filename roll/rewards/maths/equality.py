@@ -47,7 +47,7 @@ _ENOUGH = 2
 
 
 def same(gold: Value, answer: Value) -> bool:
-    """Whether an answer is the reference answer."""
+    """Tells whether an answer is the reference answer."""
     if gold == answer and not isinstance(gold, Term):
         return True
     if isinstance(gold, Choice) or isinstance(answer, Choice):

@@ -261,7 +261,7 @@ class _Parser:
         return left * right
 
     def _starts_factor(self) -> bool:
-        """Whether a factor follows without a sign. A number never does: ``3 5`` and ``x2`` mean nothing."""
+        """Tells whether a factor follows without a sign. A number never does: ``3 5`` and ``x2`` mean nothing."""
         token = self._next
         if token.kind == "word":
             return not _names_unit(token) and not (token.spaced and len(token.text) > 3)
@@ -557,7 +557,7 @@ class _Parser:
         )
 
     def _argument(self) -> Value:
-        r"""What a command or a ``^`` takes: a group, or one digit, letter or command."""
+        r"""Argument of a command or a ``^``: a group, or one digit, letter or command."""
         if self._accept("{"):
             bars, self._bars = self._bars, 0
             value = self.sum()

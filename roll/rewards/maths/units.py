@@ -61,7 +61,7 @@ MAX_WORDS = 5
 
 
 def is_unit(word: str) -> bool:
-    """Whether bare letters behind a number are a unit, not a product of variables."""
+    """Tells whether bare letters behind a number are a unit, not a product of variables."""
     return len(word) > 1 and (word in _CANONICAL or word.removesuffix("s") in _CANONICAL)
 
 

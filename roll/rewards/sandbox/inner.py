@@ -589,7 +589,7 @@ class Tester:
         return next((name for name in names if find_spec(name.partition(".")[0]) is None), None)
 
     def _namespace(self, plan: dict[str, Any], trees: list[ast.Module], references: dict[str, int]) -> dict[str, Any]:
-        """What the tests may use: built-ins, modules by name, and the candidate's names for all else."""
+        """Names that the tests may use: built-ins, modules by name, and the candidate's names for all else."""
         import ast
 
         used = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}

@@ -43,7 +43,7 @@ class SandboxError(RewardError):
 
 
 class SandboxLimits(Config):
-    """What one run may use."""
+    """Resources that one run may use."""
 
     wall_seconds: float = Field(default=10.0, gt=0, description="Time of the program until it is killed.")
     cpu_seconds: float = Field(default=10.0, gt=0, description="CPU time of each process, rounded up.")
@@ -60,7 +60,7 @@ class SandboxLimits(Config):
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """What a run left behind."""
+    """Remains of a run."""
 
     stdout: str
     """Undecodable bytes are replaced."""
@@ -105,11 +105,11 @@ class _Output(asyncio.Protocol):
 
 @dataclass(frozen=True)
 class View:
-    """What programs see."""
+    """Interpreter and packages that programs see."""
 
     python: str
     packages: bool
-    """Whether the interpreter sees its installed packages."""
+    """Tells whether the interpreter sees its installed packages."""
     binds: tuple[str, ...]
     """Paths, read-only."""
     links: tuple[tuple[str, str], ...]

@@ -226,7 +226,7 @@ def test_the_same_seed_gives_the_same_board_in_another_process():
     code = (
         "import roll.agentic.env as envs, sys\n"
         f"env = envs.make('sokoban', **{config!r})\n"
-        "for seed in (0, 1, 2**40): sys.stdout.write(env.reset(seed=seed)[0] + env.board_hash)\n"
+        "for seed in (0, 1, 2**40): sys.stdout.write(env.reset(seed=seed)[0] + env.board.hash)\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     run = lambda hash_seed: subprocess.run(  # noqa: E731
@@ -238,14 +238,14 @@ def test_the_same_seed_gives_the_same_board_in_another_process():
         check=True,
     )
     env = SokobanEnv(**config)
-    here = "".join(env.reset(seed=seed)[0] + env.board_hash for seed in (0, 1, 2**40))
+    here = "".join(env.reset(seed=seed)[0] + env.board.hash for seed in (0, 1, 2**40))
     assert run("1").stdout == run("2").stdout == here
 
 
 def test_the_boards_of_seeds_do_not_change_between_versions():
     env = SokobanEnv(max_solution=4, num_walls=4)
     env.reset(seed=0)
-    assert env.board_hash == "0927097a05cfef20"
+    assert env.board.hash == "0927097a05cfef20"
 
 
 def test_seeds_give_different_boards_and_layouts():
@@ -275,7 +275,7 @@ def test_train_and_eval_share_no_board_and_the_hash_decides():
         hashes[split] = set()
         for seed in range(2500):
             env.reset(seed=seed)
-            hashes[split].add(env.board_hash)
+            hashes[split].add(env.board.hash)
     assert not hashes["train"] & hashes["eval"]
     assert all(
         (int(board_hash, 16) / 2**64 < 0.1) == (split == "eval") for split in hashes for board_hash in hashes[split]
@@ -300,7 +300,7 @@ def test_all_split_draws_from_both():
     held_out = 0
     for seed in range(1000):
         env.reset(seed=seed)
-        held_out += int(env.board_hash, 16) / 2**64 < 0.3
+        held_out += int(env.board.hash, 16) / 2**64 < 0.3
     assert 240 < held_out < 360
 
 

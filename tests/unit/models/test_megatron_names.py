@@ -18,10 +18,9 @@ from roll.models.megatron.names import (
     ExpertModules,
     ModuleSet,
     adaptable_layers,
-    parameter_names,
     source,
 )
-from tests.support.megatron_models import CONFIGS, checkpoint, make_model
+from tests.support.megatron_models import CONFIGS, checkpoint, make_model, parameter_names
 
 WHOLE = ParallelLayout(layers=(0, 1, 2))
 MODULE_SETS: list[tuple[ModuleSet, ExpertModules]] = [

@@ -301,6 +301,17 @@ def test_a_save_that_fails_in_the_background_fails_what_comes_next_as_it_would_i
     checkpointer.wait()  # it is told once
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_what_the_disk_refuses_is_told_in_a_line(tmp_path: Path, background: bool) -> None:
+    checkpointer = Checkpointer(tmp_path, background=background)
+    failing = SlowWrite(OSError(errno.EIO, "Input/output error"))
+    failing.go.set()
+    with pytest.raises(CheckpointError, match=r"^checkpoint-1: .*Input/output error; earlier checkpoints are kept$"):
+        checkpointer.save(1, failing, {})
+        checkpointer.wait()
+    assert names(tmp_path) == []
+
+
 @pytest.mark.parametrize("told", [b"weight5", b"weigh"])
 def test_checksums_are_of_what_was_written_and_nothing_is_read_back(tmp_path: Path, told: bytes) -> None:
     """A disk that keeps other bytes is found when the checkpoint is read, one that keeps fewer at once."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from roll.distributed.strategy.base import States
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
+from roll.distributed.strategy.training.pieces import Region, Spread, everywhere, find_regions
 from roll.models.scoring import TokenScorer
 
 ENGINE_STATES = {
@@ -46,7 +48,7 @@ class Fragment:
 
 
 class EngineWeights(ABC):
-    """What the stages have in common. ``fragments`` is empty without an optimizer.
+    """Parameters of an engine, as far as all stages have them alike. ``fragments`` is empty without an optimizer.
 
     Args:
         engine: what ``deepspeed.initialize`` returned.
@@ -56,7 +58,6 @@ class EngineWeights(ABC):
 
     copies = 1
     """Ranks that update the same part of a parameter, each in its own copy."""
-    joins_anew = False
 
     def __init__(self, engine: Any, scorer: TokenScorer, device: torch.device) -> None:
         self.engine = engine
@@ -123,12 +124,11 @@ class EngineWeights(ABC):
                 parameter = self.parameters[name]
                 optimizer.norm_for_param_grads[optimizer.get_param_id(parameter)] = self.gradient(name).norm()
 
-    def weight(self, name: str, dtype: torch.dtype, rank: int | None = None) -> Tensor:
+    def weight(self, name: str, dtype: torch.dtype) -> Tensor:
         """The whole parameter in a number format, as exact as there is, on all ranks (collective)."""
-        exact = name not in self.trained or self.parameters[name].dtype in (dtype, torch.float32)
-        return (self.stored(name) if exact else self.whole(name, MASTER)).to(dtype)
+        return (self.stored(name) if self._is_stored(name, dtype) else self.whole(name, MASTER)).to(dtype)
 
-    def whole(self, name: str, kind: str, rank: int | None = None) -> Tensor:
+    def whole(self, name: str, kind: str) -> Tensor:
         """A trained parameter's float32 weights, or one of Adam's moments, on all ranks (collective)."""
         shape = self.shape(name)
         joined = torch.zeros(shape.numel(), device=self.device)
@@ -137,6 +137,30 @@ class EngineWeights(ABC):
         if self.copies == 1 and dist.get_world_size() > 1:
             dist.all_reduce(joined)  # what a rank does not hold is 0
         return joined.view(shape)
+
+    def spread(self, name: str, kind: str, dtype: torch.dtype) -> Spread:
+        """A flat parameter, or one of Adam's moments, where it lies (collective)."""
+        shape = (self.shape(name).numel(),)
+        if kind == MASTER and self._is_stored(name, dtype):
+            return Spread(shape, dtype, self.device, self.stored_regions(name), lambda: self.stored_part(name))
+        return Spread(shape, dtype, self.device, self._updated[name], lambda: self._kept(self.fragments[name], kind))
+
+    def stored_regions(self, name: str) -> list[Region]:
+        """Who has what of the flat parameter that the model computes with."""
+        return everywhere((self.shape(name).numel(),))
+
+    def stored_part(self, name: str) -> Tensor:
+        """This rank's part of it, flat."""
+        return self.parameters[name].detach().view(-1)
+
+    @cached_property
+    def _updated(self) -> dict[str, list[Region]]:
+        """Who updates which part of the flat parameters."""
+        return find_regions({name: ((f.offset,), (f.size,)) for name, f in self.fragments.items()})
+
+    def _is_stored(self, name: str, dtype: torch.dtype) -> bool:
+        """Tells whether what the model computes with is as exact as a number format asks."""
+        return name not in self.trained or self.parameters[name].dtype in (dtype, torch.float32)
 
     def leave(self, what: States) -> None:
         """Takes states to host memory."""
@@ -310,6 +334,20 @@ class PartitionedWeights(EngineWeights):
             if dist.get_rank() == 0:
                 parameter.detach().copy_(whole)
 
+    def stored_regions(self, name: str) -> list[Region]:
+        size, whole = self._part(name).numel(), self.shape(name).numel()
+        parts = {rank: min(size, whole - rank * size) for rank in range(dist.get_world_size())}
+        return [Region((rank * size,), (valid,), (rank,)) for rank, valid in parts.items() if valid > 0]
+
+    def stored_part(self, name: str) -> Tensor:
+        part = self._part(name)
+        return part.narrow(0, 0, min(part.numel(), self.shape(name).numel() - dist.get_rank() * part.numel()))
+
+    def _part(self, name: str) -> Tensor:
+        """This rank's part of a parameter; those of the last ranks are padded."""
+        part: Tensor = self.parameters[name].ds_tensor  # type: ignore[attr-defined]
+        return part.detach().view(-1)
+
     def gradient(self, name: str) -> Tensor:
         fragment, optimizer = self.fragments[name], self.optimizer
         if optimizer.offload_optimizer:
@@ -341,7 +379,7 @@ class PartitionedWeights(EngineWeights):
 
     @property
     def _movable(self) -> States:
-        """What DeepSpeed is asked to move: it cannot move weights of which some are frozen, nor PyTorch's Adam."""
+        """States left to DeepSpeed to move: it cannot move weights of which some are frozen, nor PyTorch's Adam."""
         return States(0) if self._parameters_in_host_memory else States.GRADS
 
     @property

@@ -9,8 +9,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,9 +24,43 @@ if TYPE_CHECKING:
 
 SHARDS_FOLDER = "shards"
 
+Shards: TypeAlias = dict[str, Tensor]
 
-def save_shards(path: Path, weights: Weights) -> None:
-    """Writes weights and moments into the folder ``path`` (collective).
+
+def shards_of(weights: Weights) -> Shards:
+    """Trained weights and their moments as they lie on the ranks; writing into the tensors changes them.
+
+    With ``cpu_offload`` beside a GPU they are copies, as a DTensor lies on the devices of its mesh.
+    """
+    return {name: _placed(share, like) for name, share, like in _shares(weights)}
+
+
+class ShardCopies:
+    """Copies of ``shards_of`` in host memory, which is kept from one time to the next."""
+
+    def __init__(self) -> None:
+        self._kept: Shards | None = None
+
+    @torch.no_grad()
+    def take(self, shards: Shards) -> Shards:
+        """Copies all; what was returned before is written over."""
+        gpu = torch.cuda.is_available()
+        if self._kept is None:
+            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+            options = StagingOptions(gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=gpu)
+            # Only PyTorch makes a DTensor that lies beside its mesh; at a millisecond for each, it is asked once.
+            self._kept = cast(Shards, DefaultStager(options).stage(shards))
+            return self._kept
+        for name, tensor in shards.items():
+            _local(self._kept[name]).copy_(_local(tensor), non_blocking=gpu)
+        if gpu:
+            torch.cuda.synchronize()
+        return self._kept
+
+
+def save_shards(path: Path, state: Shards, group: dist.ProcessGroup | None) -> None:
+    """Writes the shards of weights and moments into a folder (collective over the group, or all ranks).
 
     Raises:
         OSError: on every rank, when one cannot write.
@@ -36,7 +71,7 @@ def save_shards(path: Path, weights: Weights) -> None:
     writer = HuggingFaceStorageWriter(str(path), save_distributed=True)
     try:
         with _quiet():
-            dcp.save(_state(weights), storage_writer=writer, no_dist=not dist.is_initialized())
+            dcp.save(state, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         raise OSError(f"checkpoint {path}: {error}") from error
 
@@ -49,18 +84,16 @@ def load_shards(path: Path, weights: Weights) -> None:
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
-    from torch.distributed.tensor import DTensor
 
     reader = HuggingFaceStorageReader(str(path))
-    state = _state(weights)
+    state = shards_of(weights)
     try:
         with _quiet():
             dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     except (CheckpointException, RuntimeError) as error:
         raise ValueError(f"checkpoint {path}: {error}; expected the shards of this model") from error
     for name, share, _ in _shares(weights):
-        loaded = state[name]
-        loaded = loaded.to_local() if isinstance(loaded, DTensor) else loaded
+        loaded = _local(state[name])
         if loaded.device != share.device:
             share.copy_(loaded)
 
@@ -68,14 +101,6 @@ def load_shards(path: Path, weights: Weights) -> None:
 def _quiet() -> warnings.catch_warnings:
     """Without the warning that a lone worker is alone."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)
-
-
-def _state(weights: Weights) -> dict[str, Tensor]:
-    """What is trained and its moments as they lie on the ranks; writing into the tensors changes it.
-
-    With ``cpu_offload`` beside a GPU they are copies, as a DTensor lies on the devices of its mesh.
-    """
-    return {name: _placed(share, like) for name, share, like in _shares(weights)}
 
 
 def _shares(weights: Weights) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -97,3 +122,9 @@ def _placed(share: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         share, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

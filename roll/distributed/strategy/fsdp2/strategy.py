@@ -9,6 +9,8 @@ ranks split each layer and count as one; with ``model_args.ulysses_size`` they s
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,13 +21,12 @@ from roll.configs.engines.fsdp2 import Fsdp2Config
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.fsdp2.activation_offload import OffloadedActivations
-from roll.distributed.strategy.fsdp2.shards import SHARDS_FOLDER, load_shards, save_shards
+from roll.distributed.strategy.fsdp2.shards import SHARDS_FOLDER, ShardCopies, load_shards, save_shards, shards_of
 from roll.distributed.strategy.fsdp2.weights import ReplicatedWeights, ShardedWeights, Weights
-from roll.distributed.strategy.training.checkpoint import TrainerState, restore_checkpoint, resume_folder
+from roll.distributed.strategy.training.checkpoint import Contents, TrainerState, restore_checkpoint, resume_folder
 from roll.distributed.strategy.training.hf_scorer import rank_info, recompute_activations
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
 from roll.distributed.strategy.training.optim import ADAM_STATE, make_adamw
-from roll.distributed.strategy.training.tensor_files import BackgroundWriter
 from roll.distributed.strategy.training.trainer import Limits, join_group, local_device
 from roll.models.scoring import TokenScorer
 
@@ -78,6 +79,10 @@ class Fsdp2Infer(ModuleScorer[Weights]):
 class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
     """Takes AdamW steps."""
 
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self._shard_copies = ShardCopies()
+
     def setup(self) -> RankInfo:
         info = super().setup()
         if not self.context.worker.model_args.disable_gradient_checkpointing:
@@ -122,26 +127,25 @@ class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
         self._gradients = []
         self.weights.drop_gradients()
 
-    def _hand_over(self, path: Path, writer: BackgroundWriter) -> None:
+    def contents(self, path: Path, *, copied: bool = False) -> list[Contents]:
         if self._config.checkpoint != "sharded":
-            super()._hand_over(path, writer)
-            return
+            return super().contents(path, copied=copied)
         self._require(States.WEIGHTS | States.OPTIMIZER)
+        shards = shards_of(self.weights)
+        if copied:
+            shards = self._shard_copies.take(shards)
         # There is no model folder: nothing but a trainer could read the shards.
-        save_shards(self._shards(path), self.weights)
-        self._hand_over_resume(path, (), writer)
+        resume = self._resume_contents(path, ())
+        return [replace(resume, write_shards=partial(save_shards, resume.path / SHARDS_FOLDER, shards))]
 
     def load(self, path: Path) -> None:
-        if not (shards := self._shards(path)).is_dir():
+        if not (shards := resume_folder(path, self.context.role) / SHARDS_FOLDER).is_dir():
             super().load(path)
             return
         self._require(States.WEIGHTS | States.OPTIMIZER)
         state = restore_checkpoint(path, self.context.role, self.trained, tensors=False)
         load_shards(shards, self.weights)
         self._continue_from(state, path)
-
-    def _shards(self, path: Path) -> Path:
-        return resume_folder(path, self.context.role) / SHARDS_FOLDER
 
     def move(self, what: States, device: torch.device) -> None:
         super().move(what, device)
@@ -152,7 +156,7 @@ class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
 
 
 def _replicated(config: Fsdp2Config, world_size: int) -> bool:
-    """Whether every rank holds a whole replica. A lone worker does, unless it offloads to the CPU as FSDP2 can."""
+    """Tells whether every rank holds a whole replica. A lone one does, unless it offloads to the CPU as FSDP2 can."""
     if config.cpu_offload or config.tensor_parallel_size > 1:
         return False
     return world_size == 1 or config.fsdp_size == 1

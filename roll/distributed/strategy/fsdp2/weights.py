@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -19,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from roll.distributed.strategy.training.hf_scorer import decoder_layers
 from roll.distributed.strategy.training.optim import MASTER
+from roll.distributed.strategy.training.pieces import Region, Spread, find_regions
 from roll.models.loading import resolve_dtype
 from roll.models.scoring import TokenScorer
 from roll.models.tensor_parallel import split_layers
@@ -31,10 +34,8 @@ if TYPE_CHECKING:
 
 
 class Weights(ABC):
-    """What sharded and replicated parameters have in common."""
+    """Parameters, as far as sharded and replicated ones are alike."""
 
-    joins_anew = False
-    """What is joined is memory of its own, which no optimizer step changes."""
     copies: list[int]
     """For each share in ``trained``, the ranks that hold the same, and after ``reduce_gradients`` the same gradient."""
     optimizer: torch.optim.Optimizer
@@ -90,20 +91,27 @@ class Weights(ABC):
     def move(self, device: torch.device) -> None:
         """Moves the parameters; the optimizer's shares follow."""
 
-    def weight(self, name: str, dtype: torch.dtype, rank: int | None = None) -> Tensor:
-        """The whole parameter in a number format, on all ranks or at least on one (collective)."""
-        return self._joined(name, self.local[name].to(dtype), rank)
+    def weight(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The whole parameter in a number format, on all ranks (collective)."""
+        return self.join(name, self.local[name].to(dtype))
 
-    def whole(self, name: str, kind: str, rank: int | None = None) -> Tensor:
-        """A trained parameter's weights, or one of its moments, on all ranks or at least on one (collective)."""
-        return self._joined(name, self._kept(name, kind), rank)
+    def whole(self, name: str, kind: str) -> Tensor:
+        """A trained parameter's weights, or one of its moments, on all ranks (collective)."""
+        return self.join(name, self._kept(name, kind))
 
-    def join_on(self, name: str, share: Tensor, rank: int) -> Tensor:
-        """As ``join`` on one rank, at less cost where there is a way; elsewhere the result is anything."""
-        return self.join(name, share)
+    def spread(self, name: str, kind: str, dtype: torch.dtype) -> Spread:
+        """A parameter, or one of its moments, where it lies (collective)."""
+        device = self.local[name].device
+        return Spread(tuple(self.shape(name)), dtype, device, self._regions[name], lambda: self._kept(name, kind))
 
-    def _joined(self, name: str, share: Tensor, rank: int | None) -> Tensor:
-        return self.join(name, share) if rank is None else self.join_on(name, share.detach(), rank)
+    @cached_property
+    def _regions(self) -> dict[str, list[Region]]:
+        """Who has which part of the parameters."""
+        return find_regions({name: self._part(name) for name in self.parameters})
+
+    @abstractmethod
+    def _part(self, name: str) -> tuple[Sequence[int], Sequence[int]]:
+        """Offsets and sizes of this rank's share of a parameter."""
 
     @torch.no_grad()
     def fill(self, name: str, kind: str, whole: Tensor | None) -> None:
@@ -163,6 +171,10 @@ class ReplicatedWeights(Weights):
     def join(self, name: str, share: Tensor) -> Tensor:
         return share.detach()
 
+    def _part(self, name: str) -> tuple[Sequence[int], Sequence[int]]:
+        shape = self.shape(name)
+        return [0] * len(shape), shape
+
     def share(self, name: str, whole: Tensor) -> Tensor:
         return whole
 
@@ -199,8 +211,6 @@ class ShardedWeights(Weights):
         data_mesh, tensor_mesh = _make_meshes(device, config)
         reduce_dtype = torch.float32 if config.reduce_dtype is None else resolve_dtype(config.reduce_dtype)
         self._sync_always = config.reshard_after_forward
-        # With other layouts a parameter may be whole on a rank, and joining it then copies nothing.
-        self.joins_anew = tensor_mesh is None and data_mesh.ndim == 1
         _forget_values(scorer)
         partial: set[str] = set()
         if tensor_mesh is not None:
@@ -254,24 +264,9 @@ class ShardedWeights(Weights):
             joined = joined.redistribute(placements=placements)
         return joined.to_local()
 
-    def join_on(self, name: str, share: Tensor, rank: int) -> Tensor:
-        from torch.distributed.tensor import Shard
-
-        like = cast("DTensor", self.parameters[name])
-        if like.placements != (Shard(0),):
-            return self.join(name, share)
-        if rank != dist.get_rank():
-            if share.numel():
-                dist.send(share.contiguous(), rank)
-            return share
-        whole = torch.empty(like.shape, dtype=share.dtype, device=share.device)
-        rows = -(-len(whole) // dist.get_world_size())
-        for source, part in enumerate(whole.split(rows)):  # as FSDP2 shards: the last ranks may have nothing
-            if source == rank:
-                part.copy_(share)
-            else:
-                dist.recv(part, source)
-        return whole
+    def _part(self, name: str) -> tuple[Sequence[int], Sequence[int]]:
+        (chunk,) = cast("DTensor", self.parameters[name]).__create_chunk_list__()
+        return chunk.offsets, chunk.sizes
 
     def share(self, name: str, whole: Tensor) -> Tensor:
         from torch.distributed.tensor import distribute_tensor
@@ -359,7 +354,7 @@ def _allocate(scorer: TokenScorer, device: torch.device, compute_device: torch.d
 
 
 def _copies(parameter: nn.Parameter) -> int:
-    """How many ranks hold the same share of a parameter."""
+    """Number of ranks that hold the same share of a parameter."""
     like = cast("DTensor", parameter)
     sizes = zip(like.placements, like.device_mesh.shape, strict=True)
     return dist.get_world_size() // math.prod(size for placement, size in sizes if not placement.is_replicate())

@@ -25,7 +25,7 @@ from typing import Any
 from roll.distributed.strategy.generation.requests import EngineStoppedError
 
 STOP_WAIT_S = 20.0
-"""How long an engine may take to end by itself before its processes are killed."""
+"""Time that an engine may take to end by itself before its processes are killed."""
 
 
 class EngineCallError(RuntimeError):

@@ -37,7 +37,7 @@ from roll.distributed.weights.update_stream import UpdateStream, receive
 logger = logging.getLogger(__name__)
 
 PlanT = TypeVar("PlanT")
-"""What an engine's check of an update finds out for loading it."""
+"""Findings of an engine's check of an update, for loading it."""
 
 _LOCK_POLL_S = 0.005
 _MASK64 = (1 << 64) - 1
@@ -63,7 +63,7 @@ class Generator(ABC, Generic[PlanT]):
         self.context = context
         self.counters = Counters()
         self.weight_version = 0
-        """What completions that start from now on report."""
+        """Version that completions report which start from now on."""
         self._stream = UpdateStream(self.check_weights, from_device=self.streams_from_device)
         self._states = ResidentStates()
         self._open: set[str] = set()

@@ -1,4 +1,4 @@
-"""What is known of a model without its weights: for engines that keep theirs in another process or another format."""
+"""Outline of a model without its weights, for engines that keep theirs in another process or another format."""
 
 from __future__ import annotations
 

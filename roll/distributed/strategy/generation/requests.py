@@ -1,4 +1,4 @@
-"""What every generator has in common, whatever engine is behind it: requests, counters, what is on the device."""
+"""Base of every generator, whatever engine is behind it: requests, counters, what is on the device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Counters:
 
 
 class ResidentStates:
-    """What of a generator is on its device. It runs requests when all is."""
+    """States of a generator that are on its device. It runs requests when all are."""
 
     def __init__(self) -> None:
         self.away = States(0)

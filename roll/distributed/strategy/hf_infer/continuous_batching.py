@@ -70,7 +70,7 @@ class RunningSequence:
         return len(self.request.prompt_ids) + self.limit
 
     def completion(self, reason: FinishReason, weight_version: int) -> Completion:
-        """What was sampled; ``weight_version`` is used when that is nothing."""
+        """Completion of what was sampled; ``weight_version`` is used when that is nothing."""
         return Completion(
             request_id=self.request.request_id,
             token_ids=np.array(self.tokens, dtype=np.int64),

@@ -124,7 +124,7 @@ class LinearAdapter(nn.ModuleDict):
         return (result + self._delta(args[0]) if self.enabled else result), bias
 
     def _delta(self, inputs: Tensor) -> Tensor:
-        """What the adapter adds to the output, [S, B, outputs], for [S, B, inputs] and in their number format."""
+        """Addition of the adapter to the output, [S, B, outputs], for [S, B, inputs] and in their number format."""
         down = torch.cat([self._weight(name, "lora_A").to(inputs.dtype) for name in self])
         lows = self._across_ranks(functional.linear(inputs, down)).chunk(len(self), dim=-1)
         found = {

@@ -7,18 +7,19 @@ which holds all experts of a layer in two tensors. Every rank reads the folder b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import islice
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.megatron.model import MegatronModel, folder_reader, own_parts
 from roll.distributed.strategy.megatron.optimizer import MegatronAdam
-from roll.distributed.strategy.megatron.weights import WeightGatherer
+from roll.distributed.strategy.megatron.weights import Part, WeightGatherer
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import (
     ADAPTER,
@@ -30,7 +31,8 @@ from roll.distributed.strategy.training.checkpoint import (
     adapter_tensors,
 )
 from roll.distributed.strategy.training.optim import MASTER
-from roll.distributed.strategy.training.tensor_files import Piece, Reader
+from roll.distributed.strategy.training.pieces import Piece
+from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.loading import Head, make_skeleton, save_config
 from roll.models.lora import write_adapter_config
 
@@ -56,16 +58,15 @@ class TrainedModel:
         return self.context.lora is not None
 
     def tensors(self, kind: str) -> list[Piece]:
-        def read(parameter: nn.Parameter) -> Tensor:
-            return self.optimizer.get(parameter, kind)
+        def pieces(part: Part) -> list[Piece]:
+            return self.gatherer.pieces(part, torch.float32, lambda parameter: self.optimizer.share(parameter, kind))
 
         if self._adapts:
-            return self.gatherer.pieces("adapter", read, torch.float32)
-        trunk = _module_pieces(self.gatherer.pieces("trunk", read, torch.float32), self.model.converted.num_experts)
-        head = self.gatherer.pieces("head", read, torch.float32)
+            return pieces("adapter")
+        trunk = _module_pieces(pieces("trunk"), self.model.converted.num_experts)
         return [
             *(piece.renamed(partial(_saved_name, head=self.context.head)) for piece in trunk),
-            *(piece.renamed(lambda name: HEAD_PREFIX + name) for piece in head),
+            *(piece.renamed(lambda name: HEAD_PREFIX + name) for piece in pieces("head")),
         ]
 
     def fill(self, kind: str, read: Reader) -> None:
@@ -88,7 +89,7 @@ class TrainedModel:
 
 
 def megatron_files(gatherer: WeightGatherer, dtype: torch.dtype, context: StrategyContext) -> ModelFiles:
-    """What its model folder is made of; ``dtype`` is the number format of the Hugging Face weights."""
+    """Contents of its model folder; ``dtype`` is the number format of the Hugging Face weights."""
     head, lora, source = context.head, context.lora, context.model_path
 
     def write_config(folder: Path) -> None:
@@ -98,14 +99,11 @@ def megatron_files(gatherer: WeightGatherer, dtype: torch.dtype, context: Strate
         with torch.device("meta"):
             save_config(make_skeleton(head, source, dtype=dtype), folder, dtype)
 
-    def read(parameter: nn.Parameter) -> Tensor:
-        return parameter
-
-    model = gatherer.pieces("trunk", read, dtype) if lora is None else []
+    model = gatherer.pieces("trunk", dtype) if lora is None else []
     tensors = {
         MODEL: [piece.renamed(partial(_saved_name, head=head)) for piece in model],
-        ADAPTER: gatherer.pieces("adapter", read, torch.float32),
-        VALUE_HEAD: gatherer.pieces("head", read, torch.float32),
+        ADAPTER: gatherer.pieces("adapter", torch.float32),
+        VALUE_HEAD: gatherer.pieces("head", torch.float32),
     }
     return ModelFiles(tensors, write_config, source)
 
@@ -140,10 +138,12 @@ def _module_pieces(pieces: Iterable[Piece], num_experts: int) -> list[Piece]:
 
 
 def _one_piece(group: list[Piece], num_experts: int) -> Piece:
-    def gather(rank: int) -> dict[str, Tensor]:
-        return dict(_module_tensors((pair for piece in group for pair in piece.gather(rank).items()), num_experts))
+    def make(whole: Sequence[Tensor]) -> dict[str, Tensor]:
+        rest = iter(whole)
+        made = (piece.make(list(islice(rest, len(piece.spreads)))) for piece in group)
+        return dict(_module_tensors((pair for tensors in made for pair in tensors.items()), num_experts))
 
-    return Piece(dict(_module_tensors((pair for one in group for pair in one.outline.items()), num_experts)), gather)
+    return Piece([spread for piece in group for spread in piece.spreads], make)
 
 
 def _module_tensors(named: Iterable[tuple[str, Tensor]], num_experts: int) -> Iterator[tuple[str, Tensor]]:

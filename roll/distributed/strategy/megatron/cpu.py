@@ -152,7 +152,7 @@ CPU_TORCH = _Namespace(
         **{name: _on_cpu(getattr(torch, name)) for name in FACTORIES},
     },
 )
-"""What Megatron's modules see as ``torch``."""
+"""Stand-in that Megatron's modules see as ``torch``."""
 
 
 @contextlib.contextmanager

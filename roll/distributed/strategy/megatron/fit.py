@@ -1,4 +1,4 @@
-"""Whether a model fits a layout: sizes that must divide, layers per stage, options for experts. Needs no Megatron."""
+"""Fit of a model to a layout: sizes that must divide, layers per stage, options for experts. Needs no Megatron."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FOR_EXPERTS = (
 
 
 def check_model(role: str, worker: WorkerConfig, sizes: PreTrainedConfig, config: RLConfig) -> Iterator[ConfigProblem]:
-    """What of a model a role's options do not fit, keys relative to the role."""
+    """Problems of a role's options with a model, keys relative to the role."""
     options, base = worker.strategy_args.typed(), "strategy_args.strategy_config"
     assert isinstance(options, MegatronConfig)
     try:
@@ -42,7 +42,7 @@ def check_model(role: str, worker: WorkerConfig, sizes: PreTrainedConfig, config
 
 
 def check_adapter(worker: WorkerConfig, sizes: PreTrainedConfig, layers: Iterable[str]) -> Iterable[ConfigProblem]:
-    """What of an adapter a role's options do not fit, keys relative to the role; of a model that does itself."""
+    """Problems of a role's options with an adapter, keys relative to the role, for a model that they fit."""
     options = worker.strategy_args.typed()
     assert isinstance(options, MegatronConfig)
     try:

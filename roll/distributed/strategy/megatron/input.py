@@ -21,7 +21,7 @@ from roll.distributed.strategy.megatron.modules import held_columns
 
 @dataclass(frozen=True)
 class Rounding:
-    """What the widths of rows and the lengths of packed sequences are rounded up to, and how rows are cut."""
+    """Multiples that the widths of rows and the lengths of packed sequences are rounded up to, and how rows are cut."""
 
     round_to: int
     """``sequence_length_round_in_*``; packed sequences are not rounded to it."""
@@ -33,7 +33,7 @@ class Rounding:
 
     @property
     def unit(self) -> int:
-        """What a sequence's length must be a multiple of, so that every rank holds equally many positions."""
+        """Divisor of every sequence's length, so that every rank holds equally many positions."""
         size = self.context_size
         return self.tensor_size if size == 1 else math.lcm(2 * size, size * self.tensor_size)
 
@@ -66,7 +66,7 @@ class MegatronInput:
         )
 
     def packed_seq_params(self) -> Any:
-        """What attention and rotary embeddings need to know of a packed row."""
+        """Description of a packed row for attention and rotary embeddings."""
         if self.cumulative_lengths is None:
             return None
         from megatron.core.packed_seq_params import PackedSeqParams

@@ -43,7 +43,7 @@ ATTENTION = {"fa2": "flash", "eager": "unfused"}
 
 @dataclass(eq=False)
 class MegatronModel:
-    """What one rank holds."""
+    """Chunks of the model that one rank holds."""
 
     config: Any
     """Megatron's ``TransformerConfig``."""
@@ -131,7 +131,7 @@ def join_parallel_state(context: StrategyContext, options: MegatronConfig) -> Ra
 
 
 _joined: dict[str, Any] = {}
-"""What Megatron's process groups of this process were made for."""
+"""Layout for which Megatron's process groups of this process were made."""
 
 
 def build_model(
@@ -257,7 +257,7 @@ def transformer_config(
 
 
 def uses_transformer_engine(context: StrategyContext, dtype: torch.dtype) -> bool:
-    """Whether the model is made of TransformerEngine's modules, which need a GPU.
+    """Tells whether the model is made of TransformerEngine's modules, which need a GPU.
 
     In float32 it is not: its matrix products would round to TF32, and it has no attention with context parallelism.
     With a LoRA adapter neither: its layers normalise inside what the adapter reads the inputs of.

@@ -127,7 +127,7 @@ def gathered_order(lengths: list[int], size: int) -> Tensor:
 
 
 def layer_specs(config: Any, vp_stage: int | None) -> Any:
-    """What the layers of a model chunk are made of."""
+    """Modules that the layers of a model chunk are made of."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.moe import moe_utils
 

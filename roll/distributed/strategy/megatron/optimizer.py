@@ -22,7 +22,7 @@ from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 
 
 def loss_factor(num_micro_batches: int) -> int:
-    """What a loss is multiplied by, so that the gradient is the plain sum over micro-batches and ranks."""
+    """Factor of a loss with which the gradient is the plain sum over micro-batches and ranks."""
     from megatron.core import parallel_state
 
     return num_micro_batches * cast(int, parallel_state.get_data_parallel_world_size())
@@ -169,25 +169,22 @@ class MegatronAdam:
             chunk.zero_grad_buffer()
         self._chained.zero_grad()
 
-    def get(self, parameter: nn.Parameter, kind: str) -> Tensor:
-        """A moment or the float32 weight, in the shape of this rank's parameter (collective over data parallelism).
+    def place(self, parameter: nn.Parameter) -> tuple[int, int]:
+        """Start and size of this rank's share of a flat parameter; the size may be 0."""
+        share, start = self._share(self._part_of(parameter), parameter) if parameter.requires_grad else (parameter, 0)
+        return start, 0 if share is None else share.numel()
+
+    def share(self, parameter: nn.Parameter, kind: str) -> Tensor:
+        """This rank's share of a moment or of the float32 weight, as it is.
 
         Args:
             parameter: of the model.
             kind: one of ``ADAM_STATE``, or ``MASTER``.
         """
         if not parameter.requires_grad:
-            return parameter.detach().float() if kind == MASTER else torch.zeros_like(parameter, dtype=torch.float32)
+            return parameter.detach() if kind == MASTER else torch.zeros_like(parameter, dtype=torch.float32)
         part = self._part_of(parameter)
-        share, start = self._share(part, parameter)
-        if not self._distributed:
-            return _state(part, cast(Tensor, share), kind).view(parameter.shape)
-        whole = torch.zeros(parameter.numel(), device=parameter.device)
-        if share is not None:
-            whole[start : start + share.numel()] = _state(part, share, kind).to(whole.device)
-        if part.data_parallel_group.size() > 1:
-            dist.all_reduce(whole, group=part.data_parallel_group)
-        return whole.view(parameter.shape)
+        return _state(part, cast(Tensor, self._share(part, parameter)[0]), kind)
 
     @torch.no_grad()
     def set(self, parameter: nn.Parameter, kind: str, whole: Tensor) -> None:

@@ -222,7 +222,7 @@ class MegatronTrain(MegatronInfer, Trainer):
         info = super().setup()
         wrap_for_data_parallelism(self.model, self.options)
         self._optimizer = MegatronAdam(self.model, self.options, self.context.worker.training_args)
-        self._gatherer = WeightGatherer(self.model)
+        self._gatherer = WeightGatherer(self.model, self._optimizer)
         if self._model_dtype != torch.float32 and self.context.lora is None:
             # The optimizer's weights start from those in the files, which may be more exact than the model's.
             self.trained.load(Path(self.context.model_path))
@@ -298,10 +298,10 @@ class MegatronTrain(MegatronInfer, Trainer):
         self._optimizer.drop_gradients()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._gatherer.weights(lambda parameter: parameter, self._model_dtype)
+        return self._gatherer.weights(self._model_dtype)
 
     def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
-        return super().named_adapter() if self.context.lora is None else self._gatherer.adapter(lambda p: p)
+        return super().named_adapter() if self.context.lora is None else self._gatherer.adapter()
 
     @property
     def trained(self) -> TrainedModel:

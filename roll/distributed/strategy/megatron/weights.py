@@ -1,8 +1,9 @@
-"""A model's parameters from the ranks that hold them to rank 0, under Hugging Face names, one parameter at a time."""
+"""A model's parameters and moments on the ranks that hold them, under Hugging Face names, one parameter at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -11,25 +12,28 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from roll.distributed.strategy.megatron.model import MegatronModel
+from roll.distributed.strategy.megatron.optimizer import MegatronAdam
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX
-from roll.distributed.strategy.training.tensor_files import Piece
+from roll.distributed.strategy.training.pieces import Piece, Region, Spread, gather
 from roll.models.lora import is_adapter
 from roll.models.megatron.convert import join, shard_group
 from roll.models.megatron.layout import ParallelLayout
 
 Part: TypeAlias = Literal["trunk", "adapter", "head"]
-Reader: TypeAlias = Callable[[nn.Parameter], Tensor]
-"""What is gathered of a parameter: itself, or a tensor of its shape (collective over data-parallel ranks)."""
+OwnPart: TypeAlias = Callable[[nn.Parameter], Tensor]
+"""Reads this rank's part of a parameter, or of a moment."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """What one rank holds."""
+    """Place of one rank, and the parameters that it holds."""
 
     stage: int
     layouts: tuple[ParallelLayout, ...]
     shapes: tuple[dict[str, tuple[int, ...]], ...]
     """Of the parameters of each chunk."""
+    updated: tuple[dict[str, tuple[int, int]], ...]
+    """Start and size of what the rank's optimizer has of the flat parameters of each chunk."""
 
     @property
     def layout(self) -> ParallelLayout:
@@ -43,17 +47,15 @@ class _Item:
     chunk: int
     name: str
     layout: ParallelLayout
-    sources: tuple[int, ...]
-    """Ranks whose shards are joined, in order."""
-    holders: frozenset[int]
-    """All ranks that have it."""
+    holders: tuple[tuple[int, ...], ...]
+    """For each shard, in the order in which they are joined, all ranks that have it."""
     shape: tuple[int, ...]
 
 
 class WeightGatherer:
     """Knows which rank holds what (made collectively)."""
 
-    def __init__(self, model: MegatronModel) -> None:
+    def __init__(self, model: MegatronModel, optimizer: MegatronAdam) -> None:
         from megatron.core import parallel_state
 
         self._model = model
@@ -62,6 +64,7 @@ class WeightGatherer:
             parallel_state.get_pipeline_model_parallel_rank(),
             tuple(model.layouts),
             tuple({name: tuple(p.shape) for name, p in chunk.items()} for chunk in self._parameters),
+            tuple({name: optimizer.place(p) for name, p in chunk.items()} for chunk in self._parameters),
         )
         places: list[_Place] = [own] * dist.get_world_size()
         if len(places) > 1:
@@ -69,31 +72,46 @@ class WeightGatherer:
         self._places = places
         self._items = list(self._plan())
 
-    def weights(self, read: Reader, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors under Hugging Face names on rank 0, nothing on the others; all must exhaust it (collective)."""
-        return self._whole("trunk", read, dtype)
+        return self._whole("trunk", dtype)
 
-    def pieces(self, part: Part, read: Reader, dtype: torch.dtype) -> list[Piece]:
-        """The same tensors for a checkpoint, each made whole on the rank that writes it."""
-        return [self._piece(item, read, dtype) for item in self._items_of_part(part)]
-
-    def _piece(self, item: _Item, read: Reader, dtype: torch.dtype) -> Piece:
-        outline = [torch.empty(item.shape, dtype=dtype, device="meta") for _ in item.sources]
-
-        def gather(rank: int) -> dict[str, Tensor]:
-            shards = self._gather(item, read, dtype, rank)
-            return dict(self._join(item, shards)) if shards else {}
-
-        return Piece(dict(self._join(item, outline)), gather)
-
-    def adapter(self, read: Reader) -> Iterator[tuple[str, Tensor]]:
+    def adapter(self) -> Iterator[tuple[str, Tensor]]:
         """The same for a LoRA adapter, in float32 under the names of a peft folder."""
-        return self._whole("adapter", read, torch.float32)
+        return self._whole("adapter", torch.float32)
 
-    def _whole(self, part: Part, read: Reader, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        for item in self._items_of_part(part):
-            if shards := self._gather(item, read, dtype, 0):
-                yield from self._join(item, shards)
+    def pieces(self, part: Part, dtype: torch.dtype, updated: OwnPart | None = None) -> list[Piece]:
+        """The same tensors for a checkpoint.
+
+        Args:
+            part: of the model.
+            dtype: their number format.
+            updated: reads what the optimizer has of a parameter; without it, the parameters themselves are meant.
+        """
+        return [self._piece(item, dtype, updated) for item in self._items_of_part(part)]
+
+    def _whole(self, part: Part, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        for piece in self.pieces(part, dtype):
+            yield from gather(piece, 0).items()
+
+    def _piece(self, item: _Item, dtype: torch.dtype, updated: OwnPart | None) -> Piece:
+        def own() -> Tensor:
+            parameter = self._parameters[item.chunk][item.name]
+            return (parameter if updated is None else updated(parameter)).detach().reshape(-1)
+
+        size = math.prod(item.shape)
+        spreads = []
+        for ranks in item.holders:
+            regions = [Region((0,), (size,), ranks)] if updated is None else self._updated(item, ranks)
+            spreads.append(Spread((size,), dtype, self._device, regions, own))
+        return Piece(spreads, lambda whole: dict(self._join(item, [shard.view(item.shape) for shard in whole])))
+
+    def _updated(self, item: _Item, ranks: Sequence[int]) -> list[Region]:
+        """Which of the ranks update which part of a shard."""
+        by_part: dict[tuple[int, int], list[int]] = {}
+        for rank in ranks:
+            by_part.setdefault(self._places[rank].updated[item.chunk][item.name], []).append(rank)
+        return [Region((start,), (size,), tuple(of)) for (start, size), of in sorted(by_part.items()) if size]
 
     def _items_of_part(self, part: Part) -> list[_Item]:
         return [item for item in self._items if _part_of(item.name) == part]
@@ -102,23 +120,6 @@ class WeightGatherer:
         if _part_of(item.name) == "head":
             return [(item.name.removeprefix(HEAD_PREFIX), shards[0])]
         return join(item.name, shards, self._model.converted, item.layout)
-
-    def _gather(self, item: _Item, read: Reader, dtype: torch.dtype, target: int) -> list[Tensor]:
-        """Every source's shard on the rank ``target``; an empty list elsewhere."""
-        rank = dist.get_rank()
-        held = torch.empty(item.shape, dtype=dtype, device=self._device)
-        if rank in item.holders:
-            held = read(self._parameters[item.chunk][item.name]).detach().to(dtype)
-        if rank == target:
-            return [held if source == target else self._receive(item, dtype, source) for source in item.sources]
-        if rank in item.sources:
-            dist.send(held.contiguous(), target)
-        return []
-
-    def _receive(self, item: _Item, dtype: torch.dtype, source: int) -> Tensor:
-        shard = torch.empty(item.shape, dtype=dtype, device=self._device)
-        dist.recv(shard, source)
-        return shard
 
     def _plan(self) -> Iterator[_Item]:
         """All parameters, in the order of the layers."""
@@ -137,14 +138,13 @@ class WeightGatherer:
         for rank in ranks:
             by_part.setdefault(places[rank].layout.ep_rank if group == "expert_tensor" else 0, []).append(rank)
         for _, holders in sorted(by_part.items()):
-            first: dict[int, int] = {}
-            for rank in reversed(holders):
-                layout = places[rank].layout
-                shard = layout.tensor_rank(expert=group == "expert_tensor")[0]
-                first[0 if group == "replicated" else shard] = rank
-            sources = tuple(rank for _, rank in sorted(first.items()))
-            place = places[sources[0]]
-            yield _Item(chunk, name, place.layouts[chunk], sources, frozenset(holders), place.shapes[chunk][name])
+            of_shard: dict[int, list[int]] = {}
+            for rank in holders:
+                shard = places[rank].layout.tensor_rank(expert=group == "expert_tensor")[0]
+                of_shard.setdefault(0 if group == "replicated" else shard, []).append(rank)
+            in_order = tuple(tuple(ranks) for _, ranks in sorted(of_shard.items()))
+            place = places[in_order[0][0]]
+            yield _Item(chunk, name, place.layouts[chunk], in_order, place.shapes[chunk][name])
 
     def _group(self, chunk: int, name: str, place: _Place) -> str:
         return shard_group(name, self._model.converted, place.layouts[chunk])

@@ -101,7 +101,7 @@ PADDED_TO = 32
 
 
 def environment(tp_size: int) -> dict[str, str]:
-    """What an engine of so many processes finds in its environment."""
+    """Environment of an engine of so many processes."""
     found = {"TORCHDYNAMO_DISABLE": "1"}  # compiling takes longer than what it saves
     if tp_size > 1:
         cores = [str(core) for core in sorted(os.sched_getaffinity(0))]

@@ -34,7 +34,7 @@ def register() -> None:
 
 
 def request_marker() -> str:
-    """What a request must carry so that SGLang keeps its parameters next to its row of the batch.
+    """Mark that a request must carry so that SGLang keeps its parameters next to its row of the batch.
 
     They come with a logit processor, SGLang's way to change logits; this one is never called.
     """

@@ -1,4 +1,4 @@
-"""What runs inside SGLang's own processes, next to the model: their entry points, and loading weights.
+"""Code that runs inside SGLang's own processes, next to the model: their entry points, and loading weights.
 
 Importing this module prepares the process for SGLang. It is what a new process imports first, before the arguments of
 its entry point, which are SGLang's, are unpickled.

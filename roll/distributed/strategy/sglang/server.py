@@ -35,7 +35,7 @@ from roll.distributed.weights.contents import Contents, views
 
 
 class SglangServer:
-    """What ``strategy.py`` calls. Everything runs on one event loop, in order of arrival where it does not wait."""
+    """Methods that ``strategy.py`` calls. All run on one event loop, in order of arrival where they do not wait."""
 
     def __init__(self, connection: EngineServer) -> None:
         self._connection = connection

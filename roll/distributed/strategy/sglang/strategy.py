@@ -211,7 +211,7 @@ class SglangStrategy(Generator[dict[str, str]]):
         return [tag for each in what for tag in MEMORY[each]] if self.can_offload else []
 
     def _environment(self) -> dict[str, str]:
-        """What the engine's processes find in their environment. What the user has set stays as it is."""
+        """Environment of the engine's processes. What the user has set stays as it is."""
         wanted = {
             # The context is a little longer than the model's, for the positions that SGLang leaves empty.
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",

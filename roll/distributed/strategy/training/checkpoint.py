@@ -6,35 +6,51 @@ peft calls an adapter. ``resume/<role>/`` is what else a resumed run needs: ``op
 moments, and the float32 weights when the model is stored in fewer bits; ``trainer.json`` with the counters;
 ``rng.safetensors`` with one torch generator state per rank. Tensors are whole and have Hugging Face names, so any
 number of ranks, in any layout and with any engine, can read what others wrote. They are gathered one at a time, each
-where it is written: every rank writes a share of the files.
+where it is written: every rank writes a share of the files. In the background the same is done with copies of what the
+ranks had, over a process group of its own.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from roll.distributed.strategy.training.agreement import all_gather, raise_on_all_ranks
+from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
+from roll.distributed.strategy.training.pieces import (
+    Piece,
+    Read,
+    Region,
+    Spread,
+    gather,
+    own_rank,
+    piece_of,
+    world_size,
+)
+from roll.distributed.strategy.training.snapshots import Snapshots
 from roll.distributed.strategy.training.tensor_files import (
     BackgroundWriter,
-    Piece,
+    PlannedFile,
     Reader,
     StoredTensors,
-    piece_of,
     plan_files,
     write_index,
 )
 from roll.models.heads import VALUE_HEAD_FILE
 from roll.models.loading import copy_companions
 from roll.models.lora import ADAPTER_FILE
+from roll.utils.checksums import WrittenFile
+from roll.utils.threads import in_background
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +58,7 @@ MODEL = "model"
 ADAPTER = Path(ADAPTER_FILE).stem
 VALUE_HEAD = Path(VALUE_HEAD_FILE).stem
 OPTIMIZER = "optimizer/state"
-"""What a checkpoint holds, by the stems of its files; the last in ``resume_folder``, the others in ``model_folder``."""
+"""Stems of a checkpoint's files; the last is in ``resume_folder``, the others are in ``model_folder``."""
 
 TRAINER_FILE = "trainer.json"
 RNG_FILE = "rng.safetensors"
@@ -54,12 +70,12 @@ HEAD_PREFIX = "value_head."
 """Parameters of the language model and of a critic's head, as a trainer's whole module names them."""
 
 Tensors: TypeAlias = Mapping[str, Sequence[Piece]]
-"""What is in the files of a folder, by their stems."""
+"""Tensors in the files of a folder, by the stems."""
 
 
 @dataclass
 class TrainerState:
-    """What a trainer counts."""
+    """Counters of a trainer."""
 
     optimizer_steps: int = 0
     """Optimizer steps taken: the position in the learning-rate schedule."""
@@ -78,7 +94,7 @@ def resume_folder(checkpoint: Path, role: str) -> Path:
 
 
 class Trained(Protocol):
-    """What a trainer changes, as whole tensors under the names of the Hugging Face module.
+    """Weights and moments that a trainer changes, under the names of the Hugging Face module.
 
     A ``kind`` is one of Adam's moments or ``MASTER``, the float32 weights.
     """
@@ -101,7 +117,7 @@ class Trained(Protocol):
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What a model folder is made of."""
+    """Parts of a model folder."""
 
     tensors: Tensors
     """By the stems of their files: ``MODEL`` under the names and in the number format of a Hugging Face checkpoint, or
@@ -112,37 +128,120 @@ class ModelFiles:
     """Model folder from which tokenizer files and generation defaults are copied."""
 
 
-def hand_over_model(path: Path, files: ModelFiles, writer: BackgroundWriter) -> None:
-    """Gathers a model and hands it to the ranks' writers, each a share; they make the folder if need be (collective).
+@dataclass(frozen=True)
+class Contents:
+    """Contents of a folder, which is made if need be."""
 
-    Raises:
-        OSError: on every rank, when rank 0 cannot write what is no tensor.
-    """
+    path: Path
+    tensors: Tensors
+    write_rest: Callable[[], None]
+    """Writes what is no tensor; called on rank 0."""
+    write_shards: Callable[[dist.ProcessGroup | None], None] | None = None
+    """Writes what an engine writes in a way of its own (collective over a process group)."""
+
+    @cached_property
+    def files(self) -> dict[str, list[PlannedFile]]:
+        """The same on all ranks, by the stems."""
+        return {
+            stem: plan_files(stem, pieces, world_size(), single=stem in SINGLE)
+            for stem, pieces in self.tensors.items()
+            if pieces
+        }
+
+    def targets(self) -> Iterator[tuple[Piece, PlannedFile]]:
+        """Every piece and where it belongs, in the order in which they are gathered."""
+        for stem, files in self.files.items():
+            file_of = {id(piece): file for file in files for piece in file.pieces}
+            yield from ((piece, file_of[id(piece)]) for piece in self.tensors[stem])
+
+
+def model_contents(path: Path, files: ModelFiles) -> Contents:
+    """A model folder."""
 
     def write_rest() -> None:
         files.write_config(path)
         copy_companions(Path(files.source), path)
 
-    _hand_over(path, files.tensors, write_rest, writer)
+    return Contents(path, files.tensors, write_rest)
 
 
-def hand_over_resume(
-    path: Path, optimizer: Sequence[Piece], state: TrainerState, device: torch.device, writer: BackgroundWriter
-) -> None:
-    """The same for what resumes training.
+def resume_contents(path: Path, optimizer: Sequence[Piece], state: TrainerState, device: torch.device) -> Contents:
+    """Contents of the folder that resumes training.
 
     Args:
-        path: folder; made if need be.
+        path: folder.
         optimizer: see ``optimizer_tensors``.
         state: the counters.
         device: whose generator states are kept beside the CPU's.
-        writer: this rank's.
     """
+    counters = json.dumps(asdict(state), indent=2) + "\n"
 
     def write_rest() -> None:
-        (path / TRAINER_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n")
+        (path / TRAINER_FILE).write_text(counters)
 
-    _hand_over(path, {OPTIMIZER: optimizer, Path(RNG_FILE).stem: _rng_states(device)}, write_rest, writer)
+    return Contents(path, {OPTIMIZER: optimizer, Path(RNG_FILE).stem: _rng_states(device)}, write_rest)
+
+
+def write_contents(
+    contents: Sequence[Contents], *, read: Read | None = None, group: dist.ProcessGroup | None = None
+) -> Future[list[WrittenFile]]:
+    """Gathers folders and hands them to the ranks' writers, each a share (collective).
+
+    Args:
+        contents: the folders.
+        read: see ``gather``.
+        group: over which the ranks talk.
+
+    Returns:
+        What this rank wrote, but for small files, once all of it is on disk; or the ``OSError``.
+
+    Raises:
+        OSError: on every rank, when one cannot write what is not left to the writers.
+    """
+    writer = BackgroundWriter()
+    try:
+        for one in contents:
+            _hand_over(one, writer, read, group)
+    except BaseException:
+        writer.close().exception()  # it has stopped writing
+        raise
+    return writer.close()
+
+
+class BackgroundSaves:
+    """Writes contents as they were at the start, while the ranks go on and change them. One save at a time."""
+
+    def __init__(self) -> None:
+        self._snapshots = Snapshots()
+        self._group: dist.ProcessGroup | None = None
+        self._running: Future[list[WrittenFile]] | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """In which nothing else is sent, so that it may be used beside training (made collectively)."""
+        if self._group is None and world_size() > 1:
+            self._group = dist.new_group(backend="gloo")
+        return self._group
+
+    def start(self, contents: Sequence[Contents]) -> Future[list[WrittenFile]]:
+        """Copies this rank's parts to host memory and returns (collective); the result: see ``write_contents``."""
+        if self._running is not None:
+            self._running.exception()  # its copies are needed no more
+        group, rank = self.group, own_rank()
+        spreads = [
+            spread
+            for one in contents
+            for piece, file in one.targets()
+            for spread in piece.spreads
+            if spread.sent_by(rank, file.rank)
+        ]
+        copies = dict(zip(map(id, spreads), self._snapshots.take([one.own() for one in spreads]), strict=True))
+
+        def write() -> list[WrittenFile]:
+            return write_contents(contents, read=lambda spread: copies[id(spread)], group=group).result()
+
+        self._running = in_background(write, name="checkpoint")
+        return self._running
 
 
 def optimizer_tensors(trained: Trained, *, masters: bool) -> list[Piece]:
@@ -182,7 +281,7 @@ def restore_checkpoint(path: Path, role: str, trained: Trained, *, tensors: bool
 
 
 def adapter_tensors(path: Path) -> StoredTensors:
-    """What a checkpoint of a run with an adapter has beside ``OPTIMIZER``.
+    """Opens what a checkpoint of a run with an adapter has beside ``OPTIMIZER``.
 
     Raises:
         ValueError: it is of a run without.
@@ -217,52 +316,48 @@ def _restore_rng(path: Path, device: torch.device) -> None:
     from safetensors.torch import load_file
 
     states = load_file(path / RNG_FILE)
-    if f"cpu.{_rank()}" not in states:
-        logger.info("checkpoint %s has no generator state for rank %d; it keeps its own", path, _rank())
+    if f"cpu.{own_rank()}" not in states:
+        logger.info("checkpoint %s has no generator state for rank %d; it keeps its own", path, own_rank())
         return
-    torch.set_rng_state(states[f"cpu.{_rank()}"])
-    if device.type == "cuda" and f"cuda.{_rank()}" in states:
-        torch.cuda.set_rng_state(states[f"cuda.{_rank()}"], device)
+    torch.set_rng_state(states[f"cpu.{own_rank()}"])
+    if device.type == "cuda" and f"cuda.{own_rank()}" in states:
+        torch.cuda.set_rng_state(states[f"cuda.{own_rank()}"], device)
 
 
-def _hand_over(path: Path, tensors: Tensors, write_rest: Callable[[], None], writer: BackgroundWriter) -> None:
-    rank, ranks = _rank(), dist.get_world_size() if dist.is_initialized() else 1
-    plans = {stem: plan_files(stem, pieces, ranks, single=stem in SINGLE) for stem, pieces in tensors.items() if pieces}
-    with raise_on_all_ranks():
-        if rank == 0:
+def _hand_over(
+    contents: Contents, writer: BackgroundWriter, read: Read | None, group: dist.ProcessGroup | None
+) -> None:
+    path = contents.path
+    with raise_on_all_ranks(group):
+        if own_rank() == 0:
             path.mkdir(parents=True, exist_ok=True)
-            write_rest()
-            for stem, files in plans.items():
+            contents.write_rest()
+            for stem, files in contents.files.items():
                 write_index(path, stem, files)
-    for stem, files in plans.items():
-        file_of = {id(piece): file for file in files for piece in file.pieces}
-        for piece in tensors[stem]:
-            file = file_of[id(piece)]
-            whole = piece.gather(file.rank)
-            if rank != file.rank:
-                continue
-            target = path / file.name
-            if piece is file.pieces[0]:
-                writer.begin(target, file.header())
-            for name, outline in piece.outline.items():
-                tensor = whole[name]
-                assert (tensor.shape, tensor.dtype) == (outline.shape, outline.dtype), (name, tensor.shape, outline)
-                writer.add(target, tensor, fresh=piece.fresh)
+    if contents.write_shards is not None:
+        contents.write_shards(group)
+    for piece, file in contents.targets():
+        whole = gather(piece, file.rank, read=read, group=group)
+        if own_rank() != file.rank:
+            continue
+        target = path / file.name
+        if piece is file.pieces[0]:
+            writer.begin(target, file.header())
+        for name, outline in piece.outline.items():
+            tensor = whole[name]
+            assert (tensor.shape, tensor.dtype) == (outline.shape, outline.dtype), (name, tensor.shape, outline)
+            writer.add(target, tensor)
 
 
 def _rng_states(device: torch.device) -> list[Piece]:
-    """Every rank's generator states (collective)."""
+    """Every rank's generator states."""
     states = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    rows = {
-        f"{kind}.{rank}": row
-        for kind, state in states.items()
-        for rank, row in enumerate(all_gather(state) if several else [state])
-    }
-    return [piece_of(name, row.shape, row.dtype, lambda _, row=row: row) for name, row in rows.items()]  # type: ignore[misc]
 
+    def piece(kind: str, state: Tensor, rank: int) -> Piece:
+        region = Region((0,), tuple(state.shape), (rank,))
+        spread = Spread(tuple(state.shape), state.dtype, torch.device("cpu"), [region], lambda: state)
+        return piece_of(f"{kind}.{rank}", spread)
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+    return [piece(kind, state, rank) for kind, state in states.items() for rank in range(world_size())]

@@ -1,4 +1,4 @@
-"""What the engines that train a Hugging Face module share (FSDP2, DeepSpeed): its making, adapter and checkpoints."""
+"""Base of the engines that train a Hugging Face module (FSDP2, DeepSpeed): its making, adapter and checkpoints."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ModuleScorer(Scorer, Generic[W]):
     @property
     @abstractmethod
     def _module(self) -> nn.Module:
-        """What a forward pass calls."""
+        """Module that a forward pass calls."""
 
     def _forward_context(self) -> contextlib.AbstractContextManager[object]:
         """Entered around every forward pass."""

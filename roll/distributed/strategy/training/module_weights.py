@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +27,8 @@ from roll.distributed.strategy.training.checkpoint import (
     adapter_tensors,
 )
 from roll.distributed.strategy.training.optim import MASTER
-from roll.distributed.strategy.training.tensor_files import Piece, Reader, piece_of
+from roll.distributed.strategy.training.pieces import Piece, Spread, piece_of
+from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.heads import load_value_head
 from roll.models.loading import load_causal_lm, load_trunk, save_config, to_hf_weights
 from roll.models.lora import adapter_name, base_name, initial_value, is_adapter, write_adapter_config
@@ -36,7 +36,7 @@ from roll.models.scoring import OutputLayer, TokenScorer
 
 
 class ModuleWeights(Protocol):
-    """What an engine must offer. Names are those of the scorer's parameters, kinds those of ``checkpoint.Trained``."""
+    """Protocol of an engine. Names are those of the scorer's parameters, kinds those of ``checkpoint.Trained``."""
 
     @property
     def scorer(self) -> TokenScorer: ...
@@ -51,15 +51,11 @@ class ModuleWeights(Protocol):
     def shape(self, name: str) -> torch.Size:
         """The whole parameter's."""
 
-    @property
-    def joins_anew(self) -> bool:
-        """What ``weight`` and ``whole`` return is memory of its own, which no optimizer step changes."""
+    def weight(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The whole parameter in a number format, as exact as there is, on all ranks (collective)."""
 
-    def weight(self, name: str, dtype: torch.dtype, rank: int | None = None) -> Tensor:
-        """The whole parameter in a number format, as exact as there is; of value on ``rank`` at least (collective)."""
-
-    def whole(self, name: str, kind: str, rank: int | None = None) -> Tensor:
-        """What is kept of a trained parameter, whole, in float32; of value on ``rank`` at least (collective)."""
+    def spread(self, name: str, kind: str, dtype: torch.dtype) -> Spread:
+        """State of a parameter, where it lies; of one that is not trained only ``MASTER`` (collective)."""
 
     def fill(self, name: str, kind: str, whole: Tensor | None) -> None:
         """Sets it to rank 0's ``whole`` on all ranks; ``MASTER`` sets an untrained parameter too (collective)."""
@@ -78,17 +74,7 @@ class TrainedModule:
         return self.weights.device
 
     def tensors(self, kind: str) -> list[Piece]:
-        weights = self.weights
-        return [
-            piece_of(
-                _stored_name(name),
-                weights.shape(name),
-                torch.float32,
-                partial(weights.whole, name, kind),
-                fresh=weights.joins_anew,
-            )
-            for name in weights.trained
-        ]
+        return [_float32(self.weights, name, _stored_name(name), kind) for name in self.weights.trained]
 
     def fill(self, kind: str, read: Reader) -> None:
         _fill(self.weights, self.weights.trained, kind, lambda name: read(_stored_name(name)))
@@ -161,7 +147,7 @@ def copy_output_layer(weights: ModuleWeights, dtype: torch.dtype) -> OutputLayer
 
 
 def module_files(weights: ModuleWeights, dtype: torch.dtype, context: StrategyContext) -> ModelFiles:
-    """What its model folder is made of; ``dtype`` is the number format of the weights there."""
+    """Contents of its model folder; ``dtype`` is the number format of the weights there."""
     lora = context.lora
 
     def write_config(folder: Path) -> None:
@@ -170,14 +156,11 @@ def module_files(weights: ModuleWeights, dtype: torch.dtype, context: StrategyCo
         else:
             write_adapter_config(folder, lora, context.model_path)
 
-    def float32(name: str, stored: str) -> Piece:
-        return piece_of(stored, weights.shape(name), torch.float32, partial(weights.weight, name, torch.float32))
-
     names = weights.parameters
     tensors = {
         MODEL: [_hf_piece(weights, name, dtype) for name in _of_the_model(weights)] if lora is None else [],
-        ADAPTER: [float32(name, _stored_name(name)) for name in names if is_adapter(name)],
-        VALUE_HEAD: [float32(n, n.removeprefix(HEAD_PREFIX)) for n in names if n.startswith(HEAD_PREFIX)],
+        ADAPTER: [_float32(weights, name, _stored_name(name)) for name in names if is_adapter(name)],
+        VALUE_HEAD: [_float32(weights, n, n.removeprefix(HEAD_PREFIX)) for n in names if n.startswith(HEAD_PREFIX)],
     }
     return ModelFiles(tensors, write_config, context.model_path)
 
@@ -217,11 +200,12 @@ def _as_hf(weights: ModuleWeights, name: str, whole: Tensor) -> dict[str, Tensor
 
 
 def _hf_piece(weights: ModuleWeights, name: str, dtype: torch.dtype) -> Piece:
-    def gather(rank: int) -> dict[str, Tensor]:
-        whole = weights.weight(name, dtype, rank)
-        return _as_hf(weights, name, whole) if rank == _rank() else {}
+    shape = weights.shape(name)
+    return Piece([weights.spread(name, MASTER, dtype)], lambda whole: _as_hf(weights, name, whole[0].view(shape)))
 
-    return Piece(_as_hf(weights, name, torch.empty(weights.shape(name), dtype=dtype, device="meta")), gather)
+
+def _float32(weights: ModuleWeights, name: str, stored: str, kind: str = MASTER) -> Piece:
+    return piece_of(stored, weights.spread(name, kind, torch.float32), weights.shape(name))
 
 
 def _stored_name(name: str) -> str:

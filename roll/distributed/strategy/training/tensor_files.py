@@ -10,7 +10,7 @@ import json
 import os
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from roll.distributed.strategy.training.pieces import Piece
 from roll.utils.checksums import Checksum, WrittenFile
 
 MAX_FILE_BYTES = 4 * 2**30
@@ -27,7 +28,7 @@ MIN_SHARE_BYTES = 32 * 2**20
 SYNC_BYTES = 64 * 2**20
 """Written before they are sent on to the disk."""
 MAX_WAITING_BYTES = 256 * 2**20
-"""How much gathered but not yet written may lie in memory."""
+"""Amount that may lie in memory, gathered but not yet written."""
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -43,38 +44,6 @@ DTYPE_NAMES = {
 
 Reader: TypeAlias = Callable[[str], Tensor]
 """A whole tensor by name."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Named tensors that come together, such as those that one parameter of an engine turns into."""
-
-    outline: Mapping[str, Tensor]
-    """Their shapes and number formats, on the meta device."""
-    gather: Callable[[int], Mapping[str, Tensor]]
-    """Makes them whole on the rank that it is given (collective); the others may get nothing, or anything."""
-    fresh: bool = False
-    """They are memory of their own, which the trainer does not change."""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.outline.values())
-
-    def renamed(self, rename: Callable[[str], str]) -> Piece:
-        """The same tensors under other names."""
-
-        def gather(rank: int) -> dict[str, Tensor]:
-            return {rename(name): tensor for name, tensor in self.gather(rank).items()}
-
-        return Piece({rename(name): tensor for name, tensor in self.outline.items()}, gather, self.fresh)
-
-
-def piece_of(
-    name: str, shape: Sequence[int], dtype: torch.dtype, whole: Callable[[int], Tensor], *, fresh: bool = False
-) -> Piece:
-    """One tensor, which ``whole`` makes whole on the rank that it is given (collective)."""
-    outline = torch.empty(tuple(shape), dtype=dtype, device="meta")
-    return Piece({name: outline}, lambda rank: {name: whole(rank)}, fresh)
 
 
 @dataclass
@@ -123,15 +92,17 @@ def plan_files(stem: str, pieces: Sequence[Piece], ranks: int, *, single: bool =
     max_bytes = total if single else MAX_FILE_BYTES
     files: list[PlannedFile] = []
     of_rank: list[PlannedFile | None] = [None] * writers
-    loads = [0] * writers
+    loads, room = [0] * writers, [0] * writers
     for piece in pieces:
-        rank = loads.index(min(loads))
-        loads[rank] += piece.num_bytes
+        rank, num_bytes = loads.index(min(loads)), piece.num_bytes
+        loads[rank] += num_bytes
         file = of_rank[rank]
-        if file is None or file.num_bytes + piece.num_bytes > max_bytes:
-            file = of_rank[rank] = PlannedFile("", rank, [])
+        if file is None or num_bytes > room[rank]:
+            file, room[rank] = PlannedFile("", rank, []), max_bytes
+            of_rank[rank] = file
             files.append(file)
         file.pieces.append(piece)
+        room[rank] -= num_bytes
     for number, file in enumerate(files, start=1):
         suffix = "" if len(files) == 1 else f"-{number:05d}-of-{len(files):05d}"
         file.name = f"{stem}{suffix}.safetensors"
@@ -152,11 +123,10 @@ class BackgroundWriter:
     """Writes this rank's files in a thread of its own, while the caller gathers what comes next.
 
     Args:
-        max_waiting: bytes that may wait to be written; ``add`` then blocks. ``None``: any number, each tensor copied,
-            so that the caller may go on and change it.
+        max_waiting: bytes that may wait to be written; ``add`` then blocks.
     """
 
-    def __init__(self, max_waiting: int | None = MAX_WAITING_BYTES) -> None:
+    def __init__(self, max_waiting: int = MAX_WAITING_BYTES) -> None:
         self._max_waiting = max_waiting
         self._queue: queue.SimpleQueue[tuple[Path, bytes | Tensor] | None] = queue.SimpleQueue()
         self._waiting = 0
@@ -169,14 +139,12 @@ class BackgroundWriter:
         """Starts a file; what is added to ``path`` follows its header."""
         self._queue.put((path, header))
 
-    def add(self, path: Path, tensor: Tensor, *, fresh: bool = False) -> None:
-        """Hands a tensor over, to be written after those before it; a ``fresh`` one changes no more."""
-        copied = self._max_waiting is None and not fresh
-        tensor = tensor.detach().to("cpu", copy=copied).contiguous()
+    def add(self, path: Path, tensor: Tensor) -> None:
+        """Hands a tensor over, to be written after those before it; it must not change until then."""
+        tensor = tensor.detach().cpu().contiguous()
+        limit = max(0, self._max_waiting - tensor.nbytes)
         with self._changed:
-            if self._max_waiting is not None:
-                limit = max(0, self._max_waiting - tensor.nbytes)
-                self._changed.wait_for(lambda: self._waiting <= limit or self._failed)
+            self._changed.wait_for(lambda: self._waiting <= limit or self._failed)
             if self._failed:
                 return
             self._waiting += tensor.nbytes

@@ -16,9 +16,8 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,18 +31,21 @@ from roll.data.shared_prompts import worth_sharing
 from roll.distributed.strategy.base import Metrics, RankInfo, States, StrategyContext
 from roll.distributed.strategy.training.agreement import all_gather, raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import (
+    BackgroundSaves,
+    Contents,
     ModelFiles,
     Trained,
     TrainerState,
-    hand_over_model,
-    hand_over_resume,
+    model_contents,
     model_folder,
     optimizer_tensors,
     restore_checkpoint,
+    resume_contents,
     resume_folder,
+    write_contents,
 )
 from roll.distributed.strategy.training.optim import learning_rate
-from roll.distributed.strategy.training.tensor_files import BackgroundWriter, Piece
+from roll.distributed.strategy.training.pieces import Piece
 from roll.distributed.weights.buckets import pack_buckets
 from roll.distributed.weights.contents import WeightBucket
 from roll.models.scoring import gather_scores, split_batch
@@ -56,7 +58,7 @@ _SQUARE = "gradient's squared norm"
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How big a micro-batch may be, and how it is laid out."""
+    """Bounds of a micro-batch, and its layout."""
 
     max_sequences: int | None
     max_tokens: int | None
@@ -169,6 +171,10 @@ class Trainer(Scorer):
     _model_dtype: torch.dtype
     """The number format in which weights leave: exports and saved models."""
 
+    def __init__(self, context: StrategyContext) -> None:
+        super().__init__(context)
+        self._saves = BackgroundSaves()
+
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Adds the loss's gradient to the step's; ``last`` of its micro-batches."""
         loss.backward()
@@ -212,7 +218,7 @@ class Trainer(Scorer):
     @property
     @abstractmethod
     def trained(self) -> Trained:
-        """What it changes, for checkpoints."""
+        """Weights and moments that it changes, for checkpoints."""
 
     @abstractmethod
     def model_files(self) -> ModelFiles:
@@ -230,39 +236,43 @@ class Trainer(Scorer):
         Raises:
             OSError: on every rank, when one cannot write.
         """
-        return self._finish(path, _begin(partial(self._hand_over, path), BackgroundWriter()))
+        return self._finish(path, write_contents(self.contents(path)))
 
     def start_save(self, path: Path) -> Future[list[WrittenFile]]:
-        """Copies the role's part of a checkpoint to host memory and returns; writing goes on beside (collective).
+        """Copies this rank's share to host memory and returns; gathering and writing go on beside (collective).
 
         Returns:
             What ``save`` returns, or an ``OSError``, for this rank alone.
         """
-        return _begin(partial(self._hand_over, path), BackgroundWriter(max_waiting=None))
+        return self._saves.start(self.contents(path, copied=True))
 
     def save_model(self, folder: Path) -> None:
         """Writes the model alone; otherwise as ``save``."""
         self._require(States.WEIGHTS)
-        files = self.model_files()
-        self._finish(folder, _begin(lambda writer: hand_over_model(folder, files, writer), BackgroundWriter()))
+        self._finish(folder, write_contents([model_contents(folder, self.model_files())]))
 
     def load(self, path: Path) -> None:
         """Continues from a checkpoint that any number of ranks and any trainer has written (collective)."""
         self._require(States.WEIGHTS | States.OPTIMIZER)
         self._continue_from(restore_checkpoint(path, self.context.role, self.trained), path)
 
-    def _hand_over(self, path: Path, writer: BackgroundWriter) -> None:
-        """Gives a writer the role's part of a checkpoint (collective)."""
-        self._require(States.WEIGHTS | States.OPTIMIZER)
-        hand_over_model(model_folder(path, self.context.role), self.model_files(), writer)
-        masters = self.context.lora is None and self._model_dtype != torch.float32
-        self._hand_over_resume(path, optimizer_tensors(self.trained, masters=masters), writer)
+    def contents(self, path: Path, *, copied: bool = False) -> list[Contents]:
+        """The role's part of a checkpoint (collective).
 
-    def _hand_over_resume(self, path: Path, optimizer: Sequence[Piece], writer: BackgroundWriter) -> None:
-        hand_over_resume(resume_folder(path, self.context.role), optimizer, self._state, self.device, writer)
+        Args:
+            path: the checkpoint's folder.
+            copied: what is not in ``tensors`` is taken as it is now, in host memory.
+        """
+        self._require(States.WEIGHTS | States.OPTIMIZER)
+        model = model_contents(model_folder(path, self.context.role), self.model_files())
+        masters = self.context.lora is None and self._model_dtype != torch.float32
+        return [model, self._resume_contents(path, optimizer_tensors(self.trained, masters=masters))]
+
+    def _resume_contents(self, path: Path, optimizer: Sequence[Piece]) -> Contents:
+        return resume_contents(resume_folder(path, self.context.role), optimizer, self._state, self.device)
 
     def _finish(self, path: Path, written: Future[list[WrittenFile]]) -> list[WrittenFile]:
-        """What this rank has written, once all ranks have (collective)."""
+        """Waits until all ranks have written; returns what this one has (collective)."""
         with raise_on_all_ranks():
             try:
                 return written.result()
@@ -409,16 +419,6 @@ class Trainer(Scorer):
     def _copies(self) -> int:
         """Ranks that work on the same data."""
         return self.info.world_size // self.info.dp_size
-
-
-def _begin(hand_over: Callable[[BackgroundWriter], None], writer: BackgroundWriter) -> Future[list[WrittenFile]]:
-    """Hands everything over, and nothing follows."""
-    try:
-        hand_over(writer)
-    except BaseException:
-        writer.close().exception()  # it has stopped writing
-        raise
-    return writer.close()
 
 
 def local_device(rank: int) -> torch.device:

@@ -1,4 +1,4 @@
-"""How vLLM is started: its arguments, what may be asked of them, and its environment."""
+"""Start of vLLM: its arguments, what may be asked of them, and its environment."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def check_cpu_kernels(outline: ModelOutline) -> None:
 
 @contextlib.contextmanager
 def environment(model_path: str, on_cpu: bool, log_config: Path) -> Iterator[None]:
-    """What vLLM reads from the environment when it is imported and when it starts its processes.
+    """Environment that vLLM reads when it is imported and when it starts its processes.
 
     What the user has set stays as it is, and other code in this process sees none of it afterwards.
     """

@@ -595,7 +595,8 @@ def test_a_bounded_cache_makes_requests_wait_and_changes_no_token(model_path: Ca
     with engine_of(model_path()) as engine:
         engine._batching._max_cache_tokens = engine._batching._cache._max_positions = 200
         completions = asyncio.run(burst(engine, requests))
-        assert engine._batching._cache.num_positions <= 16 * 128
+        plan = engine._batching._cache._plan
+        assert plan.slots * plan.capacity <= 16 * 128
         assert engine.stats()["steps"] > 40  # far from all twelve at once
     model = load(model_path())
     for request, completion in zip(requests, completions, strict=True):

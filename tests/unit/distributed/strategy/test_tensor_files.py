@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,11 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from roll.distributed.strategy.training import tensor_files
+from roll.distributed.strategy.training.pieces import Piece, Spread, everywhere, piece_of
 from roll.distributed.strategy.training.tensor_files import (
     BackgroundWriter,
-    Piece,
     StoredTensors,
-    piece_of,
     plan_files,
     write_index,
 )
@@ -39,7 +36,10 @@ def some_tensors() -> dict[str, Tensor]:
 
 
 def pieces_of(tensors: dict[str, Tensor]) -> list[Piece]:
-    return [piece_of(name, t.shape, t.dtype, lambda _, t=t: t) for name, t in tensors.items()]  # type: ignore[misc]
+    def spread(tensor: Tensor) -> Spread:
+        return Spread(tuple(tensor.shape), tensor.dtype, tensor.device, everywhere(tensor.shape), lambda: tensor)
+
+    return [piece_of(name, spread(tensor)) for name, tensor in tensors.items()]
 
 
 def write(folder: Path, tensors: dict[str, Tensor], ranks: int, single: bool = False) -> list[WrittenFile]:
@@ -105,26 +105,6 @@ def test_ranks_get_nearly_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [file.rank for file in files] == [0, 1, 2, 3]
     assert sum(shares) == sum(tensor.nbytes for tensor in tensors.values())
     assert max(shares) < 1.1 * min(shares)
-
-
-def test_a_snapshot_is_not_changed_by_what_comes_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, fsync = threading.Event(), os.fsync
-    monkeypatch.setattr(tensor_files.os, "fsync", lambda number: go.wait(30) and fsync(number))
-    monkeypatch.setattr(tensor_files, "MAX_FILE_BYTES", 4000)
-    tensors = {"a": torch.ones(1000), "b": torch.ones(1000)}
-    files = plan_files("model", pieces_of(tensors), 1)
-    writer = BackgroundWriter(max_waiting=None)
-    for file in files:
-        writer.begin(tmp_path / file.name, file.header())
-        for name in file.outline:
-            writer.add(tmp_path / file.name, tensors[name])
-    for tensor in tensors.values():
-        tensor.zero_()  # the second is not written yet
-    result = writer.close()
-    assert not result.done()
-    go.set()
-    result.result(30)
-    assert all(StoredTensors(tmp_path).get(name).eq(1).all() for name in tensors)
 
 
 def test_what_cannot_be_written_is_an_error_and_blocks_nobody(tmp_path: Path) -> None:
