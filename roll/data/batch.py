@@ -55,6 +55,8 @@ class Batch:
     """bool: the length limit cut the row's last completion or its episode short."""
     rollout_logprobs_T: Tensor | None = None
     """float32: log-probabilities as the generation engine reported them."""
+    rollout_versions_T: Tensor | None = None
+    """int64: the weight version that sampled each token; 0 where the mask is 0."""
     old_logprobs_T: Tensor | None = None
     """float32: log-probabilities under the training engine before the update (PPO's old policy)."""
     ref_logprobs_T: Tensor | None = None

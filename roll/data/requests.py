@@ -59,8 +59,13 @@ class Completion:
     """log p of each sampled id, shape [n], under the temperature-scaled full distribution (before top-p and top-k);
     under temperature 0, that of temperature 1."""
     finish_reason: FinishReason
-    weight_version: int
-    """The weight version that sampled the first token."""
+    versions: IntArray
+    """The weight version that sampled each id, shape [n], ascending: an update may come in the middle."""
+
+    @property
+    def weight_version(self) -> int:
+        """The version of the first token; -1 where there is none."""
+        return int(self.versions[0]) if len(self.versions) else -1
 
 
 GenerateFn = Callable[[GenerateRequest], Awaitable[Completion]]

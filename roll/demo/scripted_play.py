@@ -30,7 +30,7 @@ class ScriptedPlay:
             ids = [*tokenizer.encode(f"<answer>{action}</answer>", add_special_tokens=False), tokenizer.eos_token_id]
             token_ids = np.asarray(ids, dtype=np.int64)
             logprobs = np.zeros(len(ids), dtype=np.float32)
-            return Completion(request.request_id, token_ids, logprobs, FinishReason.STOP, weight_version=-1)
+            return Completion(request.request_id, token_ids, logprobs, FinishReason.STOP, np.full(len(ids), -1))
 
         return generate
 

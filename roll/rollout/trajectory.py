@@ -24,6 +24,7 @@ class _Columns:
     turn: list[np.ndarray] = field(default_factory=list)
     rewards: list[np.ndarray] = field(default_factory=list)
     logprobs: list[np.ndarray] = field(default_factory=list)
+    versions: list[np.ndarray] = field(default_factory=list)
     rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     baselines: list[float] = field(default_factory=list)
@@ -72,6 +73,7 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str]) -> Batc
         baseline_B=torch.tensor(columns.baselines, dtype=torch.float32) if has_baselines else None,
         truncated_B=torch.tensor(columns.truncated),
         rollout_logprobs_T=_join(columns.logprobs),
+        rollout_versions_T=_join(columns.versions),
     )
 
 
@@ -101,6 +103,7 @@ def _append_row(columns: _Columns, turns: Sequence[Turn], first_turn: int) -> No
         columns.mask += [np.zeros(n, dtype=bool), np.ones(m, dtype=bool)]
         columns.turn.append(np.full(n + m, first_turn + index, dtype=np.int64))
         columns.logprobs += [np.zeros(n, dtype=np.float32), turn.completion.logprobs.astype(np.float32)]
+        columns.versions += [np.zeros(n, dtype=np.int64), turn.completion.versions.astype(np.int64)]
         rewards = np.zeros(n + m, dtype=np.float32)
         rewards[-1] = turn.reward
         columns.rewards.append(rewards)

@@ -106,14 +106,16 @@ def test_requests_in_flight_go_on(fresh: Any, old: PreTrainedModel, new: PreTrai
     assert_greedy([later], new, running[:1], 16)
     assert later.weight_version == 5
     for completion, prompt in zip(completions, running, strict=True):
-        assert completion.weight_version == 0, "the version of the first token"
-        tokens = completion.token_ids.tolist()
-        before = greedy_oracle(old, prompt, 400)
-        same = next((i for i, (a, b) in enumerate(zip(tokens, before, strict=False)) if a != b), len(tokens))
-        assert 0 < same < 400, "begun with the old weights, ended with the new ones"
-        if recompute:  # from some token on, exactly the new model's continuation
-            history = np.concatenate([prompt, completion.token_ids[:same]])
-            assert tokens[same:] == greedy_oracle(new, history, 400 - same)
+        tokens, versions = completion.token_ids.tolist(), completion.versions.tolist()
+        switch = versions.count(0)
+        assert 0 < switch < 400, "begun with the old weights, ended with the new ones"
+        assert versions == [0] * switch + [5] * (400 - switch)
+        assert tokens[:switch] == greedy_oracle(old, prompt, switch)
+        if recompute:  # from there on, exactly the new model's continuation
+            history = np.concatenate([prompt, completion.token_ids[:switch]])
+            assert tokens[switch:] == greedy_oracle(new, history, 400 - switch)
+            expected = forward_logprobs(new, history, completion.token_ids[switch:], 1.0)
+            np.testing.assert_allclose(completion.logprobs[switch:], expected, atol=1e-5)
 
 
 def test_an_update_while_paused_leaves_the_engine_paused(fresh: Any, new: PreTrainedModel) -> None:

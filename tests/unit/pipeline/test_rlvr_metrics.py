@@ -26,7 +26,7 @@ from roll.pipeline.rlvr.metrics import (
 )
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 
-COMPLETION = Completion("r", np.arange(1), np.zeros(1, dtype=np.float32), FinishReason.STOP, 0)
+COMPLETION = Completion("r", np.arange(1), np.zeros(1, dtype=np.float32), FinishReason.STOP, np.zeros(1, np.int64))
 
 
 def answer(

@@ -10,7 +10,7 @@ from roll.rollout.types import EpisodeEnd, Trajectory, Turn
 
 def answer(number: int, text: str, found: str | None, truth: str, success: bool) -> Trajectory:
     ids = np.asarray([1], dtype=np.int64)
-    completion = Completion("r", ids, np.zeros(1, dtype=np.float32), FinishReason.STOP, 0)
+    completion = Completion("r", ids, np.zeros(1, dtype=np.float32), FinishReason.STOP, np.zeros(1, np.int64))
     turn = Turn(ids, completion, text, f"question {number} <b>", found, float(success), 0.0, "s")
     info = {"prompt_id": f"row-{number}", "ground_truth": truth}
     return Trajectory("t", number, 0, 0, (turn,), EpisodeEnd.TERMINATED, success, "", True, info)

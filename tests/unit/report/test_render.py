@@ -36,7 +36,7 @@ FRAMES = (picture(1), picture(80), picture(160))
 
 
 def turn(observation: str, text: str, action: str | None, task: float = 0.0, penalty: float = 0.0) -> Turn:
-    completion = Completion("r", np.arange(3), np.zeros(3, np.float32), FinishReason.STOP, 0)
+    completion = Completion("r", np.arange(3), np.zeros(3, np.float32), FinishReason.STOP, np.zeros(3, np.int64))
     return Turn(np.arange(5), completion, text, observation, action, task, penalty, "key")
 
 

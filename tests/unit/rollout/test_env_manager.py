@@ -95,7 +95,7 @@ class Policy:
         ids = ids[: request.params.max_new_tokens]
         logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
         reason = FinishReason.ABORT if words == "abort" else FinishReason.STOP
-        return Completion(request.request_id, ids, logprobs, reason, weight_version=3)
+        return Completion(request.request_id, ids, logprobs, reason, versions=np.full(len(ids), 3))
 
 
 def manager(mode: str, limits: Limits = ROOMY, params: SamplingParams = PLAIN, **config: Any) -> EnvManager:

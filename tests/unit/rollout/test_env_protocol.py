@@ -124,7 +124,13 @@ class Engine:
         self.ids = np.asarray([*tokenizer.encode("go", add_special_tokens=False), tokenizer.eos_token_id])
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        return Completion(request.request_id, self.ids, np.zeros(len(self.ids), np.float32), FinishReason.STOP, 0)
+        return Completion(
+            request.request_id,
+            self.ids,
+            np.zeros(len(self.ids), np.float32),
+            FinishReason.STOP,
+            np.zeros(len(self.ids), np.int64),
+        )
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,13 @@ class Engine:
     async def generate(self, request: GenerateRequest) -> Completion:
         self.requests.append(request)
         ids = np.array([*TOKENIZER.encode(self.text), TOKENIZER.eos_token_id], dtype=np.int64)
-        return Completion(request.request_id, ids, np.zeros(len(ids), dtype=np.float32), self.reason, weight_version=0)
+        return Completion(
+            request.request_id,
+            ids,
+            np.zeros(len(ids), dtype=np.float32),
+            self.reason,
+            np.zeros(len(ids), dtype=np.int64),
+        )
 
     def pinned(self) -> Callable[[GenerateRequest], Any]:
         return self.generate

@@ -67,7 +67,9 @@ class ScriptedEngine:
         elif order == DIE:
             os._exit(1)
         await asyncio.sleep(0.001 * (number % 7))  # answers come out of order
-        return Completion(request.request_id, ids, np.zeros(len(ids), dtype=np.float32), reason, weight_version=5)
+        return Completion(
+            request.request_id, ids, np.zeros(len(ids), dtype=np.float32), reason, versions=np.full(len(ids), 5)
+        )
 
     async def abort(self, request_id: str) -> None:
         self.aborted.setdefault(request_id, asyncio.Event()).set()

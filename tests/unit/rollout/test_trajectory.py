@@ -28,7 +28,7 @@ def make_turn(
         token_ids=np.array(sampled, dtype=np.int64),
         logprobs=np.array(sampled, dtype=np.float32) / np.float32(-8),
         finish_reason=finish,
-        weight_version=0,
+        versions=np.array(sampled, dtype=np.int64) + 1000,
     )
     action = None if penalty else "Up"
     return Turn(np.array(prompt, dtype=np.int64), completion, "", "", action, reward, penalty, key)
@@ -79,6 +79,7 @@ def test_separate_turns_are_a_row_each() -> None:
         "turn_T": [0, 0, 0, 0, 1, 1],
         "rewards_T": [0, 0, 0, 0.5, 0, 0.75],
         "rollout_logprobs_T": [0, 0, -3 / 8, -4 / 8, 0, -6 / 8],
+        "rollout_versions_T": [0, 0, 1003, 1004, 0, 1006],
         "group_B": [7, 7],
         "traj_B": [0, 0],
         "turn_B": [0, 1],

@@ -277,7 +277,7 @@ def test_a_value_that_is_no_json_is_named(run: RunFolder) -> None:
 
 
 def test_trajectories_are_written_turn_by_turn(run: RunFolder) -> None:
-    completion = Completion("r", np.arange(4), np.zeros(4, np.float32), FinishReason.STOP, 2)
+    completion = Completion("r", np.arange(4), np.zeros(4, np.float32), FinishReason.STOP, np.full(4, 2))
     turn = Turn(np.arange(9), completion, "go <b>", "#P_", None, -0.1, -0.5, "k")
     trajectory = Trajectory("T", 1, 0, 5, (turn,), EpisodeEnd.TRUNCATED, False, "#_P", True, {"boxes": np.int64(1)})
     path = write_trajectories(run, "step-000003", [trajectory, trajectory])

@@ -40,6 +40,7 @@ PlanT = TypeVar("PlanT")
 """Findings of an engine's check of an update, for loading it."""
 
 _LOCK_POLL_S = 0.005
+_UNKNOWN = -1
 _MASK64 = (1 << 64) - 1
 
 
@@ -266,7 +267,7 @@ class Generator(ABC, Generic[PlanT]):
         reason: str,
         *,
         cached: int,
-        version: int | None,
+        spans: Sequence[tuple[int, int, int]],
     ) -> Completion:
         """Checks and counts what an engine sampled for a request.
 
@@ -276,13 +277,19 @@ class Generator(ABC, Generic[PlanT]):
             logprobs: one for each.
             reason: of ``FinishReason``.
             cached: prompt tokens that came from the prefix cache.
-            version: of the first token; ``None`` where there is none.
+            spans: the weight version of the tokens from a start up to an end, in order, all of them.
 
         Raises:
             FloatingPointError: a log-probability is NaN.
+            RuntimeError: tokens without a log-probability or a version.
         """
         if len(tokens) != len(logprobs):
             raise RuntimeError(f"{self.name} gave {len(logprobs)} log-probs for {len(tokens)} tokens")
+        versions = np.full(len(tokens), _UNKNOWN, dtype=np.int64)
+        for version, start, end in spans:
+            versions[start:end] = version
+        if (versions == _UNKNOWN).any():
+            raise RuntimeError(f"{self.name} gave no weight version for some of {len(tokens)} tokens: {spans}")
         sampled = np.array(logprobs, dtype=np.float32)
         if np.isnan(sampled).any():
             raise FloatingPointError(f"request {request.request_id!r}: the model's logits are NaN")
@@ -295,7 +302,7 @@ class Generator(ABC, Generic[PlanT]):
             token_ids=np.array(tokens, dtype=np.int64),
             logprobs=sampled,
             finish_reason=FinishReason(reason),
-            weight_version=self.weight_version if version is None else version,
+            versions=versions,
         )
 
     @contextlib.contextmanager

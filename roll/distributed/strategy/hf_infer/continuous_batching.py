@@ -52,8 +52,8 @@ class RunningSequence:
     """Most tokens to sample: ``max_new_tokens``, or what is left of the context."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    weight_version: int = -1
-    """Weights of the first token; -1 before it."""
+    versions: list[int] = field(default_factory=list)
+    """The weights that sampled each token."""
 
     @property
     def history(self) -> IntArray:
@@ -69,14 +69,14 @@ class RunningSequence:
     def final_length(self) -> int:
         return len(self.request.prompt_ids) + self.limit
 
-    def completion(self, reason: FinishReason, weight_version: int) -> Completion:
-        """Completion of what was sampled; ``weight_version`` is used when that is nothing."""
+    def completion(self, reason: FinishReason) -> Completion:
+        """The tokens sampled so far, as an answer."""
         return Completion(
             request_id=self.request.request_id,
             token_ids=np.array(self.tokens, dtype=np.int64),
             logprobs=np.array(self.logprobs, dtype=np.float32),
             finish_reason=reason,
-            weight_version=self.weight_version if self.tokens else weight_version,
+            versions=np.array(self.versions, dtype=np.int64),
         )
 
 
@@ -145,10 +145,9 @@ class ContinuousBatching:
         self.counters.generated_tokens += len(tokens)
         finished = {}
         for row, (sequence, token, logprob) in enumerate(zip(self.running, tokens, logprobs, strict=True)):
-            if not sequence.tokens:
-                sequence.weight_version = self.weight_version
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
+            sequence.versions.append(self.weight_version)
             reason = self._end(sequence, token)
             if reason is not None:
                 finished[row] = (sequence, reason)

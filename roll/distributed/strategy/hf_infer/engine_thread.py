@@ -110,7 +110,7 @@ class EngineThread:
         try:
             while self._collect():
                 if self._batching.has_work and not self.halted:
-                    done = [(s, s.completion(reason, s.weight_version)) for s, reason in self._batching.step()]
+                    done = [(s, s.completion(reason)) for s, reason in self._batching.step()]
                     self._answer(done)
         except Exception as error:  # whatever it was, the callers learn it: nobody may wait forever
             logger.exception("the generation engine failed; %d requests fail with it", len(self._tickets))
@@ -139,8 +139,7 @@ class EngineThread:
     def _end(self, sequences: Sequence[RunningSequence]) -> None:
         for sequence in sequences:
             self._batching.remove(sequence)
-        version = self._batching.weight_version
-        self._answer([(s, s.completion(FinishReason.ABORT, version)) for s in sequences])
+        self._answer([(s, s.completion(FinishReason.ABORT)) for s in sequences])
 
     def _answer(self, finished: Sequence[tuple[RunningSequence, Completion]]) -> None:
         """Hands completions to their event loops, with one wake-up per loop."""

@@ -297,9 +297,9 @@ def _sampling_params_class() -> type:
 
 
 def _result(output: dict[str, Any] | None) -> dict[str, Any]:
-    """``tokens``, ``logprobs``, ``reason`` (stop, length or abort), ``cached`` prompt tokens, ``version`` (or None)."""
+    """``tokens``, ``logprobs``, ``reason`` (stop, length or abort), ``cached`` prompt tokens, ``spans`` of versions."""
     if output is None:  # aborted before it started
-        return {"tokens": [], "logprobs": [], "reason": "abort", "cached": 0, "version": None}
+        return {"tokens": [], "logprobs": [], "reason": "abort", "cached": 0, "spans": []}
     info = output["meta_info"]
     scored = info.get("output_token_logprobs") or []
     spans = info.get("weight_versions") or []
@@ -310,7 +310,7 @@ def _result(output: dict[str, Any] | None) -> dict[str, Any]:
         "reason": info["finish_reason"]["type"],
         "message": info["finish_reason"].get("message"),
         "cached": info.get("cached_tokens", 0),
-        "version": spans[0]["version"] if spans else None,
+        "spans": [(int(span["version"]), span["start"], span["end"]) for span in spans],
     }
 
 

@@ -122,14 +122,13 @@ class SglangStrategy(Generator[dict[str, str]]):
             raise
         finally:
             del self._ids[request.request_id]
-        version = result["version"]
         return self.completion(
             request,
             result["tokens"],
             result["logprobs"],
             result["reason"],
             cached=result["cached"],
-            version=None if version is None else int(version),
+            spans=result["spans"],
         )
 
     def end(self, request_id: str) -> Future[None]:

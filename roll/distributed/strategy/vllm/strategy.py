@@ -214,14 +214,14 @@ class VllmStrategy(Generator[dict[str, str]]):
         (sample,) = last.outputs
         logprobs: list[float] = sample.logprobs.logprobs if sample.token_ids else []  # type: ignore[union-attr]
         # With logprobs=0 there is one entry per token.
-        spans = sample.weight_versions
+        spans = [(int(span.version), span.start, span.end) for span in sample.weight_versions or ()]
         return self.completion(
             request,
             list(sample.token_ids),
             logprobs,
             str(sample.finish_reason),
             cached=last.num_cached_tokens or 0,
-            version=int(spans[0].version) if spans else None,
+            spans=spans,
         )
 
     async def _abort(self, request_id: str) -> None:

@@ -365,7 +365,7 @@ def test_abort_returns_what_was_sampled_and_leaves_the_others_alone(model_path: 
         assert 5 <= len(first.token_ids) <= 12
         assert len(first.logprobs) == len(first.token_ids)
         assert len(last.token_ids) == 0  # two slots: it never ran
-        assert last.weight_version == 0
+        assert len(last.versions) == 0
         engine._release("test")
         second = await tasks[1]
         assert second.token_ids.tolist() == greedy_oracle(load(model_path()), other.prompt_ids, 150)
@@ -474,7 +474,7 @@ def test_a_request_in_flight_goes_on_with_the_new_weights(recompute_kv: bool, mo
         engine._release("test")
         completion = await task
         tokens = completion.token_ids.tolist()
-        assert completion.weight_version == 0  # that of its first token
+        assert completion.versions.tolist() == [0] * done + [3] * (100 - done)
         assert tokens[:done] == greedy_oracle(load(model_path()), request.prompt_ids, done)
         assert tokens != greedy_oracle(load(model_path()), request.prompt_ids, 100)
         history = np.concatenate([request.prompt_ids, completion.token_ids[:done]])
