@@ -36,6 +36,10 @@ class AgenticConfig(RLConfig):
         managers = {name: getattr(self, name).worker_config() for name in MANAGERS}
         return {**super().clusters, **managers}
 
+    @property
+    def groups_per_step(self) -> int:
+        return self.rollout_batch_size // self.train_env_manager.group_size
+
     def played_envs(self, manager: EnvManagerConfig) -> dict[str, CustomEnvConfig]:
         """The manager's tags as it plays them: its ``format_penalty`` holds where ``env_config`` names none."""
         penalty = {"format_penalty": manager.format_penalty} if manager.format_penalty else {}

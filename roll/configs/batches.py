@@ -28,6 +28,12 @@ def describe_batches(config: PipelineConfig) -> list[str]:
             _episodes_line("each evaluation", config.val_batch_size, config.val_env_manager),
         ]
     assert isinstance(config, RLConfig)
+    if config.overlaps:
+        lines.append(
+            f"rollouts run beside training: at most {_count(config.groups_ahead, 'group')} ahead of the step, and "
+            f"at most {_count(config.max_lag, 'step')} old when they are trained on; a step chooses from "
+            f"{_count(config.window, 'draw')}"
+        )
     lines += [_train_line(config, role) for role in ("actor_train", "critic") if role in config.roles]
     return lines
 

@@ -84,7 +84,6 @@ FOREIGN: dict[str, Foreign] = {
     "model_type": Foreign(note="the role decides which head the model gets"),
     "offload_nccl": Foreign(),
     "enable_reference": Foreign(note="use_kl_loss or add_token_level_kl start the reference"),
-    "async_generation_ratio": Foreign(note="rollouts are on-policy"),
     "num_train_epochs": Foreign("max_steps", note="and ppo_epochs for passes over one rollout", transform=by_hand),
     "dirty_data_mask": Foreign(),
     "open_feedback_turn": Foreign(),

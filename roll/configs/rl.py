@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from pydantic import Field
 
 from roll.configs.algorithm import AlgorithmConfig
@@ -27,6 +29,20 @@ class RLConfig(AlgorithmConfig, PipelineConfig):
         description="The policy that generates.",
     )
     critic: WorkerConfig | None = Field(default=None, description="The value model; needed by adv_estimator gae.")
+    async_generation_ratio: float = Field(
+        default=0.0,
+        ge=0,
+        description="How far rollouts run ahead of training, in batches: 0 is synchronous; 1 lets the groups of the "
+        "next step be played while this one trains; fractions let that share of a batch.",
+    )
+    rollout_window: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="With async_generation_ratio: share of the groups under way, from the oldest on, that a step may "
+        "choose from. 0 takes groups strictly in order, so that a slow one holds up its step; 1 takes any that finish.",
+    )
+
     reference: WorkerConfig | None = Field(
         default=None, description="The frozen starting policy; needed by any KL term (use_kl_loss, add_token_level_kl)."
     )
@@ -42,9 +58,38 @@ class RLConfig(AlgorithmConfig, PipelineConfig):
         return f"rollout_batch_size = {self.rollout_batch_size}"
 
     @property
+    def groups_per_step(self) -> int:
+        """Rollout groups that one step takes."""
+        return self.rollout_batch_size
+
+    @property
     def extra_groups(self) -> int:
         """Groups that a training rollout starts beyond its need."""
         return self.max_additional_running_prompts if self.is_use_additional_prompts else 0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether rollouts go on beside training."""
+        return self.async_generation_ratio > 0
+
+    @property
+    def groups_ahead(self) -> int:
+        """Groups that may be started before the step that takes them begins."""
+        return math.floor(self.async_generation_ratio * self.groups_per_step) + self.extra_groups
+
+    @property
+    def window(self) -> int:
+        """How many draws from the oldest one under way on a step may choose its groups from."""
+        if self.extra_groups:  # the first that finish
+            return self.groups_per_step + self.groups_ahead
+        return max(1, math.floor(self.rollout_window * (self.groups_per_step + self.groups_ahead)))
+
+    @property
+    def max_lag(self) -> int:
+        """How many steps before the step that takes it a group may have been started."""
+        if not self.overlaps:
+            return 0
+        return math.ceil((self.groups_ahead + self.window - 1) / self.groups_per_step)
 
     @property
     def optimizer_steps_per_epoch(self) -> int:

@@ -183,6 +183,26 @@ def check_batches(config: RLConfig) -> list[ConfigProblem]:
     return problems
 
 
+def check_overlap(config: RLConfig) -> list[ConfigProblem]:
+    """Rollouts beside training: what was sampled with older weights is weighted, and nothing is set in vain."""
+    ratio, found = "async_generation_ratio", []
+    if not config.overlaps:
+        if config.rollout_window:
+            expected = f"0 with {ratio} 0: rollouts are synchronous, in order"
+            found.append(ConfigProblem("rollout_window", config.rollout_window, expected, involves=(ratio,)))
+        return found
+    weights = config.train_infer_correction.is_weight
+    if not weights.enabled:
+        key = "train_infer_correction.is_weight.enabled"
+        expected = f"true with {ratio} {config.async_generation_ratio:g}"
+        hint = f"rollouts are up to {config.max_lag} steps old then; their losses need importance weights"
+        found.append(ConfigProblem(key, weights.enabled, expected, hint, involves=(ratio,)))
+    if (frequency := config.actor_train.model_update_frequency) > 1:
+        key = "actor_train.model_update_frequency"
+        found.append(ConfigProblem(key, frequency, f"1 with {ratio}", involves=(ratio,)))
+    return found
+
+
 def _nearest_batch(worker: WorkerConfig, samples: int) -> str:
     """Values that make whole optimizer steps of so many samples."""
     arguments, ranks = worker.training_args, worker.data_parallel_size
@@ -233,7 +253,7 @@ def _adapter(args: ModelArguments) -> dict[str, object]:
 
 
 RULES: tuple[Rule, ...] = (check_lengths, check_roles, check_parallelism, check_lora, check_engines)
-RL_RULES: tuple[Rule, ...] = (check_rl_roles, check_batches)
+RL_RULES: tuple[Rule, ...] = (check_rl_roles, check_batches, check_overlap)
 
 
 def _undivided(role: str, worker: WorkerConfig, involves: tuple[str, ...]) -> ConfigProblem:

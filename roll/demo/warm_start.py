@@ -160,8 +160,7 @@ class WarmStart(Untaught, Generic[RolesT]):
         return report
 
     def _measure(self, measurement: RolloutScheduler) -> dict[str, float]:
-        num_episodes = self.settings.eval_episodes
-        metrics = rollout_metrics(measurement.collect(range(num_episodes), num_episodes).groups, "eval")
+        metrics = rollout_metrics(measurement.collect(self.settings.eval_episodes), "eval")
         return {"success": metrics["eval/success"], "valid_rate": metrics.get("eval/valid_rate", 0.0)}
 
     def _check(self, report: Mapping[str, float]) -> None:
@@ -205,7 +204,7 @@ class PlayStart(WarmStart[EnvRoles]):
         groups: list[RolloutGroup] = []
         turns = 0
         while turns < settings.demonstrations:
-            played = scheduler.collect(range(len(groups), len(groups) + plan.num_slots), plan.num_slots).groups
+            played = scheduler.collect(plan.num_slots, first=len(groups))
             groups += played
             if not any(group.trajectories for group in played):
                 raise WarmStartError(f"no demonstration could be played: {played[-1].errors[-1]}")

@@ -58,12 +58,12 @@ class PromptRoles(RolloutRoles):
             plan = PromptPlan(
                 self._train_prompts,
                 group_size=config.num_return_sequences_in_group,
-                num_slots=config.rollout_batch_size + config.extra_groups,
+                num_slots=config.groups_per_step + config.groups_ahead,
                 seed=config.seed,
                 sampling="train",
                 baseline=config.needs_greedy_baseline,
             )
-            self.train = self.make_scheduler(plan, ROLLOUT_CLUSTER, config.extra_groups)
+            self.train = self.make_scheduler(plan, ROLLOUT_CLUSTER, beside=config.overlaps)
         self.num_val_prompts = 0
         self.val: RolloutScheduler | None = None
         self.val_greedy: RolloutScheduler | None = None

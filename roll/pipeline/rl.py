@@ -27,6 +27,9 @@ from roll.pipeline.loop import TrainingLoop, mean_metrics
 from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter, plan_optimizer_steps
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
+from roll.rollout.admission import Admission
+from roll.rollout.metrics import overlap_metrics
+from roll.rollout.scheduler import RolloutScheduler
 from roll.utils.seeding import derive_seed
 from roll.utils.signals import SignalGuard
 
@@ -47,10 +50,29 @@ class RLPipeline(TrainingLoop):
         super().__init__(config, session, roles, signals)
         self.score_stats = RunningStats()
         self.kl_controller = KlController.from_config(config)
+        self.admission = Admission(
+            config.groups_per_step,
+            config.groups_ahead,
+            config.window,
+            last_step=config.max_steps if config.overlaps else None,
+        )
+        """Which groups the next steps take."""
+
+    @property
+    @abstractmethod
+    def rollouts(self) -> RolloutScheduler:
+        """Plays the training groups."""
 
     @abstractmethod
     def rollout(self, step: int) -> tuple[Batch, Metrics]:
-        """Collects the step's training batch under the current weights."""
+        """Takes the step's training batch: under the current weights, or those of ``async_generation_ratio`` ago."""
+
+    def run(self) -> None:
+        try:
+            super().run()
+        finally:
+            if not self.config.eval_only:
+                self.rollouts.close()
 
     def step(self, step: int) -> None:
         """One step of reinforcement learning; its metrics are left in ``unreported``."""
@@ -62,6 +84,8 @@ class RLPipeline(TrainingLoop):
             self.roles.prepare_rollout()
             batch, metrics = self.rollout(step)
             span.tokens = int(batch.loss_mask_T.sum())
+            if self.config.overlaps:
+                metrics |= overlap_metrics(batch, self.admission, step - 1)
         metrics |= self.roles.offload_manager.memory("rollout")
         with phase("logprobs") as span:
             steps = self.plan_training(batch, step)
@@ -72,6 +96,9 @@ class RLPipeline(TrainingLoop):
                 batch, shaping_metrics = self.shape(batch)
             with self.update(step), phase("train") as span:
                 train_metrics = self.train(batch, steps, step) | self.roles.offload_manager.memory("train")
+                self.admission.commit()
+                with self.rollouts.halted():
+                    self.session.summary["draws"] = self.admission.counts()
                 span.tokens = batch.num_tokens * self.config.ppo_epochs
             self.unreported = metrics | shaping_metrics | train_metrics
 
@@ -139,15 +166,19 @@ class RLPipeline(TrainingLoop):
         return mean_metrics(history) | mean_metrics(critic_history) | selection_metrics
 
     def state_dict(self) -> dict[str, Any]:
+        with self.rollouts.halted():
+            rollouts = self.admission.state_dict(keeps_groups=False)
         return super().state_dict() | {
             "score_stats": self.score_stats.state_dict(),
             "kl_controller": self.kl_controller.state_dict(),
+            "rollouts": rollouts,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.score_stats.load_state_dict(state["score_stats"])
         self.kl_controller.load_state_dict(state["kl_controller"])
+        self.admission.load_state_dict(state["rollouts"])
 
 
 def set_losses(roles: Roles, config: RLConfig) -> None:

@@ -38,12 +38,13 @@ class RolloutRoles:
         self._contexts = contexts
         self._roles = roles
         self._on_tick = on_tick
+        self._known_restarts = 0
         roles.on_replaced.append(self.connect)
 
-    def make_scheduler(self, plan: RolloutPlan, cluster: str, extra_groups: int = 0) -> RolloutScheduler:
-        """A scheduler of ``plan`` over the workers of one cluster."""
+    def make_scheduler(self, plan: RolloutPlan, cluster: str, *, beside: bool = False) -> RolloutScheduler:
+        """A scheduler of ``plan`` over the workers of one cluster; ``beside`` as in ``RolloutScheduler``."""
         return RolloutScheduler(
-            plan, self._clusters[cluster], self.recover, self._config.rpc_timeout, extra_groups, self._on_tick
+            plan, self._clusters[cluster], self.recover, self._config.rpc_timeout, self._on_tick, beside=beside
         )
 
     def begin_setup(self) -> None:
@@ -62,16 +63,19 @@ class RolloutRoles:
             cluster.call("set_engines", self._roles.infer.handles)
 
     def recover(self, error: BaseException) -> None:
-        """Brings dead workers back, those that generate included.
+        """Brings dead workers back, those that generate included, unless an update of weights has done it since.
 
         Raises:
             WorkerDiedError: ``max_worker_restarts`` is used up.
-            BaseException: ``error`` itself, when nothing is dead.
+            BaseException: ``error`` itself, when nothing is or was dead.
         """
         clusters = [self._roles.infer, *self._clusters.values()]
         dead = [(cluster, rank) for cluster in clusters for rank, alive in enumerate(cluster.alive()) if not alive]
         if not dead:
-            raise error
+            if self._num_restarts() == self._known_restarts:
+                raise error
+            self._known_restarts = self._num_restarts()
+            return
         self._roles.restarts.spend(dead, "a rollout", error)
         for cluster, rank in dead:
             if cluster is not self._roles.infer:
@@ -80,6 +84,10 @@ class RolloutRoles:
         if generators := [rank for cluster, rank in dead if cluster is self._roles.infer]:
             self._roles.restart_generators(generators)
         self.connect()
+        self._known_restarts = self._num_restarts()
+
+    def _num_restarts(self) -> int:
+        return sum(sum(cluster.restarts) for cluster in [self._roles.infer, *self._clusters.values()])
 
 
 def sampling_params(arguments: GeneratingArguments) -> SamplingParams:

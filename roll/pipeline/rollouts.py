@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from roll.pipeline.session import RunSession
 from roll.report.trajectories import write_trajectories
+from roll.rollout.admission import Admission
 from roll.rollout.scheduler import Collected, RolloutScheduler
 from roll.rollout.types import RolloutGroup, Trajectory
 
@@ -21,30 +22,49 @@ MAX_WRITTEN = 64
 def collect(
     session: RunSession,
     scheduler: RolloutScheduler,
-    group_ids: Iterable[int],
     num_groups: int,
+    check: Callable[[Sequence[RolloutGroup]], None] = lambda groups: None,
+) -> list[RolloutGroup]:
+    """The first groups of an evaluation's scheduler, see ``take``.
+
+    Raises:
+        RuntimeError: they were sampled with more than one version of the weights.
+    """
+    groups = take(session, scheduler, Admission(num_groups), 1, "evaluate", check).groups
+    turns = (turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns)
+    versions = {int(version) for turn in turns for version in turn.completion.versions}
+    if len(versions) > 1:
+        raise RuntimeError(f"an evaluation was sampled with weights of the versions {sorted(versions)}, expected one")
+    return groups
+
+
+def take(
+    session: RunSession,
+    scheduler: RolloutScheduler,
+    admission: Admission,
+    step: int,
     what: str,
     check: Callable[[Sequence[RolloutGroup]], None] = lambda groups: None,
     **options: Any,
 ) -> Collected:
-    """Collects groups, shows how many have come in, and tells of failed episodes.
+    """Takes a step's groups, shows how many have come in, and tells of failed episodes.
 
     Args:
         session: shows the progress.
         scheduler: plays the groups.
-        group_ids: see ``RolloutScheduler.collect``.
-        num_groups: see there.
+        admission: see ``RolloutScheduler.take``.
+        step: see there.
         what: what they are for, to complete "no episode to …".
         check: called with all finished groups, the rejected ones included; may raise.
-        **options: further arguments of ``RolloutScheduler.collect``.
+        **options: further arguments of ``RolloutScheduler.take``.
 
     Raises:
         ValueError: nothing is left of the whole batch.
     """
-    arrived = itertools.count(1)
-    progress = session.display.progress
-    collected = scheduler.collect(
-        group_ids, num_groups, lambda _: progress(next(arrived), num_groups, "groups"), **options
+    num_groups, progress = admission.batch_size, session.display.progress
+    arrived = itertools.count(len(admission.ready) + 1)
+    collected = scheduler.take(
+        admission, step, lambda _: progress(min(next(arrived), num_groups), num_groups, "groups"), **options
     )
     groups = collected.groups
     finished = [*groups, *collected.rejected]

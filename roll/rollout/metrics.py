@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
+
+from roll.data.batch import Batch
+from roll.rollout.admission import Admission
 from roll.rollout.types import VALID_UNKNOWN, EpisodeEnd, RolloutGroup, Trajectory
 
 
@@ -41,6 +45,35 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
         for tag in tags:
             metrics |= _episode_means([t for t in trajectories if t.tag == tag], f"{prefix}/{tag}")
     return metrics
+
+
+def overlap_metrics(batch: Batch, admission: Admission, version: int) -> dict[str, float]:
+    """How old a step's rollouts are, and what waits behind it.
+
+    Args:
+        batch: the step's, with ``rollout_versions_T``.
+        admission: after the step has taken its groups.
+        version: of the weights that are trained next.
+
+    Returns:
+        ``async/lag_mean`` and ``async/lag_max`` in steps over the sampled tokens, ``async/lag_<n>``, the share of
+        those that are n steps old, ``async/mixed``, the share of rows that several versions sampled, and
+        ``async/buffer_groups`` and ``async/running_groups``.
+    """
+    assert batch.rollout_versions_T is not None
+    mask_T, rows_T = batch.loss_mask_T, batch.rows_T
+    versions_M, rows_M = batch.rollout_versions_T[mask_T], rows_T[mask_T]
+    lag_M = version - versions_M
+    changes_M = (versions_M[1:] != versions_M[:-1]) & (rows_M[1:] == rows_M[:-1])
+    counts = torch.bincount(lag_M)
+    return {
+        "async/lag_mean": float(lag_M.double().mean()),
+        "async/lag_max": float(lag_M.max()),
+        **{f"async/lag_{lag}": int(count) / len(lag_M) for lag, count in enumerate(counts.tolist())},
+        "async/mixed": len(rows_M[1:][changes_M].unique()) / batch.num_sequences,
+        "async/buffer_groups": float(len(admission.ready)),
+        "async/running_groups": float(len(admission.running)),
+    }
 
 
 def _episode_means(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:

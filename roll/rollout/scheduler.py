@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
+import queue
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import ray
 
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
+from roll.rollout.admission import Admission
 from roll.rollout.plans import RolloutPlan
 from roll.rollout.router import EngineUnavailableError
 from roll.rollout.types import RolloutGroup
 
 logger = logging.getLogger(__name__)
+
+_TICK_S = 1.0
 
 
 class TooManyRejectedError(RuntimeError):
@@ -28,29 +34,42 @@ class TooManyRejectedError(RuntimeError):
         self.groups = groups
 
 
+class _GroupsLostError(Exception):
+    """Some worker died: nothing that was running can be trusted to finish. The cause says who."""
+
+
 @dataclass(frozen=True)
 class Collected:
-    """Result of one ``RolloutScheduler.collect``."""
+    """Result of one ``RolloutScheduler.take``."""
 
     groups: list[RolloutGroup]
     """In the order of their ids."""
     rejected: list[RolloutGroup]
-    """Finished, but turned down by ``accept``."""
-    unfinished: list[int]
-    """Ids that were started, or about to be, and then given up; ascending."""
+    """Finished since the last batch, but turned down by ``accept``; in the order of their ids."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A group under way."""
+
+    group_id: int
+    worker: int
+    """Its rank."""
+    started: float
 
 
 class RolloutScheduler:
-    """Keeps ``plan.num_slots`` groups running until a batch is complete.
+    """Keeps as many groups running as ``admission`` lets start and ``plan`` has slots for.
 
     Args:
         plan: which groups to play.
         workers: the environment manager's cluster.
-        recover: called when rollout workers died; brings them back so that lost groups can be played again.
+        recover: called when rollout workers died; brings them back so that lost groups can be played again. Always in
+            the thread that calls ``take``.
         rpc_timeout: seconds that one group may take.
-        extra_groups: groups started beyond those asked for (``is_use_additional_prompts``): the batch is complete with
-            the first finished ones, and a straggler holds nobody up. Which groups count then depends on timing.
-        on_tick: called at least once a second while groups run; may raise to stop.
+        on_tick: called at least once a second while ``take`` waits; may raise to stop.
+        beside: go on between two calls of ``take``, on a thread of its own; otherwise what a batch leaves running is
+            given up.
     """
 
     def __init__(
@@ -59,32 +78,50 @@ class RolloutScheduler:
         workers: Cluster,
         recover: Callable[[BaseException], None],
         rpc_timeout: float,
-        extra_groups: int = 0,
         on_tick: Callable[[], None] = lambda: None,
+        *,
+        beside: bool = False,
     ) -> None:
         self.plan = plan
         self.workers = workers
+        self.groups: dict[int, RolloutGroup] = {}
+        """Finished and accepted, waiting to be taken, by id."""
         self._recover = recover
         self._rpc_timeout = rpc_timeout
-        self._extra_groups = extra_groups
         self._on_tick = on_tick
+        self._running: dict[ray.ObjectRef, _Call] = {}  # in the order of their start
+        self._loads = [0] * workers.world_size
+        self._rejected: list[RolloutGroup] = []
+        self._answers: queue.SimpleQueue[tuple[ray.ObjectRef, Future[Any]] | None] = queue.SimpleQueue()
+        self._goes_on = beside
+        self._beside: threading.Thread | None = None
+        self._rollouts: _Rollouts | None = None
+        """What the thread is after."""
+        self._failure: BaseException | None = None
+        """What ended the thread."""
 
     def collect(
+        self, num_groups: int, first: int = 0, on_group: Callable[[RolloutGroup], None] = lambda group: None
+    ) -> list[RolloutGroup]:
+        """Plays the groups with the ids from ``first`` on; what it raises is that of ``take``."""
+        return self.take(Admission(num_groups, next_draw=first), 1, on_group).groups
+
+    def take(
         self,
-        group_ids: Iterable[int],
-        num_groups: int,
+        admission: Admission,
+        step: int,
         on_group: Callable[[RolloutGroup], None] = lambda group: None,
         accept: Callable[[RolloutGroup], bool] = lambda group: True,
         max_groups: int | None = None,
     ) -> Collected:
-        """Plays groups until ``num_groups`` of them are accepted.
+        """The batch of a step: opens it and plays groups until ``admission`` has enough of them.
 
-        Without ``extra_groups`` the result depends on the ids alone: a rejected group is replaced by that of the next
-        id, and everything that was started is finished.
+        With nothing ahead and no window the result depends on the state of ``admission`` alone: a rejected group is
+        replaced by the next one, and everything that was started is finished.
 
         Args:
-            group_ids: ids to play, in this order; as many are taken as are needed.
-            num_groups: how many accepted groups make the batch.
+            admission: the state of the groups; the caller commits the step.
+            step: its number; the weights of the step before are with the engines.
             on_group: called as each accepted group arrives, for progress.
             accept: whether a finished group counts (dynamic sampling).
             max_groups: give up after this many finished groups.
@@ -95,100 +132,166 @@ class RolloutScheduler:
             RpcTimeoutError: a group took longer than ``rpc_timeout``.
             Exception: what a worker's own code raised.
         """
-        batch = _Batch(iter(group_ids), num_groups, num_groups + self._extra_groups, max_groups)
+        self.halt()
+        failure, self._failure = self._failure, None
+        admission.open(step)
+        ahead = admission.ahead if self._goes_on else 0  # those are for the steps to come
+        most_groups = float("inf") if max_groups is None else max_groups + ahead
+        rollouts = _Rollouts(admission, accept, most_groups, on_group)
         try:
-            while len(batch.accepted) < num_groups:
-                batch.fill()
-                while batch.waiting and len(batch.running) < self.plan.num_slots:
-                    self._start(batch.waiting.pop(0), batch.running)
-                ready, _ = ray.wait(list(batch.running), timeout=1.0)
-                for ref in ready:
-                    group = self._finish(ref, batch)
-                    if group is None:
-                        break  # a recovery: nothing that was running can be trusted to finish
-                    if not accept(group):
-                        batch.rejected.append(group)
-                        continue
-                    batch.accepted.append(group)
-                    on_group(group)
-                self._check_time(batch.running)
+            if failure is not None:
+                self._repair(failure)
+            while (taken := admission.take()) is None:
+                self._fill(rollouts)
+                try:
+                    self._wait(rollouts)
+                except _GroupsLostError as error:
+                    self._repair(error)
                 self._on_tick()
-        finally:
-            for ref in batch.running:  # extra groups, or all of them when an error or a stop ends the batch
-                ray.cancel(ref)
-        unfinished = sorted([*batch.waiting, *(group_id for group_id, _, _ in batch.running.values())])
-        return Collected(sorted(batch.accepted, key=_group_id), sorted(batch.rejected, key=_group_id), unfinished)
+        except BaseException:
+            self._cancel(admission)
+            raise
+        groups, rejected = [self.groups.pop(group_id) for group_id in taken], self._rejected
+        self._rejected = []
+        if self._goes_on:
+            rollouts.on_group = lambda group: None
+            self._rollouts = rollouts
+            self.go_on()
+        else:
+            self._cancel(admission)
+        return Collected(groups, sorted(rejected, key=lambda group: group.group_id))
 
-    def group_ids_per_batch(self, num_groups: int) -> int:
-        """Number of group ids that one batch takes up if none is rejected: the extra groups have ids too."""
-        return num_groups + self._extra_groups
+    def halt(self) -> None:
+        """Starts no more groups and takes no results in, so that nobody else changes ``groups`` and the admission."""
+        if self._beside is not None:
+            self._answers.put(None)
+            self._beside.join()
+            self._beside = None
 
-    def _finish(self, ref: ray.ObjectRef, batch: _Batch) -> RolloutGroup | None:
-        """The finished group; ``None`` after a recovery, when all that was running has to be played again."""
-        group_id, worker, _ = batch.running.pop(ref)
+    def go_on(self) -> None:
+        """Goes on after ``halt``, unless something failed: then the next ``take`` sees to it."""
+        if self._rollouts is not None and self._failure is None:
+            self._beside = threading.Thread(target=self._play_on, args=(self._rollouts,), name="rollouts", daemon=True)
+            self._beside.start()
+
+    @contextmanager
+    def halted(self) -> Iterator[None]:
+        """``halt`` for as long as the block takes."""
+        was_on = self._beside is not None
+        self.halt()
+        yield
+        if was_on:
+            self.go_on()
+
+    def close(self) -> None:
+        """Gives up what is running."""
+        self.halt()
+        if self._rollouts is not None:
+            self._cancel(self._rollouts.admission)
+            self._rollouts = None
+
+    def _play_on(self, rollouts: _Rollouts) -> None:
         try:
-            group: RolloutGroup = self.workers.gather([ref], call=_call(group_id), ranks=[worker])[0]
-        except (WorkerDiedError, EngineUnavailableError) as error:
-            logger.warning("group %d was lost (%s); it is played again", group_id, error)
-            self._recover(error)
-            for running in batch.running:
-                ray.cancel(running)
-            batch.waiting[:0] = sorted([group_id, *(lost for lost, _, _ in batch.running.values())])
-            batch.running.clear()
-            return None
-        return group
+            going = True
+            while going:
+                self._fill(rollouts, wants_batch=False)
+                going = self._wait(rollouts)
+        except BaseException as error:
+            self._failure = error
 
-    def _start(self, group_id: int, running: _Running) -> None:
-        loads = [0] * self.workers.world_size
-        for _, worker, _ in running.values():
-            loads[worker] += 1
-        worker = loads.index(min(loads))
+    def _fill(self, rollouts: _Rollouts, *, wants_batch: bool = True) -> None:
+        """Starts what may start.
+
+        Raises:
+            TooManyRejectedError: a batch is wanted, and there will be none.
+        """
+        admission = rollouts.admission
+        finished = len(self.groups) + len(self._rejected)
+        left = rollouts.most_groups - finished - admission.num_under_way
+        while (left > 0 or admission.again) and admission.may_start and len(self._running) < self.plan.num_slots:
+            left -= 0 if admission.again else 1
+            self._start(admission.start())
+        if wants_batch and not self._running:
+            raise TooManyRejectedError(
+                f"of {finished} groups only {len(self.groups)} were accepted, {admission.batch_size} are needed",
+                [*self.groups.values(), *self._rejected],
+            )
+
+    def _start(self, group_id: int) -> None:
+        worker = self._loads.index(min(self._loads))
         ref: ray.ObjectRef = self.workers.handles[worker].run_group.remote(self.plan.spec(group_id))
-        running[ref] = (group_id, worker, time.monotonic())
+        self._running[ref] = _Call(group_id, worker, time.monotonic())
+        self._loads[worker] += 1
+        ref.future().add_done_callback(lambda future: self._answers.put((ref, future)))
 
-    def _check_time(self, running: _Running) -> None:
-        for group_id, worker, started in running.values():
-            seconds = time.monotonic() - started
+    def _wait(self, rollouts: _Rollouts) -> bool:
+        """Takes in what has finished; waits up to a second for the first. False when it was told to halt.
+
+        Raises:
+            RpcTimeoutError: see ``take``.
+            _GroupsLostError: a worker died; nothing is running any more.
+        """
+        going = True
+        try:
+            answer = self._answers.get(timeout=_TICK_S)
+            while True:
+                if answer is None:
+                    going = False
+                elif answer[0] in self._running:  # others were given up
+                    self._finish(*answer, rollouts)
+                answer = self._answers.get_nowait()
+        except queue.Empty:
+            pass
+        for call in self._running.values():  # the first is the oldest
+            seconds = time.monotonic() - call.started
             if seconds > self._rpc_timeout:
-                raise RpcTimeoutError(self.workers.name, (worker,), _call(group_id), Cluster.current_step, seconds)
+                name = self.workers.name
+                raise RpcTimeoutError(name, (call.worker,), _name(call), Cluster.current_step, seconds)
+            break
+        return going
 
+    def _finish(self, ref: ray.ObjectRef, future: Future[Any], rollouts: _Rollouts) -> None:
+        call, admission = self._running[ref], rollouts.admission
+        try:
+            group: RolloutGroup = self.workers.result(future, rank=call.worker, call=_name(call))
+        except (WorkerDiedError, EngineUnavailableError) as error:
+            logger.warning("group %d was lost (%s); it is played again", call.group_id, error)
+            self._cancel(admission)
+            raise _GroupsLostError from error
+        del self._running[ref]
+        self._loads[call.worker] -= 1
+        if not rollouts.accept(group):
+            admission.settle(call.group_id)
+            self._rejected.append(group)
+            return
+        admission.finish(call.group_id)
+        self.groups[call.group_id] = group
+        rollouts.on_group(group)
 
-_Running: TypeAlias = dict[ray.ObjectRef, tuple[int, int, float]]
-"""Group id, rank of the worker and time of the start, by the call's result to come."""
+    def _repair(self, error: BaseException) -> None:
+        if not isinstance(error, _GroupsLostError):
+            raise error
+        assert error.__cause__ is not None
+        self._recover(error.__cause__)
+
+    def _cancel(self, admission: Admission) -> None:
+        for ref in self._running:
+            ray.cancel(ref)
+        admission.lose(call.group_id for call in self._running.values())
+        self._running.clear()
+        self._loads = [0] * self.workers.world_size
 
 
 @dataclass
-class _Batch:
-    """The state of one ``collect``."""
+class _Rollouts:
+    """What ``take`` was asked for."""
 
-    ids: Iterator[int]
-    num_groups: int
-    width: int
-    """Number of groups accepted or under way at any time: those asked for and the extra ones."""
-    max_groups: int | None
-    accepted: list[RolloutGroup] = field(default_factory=list)
-    rejected: list[RolloutGroup] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)
-    running: _Running = field(default_factory=dict)
-
-    def fill(self) -> None:
-        """Takes as many further ids as rejected groups have left room for."""
-        finished = len(self.accepted) + len(self.rejected)
-        under_way = len(self.waiting) + len(self.running)
-        room = self.width - len(self.accepted) - under_way
-        if self.max_groups is not None:
-            room = min(room, self.max_groups - finished - under_way)
-        self.waiting += itertools.islice(self.ids, max(room, 0))
-        if not self.waiting and not self.running:
-            raise TooManyRejectedError(
-                f"of {finished} groups only {len(self.accepted)} were accepted, {self.num_groups} are needed",
-                [*self.accepted, *self.rejected],
-            )
+    admission: Admission
+    accept: Callable[[RolloutGroup], bool]
+    most_groups: float
+    """Groups that may be finished or under way before there is a batch."""
+    on_group: Callable[[RolloutGroup], None]
 
 
-def _group_id(group: RolloutGroup) -> int:
-    return group.group_id
-
-
-def _call(group_id: int) -> str:
-    return f"run_group({group_id})"
+def _name(call: _Call) -> str:
+    return f"run_group({call.group_id})"

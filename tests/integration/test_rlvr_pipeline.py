@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -49,7 +50,7 @@ def draws(run: Run) -> list[tuple[int, str]]:
 
 
 def position(run: Run, step: int) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((run.checkpoint(step) / "pipeline_state.json").read_text())["data"]
+    data: dict[str, Any] = json.loads((run.checkpoint(step) / "pipeline_state.json").read_text())["rollouts"]
     return data
 
 
@@ -98,10 +99,10 @@ def test_a_stopped_run_meets_the_data_and_ends_as_an_undisturbed_one_does(rlvr: 
     # Every epoch has every prompt once, in an order of its own, and no stop repeats or skips one.
     played = draws(whole)
     met = [prompt for _, prompt in played]
-    assert [draw for draw, _ in played] == list(range(position(whole, steps)["next_id"]))
+    assert [draw for draw, _ in played] == list(range(position(whole, steps)["next_draw"]))
     epochs = [met[start : start + 10] for start in (0, 10, 20)]
     assert all(sorted(epoch) == [f"t{n}" for n in range(10)] for epoch in epochs[:2]) and epochs[0] != epochs[1]
-    one, two = position(whole, 1)["next_id"], position(whole, 2)["next_id"]
+    one, two = position(whole, 1)["next_draw"], position(whole, 2)["next_draw"]
     assert draws(first)[:one] == played[:one]
     assert draws(second) == played[one:two]
     assert sorted(set(draws(third))) == played[two:]
@@ -110,7 +111,7 @@ def test_a_stopped_run_meets_the_data_and_ends_as_an_undisturbed_one_does(rlvr: 
     filtered = [whole.metrics[step]["rollout/filtered"] for step in range(1, steps + 1)]
     assert sum(filtered) == len([prompt for prompt in met if prompt in ("t2", "t6")]) >= 4
     assert all(whole.metrics[step]["rollout/episodes"] == 16 for step in range(1, steps + 1))
-    taken = [position(whole, step)["next_id"] for step in range(1, steps + 1)]
+    taken = [position(whole, step)["next_draw"] for step in range(1, steps + 1)]
     assert [whole.metrics[step]["rollout/epoch"] for step in range(1, steps + 1)] == [n // 10 for n in taken]
 
 
@@ -121,7 +122,7 @@ def test_a_run_that_stops_at_the_edge_of_an_epoch_goes_on_with_the_next(rlvr: Rl
     assert first.wait() == 0, first.output
     assert not [name for name in first.metrics[0] if name.startswith("eval")]
     assert first.summary["eval"].keys() == {"after"}
-    assert position(first, 1) == {"next_id": 4, "returned": []}
+    assert position(first, 1) == {"next_draw": 4, "trained": 4, "settled": 0, "again": [], "ready": []}
     second = rlvr("max_steps=2", "validation=null", "resume_from_checkpoint=true")
     assert second.wait() == 0, second.output
     assert second.summary["steps"] == 2 and list(second.metrics) == [0, 1, 2]
@@ -147,7 +148,7 @@ def test_two_domains_are_trained_and_evaluated_to_the_end(rlvr: Rlvr, tmp_path: 
     assert "each step: 8 prompts × 4 answers = 32 samples" in words(run)
     assert "training data: 16 prompts (digits 8, letters 8)" in words(run)
     assert "held-out data: 6 prompts (digits 3, letters 3)" in words(run)
-    assert position(run, 2) == {"next_id": 16, "returned": []}
+    assert position(run, 2) == {"next_draw": 16, "trained": 16, "settled": 0, "again": [], "ready": []}
     for step in (1, 2):
         metrics = run.metrics[step]
         assert metrics["rollout/episodes"] == 32 and metrics["actor/grad_norm"] > 0
@@ -214,11 +215,45 @@ def test_answers_without_a_reward_are_dropped_and_counted_until_they_are_too_man
     for text in (words(run), run.summary["error"]):
         assert told in text and "Letters failed after 1 attempt: ArithmeticError: cannot judge letters" in text
     assert run.summary["steps"] == 1 and find_damage(run.checkpoint(1)) is None
-    assert position(run, 1)["next_id"] == 4, "the next run tries the same prompts again"
+    assert position(run, 1)["next_draw"] == 4, "the next run tries the same prompts again"
 
     assert unbuildable.wait() == 1, unbuildable.output
     assert "a verifier process could not be set up: OSError: there is no word list" in words(unbuildable)
     assert not any("Traceback" in failed.output for failed in (run, unbuildable))
+
+
+@pytest.mark.timeout(600)
+def test_rollouts_beside_training_use_every_draw_once_whatever_dies_and_whenever_it_stops(
+    rlvr: Rlvr, tmp_path: Path
+) -> None:
+    write(tmp_path / "train.jsonl", rows("t", ["", "", "equal", "", "", "", "equal", "", "", ""]))
+    steps = 5
+    overlap = ("async_generation_ratio=1", "rollout_window=0.5", "train_infer_correction.is_weight.enabled=true")
+    overrides = (FILTER, *overlap, f"max_steps={steps}", "eval_steps=2", "max_worker_restarts=5")
+    run = rlvr(*overrides, orders=("hold-actor_train-0-train-2",))
+    # The generator dies while the trainer is at work and groups of the next step are under way.
+    run.pid_at("actor_train-0-train-2")
+    os.kill(run.pid_at("actor_infer-0-generate-1"), signal.SIGKILL)
+    run.release("hold-actor_train-0-train-2")
+    run.pid_at("actor_train-0-train-3")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 143, run.output
+    done = run.summary["steps"]
+    assert 2 <= done <= 3
+    state = position(run, done)
+    assert state["trained"] == 4 * done == state["next_draw"] - state["settled"] - len(state["again"])
+
+    resumed = rlvr(*overrides, "resume_from_checkpoint=true")
+    assert resumed.wait() == 0, resumed.output
+    resumed.assert_nothing_left()
+    draws_used = resumed.summary["draws"]
+    assert draws_used["trained"] == 4 * steps and draws_used["waiting"] == 0
+    assert draws_used["settled"] == position(resumed, steps)["settled"] > 0
+    for step in range(1, steps + 1):
+        metrics = resumed.metrics[step]
+        assert metrics["rollout/episodes"] == 16 and 0 <= metrics["async/lag_max"] <= 2
+        assert sum(value for name, value in metrics.items() if name[:-1] == "async/lag_") == pytest.approx(1)
+    assert any(resumed.metrics[step]["async/lag_mean"] > 0 for step in range(2, steps + 1)), "it ran beside training"
 
 
 @pytest.mark.slow
@@ -326,4 +361,4 @@ def test_answers_spread_over_engines_a_critic_and_the_kl_over_the_vocabulary(rlv
     assert "actor/loss" not in run.metrics[1] and run.metrics[2]["actor/kl_loss"] >= 0
     assert [run.metrics[step]["rollout/episodes"] for step in (1, 2)] == [16, 16]
     at = position(run, 2)
-    assert at["next_id"] - len(at["returned"]) == 8, "prompts that were given up come again"
+    assert at["next_draw"] - len(at["returned"]) == 8, "prompts that were given up come again"

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
@@ -169,6 +170,15 @@ class Cluster:
             except ray.exceptions.RayError as error:
                 self._raise(error, rank_of[ready[0]], call)
         return [results[ref] for ref in refs]
+
+    def result(self, future: Future[Any], *, rank: int, call: str) -> Any:
+        """The value of a submitted call that is done, by its reference's ``future()``; raises what ``gather`` does."""
+        import ray
+
+        try:
+            return future.result()
+        except ray.exceptions.RayError as error:
+            self._raise(error, rank, call)
 
     def alive(self) -> list[bool]:
         """Tells whether each rank's process exists. A busy or hung worker is alive. Takes at most a second."""

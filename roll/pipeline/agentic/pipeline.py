@@ -8,10 +8,11 @@ from roll.distributed.strategy.base import Metrics
 from roll.pipeline.agentic.env_roles import EnvRoles
 from roll.pipeline.rl import RLPipeline
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollouts import collect, keep_episodes
+from roll.pipeline.rollouts import collect, keep_episodes, take
 from roll.pipeline.session import RunSession
 from roll.report.render import save_renders
 from roll.rollout.metrics import rollout_metrics
+from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.trajectory import groups_to_batch
 from roll.rollout.types import RolloutGroup
 from roll.utils.signals import SignalGuard
@@ -32,12 +33,13 @@ class AgenticPipeline(RLPipeline):
         super().__init__(config, session, roles, signals)
         self.envs = envs
 
+    @property
+    def rollouts(self) -> RolloutScheduler:
+        return self.envs.train
+
     def rollout(self, step: int) -> tuple[Batch, Metrics]:
-        num_groups = self.config.rollout_batch_size // self.config.train_env_manager.group_size
-        ids_per_step = self.envs.train.group_ids_per_batch(num_groups)
-        group_ids = range((step - 1) * ids_per_step, step * ids_per_step)
         self.session.first_rollout()
-        groups = collect(self.session, self.envs.train, group_ids, num_groups, "train on").groups
+        groups = take(self.session, self.rollouts, self.admission, step, "train on").groups
         return groups_to_batch(groups, list(self.config.custom_envs)), rollout_metrics(groups, "rollout")
 
     def evaluate(self, name: str, step: int) -> Metrics:
@@ -73,4 +75,4 @@ class AgenticPipeline(RLPipeline):
     def _play_validation(self, *, greedy: bool) -> list[RolloutGroup]:
         scheduler = self.envs.val_greedy if greedy else self.envs.val
         num_groups = self.config.val_batch_size // self.config.val_env_manager.group_size
-        return collect(self.session, scheduler, range(num_groups), num_groups, "evaluate").groups
+        return collect(self.session, scheduler, num_groups)

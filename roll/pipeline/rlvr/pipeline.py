@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
-
-from torch import Tensor
 
 from roll.configs.rlvr import RLVRConfig
 from roll.data.batch import Batch
@@ -13,9 +10,8 @@ from roll.distributed.strategy.base import Metrics
 from roll.pipeline.prompt_roles import PromptRoles
 from roll.pipeline.rl import RLPipeline
 from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates, passes_filter, reward_metrics
-from roll.pipeline.rlvr.position import DataPosition
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollouts import MAX_WRITTEN, collect, keep_episodes
+from roll.pipeline.rollouts import MAX_WRITTEN, collect, keep_episodes, take
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.report.answers import save_answers
 from roll.rollout.metrics import rollout_metrics
@@ -39,25 +35,20 @@ class RLVRPipeline(RLPipeline):
     ) -> None:
         super().__init__(config, session, roles, signals)
         self.prompts = prompts
-        self.position = self._next_position = DataPosition()
-        """Where the step after ``done_steps`` begins in the data."""
+
+    @property
+    def rollouts(self) -> RolloutScheduler:
+        return self.prompts.train
 
     def rollout(self, step: int) -> tuple[Batch, Metrics]:
         self.session.first_rollout()
-        collected = self._collect_train()
-        self._next_position = self.position.after(collected)
+        collected = self._take(step)
         groups = collected.groups
         metrics = rollout_metrics(groups, "rollout") | reward_metrics([*groups, *collected.rejected], self.config)
         metrics |= self.prompts.take_retries()
         metrics["rollout/filtered"] = float(len(collected.rejected))
-        metrics["rollout/epoch"] = self.prompts.epoch_of(self._next_position.next_id)
+        metrics["rollout/epoch"] = self.prompts.epoch_of(self.admission.next_draw)
         return groups_to_batch(groups, self.prompts.tags), metrics
-
-    def train(self, batch: Batch, steps: list[Tensor], step: int) -> Metrics:
-        metrics = super().train(batch, steps, step)
-        # Here, since a stop that came during the update is raised right after it.
-        self.position = self._next_position
-        return metrics
 
     def evaluate(self, name: str, step: int) -> Metrics:
         """Answers the held-out prompts: the same ones each time, sampled; and greedily before and after."""
@@ -86,14 +77,7 @@ class RLVRPipeline(RLPipeline):
         )
         return metrics
 
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"data": self.position.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.position = DataPosition.from_state_dict(state["data"])
-
-    def _collect_train(self) -> Collected:
+    def _take(self, step: int) -> Collected:
         """The step's groups.
 
         Raises:
@@ -106,11 +90,11 @@ class RLVRPipeline(RLPipeline):
             return passes_filter(group, self.config.rewards[domains[group.tag]].query_filter_config)
 
         try:
-            return collect(
+            return take(
                 self.session,
-                self.prompts.train,
-                self.position.ids(),
-                num_groups,
+                self.rollouts,
+                self.admission,
+                step,
                 "train on",
                 self._check_errors,
                 accept=accept,
@@ -132,9 +116,7 @@ class RLVRPipeline(RLPipeline):
             return self._answer_validation(self.prompts.val_greedy)
 
     def _answer_validation(self, scheduler: RolloutScheduler) -> list[RolloutGroup]:
-        num_groups = self.prompts.num_val_prompts
-        ids = range(num_groups)
-        return collect(self.session, scheduler, ids, num_groups, "evaluate", self._check_errors).groups
+        return collect(self.session, scheduler, self.prompts.num_val_prompts, self._check_errors)
 
     def _check_errors(self, groups: Sequence[RolloutGroup]) -> None:
         check_error_rates(groups, self.config)

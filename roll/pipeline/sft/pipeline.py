@@ -87,10 +87,9 @@ class SFTPipeline(TrainingLoop):
 
     def _answer(self, prompts: PromptRoles, step: int) -> Metrics:
         assert prompts.val is not None, "a generator comes with held-out data"
-        config, num_groups = self.config, prompts.num_val_prompts
+        config = self.config
         scored = bool(config.rewards)
-        collected = collect(self.session, prompts.val, range(num_groups), num_groups, "evaluate")
-        groups = collected.groups
+        groups = collect(self.session, prompts.val, prompts.num_val_prompts)
         episodes = keep_episodes(self.session, step, groups)
         save_answers(episodes[:MAX_WRITTEN], self.session.renders, step, scored=scored)
         metrics = rollout_metrics(groups, "eval")

@@ -593,3 +593,28 @@ def test_a_wrong_choice_of_engine_or_layout_is_named_with_the_right_one(problems
     assert path in found, found
     assert words in f"{found[path].expected} {found[path].hint}"
     assert len(found) == 1, found
+
+
+WEIGHTED = "train_infer_correction.is_weight.enabled=true"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "window", "extra", "ahead", "draws", "lag"),
+    [(1, 0, 0, 4, 1, 1), (2, 0.5, 0, 8, 6, 4), (0.5, 0, 0, 2, 1, 1), (1, 0, 3, 7, 11, 5)],
+)
+def test_how_far_rollouts_run_ahead_is_told_in_groups_and_steps(load, ratio, window, extra, ahead, draws, lag):
+    """Steps of 4 groups."""
+    more = (f"is_use_additional_prompts={bool(extra)}", f"max_additional_running_prompts={extra}")
+    config = load(f"async_generation_ratio={ratio}", f"rollout_window={window}", WEIGHTED, *more)
+    assert (config.groups_ahead, config.window, config.max_lag) == (ahead, draws, lag)
+    told = describe_batches(config)[2]
+    for words in (f"{ahead} groups ahead of the step", f"{lag} step", f"{draws} draw"):
+        assert words in told
+
+
+def test_rollouts_beside_training_need_importance_weights_and_new_weights_every_step(problems):
+    found = problems("async_generation_ratio=1", "actor_train.model_update_frequency=2")
+    assert found["train_infer_correction.is_weight.enabled"].expected == "true with async_generation_ratio 1"
+    assert found["actor_train.model_update_frequency"].expected == "1 with async_generation_ratio"
+    assert "rollout_window" in problems("rollout_window=0.5")
+    assert problems("async_generation_ratio=-1").keys() == {"async_generation_ratio"}

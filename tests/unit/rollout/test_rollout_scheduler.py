@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import time
 from collections import Counter
@@ -19,6 +18,7 @@ from roll.distributed.cluster.placement import create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.cluster.worker import Worker
+from roll.rollout.admission import Admission
 from roll.rollout.plans import GroupPlan, GroupSpec
 from roll.rollout.router import EngineUnavailableError
 from roll.rollout.scheduler import RolloutScheduler, TooManyRejectedError
@@ -129,7 +129,7 @@ def test_groups_come_in_order_from_all_workers_and_never_too_many_at_once(
     scheduler: Callable[..., RolloutScheduler], folder: Path
 ) -> None:
     arrived: list[int] = []
-    groups = scheduler().collect(itertools.count(10), 12, lambda group: arrived.append(group.group_id)).groups
+    groups = scheduler().collect(12, first=10, on_group=lambda group: arrived.append(group.group_id))
     assert [group.group_id for group in groups] == list(range(10, 22))
     assert [group.errors for group in groups] == [(repr(PLAN.spec(n)),) for n in range(10, 22)]
     assert sorted(arrived) == list(range(10, 22))
@@ -141,13 +141,13 @@ def test_groups_come_in_order_from_all_workers_and_never_too_many_at_once(
 
 def test_extra_groups_make_up_for_stragglers(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
     (folder / "hang-1").touch()
-    collecting = scheduler(extra_groups=2)
+    admission = Admission(4, ahead=2, window=6)
     started_at = time.monotonic()
-    groups = collecting.collect(itertools.count(), 4).groups
+    groups = scheduler().take(admission, 1).groups
     assert time.monotonic() - started_at < 20
     ids = [group.group_id for group in groups]
     assert len(ids) == 4 and ids == sorted(ids) and set(ids) <= {0, 2, 3, 4, 5}
-    assert collecting.group_ids_per_batch(4) == 6
+    assert sorted([*ids, *admission.again, *admission.ready]) == list(range(6))
     wait_for(lambda: ["cancelled", "1"] in [note[:2] for note in notes(folder)])
 
 
@@ -163,7 +163,7 @@ def test_groups_of_a_dead_worker_are_played_again(scheduler: Callable[..., Rollo
     for order in ("die-2", "die-5"):
         (folder / order).touch()
     collecting = scheduler()
-    groups = collecting.collect(itertools.count(), 9).groups
+    groups = collecting.collect(9)
     assert [group.errors for group in groups] == [(repr(PLAN.spec(n)),) for n in range(9)]
     errors = scheduler.errors  # type: ignore[attr-defined]
     assert {type(error) for error in errors} == {WorkerDiedError}
@@ -178,7 +178,7 @@ def test_groups_that_lost_their_engine_are_played_again(
     scheduler: Callable[..., RolloutScheduler], folder: Path
 ) -> None:
     (folder / "engine-1").touch()
-    groups = scheduler().collect(itertools.count(), 3).groups
+    groups = scheduler().collect(3)
     assert [group.group_id for group in groups] == [0, 1, 2]
     (error,) = scheduler.errors  # type: ignore[attr-defined]
     assert isinstance(error, EngineUnavailableError)
@@ -190,16 +190,16 @@ def test_what_cannot_be_recovered_ends_the_rollout(scheduler: Callable[..., Roll
 
     (folder / "engine-1").touch()
     with pytest.raises(EngineUnavailableError):
-        scheduler(recover=give_up).collect(itertools.count(), 3)
+        scheduler(recover=give_up).collect(3)
     (folder / "fail-1").touch()
     with pytest.raises(ValueError, match="no such level"):
-        scheduler().collect(itertools.count(), 3)
+        scheduler().collect(3)
 
 
 def test_a_hung_group_is_an_error_that_names_it(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
     (folder / "hang-2").touch()
     with pytest.raises(RpcTimeoutError, match=r"envs rank \d: run_group\(2\) gave no answer in [12]\.\d s"):
-        scheduler(rpc_timeout=1.0).collect(itertools.count(), 3)
+        scheduler(rpc_timeout=1.0).collect(3)
 
 
 def test_a_tick_may_stop_the_rollout(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_tick_may_stop_the_rollout(scheduler: Callable[..., RolloutScheduler],
     (folder / "hang-0").touch()
     ticks: list[float] = []
     with pytest.raises(KeyboardInterrupt):
-        scheduler(on_tick=stop).collect(itertools.count(), 3)
+        scheduler(on_tick=stop).collect(3)
     # Two groups arrive, then nothing does, and the ticks go on.
     assert 0.9 < ticks[3] - ticks[2] < 5
 
@@ -231,12 +231,11 @@ def test_a_rejected_group_is_replaced_by_that_of_the_next_id_whatever_happens(
     if order:
         (folder / order).touch()
     arrived: list[RolloutGroup] = []
-    collected = scheduler().collect(
-        itertools.count(), 5, arrived.append, accept=lambda group: group.group_id not in (0, 3, 6, 8)
-    )
+    admission = Admission(5)
+    collected = scheduler().take(admission, 1, arrived.append, accept=lambda group: group.group_id not in (0, 3, 6, 8))
     assert ids(collected.groups) == [1, 2, 4, 5, 7]
     assert ids(collected.rejected) == [0, 3, 6]
-    assert collected.unfinished == []
+    assert not admission.running and not admission.again and not admission.ready
     assert sorted(ids(arrived)) == [1, 2, 4, 5, 7], "progress counts what was accepted"
     assert set(started_ids(folder)) == set(range(8)), "nothing was started in vain"
 
@@ -245,32 +244,77 @@ def test_a_batch_of_which_too_little_is_accepted_is_given_up_at_the_cap(
     scheduler: Callable[..., RolloutScheduler], folder: Path
 ) -> None:
     with pytest.raises(TooManyRejectedError, match=r"^of 7 groups only 2 were accepted, 3 are needed$") as raised:
-        scheduler().collect(itertools.count(), 3, accept=lambda group: group.group_id in (1, 4), max_groups=7)
+        scheduler().take(Admission(3), 1, accept=lambda group: group.group_id in (1, 4), max_groups=7)
     assert sorted(ids(raised.value.groups)) == list(range(7))
     assert started_ids(folder) == list(range(7))
 
 
 def test_the_cap_itself_is_still_enough(scheduler: Callable[..., RolloutScheduler]) -> None:
-    collected = scheduler().collect(itertools.count(), 3, accept=lambda group: group.group_id >= 4, max_groups=7)
+    collected = scheduler().take(Admission(3), 1, accept=lambda group: group.group_id >= 4, max_groups=7)
     assert ids(collected.groups) == [4, 5, 6] and ids(collected.rejected) == [0, 1, 2, 3]
-    assert ids(scheduler().collect(itertools.count(), 3, max_groups=3).groups) == [0, 1, 2]
+    assert ids(scheduler().take(Admission(3), 1, max_groups=3).groups) == [0, 1, 2]
 
 
 def test_with_extra_groups_every_id_is_accepted_rejected_or_given_back(
     scheduler: Callable[..., RolloutScheduler], folder: Path
 ) -> None:
     (folder / "hang-1").touch()
-    collected = scheduler(extra_groups=2).collect(
-        itertools.count(), 4, accept=lambda group: group.group_id != 2, max_groups=20
-    )
+    admission, collecting = Admission(4, ahead=2, window=6), scheduler()
+    collected = collecting.take(admission, 1, accept=lambda group: group.group_id != 2, max_groups=20)
     accepted, rejected = ids(collected.groups), ids(collected.rejected)
-    assert len(accepted) == 4 and rejected == [2] and 1 in collected.unfinished
-    taken = [*accepted, *rejected, *collected.unfinished]
-    assert sorted(taken) == list(range(len(taken)))
-    assert collected.unfinished == sorted(collected.unfinished)
+    assert len(accepted) == 4 and rejected == [2] and 1 in admission.again
+    assert sorted([*accepted, *rejected, *admission.again, *admission.ready]) == list(range(admission.next_draw))
+    admission.commit()
+    again = set(admission.again)
+    assert set(ids(collecting.take(admission, 2).groups)) >= again, "they come first"
 
 
 def test_extra_groups_do_not_stretch_the_cap(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
     with pytest.raises(TooManyRejectedError, match="of 5 groups only 0 were accepted, 4 are needed"):
-        scheduler(extra_groups=3).collect(itertools.count(), 4, accept=lambda group: False, max_groups=5)
+        scheduler().take(Admission(4, ahead=3, window=7), 1, accept=lambda group: False, max_groups=5)
     assert started_ids(folder) == list(range(5))
+
+
+def test_with_a_lag_groups_are_played_beside_training_and_not_too_many(
+    scheduler: Callable[..., RolloutScheduler], folder: Path
+) -> None:
+    admission, collecting = Admission(3, ahead=3), scheduler(beside=True)
+    try:
+        for step in range(1, 5):
+            groups = collecting.take(admission, step, accept=lambda group: group.group_id != 4).groups
+            expected = [n for n in range(20) if n != 4][3 * step - 3 : 3 * step]
+            assert ids(groups) == expected
+            wait_for(lambda step=step: len(collecting.groups) == 3)  # type: ignore[misc]
+            assert started_ids(folder) == list(range(3 * (step + 1) + (step > 0))), "and none beyond the lag"
+            admission.commit()
+    finally:
+        collecting.close()
+
+
+@pytest.mark.parametrize("order", ["die-4", "engine-5"])
+def test_what_is_lost_beside_training_is_played_again_with_the_next_batch(
+    scheduler: Callable[..., RolloutScheduler], folder: Path, order: str
+) -> None:
+    (folder / order).touch()
+    admission, collecting = Admission(3, ahead=3), scheduler(beside=True)
+    try:
+        assert ids(collecting.take(admission, 1).groups) == [0, 1, 2]
+        wait_for(lambda: collecting._failure is not None)
+        assert scheduler.errors == []  # type: ignore[attr-defined]
+        admission.commit()
+        assert ids(collecting.take(admission, 2).groups) == [3, 4, 5]
+        assert len(scheduler.errors) == 1  # type: ignore[attr-defined]
+    finally:
+        collecting.close()
+
+
+def test_what_fails_beside_training_is_raised_by_the_next_batch(
+    scheduler: Callable[..., RolloutScheduler], folder: Path
+) -> None:
+    (folder / "fail-4").touch()
+    admission, collecting = Admission(3, ahead=3), scheduler(beside=True)
+    collecting.take(admission, 1)
+    wait_for(lambda: collecting._failure is not None)
+    admission.commit()
+    with pytest.raises(ValueError, match="no such level"):
+        collecting.take(admission, 2)

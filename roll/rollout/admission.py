@@ -1,0 +1,164 @@
+"""Which rollout groups may start and which make a step's batch: how far rollouts may run ahead of training.
+
+A *draw* is the number of a rollout group: its prompt or environment and its seeds follow from it. A draw is started,
+plays until it is *ready*, and is *taken* by one step, or *settled* when dynamic sampling turns it down. With
+
+- B, the groups that a step takes,
+- A, the groups that may run ahead of the open step (S·B where they may run S steps ahead),
+- W, the window,
+
+a draw may start while a step is open if fewer than ``B + A`` are running, ready or taken by that step: without losses
+draw k may start in step n (n = 1, 2 …) if ``k < n·B + A + settled``. A batch is the B lowest of the ready draws below
+``o + W``, where o is the lowest draw that is still under way. So
+
+- a draw taken by step n was started while a step ≥ ``n − ⌈(A + W − 1)/B⌉`` was open,
+- what waits for a step is bounded,
+- at most W − 1 later draws are taken before a draw that is slow, and none is ever dropped for its age.
+
+A = 0 and W = 1 is synchronous, on-policy training in the order of the draws. What a step took counts once the step is
+*committed*: until then a checkpoint gives those draws back. So every draw is trained or settled exactly once, through
+any number of stops and crashes.
+
+Pure state: no clocks, no processes. ``tests/unit/rollout/test_admission.py`` proves the bounds as properties.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Admission:
+    """The state of all draws of a run."""
+
+    batch_size: int
+    """B."""
+    ahead: int = 0
+    """A."""
+    window: int = 1
+    """W."""
+    last_step: int | None = None
+    """No more groups are started than the steps up to this one take."""
+    step: int = 0
+    """The open step; 0 before the first, when nothing may start."""
+    used: int = 0
+    """How many draws the open step took: they count until the next one is opened, with new weights."""
+    next_draw: int = 0
+    """The lowest draw that was never started."""
+    num_trained: int = 0
+    """Draws of committed steps."""
+    num_settled: int = 0
+    """Draws that dynamic sampling turned down, those since the last commit included."""
+    again: list[int] = field(default_factory=list)
+    """Lower draws that have to be played again, or for the first time after a resume; a heap."""
+    running: set[int] = field(default_factory=set)
+    ready: set[int] = field(default_factory=set)
+    taken: tuple[int, ...] = ()
+    """What the open step took, until it is committed."""
+    settled: set[int] = field(default_factory=set)
+    """What was settled since the last commit."""
+
+    def open(self, step: int) -> None:
+        """Begins a step: its weights have been published.
+
+        Raises:
+            ValueError: the step before was not committed.
+        """
+        if self.taken:
+            raise ValueError(f"step {step} cannot begin: step {self.step} took groups and was not committed")
+        self.step, self.used = step, 0
+
+    @property
+    def capacity(self) -> int:
+        """Most draws that are running, ready, or taken by the open step."""
+        if self.last_step is None:
+            return self.batch_size + self.ahead
+        return self.batch_size + min(self.ahead, (self.last_step - self.step) * self.batch_size)
+
+    @property
+    def may_start(self) -> bool:
+        return self.step > 0 and len(self.running) + len(self.ready) + self.used < self.capacity
+
+    @property
+    def num_under_way(self) -> int:
+        """Draws that are running or are to be played again."""
+        return len(self.running) + len(self.again)
+
+    def start(self) -> int:
+        """The next draw to play."""
+        assert self.may_start, "nothing may start"
+        if self.again:
+            draw = heapq.heappop(self.again)
+        else:
+            draw, self.next_draw = self.next_draw, self.next_draw + 1
+        self.running.add(draw)
+        return draw
+
+    def finish(self, draw: int) -> None:
+        """The draw was played and may be taken."""
+        self.running.remove(draw)
+        self.ready.add(draw)
+
+    def settle(self, draw: int) -> None:
+        """The draw was played and turned down: another one may start in its place."""
+        self.running.remove(draw)
+        self.settled.add(draw)
+        self.num_settled += 1
+
+    def lose(self, draws: Iterable[int]) -> None:
+        """What was running is gone and has to be played again."""
+        for draw in draws:
+            self.running.remove(draw)
+            heapq.heappush(self.again, draw)
+
+    def take(self) -> tuple[int, ...] | None:
+        """The open step's batch, ascending; ``None`` as long as there is none."""
+        assert not self.taken, "the open step has its batch"
+        oldest = min(self.running | set(self.again), default=self.next_draw)
+        batch = sorted(draw for draw in self.ready if draw < oldest + self.window)[: self.batch_size]
+        if len(batch) < self.batch_size:
+            return None
+        self.ready -= set(batch)
+        self.taken, self.used = tuple(batch), len(batch)
+        return self.taken
+
+    def commit(self) -> None:
+        """The open step is done: what it took was trained on."""
+        self.num_trained += len(self.taken)
+        self.taken = ()
+        self.settled.clear()
+
+    def counts(self) -> dict[str, int]:
+        """What became of the draws so far: each is trained, settled or waiting."""
+        waiting = len(self.running) + len(self.ready) + len(self.again) + len(self.taken)
+        assert self.num_trained + self.num_settled + waiting == self.next_draw, "a draw was lost or used twice"
+        return {"trained": self.num_trained, "settled": self.num_settled, "waiting": waiting}
+
+    def state_dict(self, *, keeps_groups: bool) -> dict[str, Any]:
+        """What a resumed run goes on from, JSON values.
+
+        Args:
+            keeps_groups: the finished groups of ``ready`` and ``taken`` are saved beside it. Otherwise the open step is
+                played again as a whole: what it settled is given back too.
+        """
+        finished = {*self.ready, *self.taken}
+        again = {*self.running, *self.again}
+        if not keeps_groups:
+            again |= finished | self.settled
+        return {
+            "next_draw": self.next_draw,
+            "trained": self.num_trained,
+            "settled": self.num_settled - (0 if keeps_groups else len(self.settled)),
+            "again": sorted(again),
+            "ready": sorted(finished if keeps_groups else ()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up a state; steps are counted by who calls ``open``."""
+        self.next_draw, self.num_trained = int(state["next_draw"]), int(state["trained"])
+        self.num_settled = int(state["settled"])
+        self.again, self.ready = sorted(state["again"]), set(state["ready"])
+        self.running, self.taken, self.settled = set(), (), set()

@@ -1,0 +1,190 @@
+"""The bounds of ``Admission`` as properties: whatever finishes when, is turned down, is lost, or is stopped."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from roll.rollout.admission import Admission
+
+
+@dataclass
+class World:
+    """Plays a run on an ``Admission``: groups take random times, some are turned down, some are lost."""
+
+    admission: Admission
+    rng: random.Random
+    rejecting: float = 0.0
+    losing: float = 0.0
+    slots: int = 10**9
+    slow: frozenset[int] = frozenset()
+    """Draws that finish only when nothing else can."""
+    opened: dict[int, int] = field(default_factory=dict)
+    """The step that was open when a draw was last started."""
+    trained: dict[int, int] = field(default_factory=dict)
+    rejected: set[int] = field(default_factory=set)
+
+    def step(self, step: int, *, beside: int = 0) -> tuple[int, ...]:
+        admission = self.admission
+        admission.open(step)
+        while (batch := admission.take()) is None:
+            self.move()
+        for _ in range(self.rng.randint(0, beside)):  # while the trainer works
+            if admission.running or self.startable:
+                self.move()
+        for draw in batch:
+            assert draw not in self.trained and draw not in self.rejected
+            self.trained[draw] = step
+        admission.commit()
+        return batch
+
+    @property
+    def startable(self) -> bool:
+        return self.admission.may_start and len(self.admission.running) < self.slots
+
+    def move(self) -> None:
+        admission = self.admission
+        while self.startable:
+            draw = admission.start()
+            self.opened[draw] = admission.step
+        assert len(admission.running) + len(admission.ready) <= admission.capacity
+        candidates = sorted(admission.running - self.slow) or sorted(admission.running)
+        assert candidates, "nothing runs, nothing may start, and there is no batch"
+        draw = self.rng.choice(candidates)
+        if self.rng.random() < self.losing:
+            admission.lose(self.rng.sample(sorted(admission.running), self.rng.randint(1, len(admission.running))))
+        elif self.rng.random() < self.rejecting:
+            admission.settle(draw)
+            self.rejected.add(draw)
+        else:
+            admission.finish(draw)
+
+
+worlds = st.fixed_dictionaries(
+    {
+        "batch_size": st.integers(1, 6),
+        "ahead": st.integers(0, 24),
+        "window": st.integers(1, 12),
+        "slots": st.integers(1, 40),
+        "rejecting": st.sampled_from([0.0, 0.3, 0.8]),
+        "losing": st.sampled_from([0.0, 0.1]),
+        "slow": st.frozensets(st.integers(0, 60), max_size=6),
+        "seed": st.integers(0, 2**32),
+    }
+)
+
+
+def world_of(chosen: dict) -> World:
+    admission = Admission(*(chosen[name] for name in ("batch_size", "ahead", "window")))
+    others = {name: chosen[name] for name in ("rejecting", "losing", "slots", "slow")}
+    return World(admission, random.Random(chosen["seed"]), **others)
+
+
+@settings(deadline=None, max_examples=300)
+@given(worlds)
+def test_the_lag_is_bounded_nothing_is_lost_and_nothing_overtaken_by_more_than_the_window(chosen: dict) -> None:
+    world = world_of(chosen)
+    admission = world.admission
+    batch, ahead, window = admission.batch_size, admission.ahead, admission.window
+    first_start: dict[int, int] = {}
+    for step in range(1, 16):
+        unfinished = set(admission.running) | set(admission.again)
+        taken = world.step(step, beside=20)
+        assert admission.next_draw <= step * batch + ahead + len(world.rejected), "the rule of the design"
+        assert taken == tuple(sorted(taken)) and len(taken) == batch
+        for draw in taken:
+            first_start.setdefault(draw, world.opened[draw])
+            assert step - world.opened[draw] <= math.ceil((ahead + window - 1) / batch)
+        for draw in unfinished & (admission.running | set(admission.again)):  # under way all along
+            assert sum(other > draw for other in world.trained) <= window - 1
+    used = set(world.trained) | world.rejected
+    waiting = admission.running | admission.ready | set(admission.again)
+    assert used | waiting == set(range(admission.next_draw)) and not used & waiting
+    assert admission.counts() == {
+        "trained": len(world.trained),
+        "settled": len(world.rejected),
+        "waiting": len(waiting),
+    }
+
+
+@settings(deadline=None)
+@given(worlds)
+def test_with_nothing_ahead_and_no_window_a_run_is_synchronous_and_in_order(chosen: dict) -> None:
+    world = world_of(chosen | {"ahead": 0, "window": 1})
+    admission, order = world.admission, []
+    for step in range(1, 10):
+        order += world.step(step, beside=20)
+        assert not admission.running and not admission.ready and not admission.again
+    assert order == sorted(order)
+    assert set(order) | world.rejected == set(range(admission.next_draw))
+
+
+@settings(deadline=None, max_examples=200)
+@given(worlds, st.booleans())
+@example(
+    {"batch_size": 1, "ahead": 0, "window": 1, "slots": 1, "rejecting": 0.8, "losing": 0.0}
+    | {"slow": frozenset(), "seed": 0},
+    False,
+)
+def test_every_draw_is_used_exactly_once_through_stops_at_any_moment(chosen: dict, keeps: bool) -> None:
+    """A run is stopped at random moments and resumed from the last checkpoint or a rescue: with or without groups."""
+    world = world_of(chosen)
+    done = 0
+    for _ in range(12):
+        admission = world.admission
+        admission.open(done + 1)
+        settled_before = set(world.rejected)
+        for _ in range(world.rng.randint(0, 30)):
+            if not (admission.running or world.startable):
+                break
+            world.move()
+        batch = admission.take()
+        if batch is not None and world.rng.random() < 0.7:
+            world.trained |= dict.fromkeys(batch, done + 1)
+            admission.commit()
+            done += 1
+        elif not keeps:  # what the open step settled is given back: it is decided again
+            world.rejected = settled_before
+        state = json.loads(json.dumps(admission.state_dict(keeps_groups=keeps)))
+        assert (set(state["again"]) | set(state["ready"])) & (set(world.trained) | world.rejected) == set()
+        resumed = Admission(admission.batch_size, admission.ahead, admission.window)
+        resumed.load_state_dict(state)
+        world.admission = resumed
+    for step in range(done + 1, done + 6):
+        world.step(step)
+    admission = world.admission
+    used = set(world.trained) | world.rejected
+    waiting = admission.running | admission.ready | set(admission.again)
+    assert used | waiting == set(range(admission.next_draw)) and not used & waiting
+    assert len(world.trained) == (done + 5) * admission.batch_size == admission.counts()["trained"]
+
+
+def test_a_slow_draw_holds_up_a_strict_order_and_not_a_window() -> None:
+    def ready(window: int) -> Admission:
+        admission = Admission(2, ahead=2, window=window)
+        admission.open(1)
+        for _ in range(4):
+            admission.start()
+        for draw in (1, 2, 3):
+            admission.finish(draw)
+        return admission
+
+    assert ready(1).take() is None
+    assert ready(2).take() is None, "only draw 1 is near enough to draw 0"
+    assert ready(3).take() == (1, 2)
+    assert not ready(1).may_start
+
+
+def test_a_step_that_was_not_committed_is_an_error() -> None:
+    admission = Admission(1)
+    admission.open(1)
+    admission.finish(admission.start())
+    assert admission.take() == (0,)
+    with pytest.raises(ValueError, match="step 2 cannot begin: step 1 took groups and was not committed"):
+        admission.open(2)
