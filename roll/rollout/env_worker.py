@@ -64,7 +64,7 @@ class EnvironmentWorker(RolloutWorker):
     """Plays episodes of environments. ``train_env_manager.worker_cls`` may name a subclass."""
 
     def setup(self, context: EnvWorkerContext) -> None:
-        from roll.models.loading import load_tokenizer  # brings torch, for the tokenizer alone
+        from roll.models.tokenizer import load_tokenizer  # brings transformers
 
         self.context = context
         self.retries = context.retries
