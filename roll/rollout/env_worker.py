@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from roll.agentic.env import make
+from roll.agentic.env import is_instant, make
 from roll.configs.env import CustomEnvConfig
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, SamplingParams
@@ -110,7 +110,8 @@ class EnvironmentWorker(RolloutWorker):
 
 
 def _runner(config: CustomEnvConfig, lock: threading.Lock | None = None) -> EnvRunner:
-    return EnvRunner(lambda: make(config.env_type, **config.env_config), config.step_timeout, lock)
+    instant = is_instant(config.env_type)
+    return EnvRunner(lambda: make(config.env_type, **config.env_config), config.step_timeout, lock, instant=instant)
 
 
 async def _probe(tag: str, config: CustomEnvConfig, retries: int, seed: int) -> str | None:
