@@ -1,9 +1,10 @@
 """How long a user waits: for ``import roll``, for a checked configuration, for the first rollout of a run.
 
-    python benchmarks/startup.py [RUN_FOLDER] [--repeat 3]
+    python benchmarks/startup.py [RUN_FOLDER] [--repeat 3] [--demonstrations]
 
 Every figure is the fastest of fresh processes. ``RUN_FOLDER`` (or its summary.json) is that of a real run, which notes
-when its first rollout began. Exit code 1 when the import is slow or loads a heavy package.
+when its first rollout began; ``--demonstrations`` runs one step of both, from empty folders and once, which takes
+minutes. Exit code 1 when the import is slow or loads a heavy package.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -44,6 +46,14 @@ def _run(*arguments: str) -> str:
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
+def demonstration(name: str, launcher: str) -> list[tuple[str, float]]:
+    """Start-up figures of a demonstration that begins with nothing, the warm start included."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = [f"data_generator.folder={folder}/data"] if name == "rlvr_math" else []
+        _run(launcher, "--config_name", name, f"output_dir={folder}", "max_steps=1", *data)
+        return [(f"{name}: {label.strip()}", value) for label, value in run_figures(Path(folder, name))]
+
+
 def run_figures(path: Path) -> list[tuple[str, float]]:
     """Start-up figures of a finished run, in seconds."""
     summary = json.loads((path / "summary.json" if path.is_dir() else path).read_text(encoding="utf-8"))
@@ -59,6 +69,7 @@ def main() -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("run", type=Path, nargs="?", help="folder or summary.json of a run")
+    parser.add_argument("--demonstrations", action="store_true", help="run both to their first rollout, and a step")
     parser.add_argument("--repeat", type=int, default=3, help="processes per figure")
     options = parser.parse_args()
     imports = [import_seconds() for _ in range(options.repeat)]
@@ -71,6 +82,9 @@ def main() -> int:
         ("--validate-only", min(command_seconds(*validate) for _ in range(options.repeat))),
         *(run_figures(options.run) if options.run else []),
     ]
+    if options.demonstrations:
+        rows += demonstration("agentic_sokoban", launcher)
+        rows += demonstration("rlvr_math", "examples/start_rlvr_pipeline.py")
     for label, value in rows:
         print(f"{label:40} {1000 * value:9.1f} ms")
     print(f"{'loaded by import roll':40} {', '.join(loaded) or 'none of ' + ', '.join(HEAVY)}")

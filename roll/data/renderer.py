@@ -119,6 +119,10 @@ class ChatRenderer:
             mask += [np.zeros(len(context), dtype=bool), np.ones(len(said), dtype=bool)]
         return np.concatenate(ids), np.concatenate(mask)
 
+    def words(self, text: str) -> IntArray:
+        """Token ids of a text alone, without special tokens."""
+        return self._encode_cached("words", text)
+
     def decode(self, ids: IntArray) -> str:
         """Text without special tokens."""
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))

@@ -26,11 +26,9 @@ class ScriptedPlay:
             rng = random.Random(request.params.seed)
             optimal, actions = await runner.call("expert_actions", _choices)
             action = rng.choice(optimal if optimal and rng.random() < self.expert_share else actions)
-            tokenizer = renderer.tokenizer
-            ids = [*tokenizer.encode(f"<answer>{action}</answer>", add_special_tokens=False), tokenizer.eos_token_id]
-            token_ids = np.asarray(ids, dtype=np.int64)
-            logprobs = np.zeros(len(ids), dtype=np.float32)
-            return Completion(request.request_id, token_ids, logprobs, FinishReason.STOP, np.full(len(ids), -1))
+            token_ids = np.append(renderer.words(f"<answer>{action}</answer>"), renderer.tokenizer.eos_token_id)
+            logprobs = np.zeros(len(token_ids), dtype=np.float32)
+            return Completion(request.request_id, token_ids, logprobs, FinishReason.STOP, np.full(len(token_ids), -1))
 
         return generate
 

@@ -93,7 +93,7 @@ class WarmStart(Untaught, Generic[RolesT]):
 
     @abstractmethod
     def demonstrations(self, rollouts: RolesT) -> Batch:
-        """What to imitate: the tokens with loss mask 1."""
+        """What to imitate: the tokens with loss mask 1. Made while the policy is being loaded."""
 
     @abstractmethod
     def measurement(self, rollouts: RolesT) -> RolloutScheduler:
@@ -110,9 +110,12 @@ class WarmStart(Untaught, Generic[RolesT]):
             logger.info("warm start: using %s", warm)
             return str(warm)
         with session.phase("warm start"):
-            roles.setup_policy(self.model_path, self.settings.max_steps, self._training_args())
+            roles.begin_policy(self.model_path, self.settings.max_steps, self._training_args())
             rollouts.wait_ready()
-            report = self._train(session, roles, rollouts)
+            demonstrations = self.demonstrations(rollouts)
+            roles.finish_policy()
+            roles.preload()
+            report = self._train(session, roles, rollouts, demonstrations)
             building = warm.with_name("warm.building")
             shutil.rmtree(building, ignore_errors=True)
             roles.actor.save_model(building)
@@ -134,13 +137,13 @@ class WarmStart(Untaught, Generic[RolesT]):
             }
         )
 
-    def _train(self, session: RunSession, roles: Roles, rollouts: RolesT) -> dict[str, float]:
+    def _train(self, session: RunSession, roles: Roles, rollouts: RolesT, demonstrations: Batch) -> dict[str, float]:
         """Supervised steps until sampled success is in the middle of the window, measured on episodes of its own."""
         settings = self.settings
         measurement = self.measurement(rollouts)
         training = SupervisedTraining(
             roles.actor,
-            self.demonstrations(rollouts),
+            demonstrations,
             batch_size=settings.batch_size,
             max_steps=settings.max_steps,
             seed=derive_seed(self.config.seed, "warm start"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import shutil
@@ -14,24 +13,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from roll.models.tokenizer import TOKENIZER_FILES, locate_model
+
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
 Head = Literal["lm", "value"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-TOKENIZER_FILES = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-)
-
 
 GENERATION_FILE = "generation_config.json"
 
@@ -121,40 +112,6 @@ def make_skeleton(
     return model.eval()
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    """The model's tokenizer.
-
-    Raises:
-        ValueError: no such folder, or no tokenizer in it.
-    """
-    path, local = locate_model(path)
-    if local and not any(any(Path(path).glob(pattern)) for pattern in TOKENIZER_FILES):
-        # transformers would make an empty one from the model's configuration.
-        raise ValueError(f"model path {path!r}: no tokenizer files in it, such as tokenizer.json")
-    try:
-        tokenizer: PreTrainedTokenizerBase = _tokenizer_class(path, local).from_pretrained(
-            path, local_files_only=local, trust_remote_code=False
-        )
-    except OSError as error:
-        raise ValueError(f"model path {path!r}: no tokenizer in Hugging Face format ({error})") from error
-    return tokenizer
-
-
-def _tokenizer_class(path: str, local: bool) -> Any:
-    """Transformers' choice, or the plain class where the folder itself names that one.
-
-    To choose, transformers imports half of torch, which takes seconds in workers that need a tokenizer alone.
-    """
-    import transformers
-
-    if local and (Path(path) / "tokenizer.json").is_file():
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            named = json.loads((Path(path) / "tokenizer_config.json").read_text()).get("tokenizer_class")
-            if named in ("TokenizersBackend", "PreTrainedTokenizerFast"):
-                return transformers.PreTrainedTokenizerFast
-    return transformers.AutoTokenizer
-
-
 def save_model(model: PreTrainedModel, path: Path) -> None:
     """Writes a model folder, in the number format of the weights.
 
@@ -197,22 +154,6 @@ def copy_companions(source: Path, target: Path) -> None:
         for file in source.glob(pattern):
             if file.is_file():
                 shutil.copy2(file, target / file.name)
-
-
-def locate_model(path: str) -> tuple[str, bool]:
-    """The path with ``~`` resolved, and whether it is a local folder (of a model), as opposed to a hub name.
-
-    Raises:
-        ValueError: it looks like a folder and is none, or holds no ``config.json``.
-    """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise ValueError(f"model path {path!r}: no config.json in it; expected a model in Hugging Face format")
-        return str(folder), True
-    if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
-        raise ValueError(f"model path {path!r}: no such folder")
-    return path, False
 
 
 def _load(

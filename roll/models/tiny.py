@@ -8,12 +8,15 @@ answer tokens, which a two-layer model can learn on a CPU.
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen2Config
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerFast
 
 
 RECIPE_VERSION = 2
@@ -65,32 +68,33 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def tiny_config(num_heads: int = 4) -> Qwen2Config:
-    """The model's sizes.
+def tiny_config(num_heads: int = 4) -> dict[str, Any]:
+    """The model's ``config.json``: a small Qwen2; what is not said is that architecture's default.
 
     ``initializer_range`` is 0.1: with 0.02 a model this narrow hardly learns.
 
     Args:
         num_heads: attention heads, which share 64 units.
     """
-    from transformers import Qwen2Config
-
     tokenizer = make_tokenizer()
-    return Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=num_heads,
-        num_key_value_heads=num_heads,
-        max_position_embeddings=MAX_POSITIONS,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "dtype": "float32",
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_heads,
+        "max_position_embeddings": MAX_POSITIONS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": True,
+        "initializer_range": 0.1,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
 
 
 def make_tiny_model(path: Path, seed: int, num_heads: int = 4) -> None:
@@ -101,22 +105,51 @@ def make_tiny_model(path: Path, seed: int, num_heads: int = 4) -> None:
         seed: of the weights.
         num_heads: see ``tiny_config``.
     """
-    import torch
-    from transformers import Qwen2ForCausalLM
+    from safetensors.torch import save_file
 
-    from roll.models.loading import save_model
-
-    tokenizer = make_tokenizer()
     config = tiny_config(num_heads)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config).float()
     building = path.with_name(path.name + ".building")
     shutil.rmtree(building, ignore_errors=True)
-    save_model(model, building)
-    tokenizer.save_pretrained(building)
+    make_tokenizer().save_pretrained(building)
+    save_file(initial_weights(config, seed), building / "model.safetensors", metadata={"format": "pt"})
+    (building / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     shutil.rmtree(path, ignore_errors=True)
     building.rename(path)
+
+
+def initial_weights(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
+    """The weights that Transformers draws for this configuration after ``torch.manual_seed``.
+
+    Drawn without it: to import its models takes seconds, in a process that needs none, before any worker can load one.
+
+    Args:
+        config: see ``tiny_config``.
+        seed: of the weights.
+    """
+    import torch
+    from torch import nn
+
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        # PyTorch draws too when a layer is made; what it has drawn is drawn again below.
+        drawn: dict[str, nn.Embedding | nn.Linear] = {"model.embed_tokens": nn.Embedding(config["vocab_size"], hidden)}
+        weights: dict[str, Tensor] = {"model.norm.weight": torch.ones(hidden)}
+        for layer in range(config["num_hidden_layers"]):
+            prefix = f"model.layers.{layer}"
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                drawn[f"{prefix}.self_attn.{name}"] = nn.Linear(hidden, hidden, bias=name != "o_proj")
+            drawn[f"{prefix}.mlp.gate_proj"] = nn.Linear(hidden, inner, bias=False)
+            drawn[f"{prefix}.mlp.up_proj"] = nn.Linear(hidden, inner, bias=False)
+            drawn[f"{prefix}.mlp.down_proj"] = nn.Linear(inner, hidden, bias=False)
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                weights[f"{prefix}.{name}.weight"] = torch.ones(hidden)
+        for name, module in drawn.items():
+            weights[f"{name}.weight"] = nn.init.normal_(module.weight, std=config["initializer_range"]).detach()
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                weights[f"{name}.bias"] = torch.zeros_like(module.bias)
+        weights["model.embed_tokens.weight"][config["pad_token_id"]] = 0
+    return weights
 
 
 def _is_row(cells: tuple[str, ...]) -> bool:

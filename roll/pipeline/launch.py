@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar, cast
 
@@ -16,7 +17,9 @@ from roll.distributed.cluster.placement import create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import plan_placement
 from roll.distributed.cluster.worker import Worker
+from roll.pipeline.programs import Program
 from roll.pipeline.session import RunFailedError, RunSession
+from roll.pipeline.start import Start, start_of
 from roll.pipeline.workers import InferWorker, ScoreWorker, TrainWorker
 from roll.preflight.choices import role_requests
 from roll.tracking.checkpointer import CheckpointError
@@ -49,9 +52,13 @@ EXPECTED_ERRORS = (
 """Errors that a user can cause or must be told without a traceback; anything else is a bug and shows one."""
 
 
+Body = Callable[[ConfigT, RunSession, SignalGuard, Mapping[str, Cluster], Start], None]
+
+
 def launch(
     config: ConfigT,
-    body: Callable[[ConfigT, RunSession, SignalGuard, Mapping[str, Cluster]], None],
+    program: Program,
+    body: Body[ConfigT],
     workers: WorkerClasses,
     *,
     notes: Sequence[str] = (),
@@ -61,7 +68,9 @@ def launch(
 
     Args:
         config: a checked configuration.
-        body: the pipeline's own part; gets the configuration, the session, the signals and the started clusters.
+        program: its pipeline.
+        body: the pipeline's own part; gets the configuration, the session, the signals, the started clusters and what
+            the run starts from, which is found or made while they come up.
         workers: the process class of every cluster.
         notes: lines to show first, such as the batch arithmetic in words.
         started: ``time.time()`` at launch; now, if not given.
@@ -80,6 +89,7 @@ def launch(
             for line in notes:
                 session.display.note(line)
             with ExitStack() as stack:
+                start = stack.enter_context(ThreadPoolExecutor(1)).submit(start_of, config, program)
                 # A stop waits until Ray is up: an exception in the middle of its start would leave processes behind.
                 with session.phase("start"), signals.deferred():
                     logs = session.folder.logs / "workers"
@@ -89,7 +99,7 @@ def launch(
                         )
                     )
                 clusters = stack.enter_context(start_clusters(config, session, workers))
-                body(config, session, signals, clusters)
+                body(config, session, signals, clusters, start.result())
     except Interrupted as stop:
         return stop.exit_code
     except PlacementError as error:

@@ -94,35 +94,48 @@ class Roles:
             critic = replace(critic, total_optimizer_steps=total_optimizer_steps)
             loading.append((self.critic, self.critic.submit_setup(critic)))
         lora = _lora(self.config.actor_train.model_args)
-        self.setup_policy(model_path, total_optimizer_steps, self.config.actor_train.training_args, lora)
+        self.begin_policy(model_path, total_optimizer_steps, self.config.actor_train.training_args, lora)
+        self.finish_policy()
         for role, refs in loading:
             role.gather_setup(refs)
 
-    def setup_policy(
+    def begin_policy(
         self,
         model_path: str,
         total_optimizer_steps: int,
         training_args: TrainingArguments,
         lora: LoraSpec | None = None,
     ) -> None:
-        """Loads the policy into the training and the generating workers, with a fresh optimizer."""
+        """Starts to load the policy into the training and the generating workers, with a fresh optimizer."""
         context = replace(self._context("actor_train", model_path), lora=lora)
         worker = context.worker.model_copy(update={"training_args": training_args})
-        refs = self.actor.submit_setup(replace(context, worker=worker, total_optimizer_steps=total_optimizer_steps))
-        if self.generator is None:
-            self.actor.gather_setup(refs)
-            return
-        self._infer_context = replace(self._context("actor_infer", model_path), lora=lora)
-        self.offload_manager.reserve(self.infer.name)
-        self.infer.call("setup", self._infer_context, self.config.generate_opt_level == 1)
-        self.actor.gather_setup(refs)
-        self._weights = WeightSync(
-            self.actor.cluster,
-            self.infer,
-            bucket_bytes=self.config.model_update_buffer_size_mb << 20,
-            adapter_only=self._infer_context.lora is not None,
-            trains_between=self.config.actor_train.model_update_frequency > 1,
-        )
+        context = replace(context, worker=worker, total_optimizer_steps=total_optimizer_steps)
+        self._loading = {self.actor.cluster.name: self.actor.submit_setup(context)}
+        if self.generator is not None:
+            self._infer_context = replace(self._context("actor_infer", model_path), lora=lora)
+            self.offload_manager.reserve(self.infer.name)
+            continuous = self.config.generate_opt_level == 1
+            self._loading[self.infer.name] = self.infer.submit("setup", self._infer_context, continuous)
+
+    def finish_policy(self) -> None:
+        """Waits for ``begin_policy``."""
+        if self.generator is not None:
+            self.infer.gather(self._loading.pop(self.infer.name), call="setup")
+        self.actor.gather_setup(self._loading.pop(self.actor.cluster.name))
+        if self.generator is not None:
+            self._weights = WeightSync(
+                self.actor.cluster,
+                self.infer,
+                bucket_bytes=self.config.model_update_buffer_size_mb << 20,
+                adapter_only=self._infer_context.lora is not None,
+                trains_between=self.config.actor_train.model_update_frequency > 1,
+            )
+
+    def preload(self) -> None:
+        """Has the roles beside the policy import what their set-up will need, while the policy is at work."""
+        for role in (self.critic, self.reference):
+            if isinstance(role, ModelCluster):
+                role.cluster.submit("preload", getattr(self.config, role.cluster.name).strategy_args.strategy_name)
 
     def sync_weights(self, version: int) -> None:
         """Sends the actor's weights to the generating workers, see ``WeightSync``; they are then ready to generate.

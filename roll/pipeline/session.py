@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 import traceback as tracebacks
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -49,6 +50,7 @@ class RunSession:
         self.summary: dict[str, Any] = {"status": "running", "steps": 0, "eval": {}}
         self._started = started
         self._tracker: MultiTracker | None = None
+        self._aside = ThreadPoolExecutor(1, thread_name_prefix="aside")
 
     def __enter__(self) -> RunSession:
         plain = self.config.model_dump(mode="json")
@@ -76,6 +78,7 @@ class RunSession:
         else:
             self.summary["status"] = "completed"
         self.write_summary()
+        self._aside.shutdown()
         if error is not None:
             self._leave_word(error, interrupted)
         render_index(self.folder.path, self.renders)
@@ -107,6 +110,20 @@ class RunSession:
         self.display.phase(name)
         with self.timer.phase(name) as span:
             yield span
+
+    def aside(self, work: Callable[[], object]) -> None:
+        """Does what the run need not wait for, such as pictures, in a thread: in order, and before the session ends.
+
+        An error in it is logged and costs no run.
+        """
+
+        def attempt() -> None:
+            try:
+                work()
+            except Exception:
+                logger.exception("beside the run: it goes on without this")
+
+        self._aside.submit(attempt)
 
     def first_rollout(self) -> None:
         """Notes when the first rollout of RL began."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -46,6 +47,11 @@ class ScoreWorker(Worker):
 
     strategy: ScoreStrategy
     _loaded = False
+
+    def preload(self, strategy_name: str) -> None:
+        """Imports what ``setup`` will need, which takes seconds."""
+        strategy_class(strategy_name)
+        importlib.import_module("transformers.modeling_utils")
 
     def setup(self, context: StrategyContext) -> RankInfo:
         """Builds the strategy and loads its model. Called again, it starts over from ``context``."""

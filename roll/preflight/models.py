@@ -195,9 +195,11 @@ def _model_config(config: PipelineConfig, role: str) -> Any:
 def _read_config(path: str, tiny_num_heads: int = 4) -> tuple[Any, str]:
     """A model's configuration, and why it cannot be read; neither where there is none on this machine."""
     if path == TINY:
+        from transformers import Qwen2Config
+
         from roll.models.tiny import tiny_config
 
-        return tiny_config(tiny_num_heads), ""
+        return Qwen2Config(**tiny_config(tiny_num_heads)), ""
     file = Path(path).expanduser() / "config.json"
     if not file.is_file():
         return None, ""

@@ -65,7 +65,8 @@ def _scenes(trajectory: Trajectory) -> list[_Scene]:
     frames = trajectory.frames or observations
     for number, turn in enumerate(trajectory.turns, start=1):
         score += turn.reward
-        action, color = (turn.action, _INK) if turn.action is not None else ("no valid action", _BAD)
+        missing = "no valid action" if trajectory.knows_actions else ""
+        action, color = (turn.action, _INK) if turn.action is not None else (missing, _BAD)
         penalty = f"  penalty {turn.penalty:+.2f}" if turn.penalty else ""
         reward = f"task {turn.task_reward:+.2f}{penalty}  score {score:+.2f}"
         scenes.append(_Scene(frames[number - 1], f"turn {number}/{total}", turn.text, action, color, reward))

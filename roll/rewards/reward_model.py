@@ -240,7 +240,7 @@ def _assistant(answer: str) -> dict[str, str]:
 
 
 def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    from roll.models.loading import load_tokenizer
+    from roll.models.tokenizer import load_tokenizer
 
     try:
         return load_tokenizer(path)

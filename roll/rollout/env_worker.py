@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from roll.agentic.env import make
+from roll.agentic.env import is_instant, make
 from roll.configs.env import CustomEnvConfig
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, SamplingParams
@@ -64,7 +64,7 @@ class EnvironmentWorker(RolloutWorker):
     """Plays episodes of environments. ``train_env_manager.worker_cls`` may name a subclass."""
 
     def setup(self, context: EnvWorkerContext) -> None:
-        from roll.models.loading import load_tokenizer  # brings torch, for the tokenizer alone
+        from roll.models.tokenizer import load_tokenizer  # brings transformers
 
         self.context = context
         self.retries = context.retries
@@ -110,7 +110,8 @@ class EnvironmentWorker(RolloutWorker):
 
 
 def _runner(config: CustomEnvConfig, lock: threading.Lock | None = None) -> EnvRunner:
-    return EnvRunner(lambda: make(config.env_type, **config.env_config), config.step_timeout, lock)
+    instant = is_instant(config.env_type)
+    return EnvRunner(lambda: make(config.env_type, **config.env_config), config.step_timeout, lock, instant=instant)
 
 
 async def _probe(tag: str, config: CustomEnvConfig, retries: int, seed: int) -> str | None:

@@ -8,7 +8,7 @@ import torch
 
 from roll.data.batch import Batch
 from roll.rollout.admission import Admission
-from roll.rollout.types import VALID_UNKNOWN, EpisodeEnd, RolloutGroup, Trajectory
+from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
@@ -38,7 +38,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
         f"{prefix}/prompt_tokens": mean(len(turn.prompt_ids) for turn in turns),
         f"{prefix}/context_full": mean(t.end is EpisodeEnd.CONTEXT_FULL for t in trajectories),
     }
-    if known := [turn for t in trajectories if not t.info.get(VALID_UNKNOWN) for turn in t.turns]:
+    if known := [turn for t in trajectories if t.knows_actions for turn in t.turns]:
         metrics[f"{prefix}/valid_rate"] = mean(turn.action is not None for turn in known)
     tags = sorted({trajectory.tag for trajectory in trajectories})
     if len(tags) > 1:

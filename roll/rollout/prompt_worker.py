@@ -78,7 +78,7 @@ class PromptWorker(RolloutWorker):
     """Has prompts answered and scored. ``rollout_workers.worker_cls`` may name a subclass."""
 
     def setup(self, context: PromptWorkerContext) -> None:
-        from roll.models.loading import load_tokenizer  # brings torch, for the tokenizer alone
+        from roll.models.tokenizer import load_tokenizer  # brings transformers
 
         self.context = context
         renderer = ChatRenderer(load_tokenizer(context.tokenizer_path), context.template)

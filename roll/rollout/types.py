@@ -82,6 +82,11 @@ class Trajectory:
     """The environment's pictures, one before each turn and one of the end; of recorded episodes only."""
 
     @property
+    def knows_actions(self) -> bool:
+        """False where nobody looked for an action: a turn without one is then not invalid (``VALID_UNKNOWN``)."""
+        return not self.info.get(VALID_UNKNOWN)
+
+    @property
     def score(self) -> float:
         """Undiscounted sum of rewards, penalties included."""
         return sum(turn.reward for turn in self.turns)

@@ -165,6 +165,9 @@ def test_a_local_cluster_listens_on_loopback_only_and_follows_a_killed_driver(tm
     driver, folder = start_driver(tmp_path, "wait")
     members = marked_processes(folder)
     assert len(members) >= 4  # gcs, raylet, its agent, the worker and its child
+    commands = [command for pid in members if (command := command_line(pid))]
+    spared = ("monitor.py", "dashboard.py", "ray::IDLE")  # processes of Ray's that would only delay the start of a run
+    assert not [command for command in commands if any(name in command for name in spared)], commands
     addresses = listening_addresses(members)
     assert addresses
     assert not [address for address in addresses if not address.endswith("0100007F")], addresses
@@ -224,6 +227,14 @@ def test_an_address_where_nothing_answers_is_an_error_within_seconds() -> None:
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         with pytest.raises(RaySessionError, match=re.escape(address)), ray_session({"address": address}):
             pass
+
+
+def command_line(pid: int) -> str:
+    """Its words, or the title that it gave itself; nothing where it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
 
 
 def listening_addresses(pids: list[int]) -> set[str]:

@@ -19,7 +19,7 @@ from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.schema import nearest
 from roll.utils.registry import Registry, UnknownNameError
 
-__all__ = ["TextEnv", "check_env_config", "make", "names_actions", "path_of", "register", "registered"]
+__all__ = ["TextEnv", "check_env_config", "is_instant", "make", "names_actions", "path_of", "register", "registered"]
 
 EnvFactory = Callable[..., TextEnv]
 
@@ -76,6 +76,11 @@ def path_of(env_type: str) -> str:
 def names_actions(env_type: str) -> bool:
     """Tells whether an environment that can be imported says ``action_names``, so that play can be scripted."""
     return bool(getattr(_ENVS.get(env_type), "action_names", ()))
+
+
+def is_instant(env_type: str) -> bool:
+    """Whether the class itself, and not one that it inherits from, says ``instant`` (see ``TextEnv``)."""
+    return bool(getattr(_ENVS.get(env_type), "__dict__", {}).get("instant", False))
 
 
 def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> list[ConfigProblem]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import string
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import gymnasium
 from gymnasium.spaces import Text
@@ -42,6 +42,11 @@ class TextEnv(gymnasium.Env[str, str]):
 
     action_names: Sequence[str] = ()
     """The actions that a text may name, for scripted play; empty when any text is an answer."""
+
+    instant: ClassVar[bool] = False
+    """True: every call takes less than a millisecond or so and waits for nothing. It then runs in the event loop that
+    plays all episodes, which costs half as much as a thread of its own, and ``step_timeout`` does not watch it. A
+    subclass does not inherit it: its own code may be slower."""
 
     def render(self) -> Any:
         """No picture: the observation is all there is to see."""

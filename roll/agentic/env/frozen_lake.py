@@ -65,6 +65,7 @@ class FrozenLakeEnv(TextEnv):
     render_mode = "rgb_array"
     config_class = FrozenLakeConfig
     action_names = tuple(ACTIONS)
+    instant = True
 
     def __init__(self, **env_config: Any) -> None:
         self.config = config = parse_config(FrozenLakeConfig, env_config)

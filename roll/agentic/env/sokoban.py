@@ -90,6 +90,7 @@ class SokobanEnv(TextEnv):
     render_mode = "rgb_array"
     config_class = SokobanConfig
     action_names = tuple(ACTIONS)
+    instant = True
 
     def __init__(self, **env_config: Any) -> None:
         self.config = config = parse_config(SokobanConfig, env_config)

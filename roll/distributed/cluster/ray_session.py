@@ -154,14 +154,26 @@ def _start_daemons(options: Mapping[str, Any]) -> tuple[Path, Reaper]:
             "object_store_memory": _object_store_bytes(),
             "_temp_dir": str(temp_dir),
             "_node_ip_address": _LOOPBACK,
-            # Ray gives workers niceness 15; on a busy machine they then starve and miss their start-up deadline.
-            "_system_config": {"worker_niceness": 0},
+            "_system_config": {
+                # Ray gives workers niceness 15; on a busy machine they then starve and miss their start-up deadline.
+                "worker_niceness": 0,
+                # It would start idle workers that no role can use: each has an environment of its own.
+                "prestart_worker_first_driver": False,
+            },
         }
+        settings = {**defaults, **options}
         marks = {MARK: str(temp_dir), "RAY_USAGE_STATS_ENABLED": "0"}
         reaper = Reaper(temp_dir)
         try:
-            with _own_sigterm(), _loopback_only(), _environment(marks), _unstoppable_children(), _patience(seconds):
-                ray.init(address="local", **{**defaults, **options})
+            with (
+                _own_sigterm(),
+                _loopback_only(),
+                _environment(marks),
+                _unstoppable_children(),
+                _patience(seconds),
+                nullcontext() if settings["include_dashboard"] or settings["log_to_driver"] else _bare_node(),
+            ):
+                ray.init(address="local", **settings)
             _shut_down_by_kill()
             return temp_dir, reaper
         except BaseException as error:
@@ -202,6 +214,36 @@ def _patience(seconds: float) -> Iterator[None]:
         yield
     finally:
         services.get_node = ask
+
+
+@contextmanager
+def _bare_node() -> Iterator[None]:
+    """Leaves out what Ray starts beside its head and node and this library does not use.
+
+    The autoscaler's monitor, the reader of log files (whose output nobody asks for) and the dashboard's server, for
+    whose start ``ray.init`` waits, are a Python process each: they would take seconds from the start of a run.
+    """
+    from ray._private.node import Node
+
+    def start_api_server(node: Any, **options: Any) -> None:
+        node._webui_url = ""  # what Ray notes of a server without a page
+
+    def start_nothing(node: Any) -> None:
+        pass
+
+    stand_ins = {
+        "start_api_server": start_api_server,
+        "start_log_monitor": start_nothing,
+        "start_monitor": start_nothing,
+    }
+    previous = {name: getattr(Node, name) for name in stand_ins}
+    for name, stand_in in stand_ins.items():
+        setattr(Node, name, stand_in)
+    try:
+        yield
+    finally:
+        for name, method in previous.items():
+            setattr(Node, name, method)
 
 
 @contextmanager

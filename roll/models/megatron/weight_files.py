@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from roll.models.loading import locate_model
+from roll.models.tokenizer import locate_model
 
 INDEX = "model.safetensors.index.json"
 

@@ -14,7 +14,7 @@ from roll.pipeline.programs import AGENTIC
 from roll.pipeline.rl import set_losses
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
-from roll.pipeline.start import start_of
+from roll.pipeline.start import Start
 from roll.rollout.env_worker import EnvironmentWorker
 from roll.utils.signals import SignalGuard
 
@@ -22,11 +22,12 @@ from roll.utils.signals import SignalGuard
 def run_agentic(config: AgenticConfig, started: float | None = None) -> int:
     """Runs the agentic pipeline to its end and returns the exit code, see ``launch``."""
     workers: WorkerClasses = {**MODEL_WORKERS, **dict.fromkeys(MANAGERS, EnvironmentWorker)}
-    return launch(config, _run, workers, notes=describe_batches(config), started=started)
+    return launch(config, AGENTIC, _run, workers, notes=describe_batches(config), started=started)
 
 
-def _run(config: AgenticConfig, session: RunSession, signals: SignalGuard, clusters: Mapping[str, Cluster]) -> None:
-    start = start_of(config, AGENTIC)
+def _run(
+    config: AgenticConfig, session: RunSession, signals: SignalGuard, clusters: Mapping[str, Cluster], start: Start
+) -> None:
     roles = Roles(config, clusters)
     envs = EnvRoles(config, clusters, roles, start.model_path, on_tick=signals.check)
     envs.probe()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from roll.configs.agentic import AgenticConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
@@ -58,7 +60,8 @@ class AgenticPipeline(RLPipeline):
                 "episodes": int(metrics["eval/episodes"]),
                 "distinct_starts": len({t.turns[0].state_key for group in groups for t in group.trajectories}),
             }
-        save_renders(keep_episodes(self.session, step, groups), self.session.renders, step, self.config.num_renders)
+        episodes = keep_episodes(self.session, step, groups)
+        self.session.aside(partial(save_renders, episodes, self.session.renders, step, self.config.num_renders))
         self.session.display.note(
             f"evaluation {name} (step {step}): success {metrics['eval/success']:.1%}, "
             f"valid actions {metrics['eval/valid_rate']:.1%} on {metrics['eval/episodes']:.0f} held-out episodes"

@@ -14,8 +14,8 @@ from roll.configs.prompts import DataGeneratorConfig, PromptsConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.data.prompts import PromptDataset, load_prompts
 from roll.data.renderer import ChatRenderer
-from roll.models.loading import load_tokenizer
 from roll.models.tiny import make_tokenizer
+from roll.models.tokenizer import load_tokenizer
 from roll.pipeline.prompt_roles import train_sampler
 from roll.utils.registry import import_path
 

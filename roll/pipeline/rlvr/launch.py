@@ -18,7 +18,7 @@ from roll.pipeline.rlvr.datasets import Datasets, describe_datasets, load_datase
 from roll.pipeline.rlvr.pipeline import RLVRPipeline
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
-from roll.pipeline.start import start_of
+from roll.pipeline.start import Start
 from roll.rollout.prompt_worker import PromptWorker
 from roll.rollout.reward_worker import RewardWorker
 from roll.utils.signals import SignalGuard
@@ -39,7 +39,7 @@ def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
         **{f"{REWARD_CLUSTER}{name}": RewardWorker for name in config.rewards},
     }
     notes = [*describe_batches(config), *describe_datasets(datasets)]
-    return launch(config, partial(_run, datasets=datasets), workers, notes=notes, started=started)
+    return launch(config, RLVR, partial(_run, datasets=datasets), workers, notes=notes, started=started)
 
 
 def _run(
@@ -47,10 +47,10 @@ def _run(
     session: RunSession,
     signals: SignalGuard,
     clusters: Mapping[str, Cluster],
+    start: Start,
     *,
     datasets: Datasets,
 ) -> None:
-    start = start_of(config, RLVR)
     roles = Roles(config, clusters)
     prompts = PromptRoles(
         config, clusters, roles, start.model_path, datasets.train, datasets.val, on_tick=signals.check

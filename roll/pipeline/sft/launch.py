@@ -25,7 +25,7 @@ from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
 from roll.pipeline.sft.pipeline import SFTPipeline
 from roll.pipeline.sft.training import SupervisedTraining, steps_per_epoch
-from roll.pipeline.start import start_of
+from roll.pipeline.start import Start
 from roll.rollout.prompt_worker import PromptWorker
 from roll.rollout.reward_worker import RewardWorker
 from roll.utils.seeding import derive_seed
@@ -67,7 +67,7 @@ def run_sft(config: SFTConfig, started: float | None = None) -> int:
         **{f"{REWARD_CLUSTER}{name}": RewardWorker for name in config.rewards},
     }
     notes = [*describe_batches(config), *datasets.describe()]
-    return launch(config, partial(_run, datasets=datasets), workers, notes=notes, started=started)
+    return launch(config, SFT, partial(_run, datasets=datasets), workers, notes=notes, started=started)
 
 
 def load_datasets(config: SFTConfig, renderer: ChatRenderer) -> Datasets:
@@ -112,10 +112,11 @@ def _run(
     session: RunSession,
     signals: SignalGuard,
     clusters: Mapping[str, Cluster],
+    start: Start,
     *,
     datasets: Datasets,
 ) -> None:
-    model_path = start_of(config, SFT).model_path
+    model_path = start.model_path
     roles = Roles(config, clusters)
     prompts = None
     if datasets.questions is not None:

@@ -16,8 +16,9 @@ import roll.models.scoring as scoring
 from roll.data.batch import Batch
 from roll.data.packing import packed_row, rectangle
 from roll.models.heads import VALUE_HEAD_FILE, ValueHead, load_value_head
-from roll.models.loading import load_causal_lm, load_tokenizer, load_trunk, to_hf_weights
+from roll.models.loading import load_causal_lm, load_trunk, to_hf_weights
 from roll.models.scoring import OutputLayer, TokenScorer, score_batch, score_input
+from roll.models.tokenizer import load_tokenizer
 
 SMALL: dict[str, Any] = {
     "vocab_size": 37,

@@ -12,12 +12,21 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 import roll.agentic.env as envs
 from roll.data.renderer import ChatRenderer
-from roll.models.loading import load_tokenizer
-from roll.models.tiny import END, PAD, TURN_END, TURN_START, domain_tokens, make_tiny_model, make_tokenizer
+from roll.models.tiny import (
+    END,
+    PAD,
+    TURN_END,
+    TURN_START,
+    domain_tokens,
+    make_tiny_model,
+    make_tokenizer,
+    tiny_config,
+)
+from roll.models.tokenizer import load_tokenizer
 
 TOKENIZER = make_tokenizer()
 
@@ -58,13 +67,15 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return plain, chosen
 
 
-def test_a_tokenizer_alone_needs_no_compiler(tmp_path: Path) -> None:
+def test_a_tokenizer_alone_needs_no_torch(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", seed=0)
-    code = "import sys; from roll.models.loading import load_tokenizer as load; load(sys.argv[1]); print(*sys.modules)"
+    code = (
+        "import sys; from roll.models.tokenizer import load_tokenizer as load; load(sys.argv[1]); print(*sys.modules)"
+    )
     loaded = subprocess.run(
         [sys.executable, "-c", code, tmp_path / "model"], capture_output=True, text=True, check=True
     )
-    assert "transformers" in loaded.stdout.split() and "torch._dynamo" not in loaded.stdout.split()
+    assert "transformers" in loaded.stdout.split() and "torch" not in loaded.stdout.split()
 
 
 def test_what_games_say_often_is_one_token() -> None:
@@ -135,3 +146,22 @@ def test_the_seed_decides_the_weights_and_disturbs_nobody(tmp_path: Path) -> Non
     assert weights[0] == weights[1] != weights[2]
     make_tiny_model(tmp_path / "a", 2)  # replaced
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == weights[2]
+
+
+def test_the_model_is_what_transformers_itself_would_make_without_importing_its_models(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from roll.models.tiny import make_tiny_model as make;"
+        "make(Path(sys.argv[1]), seed=5, num_heads=2); print(*sys.modules)"
+    )
+    path = tmp_path / "tiny"
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
+    assert not {"transformers.modeling_utils", "transformers.generation", "torch._dynamo"} & set(done.stdout.split())
+    torch.manual_seed(5)
+    expected = Qwen2ForCausalLM(Qwen2Config(**tiny_config(num_heads=2)))
+    made = AutoModelForCausalLM.from_pretrained(path)
+    assert made.config.to_diff_dict() == expected.config.to_diff_dict()
+    for end in ("eos_token_id", "pad_token_id"):
+        assert getattr(made.generation_config, end) == getattr(expected.generation_config, end)
+    weights = expected.state_dict()
+    assert made.state_dict().keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in made.state_dict().items())

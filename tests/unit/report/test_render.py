@@ -16,10 +16,10 @@ from PIL import Image
 
 from roll.data.requests import Completion, FinishReason
 from roll.report.curve import learning_curve_svg
-from roll.report.gif import MAX_PICTURES, render_episode_gif
+from roll.report.gif import MAX_PICTURES, _scenes, render_episode_gif
 from roll.report.page import MAX_SHOWN
 from roll.report.render import choose_episodes, render_episode_html, render_index, save_renders
-from roll.rollout.types import EpisodeEnd, Trajectory, Turn
+from roll.rollout.types import VALID_UNKNOWN, EpisodeEnd, Trajectory, Turn
 
 SOKOBAN = "####\n#PX#\n#_O#\n####"
 HOSTILE = "</pre></section><script>alert(1)</script><img src=x onerror=alert(2)> & \"'\x00\x1b[31m</title>"
@@ -89,6 +89,14 @@ def test_a_page_shows_picture_words_action_and_both_rewards_of_each_turn() -> No
     assert {"play", "back", "next", "first", "last"} <= {
         attrs.get("id") for tag, attrs in page.elements if tag == "button"
     }
+
+
+def test_where_nobody_looks_for_an_action_none_is_not_called_invalid() -> None:
+    unknown = episode(info={VALID_UNKNOWN: True})
+    page = Page(render_episode_html(unknown))
+    assert "no valid action" not in page.frames[1] and "\nDown\n" in page.frames[0]
+    assert [scene.left for scene in _scenes(unknown)] == ["Down", "", "solved"]
+    assert [scene.left for scene in _scenes(episode())] == ["Down", "no valid action", "solved"]
 
 
 def test_without_pictures_the_observation_is_shown() -> None:

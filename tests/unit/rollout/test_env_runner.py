@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+import roll.agentic.env as envs
 from roll.agentic.env.base import StepResult, TextEnv, step_result
+from roll.agentic.env.sokoban import SokobanEnv
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.errors import EnvCrashError, EnvProtocolError, EnvTimeoutError
 
@@ -51,6 +53,10 @@ class OddEnv(TextEnv):
 
     def close(self) -> None:
         self.closed = True
+
+
+class SlowSokoban(SokobanEnv):
+    """Another's code around an instant environment."""
 
 
 ERRORS: dict[str, BaseException] = {
@@ -119,10 +125,11 @@ def test_the_environment_is_built_in_the_thread_and_once() -> None:
     assert len(built) == 1
 
 
+@pytest.mark.parametrize("instant", [False, True])
 @pytest.mark.parametrize("name", sorted(ERRORS))
-def test_whatever_a_step_raises_is_a_crash_that_says_so(name: str) -> None:
+def test_whatever_a_step_raises_is_a_crash_that_says_so(name: str, instant: bool) -> None:
     async def play() -> EnvCrashError:
-        runner = EnvRunner(OddEnv, timeout=5)
+        runner = EnvRunner(OddEnv, timeout=5, instant=instant)
         await runner.reset(0)
         with pytest.raises(EnvCrashError) as caught:
             await runner.step(name)
@@ -134,6 +141,34 @@ def test_whatever_a_step_raises_is_a_crash_that_says_so(name: str) -> None:
     assert str(error).startswith("environment step raised ")
     assert type(ERRORS[name]).__name__ in str(error)
     assert error.__cause__ is not None
+
+
+def test_an_instant_environment_plays_in_the_callers_thread_and_lets_others_in_between() -> None:
+    order: list[str] = []
+
+    async def play(name: str) -> OddEnv:
+        env = OddEnv()
+        runner = EnvRunner(lambda: env, timeout=5, instant=True)
+        await runner.reset(0)
+        for _ in range(3):
+            await runner.step("left")
+            order.append(name)
+        runner.close()
+        return env
+
+    async def both() -> list[OddEnv]:
+        return await asyncio.gather(play("a"), play("b"))
+
+    for env in asyncio.run(both()):
+        assert set(env.threads) == {threading.get_ident()}
+        assert env.closed
+    assert order == ["a", "b"] * 3
+
+
+def test_a_class_says_for_itself_alone_that_it_is_instant() -> None:
+    assert envs.is_instant("sokoban") and envs.is_instant("frozen_lake")
+    assert not envs.is_instant("gymnasium")
+    assert not envs.is_instant(f"{__name__}:SlowSokoban")
 
 
 def test_a_step_of_the_wrong_form_is_named_as_such() -> None:

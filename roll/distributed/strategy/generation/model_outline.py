@@ -11,8 +11,9 @@ from torch import Tensor
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.weights.adapters import check_adapter
 from roll.distributed.weights.buckets import WeightUpdate
-from roll.models.loading import load_config, load_tokenizer, locate_model, make_skeleton, resolve_dtype, to_hf_weights
+from roll.models.loading import load_config, make_skeleton, resolve_dtype, to_hf_weights
 from roll.models.lora import LoraSpec, adapted_layers, matrix_shapes
+from roll.models.tokenizer import load_tokenizer, locate_model
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -29,9 +29,10 @@ from roll.distributed.strategy.hf_infer.model_fit import foreign_attention
 from roll.distributed.weights.adapters import MergedAdapter, check_adapter
 from roll.distributed.weights.buckets import WeightUpdate
 from roll.distributed.weights.contents import WeightBucket
-from roll.models.loading import load_causal_lm, load_tokenizer, resolve_dtype
+from roll.models.loading import load_causal_lm, resolve_dtype
 from roll.models.scoring import TokenScorer, score_batch
 from roll.models.stop_strings import StopStrings
+from roll.models.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -42,7 +42,7 @@ from roll.distributed.strategy.sglang.options import require_sglang
 from roll.distributed.weights.adapters import adapted_names, peft_config
 from roll.distributed.weights.buckets import host_bytes, pack_buckets
 from roll.distributed.weights.contents import WeightBucket, contents
-from roll.models.loading import locate_model
+from roll.models.tokenizer import locate_model
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import Any
 from roll.configs.engines.vllm import LORA_RANKS, VllmConfig
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.generation.model_outline import ModelOutline
-from roll.models.loading import locate_model
+from roll.models.tokenizer import locate_model
 from roll.utils.seeding import derive_seed
 
 logger = logging.getLogger(__name__)
