@@ -239,6 +239,9 @@ class Pipeline(RLPipeline):
     def __init__(self, config: AgenticConfig, roles: Any) -> None:
         self.config, self.roles, self.bad_steps = config, roles, 0
 
+    def rollouts(self) -> Any:
+        raise AssertionError
+
     def rollout(self, step: int) -> Any:
         raise AssertionError
 
