@@ -23,8 +23,10 @@ CONFIGS = Path(__file__).parents[2] / "integration" / "config"
 class Local:
     """Two workers that answer at once (what a ``Cluster`` does through Ray)."""
 
+    world_size = 2
+
     def __init__(self) -> None:
-        self.workers = [EnvironmentWorker("envs", rank, 2, {}) for rank in range(2)]
+        self.workers = [EnvironmentWorker("envs", rank, self.world_size, {}) for rank in range(self.world_size)]
 
     def submit(self, method: str, *args: Any) -> list[Any]:
         return [asyncio.run(getattr(worker, method)(*args)) for worker in self.workers]
