@@ -361,4 +361,4 @@ def test_answers_spread_over_engines_a_critic_and_the_kl_over_the_vocabulary(rlv
     assert "actor/loss" not in run.metrics[1] and run.metrics[2]["actor/kl_loss"] >= 0
     assert [run.metrics[step]["rollout/episodes"] for step in (1, 2)] == [16, 16]
     at = position(run, 2)
-    assert at["next_draw"] - len(at["returned"]) == 8, "prompts that were given up come again"
+    assert at["next_draw"] - len(at["again"]) == 8, "prompts that were given up come again"

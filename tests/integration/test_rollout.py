@@ -268,7 +268,7 @@ def test_groups_of_a_worker_that_died_are_played_again_alike(
     plan = GroupPlan(("Step", "KillOnce"), (2, 1), group_size=2, redundancy=0, seed=0, name="train")
     undisturbed = [play(plan.spec(n))[0] for n in range(6)]
     (orders / "kill").touch()
-    groups = RolloutScheduler(plan, envs, recover, rpc_timeout=60.0).collect(range(6), 6).groups
+    groups = RolloutScheduler(plan, envs, recover, rpc_timeout=60.0).collect(6)
     assert len(recovered) == 1
     assert [group.group_id for group in groups] == list(range(6))
     assert [tokens(group) for group in groups] == [tokens(group) for group in undisturbed]
