@@ -33,7 +33,7 @@ ifdef PYTEST_ARGS
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/unit tests/generators
-	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/generators
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/unit --ignore tests/generators
 endif
 
 # SGLang's packages agree with no other engine's: an environment of its own (3 GB), which the tests reach from here.

@@ -171,6 +171,7 @@ def test_a_local_cluster_listens_on_loopback_only_and_follows_a_killed_driver(tm
     addresses = listening_addresses(members)
     assert addresses
     assert not [address for address in addresses if not address.endswith("0100007F")], addresses
+    time.sleep(6)  # what is shared is looked for every five seconds
     driver.kill()
     driver.wait()
     assert_nothing_stays(tmp_path, folder)

@@ -26,7 +26,7 @@ MARK = "ROLL_RAY_SESSION"
 """Environment variable that all processes of the cluster inherit; its value is the session's folder."""
 
 _SWEEP_S = 20.0
-_LOOK_S = 10.0
+_LOOK_S = 5.0
 _SHARED = Path("/dev/shm")
 _NAMES = ("sem.mp-*", "psm_*")
 """Of multiprocessing's semaphores and shared memory."""
@@ -117,13 +117,13 @@ def _sweep(folder: str, shared: set[str]) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if not pids:
+            for name in shared:  # Ray kills Python's resource trackers, which would have done it
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
             shutil.rmtree(folder, ignore_errors=True)
             if not os.path.exists(folder):
                 break
         time.sleep(0.05)
-    for name in shared:  # Ray kills Python's resource trackers, which would have done it
-        with contextlib.suppress(OSError):
-            os.unlink(name)
 
 
 def _serve(folder: str) -> None:
