@@ -156,9 +156,16 @@ class Admission:
             "ready": sorted(finished if keeps_groups else ()),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up a state; steps are counted by who calls ``open``."""
+    def load_state_dict(self, state: Mapping[str, Any], *, keeps_groups: bool) -> None:
+        """Takes up a state; steps are counted by who calls ``open``.
+
+        Args:
+            state: of ``state_dict``.
+            keeps_groups: the finished groups that were saved beside it are there; otherwise they are played again.
+        """
         self.next_draw, self.num_trained = int(state["next_draw"]), int(state["trained"])
         self.num_settled = int(state["settled"])
         self.again, self.ready = sorted(state["again"]), set(state["ready"])
+        if not keeps_groups:
+            self.again, self.ready = sorted({*self.again, *self.ready}), set()
         self.running, self.taken, self.settled = set(), (), set()
