@@ -97,6 +97,10 @@ class TrainingLoop(ABC):
             self.rescue(error)
             raise
 
+    def publish(self, version: int) -> None:
+        """Gives the generating workers the weights after ``version`` steps."""
+        self.roles.sync_weights(version)
+
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
         """Surrounds the change of the trained state. When the block ends, the step is done."""
@@ -116,7 +120,7 @@ class TrainingLoop(ABC):
         last = step == config.max_steps
         if last or (config.eval_steps and step % config.eval_steps == 0):
             with self.session.phase("sync"):
-                self.roles.sync_weights(step)
+                self.publish(step)
             self.unreported |= self.evaluate("after" if last else "step", step)
         with self.signals.deferred():  # each step is reported once, also by a run that is stopped here and resumed
             self.session.log_step(step, self.unreported | self.session.timer.step_metrics())

@@ -28,7 +28,7 @@ from roll.pipeline.loop import TrainingLoop, mean_metrics
 from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter, plan_optimizer_steps
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollouts import take
-from roll.pipeline.session import RunSession
+from roll.pipeline.session import RunFailedError, RunSession
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import overlap_metrics
 from roll.rollout.saved_groups import load_groups, save_groups
@@ -78,8 +78,14 @@ class RLPipeline(TrainingLoop):
         """Takes the step's groups, see ``roll.pipeline.rollouts.take``, and notes which they were."""
         collected = take(self.session, self.rollouts, self.admission, step, "train on", **options)
         if self.config.overlaps:
-            self.session.folder.log_schedule({"step": step, **step_record(collected)})
+            self.session.folder.log_schedule(step_record(self.admission, collected))
         return collected
+
+    def publish(self, version: int) -> None:
+        if (replay := self.rollouts.replay) is not None and (last := self.roles.version) != version:
+            num_tokens = replay.num_tokens(last)
+            self.rollouts.wait_until(lambda: sum(self.roles.infer.call("num_recorded", last)) >= num_tokens)
+        super().publish(version)
 
     def run(self) -> None:
         try:
@@ -93,7 +99,7 @@ class RLPipeline(TrainingLoop):
         phase = self.session.phase
         with phase("sync"):
             if (step - 1) % self.config.actor_train.model_update_frequency == 0:
-                self.roles.sync_weights(step - 1)
+                self.publish(step - 1)
         with phase("rollout") as span:
             self.roles.prepare_rollout()
             batch, metrics = self.rollout(step)
@@ -194,6 +200,14 @@ class RLPipeline(TrainingLoop):
         super().restore(path)
         if self.config.overlaps:
             self.rollouts.restore(load_groups(path / "resume"))
+        if (replay := self.rollouts.replay) is not None:
+            played = set(range(self.admission.next_draw)).difference(self.admission.again)
+            self.rollouts.replay = replay = replay.without(played)
+            if (first := replay.first_version) is not None and first < self.done_steps:
+                raise RunFailedError(
+                    f"replay_schedule: of what is played after step {self.done_steps}, something was sampled with "
+                    f"weights of version {first}, now gone; start anew, or from where the recorded run was resumed"
+                )
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {

@@ -25,7 +25,7 @@ Pure state: no clocks, no processes. ``tests/unit/rollout/test_admission.py`` pr
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,11 +114,18 @@ class Admission:
             self.running.remove(draw)
             heapq.heappush(self.again, draw)
 
-    def take(self) -> tuple[int, ...] | None:
-        """The open step's batch, ascending; ``None`` as long as there is none."""
+    def take(self, recorded: Collection[int] | None = None) -> tuple[int, ...] | None:
+        """The open step's batch, ascending; ``None`` as long as there is none.
+
+        Args:
+            recorded: the batch of this step in the run that is repeated; it is taken whatever else is ready.
+        """
         assert not self.taken, "the open step has its batch"
-        oldest = min(self.running | set(self.again), default=self.next_draw)
-        batch = sorted(draw for draw in self.ready if draw < oldest + self.window)[: self.batch_size]
+        if recorded is None:
+            oldest = min(self.running | set(self.again), default=self.next_draw)
+            batch = sorted(draw for draw in self.ready if draw < oldest + self.window)[: self.batch_size]
+        else:
+            batch = sorted(self.ready.intersection(recorded))
         if len(batch) < self.batch_size:
             return None
         self.ready -= set(batch)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -19,11 +19,13 @@ from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
 from roll.rollout.admission import Admission
 from roll.rollout.plans import RolloutPlan
 from roll.rollout.router import EngineUnavailableError
+from roll.rollout.schedule import Schedule, StepDraws
 from roll.rollout.types import Collected, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0
+_POLL_S = 0.01
 
 
 class TooManyRejectedError(RuntimeError):
@@ -60,6 +62,7 @@ class RolloutScheduler:
         on_tick: called at least once a second while ``take`` waits; may raise to stop.
         beside: go on between two calls of ``take``, on a thread of its own; otherwise what a batch leaves running is
             given up.
+        replay: the run to repeat.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class RolloutScheduler:
         on_tick: Callable[[], None] = lambda: None,
         *,
         beside: bool = False,
+        replay: Schedule | None = None,
     ) -> None:
         self.plan = plan
         self.workers = workers
@@ -80,6 +84,7 @@ class RolloutScheduler:
         """Finished since the last batch and turned down, waiting to be told with the next one."""
         self.taken = Collected([], [])
         """What the last ``take`` of rollouts that go on has returned, until ``commit``."""
+        self.replay = replay
         self._recover = recover
         self._rpc_timeout = rpc_timeout
         self._on_tick = on_tick
@@ -129,12 +134,13 @@ class RolloutScheduler:
         failure, self._failure = self._failure, None
         admission.open(step)
         ahead = admission.ahead if self._goes_on else 0  # those are for the steps to come
-        most_groups = float("inf") if max_groups is None else max_groups + ahead
+        most_groups = float("inf") if max_groups is None or self.replay else max_groups + ahead
+        recorded = self.replay.steps[step] if self.replay else None
         rollouts = _Rollouts(admission, accept, most_groups, on_group)
         try:
             if failure is not None:
                 self._repair(failure)
-            while (taken := admission.take()) is None:
+            while (taken := self._batch(admission, recorded)) is None:
                 self._fill(rollouts)
                 try:
                     self._wait(rollouts)
@@ -144,13 +150,15 @@ class RolloutScheduler:
         except BaseException:
             self._cancel(admission)
             raise
-        rejected = sorted(self.rejected, key=lambda group: group.group_id)
-        collected = Collected([self.groups[group_id] for group_id in taken], rejected)
+        told, later = [], []
+        for group in sorted(self.rejected, key=lambda group: group.group_id):
+            (told if recorded is None or group.group_id in recorded.settled else later).append(group)
+        collected = Collected([self.groups[group_id] for group_id in taken], told)
         if self._goes_on:
             self.taken = collected
         for group_id in taken:
             del self.groups[group_id]
-        self.rejected = []
+        self.rejected = later
         if self._goes_on:
             rollouts.on_group = lambda group: None
             self._rollouts = rollouts
@@ -183,6 +191,18 @@ class RolloutScheduler:
         """Takes up ``finished`` of a cut."""
         self.groups = {group.group_id: group for group in finished.groups}
         self.rejected = finished.rejected
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """Waits while rollouts go on beside.
+
+        Raises:
+            Exception: what ended them.
+        """
+        while not done():
+            if self._failure is not None:
+                self._repair(self._failure)
+            self._on_tick()
+            time.sleep(_POLL_S)
 
     def halt(self) -> None:
         """Starts no more groups and takes no results in, so that nobody else changes ``groups`` and the admission."""
@@ -240,9 +260,19 @@ class RolloutScheduler:
                 [*self.groups.values(), *self.rejected],
             )
 
+    def _batch(self, admission: Admission, recorded: StepDraws | None) -> tuple[int, ...] | None:
+        """What the open step takes, as soon as there is enough."""
+        if recorded is None:
+            return admission.take()
+        settled = {group.group_id for group in self.rejected}
+        return admission.take(recorded.taken) if recorded.settled <= settled else None
+
     def _start(self, group_id: int) -> None:
         worker = self._loads.index(min(self._loads))
-        ref: ray.ObjectRef = self.workers.handles[worker].run_group.remote(self.plan.spec(group_id))
+        spec = self.plan.spec(group_id)
+        if self.replay is not None:
+            spec = replace(spec, recorded=self.replay.draws[group_id])
+        ref: ray.ObjectRef = self.workers.handles[worker].run_group.remote(spec)
         self._running[ref] = _Call(group_id, worker, time.monotonic())
         self._loads[worker] += 1
         ref.future().add_done_callback(lambda future: self._answers.put((ref, future)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterable, Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import Rlvr, Run, position, rows, write
+from tests.integration.conftest import Rlvr, Run, assert_same_tensors, position, rows, write
 
 FILTER = "rewards.letters.query_filter_config={type: std_filter}"
 BATCH = 4
@@ -173,3 +174,39 @@ def test_a_generator_that_dies_beside_training_and_a_stop_lose_nothing(rlvr: Rlv
     assert resumed.wait() == 0, resumed.output
     resumed.assert_nothing_left()
     assert_finished(resumed, 5)
+
+
+LOAD = re.compile(r"async/(buffer|running)_groups")
+"""Metrics of an asynchronous run that say how fast it was."""
+
+
+def repeatable(run: Run) -> dict[int, dict[str, float]]:
+    return {
+        step: {name: value for name, value in metrics.items() if not LOAD.match(name)}
+        for step, metrics in run.repeatable_metrics().items()
+    }
+
+
+@pytest.mark.timeout(900)
+def test_a_run_through_a_kill_and_a_resume_is_repeated_bit_for_bit(rlvr: Rlvr, tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", rows("t", ORDERS))
+    # Answers so long that weights come in the middle of them.
+    longer = ("response_length=200", "sequence_length=240", "max_steps=5", "eval_steps=2")
+    first = rlvr(*OVERLAP, *longer, orders=("hold-actor_train-0-train-4",))
+    first.pid_at("actor_train-0-train-4")
+    first.process.kill()
+    first.process.wait()
+    first.assert_nothing_left()
+    recorded = rlvr(*OVERLAP, *longer, "resume_from_checkpoint=true")
+    assert recorded.wait() == 0, recorded.output
+    assert_finished(recorded, 5)
+    assert any(recorded.metrics[step]["async/mixed"] > 0 for step in range(1, 6)), "no weights came in between"
+
+    path = recorded.path / "schedule.jsonl"
+    again = rlvr(*OVERLAP, *longer, f"replay_schedule={path}", output="again")
+    assert again.wait() == 0, again.output
+    assert_finished(again, 5)
+    assert (again.path / "schedule.jsonl").read_text() == path.read_text()
+    assert repeatable(again) == repeatable(recorded)
+    assert again.summary["eval"] == recorded.summary["eval"] and again.summary["draws"] == recorded.summary["draws"]
+    assert_same_tensors(again.tensors(5), recorded.tensors(5))

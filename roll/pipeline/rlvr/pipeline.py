@@ -44,10 +44,11 @@ class RLVRPipeline(RLPipeline):
         self.session.first_rollout()
         collected = self._take(step)
         groups = collected.groups
-        metrics = rollout_metrics(groups, "rollout") | reward_metrics([*groups, *collected.rejected], self.config)
+        finished = [*groups, *collected.rejected]
+        metrics = rollout_metrics(groups, "rollout") | reward_metrics(finished, self.config)
         metrics |= self.prompts.take_retries()
         metrics["rollout/filtered"] = float(len(collected.rejected))
-        metrics["rollout/epoch"] = self.prompts.epoch_of(self.admission.next_draw)
+        metrics["rollout/epoch"] = self.prompts.epoch_of(1 + max(group.group_id for group in finished))
         return groups_to_batch(groups, self.prompts.tags), metrics
 
     def evaluate(self, name: str, step: int) -> Metrics:

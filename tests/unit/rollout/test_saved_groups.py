@@ -19,11 +19,12 @@ from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
 from roll.models.tiny import make_tokenizer
 from roll.rewards.types import Sample, Verdict
+from roll.rollout.admission import Admission
 from roll.rollout.env_manager import ENV_MANAGERS, EpisodeSpec, Limits
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.prompt_env import PromptEnv, PromptManager
 from roll.rollout.saved_groups import load_groups, save_groups
-from roll.rollout.schedule import runs_of, step_record
+from roll.rollout.schedule import Schedule, step_record
 from roll.rollout.types import Collected, RolloutGroup, Trajectory
 
 RENDERER = ChatRenderer(make_tokenizer())
@@ -137,15 +138,28 @@ def test_nothing_is_loaded_where_nothing_was_saved(tmp_path: Path) -> None:
     assert load_groups(tmp_path / "resume") == Collected([], [])
 
 
-def test_a_step_is_recorded_with_the_token_at_which_each_version_begins() -> None:
-    assert runs_of(np.array([], dtype=np.int64)) == ()
-    assert runs_of(np.array([0])) == ((0, 1),)
-    assert runs_of(np.array([2, 2, 3, 5, 5, 5])) == ((2, 2), (3, 1), (5, 3))
+def test_a_step_is_recorded_with_the_token_at_which_each_version_begins(tmp_path: Path) -> None:
     played = group(prompt_episode, 1, record=False)
     turn = played.trajectories[0].turns[0]
-    versions = replace(turn.completion, versions=np.array([2, 2, 3]))
-    first = replace(played.trajectories[0], turns=(replace(turn, completion=versions),))
-    record = step_record(Collected([replace(played, trajectories=(first,))], []))
-    assert record.keys() == {"taken", "settled"} and record["settled"] == {}
-    assert record["taken"]["1"].keys() == {"-1", "0"}
-    assert json.loads(json.dumps(record))["taken"]["1"]["0"] == [[[2, 2], [3, 1]]]
+
+    def sampled(*versions: int) -> Trajectory:
+        completion = replace(turn.completion, versions=np.array(versions, dtype=np.int64))
+        return replace(played.trajectories[0], turns=(replace(turn, completion=completion),))
+
+    for versions, runs in {(): (), (0,): ((0, 1),), (2, 2, 3, 5, 5): ((2, 2), (3, 1), (5, 2))}.items():
+        assert sampled(*versions).turns[0].completion.runs == runs
+    taken = replace(played, trajectories=(sampled(2, 2, 3),), baseline=replace(sampled(0), member=-1))
+    settled = RolloutGroup(3, "A", (sampled(1, 2), replace(sampled(), member=1)))
+    record = step_record(Admission(1, 2, 3, step=7), Collected([taken], [settled]))
+    path = tmp_path / "schedule.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    schedule = Schedule.read(path)
+    assert schedule.limits == {(1, 2, 3)} and schedule.steps.keys() == {7}
+    assert (schedule.steps[7].taken, schedule.steps[7].settled) == ({1}, {3})
+    assert schedule.draws == {1: {0: (((2, 2), (3, 1)),), -1: (((0, 1),),)}, 3: {0: (((1, 1), (2, 1)),), 1: ((),)}}
+    assert [schedule.num_tokens(version) for version in range(5)] == [1, 1, 3, 1, 0]
+    assert (schedule.first_version, schedule.without({1}).first_version) == (0, 1)
+    assert schedule.without({1, 3}).first_version is None
+    path.write_text('{"step": 1}\n')
+    with pytest.raises(ValueError, match=r"line 1 is none of a schedule.jsonl \(KeyError\('groups'\)\)"):
+        Schedule.read(path)
