@@ -204,6 +204,11 @@ class PipelineConfig(RunConfig):
         return bool(self.actor_train.model_args.lora_targets)
 
     @property
+    def worker_restarts(self) -> int:
+        """Dead workers that are replaced."""
+        return self.max_worker_restarts
+
+    @property
     def roles(self) -> dict[str, WorkerConfig]:
         """The model roles that this run starts, by name."""
         generator = {} if self.actor_infer is None else {"actor_infer": self.actor_infer}

@@ -42,6 +42,11 @@ class RLConfig(AlgorithmConfig, PipelineConfig):
         description="With async_generation_ratio: share of the groups under way, from the oldest on, that a step may "
         "choose from. 0 takes groups strictly in order, so that a slow one holds up its step; 1 takes any that finish.",
     )
+    replay_schedule: str | None = Field(
+        default=None,
+        description="With async_generation_ratio: schedule.jsonl of a run that this one repeats, step by step and "
+        "token by token, on CPUs bit for bit. It must have the same configuration; a worker that dies ends it.",
+    )
 
     reference: WorkerConfig | None = Field(
         default=None, description="The frozen starting policy; needed by any KL term (use_kl_loss, add_token_level_kl)."
@@ -71,6 +76,10 @@ class RLConfig(AlgorithmConfig, PipelineConfig):
     def overlaps(self) -> bool:
         """Whether rollouts go on beside training."""
         return self.async_generation_ratio > 0
+
+    @property
+    def worker_restarts(self) -> int:
+        return super().worker_restarts if self.replay_schedule is None else 0
 
     @property
     def groups_ahead(self) -> int:

@@ -190,6 +190,9 @@ def check_overlap(config: RLConfig) -> list[ConfigProblem]:
         if config.rollout_window:
             expected = f"0 with {ratio} 0: rollouts are synchronous, in order"
             found.append(ConfigProblem("rollout_window", config.rollout_window, expected, involves=(ratio,)))
+        if config.replay_schedule is not None:
+            expected = f"null with {ratio} 0: synchronous runs repeat by themselves"
+            found.append(ConfigProblem("replay_schedule", config.replay_schedule, expected, involves=(ratio,)))
         return found
     weights = config.train_infer_correction.is_weight
     if not weights.enabled:
@@ -200,6 +203,14 @@ def check_overlap(config: RLConfig) -> list[ConfigProblem]:
     if (frequency := config.actor_train.model_update_frequency) > 1:
         key = "actor_train.model_update_frequency"
         found.append(ConfigProblem(key, frequency, f"1 with {ratio}", involves=(ratio,)))
+    if config.replay_schedule is not None:
+        name, card = config.actor_infer.strategy_args.strategy_name, config.actor_infer.strategy_args.card
+        if card is None or not card.replays:
+            key, hint = "actor_infer.strategy_args.strategy_name", f"{name} cannot hold a request until weights come"
+            found.append(ConfigProblem(key, name, "hf_infer with replay_schedule", hint, involves=("replay_schedule",)))
+        if config.generate_opt_level != 1:
+            key, expected = "generate_opt_level", "1 with replay_schedule"
+            found.append(ConfigProblem(key, config.generate_opt_level, expected, involves=("replay_schedule",)))
     return found
 
 

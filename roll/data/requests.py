@@ -5,8 +5,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
 
 from roll.data.arrays import FloatArray, IntArray
+
+Runs: TypeAlias = tuple[tuple[int, int], ...]
+"""Weight versions of a completion's tokens, in order: (version, how many tokens it sampled)."""
 
 
 class FinishReason(enum.StrEnum):
@@ -46,6 +52,9 @@ class GenerateRequest:
     prompt_ids: IntArray
     """Token ids, shape [prompt_len]; never re-tokenised."""
     params: SamplingParams = field(default_factory=SamplingParams)
+    recorded: Runs = ()
+    """The versions that sampled the tokens in the run that is repeated (``replay_schedule``): the engine samples a
+    token when it has its version. Tokens beyond them are sampled with any."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,13 @@ class Completion:
     finish_reason: FinishReason
     versions: IntArray
     """The weight version that sampled each id, shape [n], ascending: an update may come in the middle."""
+
+    @property
+    def runs(self) -> Runs:
+        """``versions`` as runs of equal ones."""
+        starts = np.flatnonzero(np.diff(self.versions, prepend=-1))
+        lengths = np.diff(starts, append=len(self.versions))
+        return tuple(zip(self.versions[starts].tolist(), lengths.tolist(), strict=True))
 
     @property
     def weight_version(self) -> int:

@@ -19,7 +19,7 @@ from roll.distributed.cluster.errors import ClusterError, RpcTimeoutError, Worke
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunFailedError, RunSession
-from roll.tracking.checkpointer import Checkpointer, CheckpointError
+from roll.tracking.checkpointer import Checkpointer, CheckpointError, Write
 from roll.tracking.rng import restore_rng_state, rng_state
 from roll.utils.signals import SignalGuard
 
@@ -97,6 +97,10 @@ class TrainingLoop(ABC):
             self.rescue(error)
             raise
 
+    def publish(self, version: int) -> None:
+        """Gives the generating workers the weights after ``version`` steps."""
+        self.roles.sync_weights(version)
+
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
         """Surrounds the change of the trained state. When the block ends, the step is done."""
@@ -116,7 +120,7 @@ class TrainingLoop(ABC):
         last = step == config.max_steps
         if last or (config.eval_steps and step % config.eval_steps == 0):
             with self.session.phase("sync"):
-                self.roles.sync_weights(step)
+                self.publish(step)
             self.unreported |= self.evaluate("after" if last else "step", step)
         with self.signals.deferred():  # each step is reported once, also by a run that is stopped here and resumed
             self.session.log_step(step, self.unreported | self.session.timer.step_metrics())
@@ -131,7 +135,8 @@ class TrainingLoop(ABC):
         if self.saved_steps == self.done_steps:
             return
         with self.session.phase("checkpoint"), self.signals.deferred():
-            self.session.checkpointer.save(self.done_steps, self.roles.save, self.state_dict())
+            write, state = self.snapshot()
+            self.session.checkpointer.save(self.done_steps, write, state)
         self.saved_steps = self.done_steps
         self.session.summary["steps"] = self.done_steps
 
@@ -152,7 +157,7 @@ class TrainingLoop(ABC):
         with self.session.phase("resume"):
             self.intact = False
             self.roles.load(path)
-            self.load_state_dict(Checkpointer.load_state(path))
+            self.restore(path)
             self.intact = True
             self.saved_steps = self.done_steps
             self.session.summary["checkpoint"] = str(path)
@@ -163,6 +168,14 @@ class TrainingLoop(ABC):
         elif self.unreported:
             self.session.folder.truncate_metrics(self.done_steps - 1)  # an earlier resume may have reported it already
             self.after_step()
+
+    def snapshot(self) -> tuple[Write, dict[str, Any]]:
+        """What a checkpoint holds: what writes its files, and ``state_dict``."""
+        return self.roles.save, self.state_dict()
+
+    def restore(self, path: Path) -> None:
+        """Takes up what a checkpoint holds beside the models."""
+        self.load_state_dict(Checkpointer.load_state(path))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything outside the models that the next step depends on."""

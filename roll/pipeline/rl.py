@@ -8,7 +8,8 @@ A pipeline differs from another only in where its rollouts come from and in what
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -26,10 +27,16 @@ from roll.distributed.strategy.base import Metrics
 from roll.pipeline.loop import TrainingLoop, mean_metrics
 from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter, plan_optimizer_steps
 from roll.pipeline.roles import Roles
-from roll.pipeline.session import RunSession
+from roll.pipeline.rollouts import take
+from roll.pipeline.session import RunFailedError, RunSession
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import overlap_metrics
+from roll.rollout.saved_groups import load_groups, save_groups
+from roll.rollout.schedule import step_record
 from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.types import Collected
+from roll.tracking.checkpointer import Write
+from roll.utils.checksums import WrittenFile
 from roll.utils.seeding import derive_seed
 from roll.utils.signals import SignalGuard
 
@@ -67,6 +74,19 @@ class RLPipeline(TrainingLoop):
     def rollout(self, step: int) -> tuple[Batch, Metrics]:
         """Takes the step's training batch: under the current weights, or those of ``async_generation_ratio`` ago."""
 
+    def take(self, step: int, **options: Any) -> Collected:
+        """Takes the step's groups, see ``roll.pipeline.rollouts.take``, and notes which they were."""
+        collected = take(self.session, self.rollouts, self.admission, step, "train on", **options)
+        if self.config.overlaps:
+            self.session.folder.log_schedule(step_record(self.admission, collected))
+        return collected
+
+    def publish(self, version: int) -> None:
+        if (replay := self.rollouts.replay) is not None and (last := self.roles.version) != version:
+            num_tokens = replay.num_tokens(last)
+            self.rollouts.wait_until(lambda: sum(self.roles.infer.call("num_recorded", last)) >= num_tokens)
+        super().publish(version)
+
     def run(self) -> None:
         try:
             super().run()
@@ -79,7 +99,7 @@ class RLPipeline(TrainingLoop):
         phase = self.session.phase
         with phase("sync"):
             if (step - 1) % self.config.actor_train.model_update_frequency == 0:
-                self.roles.sync_weights(step - 1)
+                self.publish(step - 1)
         with phase("rollout") as span:
             self.roles.prepare_rollout()
             batch, metrics = self.rollout(step)
@@ -96,9 +116,7 @@ class RLPipeline(TrainingLoop):
                 batch, shaping_metrics = self.shape(batch)
             with self.update(step), phase("train") as span:
                 train_metrics = self.train(batch, steps, step) | self.roles.offload_manager.memory("train")
-                self.admission.commit()
-                with self.rollouts.halted():
-                    self.session.summary["draws"] = self.admission.counts()
+                self.session.summary["draws"] = self.rollouts.commit(self.admission)
                 span.tokens = batch.num_tokens * self.config.ppo_epochs
             self.unreported = metrics | shaping_metrics | train_metrics
 
@@ -165,20 +183,44 @@ class RLPipeline(TrainingLoop):
         self.count_bad_steps(history, critic_history)
         return mean_metrics(history) | mean_metrics(critic_history) | selection_metrics
 
+    def snapshot(self) -> tuple[Write, dict[str, Any]]:
+        with self.rollouts.halted():  # one cut through all draws
+            write_models, state = super().snapshot()
+            finished = self.rollouts.finished(self.admission) if self.config.overlaps else Collected([], [])
+        if not (finished.groups or finished.rejected):
+            return write_models, state
+
+        def write(path: Path) -> Callable[[], Iterable[WrittenFile]] | None:
+            save_groups(path / "resume", finished)
+            return write_models(path)
+
+        return write, state
+
+    def restore(self, path: Path) -> None:
+        super().restore(path)
+        if self.config.overlaps:
+            self.rollouts.restore(load_groups(path / "resume"))
+        if (replay := self.rollouts.replay) is not None:
+            played = set(range(self.admission.next_draw)).difference(self.admission.again)
+            self.rollouts.replay = replay = replay.without(played)
+            if (first := replay.first_version) is not None and first < self.done_steps:
+                raise RunFailedError(
+                    f"replay_schedule: of what is played after step {self.done_steps}, something was sampled with "
+                    f"weights of version {first}, now gone; start anew, or from where the recorded run was resumed"
+                )
+
     def state_dict(self) -> dict[str, Any]:
-        with self.rollouts.halted():
-            rollouts = self.admission.state_dict(keeps_groups=False)
         return super().state_dict() | {
             "score_stats": self.score_stats.state_dict(),
             "kl_controller": self.kl_controller.state_dict(),
-            "rollouts": rollouts,
+            "rollouts": self.admission.state_dict(keeps_groups=self.config.overlaps),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self.score_stats.load_state_dict(state["score_stats"])
         self.kl_controller.load_state_dict(state["kl_controller"])
-        self.admission.load_state_dict(state["rollouts"])
+        self.admission.load_state_dict(state["rollouts"], keeps_groups=self.config.overlaps)
 
 
 def set_losses(roles: Roles, config: RLConfig) -> None:

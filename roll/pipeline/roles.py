@@ -62,7 +62,7 @@ class Roles:
         self.offload_manager = OffloadManager({role: clusters[role] for role in config.roles if role in clusters})
         self.actor = ModelCluster(clusters["actor_train"], self.offload_manager)
         self.generator = clusters.get("actor_infer")
-        self.restarts = RestartBudget(config.max_worker_restarts)
+        self.restarts = RestartBudget(config.worker_restarts)
         self.on_replaced: list[Callable[[], None]] = []
         """Called after generating workers were replaced in an update of weights; they have other handles then."""
         self.critic = ModelCluster(clusters["critic"], self.offload_manager) if "critic" in clusters else None
@@ -136,6 +136,11 @@ class Roles:
         for role in (self.critic, self.reference):
             if isinstance(role, ModelCluster):
                 role.cluster.submit("preload", getattr(self.config, role.cluster.name).strategy_args.strategy_name)
+
+    @property
+    def version(self) -> int:
+        """What the generating workers have; -1: what they loaded at their start."""
+        return self._weights.version
 
     def sync_weights(self, version: int) -> None:
         """Sends the actor's weights to the generating workers, see ``WeightSync``; they are then ready to generate.

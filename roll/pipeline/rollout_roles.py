@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from roll.configs.generating import GeneratingArguments
 from roll.configs.pipeline import PipelineConfig
+from roll.configs.rl import RLConfig
 from roll.data.requests import SamplingParams
 from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.roles import Roles
 from roll.rollout.plans import RolloutPlan
+from roll.rollout.schedule import Schedule
 from roll.rollout.scheduler import RolloutScheduler
 
 
@@ -43,8 +46,11 @@ class RolloutRoles:
 
     def make_scheduler(self, plan: RolloutPlan, cluster: str, *, beside: bool = False) -> RolloutScheduler:
         """A scheduler of ``plan`` over the workers of one cluster; ``beside`` as in ``RolloutScheduler``."""
+        config, replay = self._config, None
+        if beside and isinstance(config, RLConfig) and config.replay_schedule is not None:
+            replay = Schedule.read(Path(config.replay_schedule))
         return RolloutScheduler(
-            plan, self._clusters[cluster], self.recover, self._config.rpc_timeout, self._on_tick, beside=beside
+            plan, self._clusters[cluster], self.recover, config.rpc_timeout, self._on_tick, beside=beside, replay=replay
         )
 
     def begin_setup(self) -> None:

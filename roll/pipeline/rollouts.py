@@ -10,8 +10,8 @@ from typing import Any
 from roll.pipeline.session import RunSession
 from roll.report.trajectories import write_trajectories
 from roll.rollout.admission import Admission
-from roll.rollout.scheduler import Collected, RolloutScheduler
-from roll.rollout.types import RolloutGroup, Trajectory
+from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.types import Collected, RolloutGroup, Trajectory
 
 logger = logging.getLogger(__name__)
 

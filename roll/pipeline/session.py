@@ -61,6 +61,7 @@ class RunSession:
             logger.info("an earlier run of this name is now in %s", aside)
         self.folder.write_config(plain)
         self.folder.truncate_metrics(-1 if resumed_step is None else resumed_step)
+        self.folder.truncate_schedule(-1 if resumed_step is None else resumed_step)
         self._tracker = MultiTracker(
             self.config.trackers, self.config.tracker_kwargs, self.folder, config=plain, resumed_step=resumed_step
         )

@@ -24,6 +24,7 @@ from roll.distributed.cluster.errors import PlacementError
 from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
 from roll.distributed.strategy import STRATEGIES
 from roll.preflight.models import MODEL_CHECKS
+from roll.rollout.schedule import Schedule
 from roll.tracking import TRACKERS
 from roll.tracking.trackers import tracker_options
 from roll.utils.registry import UnknownNameError
@@ -85,6 +86,28 @@ def check_data_plugins(config: PromptsConfig) -> list[ConfigProblem]:
     if config.data_generator is not None:
         paths["data_generator.path"] = config.data_generator.path
     return [problem for key, path in paths.items() if path is not None for problem in _path_problems(key, path, ())]
+
+
+def check_replay(config: PipelineConfig) -> list[ConfigProblem]:
+    """The schedule to repeat is there, and it is that of a whole run under the same limits."""
+    if not isinstance(config, RLConfig) or config.replay_schedule is None:
+        return []
+    key, limits = "replay_schedule", (config.groups_per_step, config.groups_ahead, config.window)
+    involved = ("max_steps", "rollout_batch_size", "async_generation_ratio", "rollout_window")
+    try:
+        schedule = Schedule.read(Path(config.replay_schedule))
+    except (OSError, ValueError) as error:
+        return [ConfigProblem(key, config.replay_schedule, "the schedule.jsonl of a run", str(error))]
+    problems = []
+    if schedule.limits != {limits}:
+        expected = "a run with {} groups per step, {} ahead and a window of {} draws".format(*limits)
+        recorded = " and ".join("{}, {} and {}".format(*some) for some in sorted(schedule.limits))
+        problems.append(ConfigProblem(key, config.replay_schedule, expected, f"it has {recorded}", involves=involved))
+    if sorted(schedule.steps) != list(range(1, config.max_steps + 1)):
+        recorded = f"it has {len(schedule.steps)} steps, the last is {max(schedule.steps, default=0)}"
+        expected = f"all steps of a run of max_steps {config.max_steps}"
+        problems.append(ConfigProblem(key, config.replay_schedule, expected, recorded, involves=involved))
+    return problems
 
 
 def _workers(config: PipelineConfig) -> Iterator[tuple[str, WorkerConfig]]:
@@ -208,6 +231,7 @@ _CHECKS: tuple[Rule, ...] = (
     check_plugins,
     *MODEL_CHECKS,
     check_placement,
+    check_replay,
 )
 CHECKS: dict[type[PipelineConfig], tuple[Rule, ...]] = {
     AgenticConfig: (check_envs, *_CHECKS),

@@ -25,7 +25,7 @@ Pure state: no clocks, no processes. ``tests/unit/rollout/test_admission.py`` pr
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,11 +114,18 @@ class Admission:
             self.running.remove(draw)
             heapq.heappush(self.again, draw)
 
-    def take(self) -> tuple[int, ...] | None:
-        """The open step's batch, ascending; ``None`` as long as there is none."""
+    def take(self, recorded: Collection[int] | None = None) -> tuple[int, ...] | None:
+        """The open step's batch, ascending; ``None`` as long as there is none.
+
+        Args:
+            recorded: the batch of this step in the run that is repeated; it is taken whatever else is ready.
+        """
         assert not self.taken, "the open step has its batch"
-        oldest = min(self.running | set(self.again), default=self.next_draw)
-        batch = sorted(draw for draw in self.ready if draw < oldest + self.window)[: self.batch_size]
+        if recorded is None:
+            oldest = min(self.running | set(self.again), default=self.next_draw)
+            batch = sorted(draw for draw in self.ready if draw < oldest + self.window)[: self.batch_size]
+        else:
+            batch = sorted(self.ready.intersection(recorded))
         if len(batch) < self.batch_size:
             return None
         self.ready -= set(batch)
@@ -156,9 +163,16 @@ class Admission:
             "ready": sorted(finished if keeps_groups else ()),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up a state; steps are counted by who calls ``open``."""
+    def load_state_dict(self, state: Mapping[str, Any], *, keeps_groups: bool) -> None:
+        """Takes up a state; steps are counted by who calls ``open``.
+
+        Args:
+            state: of ``state_dict``.
+            keeps_groups: the finished groups that were saved beside it are there; otherwise they are played again.
+        """
         self.next_draw, self.num_trained = int(state["next_draw"]), int(state["trained"])
         self.num_settled = int(state["settled"])
         self.again, self.ready = sorted(state["again"]), set(state["ready"])
+        if not keeps_groups:
+            self.again, self.ready = sorted({*self.again, *self.ready}), set()
         self.running, self.taken, self.settled = set(), (), set()

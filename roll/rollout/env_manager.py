@@ -14,8 +14,8 @@ from roll.agentic.env.base import StepResult
 from roll.configs.env import CustomEnvConfig
 from roll.data.arrays import IntArray
 from roll.data.renderer import ChatRenderer
-from roll.data.requests import FinishReason, GenerateFn, GenerateRequest, SamplingParams
-from roll.rollout.errors import PromptTooLongError
+from roll.data.requests import FinishReason, GenerateFn, GenerateRequest, Runs, SamplingParams
+from roll.rollout.errors import PromptTooLongError, ReplayError
 from roll.rollout.types import EpisodeEnd, Frame, Trajectory, Turn
 from roll.utils.registry import Registry
 from roll.utils.seeding import derive_seed
@@ -43,6 +43,8 @@ class EpisodeSpec:
     """Take the most likely token instead of sampling."""
     record: bool = False
     """Keep the environment's pictures, for people to look at."""
+    recorded: tuple[Runs, ...] = ()
+    """By turn, what sampled the episode in the run that is repeated; nothing if it was not kept there."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +148,15 @@ class EnvManager(ABC):
             seed=derive_seed(spec.sampling_seed, len(turns)),
         )
         request_id = f"{spec.tag}-{spec.group_id}-{spec.member}-{len(turns)}"
-        completion = await generate(GenerateRequest(request_id, prompt_ids, params))
+        recorded = spec.recorded[len(turns)] if len(turns) < len(spec.recorded) else ()
+        completion = await generate(GenerateRequest(request_id, prompt_ids, params, recorded))
         if completion.finish_reason is FinishReason.ABORT:
             raise EpisodeAbortedError(f"request {request_id} was aborted")
+        if spec.recorded and completion.runs != recorded:
+            raise ReplayError(
+                f"{request_id} was sampled with (version, tokens) {completion.runs}, in the run that is repeated with "
+                f"{recorded}: its model, data, seed or machine was another one, or something failed there or here"
+            )
         text = self.renderer.decode(completion.token_ids)
         next_observation, reward, terminated, truncated, next_info = await env.step(text)
         penalty = float(next_info.get("penalty", 0.0))

@@ -22,6 +22,10 @@ class EnvProtocolError(EnvError):
     """A call returned something else than ``TextEnv`` promises."""
 
 
+class ReplayError(ValueError):
+    """Something went otherwise than in the run that is to be repeated."""
+
+
 class PromptTooLongError(EnvError):
     """The first prompt of an episode does not fit: nothing could be sampled."""
 

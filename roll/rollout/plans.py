@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from roll.data.requests import Runs
 from roll.utils.seeding import derive_seed
 
 
@@ -23,6 +25,8 @@ class GroupSpec:
     """Play one more member greedily, whose score is the others' baseline (``adv_estimator: remax``)."""
     record: bool = False
     """Keep the first member's pictures, for people to look at."""
+    recorded: Mapping[int, tuple[Runs, ...]] = field(default_factory=dict)
+    """By member and turn, what sampled the group in the run that is repeated (``GenerateRequest.recorded``)."""
 
 
 class RolloutPlan(Protocol):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -19,11 +19,13 @@ from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
 from roll.rollout.admission import Admission
 from roll.rollout.plans import RolloutPlan
 from roll.rollout.router import EngineUnavailableError
-from roll.rollout.types import RolloutGroup
+from roll.rollout.schedule import Schedule, StepDraws
+from roll.rollout.types import Collected, RolloutGroup
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 1.0
+_POLL_S = 0.01
 
 
 class TooManyRejectedError(RuntimeError):
@@ -36,16 +38,6 @@ class TooManyRejectedError(RuntimeError):
 
 class _GroupsLostError(Exception):
     """Some worker died: nothing that was running can be trusted to finish. The cause says who."""
-
-
-@dataclass(frozen=True)
-class Collected:
-    """Result of one ``RolloutScheduler.take``."""
-
-    groups: list[RolloutGroup]
-    """In the order of their ids."""
-    rejected: list[RolloutGroup]
-    """Finished since the last batch, but turned down by ``accept``; in the order of their ids."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +62,7 @@ class RolloutScheduler:
         on_tick: called at least once a second while ``take`` waits; may raise to stop.
         beside: go on between two calls of ``take``, on a thread of its own; otherwise what a batch leaves running is
             given up.
+        replay: the run to repeat.
     """
 
     def __init__(
@@ -81,17 +74,22 @@ class RolloutScheduler:
         on_tick: Callable[[], None] = lambda: None,
         *,
         beside: bool = False,
+        replay: Schedule | None = None,
     ) -> None:
         self.plan = plan
         self.workers = workers
         self.groups: dict[int, RolloutGroup] = {}
         """Finished and accepted, waiting to be taken, by id."""
+        self.rejected: list[RolloutGroup] = []
+        """Finished since the last batch and turned down, waiting to be told with the next one."""
+        self.taken = Collected([], [])
+        """What the last ``take`` of rollouts that go on has returned, until ``commit``."""
+        self.replay = replay
         self._recover = recover
         self._rpc_timeout = rpc_timeout
         self._on_tick = on_tick
         self._running: dict[ray.ObjectRef, _Call] = {}  # in the order of their start
         self._loads = [0] * workers.world_size
-        self._rejected: list[RolloutGroup] = []
         self._answers: queue.SimpleQueue[tuple[ray.ObjectRef, Future[Any]] | None] = queue.SimpleQueue()
         self._goes_on = beside
         self._beside: threading.Thread | None = None
@@ -136,12 +134,13 @@ class RolloutScheduler:
         failure, self._failure = self._failure, None
         admission.open(step)
         ahead = admission.ahead if self._goes_on else 0  # those are for the steps to come
-        most_groups = float("inf") if max_groups is None else max_groups + ahead
+        most_groups = float("inf") if max_groups is None or self.replay else max_groups + ahead
+        recorded = self.replay.steps[step] if self.replay else None
         rollouts = _Rollouts(admission, accept, most_groups, on_group)
         try:
             if failure is not None:
                 self._repair(failure)
-            while (taken := admission.take()) is None:
+            while (taken := self._batch(admission, recorded)) is None:
                 self._fill(rollouts)
                 try:
                     self._wait(rollouts)
@@ -151,15 +150,59 @@ class RolloutScheduler:
         except BaseException:
             self._cancel(admission)
             raise
-        groups, rejected = [self.groups.pop(group_id) for group_id in taken], self._rejected
-        self._rejected = []
+        told, later = [], []
+        for group in sorted(self.rejected, key=lambda group: group.group_id):
+            (told if recorded is None or group.group_id in recorded.settled else later).append(group)
+        collected = Collected([self.groups[group_id] for group_id in taken], told)
+        if self._goes_on:
+            self.taken = collected
+        for group_id in taken:
+            del self.groups[group_id]
+        self.rejected = later
         if self._goes_on:
             rollouts.on_group = lambda group: None
             self._rollouts = rollouts
             self.go_on()
         else:
             self._cancel(admission)
-        return Collected(groups, sorted(rejected, key=lambda group: group.group_id))
+        return collected
+
+    def commit(self, admission: Admission) -> dict[str, int]:
+        """The step is done that took the last batch: it was trained on. Returns what became of all draws so far."""
+        with self.halted():
+            admission.commit()
+            self.taken = Collected([], [])
+            return admission.counts()
+
+    def finished(self, admission: Admission) -> Collected:
+        """What has finished and was not committed: a cut through the draws has it beside the state of ``admission``.
+
+        Consistent while halted, whatever has interrupted ``take``.
+        """
+        ready = {group.group_id: group for group in (*self.taken.groups, *self.groups.values())}
+        rejected = {group.group_id: group for group in (*self.taken.rejected, *self.rejected)}
+        under_way = {*admission.running, *admission.again}
+        return Collected(
+            [ready[draw] for draw in sorted({*admission.ready, *admission.taken})],
+            [rejected[draw] for draw in sorted(rejected.keys() - under_way)],
+        )
+
+    def restore(self, finished: Collected) -> None:
+        """Takes up ``finished`` of a cut."""
+        self.groups = {group.group_id: group for group in finished.groups}
+        self.rejected = finished.rejected
+
+    def wait_until(self, done: Callable[[], bool]) -> None:
+        """Waits while rollouts go on beside.
+
+        Raises:
+            Exception: what ended them.
+        """
+        while not done():
+            if self._failure is not None:
+                self._repair(self._failure)
+            self._on_tick()
+            time.sleep(_POLL_S)
 
     def halt(self) -> None:
         """Starts no more groups and takes no results in, so that nobody else changes ``groups`` and the admission."""
@@ -206,7 +249,7 @@ class RolloutScheduler:
             TooManyRejectedError: a batch is wanted, and there will be none.
         """
         admission = rollouts.admission
-        finished = len(self.groups) + len(self._rejected)
+        finished = len(self.groups) + len(self.rejected)
         left = rollouts.most_groups - finished - admission.num_under_way
         while (left > 0 or admission.again) and admission.may_start and len(self._running) < self.plan.num_slots:
             left -= 0 if admission.again else 1
@@ -214,12 +257,22 @@ class RolloutScheduler:
         if wants_batch and not self._running:
             raise TooManyRejectedError(
                 f"of {finished} groups only {len(self.groups)} were accepted, {admission.batch_size} are needed",
-                [*self.groups.values(), *self._rejected],
+                [*self.groups.values(), *self.rejected],
             )
+
+    def _batch(self, admission: Admission, recorded: StepDraws | None) -> tuple[int, ...] | None:
+        """What the open step takes, as soon as there is enough."""
+        if recorded is None:
+            return admission.take()
+        settled = {group.group_id for group in self.rejected}
+        return admission.take(recorded.taken) if recorded.settled <= settled else None
 
     def _start(self, group_id: int) -> None:
         worker = self._loads.index(min(self._loads))
-        ref: ray.ObjectRef = self.workers.handles[worker].run_group.remote(self.plan.spec(group_id))
+        spec = self.plan.spec(group_id)
+        if self.replay is not None:
+            spec = replace(spec, recorded=self.replay.draws[group_id])
+        ref: ray.ObjectRef = self.workers.handles[worker].run_group.remote(spec)
         self._running[ref] = _Call(group_id, worker, time.monotonic())
         self._loads[worker] += 1
         ref.future().add_done_callback(lambda future: self._answers.put((ref, future)))
@@ -261,11 +314,11 @@ class RolloutScheduler:
         del self._running[ref]
         self._loads[call.worker] -= 1
         if not rollouts.accept(group):
+            self.rejected.append(group)
             admission.settle(call.group_id)
-            self._rejected.append(group)
             return
-        admission.finish(call.group_id)
         self.groups[call.group_id] = group
+        admission.finish(call.group_id)
         rollouts.on_group(group)
 
     def _repair(self, error: BaseException) -> None:

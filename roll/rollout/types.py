@@ -106,3 +106,13 @@ class RolloutGroup:
     baseline: Trajectory | None = None
     """One more member, played greedily, whose score the others are compared with (``adv_estimator: remax``). Nobody
     learns from it."""
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Result of one ``RolloutScheduler.take``."""
+
+    groups: list[RolloutGroup]
+    """In the order of their ids."""
+    rejected: list[RolloutGroup]
+    """Finished since the last batch, but turned down by ``accept``; in the order of their ids."""

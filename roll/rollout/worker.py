@@ -62,7 +62,11 @@ class RolloutWorker(Worker, ABC):
             return asyncio.create_task(self._run_member(spec, member, generate, errors))
 
         baseline = start(BASELINE_MEMBER) if spec.baseline else None
-        members = [start(member) for member in range(spec.group_size + spec.redundancy)]
+        numbers = range(spec.group_size + spec.redundancy)
+        if spec.redundancy and spec.recorded:  # which of them were the first is known
+            members = [start(member) for member in numbers if member in spec.recorded]
+        else:
+            members = [start(member) for member in numbers]
         finished: list[Trajectory] = []
         try:
             for task in asyncio.as_completed(members):
@@ -94,6 +98,7 @@ class RolloutWorker(Worker, ABC):
             sampling_seed=derive_seed(spec.env_seed, "sampling", member),
             greedy=spec.greedy or member == BASELINE_MEMBER,
             record=spec.record and member == 0,
+            recorded=spec.recorded.get(member, ()),
         )
         for _ in range(1 + self.retries):
             try:

@@ -5,6 +5,7 @@
     config.yaml            resolved configuration, secrets removed
     logs/roll.log          every log record, with role and rank
     metrics.jsonl          one line of JSON per step
+    schedule.jsonl         which rollouts each step took, and their weights (async_generation_ratio)
     checkpoints/           checkpoint-N/ (see checkpointer.py)
     trajectories/          chosen episodes in full, JSON lines
     renders/               episodes to watch, index.html
@@ -47,6 +48,7 @@ class RunFolder:
         self.path = Path(output_dir).expanduser().resolve() / exp_name
         self.config_path = self.path / "config.yaml"
         self.metrics_path = self.path / "metrics.jsonl"
+        self.schedule_path = self.path / "schedule.jsonl"
         self.summary_path = self.path / "summary.json"
         self.logs = self.path / "logs" if logs is None else Path(logs).expanduser().resolve()
         self.checkpoints = self.path / "checkpoints"
@@ -124,18 +126,32 @@ class RunFolder:
         with self.metrics_path.open("a", encoding="utf-8") as file:
             file.write(to_json({"step": step, **metrics}) + "\n")
 
+    def log_schedule(self, record: Mapping[str, Any]) -> None:
+        """Appends one line to ``schedule.jsonl``."""
+        with self.schedule_path.open("a", encoding="utf-8") as file:
+            file.write(to_json(record) + "\n")
+
     def read_metrics(self) -> list[dict[str, Any]]:
         """The lines of ``metrics.jsonl``; one that a kill cut off is left out."""
         return read_json_lines(self.metrics_path)
 
     def truncate_metrics(self, step: int) -> None:
         """Drops the lines after ``step``: those of the steps that a resumed run takes again."""
-        kept = [record for record in self.read_metrics() if record["step"] <= step]
-        write_atomic(self.metrics_path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
+        _truncate(self.metrics_path, step)
+
+    def truncate_schedule(self, step: int) -> None:
+        """Drops the lines of ``schedule.jsonl`` after ``step``."""
+        if self.schedule_path.exists():
+            _truncate(self.schedule_path, step)
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replaces ``summary.json`` in one step."""
         write_atomic(self.summary_path, to_json(summary, indent=2) + "\n")
+
+
+def _truncate(path: Path, step: int) -> None:
+    kept = [record for record in read_json_lines(path) if record["step"] <= step]
+    write_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
 
 
 def _locked(folder: Path) -> IO[bytes]:

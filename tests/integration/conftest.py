@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -230,3 +230,34 @@ def launch(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Itera
         for pid in run.processes():
             os.kill(pid, signal.SIGKILL)
         run.process.wait()
+
+
+Rlvr = Callable[..., Run]
+
+
+def rows(name: str, orders: Sequence[str], tag: str = "letters") -> list[dict[str, str]]:
+    """Questions named ``<name>0``, ``<name>1`` …, with orders for the verifier (``tests/support/scoring.py``)."""
+    return [
+        {"id": f"{name}{n}", "tag": tag, "prompt": f"{name} {n}", "solution": order} for n, order in enumerate(orders)
+    ]
+
+
+def write(path: Path, lines: Sequence[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def rlvr(launch: Launch, tmp_path: Path) -> Rlvr:
+    """``launch`` of ``config/rlvr.yaml``, with 20 rows to train on and 4 held out unless a test writes its own."""
+    write(tmp_path / "train.jsonl", rows("t", [""] * 20))
+    write(tmp_path / "val.jsonl", rows("v", [""] * 4))
+
+    def start(*overrides: str, **options: Any) -> Run:
+        return launch(*overrides, config="rlvr", script=RLVR_LAUNCHER, **options)
+
+    return start
+
+
+def position(run: Run, step: int) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((run.checkpoint(step) / "pipeline_state.json").read_text())["rollouts"]
+    return data

@@ -3,55 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from roll.rewards.types import Sample
 from roll.tracking.checkpointer import find_damage
-from tests.integration.conftest import RLVR_LAUNCHER, Launch, Run, assert_same_tensors
+from tests.integration.conftest import Rlvr, Run, assert_same_tensors, position, rows, write
 from tests.support.scoring import Brief, Letters
 
-Rlvr = Callable[..., Run]
 FILTER = "rewards.letters.query_filter_config={type: std_filter}"
-
-
-def rows(name: str, orders: Sequence[str], tag: str = "letters") -> list[dict[str, str]]:
-    """Questions named ``<name>0``, ``<name>1`` …, with orders for the verifier (``tests/support/scoring.py``)."""
-    return [
-        {"id": f"{name}{n}", "tag": tag, "prompt": f"{name} {n}", "solution": order} for n, order in enumerate(orders)
-    ]
-
-
-def write(path: Path, lines: Sequence[dict[str, str]]) -> None:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-@pytest.fixture
-def rlvr(launch: Launch, tmp_path: Path) -> Rlvr:
-    """``launch`` of ``config/rlvr.yaml``, with 20 rows to train on and 4 held out unless a test writes its own."""
-    write(tmp_path / "train.jsonl", rows("t", [""] * 20))
-    write(tmp_path / "val.jsonl", rows("v", [""] * 4))
-
-    def start(*overrides: str, **options: Any) -> Run:
-        return launch(*overrides, config="rlvr", script=RLVR_LAUNCHER, **options)
-
-    return start
 
 
 def draws(run: Run) -> list[tuple[int, str]]:
     """Number and prompt of the training groups that were started, in order of the numbers; repeats included."""
     return sorted((line["draw"], line["prompt"]) for line in run.logged("played.jsonl") if line["what"] == "train")
-
-
-def position(run: Run, step: int) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((run.checkpoint(step) / "pipeline_state.json").read_text())["rollouts"]
-    return data
 
 
 def words(run: Run) -> str:
@@ -220,40 +188,6 @@ def test_answers_without_a_reward_are_dropped_and_counted_until_they_are_too_man
     assert unbuildable.wait() == 1, unbuildable.output
     assert "a verifier process could not be set up: OSError: there is no word list" in words(unbuildable)
     assert not any("Traceback" in failed.output for failed in (run, unbuildable))
-
-
-@pytest.mark.timeout(600)
-def test_rollouts_beside_training_use_every_draw_once_whatever_dies_and_whenever_it_stops(
-    rlvr: Rlvr, tmp_path: Path
-) -> None:
-    write(tmp_path / "train.jsonl", rows("t", ["", "", "equal", "", "", "", "equal", "", "", ""]))
-    steps = 5
-    overlap = ("async_generation_ratio=1", "rollout_window=0.5", "train_infer_correction.is_weight.enabled=true")
-    overrides = (FILTER, *overlap, f"max_steps={steps}", "eval_steps=2", "max_worker_restarts=5")
-    run = rlvr(*overrides, orders=("hold-actor_train-0-train-2",))
-    # The generator dies while the trainer is at work and groups of the next step are under way.
-    run.pid_at("actor_train-0-train-2")
-    os.kill(run.pid_at("actor_infer-0-generate-1"), signal.SIGKILL)
-    run.release("hold-actor_train-0-train-2")
-    run.pid_at("actor_train-0-train-3")
-    run.process.send_signal(signal.SIGTERM)
-    assert run.wait() == 143, run.output
-    done = run.summary["steps"]
-    assert 2 <= done <= 3
-    state = position(run, done)
-    assert state["trained"] == 4 * done == state["next_draw"] - state["settled"] - len(state["again"])
-
-    resumed = rlvr(*overrides, "resume_from_checkpoint=true")
-    assert resumed.wait() == 0, resumed.output
-    resumed.assert_nothing_left()
-    draws_used = resumed.summary["draws"]
-    assert draws_used["trained"] == 4 * steps and draws_used["waiting"] == 0
-    assert draws_used["settled"] == position(resumed, steps)["settled"] > 0
-    for step in range(1, steps + 1):
-        metrics = resumed.metrics[step]
-        assert metrics["rollout/episodes"] == 16 and 0 <= metrics["async/lag_max"] <= 2
-        assert sum(value for name, value in metrics.items() if name[:-1] == "async/lag_") == pytest.approx(1)
-    assert any(resumed.metrics[step]["async/lag_mean"] > 0 for step in range(2, steps + 1)), "it ran beside training"
 
 
 @pytest.mark.slow

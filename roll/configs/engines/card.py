@@ -105,6 +105,8 @@ class EngineCard:
     """Chooses among attention kernels of its own, by ``attention_backend``."""
     size_key: ClassVar[str | None] = None
     """Option that says the same as ``num_gpus_per_worker``, of an engine whose workers may hold several devices."""
+    replays: ClassVar[bool] = False
+    """Holds requests until the weights are there that sampled their next token in a recorded run."""
     splits_heads: ClassVar[bool] = True
     """Devices that share a sequence share its attention heads, whose number they must divide."""
     fit: ClassVar[str | None] = None

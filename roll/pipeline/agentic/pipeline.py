@@ -10,7 +10,7 @@ from roll.distributed.strategy.base import Metrics
 from roll.pipeline.agentic.env_roles import EnvRoles
 from roll.pipeline.rl import RLPipeline
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollouts import collect, keep_episodes, take
+from roll.pipeline.rollouts import collect, keep_episodes
 from roll.pipeline.session import RunSession
 from roll.report.render import save_renders
 from roll.rollout.metrics import rollout_metrics
@@ -41,7 +41,7 @@ class AgenticPipeline(RLPipeline):
 
     def rollout(self, step: int) -> tuple[Batch, Metrics]:
         self.session.first_rollout()
-        groups = take(self.session, self.rollouts, self.admission, step, "train on").groups
+        groups = self.take(step).groups
         return groups_to_batch(groups, list(self.config.custom_envs)), rollout_metrics(groups, "rollout")
 
     def evaluate(self, name: str, step: int) -> Metrics:

@@ -11,13 +11,13 @@ from roll.pipeline.prompt_roles import PromptRoles
 from roll.pipeline.rl import RLPipeline
 from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates, passes_filter, reward_metrics
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollouts import MAX_WRITTEN, collect, keep_episodes, take
+from roll.pipeline.rollouts import MAX_WRITTEN, collect, keep_episodes
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.report.answers import save_answers
 from roll.rollout.metrics import rollout_metrics
-from roll.rollout.scheduler import Collected, RolloutScheduler, TooManyRejectedError
+from roll.rollout.scheduler import RolloutScheduler, TooManyRejectedError
 from roll.rollout.trajectory import groups_to_batch
-from roll.rollout.types import RolloutGroup
+from roll.rollout.types import Collected, RolloutGroup
 from roll.utils.signals import SignalGuard
 
 
@@ -44,10 +44,11 @@ class RLVRPipeline(RLPipeline):
         self.session.first_rollout()
         collected = self._take(step)
         groups = collected.groups
-        metrics = rollout_metrics(groups, "rollout") | reward_metrics([*groups, *collected.rejected], self.config)
+        finished = [*groups, *collected.rejected]
+        metrics = rollout_metrics(groups, "rollout") | reward_metrics(finished, self.config)
         metrics |= self.prompts.take_retries()
         metrics["rollout/filtered"] = float(len(collected.rejected))
-        metrics["rollout/epoch"] = self.prompts.epoch_of(self.admission.next_draw)
+        metrics["rollout/epoch"] = self.prompts.epoch_of(1 + max(group.group_id for group in finished))
         return groups_to_batch(groups, self.prompts.tags), metrics
 
     def evaluate(self, name: str, step: int) -> Metrics:
@@ -90,13 +91,9 @@ class RLVRPipeline(RLPipeline):
             return passes_filter(group, self.config.rewards[domains[group.tag]].query_filter_config)
 
         try:
-            return take(
-                self.session,
-                self.rollouts,
-                self.admission,
+            return self.take(
                 step,
-                "train on",
-                self._check_errors,
+                check=self._check_errors,
                 accept=accept,
                 max_groups=num_groups * self.config.max_filtered_batches,
             )

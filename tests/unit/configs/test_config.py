@@ -1,5 +1,6 @@
 """Loading a configuration: composition, strictness, rules across sections, and all mistakes at once."""
 
+import json
 import math
 from pathlib import Path
 
@@ -618,3 +619,42 @@ def test_rollouts_beside_training_need_importance_weights_and_new_weights_every_
     assert found["actor_train.model_update_frequency"].expected == "1 with async_generation_ratio"
     assert "rollout_window" in problems("rollout_window=0.5")
     assert problems("async_generation_ratio=-1").keys() == {"async_generation_ratio"}
+
+
+OVERLAP = ("async_generation_ratio=1", WEIGHTED, "max_steps=2")
+
+
+def record(step: int, ahead: int = 4) -> str:
+    line = {"step": step, "groups": 4, "ahead": ahead, "window": 1, "taken": {}, "settled": {}}
+    return json.dumps(line) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "No such file"),
+        ("{}\n", "line 1 is none of a schedule.jsonl"),
+        (record(1) + record(2, ahead=8), "it has 4, 4 and 1 and 4, 8 and 1"),
+        (record(1), "it has 1 steps, the last is 1"),
+        (record(2) + record(3), "it has 2 steps, the last is 3"),
+    ],
+)
+def test_a_schedule_to_repeat_is_that_of_a_whole_run_under_the_same_limits(load, problems, tmp_path, text, words):
+    """Steps of 4 groups."""
+    path = tmp_path / "schedule.jsonl"
+    path.write_text(record(1) + record(2))
+    load(*OVERLAP, f"replay_schedule={path}")
+    path.unlink() if text is None else path.write_text(text)
+    found = problems(*OVERLAP, f"replay_schedule={path}")
+    assert found.keys() == {"replay_schedule"} and words in found["replay_schedule"].hint
+
+
+def test_a_run_is_repeated_only_by_an_engine_that_waits_for_weights(problems, tmp_path):
+    path = tmp_path / "schedule.jsonl"
+    path.write_text(record(1) + record(2))
+    assert "replay_schedule" in problems("max_steps=2", f"replay_schedule={path}")
+    found = problems(
+        *OVERLAP, f"replay_schedule={path}", "actor_infer.strategy_args.strategy_name=vllm", "generate_opt_level=0"
+    )
+    assert found["actor_infer.strategy_args.strategy_name"].expected == "hf_infer with replay_schedule"
+    assert found["generate_opt_level"].expected == "1 with replay_schedule"

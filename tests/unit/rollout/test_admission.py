@@ -154,7 +154,7 @@ def test_every_draw_is_used_exactly_once_through_stops_at_any_moment(chosen: dic
         state = json.loads(json.dumps(admission.state_dict(keeps_groups=keeps)))
         assert (set(state["again"]) | set(state["ready"])) & (set(world.trained) | world.rejected) == set()
         resumed = Admission(admission.batch_size, admission.ahead, admission.window)
-        resumed.load_state_dict(state)
+        resumed.load_state_dict(state, keeps_groups=keeps)
         world.admission = resumed
     for step in range(done + 1, done + 6):
         world.step(step)
@@ -163,6 +163,16 @@ def test_every_draw_is_used_exactly_once_through_stops_at_any_moment(chosen: dic
     waiting = admission.running | admission.ready | set(admission.again)
     assert used | waiting == set(range(admission.next_draw)) and not used & waiting
     assert len(world.trained) == (done + 5) * admission.batch_size == admission.counts()["trained"]
+
+
+def test_a_run_that_goes_on_without_the_saved_groups_plays_them_again() -> None:
+    admission = Admission(2, ahead=2)
+    admission.load_state_dict(
+        {"next_draw": 6, "trained": 2, "settled": 0, "again": [4], "ready": [2, 3, 5]}, keeps_groups=False
+    )
+    assert admission.counts() == {"trained": 2, "settled": 0, "waiting": 4}
+    admission.open(2)
+    assert [admission.start() for _ in range(4)] == [2, 3, 4, 5]
 
 
 def test_a_slow_draw_holds_up_a_strict_order_and_not_a_window() -> None:

@@ -10,13 +10,17 @@ although requests arrive in another order each time. Three habits make it so: a 
 least ``MIN_ROWS`` rows (kernels for fewer add up in another order; MKL's for AVX-512 for up to 15), and attention
 widths are multiples of ``WIDTH_BLOCK`` (vectorised sums then see the same lanes, followed by zeros).
 
+A sequence with recorded versions waits where its next token is one of later weights: in the queue, or in its slot,
+where what it would sample is thrown away and its keys and values stay.
+
 Everything here is synchronous and single-threaded; ``engine_thread.py`` runs it.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -69,6 +73,15 @@ class RunningSequence:
     def final_length(self) -> int:
         return len(self.request.prompt_ids) + self.limit
 
+    def waits(self, version: int) -> bool:
+        """Its next token was recorded with later weights than ``version``."""
+        end = 0
+        for recorded, tokens in self.request.recorded:
+            end += tokens
+            if len(self.tokens) < end:
+                return recorded > version
+        return False
+
     def completion(self, reason: FinishReason) -> Completion:
         """The tokens sampled so far, as an answer."""
         return Completion(
@@ -114,6 +127,8 @@ class ContinuousBatching:
     ) -> None:
         self.weight_version = 0
         self.counters = StepCounters()
+        self.num_recorded: Counter[int] = Counter()
+        """Tokens sampled so far of sequences with recorded versions, by version."""
         self.waiting: deque[RunningSequence] = deque()
         self.running: list[RunningSequence] = []
         self._model = model
@@ -128,23 +143,30 @@ class ContinuousBatching:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.waiting or self.running)
+        return any(not sequence.waits(self.weight_version) for sequence in itertools.chain(self.running, self.waiting))
 
     def add(self, sequence: RunningSequence) -> None:
         self.waiting.append(sequence)
 
     @torch.inference_mode()
     def step(self) -> list[Finished]:
-        """Admits what fits, samples one token for every running sequence, and returns those that are done."""
+        """Admits what fits, samples one token for every running sequence, and returns those that are done.
+
+        Something must run or wait that needs no later weights (``has_work``).
+        """
         self._admit()
         logits_BV = self._decode()
         if self._sampler is None:
             self._sampler = _RowSampler(self.running, logits_BV.device, logits_BV.shape[-1])
         tokens, logprobs = self._sampler.draw(logits_BV, [len(s.tokens) for s in self.running])
         self.counters.steps += 1
-        self.counters.generated_tokens += len(tokens)
         finished = {}
         for row, (sequence, token, logprob) in enumerate(zip(self.running, tokens, logprobs, strict=True)):
+            if sequence.request.recorded:
+                if sequence.waits(self.weight_version):
+                    continue
+                self.num_recorded[self.weight_version] += 1
+            self.counters.generated_tokens += 1
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(self.weight_version)
@@ -161,6 +183,11 @@ class ContinuousBatching:
             self._remove([self.running.index(sequence)])
         else:
             self.waiting.remove(sequence)
+
+    def use_version(self, version: int) -> None:
+        """The weights were replaced."""
+        self.weight_version = version
+        self._sampler = None  # of what waited for them, it knows tokens that were thrown away
 
     def preempt(self) -> None:
         """Puts the running sequences back at the head of the queue and frees the cache.
@@ -182,11 +209,18 @@ class ContinuousBatching:
 
     def _admit(self) -> None:
         """Moves sequences from the queue to the slots, in order of arrival, and prefills them."""
+        if not self.waiting:
+            return
         groups: dict[bytes, list[RunningSequence]] = {}  # equal histories share one prefill
         num_admitted, num_tokens = 0, 0
+        num_waiting = sum(sequence.waits(self.weight_version) for sequence in self.running)
         longest = max((s.final_length for s in self.running), default=0)
-        while self.waiting and len(self.running) + num_admitted < self._max_running:
+        held: list[RunningSequence] = []
+        while self.waiting and len(self.running) - num_waiting + num_admitted < self._max_running:
             sequence = self.waiting[0]
+            if sequence.waits(self.weight_version):
+                held.append(self.waiting.popleft())
+                continue
             key = sequence.history.tobytes()
             cost = 0 if key in groups else sequence.length - 1
             longest = max(longest, sequence.final_length)
@@ -198,6 +232,7 @@ class ContinuousBatching:
                 break
             groups.setdefault(key, []).append(self.waiting.popleft())
             num_admitted, num_tokens = num_admitted + 1, num_tokens + cost
+        self.waiting.extendleft(reversed(held))
         if groups:
             self._sampler = None
             lengths = [s.length for s in self.running] + [group[0].length for group in groups.values()]

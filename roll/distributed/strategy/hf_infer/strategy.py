@@ -131,11 +131,14 @@ class HfInfer(Generator[WeightUpdate]):
 
     def use_version(self, version: int, recompute_kv: bool) -> Future[None]:
         def apply() -> None:
-            self._batching.weight_version = version
+            self._batching.use_version(version)
             if recompute_kv:
                 self._batching.preempt()
 
         return self._engine.call(apply)
+
+    def num_recorded(self, version: int) -> int:
+        return self._batching.num_recorded[version]
 
     def move_out(self, leaving: States) -> Future[None]:
         def apply() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -483,6 +484,47 @@ def test_a_request_in_flight_goes_on_with_the_new_weights(recompute_kv: bool, mo
 
     with engine_of(model_path()) as engine:
         asyncio.run(run(engine))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU depend on the batch's shape")
+@pytest.mark.parametrize("recompute_kv", [True, False])
+def test_recorded_requests_are_sampled_again_bit_for_bit(recompute_kv: bool, model_path: Callable[..., str]) -> None:
+    """In another order, in fewer slots, with updates at other times."""
+    requests = [
+        GenerateRequest(f"{n}", prompt, SamplingParams(seed=n, max_new_tokens=8 + 5 * n, repetition_penalty=1 + n % 2))
+        for n, prompt in enumerate(prompts(8))
+    ]
+
+    async def record(engine: HfInfer) -> list[Completion]:
+        tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+        for version, num_tokens in ((1, 40), (2, 90)):
+            await held_at(engine, num_tokens)
+            await engine.update_weights(buckets_of(model_path(seed=version)), version, recompute_kv=recompute_kv)
+            engine._release("test")
+        return await asyncio.gather(*tasks)
+
+    async def replay(engine: HfInfer, first: list[Completion]) -> list[Completion]:
+        again = [replace(request, recorded=one.runs) for request, one in zip(requests, first, strict=True)]
+        tasks = [asyncio.create_task(engine.generate(request)) for request in reversed(again)]
+        for version in (1, 2):
+            expected = sum(int((one.versions == version - 1).sum()) for one in first)
+            await wait_for(lambda: engine.num_recorded(version - 1) >= expected)  # noqa: B023
+            await asyncio.sleep(0.05)
+            assert engine.num_recorded(version - 1) == expected, "the others wait"
+            await engine.update_weights(buckets_of(model_path(seed=version)), version, recompute_kv=recompute_kv)
+        return [*reversed(await asyncio.gather(*tasks))]
+
+    with engine_of(model_path(), max_running_requests=5) as engine:
+        first = asyncio.run(record(engine))
+    assert {len(one.runs) for one in first} >= {2, 3} and {one.versions[0] for one in first} > {0}
+    with engine_of(model_path(), max_running_requests=2) as engine:
+        second = asyncio.run(replay(engine, first))
+        late = replace(requests[0], recorded=first[0].runs)
+        assert {version for version, _ in asyncio.run(engine.generate(late)).runs} == {2}, "it does not wait for ever"
+    for one, other in zip(first, second, strict=True):
+        assert one.runs == other.runs
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.logprobs.tobytes() == other.logprobs.tobytes()
 
 
 def test_refused_updates_leave_the_old_weights(model_path: Callable[..., str]) -> None:
