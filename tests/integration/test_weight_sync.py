@@ -190,6 +190,34 @@ def test_generators_decode_as_hugging_face_with_the_trained_weights(
     assert len(outputs) > 1, "training changes nothing that greedy decoding shows"
 
 
+def test_each_rank_serves_those_that_are_near_it(
+    clusters: tuple[Cluster, Cluster], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, generator = clusters
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
+    for version, route in ((30, Route.SHARED_MEMORY), (31, Route.COLLECTIVE)):
+        link = Link(route, None)
+        monkeypatch.setattr(sync, "plan_routes", lambda *_, link=link: {0: {1: link}, 1: {0: link}})
+        trainer.call("learn", version)
+        updates.sync(version)
+        assert_serves(generator, model, trainer.call("weights")[0], version)
+    monkeypatch.setattr(sync, "plan_routes", lambda *_: {1: {0: link, 1: link}})
+    updates.sync(32)
+    assert_serves(generator, model, trainer.call("weights")[0], 32)
+
+
+def test_damage_in_an_update_that_is_not_checked_is_found_in_the_first_of_a_generator(
+    clusters: tuple[Cluster, Cluster],
+) -> None:
+    trainer, generator = clusters
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
+    trainer.call_rank(0, "spoil", damaged_bucket=1)
+    with pytest.raises(WeightTransferError, match="damaged in transfer"):
+        updates.sync(33)
+    trainer.call_rank(0, "spoil")
+    updates.sync(34)
+
+
 def test_a_replaced_generator_gets_the_version_of_the_others(
     clusters: tuple[Cluster, Cluster], model: Path, route: Route
 ) -> None:
