@@ -130,6 +130,11 @@ class RunConfig(Config):
     model_update_buffer_size_mb: int = Field(
         default=1024, ge=1, description="Size of one bucket when trained weights go to the generating workers, in MiB."
     )
+    check_weight_update: bool = Field(
+        default=False,
+        description="Compare a checksum of every bucket of weights at both ends, which reads them once more there. "
+        "The first update of a run, and of a replaced generating worker, is always compared.",
+    )
 
     generate_opt_level: int = Field(
         default=1,

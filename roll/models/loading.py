@@ -198,6 +198,20 @@ def _load(
     return model.to(device).eval()  # type: ignore[arg-type]
 
 
+def checkpoint_form(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """The tensors of a checkpoint that each parameter becomes, by their names there; all on the meta device.
+
+    Those that no conversion changes are the given ones, if they are on the meta device. Takes some milliseconds per
+    parameter where the model's class converts any, next to nothing where it does not.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    whole = {name: parameter.to("meta") for name, parameter in parameters.items()}
+    if revert_weight_conversion(model, whole) is whole:
+        return {name: {name: tensor} for name, tensor in whole.items()}
+    return {name: to_hf_weights(model, name, tensor) for name, tensor in whole.items()}
+
+
 def to_hf_weights(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:
     """One parameter as the checkpoint format names and shapes it (fused experts become one tensor per expert)."""
     from transformers.core_model_loading import revert_weight_conversion

@@ -127,6 +127,7 @@ class Roles:
                 self.actor.cluster,
                 self.infer,
                 bucket_bytes=self.config.model_update_buffer_size_mb << 20,
+                check=self.config.check_weight_update,
                 adapter_only=self._infer_context.lora is not None,
                 trains_between=self.config.actor_train.model_update_frequency > 1,
             )

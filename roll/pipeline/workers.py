@@ -27,7 +27,7 @@ from roll.distributed.strategy.base import (
     StrategyContext,
     TrainStrategy,
 )
-from roll.distributed.weights.buckets import host_bytes
+from roll.distributed.weights.buckets import host_bytes, with_checksum
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import Message, Payload, Reply
 from roll.distributed.weights.receiver import WeightReceiver
@@ -109,7 +109,7 @@ class TrainWorker(ScoreWorker):
         return [self.strategy.train_step(batch.select(rows), self.loss_fn) for rows in optimizer_steps]
 
     def send_weights(self, order: WeightOrder) -> Delivery | None:
-        """Exports and sends; every rank must take part. Returns what rank 0 delivered.
+        """Exports and sends; every rank must take part. Returns what this one delivered, if it serves any receiver.
 
         Raises:
             WeightTransferError: a receiver refused the update.
@@ -117,22 +117,23 @@ class TrainWorker(ScoreWorker):
         """
         self._kept.pop(order.payload, None)
         export = getattr(self.strategy, "export_adapter" if order.payload == "adapter" else "export_weights")
-        buckets: Iterator[WeightBucket] = export(order.bucket_bytes)
+        buckets: Iterator[WeightBucket] = export(order.bucket_bytes, tuple(order.receivers), check=order.check)
         try:
-            if self.context.rank == 0:
-                return self._send(order, self._keeping(order, buckets) if order.keep else buckets)
+            if (rank := self.context.rank) in order.receivers:
+                return self._send(order, self._keeping(order, buckets) if rank == order.keeper else buckets)
         finally:
             for _ in buckets:  # other ranks wait for this one in every gather, also when sending failed
                 pass
         return None
 
     def resend_weights(self, order: WeightOrder) -> Delivery:
-        """Sends the buckets that the last update of this kind has kept; for rank 0 alone."""
-        return self._send(order, (ray.get(ref) for ref in self._kept[order.payload]))
+        """Sends the buckets that the last update of this kind has kept; for the rank that keeps them alone."""
+        kept: Iterator[WeightBucket] = (ray.get(ref) for ref in self._kept[order.payload])
+        return self._send(order, map(with_checksum, kept) if order.check else kept)
 
     def _send(self, order: WeightOrder, buckets: Iterable[WeightBucket]) -> Delivery:
         if self._sender is None:
-            self._sender = WeightSender(self.node_ip())
+            self._sender = WeightSender(self.context.rank, self.node_ip())
         return self._sender.send(order, buckets)
 
     def _keeping(self, order: WeightOrder, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:

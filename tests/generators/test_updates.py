@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,8 +15,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from roll.data.requests import Completion, GenerateRequest, SamplingParams
-from roll.distributed.weights.buckets import WeightChecksumError, WeightMismatchError, host_bytes, pack_buckets
+from roll.distributed.weights.buckets import (
+    WeightChecksumError,
+    WeightMismatchError,
+    host_bytes,
+    pack_buckets,
+    packing_into,
+)
 from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.segments import SegmentPool, SegmentReader
 from tests.support.contract import (
     assert_greedy,
     buckets_of,
@@ -73,6 +81,36 @@ def test_updates_follow_each_other(fresh: Any, old: PreTrainedModel, new: PreTra
     prompt_list = prompts(6, seed=21, low=40, high=80)
     for version, model in enumerate([new, old, new, old], start=1):
         asyncio.run(fresh.update_weights(buckets_of(weights_of(model)), version))
+        assert_greedy(greedy(fresh, prompt_list), model, prompt_list, 16)
+
+
+def test_shared_memory_is_read_where_it_lies_and_given_back(
+    fresh: Any, old: PreTrainedModel, new: PreTrainedModel
+) -> None:
+    """What is free is overwritten, so that an engine that still needs it shows."""
+    prompt_list = prompts(6, seed=24, low=40, high=80)
+    pool, reader = SegmentPool(), SegmentReader()
+
+    async def shared(model: PreTrainedModel) -> AsyncIterator[WeightBucket]:
+        with packing_into(pool.allocate):
+            buckets = list(pack_buckets(weights_of(model).items(), 1 << 16))
+        for bucket in buckets:
+            segment = pool.find(bucket.data)
+            assert segment is not None
+            pool.hand_over(segment, ["it"])
+            yield replace(bucket, data=reader.read(segment.place, len(bucket.data)), place=segment.place)
+
+    for version, model in enumerate([new, old, new, old], start=1):
+        asyncio.run(fresh.update_weights(shared(model), version))
+        gc.collect()
+        pool.release(reader.take_released(), "it")
+        assert bool(reader.holding) is (fresh.name == "hf_infer"), "it lives in what it is sent"
+        size = len(pool.ids)
+        while len(pool.ids) == size:
+            segment = pool.find(pool.allocate(1))
+            assert segment is not None
+            segment.array.fill(255)
+        pool.abandon_unwritten()
         assert_greedy(greedy(fresh, prompt_list), model, prompt_list, 16)
 
 

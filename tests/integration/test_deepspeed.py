@@ -37,6 +37,7 @@ from tests.support.ranks import (
     recorded_warnings,
     run_ranks,
     tensors_of,
+    whole,
     write,
 )
 from tests.support.trainers import VOCABULARY, shares
@@ -218,10 +219,10 @@ def run_others(out: Path, model: Path, rank: int) -> None:
     bf16 = zero_trainer(model, {"stage": 3}, model_args={"dtype": "bf16"}, **options)
     bf16.train_step(shares(0)[rank], loss_fn)
     bf16.save(out / "bf16-checkpoint")
-    write(out, f"bf16-master-{rank}", {name: bf16.weights.whole(name, MASTER) for name in bf16.weights.trained})
+    write(out, f"bf16-master-{rank}", {name: whole(bf16.weights, name, MASTER) for name in bf16.weights.trained})
     bf16.reset_optimizer()
     bf16.load(out / "bf16-checkpoint")
-    write(out, f"bf16-restored-{rank}", {name: bf16.weights.whole(name, MASTER) for name in bf16.weights.trained})
+    write(out, f"bf16-restored-{rank}", {name: whole(bf16.weights, name, MASTER) for name in bf16.weights.trained})
     (out / "occupied").write_text("a file, not a folder")
     try:
         bf16.save(out / "occupied")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,17 @@ from roll.data.batch import Batch
 from roll.data.shared_prompts import worth_sharing
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
-from tests.support.ranks import assert_near, assert_same_files, enter_rank, exported, leave_rank, run_ranks, write
+from roll.distributed.strategy.training.optim import MASTER
+from tests.support.ranks import (
+    assert_near,
+    assert_same_files,
+    enter_rank,
+    exported,
+    gathered,
+    leave_rank,
+    run_ranks,
+    write,
+)
 from tests.support.trainers import TEMPERATURE, VOCABULARY, make_batch, shares
 from tests.support.trainers import make_context as context_of
 
@@ -44,7 +55,12 @@ class ProbedTrain(Fsdp2Train):
 
     def apply_gradients(self, rate: float, norm: float) -> None:
         weights = self.weights
-        self.gradient = {n.removeprefix("model."): weights.join(n, p.grad).clone() for n, p in weights.local.items()}
+        self.gradient = {
+            name.removeprefix("model."): gathered(
+                weights, name, replace(weights.spread(name, MASTER, torch.float32), own=lambda share=share: share.grad)
+            )
+            for name, share in weights.local.items()
+        }
         super().apply_gradients(rate, norm)
 
 

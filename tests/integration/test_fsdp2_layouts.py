@@ -17,7 +17,7 @@ from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.models.liger import use_liger_kernels
 from tests.integration.test_fsdp2 import make_context, make_model, make_trainer, policy_loss
-from tests.support.ranks import assert_near, enter_rank, leave_rank, run_ranks
+from tests.support.ranks import assert_near, enter_rank, leave_rank, run_ranks, whole
 from tests.support.trainers import make_batch
 
 SHARDED = {"checkpoint": "sharded"}
@@ -33,8 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 def state_of(trainer: Fsdp2Train) -> dict[str, Tensor]:
     """All trained weights and moments, whole (collective)."""
     weights, kinds = trainer.weights, (*ADAM_STATE, MASTER)
-    found = {f"{name}.{kind}": weights.whole(name, kind) for name in weights.trained for kind in kinds}
-    return {name: tensor.detach().clone().contiguous() for name, tensor in found.items()}
+    return {f"{name}.{kind}": whole(weights, name, kind).contiguous() for name in weights.trained for kind in kinds}
 
 
 def step(trainer: Fsdp2Train, seed: int) -> float:
@@ -58,7 +57,7 @@ def two_main(rank: int, port: int, folder: Path, large: Path, small: Path) -> No
     model = Fsdp2Infer(make_context(large, rank=rank, world_size=2))
     model.setup()
     taken = peak_bytes() - before
-    whole = sum(parameter.numel() for parameter in model.weights.parameters.values()) * 4
+    size = sum(parameter.numel() for parameter in model.weights.parameters.values()) * 4
     trainer = make_trainer(small, SHARDED, rank=rank, world_size=2)
     losses = [step(trainer, seed) for seed in range(2)]
     trainer.save(folder / "two")
@@ -68,7 +67,7 @@ def two_main(rank: int, port: int, folder: Path, large: Path, small: Path) -> No
     after = state_of(trainer)
     saving.result()
     (folder / "taken").mkdir(exist_ok=True)
-    (folder / "taken" / str(rank)).write_text(json.dumps([taken, whole]))
+    (folder / "taken" / str(rank)).write_text(json.dumps([taken, size]))
     if rank == 0:
         save_file(state, folder / "state.safetensors")
         save_file(after, folder / "after.safetensors")

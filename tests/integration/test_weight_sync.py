@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
 from roll.distributed.cluster.placement import create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
-from roll.distributed.cluster.resources import RoleRequest, plan_placement
+from roll.distributed.cluster.resources import RoleRequest, WorkerSlot, plan_placement
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.weights import sync
 from roll.distributed.weights.buckets import unpack_bucket
@@ -71,7 +71,8 @@ class Trainer(TrainWorker):
             if number == self.damaged_bucket:
                 bucket.data[77] ^= 4
             if number == self.lost_bucket:
-                bucket = dataclasses.replace(bucket, names=("lost", *bucket.names[1:]))
+                outline = dataclasses.replace(bucket.outline, names=("lost", *bucket.outline.names[1:]))
+                bucket = dataclasses.replace(bucket, outline=outline)
             yield bucket
 
 
@@ -142,7 +143,11 @@ def clusters(model: Path) -> Iterator[tuple[Cluster, Cluster]]:
 @pytest.fixture(params=[Route.SHARED_MEMORY, Route.COLLECTIVE], ids=lambda route: route.name)
 def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Route:
     """Every route that a CPU has; the driver is made to believe that the workers' places ask for it."""
-    monkeypatch.setattr(sync, "plan_link", lambda *_: Link(request.param, None))
+
+    def from_rank_0(plan: object, trainers: object, receivers: Sequence[WorkerSlot]) -> dict[int, dict[int, Link]]:
+        return {0: {slot.rank: Link(request.param, None) for slot in receivers}}
+
+    monkeypatch.setattr(sync, "plan_routes", from_rank_0)
     return request.param
 
 
@@ -174,7 +179,7 @@ def test_generators_decode_as_hugging_face_with_the_trained_weights(
     clusters: tuple[Cluster, Cluster], model: Path, route: Route
 ) -> None:
     trainer, generator = clusters
-    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True)
     outputs = set()
     for version in range(3):
         trainer.call("learn", version)
@@ -185,11 +190,39 @@ def test_generators_decode_as_hugging_face_with_the_trained_weights(
     assert len(outputs) > 1, "training changes nothing that greedy decoding shows"
 
 
+def test_each_rank_serves_those_that_are_near_it(
+    clusters: tuple[Cluster, Cluster], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, generator = clusters
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
+    for version, route in ((30, Route.SHARED_MEMORY), (31, Route.COLLECTIVE)):
+        link = Link(route, None)
+        monkeypatch.setattr(sync, "plan_routes", lambda *_, link=link: {0: {1: link}, 1: {0: link}})
+        trainer.call("learn", version)
+        updates.sync(version)
+        assert_serves(generator, model, trainer.call("weights")[0], version)
+    monkeypatch.setattr(sync, "plan_routes", lambda *_: {1: {0: link, 1: link}})
+    updates.sync(32)
+    assert_serves(generator, model, trainer.call("weights")[0], 32)
+
+
+def test_damage_in_an_update_that_is_not_checked_is_found_in_the_first_of_a_generator(
+    clusters: tuple[Cluster, Cluster],
+) -> None:
+    trainer, generator = clusters
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
+    trainer.call_rank(0, "spoil", damaged_bucket=1)
+    with pytest.raises(WeightTransferError, match="damaged in transfer"):
+        updates.sync(33)
+    trainer.call_rank(0, "spoil")
+    updates.sync(34)
+
+
 def test_a_replaced_generator_gets_the_version_of_the_others(
     clusters: tuple[Cluster, Cluster], model: Path, route: Route
 ) -> None:
     trainer, generator = clusters
-    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True)
     trainer.call("learn", 7)
     updates.sync(4)
     weights = trainer.call("weights")[0]
@@ -204,7 +237,7 @@ def test_it_gets_that_version_also_when_the_trainer_has_moved_on(
     clusters: tuple[Cluster, Cluster], model: Path
 ) -> None:
     trainer, generator = clusters
-    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, trains_between=True)
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True, trains_between=True)
     updates.sync(8)
     weights = trainer.call("weights")[0]
     trainer.call("learn", 8)
@@ -219,7 +252,7 @@ def test_a_damaged_bucket_is_refused_by_name_and_the_old_weights_stay(
     clusters: tuple[Cluster, Cluster], model: Path, route: Route
 ) -> None:
     trainer, generator = clusters
-    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True)
     updates.sync(10)
     weights = trainer.call("weights")[0]
     trainer.call("learn", 10)
@@ -235,7 +268,7 @@ def test_a_damaged_bucket_is_refused_by_name_and_the_old_weights_stay(
 
 def test_names_that_do_not_fit_and_a_wrong_digest_are_refused_by_name(clusters: tuple[Cluster, Cluster]) -> None:
     trainer, generator = clusters
-    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True)
     trainer.call_rank(0, "spoil", lost_bucket=0)
     with pytest.raises(WeightTransferError, match=r"actor_infer rank [01] .* WeightMismatchError: .*unknown name lost"):
         updates.sync(13)
@@ -251,7 +284,7 @@ def test_a_generator_that_dies_in_an_update_is_named_and_replaced(
     clusters: tuple[Cluster, Cluster], model: Path, route: Route
 ) -> None:
     trainer, generator = clusters
-    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True)
     trainer.call("learn", 16)
     generator.call_rank(1, "order", die_at=2)
     with pytest.raises(WorkerDiedError) as death:
@@ -268,7 +301,7 @@ def test_a_generator_that_dies_in_an_update_is_named_and_replaced(
 
 def test_a_generator_that_hangs_is_named(clusters: tuple[Cluster, Cluster], model: Path) -> None:
     trainer, generator = clusters
-    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True)
     generator.call_rank(0, "order", hang_at=2)
     trainer.rpc_timeout = 6.0
     with pytest.raises(RpcTimeoutError, match="actor_infer rank 0: update to version 18"):
@@ -282,7 +315,7 @@ def test_little_stays_behind(clusters: tuple[Cluster, Cluster]) -> None:
     import ray
 
     trainer, generator = clusters
-    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES)
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True)
     for version in range(20, 24):
         updates.sync(version)
     total = sum(array.nbytes for array in trainer.call("weights")[0].values())
@@ -303,7 +336,7 @@ def test_with_lora_generators_decode_as_hugging_face_with_base_and_adapter(
     trainer.dispatch("setup", [(train.at_rank(rank, 2),) for rank in range(2)])
     infer = dataclasses.replace(context(model, "actor_infer", "hf_infer"), lora=lora)
     generator.call("setup", infer)
-    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, adapter_only=True)
+    updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True, adapter_only=True)
     for version in range(2):
         for seed in range(8):
             trainer.call("learn", seed)

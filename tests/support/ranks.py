@@ -18,6 +18,7 @@ from torch import Tensor
 
 from roll.distributed.strategy.base import Metrics
 from roll.distributed.strategy.training import tensor_files
+from roll.distributed.strategy.training.pieces import Spread, gather, piece_of, world_size
 from roll.distributed.weights.buckets import unpack_bucket
 from roll.distributed.weights.contents import WeightBucket
 
@@ -92,6 +93,16 @@ def metrics_of(folder: Path, name: str) -> dict[str, float]:
 def unpacked(buckets: Iterable[WeightBucket]) -> dict[str, Tensor]:
     """Copies of the tensors in weight buckets."""
     return {name: tensor.cpu().clone() for bucket in buckets for name, tensor in unpack_bucket(bucket)}
+
+
+def whole(weights: Any, name: str, kind: str) -> Tensor:
+    """A trained parameter's weights, or one of its moments, on all ranks (collective)."""
+    return gathered(weights, name, weights.spread(name, kind, torch.float32))
+
+
+def gathered(weights: Any, name: str, spread: Spread) -> Tensor:
+    """A tensor like a parameter on all ranks (collective)."""
+    return gather([piece_of(name, spread, weights.shape(name))], range(world_size()))[name].detach().clone()
 
 
 def exported(trainer: Any) -> dict[str, Tensor]:

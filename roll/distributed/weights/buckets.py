@@ -6,28 +6,25 @@ travel is the business of ``roll.distributed.weights``; strategies see only what
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from roll.distributed.weights.contents import WeightBucket, aligned, contents, views
-from roll.models.loading import to_hf_weights
+from roll.distributed.weights.contents import BucketOutline, WeightBucket, aligned, outline_of, views
+from roll.models.loading import checkpoint_form, to_hf_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _WORD = 8  # bytes that the checksum takes for one number
 _ROW = 512  # words that it adds up before it weighs them by their place
-_PACKERS = 2  # buckets that are packed at once
 
 
 class WeightChecksumError(ValueError):
@@ -58,21 +55,61 @@ def packing_into(allocate: Callable[[int], np.ndarray]) -> Iterator[None]:
         _host_memory.reset(token)
 
 
-def pack_buckets(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
+def pack_buckets(
+    named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int, *, check: bool = True
+) -> Iterator[WeightBucket]:
     """Packs tensors, in order, into buckets of at most ``bucket_bytes``; a larger tensor gets a bucket of its own.
 
-    The tensors are consumed lazily and may live on any device. A bucket lies on the device of its first tensor. In host
-    memory two are packed at the same time, each by a thread; elsewhere one. No more than these are held.
+    The tensors are consumed lazily and may live on any device. A bucket lies on the device of its first tensor.
     """
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes: {bucket_bytes}, expected a positive number of bytes")
-    begun: deque[Callable[[], WeightBucket]] = deque()
     for group in _groups(named_tensors, bucket_bytes):
-        begun.append(_begin_packing(group))
-        if len(begun) == (_PACKERS if group[0][1].device.type == "cpu" else 1):
-            yield begun.popleft()()
-    while begun:
-        yield begun.popleft()()
+        outline = outline_of(group)
+        data = allocate(outline.num_bytes, group[0][1].device)
+        places = [place for _, place in views(as_tensor(data), outline.contents)]
+        yield pack(outline, [tensor for _, tensor in group], data, places, check=check)
+
+
+def allocate(num_bytes: int, device: torch.device) -> np.ndarray | Tensor:
+    """Memory for a bucket, not set: of ``packing_into`` in the host's."""
+    if device.type == "cpu":
+        return _host_memory.get()(num_bytes)
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+@torch.no_grad()
+def pack(
+    outline: BucketOutline,
+    tensors: Sequence[Tensor],
+    data: np.ndarray | Tensor,
+    places: Sequence[Tensor],
+    *,
+    check: bool,
+) -> WeightBucket:
+    """Copies tensors to their places in a bucket.
+
+    Args:
+        outline: of the bucket.
+        tensors: in its order; one that is its place already stays there.
+        data: the bucket's memory.
+        places: its tensors, views of ``data``.
+        check: add a checksum.
+    """
+    moves = [(p, t) for p, t in zip(places, tensors, strict=True) if p.data_ptr() != t.data_ptr() and t.numel()]
+    if moves:
+        torch._foreach_copy_([place for place, _ in moves], [tensor for _, tensor in moves])
+    if not check:
+        if isinstance(data, Tensor) and data.is_cuda:
+            torch.cuda.current_stream(data.device).synchronize()  # others may read it from now on
+        return WeightBucket(outline, data)
+    flat, end = as_tensor(data), 0
+    for place, (*_, offset) in zip(places, outline.contents, strict=True):
+        if end < offset:
+            flat[end:offset] = 0  # the gap is part of the checksum
+        end = offset + place.nbytes
+    flat[end:] = 0
+    return WeightBucket(outline, data, checksum(data))
 
 
 def unpack_bucket(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
@@ -86,21 +123,28 @@ def unpack_bucket(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
     """
     if not bucket.checked:
         verify(bucket)
-    yield from views(as_tensor(bucket.data), contents(bucket))
+    yield from views(as_tensor(bucket.data), bucket.outline.contents)
 
 
 def verify(bucket: WeightBucket) -> None:
-    """Compares the checksum with the data.
+    """Compares the checksum, if there is one, with the data.
 
     Raises:
         WeightChecksumError: they do not belong together.
     """
-    found = checksum(bucket.data)
+    if bucket.checksum is None:
+        return
+    found, names = checksum(bucket.data), bucket.outline.names
     if found != bucket.checksum:
         raise WeightChecksumError(
-            f"weight bucket of {len(bucket.names)} tensors ({bucket.names[0] if bucket.names else 'empty'} …): "
+            f"weight bucket of {len(names)} tensors ({names[0] if names else 'empty'} …): "
             f"checksum {found:#018x}, expected {bucket.checksum:#018x}; the data was damaged in transfer"
         )
+
+
+def with_checksum(bucket: WeightBucket) -> WeightBucket:
+    """The same for an update that is checked, if it was packed for one that was not."""
+    return bucket if bucket.checksum is not None else replace(bucket, checksum=checksum(bucket.data))
 
 
 def checksum(data: np.ndarray | Tensor) -> int:
@@ -130,7 +174,7 @@ def host_bytes(bucket: WeightBucket) -> np.ndarray:
 
 
 class WeightUpdate:
-    """New values for all of a model's weights: checked when it is made, the model's after ``apply``.
+    """The way of a model's weights from tensors of certain names and shapes: found once, then used for every update.
 
     Checkpoint names and shapes are not always the model's own (transformers fuses the experts of a layer into one
     parameter, for example); its own conversion table says which elements go where.
@@ -146,63 +190,65 @@ class WeightUpdate:
 
     def __init__(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
         self._model = model
-        self._tensors = tensors
         self._problems: list[str] = []
         own = dict(model.named_parameters(remove_duplicate=False))
-        parts = {
-            name: to_hf_weights(model, name, torch.empty_like(parameter, device="meta"))
-            for name, parameter in own.items()
-        }
+        self.parts = checkpoint_form(model, own)
+        """For each parameter, the tensors of a checkpoint that make it up, on the meta device."""
         twins: dict[int, list[str]] = {}
         for name, parameter in own.items():
             twins.setdefault(id(parameter), []).append(name)
-        self._sources = {names[0]: self._source(names, parts) for names in twins.values()}
-        self._check_shapes(parts)
+        self._sources = {names[0]: self._source(names, tensors) for names in twins.values()}
+        self._buffers = [name for name, _ in model.named_buffers() if name in tensors]
+        self._check_shapes(tensors)
         if self._problems:
             shown, rest = self._problems[:8], len(self._problems) - 8
             more = f"; and {rest} more" if rest > 0 else ""
             raise WeightMismatchError(f"weight update refused, the old weights stay: {'; '.join(shown)}{more}")
 
     @torch.no_grad()
-    def apply(self) -> None:
+    def apply(self, tensors: Mapping[str, Tensor]) -> None:
         """Gives the parameters their new values, across dtypes and devices.
 
         Where neither changes, the tensors themselves become the model's, without a copy: they must stay as they are
         for as long as the model has them, and nothing may write to the model's parameters in place.
+
+        Args:
+            tensors: of the same names and shapes.
         """
+        targets = dict(self._model.named_parameters())
         for name, source in self._sources.items():
-            target = self._model.get_parameter(name)
+            target = targets[name]
             if list(source) == [name]:
-                target.data = source[name].to(target.device, target.dtype)
+                target.data = tensors[source[name]].to(target.device, target.dtype)
                 continue
             # Converting the element numbers shows where every element of every part belongs.
             numbers = torch.arange(target.numel(), device=target.device).view(target.shape)
             whole = torch.empty_like(target)
             for part, index in to_hf_weights(self._model, name, numbers).items():
-                values = source[part].to(target.device, target.dtype)
+                values = tensors[source[part]].to(target.device, target.dtype)
                 whole.view(-1).index_copy_(0, index.reshape(-1), values.reshape(-1))
             target.data = whole
         buffers = dict(self._model.named_buffers())
-        for name in self._tensors.keys() & buffers.keys():
-            buffers[name].copy_(self._tensors[name])
+        for name in self._buffers:
+            buffers[name].copy_(tensors[name])
 
-    def _source(self, names: list[str], parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The tensors that make up one parameter, given the names it goes by (several when tied)."""
-        complete = [name for name in names if all(part in self._tensors for part in parts[name])]
+    def _source(self, names: list[str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Names of the tensors that make up one parameter, given the names it goes by (several when tied)."""
+        complete = [name for name in names if all(part in tensors for part in self.parts[name])]
         if not complete:
-            self._problems += [f"missing name {part}" for part in parts[names[0]] if part not in self._tensors]
+            self._problems += [f"missing name {part}" for part in self.parts[names[0]] if part not in tensors]
             return {}
-        sources = [[self._tensors[part] for part in parts[name]] for name in complete]
+        sources = [list(self.parts[name]) for name in complete]
         for name, source in zip(complete[1:], sources[1:], strict=True):
-            if not all(map(torch.equal, sources[0], source)):
+            if not all(tensors[a].equal(tensors[b]) for a, b in zip(sources[0], source, strict=True)):
                 self._problems.append(f"{name} is tied to {complete[0]} in this model, but came with other values")
-        # Under the model's own name of the parameter, whichever of its twins' names the values came by.
-        return dict(zip(parts[names[0]], sources[0], strict=True))
+        # Under the model's own name of the parameter, whichever of its twins' names the values come by.
+        return dict(zip(self.parts[names[0]], sources[0], strict=True))
 
-    def _check_shapes(self, parts: Mapping[str, Mapping[str, Tensor]]) -> None:
-        expected = {part: tensor.shape for group in parts.values() for part, tensor in group.items()}
+    def _check_shapes(self, tensors: Mapping[str, Tensor]) -> None:
+        expected = {part: tensor.shape for group in self.parts.values() for part, tensor in group.items()}
         expected |= {name: buffer.shape for name, buffer in self._model.named_buffers()}
-        for name, tensor in self._tensors.items():
+        for name, tensor in tensors.items():
             if name not in expected:
                 self._problems.append(f"unknown name {name}")
             elif tensor.shape != expected[name]:
@@ -221,38 +267,6 @@ def _groups(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> I
         size += num_bytes
     if group:
         yield group
-
-
-def _begin_packing(group: list[tuple[str, Tensor]]) -> Callable[[], WeightBucket]:
-    """Returns what waits for the bucket."""
-    size = sum(aligned(tensor.numel() * tensor.element_size()) for _, tensor in group)
-    device = group[0][1].device
-    if device.type == "cpu":
-        return _packers().submit(_pack, group, _host_memory.get()(size)).result
-    return functools.partial(_pack, group, torch.empty(size, dtype=torch.uint8, device=device))
-
-
-@functools.cache
-def _packers() -> ThreadPoolExecutor:
-    """Copies and sums release the interpreter's lock."""
-    return ThreadPoolExecutor(_PACKERS, thread_name_prefix="pack_buckets")
-
-
-def _pack(named_tensors: list[tuple[str, Tensor]], data: np.ndarray | Tensor) -> WeightBucket:
-    flat = as_tensor(data)
-    offset = 0
-    for _, tensor in named_tensors:
-        end = offset + tensor.numel() * tensor.element_size()
-        flat[offset:end].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        offset = aligned(end)
-        flat[end:offset] = 0  # the gap is part of the checksum
-    return WeightBucket(
-        names=tuple(name for name, _ in named_tensors),
-        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in named_tensors),
-        shapes=tuple(tuple(tensor.shape) for _, tensor in named_tensors),
-        data=data,
-        checksum=checksum(data),
-    )
 
 
 def as_tensor(data: np.ndarray | Tensor) -> Tensor:

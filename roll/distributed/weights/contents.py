@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from roll.distributed.weights.segments import SharedMemory
 
 ALIGNMENT = 64  # bytes; as torch aligns its own tensors, so that a model computes the same with views of a bucket
 
@@ -18,19 +22,67 @@ Contents: TypeAlias = Sequence[tuple[str, str, Sequence[int], int]]
 
 
 @dataclass(frozen=True)
-class WeightBucket:
-    """Some of a model's weights in one flat buffer, under Hugging Face names."""
+class BucketOutline:
+    """Tensors of a bucket without their values: the same in every update of a run."""
 
     names: tuple[str, ...]
+    """Hugging Face's."""
     dtypes: tuple[str, ...]
     """torch dtype names without the prefix, e.g. ``float32``."""
     shapes: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def contents(self) -> Contents:
+        """Places of the tensors, in their order, each aligned to ``ALIGNMENT``.
+
+        Raises:
+            ValueError: a dtype that torch does not have.
+        """
+        found, offset = [], 0
+        for name, dtype_name, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
+            found.append((name, dtype_name, shape, offset))
+            offset += aligned(math.prod(shape) * _dtype(name, dtype_name).itemsize)
+        return found
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Length of the bucket."""
+        if not self.contents:
+            return 0
+        name, dtype_name, shape, offset = self.contents[-1]
+        return offset + aligned(math.prod(shape) * _dtype(name, dtype_name).itemsize)
+
+    @cached_property
+    def key(self) -> str:
+        """A digest that stands for the outline in messages."""
+        told = repr((self.names, self.dtypes, self.shapes)).encode()
+        return hashlib.blake2b(told, digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class WeightBucket:
+    """Some of a model's weights in one flat buffer, under Hugging Face names."""
+
+    outline: BucketOutline
     data: np.ndarray | Tensor
-    """uint8, the tensors end to end, each aligned to ``ALIGNMENT``: an array in host memory, or a tensor on a GPU."""
-    checksum: int
-    """``buckets.checksum`` of ``data``; the receiver compares."""
+    """uint8 [num_bytes], the tensors end to end: an array in host memory, or a tensor on a GPU."""
+    checksum: int | None = None
+    """``buckets.checksum`` of ``data``, which the receiver compares; ``None`` in an update that is not checked."""
     checked: bool = False
     """This process has compared the checksum."""
+    place: SharedMemory | None = None
+    """Where other processes of this machine find ``data``, for as long as something here refers to it."""
+
+
+def outline_of(tensors: Iterable[tuple[str, Tensor]]) -> BucketOutline:
+    """The outline of a bucket with these tensors, which may be on the meta device."""
+    described = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors]
+    names, dtypes, shapes = zip(*described, strict=True) if described else ((), (), ())
+    return BucketOutline(names, dtypes, shapes)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def aligned(num_bytes: int) -> int:
@@ -38,22 +90,14 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def contents(bucket: WeightBucket, names: Mapping[str, str] | None = None) -> Contents:
-    """What is in a bucket, in its order.
+def renamed(contents: Contents, names: Mapping[str, str]) -> Contents:
+    """What is wanted of a bucket.
 
     Args:
-        bucket: its data is not looked at.
-        names: the tensors that are wanted, and their new names; all under their own by default.
-
-    Raises:
-        ValueError: a dtype that torch does not have.
+        contents: all that is in it.
+        names: the tensors that are wanted, and their new names.
     """
-    found, offset = [], 0
-    for name, dtype_name, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
-        if names is None or name in names:
-            found.append((name if names is None else names[name], dtype_name, shape, offset))
-        offset += aligned(math.prod(shape) * _dtype(name, dtype_name).itemsize)
-    return found
+    return [(names[name], *rest) for name, *rest in contents if name in names]  # type: ignore[misc]
 
 
 def views(block: Tensor, wanted: Contents) -> Iterator[tuple[str, Tensor]]:
@@ -66,12 +110,17 @@ def views(block: Tensor, wanted: Contents) -> Iterator[tuple[str, Tensor]]:
     Raises:
         ValueError: a dtype that torch does not have, or a tensor that ends behind the block.
     """
+    dtypes: dict[str, tuple[Tensor, int]] = {}
+    num_bytes = len(block)
     for name, dtype_name, shape, offset in wanted:
-        dtype = _dtype(name, dtype_name)
-        end = offset + math.prod(shape) * dtype.itemsize
-        if end > len(block):
-            raise ValueError(f"weight bucket: {name} ends at byte {end}, the data has {len(block)}")
-        yield name, block[offset:end].view(dtype).view(tuple(shape))
+        if dtype_name not in dtypes:
+            dtype = _dtype(name, dtype_name)
+            dtypes[dtype_name] = block[: num_bytes // dtype.itemsize * dtype.itemsize].view(dtype), dtype.itemsize
+        numbers, itemsize = dtypes[dtype_name]
+        count = math.prod(shape)
+        if (end := offset + count * itemsize) > num_bytes:
+            raise ValueError(f"weight bucket: {name} ends at byte {end}, the data has {num_bytes}")
+        yield name, numbers.narrow(0, offset // itemsize, count).view(tuple(shape))
 
 
 def _dtype(name: str, dtype_name: str) -> torch.dtype:

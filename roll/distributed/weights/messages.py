@@ -10,7 +10,8 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.contents import BucketOutline, WeightBucket
+from roll.distributed.weights.segments import SharedMemory
 
 Payload: TypeAlias = Literal["weights", "adapter"]
 """A model's weights, or a LoRA adapter alone."""
@@ -64,14 +65,6 @@ class Join:
 
 
 @dataclass(frozen=True)
-class SharedMemory:
-    """The bytes are at the start of a segment."""
-
-    segment: str
-    path: str
-
-
-@dataclass(frozen=True)
 class DeviceMemory:
     """The bytes are in a block of a GPU that both processes use."""
 
@@ -93,11 +86,12 @@ class BucketMessage:
 
     number: int
     """Its place in the update, from 0: Ray may deliver calls out of order."""
-    names: tuple[str, ...]
-    dtypes: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    checksum: int
-    num_bytes: int
+    key: str
+    """Of its outline."""
+    outline: BucketOutline | None
+    """Left out for a receiver that knows it from an earlier update."""
+    checksum: int | None
+    """``None``: nothing is compared."""
     place: Place
 
 
@@ -122,6 +116,8 @@ class Reply:
     """Of the whole update, in the answer to ``Close``."""
     holding: tuple[str, ...] = ()
     """Segments that it still reads, in the answer to ``Open``."""
+    outlines: tuple[str, ...] = ()
+    """Keys of those that it knows, in the answer to ``Open``."""
 
 
 class UpdateDigest:
@@ -131,7 +127,7 @@ class UpdateDigest:
         self._hash = hashlib.blake2b(digest_size=16)
 
     def add(self, bucket: WeightBucket) -> None:
-        self._hash.update(repr((bucket.names, bucket.dtypes, bucket.shapes, bucket.checksum)).encode())
+        self._hash.update(repr((bucket.outline.key, bucket.checksum)).encode())
 
     def hex(self) -> str:
         return self._hash.hexdigest()

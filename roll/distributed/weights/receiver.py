@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from roll.distributed.weights import device_memory
-from roll.distributed.weights.buckets import verify
+from roll.distributed.weights.buckets import as_tensor, verify
 from roll.distributed.weights.collective import BroadcastGroup, join
-from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.contents import BucketOutline, WeightBucket
 from roll.distributed.weights.messages import (
     BucketMessage,
     Close,
@@ -25,14 +25,15 @@ from roll.distributed.weights.messages import (
     Open,
     Payload,
     Reply,
-    SharedMemory,
     UpdateDigest,
 )
 from roll.distributed.weights.routes import Link
-from roll.distributed.weights.segments import SegmentReader
+from roll.distributed.weights.segments import SegmentPool, SegmentReader, SharedMemory
 
 Load = Callable[[Payload, AsyncIterator[WeightBucket], int], Awaitable[None]]
 """Puts an update of some version into an engine."""
+
+_ENGINE = "the engine"
 
 
 class WeightReceiver:
@@ -47,6 +48,11 @@ class WeightReceiver:
         self._load = load
         self._host = host
         self._segments = SegmentReader()
+        self._own = SegmentPool()
+        """Memory for what comes by broadcast, in which an engine's processes can read it too."""
+        self._own_segments = SegmentReader()
+        self._outlines: dict[Payload, dict[str, BucketOutline]] = {}
+        """Of the buckets of the last updates, by key."""
         self._group: BroadcastGroup | None = None
         self._update: _Update | None = None
 
@@ -62,7 +68,8 @@ class WeightReceiver:
                 self._segments.forget_all_but(message.segments)
                 self._update = _Update(self._load, message)
                 holding = self._segments.holding  # before what is released, or a release would be told too late
-                return Reply(self._segments.take_released(), holding=holding)
+                known = tuple(key for outlines in self._outlines.values() for key in outlines)
+                return Reply(self._segments.take_released(), holding=holding, outlines=known)
             case Join():
                 await asyncio.to_thread(self._join, message)
             case BucketMessage():
@@ -75,7 +82,9 @@ class WeightReceiver:
                 update = self._current()
                 async with update.turn(message.number):
                     digest = await update.finish()
+                self._outlines[update.payload] = update.outlines
                 self._update = None
+                self._trim()
                 if torch.cuda.is_initialized():
                     torch.cuda.empty_cache()  # a bucket's memory, which others on the device may want
                 return Reply(self._segments.take_released(), digest)
@@ -99,30 +108,57 @@ class WeightReceiver:
         self._group = join(message.invitation, message.rank, self._host)
 
     def _fetch(self, message: BucketMessage, link: Link) -> WeightBucket:
+        outline = message.outline or self._known(message.key)
+        self._current().outlines[message.key] = outline
         data: np.ndarray | Tensor
+        place: SharedMemory | None = None
         match message.place:
-            case SharedMemory(segment, file):
-                data = self._segments.read(segment, file, message.num_bytes)
+            case SharedMemory() as place:
+                data = self._segments.read(place, outline.num_bytes)
             case DeviceMemory(handle):
                 assert link.device is not None
                 data = device_memory.open_shared(handle, link.device)
+            case _ if link.device is not None:
+                data = torch.empty(outline.num_bytes, dtype=torch.uint8, device=torch.device("cuda", link.device))
+                self._receive(data)
             case _:
-                data = self._receive(message.num_bytes, link)
-        return WeightBucket(message.names, message.dtypes, message.shapes, data, message.checksum)
+                data, place = self._receive_in_host_memory(outline.num_bytes)
+        return WeightBucket(outline, data, message.checksum, place=place)
 
-    def _receive(self, num_bytes: int, link: Link) -> Tensor:
+    def _known(self, key: str) -> BucketOutline:
+        for outlines in self._outlines.values():
+            if key in outlines:
+                return outlines[key]
+        raise RuntimeError("a bucket without its outline; expected it in the first update that has it")
+
+    def _receive(self, data: Tensor) -> None:
         if self._group is None:
             raise RuntimeError("a broadcast without a process group; expected Join first")
-        device = torch.device("cpu") if link.device is None else torch.device("cuda", link.device)
-        data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self._group.broadcast(data)
-        return data
+
+    def _receive_in_host_memory(self, num_bytes: int) -> tuple[np.ndarray, SharedMemory]:
+        self._own.release(self._own_segments.take_released(), _ENGINE)
+        data = self._own.allocate(num_bytes)
+        self._receive(as_tensor(data))
+        segment = self._own.find(data)
+        assert segment is not None
+        self._own.hand_over(segment, [_ENGINE])
+        return self._own_segments.read(segment.place, num_bytes), segment.place
+
+    def _trim(self) -> None:
+        """Gives up most of the memory that the engine does not use after an update."""
+        self._own.release(self._own_segments.take_released(), _ENGINE)
+        self._own.trim()
+        self._own_segments.forget_all_but(self._own.ids)
 
 
 class _Update:
     """One update on its way into the engine."""
 
     def __init__(self, load: Load, message: Open) -> None:
+        self.payload = message.payload
+        self.outlines: dict[str, BucketOutline] = {}
+        """Of its buckets, by key."""
         self._digest = UpdateDigest()
         self._queue: asyncio.Queue[WeightBucket | Exception | None] = asyncio.Queue(maxsize=1)
         self._arrived = 0

@@ -1,8 +1,9 @@
-"""Which way buckets take to each receiver, by where it sits."""
+"""Who sends buckets to each receiver, and which way they take, by where both sit."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,35 @@ class Receiver:
     link: Link
     handle: Any
     """Its Ray actor, with a method ``receive_weights(message, link) -> Reply``."""
+
+
+def plan_routes(
+    plan: PlacementPlan, trainers: Sequence[WorkerSlot], receivers: Sequence[WorkerSlot]
+) -> dict[int, dict[int, Link]]:
+    """The nearest trainer for every receiver: on its device, else on its node, else any.
+
+    One serves all receivers of a node that it reaches alike; those on nodes without a trainer are left to one that
+    serves others already, so that few ranks must hold whole tensors.
+
+    Returns:
+        For the rank of every trainer that sends, its links by the ranks of its receivers.
+    """
+    routes: dict[int, dict[int, Link]] = {}
+    far = []
+    for receiver in receivers:
+        near = [trainer for trainer in trainers if trainer.node == receiver.node]
+        if not near:
+            far.append(receiver)
+            continue
+        links = {trainer.rank: plan_link(plan, trainer, receiver) for trainer in near}
+        same_device = [rank for rank, link in links.items() if link.route is Route.CUDA_IPC]
+        rank = min(same_device or links)
+        routes.setdefault(rank, {})[receiver.rank] = links[rank]
+    first = min(routes, default=trainers[0].rank)
+    sender = next(trainer for trainer in trainers if trainer.rank == first)
+    for receiver in far:
+        routes.setdefault(first, {})[receiver.rank] = plan_link(plan, sender, receiver)
+    return routes
 
 
 def plan_link(plan: PlacementPlan, sender: WorkerSlot, receiver: WorkerSlot) -> Link:

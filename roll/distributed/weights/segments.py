@@ -13,11 +13,20 @@ import os
 import tempfile
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 _numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class SharedMemory:
+    """Bytes at the start of a segment, as processes that read them are told."""
+
+    segment: str
+    path: str
 
 
 class Segment:
@@ -33,6 +42,10 @@ class Segment:
         self.readers: set[str] = set()
         """Who holds what was written last."""
         self._close = weakref.finalize(self, _remove, self._fd, self.path)
+
+    @property
+    def place(self) -> SharedMemory:
+        return SharedMemory(self.id, self.path)
 
     def close(self) -> None:
         """Gives the memory up; readers keep theirs."""
@@ -88,8 +101,8 @@ class SegmentPool:
         for segment in self._segments.values():
             segment.readers -= {reader for reader, ids in holding.items() if segment.id not in ids}
 
-    def trim(self, num_segments: int, num_bytes: int) -> None:
-        """Gives up free segments beyond that number and beyond that many bytes."""
+    def trim(self, num_segments: int = 4, num_bytes: int = 1 << 30) -> None:
+        """Gives up free segments beyond that number and beyond that many bytes; by default few stay, or little."""
         kept = total = 0
 
         def fits(segment: Segment) -> bool:
@@ -115,17 +128,18 @@ class SegmentReader:
         self._reading: dict[int, str] = {}
         self._released: list[str] = []
 
-    def read(self, segment: str, path: str, num_bytes: int) -> np.ndarray:
+    def read(self, place: SharedMemory, num_bytes: int) -> np.ndarray:
         """uint8 [num_bytes], read-only, without a copy; released when nothing refers to it any more.
 
         Raises:
             OSError: the sender's memory cannot be reached: it has ended, or lives in another container.
         """
+        segment = place.segment
         if num_bytes == 0:
             self._released.append(segment)
             return np.empty(0, dtype=np.uint8)
         if segment not in self._maps:
-            with Path(path).open("rb") as file:
+            with Path(place.path).open("rb") as file:
                 self._maps[segment] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         array = np.frombuffer(self._maps[segment], dtype=np.uint8, count=num_bytes)
         number = next(_numbers)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import ray
@@ -28,7 +28,6 @@ from roll.distributed.weights.messages import (
     Payload,
     Place,
     Reply,
-    SharedMemory,
     UpdateDigest,
     WeightTransferError,
 )
@@ -38,8 +37,6 @@ from roll.distributed.weights.segments import Segment, SegmentPool
 _DEATH_NOTICE_S = 5.0
 _UNDER_WAY = 2
 """Buckets that may be without a reply while the next is packed: the receivers' answers take as long as their work."""
-_KEPT_SEGMENTS, _KEPT_BYTES = 4, 1 << 30
-"""Shared memory that stays for the next update: that many segments, or more of them while they are small."""
 
 
 @dataclass(frozen=True)
@@ -48,18 +45,21 @@ class WeightOrder:
 
     payload: Payload
     version: int
-    receivers: tuple[Receiver, ...]
+    receivers: Mapping[int, tuple[Receiver, ...]]
+    """By the rank that sends to them. The others give it their parts of the weights."""
     bucket_bytes: int
     """Usual size of a bucket."""
     timeout_s: float
     """How long receivers may take for one answer."""
-    keep: bool = False
-    """Keep the buckets for a receiver that is replaced when the trainer has moved on."""
+    check: bool
+    """Compare the bytes of every bucket at both ends."""
+    keeper: int | None = None
+    """Rank that keeps the buckets for a receiver that is replaced when the trainer has moved on."""
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """An update that has arrived."""
+    """An update that has arrived, from one rank."""
 
     digest: str
     """Of what was sent."""
@@ -72,20 +72,22 @@ class Delivery:
 
 
 class WeightSender:
-    """Lives on rank 0 of a trainer from update to update, with its shared memory and its process group.
+    """Lives on a trainer's rank from update to update, with its shared memory and its process group.
 
     Args:
+        rank: the trainer's.
         host: this node's address, at which a process group meets.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, rank: int, host: str) -> None:
+        self._rank = rank
         self._pool = SegmentPool()
         self._host = host
         self._group: BroadcastGroup | None = None
         self._members: list[str] = []
 
     def send(self, order: WeightOrder, buckets: Iterable[WeightBucket]) -> Delivery:
-        """Sends one update and waits until all receivers use it.
+        """Sends one update and waits until all receivers of this rank use it.
 
         Args:
             buckets: consumed lazily; the next one is packed while the receivers load the one before.
@@ -97,11 +99,11 @@ class WeightSender:
         """
         started = time.perf_counter()
         digest, num_buckets, num_bytes = UpdateDigest(), 0, 0
-        transfer = _Transfer(self._pool, order)
+        transfer = _Transfer(self._pool, order, order.receivers[self._rank])
         try:
             self._pool.abandon_unwritten()
             transfer.tell_all(Open(order.payload, order.version, self._pool.ids))
-            with self._shared_packing(order):
+            with packing_into(lambda num_bytes: self._pool.allocate(num_bytes, at_least=order.bucket_bytes)):
                 buckets = iter(buckets)
                 bucket = next(buckets, None)  # packed while the receivers get ready
                 self._meet(transfer)
@@ -118,39 +120,35 @@ class WeightSender:
             self._leave_group()
             raise
         finally:
-            self._pool.trim(_KEPT_SEGMENTS, _KEPT_BYTES)
-            if any(receiver.link.route is Route.CUDA_IPC for receiver in order.receivers):
+            self._pool.trim()
+            if any(receiver.link.route is Route.CUDA_IPC for receiver in order.receivers[self._rank]):
                 device_memory.collect()
         received = {rank: reply.digest or "" for rank, reply in replies.items() if rank not in transfer.lost}
         return Delivery(digest.hex(), received, transfer.lost, num_bytes, time.perf_counter() - started)
-
-    def _shared_packing(self, order: WeightOrder) -> AbstractContextManager[None]:
-        shared = any(receiver.link.route is Route.SHARED_MEMORY for receiver in order.receivers)
-        if not shared:
-            return nullcontext()
-        return packing_into(lambda num_bytes: self._pool.allocate(num_bytes, at_least=order.bucket_bytes))
 
     def _pass_on(self, bucket: WeightBucket, number: int, transfer: _Transfer) -> None:
         """Starts the way of one bucket; ``transfer.wait`` ends it. A broadcast is over on return."""
         links = [receiver.link for receiver in transfer.receivers]
         on_gpu = as_tensor(bucket.data).cuda() if any(link.device is not None for link in links) else None
         readers = [_name(r) for r in transfer.receivers if r.link.route is Route.SHARED_MEMORY]
-        if readers:
-            segment = self._segment_of(bucket)
+        segment = self._segment_of(bucket) if readers else self._pool.find(bucket.data)
+        if segment is not None:
             self._pool.hand_over(segment, readers)
         outgoing: Tensor | None = None
         for receiver in transfer.receivers:
             place: Place
             match receiver.link.route:
                 case Route.SHARED_MEMORY:
-                    place = SharedMemory(segment.id, segment.path)
+                    assert segment is not None
+                    place = segment.place
                 case Route.CUDA_IPC:
                     assert on_gpu is not None
                     place = DeviceMemory(device_memory.share(on_gpu))
                 case Route.COLLECTIVE:
                     outgoing = as_tensor(host_bytes(bucket)) if receiver.link.device is None else on_gpu
                     place = Broadcast()
-            transfer.tell(receiver, _bucket_message(bucket, number, place))
+            outline = None if bucket.outline.key in transfer.known[receiver.rank] else bucket.outline
+            transfer.tell(receiver, BucketMessage(number, bucket.outline.key, outline, bucket.checksum, place))
         transfer.passed_on((on_gpu, outgoing))
         if outgoing is not None:
             assert self._group is not None
@@ -171,6 +169,7 @@ class WeightSender:
         """Hears that the receivers are ready; sees to it that those that need a process group have one."""
         opened = transfer.answers()
         self._pool.reclaim({_name(r): opened[r.rank].holding for r in transfer.receivers})
+        transfer.known = {rank: frozenset(reply.outlines) for rank, reply in opened.items()}
         guests = [receiver for receiver in transfer.receivers if receiver.link.route is Route.COLLECTIVE]
         members = [_actor(receiver) for receiver in guests]
         if not guests or (self._group is not None and members == self._members):
@@ -194,8 +193,11 @@ class WeightSender:
 class _Transfer:
     """The messages of one update, and the replies to come."""
 
-    def __init__(self, pool: SegmentPool, order: WeightOrder) -> None:
+    def __init__(self, pool: SegmentPool, order: WeightOrder, receivers: Sequence[Receiver]) -> None:
         self.order = order
+        self._receivers = receivers
+        self.known: dict[int, frozenset[str]] = {}
+        """Keys of the outlines that each receiver has from earlier updates, by rank."""
         self.lost: dict[int, str] = {}
         """Receivers that have died, by rank, and how."""
         self._pool = pool
@@ -208,7 +210,7 @@ class _Transfer:
     @property
     def receivers(self) -> list[Receiver]:
         """Those that live, as far as is known."""
-        return [receiver for receiver in self.order.receivers if receiver.rank not in self.lost]
+        return [receiver for receiver in self._receivers if receiver.rank not in self.lost]
 
     def tell(self, receiver: Receiver, message: Message) -> None:
         ref = receiver.handle.receive_weights.remote(message, receiver.link)
@@ -290,10 +292,6 @@ def _naming_the_dead(transfer: _Transfer) -> Iterator[None]:
     except RuntimeError:
         transfer.check(_DEATH_NOTICE_S)
         raise
-
-
-def _bucket_message(bucket: WeightBucket, number: int, place: Place) -> BucketMessage:
-    return BucketMessage(number, bucket.names, bucket.dtypes, bucket.shapes, bucket.checksum, len(bucket.data), place)
 
 
 def _name(receiver: Receiver) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.distributed.weights.messages import Payload, WeightTransferError
-from roll.distributed.weights.routes import Receiver, plan_link
+from roll.distributed.weights.routes import Link, Receiver, plan_routes
 from roll.distributed.weights.sender import Delivery, WeightOrder
 
 logger = logging.getLogger(__name__)
@@ -18,15 +19,16 @@ _SHARE_OF_TIMEOUT = 0.9  # of the driver's own patience, so that the worker that
 class WeightSync:
     """Keeps the generators at one version.
 
-    No weights pass through the driver: rank 0 of the trainer sends them itself.
+    No weights pass through the driver: the trainer's ranks that are nearest to the generators send them.
 
     Args:
         trainer: its workers have ``send_weights`` and ``resend_weights``.
         generator: its workers have ``receive_weights``.
         bucket_bytes: size of a bucket.
+        check: compare the bytes of every update at both ends; without it, only of the first to each generator.
         adapter_only: the base weights are frozen; they go to each generator once and then the adapter alone.
         trains_between: the trainer may take optimizer steps before the next sync, so that it cannot export anew what
-            a replaced generator needs. Rank 0 then keeps each version's buckets until the next.
+            a replaced generator needs. One of its ranks then keeps each version's buckets until the next.
     """
 
     def __init__(
@@ -35,6 +37,7 @@ class WeightSync:
         generator: Cluster,
         *,
         bucket_bytes: int,
+        check: bool = False,
         adapter_only: bool = False,
         trains_between: bool = False,
     ) -> None:
@@ -43,13 +46,16 @@ class WeightSync:
         self._trainer = trainer
         self._generator = generator
         self._bucket_bytes = bucket_bytes
+        self._check = check
         self._adapter_only = adapter_only
         self._keep = trains_between
         self._have_base: set[int] = set()
+        self._were_checked: set[tuple[Payload, int]] = set()
+        """Generators that took an update whose bytes were compared, by what it was."""
         self._behind: set[int] = set()
         """Generators that lack the version."""
-        self._kept = False
-        """Rank 0 has the version's buckets."""
+        self._keeper: int | None = None
+        """The rank that has the version's buckets."""
 
     def sync(self, version: int) -> None:
         """Sends the trainer's present weights to all generators, as ``version``.
@@ -59,13 +65,14 @@ class WeightSync:
             WorkerDiedError: a generator died, which says nothing of the others: ``restore`` it, once it is replaced.
             ClusterError: a worker died or hangs.
         """
-        self.version, self._kept = version, False
+        self.version, self._keeper = version, None
         self._behind = set(range(self._generator.world_size))
         self._catch_up()
 
     def restore(self, *ranks: int) -> None:
         """Brings replaced generators to the version of the others, and those that a failed update left behind."""
         self._have_base.difference_update(ranks)
+        self._were_checked = {(payload, rank) for payload, rank in self._were_checked if rank not in ranks}
         if self.version >= 0:
             self._behind.update(ranks)
             self._catch_up()
@@ -87,31 +94,44 @@ class WeightSync:
 
     def _deliver(self, payload: Payload, ranks: list[int], *, keep: bool) -> dict[int, str]:
         """Returns the ranks that died, and how."""
-        receivers = tuple(self._receiver(rank) for rank in ranks)
-        timeout = (self._trainer.rpc_timeout or 1800.0) * _SHARE_OF_TIMEOUT
-        again = keep and self._kept
-        order = WeightOrder(payload, self.version, receivers, self._bucket_bytes, timeout, keep and not again)
-        delivery: Delivery
-        if again:
-            delivery = self._trainer.call_rank(0, "resend_weights", order)
-        else:
-            delivery = self._trainer.call("send_weights", order)[0]
-        self._kept = self._kept or keep
-        for rank, digest in delivery.received.items():
-            if digest != delivery.digest:
-                reason = f"digest of what arrived {digest}, expected {delivery.digest}"
-                raise WeightTransferError(self._generator.name, rank, payload, self.version, reason)
-        logger.debug(
-            "%s of version %d: %.1f MB to %d workers in %.3f s",
-            payload,
-            self.version,
-            delivery.num_bytes / 1e6,
-            len(receivers),
-            delivery.seconds,
+        again = keep and self._keeper is not None
+        trainers = [slot for slot in self._trainer.slots if not again or slot.rank == self._keeper]
+        slots = [self._generator.slots[rank] for rank in ranks]
+        routes = plan_routes(self._trainer.placement.plan, trainers, slots)
+        first_to = {(payload, rank) for rank in ranks} - self._were_checked
+        order = WeightOrder(
+            payload=payload,
+            version=self.version,
+            receivers={sender: self._receivers(links) for sender, links in routes.items()},
+            bucket_bytes=self._bucket_bytes,
+            timeout_s=(self._trainer.rpc_timeout or 1800.0) * _SHARE_OF_TIMEOUT,
+            check=self._check or bool(first_to),
+            keeper=min(routes) if keep and not again else None,
         )
-        return delivery.lost
+        deliveries: list[Delivery]
+        if again:
+            deliveries = [self._trainer.call_rank(min(routes), "resend_weights", order)]
+        else:
+            deliveries = [each for each in self._trainer.call("send_weights", order) if each is not None]
+            self._keeper = order.keeper if keep else self._keeper
+        lost: dict[int, str] = {}
+        for delivery in deliveries:
+            for rank, digest in delivery.received.items():
+                if not digest == delivery.digest == deliveries[0].digest:
+                    reason = f"digest of what arrived {digest}, expected {deliveries[0].digest}"
+                    raise WeightTransferError(self._generator.name, rank, payload, self.version, reason)
+            lost |= delivery.lost
+            logger.debug(
+                "%s of version %d: %.1f MB to %d workers in %.3f s",
+                payload,
+                self.version,
+                delivery.num_bytes / 1e6,
+                len(delivery.received),
+                delivery.seconds,
+            )
+        self._were_checked |= first_to
+        return lost
 
-    def _receiver(self, rank: int) -> Receiver:
-        plan = self._trainer.placement.plan
-        link = plan_link(plan, self._trainer.slots[0], self._generator.slots[rank])
-        return Receiver(self._generator.name, rank, link, self._generator.handles[rank])
+    def _receivers(self, links: Mapping[int, Link]) -> tuple[Receiver, ...]:
+        handles = self._generator.handles
+        return tuple(Receiver(self._generator.name, rank, link, handles[rank]) for rank, link in links.items())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from roll.distributed.weights.buckets import WeightMismatchError, host_bytes, unpack_bucket, verify
-from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.contents import BucketOutline, WeightBucket
 
 PlanT = TypeVar("PlanT")
 
@@ -18,9 +18,10 @@ PlanT = TypeVar("PlanT")
 class UpdateStream(Generic[PlanT]):
     """An engine's updates of all weights, bucket by bucket.
 
-    The first one, and all that come through host memory, are received as a whole and checked before the first bucket
-    is handed out. Later ones that lie on a device are handed out as they come, as no device has room for a second
-    model: they must consist of what the first one did, and what they do not is found only when it is missed.
+    The first one, and all that come through host memory, are received as a whole before the first bucket is handed
+    out; the first one, and any of other names and shapes than the one before, is checked. Later ones that lie on a
+    device are handed out as they come, as no device has room for a second model: they must consist of what the first
+    one did, and what they do not is found only when it is missed.
 
     Args:
         check: checks a whole update; returns what the engine wants to know for loading it, and any other like it.
@@ -31,7 +32,8 @@ class UpdateStream(Generic[PlanT]):
         self._check = check
         self._from_device = from_device
         self._plan: PlanT | None = None
-        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._outlines: list[BucketOutline] = []
+        """Of the update that was checked last."""
 
     async def open(self, buckets: AsyncIterator[WeightBucket]) -> tuple[AsyncIterator[WeightBucket], PlanT]:
         """The buckets to load, and what ``check`` returned for them.
@@ -41,24 +43,27 @@ class UpdateStream(Generic[PlanT]):
             WeightMismatchError: names or shapes are not the model's. Also while the buckets are read.
         """
         first = await anext(buckets, None)
-        if self._plan is not None and first is not None and on_device(first):
+        if self._from_device and self._plan is not None and first is not None and on_device(first):
             return self._as_they_come(first, buckets), self._plan
-        received, tensors = await receive(_joined(first, buckets))
-        plan = await asyncio.to_thread(self._check, tensors)
-        if self._from_device:
-            self._plan = plan
-            self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        return _handed_over(received), plan
+        received = await receive(_joined(first, buckets))
+        outlines = [bucket.outline for bucket in received]
+        if self._plan is None or outlines != self._outlines:
+            self._plan = await asyncio.to_thread(lambda: self._check(tensors_of(received)))
+            self._outlines = outlines
+        return _handed_over(received), self._plan
 
     async def _as_they_come(
         self, first: WeightBucket, rest: AsyncIterator[WeightBucket]
     ) -> AsyncIterator[WeightBucket]:
-        missing, buckets = dict(self._shapes), _joined(first, rest)
+        missing: dict[str, tuple[int, ...]] = {}
+        for outline in self._outlines:
+            missing.update(zip(outline.names, outline.shapes, strict=True))
+        buckets = _joined(first, rest)
         del first
         async for bucket in buckets:
             if not bucket.checked:
                 await asyncio.to_thread(verify, bucket)
-            for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+            for name, shape in zip(bucket.outline.names, bucket.outline.shapes, strict=True):
                 if (expected := missing.pop(name, None)) != shape:
                     raise WeightMismatchError(f"{name} has shape {shape}, expected {expected}, as in the first update")
             yield bucket
@@ -85,26 +90,27 @@ async def _handed_over(received: list[WeightBucket]) -> AsyncIterator[WeightBuck
         yield received.pop(0)
 
 
-async def receive(buckets: AsyncIterator[WeightBucket]) -> tuple[list[WeightBucket], dict[str, Tensor]]:
-    """All buckets, in host memory, and their tensors by name, which are views of them.
+async def receive(buckets: AsyncIterator[WeightBucket]) -> list[WeightBucket]:
+    """All buckets, in host memory.
 
     Raises:
         WeightChecksumError: a bucket was damaged.
+    """
+    # Checksums and copies of a large model take seconds, in which this loop must go on serving requests.
+    return [await asyncio.to_thread(_take, bucket) async for bucket in buckets]
+
+
+def tensors_of(buckets: Iterable[WeightBucket]) -> dict[str, Tensor]:
+    """Tensors by name, views of buckets.
+
+    Raises:
         ValueError: a bucket's description does not fit its data.
     """
-    received: list[WeightBucket] = []
-    tensors: dict[str, Tensor] = {}
-    async for bucket in buckets:
-        # Checksums and copies of a large model take seconds, in which this loop must go on serving requests.
-        on_host, named = await asyncio.to_thread(_take, bucket)
-        received.append(on_host)
-        tensors.update(named)
-    return received, tensors
+    return {name: tensor for bucket in buckets for name, tensor in unpack_bucket(bucket)}
 
 
-def _take(bucket: WeightBucket) -> tuple[WeightBucket, list[tuple[str, Tensor]]]:
+def _take(bucket: WeightBucket) -> WeightBucket:
     if not bucket.checked:
         verify(bucket)
     # The device has no room for a second model.
-    on_host = dataclasses.replace(bucket, data=host_bytes(bucket), checked=True)
-    return on_host, list(unpack_bucket(on_host))
+    return dataclasses.replace(bucket, data=host_bytes(bucket), checked=True)

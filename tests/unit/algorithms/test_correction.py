@@ -54,7 +54,7 @@ def at_level(episodes: list[Episode], history: bool, level: str, value: Any) -> 
     return out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=seeds, history=st.booleans(), level=levels, bound=st.sampled_from([None, 0.7, 1.2]))
 def test_importance_weights_are_their_definition(seed: int, history: bool, level: str, bound: float | None) -> None:
     episodes = random_episodes(seed)
@@ -72,7 +72,7 @@ def test_importance_weights_are_their_definition(seed: int, history: bool, level
         assert metrics["mismatch/is_weight_capped_frac"] == pytest.approx(capped)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=seeds, history=st.booleans(), level=levels, ratio=st.booleans(), other=levels)
 def test_filters_keep_what_lies_within_all_their_bounds(
     seed: int, history: bool, level: str, ratio: bool, other: str
@@ -103,7 +103,7 @@ def test_filters_keep_what_lies_within_all_their_bounds(
         assert metrics["mismatch/rejected_frac"] == pytest.approx(1 - len(kept) / len(diffs))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=seeds, level=levels, parts=st.integers(1, 5))
 def test_weights_with_gradient_are_computed_in_the_loss(seed: int, level: str, parts: int) -> None:
     batch, scores = make_batch(seed)

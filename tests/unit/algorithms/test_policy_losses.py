@@ -103,7 +103,7 @@ def oracle(
     return losses, slopes
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(seed=seeds, mode=st.sampled_from(MODES), history=st.booleans())
 @pytest.mark.parametrize(("name", "sampling"), CASES)
 def test_loss_and_gradient_are_their_definition(
@@ -126,7 +126,7 @@ def test_loss_and_gradient_are_their_definition(
     torch.testing.assert_close(exact[0], expected, rtol=1e-8, atol=1e-10)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=seeds, parts=st.integers(1, 6), weighted=st.booleans())
 @pytest.mark.parametrize(("name", "sampling"), CASES)
 def test_any_split_adds_up(name: str, sampling: str, seed: int, parts: int, weighted: bool) -> None:

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.data.batch import Batch
@@ -44,7 +44,6 @@ def lists(batch: Batch) -> Sequences:
     return found
 
 
-@settings(deadline=None)
 @given(sequences_strategy)
 def test_positions_and_rows_count_as_lists_do(sequences: Sequences) -> None:
     batch = make_batch(sequences)
@@ -56,7 +55,6 @@ def test_positions_and_rows_count_as_lists_do(sequences: Sequences) -> None:
     assert batch.offsets_B.tolist() == [sum(map(len, sequences[:row])) for row in range(len(sequences))]
 
 
-@settings(deadline=None)
 @given(sequences_strategy, st.data())
 def test_select_takes_any_rows_in_any_order(sequences: Sequences, data: st.DataObject) -> None:
     batch = make_batch(sequences)
@@ -67,13 +65,11 @@ def test_select_takes_any_rows_in_any_order(sequences: Sequences, data: st.DataO
     assert batch.tokens_T[batch.token_index(rows)].tolist() == [token for tokens in expected for token in tokens]
 
 
-@settings(deadline=None)
 @given(st.lists(sequences_strategy, min_size=1, max_size=4))
 def test_concat_joins_end_to_end(parts: list[Sequences]) -> None:
     assert lists(Batch.concat([make_batch(part) for part in parts])) == [tokens for part in parts for tokens in part]
 
 
-@settings(deadline=None)
 @given(sequences_strategy, st.booleans())
 def test_padded_is_a_rectangle(sequences: Sequences, left: bool) -> None:
     width = max(map(len, sequences), default=0)
@@ -92,7 +88,6 @@ def test_padded_keeps_the_type() -> None:
     assert batch.padded("rewards_T").dtype == torch.float32
 
 
-@settings(deadline=None)
 @given(sequences_strategy, st.integers(1, 6))
 def test_split_gives_every_row_to_one_part_and_balances_tokens(sequences: Sequences, num_parts: int) -> None:
     batch = make_batch(sequences)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.data.batch import Batch
@@ -23,7 +23,6 @@ def make_batch() -> Batch:
     )
 
 
-@settings(deadline=None)
 @given(lengths_lists, st.integers(1, 9), st.integers(1, 200), st.integers(1, 8))
 def test_micro_batches_hold_every_sequence_once_within_the_limits(
     lengths: torch.Tensor, max_sequences: int, max_tokens: int, round_to: int
@@ -36,7 +35,6 @@ def test_micro_batches_hold_every_sequence_once_within_the_limits(
         assert len(rows) * width <= max_tokens or len(rows) == 1
 
 
-@settings(deadline=None)
 @given(lengths_lists, st.integers(1, 200))
 def test_packs_hold_every_sequence_once_within_the_budget(lengths: torch.Tensor, max_tokens: int) -> None:
     packs = make_packs(lengths, max_tokens=max_tokens)

@@ -278,7 +278,7 @@ def test_no_rows_are_no_problem_of_the_file(tmp_path: Path) -> None:
 json_values = st.text(max_size=4) | st.integers() | st.lists(st.text('[]{},\\"\n', max_size=4), max_size=2)
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.lists(st.dictionaries(st.text(max_size=3), json_values, max_size=3), max_size=4),
     indent=st.none() | st.integers(0, 2),

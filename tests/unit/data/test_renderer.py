@@ -74,7 +74,7 @@ def whole(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message]) -> li
 
 
 @FAMILIES
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(system=st.none() | sentences, user=sentences)
 def test_a_prompt_is_what_transformers_makes_of_it(family: str, system: str | None, user: str) -> None:
     tokenizer = TOKENIZERS[family]
@@ -98,7 +98,7 @@ def test_many_prompts_are_what_they_are_one_by_one(family: str) -> None:
 
 
 @FAMILIES
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(turns=st.lists(st.tuples(sentences, sentences), min_size=1, max_size=4), closed=st.booleans())
 def test_a_grown_conversation_is_the_whole_one(family: str, turns: list[tuple[str, str]], closed: bool) -> None:
     """Whether the answers end with the end-of-turn token or were cut off before it."""

@@ -69,7 +69,7 @@ def visible_pairs(batch: Batch) -> set[tuple[int, int]]:
     return pairs
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(batches)
 def test_a_token_sees_itself_and_what_stands_before_it_in_its_sequences(batch: Batch) -> None:
     ids, positions, cell_T, _ = shared_row(batch)
@@ -81,7 +81,7 @@ def test_a_token_sees_itself_and_what_stands_before_it_in_its_sequences(batch: B
     assert visible_pairs(batch) == expected
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(batches)
 def test_only_equal_prompts_up_to_the_token_that_predicts_are_shared(batch: Batch) -> None:
     shared = SharedPrompts.find(batch)
@@ -99,7 +99,7 @@ def test_only_equal_prompts_up_to_the_token_that_predicts_are_shared(batch: Batc
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(batches, st.integers(1, 6), st.integers(1, 40))
 def test_micro_batches_hold_every_sequence_once_within_the_limits(
     batch: Batch, max_sequences: int, max_tokens: int

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -37,7 +37,6 @@ pieces = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(pieces, max_size=8).map("".join))
 def test_any_text_comes_back(text: str) -> None:
     ids = TOKENIZER.encode(text, add_special_tokens=False)
@@ -45,7 +44,6 @@ def test_any_text_comes_back(text: str) -> None:
     assert all(0 <= index < len(TOKENIZER) for index in ids)
 
 
-@settings(deadline=None)
 @given(st.lists(pieces, max_size=8).map("".join))
 @example("\uf900")  # a character that composition replaces
 def test_the_plain_class_reads_a_folder_as_transformers_own_choice_does(read: tuple[Any, Any], text: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -117,7 +117,6 @@ def make_batch(lengths: Sequence[int]) -> Batch:
 lengths_strategy = st.lists(st.integers(1, 10), min_size=1, max_size=12)
 
 
-@settings(deadline=None)
 @given(lengths_strategy, st.integers(1, 5), st.integers(1, 3), st.booleans())
 def test_scores_come_back_in_the_order_of_the_batch(
     lengths: list[int], dp_size: int, copies: int, values: bool
@@ -138,7 +137,6 @@ def test_scores_come_back_in_the_order_of_the_batch(
     assert sorted(row for share in shares[::copies] for row in share) == list(range(len(lengths)))
 
 
-@settings(deadline=None)
 @given(lengths_strategy, st.integers(1, 5), st.integers(1, 2), st.integers(1, 6), st.integers(1, 2))
 def test_each_optimizer_step_reaches_the_ranks_in_disjoint_shares(
     lengths: list[int], dp_size: int, copies: int, steps_per_epoch: int, epochs: int
@@ -157,7 +155,6 @@ def test_each_optimizer_step_reaches_the_ranks_in_disjoint_shares(
         assert sorted(row for share in shares[::copies] for row in share) == sorted(rows.tolist())
 
 
-@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 9), st.integers(1, 4), st.integers(0, 3))
 def test_every_epoch_sees_every_row_once_in_steps_of_nearly_equal_size(
     num_rows: int, steps_per_epoch: int, epochs: int, seed: int

@@ -86,7 +86,7 @@ def world_of(chosen: dict) -> World:
     return World(admission, random.Random(chosen["seed"]), **others)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(worlds)
 def test_the_lag_is_bounded_nothing_is_lost_and_nothing_overtaken_by_more_than_the_window(chosen: dict) -> None:
     world = world_of(chosen)
@@ -113,7 +113,6 @@ def test_the_lag_is_bounded_nothing_is_lost_and_nothing_overtaken_by_more_than_t
     }
 
 
-@settings(deadline=None)
 @given(worlds)
 def test_with_nothing_ahead_and_no_window_a_run_is_synchronous_and_in_order(chosen: dict) -> None:
     world = world_of(chosen | {"ahead": 0, "window": 1})
@@ -125,7 +124,7 @@ def test_with_nothing_ahead_and_no_window_a_run_is_synchronous_and_in_order(chos
     assert set(order) | world.rejected == set(range(admission.next_draw))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(worlds, st.booleans())
 @example(
     {"batch_size": 1, "ahead": 0, "window": 1, "slots": 1, "rejecting": 0.8, "losing": 0.0}

@@ -233,7 +233,7 @@ ANYTHING = st.one_of(
         max_size=3,
     ),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_an_answer_is_made_of_plain_values_or_refused_by_name(step: dict[str, Any], info: dict[Any, Any]) -> None:
     env = Maze(step=step, info=info)
     try:
@@ -247,7 +247,7 @@ def test_an_answer_is_made_of_plain_values_or_refused_by_name(step: dict[str, An
 
 
 @given(answer=st.one_of(ANYTHING, st.tuples(ANYTHING, ANYTHING)))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_first_answer_too(answer: Any) -> None:
     try:
         observation, info = checked_reset(Maze(reset=answer), 0)
@@ -260,7 +260,7 @@ def test_a_first_answer_too(answer: Any) -> None:
 @given(
     step=st.dictionaries(st.sampled_from(sorted(FINE)), ANYTHING, max_size=1), key=st.text(max_size=3), value=ANYTHING
 )
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_whatever_is_answered_the_group_is_counted_and_can_be_shown(
     step: dict[str, Any], key: str, value: Any, tokenizer_path: str, folder: RunFolder
 ) -> None:

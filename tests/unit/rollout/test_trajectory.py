@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.data.batch import Batch
@@ -110,7 +110,6 @@ added = st.tuples(
 episodes = st.tuples(st.lists(added, min_size=1, max_size=4), st.booleans())
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(episodes, max_size=3), min_size=1, max_size=3))
 def test_rows_against_a_plain_loop(groups: list[list[tuple[list[tuple[list[int], list[int], float]], bool]]]) -> None:
     made = []

@@ -93,10 +93,6 @@ class EngineWeights(ABC):
         return shape
 
     @abstractmethod
-    def stored(self, name: str) -> Tensor:
-        """The whole parameter in the number format that the model computes in (collective)."""
-
-    @abstractmethod
     def store(self, name: str, whole: Tensor) -> None:
         """Sets what the model computes with (collective; all ranks have ``whole``)."""
 
@@ -123,20 +119,6 @@ class EngineWeights(ABC):
             for name in self.fragments:
                 parameter = self.parameters[name]
                 optimizer.norm_for_param_grads[optimizer.get_param_id(parameter)] = self.gradient(name).norm()
-
-    def weight(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The whole parameter in a number format, as exact as there is, on all ranks (collective)."""
-        return (self.stored(name) if self._is_stored(name, dtype) else self.whole(name, MASTER)).to(dtype)
-
-    def whole(self, name: str, kind: str) -> Tensor:
-        """A trained parameter's float32 weights, or one of Adam's moments, on all ranks (collective)."""
-        shape = self.shape(name)
-        joined = torch.zeros(shape.numel(), device=self.device)
-        if (fragment := self.fragments.get(name)) is not None:
-            joined.narrow(0, fragment.offset, fragment.size).copy_(self._kept(fragment, kind))
-        if self.copies == 1 and dist.get_world_size() > 1:
-            dist.all_reduce(joined)  # what a rank does not hold is 0
-        return joined.view(shape)
 
     def spread(self, name: str, kind: str, dtype: torch.dtype) -> Spread:
         """A flat parameter, or one of Adam's moments, where it lies (collective)."""
@@ -230,9 +212,6 @@ class ReplicatedWeights(EngineWeights):
         super().__init__(engine, scorer, device)
         self.copies = dist.get_world_size()
 
-    def stored(self, name: str) -> Tensor:
-        return self.parameters[name].detach()
-
     def store(self, name: str, whole: Tensor) -> None:
         self.parameters[name].detach().copy_(whole)
 
@@ -263,9 +242,6 @@ class ReplicatedWeights(EngineWeights):
 
 class PartitionedOptimizer(EngineWeights):
     """ZeRO stages 1 and 2: every rank holds all weights, and updates a part of them."""
-
-    def stored(self, name: str) -> Tensor:
-        return self.parameters[name].detach()
 
     def store(self, name: str, whole: Tensor) -> None:
         self.parameters[name].detach().copy_(whole)
@@ -318,13 +294,6 @@ class PartitionedOptimizer(EngineWeights):
 
 class PartitionedWeights(EngineWeights):
     """ZeRO stage 3: every rank holds a part of each parameter."""
-
-    def stored(self, name: str) -> Tensor:
-        import deepspeed
-
-        parameter = self.parameters[name]
-        with deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().clone()
 
     def store(self, name: str, whole: Tensor) -> None:
         import deepspeed

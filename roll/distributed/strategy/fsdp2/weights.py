@@ -80,24 +80,12 @@ class Weights(ABC):
         """Forgets the gradients."""
 
     @abstractmethod
-    def join(self, name: str, share: Tensor) -> Tensor:
-        """Joins all ranks' values for a parameter's local shares (collective)."""
-
-    @abstractmethod
     def share(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a tensor shaped like the parameter."""
 
     @abstractmethod
     def move(self, device: torch.device) -> None:
         """Moves the parameters; the optimizer's shares follow."""
-
-    def weight(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The whole parameter in a number format, on all ranks (collective)."""
-        return self.join(name, self.local[name].to(dtype))
-
-    def whole(self, name: str, kind: str) -> Tensor:
-        """A trained parameter's weights, or one of its moments, on all ranks (collective)."""
-        return self.join(name, self._kept(name, kind))
 
     def spread(self, name: str, kind: str, dtype: torch.dtype) -> Spread:
         """A parameter, or one of its moments, where it lies (collective)."""
@@ -167,9 +155,6 @@ class ReplicatedWeights(Weights):
 
     def drop_gradients(self) -> None:
         self._flat_gradient.zero_()
-
-    def join(self, name: str, share: Tensor) -> Tensor:
-        return share.detach()
 
     def _part(self, name: str) -> tuple[Sequence[int], Sequence[int]]:
         shape = self.shape(name)
@@ -250,19 +235,6 @@ class ShardedWeights(Weights):
     def drop_gradients(self) -> None:
         for name, parameter in self.parameters.items():
             parameter.grad = self.local[name].grad = None
-
-    def join(self, name: str, share: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor, Replicate
-
-        like = cast("DTensor", self.parameters[name])
-        mesh, placements = like.device_mesh, list(like.placements)
-        joined = DTensor.from_local(
-            share.detach(), mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
-        for axis in range(mesh.ndim):  # one by one: DTensor warns when it has to do several at once
-            placements[axis] = Replicate()
-            joined = joined.redistribute(placements=placements)
-        return joined.to_local()
 
     def _part(self, name: str) -> tuple[Sequence[int], Sequence[int]]:
         (chunk,) = cast("DTensor", self.parameters[name]).__create_chunk_list__()

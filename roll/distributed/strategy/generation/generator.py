@@ -32,7 +32,7 @@ from roll.distributed.strategy.generation.requests import (
     check_request,
 )
 from roll.distributed.weights.contents import WeightBucket
-from roll.distributed.weights.update_stream import UpdateStream, receive
+from roll.distributed.weights.update_stream import UpdateStream, receive, tensors_of
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class Generator(ABC, Generic[PlanT]):
         """Checks that these are all of the model's weights, before anything is changed.
 
         Returns:
-            What ``load_weights`` wants to know of them; of the names and shapes alone where updates are streamed.
+            What ``load_weights`` wants to know of their names and shapes; used again for updates that have the same.
 
         Raises:
             WeightMismatchError: names or shapes are not the model's.
@@ -219,7 +219,7 @@ class Generator(ABC, Generic[PlanT]):
             WeightMismatchError: names or shapes are not those of ``lora``; the old adapter stays.
             EngineStoppedError: the engine failed.
         """
-        _, tensors = await receive(buckets)
+        tensors = tensors_of(await receive(buckets))
         self.check_adapter(tensors)
         async with self._updating(version):
             await self.load_adapter(tensors)

@@ -11,7 +11,7 @@ from torch import Tensor
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.weights.adapters import check_adapter
 from roll.distributed.weights.buckets import WeightUpdate
-from roll.models.loading import load_config, make_skeleton, resolve_dtype, to_hf_weights
+from roll.models.loading import load_config, make_skeleton, resolve_dtype
 from roll.models.lora import LoraSpec, adapted_layers, matrix_shapes
 from roll.models.tokenizer import load_tokenizer, locate_model
 
@@ -56,17 +56,16 @@ class ModelOutline:
         Raises:
             WeightMismatchError: see ``WeightUpdate``.
         """
-        WeightUpdate(self._model, tensors)
+        parts = WeightUpdate(self._model, tensors).parts
         first: dict[int, str] = {}
         chosen: dict[str, str] = {}
+        """Names in a checkpoint, and those to load them from."""
         for name, parameter in self._model.named_parameters(remove_duplicate=False):
             own = first.setdefault(id(parameter), name)
-            parts = to_hf_weights(self._model, name, parameter)
-            own_parts = to_hf_weights(self._model, own, parameter)
-            for part, own_part in zip(parts, own_parts, strict=True):
-                if part in tensors and own_part not in chosen.values():
-                    chosen[part] = own_part
-        return chosen
+            for part, own_part in zip(parts[name], parts[own], strict=True):
+                if part in tensors:
+                    chosen.setdefault(own_part, part)
+        return {part: own_part for own_part, part in chosen.items()}
 
     def check_role(self, context: StrategyContext) -> None:
         """Checks that the model has positions for the role's longest sequence, and the targets of its adapter.

@@ -29,6 +29,7 @@ from roll.distributed.strategy.hf_infer.model_fit import foreign_attention
 from roll.distributed.weights.adapters import MergedAdapter, check_adapter
 from roll.distributed.weights.buckets import WeightUpdate
 from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.update_stream import tensors_of
 from roll.models.loading import load_causal_lm, resolve_dtype
 from roll.models.scoring import TokenScorer, score_batch
 from roll.models.stop_strings import StopStrings
@@ -113,8 +114,10 @@ class HfInfer(Generator[WeightUpdate]):
         return WeightUpdate(self._model, tensors)
 
     async def load_weights(self, buckets: AsyncIterator[WeightBucket], plan: WeightUpdate) -> None:
+        tensors = tensors_of([bucket async for bucket in buckets])
+
         def apply() -> None:
-            plan.apply()
+            plan.apply(tensors)
             if self._adapter is not None:
                 self._adapter.forget()
 

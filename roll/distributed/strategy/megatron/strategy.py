@@ -49,6 +49,7 @@ from roll.distributed.strategy.megatron.scores import TokenScorer, sum_over
 from roll.distributed.strategy.megatron.weights import WeightGatherer
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import ModelFiles, TrainerState
+from roll.distributed.strategy.training.pieces import Piece
 from roll.distributed.strategy.training.trainer import Limits, Scorer, Trainer, join_group, local_device
 from roll.models.loading import load_config, resolve_dtype
 
@@ -297,11 +298,11 @@ class MegatronTrain(MegatronInfer, Trainer):
     def drop_gradients(self) -> None:
         self._optimizer.drop_gradients()
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self._gatherer.weights(self._model_dtype)
+    def find_weights(self) -> list[Piece]:
+        return self._gatherer.pieces("trunk", self._model_dtype)
 
-    def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
-        return super().named_adapter() if self.context.lora is None else self._gatherer.adapter()
+    def find_adapter(self) -> list[Piece]:
+        return super().find_adapter() if self.context.lora is None else self._gatherer.pieces("adapter", torch.float32)
 
     @property
     def trained(self) -> TrainedModel:

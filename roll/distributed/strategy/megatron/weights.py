@@ -1,4 +1,4 @@
-"""A model's parameters and moments on the ranks that hold them, under Hugging Face names, one parameter at a time."""
+"""A model's parameters and moments on the ranks that hold them, under Hugging Face names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from roll.distributed.strategy.megatron.model import MegatronModel
 from roll.distributed.strategy.megatron.optimizer import MegatronAdam
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX
-from roll.distributed.strategy.training.pieces import Piece, Region, Spread, gather
+from roll.distributed.strategy.training.pieces import Piece, Region, Spread
 from roll.models.lora import is_adapter
 from roll.models.megatron.convert import join, shard_group
 from roll.models.megatron.layout import ParallelLayout
@@ -72,16 +72,8 @@ class WeightGatherer:
         self._places = places
         self._items = list(self._plan())
 
-    def weights(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors under Hugging Face names on rank 0, nothing on the others; all must exhaust it (collective)."""
-        return self._whole("trunk", dtype)
-
-    def adapter(self) -> Iterator[tuple[str, Tensor]]:
-        """The same for a LoRA adapter, in float32 under the names of a peft folder."""
-        return self._whole("adapter", torch.float32)
-
     def pieces(self, part: Part, dtype: torch.dtype, updated: OwnPart | None = None) -> list[Piece]:
-        """The same tensors for a checkpoint.
+        """Tensors under the names of a Hugging Face checkpoint, an adapter's under those of a peft folder.
 
         Args:
             part: of the model.
@@ -89,10 +81,6 @@ class WeightGatherer:
             updated: reads what the optimizer has of a parameter; without it, the parameters themselves are meant.
         """
         return [self._piece(item, dtype, updated) for item in self._items_of_part(part)]
-
-    def _whole(self, part: Part, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        for piece in self.pieces(part, dtype):
-            yield from gather(piece, 0).items()
 
     def _piece(self, item: _Item, dtype: torch.dtype, updated: OwnPart | None) -> Piece:
         def own() -> Tensor:

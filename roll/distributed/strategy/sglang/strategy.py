@@ -16,15 +16,12 @@ import json
 import logging
 import os
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.multiprocessing  # teaches ForkingPickler tensors
 from torch import Tensor
@@ -36,12 +33,14 @@ from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.generation.engine_process import EngineCallError, EngineProcess
 from roll.distributed.strategy.generation.generator import Generator
 from roll.distributed.strategy.generation.model_outline import ModelOutline
-from roll.distributed.strategy.generation.requests import EngineStoppedError, scratch_folder
+from roll.distributed.strategy.generation.requests import EngineStoppedError
 from roll.distributed.strategy.sglang import cpu
 from roll.distributed.strategy.sglang.options import require_sglang
 from roll.distributed.weights.adapters import adapted_names, peft_config
-from roll.distributed.weights.buckets import host_bytes, pack_buckets
-from roll.distributed.weights.contents import WeightBucket, contents
+from roll.distributed.weights.buckets import pack_buckets
+from roll.distributed.weights.contents import WeightBucket, renamed
+from roll.distributed.weights.lending import Lender
+from roll.distributed.weights.update_stream import on_device
 from roll.models.tokenizer import locate_model
 
 logger = logging.getLogger(__name__)
@@ -51,6 +50,7 @@ CPU_CACHE_SHARE = 0.25  # of the host memory that is free, at most, unless max_t
 CONTEXT_MARGIN = 8  # SGLang leaves the last positions of its context empty
 MEMORY = {States.WEIGHTS: ("weights",), States.CACHE: ("kv_cache", "cuda_graph")}  # SGLang's names
 HOLD = "generator"  # the reason that the engine's process knows for all holds of this side
+ENGINE = "sglang"  # who reads the buckets, as one
 ADAPTERS = 3  # in one batch: none, the old one of requests in flight, and the new one
 
 
@@ -74,6 +74,7 @@ class SglangStrategy(Generator[dict[str, str]]):
         self._on_cpu = not torch.accelerator.is_available()
         self.can_offload = not self._on_cpu
         self._tp_size = self._config.tp_size or context.worker.num_gpus_per_worker
+        self._lender = Lender()
         self._numbers = itertools.count()
         self._ids: dict[str, str] = {}
         """SGLang's id of each request in flight."""
@@ -150,6 +151,7 @@ class SglangStrategy(Generator[dict[str, str]]):
         async for bucket in buckets:
             await self._load(bucket, plan)
         await self._do("end_weights")
+        self._take_back()
 
     def check_adapter(self, tensors: Mapping[str, Tensor]) -> None:
         self._outline.check_adapter(self.context.lora, tensors)
@@ -158,9 +160,9 @@ class SglangStrategy(Generator[dict[str, str]]):
         assert self.context.lora is not None
         (bucket,) = pack_buckets(tensors.items(), sys.maxsize)
         await self._do("begin_update")
-        with _memory_file(host_bytes(bucket)) as path:
-            config = peft_config(self.context.lora, tensors)
-            await self._do("load_adapter", str(path), len(bucket.data), contents(bucket), config)
+        place, config = self._lender.lend(bucket, [ENGINE]), peft_config(self.context.lora, tensors)
+        await self._do("load_adapter", place.path, len(bucket.data), bucket.outline.contents, config)
+        self._take_back()
 
     def use_version(self, version: int, recompute_kv: bool) -> Future[None]:
         return self._engine.submit("end_update", version)
@@ -195,15 +197,20 @@ class SglangStrategy(Generator[dict[str, str]]):
 
     async def _load(self, bucket: WeightBucket, names: Mapping[str, str]) -> None:
         """Hands a bucket's tensors to the engine under their new names, without a way through the host on a GPU."""
-        staged = contents(bucket, names)
-        if isinstance(bucket.data, np.ndarray):
-            with _memory_file(bucket.data) as path:
-                await self._do("load", str(path), len(bucket.data), staged)
+        staged = renamed(bucket.outline.contents, names)
+        if not on_device(bucket):
+            place = await asyncio.to_thread(self._lender.lend, bucket, [ENGINE])
+            await self._do("load", place.path, len(bucket.data), staged)
             return
         block = bucket.data.clone()  # memory that came from another process cannot be handed on
         description = json.dumps({"path": None, "tensors": staged})
         payloads = [_shared([(description, block)]) for _ in range(self._tp_size)]
         await self._do("load_shared", payloads)
+
+    def _take_back(self) -> None:
+        """SGLang has loaded all: nothing of it is left in what was lent."""
+        self._lender.take_back(self._lender.segments, ENGINE)
+        self._lender.end(0)
 
     def _memory(self, what: States) -> list[str]:
         """SGLang's names for it; none on a CPU, where nothing is freed."""
@@ -268,12 +275,3 @@ def _cpu_cache_tokens(context: StrategyContext, outline: ModelOutline) -> int:
 def _shared(value: Any) -> bytes:
     """A pickle in which memory of a GPU is a handle to it (CUDA IPC), in the form that SGLang reads."""
     return bytes(ForkingPickler.dumps(value))
-
-
-@contextlib.contextmanager
-def _memory_file(data: np.ndarray) -> Iterator[Path]:
-    """A private file with these bytes, in shared memory, or on disk where that has no room; gone in the end."""
-    with tempfile.NamedTemporaryFile(prefix="roll-sglang-", dir=scratch_folder(len(data))) as file:
-        file.write(data.data)
-        file.flush()
-        yield Path(file.name)

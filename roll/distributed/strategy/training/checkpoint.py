@@ -337,7 +337,7 @@ def _hand_over(
     if contents.write_shards is not None:
         contents.write_shards(group)
     for piece, file in contents.targets():
-        whole = gather(piece, file.rank, read=read, group=group)
+        whole = gather([piece], [file.rank], read=read, group=group)
         if own_rank() != file.rank:
             continue
         target = path / file.name

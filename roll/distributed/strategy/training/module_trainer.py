@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
@@ -20,13 +19,14 @@ from roll.distributed.strategy.training.hf_scorer import make_scorer, score_micr
 from roll.distributed.strategy.training.module_weights import (
     ModuleWeights,
     TrainedModule,
-    adapter_weights,
+    adapter_pieces,
     copy_output_layer,
-    hf_weights,
+    hf_pieces,
     load_model,
     module_files,
     start_adapter,
 )
+from roll.distributed.strategy.training.pieces import Piece
 from roll.distributed.strategy.training.trainer import Limits, Scorer, Trainer
 from roll.models import planned_attention
 from roll.models.loading import load_config, resolve_dtype
@@ -110,18 +110,19 @@ class ModuleTrainer(ModuleScorer[W], Trainer):
 
     _trained = True
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return hf_weights(self.weights, self._model_dtype)
+    def find_weights(self) -> list[Piece]:
+        return hf_pieces(self.weights, self._model_dtype)
 
-    def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
-        return super().named_adapter() if self.context.lora is None else adapter_weights(self.weights)
+    def find_adapter(self) -> list[Piece]:
+        return super().find_adapter() if self.context.lora is None else adapter_pieces(self.weights)
 
     @property
     def trained(self) -> TrainedModule:
         return TrainedModule(self.weights)
 
     def model_files(self) -> ModelFiles:
-        return module_files(self.weights, self._model_dtype, self.context)
+        pieces = self.pieces("weights" if self.context.lora is None else "adapter")
+        return module_files(self.weights, pieces, self._model_dtype, self.context)
 
     def _forward_context(self) -> contextlib.AbstractContextManager[object]:
         stack = contextlib.ExitStack()

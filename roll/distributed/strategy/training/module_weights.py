@@ -1,4 +1,4 @@
-"""Parameters of a Hugging Face module that lies on the ranks in an engine's way, one whole tensor at a time.
+"""Parameters of a Hugging Face module that lies on the ranks in an engine's way, under the names of files.
 
 What is here is the same for all engines that train such a module (FSDP2, DeepSpeed): its way from a model folder and to
 a generator, its adapter, its checkpoints.
@@ -6,7 +6,7 @@ a generator, its adapter, its checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,10 +27,10 @@ from roll.distributed.strategy.training.checkpoint import (
     adapter_tensors,
 )
 from roll.distributed.strategy.training.optim import MASTER
-from roll.distributed.strategy.training.pieces import Piece, Spread, piece_of
+from roll.distributed.strategy.training.pieces import Piece, Spread, gather, piece_of, world_size
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.heads import load_value_head
-from roll.models.loading import load_causal_lm, load_trunk, save_config, to_hf_weights
+from roll.models.loading import checkpoint_form, load_causal_lm, load_trunk, save_config, to_hf_weights
 from roll.models.lora import adapter_name, base_name, initial_value, is_adapter, write_adapter_config
 from roll.models.scoring import OutputLayer, TokenScorer
 
@@ -51,11 +51,11 @@ class ModuleWeights(Protocol):
     def shape(self, name: str) -> torch.Size:
         """The whole parameter's."""
 
-    def weight(self, name: str, dtype: torch.dtype) -> Tensor:
-        """The whole parameter in a number format, as exact as there is, on all ranks (collective)."""
-
     def spread(self, name: str, kind: str, dtype: torch.dtype) -> Spread:
-        """State of a parameter, where it lies; of one that is not trained only ``MASTER`` (collective)."""
+        """State of a parameter, where it lies, ``MASTER`` as exact as there is (the only one of what is not trained).
+
+        Collective.
+        """
 
     def fill(self, name: str, kind: str, whole: Tensor | None) -> None:
         """Sets it to rank 0's ``whole`` on all ranks; ``MASTER`` sets an untrained parameter too (collective)."""
@@ -113,20 +113,26 @@ def start_adapter(weights: ModuleWeights, seed: int) -> None:
     _fill(weights, names, MASTER, lambda name: initial_value(_stored_name(name), weights.shape(name), seed))
 
 
-def hf_weights(weights: ModuleWeights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The language model's weights without an adapter under Hugging Face names, tied ones once (collective).
+def hf_pieces(weights: ModuleWeights, dtype: torch.dtype) -> list[Piece]:
+    """The language model's weights without an adapter under Hugging Face names, tied ones once (collective)."""
+    model = weights.scorer.model
+    names = {name: base_name(name).removeprefix(MODEL_PREFIX) for name in weights.parameters if _of_the_model(name)}
+    shapes = {hf: torch.empty(weights.shape(name), device="meta") for name, hf in names.items()}
+    forms = checkpoint_form(model, shapes)
 
-    They are gathered one after the other, as the iterator is asked for them.
-    """
-    for name in _of_the_model(weights):
-        yield from _as_hf(weights, name, weights.weight(name, dtype)).items()
+    def piece(name: str, hf: str) -> Piece:
+        spread, shape = weights.spread(name, MASTER, dtype), weights.shape(name)
+        (stored, tensor), *others = forms[hf].items()
+        if tensor is shapes[hf] and not others:
+            return piece_of(stored, spread, shape)
+        return Piece([spread], lambda whole: to_hf_weights(model, hf, whole[0].view(shape)))
+
+    return [piece(name, hf) for name, hf in names.items()]
 
 
-def adapter_weights(weights: ModuleWeights) -> Iterator[tuple[str, Tensor]]:
+def adapter_pieces(weights: ModuleWeights) -> list[Piece]:
     """The adapter in float32 under the names of a peft folder (collective)."""
-    for name in weights.parameters:
-        if is_adapter(name):
-            yield _stored_name(name), weights.weight(name, torch.float32)
+    return [_float32(weights, name, _stored_name(name)) for name in weights.parameters if is_adapter(name)]
 
 
 def copy_output_layer(weights: ModuleWeights, dtype: torch.dtype) -> OutputLayer:
@@ -141,13 +147,24 @@ def copy_output_layer(weights: ModuleWeights, dtype: torch.dtype) -> OutputLayer
     names = {id(parameter): name for name, parameter in weights.parameters.items()}
 
     def copy(parameter: Tensor) -> Tensor:
-        return weights.weight(names[id(parameter)], dtype).to(weights.device, copy=True)
+        name = names[id(parameter)]
+        piece = piece_of(name, weights.spread(name, MASTER, dtype), weights.shape(name))
+        return gather([piece], range(world_size()))[name].to(weights.device, copy=True)
 
     return OutputLayer(copy(layer.weight), None if layer.bias is None else copy(layer.bias))
 
 
-def module_files(weights: ModuleWeights, dtype: torch.dtype, context: StrategyContext) -> ModelFiles:
-    """Contents of its model folder; ``dtype`` is the number format of the weights there."""
+def module_files(
+    weights: ModuleWeights, pieces: Sequence[Piece], dtype: torch.dtype, context: StrategyContext
+) -> ModelFiles:
+    """Contents of its model folder.
+
+    Args:
+        weights: the parameters.
+        pieces: the model in it, see ``hf_pieces``; or the adapter's, see ``adapter_pieces``.
+        dtype: number format of the model's weights.
+        context: the role's.
+    """
     lora = context.lora
 
     def write_config(folder: Path) -> None:
@@ -158,8 +175,8 @@ def module_files(weights: ModuleWeights, dtype: torch.dtype, context: StrategyCo
 
     names = weights.parameters
     tensors = {
-        MODEL: [_hf_piece(weights, name, dtype) for name in _of_the_model(weights)] if lora is None else [],
-        ADAPTER: [_float32(weights, name, _stored_name(name)) for name in names if is_adapter(name)],
+        MODEL: pieces if lora is None else [],
+        ADAPTER: [] if lora is None else pieces,
         VALUE_HEAD: [_float32(weights, n, n.removeprefix(HEAD_PREFIX)) for n in names if n.startswith(HEAD_PREFIX)],
     }
     return ModelFiles(tensors, write_config, context.model_path)
@@ -190,18 +207,9 @@ def _read(weights: ModuleWeights, name: str, read: Callable[[str], Tensor]) -> T
     return whole
 
 
-def _of_the_model(weights: ModuleWeights) -> list[str]:
-    """The language model's parameters without an adapter."""
-    return [name for name in weights.parameters if name.startswith(MODEL_PREFIX) and not is_adapter(name)]
-
-
-def _as_hf(weights: ModuleWeights, name: str, whole: Tensor) -> dict[str, Tensor]:
-    return to_hf_weights(weights.scorer.model, base_name(name).removeprefix(MODEL_PREFIX), whole)
-
-
-def _hf_piece(weights: ModuleWeights, name: str, dtype: torch.dtype) -> Piece:
-    shape = weights.shape(name)
-    return Piece([weights.spread(name, MASTER, dtype)], lambda whole: _as_hf(weights, name, whole[0].view(shape)))
+def _of_the_model(name: str) -> bool:
+    """Tells whether it is a parameter of the language model without an adapter."""
+    return name.startswith(MODEL_PREFIX) and not is_adapter(name)
 
 
 def _float32(weights: ModuleWeights, name: str, stored: str, kind: str = MASTER) -> Piece:

@@ -1,13 +1,13 @@
-"""Tensors whose parts lie on several ranks, made whole where they are written.
+"""Tensors whose parts lie on several ranks, made whole where they are written or sent from, and nowhere else.
 
 All ranks know who has which part. So a tensor needs no collective: its parts travel by messages from those who have
-them to the one who writes, over any process group, and from the trainer's own memory or from a copy of it.
+them to those who want it whole, over any process group, and from the trainer's own memory or from a copy of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -15,6 +15,9 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_AT_ONCE = 64
+"""Pieces whose messages are under way at the same time; nccl has a limit."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ class Piece:
     spreads: Sequence[Spread]
     make: Callable[[Sequence[Tensor]], Mapping[str, Tensor]]
     """Turns the whole tensors into the named ones; works on the meta device too."""
+    plain: bool = False
+    """There is one of each, of the same bytes, so that it can be gathered where the named one belongs."""
 
     @cached_property
     def outline(self) -> dict[str, Tensor]:
@@ -76,27 +81,44 @@ class Piece:
 
     def renamed(self, rename: Callable[[str], str]) -> Piece:
         """The same tensors under other names."""
-        return Piece(self.spreads, lambda whole: {rename(name): t for name, t in self.make(whole).items()})
+        return Piece(self.spreads, lambda whole: {rename(name): t for name, t in self.make(whole).items()}, self.plain)
 
 
 def piece_of(name: str, spread: Spread, shape: Sequence[int] | None = None) -> Piece:
     """One tensor, in the shape in which it is spread or in another."""
-    return Piece([spread], lambda whole: {name: whole[0] if shape is None else whole[0].view(tuple(shape))})
+    return Piece([spread], lambda whole: {name: whole[0] if shape is None else whole[0].view(tuple(shape))}, True)
 
 
 def gather(
-    piece: Piece, target: int, *, read: Read | None = None, group: dist.ProcessGroup | None = None
-) -> Mapping[str, Tensor]:
-    """Makes a piece whole on the rank ``target``; nothing elsewhere (all ranks take part).
+    pieces: Sequence[Piece],
+    targets: Collection[int],
+    *,
+    into: Mapping[str, Tensor] | None = None,
+    read: Read | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Tensor]:
+    """Makes pieces whole on some ranks (all take part: the others give their parts and get nothing).
 
     Args:
-        piece: what.
-        target: where.
+        pieces: what.
+        targets: the ranks.
+        into: places of the named tensors, to which parts of plain pieces from other ranks go directly. What a rank has
+            whole stays where it is.
         read: this rank's parts in host memory; without it they are read where they are now.
         group: over which they travel, of all ranks.
+
+    Returns:
+        The named tensors of all pieces.
     """
-    whole = [_join(spread, target, read, group) for spread in piece.spreads]
-    return piece.make([tensor for tensor in whole if tensor is not None]) if own_rank() == target else {}
+    found: dict[str, Tensor] = {}
+    for start in range(0, len(pieces), _AT_ONCE):
+        some, exchange = pieces[start : start + _AT_ONCE], _Exchange(targets, read, group)
+        whole = [[exchange.join(spread, _place(piece, into)) for spread in piece.spreads] for piece in some]
+        exchange.finish()
+        if own_rank() in targets:
+            for piece, tensors in zip(some, whole, strict=True):
+                found |= piece.make([tensor for tensor in tensors if tensor is not None])
+    return found
 
 
 def find_regions(own: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> dict[str, list[Region]]:
@@ -133,29 +155,69 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _join(spread: Spread, target: int, read: Read | None, group: dist.ProcessGroup | None) -> Tensor | None:
-    rank = own_rank()
-    device = spread.device if read is None else torch.device("cpu")
-
-    def own() -> Tensor:
-        part = spread.own() if read is None else read(spread)
-        return part.detach().to(device, spread.dtype)
-
-    if rank != target:
-        if spread.sent_by(rank, target):
-            dist.send(own().contiguous(), target, group=group)
+def _place(piece: Piece, into: Mapping[str, Tensor] | None) -> Tensor | None:
+    if not piece.plain or not into:
         return None
-    if len(spread.regions) == 1 and target in spread.regions[0].ranks:
-        return own()  # whole as it is
-    whole = torch.empty(spread.shape, dtype=spread.dtype, device=device)
-    for region in spread.regions:
-        place, source = region.cut(whole), region.source(target)
-        if source == rank:
-            place.copy_(own())
-        elif place.is_contiguous():
-            dist.recv(place, source, group=group)
-        else:
-            part = torch.empty(region.sizes, dtype=spread.dtype, device=device)
-            dist.recv(part, source, group=group)
+    return into[next(iter(piece.outline))].view(piece.spreads[0].shape)
+
+
+class _Exchange:
+    """Messages of some spreads, all under way at the same time."""
+
+    def __init__(self, targets: Collection[int], read: Read | None, group: dist.ProcessGroup | None) -> None:
+        self._rank, self._targets = own_rank(), targets
+        self._read, self._group = read, group
+        self._messages: list[dist.P2POp] = []
+        self._arrivals: list[tuple[Tensor, Tensor]] = []
+        """Places, and what has to be copied there when it is here."""
+        self._tag = 0
+
+    def join(self, spread: Spread, place: Tensor | None) -> Tensor | None:
+        """Starts to make a tensor whole, in ``place`` if given; complete after ``finish``. ``None`` on other ranks."""
+        self._tag += 1
+        takers = [target for target in self._targets if target != self._rank and spread.sent_by(self._rank, target)]
+        own = self._own(spread) if takers or self._has_part(spread) else None
+        if takers:
+            assert own is not None
+            part = own.contiguous()
+            self._messages += [self._message(dist.isend, part, target) for target in takers]
+        if self._rank not in self._targets:
+            return None
+        if len(spread.regions) == 1 and self._rank in spread.regions[0].ranks:
+            return own  # whole as it is
+        device = spread.device if self._read is None else torch.device("cpu")
+        whole = torch.empty(spread.shape, dtype=spread.dtype, device=device) if place is None else place
+        for region in spread.regions:
+            self._fill(region, region.cut(whole), own)
+        return whole
+
+    def finish(self) -> None:
+        """Waits for the messages."""
+        for work in dist.batch_isend_irecv(self._messages) if self._messages else ():
+            work.wait()
+        for place, part in self._arrivals:
             place.copy_(part)
-    return whole
+
+    def _fill(self, region: Region, place: Tensor, own: Tensor | None) -> None:
+        source = region.source(self._rank)
+        if source == self._rank:
+            assert own is not None
+            place.copy_(own)
+            return
+        part = place
+        if not place.is_contiguous():
+            part = torch.empty(region.sizes, dtype=place.dtype, device=place.device)
+            self._arrivals.append((place, part))
+        self._messages.append(self._message(dist.irecv, part, source))
+
+    def _has_part(self, spread: Spread) -> bool:
+        """This rank needs its own part."""
+        return self._rank in self._targets and any(self._rank in region.ranks for region in spread.regions)
+
+    def _own(self, spread: Spread) -> Tensor:
+        if self._read is not None:
+            return self._read(spread).detach().to("cpu", spread.dtype)
+        return spread.own().detach().to(spread.device, spread.dtype)
+
+    def _message(self, send_or_receive: Callable[..., object], tensor: Tensor, other: int) -> dist.P2POp:
+        return dist.P2POp(send_or_receive, tensor, other, self._group, self._tag)

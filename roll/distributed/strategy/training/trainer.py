@@ -16,7 +16,7 @@ import math
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -44,10 +44,11 @@ from roll.distributed.strategy.training.checkpoint import (
     resume_folder,
     write_contents,
 )
+from roll.distributed.strategy.training.export import PlannedBucket, export, plan_buckets
 from roll.distributed.strategy.training.optim import learning_rate
 from roll.distributed.strategy.training.pieces import Piece
-from roll.distributed.weights.buckets import pack_buckets
 from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.messages import Payload
 from roll.models.scoring import gather_scores, split_batch
 from roll.utils.checksums import WrittenFile
 
@@ -174,6 +175,8 @@ class Trainer(Scorer):
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
         self._saves = BackgroundSaves()
+        self._pieces: dict[Payload, list[Piece]] = {}
+        self._planned: dict[tuple[Payload, int], list[PlannedBucket]] = {}
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Adds the loss's gradient to the step's; ``last`` of its micro-batches."""
@@ -200,10 +203,10 @@ class Trainer(Scorer):
         """Forgets the gradients, after every step."""
 
     @abstractmethod
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def find_weights(self) -> list[Piece]:
         """The weights under Hugging Face names in the model's number format, tied ones once (collective)."""
 
-    def named_adapter(self) -> Iterator[tuple[str, Tensor]]:
+    def find_adapter(self) -> list[Piece]:
         """The LoRA adapter in float32, under the names of a peft folder (collective; engines that train one override).
 
         Raises:
@@ -279,24 +282,43 @@ class Trainer(Scorer):
             except OSError as error:
                 raise OSError(f"checkpoint {path}: {error}") from error
 
-    def export_weights(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """``named_weights`` in buckets.
+    def pieces(self, payload: Payload) -> list[Piece]:
+        """``find_weights`` or ``find_adapter``, looked up once (collective the first time)."""
+        if payload not in self._pieces:
+            self._pieces[payload] = self.find_weights() if payload == "weights" else self.find_adapter()
+        return self._pieces[payload]
 
-        Every rank must exhaust the iterator, which gathers a few parameters at a time; only rank 0 gets buckets.
+    def export_weights(
+        self, bucket_bytes: int, ranks: Collection[int] = (0,), *, check: bool = True
+    ) -> Iterator[WeightBucket]:
+        """The weights under Hugging Face names in the model's number format, tied ones once, in buckets.
+
+        Every rank must exhaust the iterator, which gathers a bucket at a time.
+
+        Args:
+            bucket_bytes: size of a bucket, unless one tensor is larger.
+            ranks: those that get the buckets.
+            check: with checksums.
         """
-        return self._export(self.named_weights(), bucket_bytes)
+        return self._export("weights", bucket_bytes, ranks, check)
 
-    def export_adapter(self, bucket_bytes: int) -> Iterator[WeightBucket]:
-        """``named_adapter`` in buckets; otherwise as ``export_weights``."""
-        return self._export(self.named_adapter(), bucket_bytes)
+    def export_adapter(
+        self, bucket_bytes: int, ranks: Collection[int] = (0,), *, check: bool = True
+    ) -> Iterator[WeightBucket]:
+        """The LoRA adapter in float32 under the names of a peft folder; otherwise as ``export_weights``.
 
-    def _export(self, named: Iterator[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
+        Raises:
+            ValueError: there is none.
+        """
+        return self._export("adapter", bucket_bytes, ranks, check)
+
+    def _export(
+        self, payload: Payload, bucket_bytes: int, ranks: Collection[int], check: bool
+    ) -> Iterator[WeightBucket]:
         self._require(States.WEIGHTS)
-        if self.context.rank == 0:
-            yield from pack_buckets(named, bucket_bytes)
-        else:
-            for _ in named:
-                pass
+        if (payload, bucket_bytes) not in self._planned:
+            self._planned[payload, bucket_bytes] = plan_buckets(self.pieces(payload), bucket_bytes)
+        return export(self._planned[payload, bucket_bytes], ranks, check=check)
 
     @property
     def optimizer_steps(self) -> int:

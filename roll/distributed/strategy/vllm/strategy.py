@@ -19,7 +19,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,9 +39,9 @@ from roll.distributed.strategy.vllm.arguments import (
 from roll.distributed.strategy.vllm.failures import Failures
 from roll.distributed.weights import device_memory
 from roll.distributed.weights.adapters import peft_config
-from roll.distributed.weights.buckets import as_tensor, host_bytes
-from roll.distributed.weights.contents import WeightBucket, contents
-from roll.distributed.weights.segments import SegmentPool
+from roll.distributed.weights.buckets import as_tensor
+from roll.distributed.weights.contents import WeightBucket, renamed
+from roll.distributed.weights.lending import Lender
 from roll.distributed.weights.update_stream import on_device
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-STAGED_BUCKETS = 2  # kept from one update to the next; fresh memory costs more than the copy into it
+STAGED_BUCKETS = 2  # copies kept from one update to the next; fresh memory costs more than the copy into it
 SHUTDOWN_S = 2.0  # the engine's own clean-up takes less; then its process is killed, which it survives for seconds more
 MEMORY = {States.WEIGHTS: "weights", States.CACHE: "kv_cache"}  # vLLM's names
 ADAPTER_ID = 1  # vLLM counts adapters from 1; there is only one, replaced in place
@@ -79,7 +78,7 @@ class VllmStrategy(Generator[dict[str, str]]):
         self.can_offload = not self._on_cpu
         self._adapter: LoRARequest | None = None
         self._cache_epoch = 0
-        self._staging = SegmentPool()
+        self._lender = Lender()
         self._failures = Failures()
 
     def start(self) -> None:
@@ -229,11 +228,11 @@ class VllmStrategy(Generator[dict[str, str]]):
         await self._engine.abort(request_id)
 
     async def _replace_weights(self, buckets: AsyncIterator[WeightBucket], names: Mapping[str, str]) -> None:
-        await self._rpc("roll_begin_weights", self._staging.ids)
+        await self._rpc("roll_begin_weights")
         async for bucket in buckets:
             await self._load(bucket, names)
-        self._take_back(await self._rpc("roll_finish_weights"))
-        self._staging.trim(STAGED_BUCKETS, 0)
+        self._take_back(await self._rpc("roll_finish_weights", self._lender.segments))
+        self._lender.end(STAGED_BUCKETS)
         if not self._on_cpu:
             device_memory.collect()
         if self._adapter is not None and self.context.lora is not None:
@@ -243,24 +242,19 @@ class VllmStrategy(Generator[dict[str, str]]):
 
     async def _load(self, bucket: WeightBucket, names: Mapping[str, str]) -> None:
         """Hands one bucket to the workers: through memory that they map, or as a handle to the device's."""
-        staged = contents(bucket, names)
+        staged = renamed(bucket.outline.contents, names)
         if on_device(bucket):
             block = as_tensor(bucket.data).clone()  # memory that came from another process cannot be handed on
             handles = [device_memory.share(block) for _ in range(self._num_processes)]
             await self._rpc("roll_load_weights_from_device", handles, block.device.index, staged)
             return
-        data = host_bytes(bucket)
-        memory = self._staging.allocate(len(data))
-        await asyncio.to_thread(np.copyto, memory, data)
-        segment = self._staging.find(memory)
-        assert segment is not None
-        self._staging.hand_over(segment, map(str, range(self._num_processes)))
-        self._take_back(await self._rpc("roll_load_weights", segment.id, segment.path, len(data), staged))
+        place = await asyncio.to_thread(self._lender.lend, bucket, list(map(str, range(self._num_processes))))
+        self._take_back(await self._rpc("roll_load_weights", place.segment, place.path, len(bucket.data), staged))
 
     def _take_back(self, released: Sequence[Sequence[str]]) -> None:
-        """Notes which staged buckets each worker process is done with."""
+        """Notes which buckets each worker process is done with."""
         for process, segments in enumerate(released):
-            self._staging.release(segments, str(process))
+            self._lender.take_back(segments, str(process))
 
     async def _load_adapter(self, tensors: Mapping[str, Tensor]) -> LoRARequest:
         """Gives vLLM the adapter in the form that it reads, in place of the one before."""

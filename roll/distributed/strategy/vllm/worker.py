@@ -18,7 +18,7 @@ from torch import Tensor
 from roll.distributed.weights.buckets import as_tensor
 from roll.distributed.weights.contents import Contents, views
 from roll.distributed.weights.device_memory import Handle, open_shared
-from roll.distributed.weights.segments import SegmentReader
+from roll.distributed.weights.segments import SegmentReader, SharedMemory
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -43,16 +43,11 @@ class WorkerExtension:
         scale_logprobs(self.model_runner.sampler)
         self._roll_segments = SegmentReader()
 
-    def roll_begin_weights(self, segments: Sequence[str]) -> None:
-        """Makes every layer ready to take new weights, and to pack them as its kernels want them.
-
-        Args:
-            segments: shared memory that the strategy still has; maps of other are dropped.
-        """
+    def roll_begin_weights(self) -> None:
+        """Makes every layer ready to take new weights, and to pack them as its kernels want them."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self._roll_segments.forget_all_but(segments)
         model = self.model_runner.get_model()
         reset_cpu_experts(model)
         with set_current_vllm_config(self.vllm_config):
@@ -67,7 +62,7 @@ class WorkerExtension:
         from vllm.config import set_current_vllm_config
 
         with set_current_vllm_config(self.vllm_config):
-            block = as_tensor(self._roll_segments.read(segment, path, num_bytes))
+            block = as_tensor(self._roll_segments.read(SharedMemory(segment, path), num_bytes))
             self.model_runner.get_model().load_weights(views(block, staged))
         del block
         return self._roll_segments.take_released()
@@ -88,8 +83,11 @@ class WorkerExtension:
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.get_model().load_weights(views(block, staged))
 
-    def roll_finish_weights(self) -> tuple[str, ...]:
+    def roll_finish_weights(self, segments: Sequence[str]) -> tuple[str, ...]:
         """Finishes layers that wait for it, and drops what was derived from the old weights.
+
+        Args:
+            segments: shared memory of this update, which may come again; maps of other are dropped.
 
         Returns:
             As ``roll_load_weights``.
@@ -102,6 +100,7 @@ class WorkerExtension:
             finalize_layerwise_reload(model, self.model_config)
             repack_output_layers(model)
         self.model_runner.reset_lora_state()
+        self._roll_segments.forget_all_but(segments)
         return self._roll_segments.take_released()
 
 

@@ -536,7 +536,7 @@ def test_refused_updates_leave_the_old_weights(model_path: Callable[..., str]) -
         async for bucket in buckets_of(other):
             data = bucket.data.copy()
             data[len(data) // 2] ^= 1
-            yield WeightBucket(bucket.names, bucket.dtypes, bucket.shapes, data, bucket.checksum)
+            yield WeightBucket(bucket.outline, data, bucket.checksum)
 
     async def run(engine: HfInfer) -> None:
         with pytest.raises(WeightMismatchError, match=r"missing name model\.norm\.weight"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -66,9 +67,9 @@ def test_buckets_respect_their_size_except_for_a_larger_tensor() -> None:
     lengths = [10, 10, 300, 1, 40, 24, 1]
     tensors = [(f"w{i}", torch.full((n,), float(i))) for i, n in enumerate(lengths)]
     buckets = list(pack_buckets(iter(tensors), 256))
-    assert [bucket.names for bucket in buckets] == [("w0", "w1"), ("w2",), ("w3", "w4"), ("w5", "w6")]
+    assert [bucket.outline.names for bucket in buckets] == [("w0", "w1"), ("w2",), ("w3", "w4"), ("w5", "w6")]
     assert [len(bucket.data) % ALIGNMENT for bucket in buckets] == [0] * 4
-    assert all(len(bucket.data) <= 256 for bucket in buckets if bucket.names != ("w2",))
+    assert all(len(bucket.data) <= 256 for bucket in buckets if bucket.outline.names != ("w2",))
     received = [item for bucket in buckets for item in unpack_bucket(bucket)]
     assert all(name == n and torch.equal(t, s) for (name, t), (n, s) in zip(received, tensors, strict=True))
     assert list(pack_buckets([], 256)) == []
@@ -91,10 +92,11 @@ def test_damage_is_noticed() -> None:
     data[77] ^= 4
     with pytest.raises(WeightChecksumError, match=r"1 tensors \(w …\): checksum 0x.*, expected 0x"):
         list(unpack_bucket(dataclasses.replace(bucket, data=data)))
+    longer, unknown = (dataclasses.replace(bucket.outline, **c) for c in ({"shapes": ((100,),)}, {"dtypes": ("f31",)}))
     with pytest.raises(ValueError, match="w ends at byte 400, the data has 256"):
-        list(unpack_bucket(dataclasses.replace(bucket, shapes=((100,),))))
-    with pytest.raises(ValueError, match="dtype 'float31'"):
-        list(unpack_bucket(dataclasses.replace(bucket, dtypes=("float31",))))
+        list(unpack_bucket(dataclasses.replace(bucket, outline=longer)))
+    with pytest.raises(ValueError, match="dtype 'f31'"):
+        list(unpack_bucket(dataclasses.replace(bucket, outline=unknown)))
 
 
 def pair(kind: str) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -125,13 +127,14 @@ def exported(model: PreTrainedModel) -> dict[str, Tensor]:
 def test_an_update_makes_the_receiver_equal_to_the_sender(kind: str) -> None:
     receiver, sender = pair(kind)
     buckets = pack_buckets(exported(sender).items(), 4096)
-    update = WeightUpdate(receiver, dict(item for bucket in buckets for item in unpack_bucket(bucket)))
+    tensors = unpacked(buckets)
+    update = WeightUpdate(receiver, tensors)
     ids = torch.arange(20)[None]
     with torch.no_grad():
         expected, before = sender(ids).logits, receiver(ids).logits
         assert not torch.equal(before, expected)
         assert torch.equal(receiver(ids).logits, before), "nothing may change before apply"
-        update.apply()
+        update.apply(tensors)
         assert torch.equal(receiver(ids).logits, expected)
 
 
@@ -143,8 +146,12 @@ def read_only_buckets(model: PreTrainedModel) -> list[WeightBucket]:
     return buckets
 
 
-def unpacked(buckets: list[WeightBucket]) -> dict[str, Tensor]:
+def unpacked(buckets: Iterable[WeightBucket]) -> dict[str, Tensor]:
     return dict(item for bucket in buckets for item in unpack_bucket(bucket))
+
+
+def take(receiver: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
+    WeightUpdate(receiver, tensors).apply(tensors)
 
 
 def test_what_needs_no_cast_becomes_the_models_without_a_copy_and_is_let_go_at_the_next_update() -> None:
@@ -152,12 +159,12 @@ def test_what_needs_no_cast_becomes_the_models_without_a_copy_and_is_let_go_at_t
     buckets = read_only_buckets(sender)
     watched = [weakref.ref(bucket.data) for bucket in buckets]
     tensors = unpacked(buckets)
-    WeightUpdate(receiver, tensors).apply()
+    take(receiver, tensors)
     assert {n: p.data_ptr() for n, p in receiver.named_parameters()} == {n: t.data_ptr() for n, t in tensors.items()}
     assert receiver.get_output_embeddings().weight is receiver.get_input_embeddings().weight
     del buckets, tensors
     assert all(array() is not None for array in watched)
-    WeightUpdate(receiver, unpacked(read_only_buckets(pair("tied")[0]))).apply()
+    take(receiver, unpacked(read_only_buckets(pair("tied")[0])))
     gc.collect()
     assert [array for array in watched if array() is not None] == []
 
@@ -168,7 +175,7 @@ def test_an_adapter_leaves_the_buckets_of_the_base_as_they_are() -> None:
     before = [bucket.data.tobytes() for bucket in buckets]
     spec = LoraSpec(rank=2, alpha=4.0, targets=("q_proj", "down_proj"))
     adapter = MergedAdapter(receiver, spec)
-    WeightUpdate(receiver, unpacked(buckets)).apply()
+    take(receiver, unpacked(buckets))
     torch.manual_seed(3)
     for _ in range(2):  # the second in place of the first, not on top of it
         tensors = {name: torch.randn(shape) for name, shape in matrix_shapes(receiver, spec).items()}
@@ -182,7 +189,7 @@ def test_an_adapter_leaves_the_buckets_of_the_base_as_they_are() -> None:
 
 def test_weights_are_cast_to_the_receivers_dtype() -> None:
     receiver, sender = pair("untied")
-    WeightUpdate(receiver.to(torch.bfloat16), exported(sender)).apply()
+    take(receiver.to(torch.bfloat16), exported(sender))
     for name, parameter in receiver.named_parameters():
         assert torch.equal(parameter, sender.get_parameter(name).to(torch.bfloat16))
 
@@ -192,7 +199,7 @@ def test_tied_weights_may_come_under_any_of_their_names(names: tuple[str, ...]) 
     receiver, sender = pair("tied")
     weights = exported(sender)
     table = weights.pop("model.embed_tokens.weight")
-    WeightUpdate(receiver, weights | dict.fromkeys(names, table)).apply()
+    take(receiver, weights | dict.fromkeys(names, table))
     assert torch.equal(receiver.get_input_embeddings().weight, table)
     assert torch.equal(receiver.get_output_embeddings().weight, table)
 
@@ -220,4 +227,4 @@ def test_all_that_does_not_match_is_listed_at_once() -> None:
 def test_bucket_data_is_plain_bytes() -> None:
     (bucket,) = pack_buckets([("w", torch.arange(4, dtype=torch.bfloat16))], 1 << 10)
     assert bucket.data.dtype == np.uint8
-    assert bucket.dtypes == ("bfloat16",)
+    assert bucket.outline.dtypes == ("bfloat16",)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from roll.distributed.weights.buckets import WeightChecksumError, WeightMismatchError, pack_buckets
-from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.contents import BucketOutline, WeightBucket
 from roll.distributed.weights.update_stream import UpdateStream
 
 SHAPES = {"a": (2, 3), "b": (4,), "c": (5, 1)}
@@ -23,7 +23,8 @@ def on_host(shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> list[WeightBucket
 def on_device(shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> list[WeightBucket]:
     """As they come through CUDA IPC or nccl, on a device that every machine has."""
     data = torch.empty(64, dtype=torch.uint8, device="meta")
-    return [WeightBucket((name,), ("float32",), (shape,), data, 0, checked=True) for name, shape in shapes.items()]
+    outlines = [BucketOutline((name,), ("float32",), (shape,)) for name, shape in shapes.items()]
+    return [WeightBucket(outline, data, 0, checked=True) for outline in outlines]
 
 
 def check(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -51,12 +52,12 @@ def test_the_first_update_is_checked_as_a_whole_and_later_ones_are_loaded_as_the
             source = Source(on_host())
             buckets, names = await stream.open(aiter(source))
             assert source.given == 3 and names == {name: f"engine.{name}" for name in SHAPES}
-            assert [bucket.names async for bucket in buckets] == [("a",), ("b",), ("c",)]
+            assert [bucket.outline.names async for bucket in buckets] == [("a",), ("b",), ("c",)]
         source = Source(on_device())
         buckets, names = await stream.open(aiter(source))
         assert source.given == 1 and names["c"] == "engine.c"
         for number in range(1, 4):
-            assert (await anext(buckets)).names == (list(SHAPES)[number - 1],)
+            assert (await anext(buckets)).outline.names == (list(SHAPES)[number - 1],)
             assert source.given == number, "none is asked for before it can be loaded"
         assert await anext(buckets, None) is None
 

@@ -31,10 +31,10 @@ from roll.distributed.weights.buckets import (
     verify,
 )
 from roll.distributed.weights.contents import WeightBucket
-from roll.distributed.weights.messages import BucketMessage, Close, Open, Payload, Reply, SharedMemory, UpdateDigest
+from roll.distributed.weights.messages import BucketMessage, Close, Open, Payload, Reply, UpdateDigest
 from roll.distributed.weights.receiver import WeightReceiver
-from roll.distributed.weights.routes import Link, Route, plan_link
-from roll.distributed.weights.segments import SegmentPool, SegmentReader
+from roll.distributed.weights.routes import Link, Route, plan_link, plan_routes
+from roll.distributed.weights.segments import SegmentPool, SegmentReader, SharedMemory
 from roll.distributed.weights.sender import Delivery, WeightOrder
 from roll.distributed.weights.sync import WeightSync
 
@@ -129,7 +129,7 @@ def test_segments_are_used_again_once_every_reader_has_let_go() -> None:
     assert first is not None and len(first.array) == 8192
     first.array[:64] = 7
     pool.hand_over(first, readers)
-    views = {name: reader.read(first.id, first.path, 64) for name, reader in readers.items()}
+    views = {name: reader.read(first.place, 64) for name, reader in readers.items()}
     slices = {name: as_tensor(view)[8:16] for name, view in views.items()}
     views.clear()
     gc.collect()
@@ -151,7 +151,7 @@ def test_segments_that_were_never_released_are_used_again_once_their_reader_says
     held.array[:100] = 3
     pool.hand_over(held, ["it", "another"])
     pool.hand_over(lost, ["it"])
-    view = reader.read(held.id, held.path, 100)
+    view = reader.read(held.place, 100)
     assert reader.holding == (held.id,)
     pool.abandon_unwritten()
     pool.reclaim({"it": reader.holding})
@@ -162,7 +162,7 @@ def test_segments_that_were_never_released_are_used_again_once_their_reader_says
     assert reader.holding == () and reader.take_released() == (held.id,)
     pool.reclaim({"it": ()})
     assert held.readers == {"another"}, "who was not asked keeps what it has"
-    assert not reader.read(lost.id, lost.path, 0).size
+    assert not reader.read(lost.place, 0).size
 
 
 def test_the_smallest_segment_that_is_large_enough_is_taken() -> None:
@@ -203,7 +203,7 @@ os.kill(os.getpid(), 9)
     writer = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert writer.stdout
     name, path = writer.stdout.readline().split()
-    view = SegmentReader().read(name, path, 1 << 20)
+    view = SegmentReader().read(SharedMemory(name, path), 1 << 20)
     assert view[:: 1 << 10].tolist() == [5] * 1024 and not view.flags.writeable
     writer.communicate("\n")
     assert view[-1] == 5
@@ -245,6 +245,50 @@ def test_the_route_follows_from_the_places(
     assert links == [Link(*pair) for pair in expected]
 
 
+@pytest.mark.parametrize(
+    ("kind", "num_nodes", "trainer", "generator", "per_worker", "expected"),
+    [
+        # Each trainer serves the generator on its own GPU, in whatever order they are counted.
+        ("gpu", 1, (0, 1), (0, 1), 1, {0: {0: "ipc 0"}, 1: {1: "ipc 0"}}),
+        ("gpu", 1, (1, 0), (0, 1), 1, {1: {0: "ipc 0"}, 0: {1: "ipc 0"}}),
+        # One of those on its devices serves a generator that is split over several.
+        ("gpu", 1, (1, 0), (0, 1), 2, {0: {0: "ipc 1"}}),
+        # One per node serves what has other GPUs there.
+        ("gpu", 2, (0, 2), (1, 3), 1, {0: {0: "broadcast"}, 1: {1: "broadcast"}}),
+        ("gpu", 1, (0, 1), (2, 3), 1, {0: {0: "broadcast", 1: "broadcast"}}),
+        ("gpu", 1, (0, 1), (1, 2), 1, {1: {0: "ipc 0"}, 0: {1: "broadcast"}}),
+        # What has no trainer on its node is left to one that sends already.
+        ("gpu", 2, (0, 1), (1, 2, 3), 1, {1: {0: "ipc 0", 1: "broadcast", 2: "broadcast"}}),
+        ("gpu", 2, (0, 1), (2, 3), 1, {0: {0: "broadcast", 1: "broadcast"}}),
+        # Without GPUs a node is one place.
+        ("cpu", 1, (0, 1), (0, 1), 1, {0: {0: "shared", 1: "shared"}}),
+        ("cpu", 2, (0, 1, 2, 3), (1, 2), 1, {0: {0: "shared"}, 2: {1: "shared"}}),
+        ("cpu", 2, (2, 3), (0, 2), 1, {0: {0: "gloo", 1: "shared"}}),
+    ],
+)
+def test_the_nearest_trainer_serves_a_generator(
+    kind: str,
+    num_nodes: int,
+    trainer: tuple[int, ...],
+    generator: tuple[int, ...],
+    per_worker: int,
+    expected: dict[int, dict[int, str]],
+) -> None:
+    words = {
+        "ipc 0": Link(Route.CUDA_IPC, 0),
+        "ipc 1": Link(Route.CUDA_IPC, 1),
+        "broadcast": Link(Route.COLLECTIVE, 0),
+        "gloo": Link(Route.COLLECTIVE, None),
+        "shared": Link(Route.SHARED_MEMORY, None),
+    }
+    per_node = 4 if num_nodes == 1 else 2
+    nodes = [NodeInfo(str(i), kind, per_node, float(per_node)) for i in range(num_nodes)]  # type: ignore[arg-type]
+    requests = [RoleRequest("actor_train", trainer), RoleRequest("actor_infer", generator, per_worker)]
+    plan = plan_placement(requests, nodes)
+    routes = plan_routes(plan, plan.workers("actor_train"), plan.workers("actor_infer"))
+    assert routes == {sender: {r: words[w] for r, w in links.items()} for sender, links in expected.items()}
+
+
 class Engine:
     """Keeps what it is given, and can be told to go wrong."""
 
@@ -282,6 +326,7 @@ class Sender:
         self.pool = SegmentPool()
         self.receiver = WeightReceiver(engine.load, "127.0.0.1")
         self.digest = UpdateDigest()
+        self.known: tuple[str, ...] = ()
         self.number = 0
 
     async def open(self, version: int) -> None:
@@ -290,6 +335,7 @@ class Sender:
         self.pool.release(reply.released, "it")
         self.pool.abandon_unwritten()
         self.pool.reclaim({"it": reply.holding})
+        self.known = reply.outlines
         self.number = 0
 
     def parcel(self, bucket: WeightBucket) -> BucketMessage:
@@ -298,15 +344,9 @@ class Sender:
         self.pool.hand_over(segment, ["it"])
         self.digest.add(bucket)
         self.number += 1
-        return BucketMessage(
-            self.number - 1,
-            bucket.names,
-            bucket.dtypes,
-            bucket.shapes,
-            bucket.checksum,
-            len(bucket.data),
-            SharedMemory(segment.id, segment.path),
-        )
+        key = bucket.outline.key
+        outline = None if key in self.known else bucket.outline
+        return BucketMessage(self.number - 1, key, outline, bucket.checksum, segment.place)
 
     async def send(self, bucket: WeightBucket) -> None:
         reply = await asyncio.wait_for(self.receiver.handle(self.parcel(bucket), LINK), 20)
@@ -392,9 +432,46 @@ def test_what_is_behind_a_refused_bucket_is_refused_too() -> None:
     asyncio.run(asyncio.wait_for(run(), 20))
 
 
+def test_outlines_are_told_once() -> None:
+    engine = Engine()
+
+    async def run() -> None:
+        sender = Sender(engine)
+        assert await sender.send_all(0, tensors(8)) and sender.known == ()
+        assert await sender.send_all(1, tensors(8, seed=1)) and len(sender.known) == 8
+        assert await sender.send_all(2, [("other", torch.ones(3)), *tensors(7)]) == sender.digest.hex()
+        assert list(engine.weights) == ["other", *(f"w{i}" for i in range(7))]
+        await sender.open(3)
+        with packing_into(sender.pool.allocate):
+            (bucket,) = pack_buckets([("new", torch.ones(1))], 4096)
+        sender.known = (bucket.outline.key,)
+        with pytest.raises(RuntimeError, match="a bucket without its outline"):
+            await sender.send(bucket)
+
+    asyncio.run(run())
+
+
+def test_damage_is_found_where_it_is_looked_for() -> None:
+    engine = Engine()
+
+    async def run(check: bool) -> None:
+        sender = Sender(engine)
+        await sender.open(0)
+        with packing_into(sender.pool.allocate):
+            (bucket,) = pack_buckets(tensors(1), 4096, check=check)
+        bucket.data[9] ^= 1
+        await sender.send(bucket)
+        await sender.receiver.handle(Close(1), LINK)
+
+    asyncio.run(run(check=False))
+    assert engine.version == 0
+    with pytest.raises(WeightChecksumError):
+        asyncio.run(run(check=True))
+
+
 def test_digests_tell_a_lost_a_swapped_and_a_renamed_bucket() -> None:
     buckets = list(pack_buckets(tensors(4), 4096))
-    renamed = [replace(buckets[0], names=("other",)), *buckets[1:]]
+    renamed = [replace(buckets[0], outline=replace(buckets[0].outline, names=("other",))), *buckets[1:]]
     sequences = (buckets, buckets[:-1], [buckets[1], buckets[0], *buckets[2:]], renamed)
     digests = set()
     for sequence in sequences:
@@ -474,11 +551,14 @@ class RecordingTrainer:
     def __init__(self, plan: PlacementPlan) -> None:
         self.placement = SimpleNamespace(plan=plan)
         self.slots = plan.workers("actor_train")
-        self.sent: list[tuple[str, str, int, list[int], bool]] = []
+        self.checked: list[bool] = []
+        self.sent: list[tuple[str, str, int, dict[int, list[int]], int | None]] = []
 
     def call(self, method: str, order: WeightOrder) -> list[Delivery | None]:
-        self.sent.append((method, order.payload, order.version, [r.rank for r in order.receivers], order.keep))
-        return [Delivery("d", {receiver.rank: "d" for receiver in order.receivers}, {}, 0, 1.0), None]
+        receivers = {sender: [each.rank for each in served] for sender, served in order.receivers.items()}
+        self.sent.append((method, order.payload, order.version, receivers, order.keeper))
+        self.checked.append(order.check)
+        return [Delivery("d", dict.fromkeys(ranks, "d"), {}, 0, 1.0) for ranks in receivers.values()] + [None]
 
     def call_rank(self, rank: int, method: str, order: WeightOrder) -> Delivery | None:
         assert rank == 0
@@ -504,9 +584,26 @@ def test_before_the_first_sync_a_replaced_generator_keeps_what_it_loaded() -> No
     updates.sync(3)
     updates.restore(1)
     assert trainer.sent == [
-        ("send_weights", "weights", 3, [0, 1], False),
-        ("send_weights", "weights", 3, [1], False),
+        ("send_weights", "weights", 3, {0: [0, 1]}, None),
+        ("send_weights", "weights", 3, {0: [1]}, None),
     ]
+
+
+def test_the_first_update_of_every_generator_is_checked() -> None:
+    updates, trainer = recorded_sync()
+    for version in range(3):
+        updates.sync(version)
+    updates.restore(1)
+    updates.sync(3)
+    assert trainer.checked == [True, False, False, True, False]
+    updates, trainer = recorded_sync(adapter_only=True)
+    for version in range(2):
+        updates.sync(version)
+    assert trainer.checked == [True, True, False], "the base, the adapter, the adapter"
+    updates, trainer = recorded_sync(check=True)
+    for version in range(3):
+        updates.sync(version)
+    assert trainer.checked == [True] * 3
 
 
 def test_a_trainer_that_moves_on_keeps_what_it_sent() -> None:
@@ -514,8 +611,8 @@ def test_a_trainer_that_moves_on_keeps_what_it_sent() -> None:
     updates.sync(3)
     updates.restore(0)
     assert trainer.sent == [
-        ("send_weights", "weights", 3, [0, 1], True),
-        ("resend_weights", "weights", 3, [0], False),
+        ("send_weights", "weights", 3, {0: [0, 1]}, 0),
+        ("resend_weights", "weights", 3, {0: [0]}, None),
     ]
 
 
@@ -528,10 +625,10 @@ def test_with_lora_the_base_goes_once_to_each_generator_and_then_the_adapter_alo
     updates.sync(2)
     again = "resend_weights" if trains_between else "send_weights"
     assert trainer.sent == [
-        ("send_weights", "weights", 0, [0, 1], False),
-        ("send_weights", "adapter", 0, [0, 1], trains_between),
-        ("send_weights", "adapter", 1, [0, 1], trains_between),
-        ("send_weights", "weights", 1, [1], False),
-        (again, "adapter", 1, [1], False),
-        ("send_weights", "adapter", 2, [0, 1], trains_between),
+        ("send_weights", "weights", 0, {0: [0, 1]}, None),
+        ("send_weights", "adapter", 0, {0: [0, 1]}, 0 if trains_between else None),
+        ("send_weights", "adapter", 1, {0: [0, 1]}, 0 if trains_between else None),
+        ("send_weights", "weights", 1, {0: [1]}, None),
+        (again, "adapter", 1, {0: [1]}, None),
+        ("send_weights", "adapter", 2, {0: [0, 1]}, 0 if trains_between else None),
     ]
