@@ -97,7 +97,7 @@ def renamed(contents: Contents, names: Mapping[str, str]) -> Contents:
         contents: all that is in it.
         names: the tensors that are wanted, and their new names.
     """
-    return [(names[name], *rest) for name, *rest in contents if name in names]  # type: ignore[misc]
+    return [(names[name], dtype, shape, offset) for name, dtype, shape, offset in contents if name in names]
 
 
 def views(block: Tensor, wanted: Contents) -> Iterator[tuple[str, Tensor]]:
