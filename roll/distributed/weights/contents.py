@@ -145,7 +145,7 @@ def _cut(block: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
             raise ValueError(f"weight bucket: {name} ends at byte {end}, the data has {num_bytes}")
         if dtype not in typed:
             numbers = block[: num_bytes // dtype.itemsize * dtype.itemsize].view(dtype)
-            typed[dtype] = numbers, numbers.storage_offset()
+            typed[dtype] = numbers, int(numbers.storage_offset())
         numbers, base = typed[dtype]
         yield name, numbers.as_strided(shape, strides, base + start)
 
