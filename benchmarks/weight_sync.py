@@ -33,6 +33,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -43,9 +44,10 @@ from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.placement import create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
-from roll.distributed.strategy import strategy_class
 from roll.distributed.strategy.base import StrategyContext
-from roll.distributed.strategy.training.export import plan_buckets
+from roll.distributed.strategy.fsdp2.weights import ReplicatedWeights
+from roll.distributed.strategy.training.export import PlannedBucket, export, plan_buckets
+from roll.distributed.strategy.training.module_weights import hf_pieces
 from roll.distributed.weights import sync
 from roll.distributed.weights.buckets import WeightUpdate, packing_into, unpack_bucket
 from roll.distributed.weights.contents import BucketOutline, WeightBucket
@@ -54,8 +56,15 @@ from roll.distributed.weights.receiver import WeightReceiver
 from roll.distributed.weights.routes import Link, Route
 from roll.distributed.weights.segments import SegmentPool, SharedMemory
 from roll.distributed.weights.update_stream import tensors_of
-from roll.models.loading import load_causal_lm
+from roll.models.loading import save_model
+from roll.models.scoring import TokenScorer
+from roll.models.tiny import make_tokenizer
 from roll.pipeline.workers import InferWorker, TrainWorker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Qwen2Config
+
+T = TypeVar("T")
 
 LIMITS = {"shared memory, hf_infer": 0.6, "shared memory, loads as it comes": 0.5}
 """Of a memcpy."""
@@ -101,20 +110,16 @@ class LoadingWorker(InferWorker):
             del bucket, tensor
 
 
-def make_model(path: Path, num_bytes: int, hidden: int) -> list[int]:
-    """Writes a random Qwen2 of about that size in float32 and returns the bytes of each of its tensors."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from roll.models.loading import save_model
-    from roll.models.tiny import make_tokenizer
+def config_of(hidden: int, num_layers: int) -> Qwen2Config:
+    """A Qwen2 with the tokenizer of the tiny model; 12 tensors a layer."""
+    from transformers import Qwen2Config
 
     tokenizer = make_tokenizer()
-    per_layer = 4 * (4 * hidden**2 + 3 * hidden * 4 * hidden)
-    config = Qwen2Config(
+    return Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=4 * hidden,
-        num_hidden_layers=max(1, round(num_bytes / per_layer)),
+        num_hidden_layers=num_layers,
         num_attention_heads=8,
         num_key_value_heads=8,
         max_position_embeddings=256,
@@ -122,9 +127,17 @@ def make_model(path: Path, num_bytes: int, hidden: int) -> list[int]:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = Qwen2ForCausalLM(config).float()
+
+
+def make_model(path: Path, mebibytes: int) -> list[int]:
+    """Writes a random model of about that size in float32 and returns the bytes of each of its tensors."""
+    from transformers import Qwen2ForCausalLM
+
+    hidden = 1024 if mebibytes >= 64 else 256
+    per_layer = 4 * (4 * hidden**2 + 3 * hidden * 4 * hidden)
+    model = Qwen2ForCausalLM(config_of(hidden, max(1, round((mebibytes << 20) / per_layer)))).float()
     save_model(model, path)
-    tokenizer.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
     return [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
 
 
@@ -189,56 +202,60 @@ def measure(path: Path, sizes: list[int], args: argparse.Namespace) -> dict[str,
     return best
 
 
-def measure_planning(path: Path, rounds: int) -> dict[str, float]:
+def many_tensors() -> PreTrainedModel:
+    """A model of ``NUM_TENSORS`` small tensors, whose values are not set."""
+    from transformers import Qwen2ForCausalLM
+
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config_of(16, NUM_TENSORS // 12)).float()
+    return model.to_empty(device="cpu")
+
+
+def measure_planning(rounds: int) -> dict[str, float]:
     """Seconds of both ends for ``NUM_TENSORS`` tensors, in one process; the fastest round of what is done again."""
-    trainer = strategy_class("fsdp2_train")(context(path, "actor_train", "fsdp2_train"))
-    trainer.setup()
-    model, segments = load_causal_lm(str(path), dtype=torch.float32), SegmentPool()
-    made: list[WeightBucket] = []
-    told: list[BucketMessage] = []
-    updates: list[WeightUpdate] = []
+    float32, cpu = torch.float32, torch.device("cpu")
+    weights = ReplicatedWeights(TokenScorer(many_tensors()), cpu, compute_dtype=float32, trained=False)
+    model, pool, place = many_tensors(), SegmentPool(), SharedMemory("segment", "path")
 
-    def plan() -> None:
-        planned = plan_buckets(trainer.pieces("weights"), BUCKET_BYTES)
-        tell([bucket.outline for bucket in planned])
+    def messages(outlines: list[BucketOutline], *, known: bool) -> bytes:
+        told = [BucketMessage(i, o.key, None if known else o, None, place) for i, o in enumerate(outlines)]
+        return pickle.dumps(told)
 
-    def tell(outlines: list[BucketOutline], *, known: bool = False) -> None:
-        place = SharedMemory("segment", "path")
-        told[:] = [
-            BucketMessage(i, outline.key, None if known else outline, None, place) for i, outline in enumerate(outlines)
-        ]
+    def plan() -> tuple[list[PlannedBucket], bytes]:
+        planned = plan_buckets(hf_pieces(weights, float32), BUCKET_BYTES)
+        return planned, messages([bucket.outline for bucket in planned], known=False)
 
-    def pack() -> None:
-        for bucket in made:
-            segment = segments.find(bucket.data)
+    def pack() -> list[WeightBucket]:
+        with packing_into(pool.allocate):
+            buckets = list(export(planned, [0], check=False))
+        for bucket in buckets:
+            segment = pool.find(bucket.data)
             assert segment is not None
-            segments.hand_over(segment, [])
-        with packing_into(segments.allocate):
-            made[:] = trainer.export_weights(BUCKET_BYTES, check=False)
+            pool.hand_over(segment, [])
+        return buckets
 
-    def hear() -> None:
-        heard: list[BucketMessage] = pickle.loads(pickle.dumps(told))
-        outlines = [message.outline for message in heard]
-        arrived = [replace(bucket, outline=outline) for bucket, outline in zip(made, outlines, strict=True) if outline]
-        updates.append(WeightUpdate(model, tensors_of(arrived)))
+    def hear() -> WeightUpdate:
+        outlines = [message.outline for message in pickle.loads(told)]
+        arrived = [replace(bucket, outline=outline) for bucket, outline in zip(buckets, outlines, strict=True)]
+        return WeightUpdate(model, tensors_of(arrived))
 
-    def hear_again() -> None:
-        pickle.loads(pickle.dumps(told))
-        tensors_of(made)
+    took: dict[str, float] = {}
 
-    took = {"sender, first update": seconds(plan)}
-    pack()
-    took["receiver, first update"] = seconds(hear)
-    outlines = [bucket.outline for bucket in made]
-    again = {
-        "sender, later updates": lambda: (trainer.pieces("weights"), tell(outlines, known=True)),
-        "receiver, later updates": hear_again,
-        "sender, gather and pack": pack,
-        "receiver, load": lambda: updates[0].apply(tensors_of(made)),
-    }
-    for name, action in again.items():
-        took[name] = min(seconds(action) for _ in range(rounds))
-    took["tensors"] = sum(len(outline.names) for outline in outlines)
+    def timed(name: str, action: Callable[[], T], rounds: int = 1) -> T:
+        for _ in range(rounds):
+            started = time.perf_counter()
+            result = action()
+            took[name] = min(time.perf_counter() - started, took.get(name, float("inf")))
+        return result
+
+    planned, told = timed("sender, first update", plan)
+    outlines = [bucket.outline for bucket in planned]
+    buckets = pack()
+    update = timed("receiver, first update", hear)
+    again = timed("sender, later updates", lambda: messages(outlines, known=True), rounds)
+    timed("receiver, later updates", lambda: (pickle.loads(again), tensors_of(buckets)), rounds)
+    timed("sender, gather and pack", pack, rounds)
+    timed("receiver, load", lambda: update.apply(tensors_of(buckets)), rounds)
     return took
 
 
@@ -251,11 +268,9 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder, ray_session({"object_store_memory": 2**27}):
         model = Path(folder) / "model"
-        sizes = make_model(model, args.model_mb << 20, 1024 if args.model_mb >= 64 else 256)
+        sizes = make_model(model, args.model_mb)
         best = measure(model, sizes, args)
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(Path(folder), NUM_TENSORS // 12 * 4 * 16 * 16 * 16, 16)
-        planning = measure_planning(Path(folder), args.rounds)
+    planning = measure_planning(args.rounds)
     num_bytes = sum(sizes)
     rows = {name: (num_bytes / took / 1e9, best["memcpy"] / took) for name, took in best.items()}
     print(f"\n{num_bytes / 2**20:.0f} MiB in buckets of {args.bucket_mb} MiB, best of {args.rounds}\n")
@@ -264,7 +279,7 @@ def main() -> None:
         print(f"{name:<34} {speed:>6.2f} {ratio:>10.2f}")
     for name, limit in LIMITS.items():
         print(f"{name}: limit of {limit} of a memcpy {'met' if rows[name][1] >= limit else 'NOT met'}")
-    print(f"\nplanning of {planning.pop('tensors'):.0f} tensors\n")
+    print(f"\nplanning of {NUM_TENSORS:,} tensors\n")
     for name, took in planning.items():
         print(f"{name:<34} {took * 1e3:>6.1f} ms")
     for end in ("sender", "receiver"):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll.distributed.weights.contents import BucketOutline, WeightBucket, aligned, outline_of, views
+from roll.distributed.weights.contents import BucketOutline, WeightBucket, aligned, outline_of
 from roll.models.loading import checkpoint_form, to_hf_weights
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def pack_buckets(
     for group in _groups(named_tensors, bucket_bytes):
         outline = outline_of(group)
         data = allocate(outline.num_bytes, group[0][1].device)
-        places = [place for _, place in views(as_tensor(data), outline.contents)]
+        places = [place for _, place in outline.views(as_tensor(data))]
         yield pack(outline, [tensor for _, tensor in group], data, places, check=check)
 
 
@@ -123,7 +123,7 @@ def unpack_bucket(bucket: WeightBucket) -> Iterator[tuple[str, Tensor]]:
     """
     if not bucket.checked:
         verify(bucket)
-    yield from views(as_tensor(bucket.data), bucket.outline.contents)
+    yield from bucket.outline.views(as_tensor(bucket.data))
 
 
 def verify(bucket: WeightBucket) -> None:

@@ -20,6 +20,9 @@ ALIGNMENT = 64  # bytes; as torch aligns its own tensors, so that a model comput
 Contents: TypeAlias = Sequence[tuple[str, str, Sequence[int], int]]
 """(name, dtype name, shape, offset in bytes) of tensors in a block of bytes: plain, for any message format."""
 
+Layout: TypeAlias = Sequence[tuple[str, torch.dtype, tuple[int, ...], tuple[int, ...], int, int]]
+"""The same with what a view needs: name, dtype, shape, strides, first element, and the byte at which it ends."""
+
 
 @dataclass(frozen=True)
 class BucketOutline:
@@ -51,6 +54,14 @@ class BucketOutline:
             return 0
         name, dtype_name, shape, offset = self.contents[-1]
         return offset + aligned(math.prod(shape) * _dtype(name, dtype_name).itemsize)
+
+    def views(self, block: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors of a bucket, as ``views``."""
+        return _cut(block, self._layout)
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return _layout(self.contents)
 
     @cached_property
     def key(self) -> str:
@@ -97,7 +108,7 @@ def renamed(contents: Contents, names: Mapping[str, str]) -> Contents:
         contents: all that is in it.
         names: the tensors that are wanted, and their new names.
     """
-    return [(names[name], *rest) for name, *rest in contents if name in names]  # type: ignore[misc]
+    return [(names[name], dtype, shape, offset) for name, dtype, shape, offset in contents if name in names]
 
 
 def views(block: Tensor, wanted: Contents) -> Iterator[tuple[str, Tensor]]:
@@ -110,17 +121,33 @@ def views(block: Tensor, wanted: Contents) -> Iterator[tuple[str, Tensor]]:
     Raises:
         ValueError: a dtype that torch does not have, or a tensor that ends behind the block.
     """
-    dtypes: dict[str, tuple[Tensor, int]] = {}
+    return _cut(block, _layout(wanted))
+
+
+def _layout(contents: Contents) -> Layout:
+    found = []
+    for name, dtype_name, shape, offset in contents:
+        dtype = _dtype(name, dtype_name)
+        strides, count = [], 1
+        for size in reversed(shape):
+            strides.append(count)
+            count *= size
+        end = offset + count * dtype.itemsize
+        found.append((name, dtype, tuple(shape), tuple(reversed(strides)), offset // dtype.itemsize, end))
+    return found
+
+
+def _cut(block: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+    typed: dict[torch.dtype, tuple[Tensor, int]] = {}
     num_bytes = len(block)
-    for name, dtype_name, shape, offset in wanted:
-        if dtype_name not in dtypes:
-            dtype = _dtype(name, dtype_name)
-            dtypes[dtype_name] = block[: num_bytes // dtype.itemsize * dtype.itemsize].view(dtype), dtype.itemsize
-        numbers, itemsize = dtypes[dtype_name]
-        count = math.prod(shape)
-        if (end := offset + count * itemsize) > num_bytes:
+    for name, dtype, shape, strides, start, end in layout:
+        if end > num_bytes:
             raise ValueError(f"weight bucket: {name} ends at byte {end}, the data has {num_bytes}")
-        yield name, numbers.narrow(0, offset // itemsize, count).view(tuple(shape))
+        if dtype not in typed:
+            numbers = block[: num_bytes // dtype.itemsize * dtype.itemsize].view(dtype)
+            typed[dtype] = numbers, int(numbers.storage_offset())
+        numbers, base = typed[dtype]
+        yield name, numbers.as_strided(shape, strides, base + start)
 
 
 def _dtype(name: str, dtype_name: str) -> torch.dtype:

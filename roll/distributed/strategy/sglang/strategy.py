@@ -37,7 +37,7 @@ from roll.distributed.strategy.generation.requests import EngineStoppedError
 from roll.distributed.strategy.sglang import cpu
 from roll.distributed.strategy.sglang.options import require_sglang
 from roll.distributed.weights.adapters import adapted_names, peft_config
-from roll.distributed.weights.buckets import pack_buckets
+from roll.distributed.weights.buckets import as_tensor, pack_buckets
 from roll.distributed.weights.contents import WeightBucket, renamed
 from roll.distributed.weights.lending import Lender
 from roll.distributed.weights.update_stream import on_device
@@ -202,7 +202,7 @@ class SglangStrategy(Generator[dict[str, str]]):
             place = await asyncio.to_thread(self._lender.lend, bucket, [ENGINE])
             await self._do("load", place.path, len(bucket.data), staged)
             return
-        block = bucket.data.clone()  # memory that came from another process cannot be handed on
+        block = as_tensor(bucket.data).clone()  # memory that came from another process cannot be handed on
         description = json.dumps({"path": None, "tensors": staged})
         payloads = [_shared([(description, block)]) for _ in range(self._tp_size)]
         await self._do("load_shared", payloads)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from roll.distributed.strategy.training.pieces import Piece, gather, own_rank
 from roll.distributed.weights.buckets import allocate, as_tensor, pack
-from roll.distributed.weights.contents import BucketOutline, WeightBucket, aligned, outline_of, views
+from roll.distributed.weights.contents import BucketOutline, WeightBucket, aligned, outline_of
 
 _PACKERS = 2
 """Buckets in host memory that are packed at once."""
@@ -84,7 +84,7 @@ def export(planned: Sequence[PlannedBucket], ranks: Collection[int], *, check: b
     for bucket in planned:
         outline = bucket.outline
         data = allocate(outline.num_bytes, bucket.device)
-        places = dict(views(as_tensor(data), outline.contents))
+        places = dict(outline.views(as_tensor(data)))
         whole |= gather(bucket.pieces, ranks, into=places)
         tensors = [whole.pop(name) for name in outline.names]
         packing = functools.partial(pack, outline, tensors, data, list(places.values()), check=check)
