@@ -150,9 +150,9 @@ class RolloutScheduler:
         except BaseException:
             self._cancel(admission)
             raise
-        told, later = [], []
-        for group in sorted(self.rejected, key=lambda group: group.group_id):
-            (told if recorded is None or group.group_id in recorded.settled else later).append(group)
+        rejected = sorted(self.rejected, key=lambda group: group.group_id)
+        told = [group for group in rejected if recorded is None or group.group_id in recorded.settled]
+        later = [group for group in rejected if recorded is not None and group.group_id not in recorded.settled]
         collected = Collected([self.groups[group_id] for group_id in taken], told)
         if self._goes_on:
             self.taken = collected
