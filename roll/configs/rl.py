@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 from pydantic import Field
 
@@ -41,6 +42,19 @@ class RLConfig(AlgorithmConfig, PipelineConfig):
         le=1,
         description="With async_generation_ratio: share of the groups under way, from the oldest on, that a step may "
         "choose from. 0 takes groups strictly in order, so that a slow one holds up its step; 1 takes any that finish.",
+    )
+    max_running_groups: int | None = Field(
+        default=None, ge=1, description="Most training groups that are played at once. null: as many as may start."
+    )
+    partial_rollout: bool = Field(
+        default=True,
+        description="With async_generation_ratio: requests in flight go on under new weights. false: weights are "
+        "published when those are done, and new requests wait; each answer then has one version.",
+    )
+    kv_after_update: Literal["recompute", "keep"] = Field(
+        default="recompute",
+        description="With async_generation_ratio: keys and values of requests in flight are computed anew with new "
+        "weights, or stay those of the weights that sampled them.",
     )
     replay_schedule: str | None = Field(
         default=None,

@@ -183,16 +183,21 @@ def check_batches(config: RLConfig) -> list[ConfigProblem]:
     return problems
 
 
+_ONLY_BESIDE = {
+    "rollout_window": "0 with {} 0: rollouts are synchronous, in order",
+    "partial_rollout": "true with {} 0: nothing is in flight when weights come",
+    "kv_after_update": "recompute with {} 0: nothing is in flight when weights come",
+    "replay_schedule": "null with {} 0: synchronous runs repeat by themselves",
+}
+
+
 def check_overlap(config: RLConfig) -> list[ConfigProblem]:
     """Rollouts beside training: what was sampled with older weights is weighted, and nothing is set in vain."""
     ratio, found = "async_generation_ratio", []
     if not config.overlaps:
-        if config.rollout_window:
-            expected = f"0 with {ratio} 0: rollouts are synchronous, in order"
-            found.append(ConfigProblem("rollout_window", config.rollout_window, expected, involves=(ratio,)))
-        if config.replay_schedule is not None:
-            expected = f"null with {ratio} 0: synchronous runs repeat by themselves"
-            found.append(ConfigProblem("replay_schedule", config.replay_schedule, expected, involves=(ratio,)))
+        for key, expected in _ONLY_BESIDE.items():
+            if (seen := getattr(config, key)) != type(config).model_fields[key].default:
+                found.append(ConfigProblem(key, seen, expected.format(ratio), involves=(ratio,)))
         return found
     weights = config.train_infer_correction.is_weight
     if not weights.enabled:
@@ -203,8 +208,11 @@ def check_overlap(config: RLConfig) -> list[ConfigProblem]:
     if (frequency := config.actor_train.model_update_frequency) > 1:
         key = "actor_train.model_update_frequency"
         found.append(ConfigProblem(key, frequency, f"1 with {ratio}", involves=(ratio,)))
+    name, card = config.actor_infer.strategy_args.strategy_name, config.actor_infer.strategy_args.card
+    if config.kv_after_update == "keep" and card is not None and not card.keeps_kv:
+        involved = ("actor_infer.strategy_args.strategy_name",)
+        found.append(ConfigProblem("kv_after_update", "keep", f"recompute with {name}", involves=involved))
     if config.replay_schedule is not None:
-        name, card = config.actor_infer.strategy_args.strategy_name, config.actor_infer.strategy_args.card
         if card is None or not card.replays:
             key, hint = "actor_infer.strategy_args.strategy_name", f"{name} cannot hold a request until weights come"
             found.append(ConfigProblem(key, name, "hf_infer with replay_schedule", hint, involves=("replay_schedule",)))

@@ -63,7 +63,7 @@ class PromptRoles(RolloutRoles):
                 sampling="train",
                 baseline=config.needs_greedy_baseline,
             )
-            self.train = self.make_scheduler(plan, ROLLOUT_CLUSTER, beside=config.overlaps)
+            self.train = self.make_scheduler(plan, ROLLOUT_CLUSTER, trains=True)
         self.num_val_prompts = 0
         self.val: RolloutScheduler | None = None
         self.val_greedy: RolloutScheduler | None = None

@@ -82,9 +82,12 @@ class RLPipeline(TrainingLoop):
         return collected
 
     def publish(self, version: int) -> None:
-        if (replay := self.rollouts.replay) is not None and (last := self.roles.version) != version:
-            num_tokens = replay.num_tokens(last)
-            self.rollouts.wait_until(lambda: sum(self.roles.infer.call("num_recorded", last)) >= num_tokens)
+        if (last := self.roles.version) != version:
+            if (replay := self.rollouts.replay) is not None:
+                num_tokens = replay.num_tokens(last)
+                self.rollouts.wait_until(lambda: sum(self.roles.infer.call("num_recorded", last)) >= num_tokens)
+            elif not self.config.partial_rollout:
+                self.roles.drain()
         super().publish(version)
 
     def run(self) -> None:

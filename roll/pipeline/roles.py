@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -160,6 +161,13 @@ class Roles:
             self._replace_generators(error)
         self.prepare_rollout()
 
+    def drain(self) -> None:
+        """Waits until no request is in flight; new ones wait for the next update of weights."""
+        self.prepare_rollout()
+        for rank, ref in enumerate(self.infer.submit("drain")):
+            with contextlib.suppress(WorkerDiedError):  # the update replaces it
+                self.infer.gather([ref], call="drain", ranks=[rank])
+
     def prepare_rollout(self) -> None:
         """Gives the generating workers their devices."""
         self.offload_manager.load({self.infer.name: States.ALL})
@@ -229,6 +237,7 @@ class Roles:
             l2=config.l2,
             sequence_length=config.sequence_length,
             max_running_requests=config.max_running_requests,
+            recompute_kv=isinstance(config, RLConfig) and config.overlaps and config.kv_after_update == "recompute",
         )
 
 

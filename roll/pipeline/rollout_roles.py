@@ -44,13 +44,15 @@ class RolloutRoles:
         self._known_restarts = 0
         roles.on_replaced.append(self.connect)
 
-    def make_scheduler(self, plan: RolloutPlan, cluster: str, *, beside: bool = False) -> RolloutScheduler:
-        """A scheduler of ``plan`` over the workers of one cluster; ``beside`` as in ``RolloutScheduler``."""
-        config, replay = self._config, None
-        if beside and isinstance(config, RLConfig) and config.replay_schedule is not None:
-            replay = Schedule.read(Path(config.replay_schedule))
+    def make_scheduler(self, plan: RolloutPlan, cluster: str, *, trains: bool = False) -> RolloutScheduler:
+        """A scheduler of ``plan`` over the workers of one cluster; ``trains``: of the rollouts that are trained on."""
+        config, options = self._config, dict[str, Any]()
+        if trains:
+            assert isinstance(config, RLConfig)
+            replay = None if config.replay_schedule is None else Schedule.read(Path(config.replay_schedule))
+            options = {"beside": config.overlaps, "replay": replay, "max_running": config.max_running_groups}
         return RolloutScheduler(
-            plan, self._clusters[cluster], self.recover, config.rpc_timeout, self._on_tick, beside=beside, replay=replay
+            plan, self._clusters[cluster], self.recover, config.rpc_timeout, self._on_tick, **options
         )
 
     def begin_setup(self) -> None:

@@ -210,6 +210,10 @@ class InferWorker(Worker):
         self._waiting = [entry for entry in self._waiting if entry[1].request_id != request_id]
         await self.strategy.abort(request_id)
 
+    async def drain(self) -> None:
+        """Returns when no request is in flight; new ones wait for the next update of weights."""
+        await self.strategy.drain()
+
     async def num_recorded(self, version: int) -> int:
         """Tokens that a version has sampled so far of requests with ``recorded`` versions."""
         return self.strategy.num_recorded(version)

@@ -98,7 +98,7 @@ def _trajectory(saved: dict[str, Any], arrays: Arrays) -> Trajectory:
 
 def _turn(saved: dict[str, Any], arrays: Arrays) -> Turn:
     completion = saved["completion"]
-    parts = {name: _array(completion[name], arrays) for name in ("token_ids", "logprobs", "versions")}
-    completion = {**completion, **parts, "finish_reason": FinishReason(completion["finish_reason"])}
+    sampled = {name: _array(completion[name], arrays) for name in ("token_ids", "logprobs", "versions")}
+    completion = {**completion, **sampled, "finish_reason": FinishReason(completion["finish_reason"])}
     parts = {"prompt_ids": _array(saved["prompt_ids"], arrays), "completion": Completion(**completion)}
     return Turn(**{**saved, **parts})

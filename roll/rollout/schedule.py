@@ -72,7 +72,7 @@ class Schedule:
             OSError: there is no such file.
             ValueError: it is not of the form above.
         """
-        limits, steps, draws = set(), {}, {}
+        limits, steps, draws = set(), {}, dict[int, Episodes]()
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
             try:
                 record = json.loads(line)

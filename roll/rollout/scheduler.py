@@ -63,6 +63,7 @@ class RolloutScheduler:
         beside: go on between two calls of ``take``, on a thread of its own; otherwise what a batch leaves running is
             given up.
         replay: the run to repeat.
+        max_running: most groups that are played at once, if fewer than the plan has slots for.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class RolloutScheduler:
         *,
         beside: bool = False,
         replay: Schedule | None = None,
+        max_running: int | None = None,
     ) -> None:
         self.plan = plan
         self.workers = workers
@@ -85,6 +87,7 @@ class RolloutScheduler:
         self.taken = Collected([], [])
         """What the last ``take`` of rollouts that go on has returned, until ``commit``."""
         self.replay = replay
+        self._num_slots = plan.num_slots if max_running is None else min(plan.num_slots, max_running)
         self._recover = recover
         self._rpc_timeout = rpc_timeout
         self._on_tick = on_tick
@@ -150,9 +153,9 @@ class RolloutScheduler:
         except BaseException:
             self._cancel(admission)
             raise
-        told, later = [], []
-        for group in sorted(self.rejected, key=lambda group: group.group_id):
-            (told if recorded is None or group.group_id in recorded.settled else later).append(group)
+        rejected = sorted(self.rejected, key=lambda group: group.group_id)
+        told = [group for group in rejected if recorded is None or group.group_id in recorded.settled]
+        later = [group for group in rejected if recorded is not None and group.group_id not in recorded.settled]
         collected = Collected([self.groups[group_id] for group_id in taken], told)
         if self._goes_on:
             self.taken = collected
@@ -251,7 +254,7 @@ class RolloutScheduler:
         admission = rollouts.admission
         finished = len(self.groups) + len(self.rejected)
         left = rollouts.most_groups - finished - admission.num_under_way
-        while (left > 0 or admission.again) and admission.may_start and len(self._running) < self.plan.num_slots:
+        while (left > 0 or admission.again) and admission.may_start and len(self._running) < self._num_slots:
             left -= 0 if admission.again else 1
             self._start(admission.start())
         if wants_batch and not self._running:

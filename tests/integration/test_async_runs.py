@@ -26,6 +26,7 @@ OVERLAP = (
     "max_worker_restarts=1000",
 )
 VICTIMS = ("driver", "GatedTrainWorker", "GatedInferWorker", "GatedPromptWorker", "GatedRewardWorker")
+ENDS_THE_RUN = VICTIMS[:2]
 ORDERS = ["", "linger", "equal", "", "", "linger", "equal", "", "linger", ""]
 
 
@@ -117,6 +118,8 @@ def killed_at_random(
             if run.process.poll() is None and kill(run, victim, rng):
                 killed += 1
                 print(f"{killed}: {victim} killed after step {check_newest(run)}")
+                if victim in ENDS_THE_RUN:
+                    break
         code = run.wait()
         run.assert_nothing_left()
         assert code in (0, 1, -signal.SIGKILL) and "Traceback" not in run.output, run.output
@@ -210,3 +213,14 @@ def test_a_run_through_a_kill_and_a_resume_is_repeated_bit_for_bit(rlvr: Rlvr, t
     assert repeatable(again) == repeatable(recorded)
     assert again.summary["eval"] == recorded.summary["eval"] and again.summary["draws"] == recorded.summary["draws"]
     assert_same_tensors(again.tensors(5), recorded.tensors(5))
+
+
+@pytest.mark.timeout(600)
+def test_without_partial_rollouts_every_answer_has_one_version(rlvr: Rlvr, tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", rows("t", ORDERS))
+    longer = ("response_length=200", "sequence_length=240", "max_steps=4", "max_running_groups=2")
+    run = rlvr(*OVERLAP, *longer, "partial_rollout=false", "val_before_train=false", "validation=null")
+    assert run.wait() == 0, run.output
+    assert_finished(run, 4)
+    assert all(run.metrics[step]["async/mixed"] == 0 for step in range(1, 5))
+    assert all(run.metrics[step]["async/running_groups"] <= 2 for step in range(1, 5))

@@ -105,6 +105,7 @@ class SglangCard(EngineCard):
     options = SglangConfig
     package = EnginePackage("sglang", "sglang")
     own_attention = True
+    keeps_kv = False
     size_key = "tp_size"
 
     def option_problems(self, options: Mapping[str, Any]) -> list[ConfigProblem]:

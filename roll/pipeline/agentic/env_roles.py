@@ -45,7 +45,7 @@ class EnvRoles(RolloutRoles):
         }
         super().__init__(config, {name: clusters[name] for name in MANAGERS}, contexts, roles, on_tick)
         baseline = config.needs_greedy_baseline
-        self.train = self.scheduler("train_env_manager", "train", beside=config.overlaps, baseline=baseline)
+        self.train = self.scheduler("train_env_manager", "train", trains=True, baseline=baseline)
         # Twice as many as are shown, so that there are solved and unsolved ones to choose from.
         self.val = self.scheduler("val_env_manager", "val", num_recorded=2 * config.num_renders)
         self.val_greedy = self.scheduler("val_env_manager", "val", greedy=True)
@@ -66,16 +66,16 @@ class EnvRoles(RolloutRoles):
         if problems := dict.fromkeys(line for lines in answers for line in lines):
             raise RunFailedError("\n".join(problems))
 
-    def scheduler(self, name: str, seed_name: str, *, beside: bool = False, **plan: Any) -> RolloutScheduler:
+    def scheduler(self, name: str, seed_name: str, *, trains: bool = False, **plan: Any) -> RolloutScheduler:
         """A scheduler over one manager's workers, with the arguments of ``plan``.
 
         Args:
             name: ``train_env_manager`` or ``val_env_manager``.
             seed_name: see ``plan``.
-            beside: see ``RolloutScheduler``.
+            trains: see ``make_scheduler``.
             **plan: see ``plan``.
         """
-        return self.make_scheduler(self.plan(name, seed_name, **plan), name, beside=beside)
+        return self.make_scheduler(self.plan(name, seed_name, **plan), name, trains=trains)
 
     def plan(self, name: str, seed_name: str, **fields: Any) -> GroupPlan:
         """The groups of one manager; ``seed_name`` separates their episodes from everybody else's.

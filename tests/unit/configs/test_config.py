@@ -658,3 +658,12 @@ def test_a_run_is_repeated_only_by_an_engine_that_waits_for_weights(problems, tm
     )
     assert found["actor_infer.strategy_args.strategy_name"].expected == "hf_infer with replay_schedule"
     assert found["generate_opt_level"].expected == "1 with replay_schedule"
+
+
+def test_what_concerns_requests_in_flight_is_told_only_where_some_are(load, problems):
+    keys = ("partial_rollout=false", "kv_after_update=keep")
+    load(*OVERLAP, *keys, "max_running_groups=2")
+    load("max_running_groups=2")
+    assert problems(*keys).keys() == {"partial_rollout", "kv_after_update"}
+    found = problems(*OVERLAP, *keys, "actor_infer.strategy_args.strategy_name=sglang")
+    assert found["kv_after_update"].expected == "recompute with sglang"

@@ -139,6 +139,12 @@ def test_groups_come_in_order_from_all_workers_and_never_too_many_at_once(
     assert max(int(playing) for *_, playing in played) <= 2
 
 
+def test_no_more_groups_run_than_are_allowed(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
+    assert ids(scheduler(max_running=1).collect(4)) == [0, 1, 2, 3]
+    assert [note[3] for note in notes(folder)] == ["1"] * 4
+    assert ids(scheduler(max_running=99).collect(6)) == list(range(6)), "the plan has three slots"
+
+
 def test_extra_groups_make_up_for_stragglers(scheduler: Callable[..., RolloutScheduler], folder: Path) -> None:
     (folder / "hang-1").touch()
     admission = Admission(4, ahead=2, window=6)

@@ -68,6 +68,10 @@ class Generator(ABC, Generic[PlanT]):
         self._stream = UpdateStream(self.check_weights, from_device=self.streams_from_device)
         self._states = ResidentStates()
         self._open: set[str] = set()
+        self._begun: set[str] = set()
+        """Those of them that the engine has."""
+        self._draining = False
+        """Nothing more is begun before the next update."""
         self._holds: set[str] = set()
         self._gate = threading.Lock()
         """Guards the sets above; the engine hears of holds in the order in which they change."""
@@ -169,12 +173,23 @@ class Generator(ABC, Generic[PlanT]):
         limit = check_request(request, vocab_size=self.vocab_size, sequence_length=self.context.sequence_length)
         self._check_alive()
         with self._in_flight(request.request_id):
+            while not self._begin(request.request_id):
+                await asyncio.sleep(_LOCK_POLL_S)
+                self._check_alive()
             return await self.sample(request, limit)
 
     async def abort(self, request_id: str) -> None:
         """Finishes a request with the tokens it has, reason ABORT; an unknown id is ignored (it may be done)."""
         self._check_alive()
         await asyncio.wrap_future(self.end(request_id))
+
+    async def drain(self) -> None:
+        """Returns when no request is in flight; new ones wait for the next update of weights."""
+        with self._gate:
+            self._draining = True
+        while self._begun:
+            self._check_alive()
+            await asyncio.sleep(_LOCK_POLL_S)
 
     async def pause(self) -> None:
         """Returns when the step in progress is done; requests stay, and new ones queue, until ``resume``."""
@@ -186,7 +201,7 @@ class Generator(ABC, Generic[PlanT]):
         await asyncio.wrap_future(self._release("pause"))
 
     async def update_weights(
-        self, buckets: AsyncIterator[WeightBucket], version: int, *, recompute_kv: bool = False
+        self, buckets: AsyncIterator[WeightBucket], version: int, *, recompute_kv: bool | None = None
     ) -> None:
         """Replaces all weights between two steps; requests in flight go on, and an adapter is dropped.
 
@@ -196,7 +211,8 @@ class Generator(ABC, Generic[PlanT]):
         Args:
             buckets: all of the model's weights under Hugging Face names.
             version: what completions that start from now on report.
-            recompute_kv: prefill the running requests anew, so that nothing is stale. SGLang always does.
+            recompute_kv: prefill the running requests anew, so that nothing is stale; ``None``: as the context says.
+                SGLang always does.
 
         Raises:
             WeightChecksumError: a bucket was damaged.
@@ -319,6 +335,14 @@ class Generator(ABC, Generic[PlanT]):
             yield
         finally:
             self._open.discard(request_id)
+            self._begun.discard(request_id)
+
+    def _begin(self, request_id: str) -> bool:
+        """Lets a request into the engine, unless those in it are to end first."""
+        with self._gate:
+            if not self._draining:
+                self._begun.add(request_id)
+            return not self._draining
 
     def _hold(self, reason: str) -> Future[Any]:
         """Starts no step until this and every other reason is released."""
@@ -332,7 +356,7 @@ class Generator(ABC, Generic[PlanT]):
             return self.halt() if self._holds else self.go_on()
 
     @contextlib.asynccontextmanager
-    async def _updating(self, version: int, recompute_kv: bool = False) -> AsyncIterator[None]:
+    async def _updating(self, version: int, recompute_kv: bool | None = None) -> AsyncIterator[None]:
         """Between two steps, one update at a time. What fails in here leaves a model that nobody should sample."""
         self._check_alive()
         while not self._exclusive.acquire(blocking=False):  # callers come from any loop; updates are rare
@@ -343,12 +367,14 @@ class Generator(ABC, Generic[PlanT]):
             await asyncio.wrap_future(self._hold("update"))
             try:
                 yield
-                await asyncio.wrap_future(self.use_version(version, recompute_kv))
+                recompute = self.context.recompute_kv if recompute_kv is None else recompute_kv
+                await asyncio.wrap_future(self.use_version(version, recompute))
             except BaseException as error:
                 logger.exception("%s: the weights may be half replaced, the engine stops", self.context.role)
                 await asyncio.to_thread(self._stop, f"failed in a weight update: {type(error).__name__}: {error}")
                 raise EngineStoppedError(f"the generation engine {self._stopped}") from error
             self.weight_version = version
+            self._draining = False
             await asyncio.wrap_future(self._release("update"))
         finally:
             self._exclusive.release()

@@ -46,7 +46,7 @@ CACHE_SHARE = 0.6  # of the device memory that is free after loading; the rest i
 class HfInfer(Generator[WeightUpdate]):
     """A ``GenerateStrategy`` and ``ScoreStrategy`` in one process.
 
-    A request in flight keeps its own keys and values over an update. On a CPU an update is not copied: the model lives
+    On a CPU an update is not copied: the model lives
     in the buckets until the next one.
     """
 
@@ -134,8 +134,9 @@ class HfInfer(Generator[WeightUpdate]):
 
     def use_version(self, version: int, recompute_kv: bool) -> Future[None]:
         def apply() -> None:
+            is_new = version != self._batching.weight_version
             self._batching.use_version(version)
-            if recompute_kv:
+            if recompute_kv and is_new:  # the same weights come again after an evaluation
                 self._batching.preempt()
 
         return self._engine.call(apply)

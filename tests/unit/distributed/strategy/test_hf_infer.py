@@ -527,6 +527,55 @@ def test_recorded_requests_are_sampled_again_bit_for_bit(recompute_kv: bool, mod
         assert one.logprobs.tobytes() == other.logprobs.tobytes()
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+def test_logprobs_after_an_update_are_those_of_a_fresh_scoring_when_recomputed(
+    recompute: bool, model_path: Callable[..., str]
+) -> None:
+    requests = requests_of(prompts(4), temperature=1.0, max_new_tokens=40)
+
+    async def run(engine: HfInfer) -> list[Completion]:
+        tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+        await held_at(engine, 40)
+        await engine.update_weights(buckets_of(model_path(seed=1)), 1)
+        engine._release("test")
+        return await asyncio.gather(*tasks)
+
+    with engine_of(model_path(), recompute_kv=recompute) as engine:
+        completions = asyncio.run(run(engine))
+    differences = []
+    for request, completion in zip(requests, completions, strict=True):
+        (first, switch), (second, _) = completion.runs
+        assert (first, second) == (0, 1)
+        history = np.concatenate([request.prompt_ids, completion.token_ids[:switch]])
+        expected = forward_logprobs(load(model_path(seed=1)), history, completion.token_ids[switch:], 1.0)
+        differences.append(np.abs(completion.logprobs[switch:] - expected).max())
+    assert bool(max(differences) < 1e-5) is recompute
+
+
+def test_drained_requests_end_before_an_update_and_new_ones_wait_for_it(model_path: Callable[..., str]) -> None:
+    first, second = (requests_of(prompts(4, seed=seed), temperature=1.0, max_new_tokens=40) for seed in (1, 2))
+    second = [replace(request, request_id=f"later {n}") for n, request in enumerate(second)]
+
+    async def run(engine: HfInfer) -> tuple[list[Completion], list[Completion]]:
+        tasks = [asyncio.create_task(engine.generate(request)) for request in first]
+        await held_at(engine, 40)
+        draining = asyncio.create_task(engine.drain())
+        await asyncio.sleep(0.05)
+        later = [asyncio.create_task(engine.generate(request)) for request in second]
+        engine._release("test")
+        await draining
+        done = await asyncio.gather(*tasks)
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in later)
+        await engine.update_weights(buckets_of(model_path(seed=1)), 1)
+        return done, await asyncio.gather(*later)
+
+    with engine_of(model_path()) as engine:
+        done, later = asyncio.run(run(engine))
+    assert {version for one in done for version, _ in one.runs} == {0}
+    assert {version for one in later for version, _ in one.runs} == {1}
+
+
 def test_refused_updates_leave_the_old_weights(model_path: Callable[..., str]) -> None:
     request = GenerateRequest("x", prompts(1)[0], SamplingParams(temperature=0, max_new_tokens=12))
     other = load(model_path(seed=1))
