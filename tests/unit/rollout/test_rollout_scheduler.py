@@ -317,10 +317,13 @@ def test_what_is_lost_beside_training_is_played_again_with_the_next_batch(
 def test_what_fails_beside_training_is_raised_by_the_next_batch(
     scheduler: Callable[..., RolloutScheduler], folder: Path
 ) -> None:
-    (folder / "fail-4").touch()
     admission, collecting = Admission(3, ahead=3), scheduler(beside=True)
     collecting.take(admission, 1)
+    admission.commit()
+    wait_for(lambda: len(collecting.groups) == 3)
+    (folder / "fail-6").touch()
+    collecting.take(admission, 2)  # what it takes was there
     wait_for(lambda: collecting._failure is not None)
     admission.commit()
     with pytest.raises(ValueError, match="no such level"):
-        collecting.take(admission, 2)
+        collecting.take(admission, 3)
