@@ -51,8 +51,7 @@ class Probed(Fsdp2Train):
     gradient: dict[str, Tensor]
 
     def apply_gradients(self, rate: float, norm: float) -> None:
-        weights = self.weights
-        self.gradient = {n.removeprefix("model."): weights.join(n, p.grad).clone() for n, p in weights.local.items()}
+        self.gradient = {n.removeprefix("model."): p.grad.clone() for n, p in self.weights.local.items()}
         super().apply_gradients(rate, norm)
 
 
