@@ -26,14 +26,14 @@ $(ENGINES): $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python examples/start_agentic_pipeline.py --config_name agentic_sokoban $(DEMO_ARGS)
 
-# Two files at a time, first those whose tests are one process, then those that start several. PYTEST_ARGS="tests/unit/data/test_batch.py -k split"
+# Tests of one process run two at a time; the others start several each. PYTEST_ARGS="tests/unit/data/test_batch.py -k split"
 # picks some.
 test: $(ENGINES)
 ifdef PYTEST_ARGS
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/unit tests/generators
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --ignore tests/unit --ignore tests/generators
+	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/generators
 endif
 
 # SGLang's packages agree with no other engine's: an environment of its own (3 GB), which the tests reach from here.

@@ -129,6 +129,7 @@ def killed_at_random(
             return run
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_every_draw_is_used_once_through_kills_and_groups_that_wait_outlive_the_run(rlvr: Rlvr, tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", rows("t", ORDERS))
@@ -190,6 +191,7 @@ def repeatable(run: Run) -> dict[int, dict[str, float]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_run_through_a_kill_and_a_resume_is_repeated_bit_for_bit(rlvr: Rlvr, tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", rows("t", ORDERS))
@@ -215,6 +217,7 @@ def test_a_run_through_a_kill_and_a_resume_is_repeated_bit_for_bit(rlvr: Rlvr, t
     assert_same_tensors(again.tensors(5), recorded.tensors(5))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_without_partial_rollouts_every_answer_has_one_version(rlvr: Rlvr, tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", rows("t", ORDERS))

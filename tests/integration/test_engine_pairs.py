@@ -21,7 +21,8 @@ TRAINERS = {"fsdp2": "fsdp2_train", "deepspeed": "deepspeed_train", "megatron": 
 GENERATORS = {"hf": "hf_infer", "vllm": "vllm", "sglang": "sglang"}
 PAIRS = list(itertools.product(TRAINERS, GENERATORS))
 IN_SOKOBAN = [("fsdp2", "hf"), ("deepspeed", "vllm"), ("megatron", "hf"), *((name, "sglang") for name in TRAINERS)]
-"""Pairs that are always played in this pipeline; the other pairs are in the other, and the rest with ``-m slow``."""
+IN_MATHS = [("megatron", "vllm")]
+"""Pairs that are always played in these pipelines; all are in both with ``-m slow``."""
 
 SMALL = (
     "max_steps=2",
@@ -83,18 +84,17 @@ def check_run(run: Run, adapter: bool = False) -> None:
         assert (run.checkpoint(2) / "actor_train" / "model.safetensors").is_file()
 
 
-def pairs(in_sokoban: bool) -> list[ParameterSet]:
-    marks = {True: (), False: (pytest.mark.slow,)}
-    return [pytest.param(*pair, marks=marks[(pair in IN_SOKOBAN) == in_sokoban]) for pair in PAIRS]
+def pairs(always: list[tuple[str, str]]) -> list[ParameterSet]:
+    return [pytest.param(*pair, marks=() if pair in always else (pytest.mark.slow,)) for pair in PAIRS]
 
 
-@pytest.mark.parametrize(("trainer", "generator"), pairs(in_sokoban=True))
+@pytest.mark.parametrize(("trainer", "generator"), pairs(IN_SOKOBAN))
 def test_sokoban(launch: Launch, wide_headed: Path, trainer: str, generator: str) -> None:
     options = (*SMALL, *AGENTIC, f"pretrain={wide_headed}", *environment(trainer, generator))
     check_run(launch(*options, config="agentic_sokoban", script=LAUNCHER, folder=EXAMPLES))
 
 
-@pytest.mark.parametrize(("trainer", "generator"), pairs(in_sokoban=False))
+@pytest.mark.parametrize(("trainer", "generator"), pairs(IN_MATHS))
 def test_maths(launch: Launch, wide_headed: Path, trainer: str, generator: str) -> None:
     options = (*SMALL, *RLVR, f"pretrain={wide_headed}", *environment(trainer, generator))
     check_run(launch(*options, config="rlvr_math", script=RLVR_LAUNCHER, folder=EXAMPLES))

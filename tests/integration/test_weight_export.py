@@ -23,6 +23,7 @@ LAYOUTS = [
     Layout("replica", "fsdp2_train", 2, {"fsdp_size": 1}),
     Layout("tp2", "fsdp2_train", 2, {"tensor_parallel_size": 2}, model="qwen2_untied"),
     Layout("shard2 experts", "fsdp2_train", 2, model="qwen3_moe"),
+    Layout("tp2 experts", "fsdp2_train", 2, {"tensor_parallel_size": 2}, model="qwen3_moe"),
     Layout("zero0", "deepspeed_train", 2, {"zero_optimization": {"stage": 0}}),
     Layout("zero3", "deepspeed_train", 2, {"zero_optimization": {"stage": 3}}),
     Layout("tp2", "megatron_train", 2, {"tensor_model_parallel_size": 2}),

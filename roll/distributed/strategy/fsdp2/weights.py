@@ -89,8 +89,12 @@ class Weights(ABC):
 
     def spread(self, name: str, kind: str, dtype: torch.dtype) -> Spread:
         """A parameter, or one of its moments, where it lies (collective)."""
-        device = self.local[name].device
-        return Spread(tuple(self.shape(name)), dtype, device, self._regions[name], lambda: self._kept(name, kind))
+        share = self.local[name]
+
+        def own() -> Tensor:
+            return self._kept(name, kind).view(self._unpacked(name, share.shape))
+
+        return Spread(self._unpacked(name, self.shape(name)), dtype, share.device, self._regions[name], own)
 
     @cached_property
     def _regions(self) -> dict[str, list[Region]]:
@@ -99,7 +103,11 @@ class Weights(ABC):
 
     @abstractmethod
     def _part(self, name: str) -> tuple[Sequence[int], Sequence[int]]:
-        """Offsets and sizes of this rank's share of a parameter."""
+        """Offsets and sizes of this rank's share of a parameter, whose shape is ``_unpacked``."""
+
+    def _unpacked(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a parameter, or of a share of it, in which a share is one block of the whole."""
+        return tuple(shape)
 
     @torch.no_grad()
     def fill(self, name: str, kind: str, whole: Tensor | None) -> None:
@@ -238,7 +246,31 @@ class ShardedWeights(Weights):
 
     def _part(self, name: str) -> tuple[Sequence[int], Sequence[int]]:
         (chunk,) = cast("DTensor", self.parameters[name]).__create_chunk_list__()
-        return chunk.offsets, chunk.sizes
+        offsets = list(chunk.offsets)
+        if (packed := self._packed(name)) is not None:
+            offsets.insert(packed[0], 0)
+        return offsets, self._unpacked(name, chunk.sizes)
+
+    def _unpacked(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
+        if (packed := self._packed(name)) is None:
+            return tuple(shape)
+        dim, factor = packed
+        return (*shape[:dim], factor, shape[dim] // factor, *shape[dim + 1 :])
+
+    def _packed(self, name: str) -> tuple[int, int] | None:
+        """Dimension and number of matrices that lie one behind the other in a parameter, each cut for itself.
+
+        Such are the experts' gate and up projections under tensor parallelism. (Where a later axis of the mesh cuts the
+        same dimension, ``_StridedShard`` says something else: the order of the cuts.)
+        """
+        from torch.distributed.tensor import Shard
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        placement, *earlier = reversed(cast("DTensor", self.parameters[name]).placements)
+        if not isinstance(placement, _StridedShard):
+            return None
+        assert not any(isinstance(other, Shard) and other.dim == placement.dim for other in earlier)
+        return placement.dim, int(placement.split_factor)
 
     def share(self, name: str, whole: Tensor) -> Tensor:
         from torch.distributed.tensor import distribute_tensor
