@@ -46,8 +46,7 @@ CACHE_SHARE = 0.6  # of the device memory that is free after loading; the rest i
 class HfInfer(Generator[WeightUpdate]):
     """A ``GenerateStrategy`` and ``ScoreStrategy`` in one process.
 
-    On a CPU an update is not copied: the model lives
-    in the buckets until the next one.
+    On a CPU an update is not copied: the model lives in the buckets until the next one.
     """
 
     name = "hf_infer"
