@@ -2,9 +2,9 @@
 
 Three layouts. A *rectangle* is rows padded on the right: causal attention never looks to the right, so no attention
 mask is needed and padding costs only its own tokens; sequences are sorted by length first, so that there is hardly any.
-A *packed row* is all sequences end to end with ``position_ids`` that restart at 0: no padding at all, but dense
-attention kernels are quadratic in its length, so it pays only with a variable-length kernel (flash attention). A
-*shared row* is packed too, holds a prompt that several sequences begin with once, and brings its own plan of attention.
+A *packed row* is all sequences end to end with ``position_ids`` that restart at 0: no padding at all, and attention
+within each sequence. A *shared row* is packed too, holds a prompt that several sequences begin with once, and brings
+its own plan of attention.
 
 Axes: B sequences, T tokens end to end, R x C the model's input, K loss tokens.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -22,6 +22,29 @@ from roll.data.batch import Batch
 from roll.data.shared_prompts import AttentionPlan, shared_row
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSequences:
+    """The sequences of a packed row, each causal and blind to the others."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each, in the row's order."""
+    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """Sliding windows by length and width, made once per micro-batch."""
+
+    def to(self, device: torch.device) -> PackedSequences:
+        """The same; masks are made where they are asked for."""
+        return self
+
+    def window_mask(self, length: int, width: int | None, device: torch.device) -> Tensor | None:
+        """bool [1, 1, length, length]: a sliding window; ``None`` where everything before passes."""
+        if width is None or length <= width:
+            return None
+        if (length, width) not in self.masks:
+            distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+            self.masks[length, width] = ((distance >= 0) & (distance < width))[None, None]
+        return self.masks[length, width]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +61,8 @@ class ModelInput:
     """int64: the loss tokens' ids."""
     token_K: Tensor
     """int64: index of each loss token in the batch's T axis (ascending)."""
-    attention: AttentionPlan | None = None
-    """Who sees whom in a shared row; ``None``: every row is causal."""
+    attention: AttentionPlan | PackedSequences | None = None
+    """Who sees whom in a shared or packed row; ``None``: every row of a rectangle is causal."""
 
     def to(self, device: torch.device) -> ModelInput:
         """The same on ``device``."""
@@ -141,11 +164,12 @@ def rectangle(batch: Batch, round_to: int = 1) -> ModelInput:
 def packed_row(batch: Batch) -> ModelInput:
     """Lays the sequences end to end in one row.
 
-    No attention mask goes with it: transformers finds the borders where ``position_ids`` restart, and would ignore
-    them if it were given a mask, even one of ones.
+    A model that takes no plan of attention gets no mask either: transformers finds the borders where ``position_ids``
+    restart, and would ignore them if it were given a mask, even one of ones.
     """
     cells = torch.arange(batch.num_tokens)
-    return _model_input(batch, batch.tokens_T.view(1, -1), batch.positions_T.view(1, -1), cells)
+    sequences = PackedSequences(tuple(batch.lengths_B.tolist()))
+    return _model_input(batch, batch.tokens_T.view(1, -1), batch.positions_T.view(1, -1), cells, sequences)
 
 
 def row_with_shared_prompts(batch: Batch) -> ModelInput:
@@ -159,7 +183,7 @@ def _model_input(
     input_ids_RC: Tensor,
     position_ids_RC: Tensor | None,
     cell_T: Tensor,
-    attention: AttentionPlan | None = None,
+    attention: AttentionPlan | PackedSequences | None = None,
 ) -> ModelInput:
     token_K = batch.loss_mask_T.nonzero().squeeze(1)
     if bool((batch.positions_T[token_K] == 0).any()):

@@ -1,26 +1,31 @@
-"""Attention by an ``AttentionPlan``, under a name in Transformers' own table of attention functions.
+"""Attention by a plan of who sees whom, under a name in Transformers' own table of attention functions.
 
-Without a plan it is Transformers' ``sdpa``. With one, queries, keys and values of the row are gathered into the plan's
-blocks, each block is one ``sdpa``, and the results go back to the tokens' places.
+Without a plan it is Transformers' ``sdpa``. A packed row's sequences are attended to one by one: nothing can leak, and
+the work is that of the sequences, where one dense call with a mask is quadratic in the row. With an ``AttentionPlan``,
+queries, keys and values of the row are gathered into the plan's blocks, each block is one ``sdpa``, and the results go
+back to the tokens' places.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from roll.data.packing import PackedSequences
 from roll.data.shared_prompts import AttentionPlan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "roll_planned"
+LAYER_KINDS = {"full_attention", "sliding_attention"}
 
 
 def enable(model: PreTrainedModel) -> bool:
-    """Lets a model take plans, where its attention goes through the table, is full and nothing but ``sdpa``.
+    """Lets a model take the plan of a packed row, where its attention is ``sdpa`` and ``takes_arguments``.
 
     Returns:
         Whether it does now. The model is unchanged otherwise.
@@ -29,15 +34,10 @@ def enable(model: PreTrainedModel) -> bool:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if (
-        getattr(config, "_attn_implementation", None) != "sdpa"
-        or not getattr(model, "_supports_attention_backend", False)
-        or getattr(model, "_is_stateful", False)
-        or kinds != {"full_attention"}
-        or (getattr(config, "sliding_window", None) is not None and not hasattr(config, "layer_types"))
-        or getattr(config, "attn_logit_softcapping", None) is not None
-    ):
+    kernel = getattr(config, "_attn_implementation", None) or ""
+    if kernel.endswith(NAME):
+        return True
+    if kernel != "sdpa" or not takes_arguments(model):
         return False
     ALL_ATTENTION_FUNCTIONS.register(NAME, _attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
@@ -45,9 +45,41 @@ def enable(model: PreTrainedModel) -> bool:
     return True
 
 
-def plan_arguments(plan: AttentionPlan, device: torch.device) -> dict[str, Any]:
+def enable_sharing(model: PreTrainedModel) -> bool:
+    """As ``enable``, for rows that share prompts too: all layers must have full attention."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if (
+        kinds != {"full_attention"}
+        or (getattr(config, "sliding_window", None) is not None and not hasattr(config, "layer_types"))
+        or getattr(config, "attn_logit_softcapping", None) is not None
+    ):
+        return False
+    return enable(model)
+
+
+def takes_arguments(model: PreTrainedModel) -> bool:
+    """Tells whether attention goes through the table, is of a known kind, and gets the arguments of the forward."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    names = set(model._no_split_modules or ())
+    layers = {type(module) for module in model.modules() if type(module).__name__ in names}
+    return (
+        bool(getattr(model, "_supports_attention_backend", False))
+        and not getattr(model, "_is_stateful", False)
+        and kinds <= LAYER_KINDS
+        and all(_takes_any(kind) for kind in (type(model.base_model), *layers))
+    )
+
+
+def plan_arguments(plan: AttentionPlan | PackedSequences, device: torch.device) -> dict[str, Any]:
     """Arguments of the model's forward beside ids and positions. A mask of four axes keeps it from making its own."""
     return {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device), "attention_plan": plan}
+
+
+def _takes_any(kind: type[nn.Module]) -> bool:
+    parameters = inspect.signature(kind.forward).parameters.values()
+    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _attention(
@@ -56,7 +88,7 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    attention_plan: AttentionPlan | None = None,
+    attention_plan: AttentionPlan | PackedSequences | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """States are [rows, heads, tokens, size], the result [rows, tokens, heads, size]."""
@@ -64,9 +96,32 @@ def _attention(
 
     if attention_plan is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if isinstance(attention_plan, PackedSequences):
+        return _by_sequence(module, query, key, value, attention_plan, kwargs), None
+    return _by_block(module, query, key, value, attention_plan, kwargs), None
+
+
+def _by_sequence(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, plan: PackedSequences, kwargs: dict[str, Any]
+) -> Tensor:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    window = kwargs.get("sliding_window")
+    results = []
+    for q, k, v in zip(*(states.split(plan.lengths, dim=2) for states in (query, key, value)), strict=True):
+        mask = plan.window_mask(q.shape[2], window, q.device)
+        results.append(sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0])
+    return torch.cat(results, dim=1)
+
+
+def _by_block(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, kwargs: dict[str, Any]
+) -> Tensor:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
     assert query.shape[0] == 1, "a planned row is alone"
-    attention_plan = attention_plan.to(query.device)  # parameters that wait in host memory do not say where it runs
-    blocks = attention_plan.blocks
+    plan = plan.to(query.device)  # parameters that wait in host memory do not say where it runs
+    blocks = plan.blocks
     query_index = torch.cat([block.query_RQ.flatten() for block in blocks])
     key_index = torch.cat([block.key_RJ.flatten() for block in blocks])
     queries = _gather(query, query_index).split([block.query_RQ.numel() for block in blocks])
@@ -85,7 +140,7 @@ def _attention(
             **kwargs,
         )
         results.append(result.flatten(0, 1))
-    return torch.cat(results).index_select(0, attention_plan.result_N)[None], None
+    return torch.cat(results).index_select(0, plan.result_N)[None]
 
 
 def _gather(states: Tensor, index: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.data.packing import (
     ModelInput,
+    PackedSequences,
     make_micro_batches,
     make_packs,
     packed_row,
@@ -27,7 +28,7 @@ from roll.data.packing import (
     take_micro_batch,
 )
 from roll.data.shared_prompts import AttentionPlan, make_shared_batches, worth_sharing
-from roll.models.planned_attention import plan_arguments
+from roll.models import planned_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,6 +76,7 @@ class TokenScorer(nn.Module):
         marks_hits: bool = False,
     ) -> None:
         super().__init__()
+        self._takes_plans = planned_attention.enable(model)
         self.returns_hidden = returns_hidden
         self.marks_hits = marks_hits
         self.reference_layer: OutputLayer | None = None
@@ -97,7 +99,7 @@ class TokenScorer(nn.Module):
         source_K: Tensor,
         target_K: Tensor,
         ref_hidden_KH: Tensor | None = None,
-        attention: AttentionPlan | None = None,
+        attention: AttentionPlan | PackedSequences | None = None,
     ) -> dict[str, Tensor]:
         """Scores one ``ModelInput``.
 
@@ -107,7 +109,8 @@ class TokenScorer(nn.Module):
             source_K: see ``ModelInput``.
             target_K: see ``ModelInput``.
             ref_hidden_KH: the reference's hidden states for the same tokens.
-            attention: see ``ModelInput``; the model must be prepared for it (``planned_attention.enable``).
+            attention: see ``ModelInput``; for a shared row the model must be prepared
+                (``planned_attention.enable_sharing``).
 
         Returns:
             float32 [K] (hidden states [K, H]) under their names in ``TokenScores``: of a critic the values, else
@@ -118,7 +121,10 @@ class TokenScorer(nn.Module):
             ValueError: ``ref_hidden_KH`` without the reference's output layer.
         """
         trunk = self.model if self.value_head is not None else self.model.base_model
-        planned = {} if attention is None else plan_arguments(attention, input_ids_RC.device)
+        if isinstance(attention, PackedSequences) and not (self._takes_plans and input_ids_RC.device.type == "cpu"):
+            attention = None  # the positions tell the model; a GPU has kernels that go by them (flash attention)
+        device = input_ids_RC.device
+        planned = {} if attention is None else planned_attention.plan_arguments(attention, device)
         output = trunk(input_ids=input_ids_RC, position_ids=position_ids_RC, use_cache=False, **planned)
         hidden_KH = output.last_hidden_state.flatten(0, 1).index_select(0, source_K)
         if self.value_head is not None:

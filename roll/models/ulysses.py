@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,16 +23,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from roll.algorithms.types import TokenScores
-from roll.data.packing import ModelInput
+from roll.data.packing import ModelInput, PackedSequences
 from roll.data.shared_prompts import AttentionPlan
+from roll.models import planned_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PREFIX = "roll_ulysses_"
-PLANNED = "roll_planned"
 FLASH = "flash_attention_2"
-LAYER_KINDS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True)
@@ -51,33 +50,19 @@ class SharedRows:
     group: SequenceGroup
     num_columns: int
     """C; what the slices hold beyond is padding."""
-    lengths: tuple[int, ...] | None
-    """Tokens of the sequences of a packed row; ``None``: every row of a rectangle is one sequence."""
+    plan: AttentionPlan | PackedSequences
+    """Who sees whom. Every row of a rectangle is one sequence."""
     borders: Tensor | None
     """int32: where the sequences of a packed row start, and its end."""
-    plan: AttentionPlan | None
-    """Who sees whom in a row with shared prompts."""
-    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """Sliding windows by length and width, made once per micro-batch."""
 
     def to(self, device: torch.device) -> SharedRows:
         """The same on ``device``."""
         return SharedRows(
             self.group,
             self.num_columns,
-            self.lengths,
+            self.plan.to(device),
             None if self.borders is None else self.borders.to(device, non_blocking=True),
-            None if self.plan is None else self.plan.to(device),
         )
-
-    def window_mask(self, length: int, width: int | None, device: torch.device) -> Tensor | None:
-        """Mask of a sliding window; ``None`` where everything before passes."""
-        if width is None or length <= width:
-            return None
-        if (length, width) not in self.masks:
-            distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-            self.masks[length, width] = ((distance >= 0) & (distance < width))[None, None]
-        return self.masks[length, width]
 
 
 def make_group(size: int, stride: int = 1) -> SequenceGroup:
@@ -112,6 +97,7 @@ def enable(model: PreTrainedModel, size: int, tensor_size: int = 1) -> None:
 
     config = model.config.get_text_config()
     _check(model, size, tensor_size)
+    planned_attention.enable(model)
     kernel = config._attn_implementation
     if kernel.startswith(PREFIX):
         return
@@ -228,7 +214,7 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    attention_plan: SharedRows | AttentionPlan | None = None,
+    attention_plan: SharedRows | AttentionPlan | PackedSequences | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """States are [R, H, S, D], the result [R, S, H, D]."""
@@ -258,25 +244,13 @@ def _attend(
     kwargs: dict[str, Any],
 ) -> Tensor:
     """Attention over whole rows; the result is [R, C, H, D]."""
-    if rows.plan is not None:
+    if kernel_name != FLASH:
         return kernel(share, query, key, value, None, attention_plan=rows.plan.to(query.device), **kwargs)[0]
-    if kernel_name == FLASH:
-        if rows.lengths is not None and rows.borders is not None:
-            longest = max(rows.lengths)
-            kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), rows.borders.to(query.device))
-            kwargs |= {"max_length_q": longest, "max_length_k": longest}
-        return kernel(share, query, key, value, None, **kwargs)[0]
-    window = kwargs.get("sliding_window")
-    results = []
-    for part in zip(*(_sequences(states, rows) for states in (query, key, value)), strict=True):
-        mask = rows.window_mask(part[0].shape[2], window, query.device)
-        results.append(kernel(share, *part, mask, **kwargs)[0])
-    return torch.cat(results, dim=1)
-
-
-def _sequences(states: Tensor, rows: SharedRows) -> tuple[Tensor, ...]:
-    """A packed row's sequences one by one, each causal: nothing can leak, and no mask is quadratic in the row."""
-    return (states,) if rows.lengths is None else states.split(list(rows.lengths), dim=2)
+    if rows.borders is not None and isinstance(rows.plan, PackedSequences):
+        longest = max(rows.plan.lengths)
+        kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), rows.borders.to(query.device))
+        kwargs |= {"max_length_q": longest, "max_length_k": longest}
+    return kernel(share, query, key, value, None, **kwargs)[0]
 
 
 def _repeat(states: Tensor, size: int) -> Tensor:
@@ -306,12 +280,10 @@ def _to_columns(result: Tensor, group: SequenceGroup) -> Tensor:
 
 
 def _shared_rows(inputs: ModelInput, group: SequenceGroup) -> SharedRows:
-    columns, positions_RC = inputs.input_ids_RC.shape[1], inputs.position_ids_RC
-    if positions_RC is None or inputs.attention is not None:
-        return SharedRows(group, columns, None, None, inputs.attention)
-    starts = (positions_RC[0] == 0).nonzero()[:, 0]
-    borders = torch.cat([starts, torch.tensor([columns])])
-    return SharedRows(group, columns, tuple(borders.diff().tolist()), borders.int(), None)
+    columns, plan, borders = inputs.input_ids_RC.shape[1], inputs.attention, None
+    if isinstance(plan, PackedSequences):
+        borders = torch.tensor([0, *plan.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return SharedRows(group, columns, plan or PackedSequences((columns,)), borders)
 
 
 def _slice(grid_RC: Tensor, width: int, group: SequenceGroup) -> Tensor:
@@ -332,11 +304,10 @@ def _check(model: PreTrainedModel, size: int, tensor_size: int) -> None:
     config = model.config.get_text_config()
     name = type(model).__name__
     kernel = config._attn_implementation.removeprefix(PREFIX)
-    if kernel not in ("sdpa", FLASH, PLANNED):
+    if kernel not in ("sdpa", FLASH, planned_attention.NAME):
         raise ValueError(f"model_args.ulysses_size: attn_implementation is {kernel!r}, expected sdpa or fa2")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    supported = getattr(model, "_supports_attention_backend", False) and not getattr(model, "_is_stateful", False)
-    if not supported or not kinds <= LAYER_KINDS:
+    if not planned_attention.takes_arguments(model):
         raise ValueError(
             f"model_args.ulysses_size: {name} has layers of the kinds {', '.join(sorted(kinds))}; expected a decoder "
             "with full or sliding attention through Transformers' attention interface"

@@ -84,7 +84,7 @@ def make_scorer(case: dict[str, Any]) -> TokenScorer:
     if head is not None:
         torch.nn.init.normal_(head.linear.weight)
     if "sharing" in case["layout"]:
-        assert planned_attention.enable(model)
+        assert planned_attention.enable_sharing(model)
     if case.get("recompute"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()

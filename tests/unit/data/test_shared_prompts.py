@@ -160,7 +160,7 @@ def scores_and_gradient(model: PreTrainedModel, batch: Batch, make_input: Any) -
 def test_scores_and_gradient_are_those_of_separate_rows(name: str) -> None:
     model, batch = make_model(CONFIGS[name]), make_batch(GROUPS)
     expected = scores_and_gradient(model, batch, rectangle)
-    assert planned_attention.enable(model)
+    assert planned_attention.enable_sharing(model)
     for found, wanted in zip(scores_and_gradient(model, batch, row_with_shared_prompts), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
 
@@ -168,7 +168,7 @@ def test_scores_and_gradient_are_those_of_separate_rows(name: str) -> None:
 def test_a_model_that_takes_plans_computes_other_rows_as_before() -> None:
     model, batch = make_model(CONFIGS["qwen2"]), make_batch(GROUPS)
     before = [score_batch(TokenScorer(model), batch, packing=packing) for packing in (False, True)]
-    assert planned_attention.enable(model)
+    assert planned_attention.enable_sharing(model)
     after = [score_batch(TokenScorer(model), batch, packing=packing) for packing in (False, True)]
     for one, other in zip(before, after, strict=True):
         assert torch.equal(one.logprobs_T, other.logprobs_T)
@@ -176,7 +176,7 @@ def test_a_model_that_takes_plans_computes_other_rows_as_before() -> None:
 
 def test_recomputed_activations_give_the_same_gradient() -> None:
     model, batch = make_model(CONFIGS["qwen2"]), make_batch(GROUPS)
-    assert planned_attention.enable(model)
+    assert planned_attention.enable_sharing(model)
     expected = scores_and_gradient(model, batch, row_with_shared_prompts)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -195,5 +195,5 @@ def test_recomputed_activations_give_the_same_gradient() -> None:
 )
 def test_models_with_another_attention_take_no_plans(config: Any, attention: str) -> None:
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    assert not planned_attention.enable(model)
+    assert not planned_attention.enable_sharing(model)
     assert model.config._attn_implementation == attention

@@ -52,7 +52,7 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
 
 
 def share_sequences(context: StrategyContext, scorer: TokenScorer, tensor_size: int = 1) -> SequenceGroup | None:
-    """Prepares model and ranks for ``ulysses_size`` (collective; after ``planned_attention.enable``).
+    """Prepares model and ranks for ``ulysses_size`` (collective; after ``planned_attention.enable_sharing``).
 
     Args:
         context: the role's options.

@@ -83,7 +83,7 @@ class ModuleScorer(Scorer, Generic[W]):
             self._model_dtype = resolve_dtype(args.dtype, load_config(path, args.model_config_kwargs))
             compute = self._model_dtype if compute_dtype is None else resolve_dtype(compute_dtype)
             scorer = make_scorer(context, self._stored_dtype(compute))
-        self.shares_prompts = context.worker.share_prompts and planned_attention.enable(scorer.model)
+        self.shares_prompts = context.worker.share_prompts and planned_attention.enable_sharing(scorer.model)
         self._sequence_group = share_sequences(context, scorer, self._tensor_size)
         weights = self._place(scorer, compute)
         load_model(Path(path), weights, args.model_config_kwargs)
