@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from roll.data.batch import Batch
+from roll.data.batch import Batch, from_arrays, to_arrays
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,10 @@ class TokenScores:
     """float32 1 where the model finds no token likelier than this one, else 0; 0 where the loss mask is 0."""
     hidden_TH: Tensor | None = None
     """float32 [T, H] final hidden state that predicts the token (a reference's); 0 where the loss mask is 0."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles as ``Batch`` does; scores without gradient, in host memory."""
+        return from_arrays, (TokenScores, to_arrays(self))
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,17 @@ Example: two sequences ``[5, 6, 7]`` and ``[8, 9]`` of which the last two and th
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+
+Columns = TypeVar("Columns")
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +124,7 @@ class Batch:
         """The given sequences, in the given order."""
         rows = torch.as_tensor(rows, dtype=torch.int64)
         token_index = self.token_index(rows)
-        return self._map(lambda t: t[token_index], lambda t: t[rows])
+        return self._map(lambda t: t.index_select(0, token_index), lambda t: t.index_select(0, rows))
 
     def token_index(self, rows: Tensor | Sequence[int]) -> Tensor:
         """int64: where the tokens of the given sequences lie in the flat fields, in the given order."""
@@ -164,14 +167,18 @@ class Batch:
         _, index_B = torch.unique(unit_B, return_inverse=True)
         weights = torch.zeros(int(index_B.max()) + 1 if len(index_B) else 0, dtype=torch.int64)
         weights.index_add_(0, index_B, self.lengths_B)
+        heaviest = torch.argsort(weights, descending=True, stable=True)
+        owners = []
+        lightest = [(0, 0, part) for part in range(num_parts)]  # a heap: tokens, units, part
+        for weight in weights[heaviest].tolist():
+            load, units, part = lightest[0]
+            heapq.heapreplace(lightest, (load + weight, units + 1, part))
+            owners.append(part)
         part_of_unit = torch.zeros_like(weights)
-        loads = [(0, 0)] * num_parts
-        for unit in torch.argsort(weights, descending=True, stable=True).tolist():
-            lightest = min(range(num_parts), key=lambda part: loads[part])
-            part_of_unit[unit] = lightest
-            loads[lightest] = (loads[lightest][0] + int(weights[unit]), loads[lightest][1] + 1)
+        part_of_unit[heaviest] = torch.tensor(owners, dtype=torch.int64)
         part_B = part_of_unit[index_B]
-        return [(part_B == part).nonzero()[:, 0] for part in range(num_parts)], [load for load, _ in loads]
+        loads = [load for load, _, _ in sorted(lightest, key=lambda entry: entry[2])]
+        return [(part_B == part).nonzero()[:, 0] for part in range(num_parts)], loads
 
     def padded(self, name: str, value: float = 0, *, left: bool = False) -> Tensor:
         """A ``_T`` field as a rectangle [B, max length], padded with ``value``."""
@@ -195,15 +202,21 @@ class Batch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as numpy arrays, which Ray moves through shared memory without a copy."""
-        return _from_numpy, ({f.name: v.numpy() for f in fields(self) if (v := getattr(self, f.name)) is not None},)
+        return from_arrays, (Batch, to_arrays(self))
+
+
+def to_arrays(columns: Any) -> dict[str, np.ndarray]:
+    """The tensors of a dataclass that are set, as NumPy arrays that share their memory."""
+    return {f.name: v.numpy() for f in fields(columns) if (v := getattr(columns, f.name)) is not None}
+
+
+def from_arrays(kind: type[Columns], arrays: dict[str, np.ndarray]) -> Columns:
+    """Its inverse. Columns are never written in place, so views of read-only memory will do."""
+    with warnings.catch_warnings():
+        # Arrays out of Ray's object store are read-only.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return kind(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
 def _is_per_token(name: str) -> bool:
     return name.endswith(("_T", "_TH"))
-
-
-def _from_numpy(columns: dict[str, np.ndarray]) -> Batch:
-    with warnings.catch_warnings():
-        # Arrays out of Ray's object store are read-only; a Batch is never written in place, so a view will do.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return Batch(**{name: torch.from_numpy(array) for name, array in columns.items()})

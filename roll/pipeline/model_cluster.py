@@ -89,7 +89,8 @@ class ModelCluster:
             adapter: with LoRA, whether the adapter counts.
         """
         parts = batch.split(self.dp_size)
-        shares = [ray.put(batch.select(part)) for part in parts]
+        scored = _what_scores_depend_on(batch)
+        shares = [ray.put(scored.select(part)) for part in parts]
         self.load_states(States.WEIGHTS)
         refs = self.cluster.submit_each("logprobs", [(shares[rank.dp_rank], adapter) for rank in self._ranks])
         return parts, refs
@@ -98,9 +99,10 @@ class ModelCluster:
         """Waits for ``submit_logprobs`` and puts the scores back into the batch's order."""
         results: list[TokenScores] = self.cluster.gather(refs, call="logprobs")
         first = {rank.dp_rank: result for rank, result in reversed(list(zip(self._ranks, results, strict=True)))}
+        places = [batch.token_index(part) for part in parts]
         return TokenScores(
             *(
-                _scatter(batch, parts, [getattr(first[dp_rank], name) for dp_rank in range(self.dp_size)])
+                _scatter(batch.num_tokens, places, [getattr(first[dp_rank], name) for dp_rank in range(self.dp_size)])
                 for name in (f.name for f in fields(TokenScores))
             )
         )
@@ -177,14 +179,20 @@ class WithoutAdapter:
         return self._actor.submit_logprobs(batch, adapter=False)
 
 
-def _scatter(batch: Batch, parts: Sequence[Tensor], values: Sequence[Tensor | None]) -> Tensor | None:
+def _what_scores_depend_on(batch: Batch) -> Batch:
+    """The batch without the columns over tokens that no model reads."""
+    read = ("tokens_T", "loss_mask_T")
+    return batch.replace(**{f.name: None for f in fields(Batch) if f.name.endswith("_T") and f.name not in read})
+
+
+def _scatter(num_tokens: int, places: Sequence[Tensor], values: Sequence[Tensor | None]) -> Tensor | None:
     present = [value for value in values if value is not None]
     if not present:
         return None
-    out = torch.zeros(batch.num_tokens, *present[0].shape[1:], dtype=present[0].dtype)
-    for part, value in zip(parts, values, strict=True):
-        if value is not None and len(part):
-            out[batch.token_index(part)] = value
+    out = torch.zeros(num_tokens, *present[0].shape[1:], dtype=present[0].dtype)
+    for place, value in zip(places, values, strict=True):
+        if value is not None and len(place):
+            out[place] = value
     return out
 
 
