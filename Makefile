@@ -26,14 +26,13 @@ $(ENGINES): $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python examples/start_agentic_pipeline.py --config_name agentic_sokoban $(DEMO_ARGS)
 
-# Tests of one process run two at a time; the others start several each. PYTEST_ARGS="tests/unit/data/test_batch.py -k split"
-# picks some.
+# Two files at a time: of the tests that start a cluster, most wait for processes to come up most of the time.
+# PYTEST_ARGS="tests/unit/data/test_batch.py -k split" picks some.
 test: $(ENGINES)
 ifdef PYTEST_ARGS
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/unit tests/generators
-	$(BIN)/python -m pytest --ignore tests/unit --ignore tests/generators
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 endif
 
 # SGLang's packages agree with no other engine's: an environment of its own (3 GB), which the tests reach from here.
