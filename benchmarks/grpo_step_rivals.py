@@ -239,7 +239,7 @@ class Trl:
             args=GRPOConfig(
                 output_dir=work["output"],
                 use_cpu=True,
-                bf16=False,
+                bf16=work["bf16"],
                 gradient_checkpointing=False,
                 max_steps=len(work["prompts"]),
                 per_device_train_batch_size=work["micro_batch"],
