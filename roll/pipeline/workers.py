@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
 import traceback
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ import ray
 
 from roll.algorithms.types import LossFn, TokenScores
 from roll.data.batch import Batch
+from roll.data.flat_requests import FlatCompletions
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.cluster.worker import Worker
 from roll.distributed.strategy import strategy_class
@@ -34,7 +37,7 @@ from roll.distributed.weights.receiver import WeightReceiver
 from roll.distributed.weights.routes import Link
 from roll.distributed.weights.sender import Delivery, WeightOrder, WeightSender
 from roll.pipeline.offload_manager import memory_gb
-from roll.rollout.router import GenerationError
+from roll.rollout.router import GenerationError, Outcomes
 from roll.utils.checksums import WrittenFile
 
 logger = logging.getLogger(__name__)
@@ -187,23 +190,22 @@ class InferWorker(Worker):
         self._continuous = continuous
         self._waiting: list[tuple[str, GenerateRequest]] = []
         self._running: set[asyncio.Task[None]] = set()
-        self._results: dict[str, list[tuple[str, Completion | GenerationError]]] = {}
+        self._completions: defaultdict[str, list[Completion]] = defaultdict(list)
+        self._errors: defaultdict[str, list[tuple[str, GenerationError]]] = defaultdict(list)
         self._arrived: dict[str, asyncio.Event] = {}
 
-    async def submit(self, client_id: str, requests: Sequence[GenerateRequest]) -> None:
-        """Takes requests; their results are fetched by ``poll``."""
+    async def submit(self, client_id: str, requests: Iterable[GenerateRequest]) -> None:
+        """Takes requests, which come as ``FlatRequests``; their results are fetched by ``poll``."""
         self._waiting += [(client_id, request) for request in requests]
         self._admit()
 
-    async def poll(self, client_id: str) -> list[tuple[str, Completion | GenerationError]]:
-        """Results that finished since the last poll; waits up to a second for the first."""
+    async def poll(self, client_id: str) -> Outcomes:
+        """Results since the last poll; waits up to a second for the first."""
         arrived = self._arrived.setdefault(client_id, asyncio.Event())
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(arrived.wait(), _POLL_S)
-        except TimeoutError:
-            return []
         arrived.clear()
-        return self._results.pop(client_id, [])
+        return Outcomes(FlatCompletions.of(self._completions.pop(client_id, [])), self._errors.pop(client_id, []))
 
     async def abort(self, request_id: str) -> None:
         """Stops the request; whoever made it no longer waits for a result."""
@@ -249,13 +251,13 @@ class InferWorker(Worker):
             task.add_done_callback(self._finished)
 
     async def _run(self, client_id: str, request: GenerateRequest) -> None:
-        outcome: Completion | GenerationError
         try:
-            outcome = await self.strategy.generate(request)
+            completion = await self.strategy.generate(request)
+            self._completions[client_id].append(completion)  # not before: a poll may have taken the list
         except Exception as error:  # belongs to the request's caller, who raises it
-            outcome = GenerationError(f"{self!r} could not generate: {type(error).__name__}: {error}")
-            outcome.add_note("".join(traceback.format_exception(error)))
-        self._results.setdefault(client_id, []).append((request.request_id, outcome))
+            failure = GenerationError(f"{self!r} could not generate: {type(error).__name__}: {error}")
+            failure.add_note("".join(traceback.format_exception(error)))
+            self._errors[client_id].append((request.request_id, failure))
         self._arrived.setdefault(client_id, asyncio.Event()).set()
 
     def _finished(self, task: asyncio.Task[None]) -> None:

@@ -19,7 +19,8 @@ A = 0 and W = 1 is synchronous, on-policy training in the order of the draws. Wh
 *committed*: until then a checkpoint gives those draws back. So every draw is trained or settled exactly once, through
 any number of stops and crashes.
 
-Pure state: no clocks, no processes. ``tests/unit/rollout/test_admission.py`` proves the bounds as properties.
+Pure state: no clocks, no processes. What happens to one draw takes O(log n) steps, a batch O(n log n).
+``tests/unit/rollout/test_admission.py`` proves the bounds as properties.
 """
 
 from __future__ import annotations
@@ -60,6 +61,12 @@ class Admission:
     """What the open step took, until it is committed."""
     settled: set[int] = field(default_factory=set)
     """What was settled since the last commit."""
+    _started: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Heap of the draws that run; those that ended are removed once they are the lowest."""
+    _beyond: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+    """Heap of the ready draws that were not within the window when it was last looked at."""
+    _num_within: int = field(default=0, init=False, repr=False, compare=False)
+    """The other ready draws."""
 
     def open(self, step: int) -> None:
         """Begins a step: its weights have been published.
@@ -95,12 +102,14 @@ class Admission:
         else:
             draw, self.next_draw = self.next_draw, self.next_draw + 1
         self.running.add(draw)
+        heapq.heappush(self._started, draw)
         return draw
 
     def finish(self, draw: int) -> None:
         """The draw was played and may be taken."""
         self.running.remove(draw)
         self.ready.add(draw)
+        heapq.heappush(self._beyond, draw)
 
     def settle(self, draw: int) -> None:
         """The draw was played and turned down: another one may start in its place."""
@@ -121,16 +130,34 @@ class Admission:
             recorded: the batch of this step in the run that is repeated; it is taken whatever else is ready.
         """
         assert not self.taken, "the open step has its batch"
+        if len(self.ready) < self.batch_size:
+            return None
         if recorded is None:
-            oldest = min(self.running | set(self.again), default=self.next_draw)
-            batch = sorted(draw for draw in self.ready if draw < oldest + self.window)[: self.batch_size]
+            end = self._oldest() + self.window
+            while self._beyond and self._beyond[0] < end:
+                heapq.heappop(self._beyond)
+                self._num_within += 1
+            if self._num_within < self.batch_size:
+                return None
+            batch = heapq.nsmallest(self.batch_size, self.ready)  # ready draws beyond the window are higher
         else:
             batch = sorted(self.ready.intersection(recorded))
-        if len(batch) < self.batch_size:
-            return None
-        self.ready -= set(batch)
+            if len(batch) < self.batch_size:
+                return None
+        self.ready.difference_update(batch)
+        self._look_again()
         self.taken, self.used = tuple(batch), len(batch)
         return self.taken
+
+    def _oldest(self) -> int:
+        """The lowest draw that is under way; it never falls, since what starts is higher or was under way before."""
+        while self._started and self._started[0] not in self.running:
+            heapq.heappop(self._started)
+        return min((*self._started[:1], *self.again[:1]), default=self.next_draw)
+
+    def _look_again(self) -> None:
+        """Counts the ready draws anew."""
+        self._beyond, self._num_within = sorted(self.ready), 0
 
     def commit(self) -> None:
         """The open step is done: what it took was trained on."""
@@ -176,3 +203,5 @@ class Admission:
         if not keeps_groups:
             self.again, self.ready = sorted({*self.again, *self.ready}), set()
         self.running, self.taken, self.settled = set(), (), set()
+        self._started = []
+        self._look_again()

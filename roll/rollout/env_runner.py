@@ -1,32 +1,32 @@
-"""Runs one environment, in a thread of its own unless it is instant, so that a slow or hung one delays no other."""
+"""Runs one environment in threads, unless it is instant, so that a slow or hung one delays no other."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import queue
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from roll.agentic.env.base import StepResult, TextEnv
+from roll.rollout.call_threads import CallThreads, CallTimeoutError, as_runtime_error
 from roll.rollout.env_protocol import checked_frame, checked_reset, checked_step
 from roll.rollout.errors import EnvCrashError, EnvError, EnvTimeoutError, describe_error
 from roll.rollout.types import Frame
 
 T = TypeVar("T")
-Job = tuple[Callable[[TextEnv], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]"]
 
 
 class EnvRunner:
-    """Owns one ``TextEnv``; every call runs in the same thread, as environments expect.
+    """Owns one ``TextEnv``; its calls run one at a time, in any of ``threads``.
 
     Args:
-        make: builds the environment (in the thread).
+        make: builds the environment, as part of the first call.
         timeout: seconds that one call may take.
         lock: held during each call when the environment class is not thread-safe (``use_thread_lock``).
         instant: every call runs in the caller's event loop instead, unwatched (see ``TextEnv.instant``).
+        own_thread: every call runs in the same thread (see ``TextEnv.own_thread``).
+        threads: those of other environments too; its own if not given.
     """
 
     def __init__(
@@ -36,16 +36,14 @@ class EnvRunner:
         lock: threading.Lock | None = None,
         *,
         instant: bool = False,
+        own_thread: bool = False,
+        threads: CallThreads | None = None,
     ) -> None:
         self._make = make
         self._timeout = timeout
         self._lock = lock
         self._env: TextEnv | None = None
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        if not instant:
-            self._thread = threading.Thread(target=self._serve, name="env", daemon=True)
-            self._thread.start()
+        self._mailbox = None if instant else (threads or CallThreads()).mailbox(own_thread=own_thread)
 
     async def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
         """Resets the environment, see ``checked_reset``."""
@@ -60,7 +58,7 @@ class EnvRunner:
         return await self.call("render", checked_frame)
 
     async def call(self, what: str, job: Callable[[TextEnv], T]) -> T:
-        """Runs ``job`` in the environment's thread; the first call builds the environment there.
+        """Runs ``job`` on the environment; the first call builds it.
 
         Raises:
             EnvTimeoutError: it did not return in time; its thread ends as soon as it runs Python code again.
@@ -68,17 +66,25 @@ class EnvRunner:
             EnvError: the job found what it got wrong.
         """
         try:
-            return await (self._here(job) if self._thread is None else self._in_thread(self._thread, what, job))
+            if self._mailbox is None:
+                return await self._here(job)
+            return await self._mailbox.run(what, lambda: self._work(job), self._timeout)
         except EnvError:
             raise
+        except CallTimeoutError as error:
+            raise EnvTimeoutError(f"environment {what} took longer than step_timeout={self._timeout:g}s") from error
         except Exception as error:
             raise EnvCrashError(f"environment {what} raised {describe_error(error)}") from error
 
     def close(self) -> None:
-        """Ends the thread once it is idle."""
-        if self._thread is not None:
-            self._jobs.put(None)
-        elif self._env is not None:
+        """Closes the environment once its calls have returned; a thread of its own ends then."""
+        if self._mailbox is not None:
+            self._mailbox.close(self._end)
+        else:
+            self._end()
+
+    def _end(self) -> None:
+        if self._env is not None:
             self._env.close()
 
     def _work(self, job: Callable[[TextEnv], T]) -> T:
@@ -94,51 +100,4 @@ class EnvRunner:
         except Exception:
             raise
         except BaseException as error:  # it must not end the caller's loop
-            raise _told(error) from error
-
-    async def _in_thread(self, thread: threading.Thread, what: str, job: Callable[[TextEnv], T]) -> T:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        self._jobs.put((job, loop, future))
-        try:
-            return await asyncio.wait_for(future, self._timeout)
-        except Exception as error:
-            if not future.cancelled():
-                raise
-            _abandon(thread)
-            raise EnvTimeoutError(f"environment {what} took longer than step_timeout={self._timeout:g}s") from error
-
-    def _serve(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            work, loop, future = job
-            result: Any = None
-            error: BaseException | None = None
-            try:
-                result = self._work(work)
-            except BaseException as raised:  # handed to the caller, whatever it is
-                error = raised
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_resolve, future, result, error)
-        if self._env is not None:
-            self._env.close()
-
-
-def _abandon(thread: threading.Thread) -> None:
-    """Raises SystemExit in the thread: a busy loop would slow every other environment down for ever."""
-    identifier = ctypes.c_ulong(thread.ident or 0)
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(identifier, ctypes.py_object(SystemExit))
-
-
-def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
-    if future.done():  # the caller has given up
-        return
-    if error is None:
-        future.set_result(result)
-    elif isinstance(error, Exception) and not isinstance(error, StopIteration):
-        future.set_exception(error)
-    else:  # a future does not take StopIteration, and the others would end the caller's loop or cancel its task
-        future.set_exception(_told(error))
-
-
-def _told(error: BaseException) -> RuntimeError:
-    return RuntimeError(f"the environment raised {describe_error(error)}")
+            raise as_runtime_error(error) from error

@@ -9,16 +9,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from roll.agentic.env import is_instant, make
+from roll.agentic.env import is_instant, make, wants_own_thread
 from roll.configs.env import CustomEnvConfig
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, SamplingParams
+from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeSpec, Limits
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupPlan, GroupSpec
 from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
+from roll.utils.collector import calm_collector
 
 Player: TypeAlias = Callable[[EnvRunner, ChatRenderer], GenerateFn]
 """Makes what answers an episode's requests in place of the engines; it travels between processes."""
@@ -75,6 +77,8 @@ class EnvironmentWorker(RolloutWorker):
         }
         self._locks = {tag: threading.Lock() for tag, config in context.envs.items() if config.use_thread_lock}
         self._idle: defaultdict[str, list[EnvRunner]] = defaultdict(list)
+        self._threads = CallThreads()
+        calm_collector()
 
     async def probe(self, envs: Mapping[str, CustomEnvConfig], retries: int, seed: int) -> list[str]:
         """Builds and resets one environment of each tag; returns what went wrong, a line each.
@@ -106,18 +110,24 @@ class EnvironmentWorker(RolloutWorker):
     def _take_runner(self, tag: str) -> EnvRunner:
         if self._idle[tag]:
             return self._idle[tag].pop()
-        return _runner(self.context.envs[tag], self._locks.get(tag))
+        return _runner(self.context.envs[tag], self._threads, self._locks.get(tag))
 
 
-def _runner(config: CustomEnvConfig, lock: threading.Lock | None = None) -> EnvRunner:
-    instant = is_instant(config.env_type)
-    return EnvRunner(lambda: make(config.env_type, **config.env_config), config.step_timeout, lock, instant=instant)
+def _runner(config: CustomEnvConfig, threads: CallThreads, lock: threading.Lock | None = None) -> EnvRunner:
+    return EnvRunner(
+        lambda: make(config.env_type, **config.env_config),
+        config.step_timeout,
+        lock,
+        instant=is_instant(config.env_type),
+        own_thread=wants_own_thread(config.env_type),
+        threads=threads,
+    )
 
 
 async def _probe(tag: str, config: CustomEnvConfig, retries: int, seed: int) -> str | None:
     problem = None
     for _ in range(1 + retries):
-        runner = _runner(config)
+        runner = _runner(config, CallThreads())
         try:
             await runner.reset(seed)
             return None

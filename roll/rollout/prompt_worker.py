@@ -18,6 +18,7 @@ from roll.rollout.prompt_env import PromptEnv, PromptManager
 from roll.rollout.reward_client import RewardClient
 from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
+from roll.utils.collector import calm_collector
 from roll.utils.seeding import derive_seed
 
 
@@ -85,6 +86,7 @@ class PromptWorker(RolloutWorker):
         self.managers = {
             name: PromptManager(renderer, params, context.limits) for name, params in context.params.items()
         }
+        calm_collector()
 
     async def set_rewards(self, domains: Mapping[str, Sequence[Any]]) -> None:
         """Where to have answers scored from now on: handles of the workers of each domain."""

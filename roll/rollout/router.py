@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
+from roll.data.flat_requests import FlatCompletions, FlatRequests
 from roll.data.requests import Completion, GenerateFn, GenerateRequest
 
 
@@ -19,6 +21,15 @@ class EngineUnavailableError(RuntimeError):
 
 class GenerationError(RuntimeError):
     """Error of the engine for one request, in words: its own error may not survive the way between processes."""
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What became of some requests."""
+
+    completions: FlatCompletions
+    errors: list[tuple[str, GenerationError]]
+    """By request id."""
 
 
 class GenerationClient:
@@ -33,8 +44,9 @@ class GenerationClient:
 
     def __init__(self, engines: Sequence[Any]) -> None:
         self.client_id = uuid.uuid4().hex
+        self._numbers = itertools.count()
         self._engines = list(engines)
-        self._outbox: list[list[GenerateRequest]] = [[] for _ in engines]
+        self._outbox: list[dict[str, GenerateRequest]] = [{} for _ in engines]
         self._pending: list[dict[str, asyncio.Future[Completion]]] = [{} for _ in engines]
         self._pollers: list[asyncio.Task[None] | None] = [None for _ in engines]
         self._flush_scheduled = False
@@ -67,10 +79,10 @@ class GenerationClient:
 
     async def _generate(self, request: GenerateRequest, engine: int) -> Completion:
         # Ids are the caller's and may repeat between callers, tries and pipelines that share an engine.
-        wire_id = f"{self.client_id}/{uuid.uuid4().hex}"
+        wire_id = f"{self.client_id}/{next(self._numbers)}"
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._pending[engine][wire_id] = future
-        self._outbox[engine].append(replace(request, request_id=wire_id))
+        self._outbox[engine][wire_id] = request
         if not self._flush_scheduled:
             self._flush_scheduled = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -85,11 +97,11 @@ class GenerationClient:
     def _flush(self) -> None:
         self._flush_scheduled = False
         for engine, outbox in enumerate(self._outbox):
-            self._outbox[engine] = []
-            requests = [request for request in outbox if request.request_id in self._pending[engine]]
+            self._outbox[engine] = {}
+            requests = {wire_id: outbox[wire_id] for wire_id in outbox if wire_id in self._pending[engine]}
             if not requests:  # or all have been given up in the same tick
                 continue
-            self._engines[engine].submit.remote(self.client_id, requests)
+            self._engines[engine].submit.remote(self.client_id, FlatRequests.of(requests))
             poller = self._pollers[engine]
             if poller is None or poller.done():
                 self._pollers[engine] = asyncio.get_running_loop().create_task(self._poll(engine))
@@ -99,7 +111,7 @@ class GenerationClient:
         pending = self._pending[engine]
         while pending:
             try:
-                results = await self._engines[engine].poll.remote(self.client_id)
+                outcomes: Outcomes = await self._engines[engine].poll.remote(self.client_id)
             except RayError as error:
                 failure: Exception = error
                 if isinstance(error, RayActorError):
@@ -109,13 +121,13 @@ class GenerationClient:
                         future.set_exception(failure)
                 pending.clear()
                 return
-            for request_id, outcome in results:
+            for completion in outcomes.completions:
+                waiting = pending.get(completion.request_id)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(completion)
+            for request_id, failed in outcomes.errors:
                 waiting = pending.get(request_id)
-                if waiting is None or waiting.done():
-                    continue
-                if isinstance(outcome, GenerationError):
-                    waiting.set_exception(outcome)
-                else:
-                    waiting.set_result(outcome)
+                if waiting is not None and not waiting.done():
+                    waiting.set_exception(failed)
             # Woken callers run now, so that their next requests are counted before the loop condition is read.
             await asyncio.sleep(0)

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
-
-import ray
 
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
 from roll.rollout.admission import Admission
-from roll.rollout.plans import RolloutPlan
+from roll.rollout.group_calls import GroupCalls
+from roll.rollout.plans import GroupSpec, RolloutPlan
 from roll.rollout.router import EngineUnavailableError
 from roll.rollout.schedule import Schedule, StepDraws
 from roll.rollout.types import Collected, RolloutGroup
@@ -38,16 +34,6 @@ class TooManyRejectedError(RuntimeError):
 
 class _GroupsLostError(Exception):
     """Some worker died: nothing that was running can be trusted to finish. The cause says who."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    """A group under way."""
-
-    group_id: int
-    worker: int
-    """Its rank."""
-    started: float
 
 
 class RolloutScheduler:
@@ -91,9 +77,7 @@ class RolloutScheduler:
         self._recover = recover
         self._rpc_timeout = rpc_timeout
         self._on_tick = on_tick
-        self._running: dict[ray.ObjectRef, _Call] = {}  # in the order of their start
-        self._loads = [0] * workers.world_size
-        self._answers: queue.SimpleQueue[tuple[ray.ObjectRef, Future[Any]] | None] = queue.SimpleQueue()
+        self._calls = GroupCalls(workers)
         self._goes_on = beside
         self._beside: threading.Thread | None = None
         self._rollouts: _Rollouts | None = None
@@ -210,7 +194,7 @@ class RolloutScheduler:
     def halt(self) -> None:
         """Starts no more groups and takes no results in, so that nobody else changes ``groups`` and the admission."""
         if self._beside is not None:
-            self._answers.put(None)
+            self._calls.interrupt()
             self._beside.join()
             self._beside = None
 
@@ -254,10 +238,11 @@ class RolloutScheduler:
         admission = rollouts.admission
         finished = len(self.groups) + len(self.rejected)
         left = rollouts.most_groups - finished - admission.num_under_way
-        while (left > 0 or admission.again) and admission.may_start and len(self._running) < self._num_slots:
+        while (left > 0 or admission.again) and admission.may_start and len(self._calls.running) < self._num_slots:
             left -= 0 if admission.again else 1
-            self._start(admission.start())
-        if wants_batch and not self._running:
+            self._calls.start(self._spec(admission.start()))
+        self._calls.send()
+        if wants_batch and not self._calls.running:
             raise TooManyRejectedError(
                 f"of {finished} groups only {len(self.groups)} were accepted, {admission.batch_size} are needed",
                 [*self.groups.values(), *self.rejected],
@@ -267,18 +252,14 @@ class RolloutScheduler:
         """What the open step takes, as soon as there is enough."""
         if recorded is None:
             return admission.take()
+        if len(admission.ready) < len(recorded.taken):  # looking closer takes time that grows with the batch
+            return None
         settled = {group.group_id for group in self.rejected}
         return admission.take(recorded.taken) if recorded.settled <= settled else None
 
-    def _start(self, group_id: int) -> None:
-        worker = self._loads.index(min(self._loads))
+    def _spec(self, group_id: int) -> GroupSpec:
         spec = self.plan.spec(group_id)
-        if self.replay is not None:
-            spec = replace(spec, recorded=self.replay.draws[group_id])
-        ref: ray.ObjectRef = self.workers.handles[worker].run_group.remote(spec)
-        self._running[ref] = _Call(group_id, worker, time.monotonic())
-        self._loads[worker] += 1
-        ref.future().add_done_callback(lambda future: self._answers.put((ref, future)))
+        return spec if self.replay is None else replace(spec, recorded=self.replay.draws[group_id])
 
     def _wait(self, rollouts: _Rollouts) -> bool:
         """Takes in what has finished; waits up to a second for the first. False when it was told to halt.
@@ -289,39 +270,30 @@ class RolloutScheduler:
         """
         going = True
         try:
-            answer = self._answers.get(timeout=_TICK_S)
-            while True:
-                if answer is None:
+            for group in self._calls.wait(_TICK_S):
+                if group is None:
                     going = False
-                elif answer[0] in self._running:  # others were given up
-                    self._finish(*answer, rollouts)
-                answer = self._answers.get_nowait()
-        except queue.Empty:
-            pass
-        for call in self._running.values():  # the first is the oldest
+                else:
+                    self._finish(group, rollouts)
+        except (WorkerDiedError, EngineUnavailableError) as error:
+            logger.warning("group %s was lost (%s); it is played again", self._calls.failed, error)
+            self._cancel(rollouts.admission)
+            raise _GroupsLostError from error
+        for call in self._calls.running.values():  # the first is the oldest
             seconds = time.monotonic() - call.started
             if seconds > self._rpc_timeout:
                 name = self.workers.name
-                raise RpcTimeoutError(name, (call.worker,), _name(call), Cluster.current_step, seconds)
+                raise RpcTimeoutError(name, (call.worker,), call.name, Cluster.current_step, seconds)
             break
         return going
 
-    def _finish(self, ref: ray.ObjectRef, future: Future[Any], rollouts: _Rollouts) -> None:
-        call, admission = self._running[ref], rollouts.admission
-        try:
-            group: RolloutGroup = self.workers.result(future, rank=call.worker, call=_name(call))
-        except (WorkerDiedError, EngineUnavailableError) as error:
-            logger.warning("group %d was lost (%s); it is played again", call.group_id, error)
-            self._cancel(admission)
-            raise _GroupsLostError from error
-        del self._running[ref]
-        self._loads[call.worker] -= 1
+    def _finish(self, group: RolloutGroup, rollouts: _Rollouts) -> None:
         if not rollouts.accept(group):
             self.rejected.append(group)
-            admission.settle(call.group_id)
+            rollouts.admission.settle(group.group_id)
             return
-        self.groups[call.group_id] = group
-        admission.finish(call.group_id)
+        self.groups[group.group_id] = group
+        rollouts.admission.finish(group.group_id)
         rollouts.on_group(group)
 
     def _repair(self, error: BaseException) -> None:
@@ -331,11 +303,7 @@ class RolloutScheduler:
         self._recover(error.__cause__)
 
     def _cancel(self, admission: Admission) -> None:
-        for ref in self._running:
-            ray.cancel(ref)
-        admission.lose(call.group_id for call in self._running.values())
-        self._running.clear()
-        self._loads = [0] * self.workers.world_size
+        admission.lose(self._calls.give_up())
 
 
 @dataclass
@@ -347,7 +315,3 @@ class _Rollouts:
     most_groups: float
     """Groups that may be finished or under way before there is a batch."""
     on_group: Callable[[RolloutGroup], None]
-
-
-def _name(call: _Call) -> str:
-    return f"run_group({call.group_id})"

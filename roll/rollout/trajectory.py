@@ -16,19 +16,27 @@ from roll.utils.seeding import derive_seed
 
 @dataclass
 class _Columns:
-    """Rows collected so far."""
+    """Rows collected so far. What is said of a whole prompt or answer is spread over its tokens at the end."""
 
-    lengths: list[int] = field(default_factory=list)
     tokens: list[np.ndarray] = field(default_factory=list)
-    mask: list[np.ndarray] = field(default_factory=list)
-    turn: list[np.ndarray] = field(default_factory=list)
-    rewards: list[np.ndarray] = field(default_factory=list)
+    """New part of the prompt and answer of each turn, one after the other."""
+    num_tokens: list[int] = field(default_factory=list)
+    """Of each of ``tokens``."""
     logprobs: list[np.ndarray] = field(default_factory=list)
+    """Those of each answer."""
     versions: list[np.ndarray] = field(default_factory=list)
+    """Those of each answer."""
+    turns: list[int] = field(default_factory=list)
+    """Each turn's number in its episode."""
+    rewards: list[float] = field(default_factory=list)
+    """Of each turn."""
+    lengths: list[int] = field(default_factory=list)
     rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
     baselines: list[float] = field(default_factory=list)
     truncated: list[bool] = field(default_factory=list)
+    states: dict[str, int] = field(default_factory=dict)
+    """Numbers of the state keys met so far."""
 
 
 def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str]) -> Batch:
@@ -57,13 +65,18 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str]) -> Batc
             trajectory_index += 1
     if not columns.lengths:
         raise ValueError("no trajectory to train on: every episode of this step was dropped")
-    group_B, traj_B, turn_B, state_B, tag_B = torch.tensor(columns.rows, dtype=torch.int64).unbind(1)
+    group_B, traj_B, turn_B, state_B, tag_B = torch.from_numpy(np.array(columns.rows, dtype=np.int64)).unbind(1)
+    parts_2 = np.array(columns.num_tokens, dtype=np.int64).reshape(-1, 2)
+    mask_T = np.repeat(np.tile([False, True], len(parts_2)), parts_2.ravel())
+    last_tokens = parts_2.sum(1).cumsum() - 1
+    rewards_T = np.zeros(len(mask_T), dtype=np.float32)
+    rewards_T[last_tokens] = columns.rewards
     return Batch(
         lengths_B=torch.tensor(columns.lengths, dtype=torch.int64),
         tokens_T=_join(columns.tokens),
-        loss_mask_T=_join(columns.mask),
-        turn_T=_join(columns.turn),
-        rewards_T=_join(columns.rewards),
+        loss_mask_T=torch.from_numpy(mask_T),
+        turn_T=torch.from_numpy(np.repeat(np.array(columns.turns, dtype=np.int64), parts_2.sum(1))),
+        rewards_T=torch.from_numpy(rewards_T),
         group_B=group_B.contiguous(),
         traj_B=traj_B.contiguous(),
         turn_B=turn_B.contiguous(),
@@ -72,8 +85,8 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str]) -> Batc
         scores_B=torch.tensor(columns.scores, dtype=torch.float32),
         baseline_B=torch.tensor(columns.baselines, dtype=torch.float32) if has_baselines else None,
         truncated_B=torch.tensor(columns.truncated),
-        rollout_logprobs_T=_join(columns.logprobs),
-        rollout_versions_T=_join(columns.versions),
+        rollout_logprobs_T=_spread(columns.logprobs, mask_T, np.float32),
+        rollout_versions_T=_spread(columns.versions, mask_T, np.int64),
     )
 
 
@@ -81,12 +94,16 @@ def _append(columns: _Columns, trajectory: Trajectory, traj: int, tag: int) -> i
     """Adds the episode's rows; returns how many."""
     sampled = [turn for turn in trajectory.turns if len(turn.completion.token_ids)]
     spans = [sampled] if trajectory.history else [[turn] for turn in sampled]
+    score = trajectory.score
     first_turn = 0
     for row, turns in enumerate(spans):
         _append_row(columns, turns, first_turn)
-        state = derive_seed(turns[0].state_key)
+        key = turns[0].state_key
+        state = columns.states.get(key)
+        if state is None:
+            state = columns.states[key] = derive_seed(key)
         columns.rows.append((trajectory.group_id, traj, row, state, tag))
-        columns.scores.append(trajectory.score)
+        columns.scores.append(score)
         cut_off = turns[-1].completion.finish_reason is FinishReason.LENGTH
         columns.truncated.append(cut_off or trajectory.end is EpisodeEnd.CONTEXT_FULL)
         first_turn += len(turns)
@@ -96,20 +113,26 @@ def _append(columns: _Columns, trajectory: Trajectory, traj: int, tag: int) -> i
 def _append_row(columns: _Columns, turns: Sequence[Turn], first_turn: int) -> None:
     """One training sample: the last turn's prompt holds all that came before it, so only the new part is added."""
     length = 0
-    for index, turn in enumerate(turns):
-        prompt, sampled = turn.prompt_ids[length:], turn.completion.token_ids
-        n, m = len(prompt), len(sampled)
-        columns.tokens += [prompt, sampled]
-        columns.mask += [np.zeros(n, dtype=bool), np.ones(m, dtype=bool)]
-        columns.turn.append(np.full(n + m, first_turn + index, dtype=np.int64))
-        columns.logprobs += [np.zeros(n, dtype=np.float32), turn.completion.logprobs.astype(np.float32)]
-        columns.versions += [np.zeros(n, dtype=np.int64), turn.completion.versions.astype(np.int64)]
-        rewards = np.zeros(n + m, dtype=np.float32)
-        rewards[-1] = turn.reward
-        columns.rewards.append(rewards)
+    for number, turn in enumerate(turns, first_turn):
+        completion = turn.completion
+        prompt, answer = turn.prompt_ids[length:], completion.token_ids
+        n, m = len(prompt), len(answer)
+        columns.tokens += (prompt, answer)
+        columns.num_tokens += (n, m)
+        columns.logprobs.append(completion.logprobs)
+        columns.versions.append(completion.versions)
+        columns.turns.append(number)
+        columns.rewards.append(turn.reward)
         length += n + m
     columns.lengths.append(length)
 
 
 def _join(parts: list[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts))
+
+
+def _spread(answers: list[np.ndarray], mask_T: np.ndarray, kind: type[np.generic]) -> torch.Tensor:
+    """Values of the answers where the mask is, zero elsewhere."""
+    values_T = np.zeros(len(mask_T), dtype=kind)
+    values_T[mask_T] = np.concatenate(answers)
+    return torch.from_numpy(values_T)

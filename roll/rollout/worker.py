@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 from roll.data.requests import GenerateFn
-from roll.distributed.cluster.worker import Worker
 from roll.rollout.env_manager import EpisodeSpec
 from roll.rollout.errors import EnvError
+from roll.rollout.group_worker import GroupWorker
 from roll.rollout.plans import GroupSpec
 from roll.rollout.router import GenerationClient
 from roll.rollout.types import RolloutGroup, Trajectory
@@ -23,8 +23,8 @@ BASELINE_MEMBER = -1
 """The member that plays greedily for the others' baseline."""
 
 
-class RolloutWorker(Worker, ABC):
-    """Plays rollout groups. Subclasses say what an episode is."""
+class RolloutWorker(GroupWorker):
+    """Plays the episodes of rollout groups. Subclasses say what an episode is."""
 
     retries = 0
     """Attempts at a failed episode before it is dropped, after the first."""

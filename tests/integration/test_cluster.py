@@ -1,5 +1,6 @@
 """Clusters on a real local Ray with eight pretended GPUs: places, calls, and every way a worker can fail."""
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -73,6 +74,21 @@ class Probe(Worker):
 
         while True:
             torch.distributed.all_reduce(torch.ones(1))
+
+
+class Meeting(Worker):
+    """Calls that wait for one another."""
+
+    met: asyncio.Event | None = None
+    present = 0
+
+    async def meet(self, number: int) -> int:
+        self.met = self.met or asyncio.Event()
+        self.present += 1
+        if self.present == number:
+            self.met.set()
+        await self.met.wait()
+        return self.present
 
 
 @pytest.fixture(scope="module")
@@ -234,3 +250,14 @@ def test_a_cluster_can_be_stopped_twice_and_says_when_it_is_not_running(start: C
     assert train.alive() == [False, False]
     with pytest.raises(RuntimeError, match="train is not running"):
         train.call("ping")
+
+
+def test_a_worker_with_async_methods_runs_any_number_of_calls_at_the_same_time(placement: Placement) -> None:
+    """Ray's own limit is 1,000; the others would wait for these, which wait for them."""
+    cluster = Cluster("critic", Meeting, placement, rpc_timeout=60.0)
+    cluster.start()
+    try:
+        refs = [cluster.handles[0].meet.remote(1200) for _ in range(1200)]
+        assert cluster.gather(refs, call="meet", ranks=[0] * 1200) == [1200] * 1200
+    finally:
+        cluster.shutdown()

@@ -19,7 +19,17 @@ from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.schema import nearest
 from roll.utils.registry import Registry, UnknownNameError
 
-__all__ = ["TextEnv", "check_env_config", "is_instant", "make", "names_actions", "path_of", "register", "registered"]
+__all__ = [
+    "TextEnv",
+    "check_env_config",
+    "is_instant",
+    "make",
+    "names_actions",
+    "path_of",
+    "register",
+    "registered",
+    "wants_own_thread",
+]
 
 EnvFactory = Callable[..., TextEnv]
 
@@ -81,6 +91,11 @@ def names_actions(env_type: str) -> bool:
 def is_instant(env_type: str) -> bool:
     """Whether the class itself, and not one that it inherits from, says ``instant`` (see ``TextEnv``)."""
     return bool(getattr(_ENVS.get(env_type), "__dict__", {}).get("instant", False))
+
+
+def wants_own_thread(env_type: str) -> bool:
+    """Whether all calls of an environment have to run in one thread (see ``TextEnv.own_thread``)."""
+    return bool(getattr(_ENVS.get(env_type), "own_thread", False))
 
 
 def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> list[ConfigProblem]:

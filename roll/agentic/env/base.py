@@ -45,8 +45,13 @@ class TextEnv(gymnasium.Env[str, str]):
 
     instant: ClassVar[bool] = False
     """True: every call takes less than a millisecond or so and waits for nothing. It then runs in the event loop that
-    plays all episodes, which costs half as much as a thread of its own, and ``step_timeout`` does not watch it. A
-    subclass does not inherit it: its own code may be slower."""
+    plays all episodes, which costs half as much as a thread, and ``step_timeout`` does not watch it. A subclass does
+    not inherit it: its own code may be slower."""
+
+    own_thread: ClassVar[bool] = False
+    """True: all calls of an environment run in the same thread, and those of no other environment there. It is for code
+    that is bound to the thread that it was made in, such as database connections, OpenGL and browsers. Otherwise calls
+    follow one another in threads that many environments share."""
 
     def render(self) -> Any:
         """No picture: the observation is all there is to see."""

@@ -102,6 +102,7 @@ class GymnasiumEnv(TextEnv):
     """
 
     config_class = GymnasiumConfig
+    own_thread = True  # whatever environment it is
 
     def __init__(self, **env_config: Any) -> None:
         self.config = config = parse_config(GymnasiumConfig, env_config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import re
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 _ALIVE_WAIT_S = 1.0
 """Time that a death may take to be known; Ray reports a killed process within some hundredths of a second."""
+
+_ASYNC_CALLS = 2**20
+"""Calls that a worker with ``async`` methods runs at the same time. With Ray's own limit of 1,000 the others would wait
+for them without a word."""
 
 _INLINE_TYPES = (type(None), bool, int, float, str, os.PathLike)
 
@@ -65,7 +70,8 @@ class Cluster:
                 thread count chosen here, never over the device list.
             rpc_timeout: seconds that a call may take; ``None`` waits for ever.
             start_timeout: seconds until every process must have answered.
-            max_concurrency: calls that a worker runs at the same time; Ray's default is 1 (1,000 for async workers).
+            max_concurrency: calls that a worker runs at the same time; by default one, and any number where it has
+                ``async`` methods.
 
         Raises:
             KeyError: the role has no place.
@@ -233,6 +239,8 @@ class Cluster:
         options = {**self.placement.actor_options(slot), "max_restarts": 0, "max_task_retries": 0}
         if self._max_concurrency is not None:
             options["max_concurrency"] = self._max_concurrency
+        elif inspect.getmembers(self.worker_cls, inspect.iscoroutinefunction):
+            options["max_concurrency"] = _ASYNC_CALLS
         actor_cls = ray.remote(self.worker_cls).options(runtime_env={"env_vars": env}, **options)
         handle: Any = actor_cls.remote(self.name, rank, self.world_size, env, **self._init_kwargs)
         _residents[handle._actor_id.hex()] = (self.name, rank)

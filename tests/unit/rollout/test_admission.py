@@ -190,6 +190,24 @@ def test_a_slow_draw_holds_up_a_strict_order_and_not_a_window() -> None:
     assert not ready(1).may_start
 
 
+@settings(max_examples=200)
+@given(worlds)
+def test_the_batch_is_the_lowest_ready_draws_within_the_window_of_the_oldest_under_way(chosen: dict) -> None:
+    world = world_of(chosen)
+    admission = world.admission
+    for step in range(1, 12):
+        admission.open(step)
+        batch = None
+        while batch is None:
+            world.move()
+            oldest = min(admission.running | set(admission.again), default=admission.next_draw)
+            within = sorted(draw for draw in admission.ready if draw < oldest + admission.window)
+            expected = tuple(within[: admission.batch_size]) if len(within) >= admission.batch_size else None
+            batch = admission.take()
+            assert batch == expected
+        admission.commit()
+
+
 def test_a_step_that_was_not_committed_is_an_error() -> None:
     admission = Admission(1)
     admission.open(1)

@@ -1,4 +1,4 @@
-"""An environment in a thread of its own, and everything it may do wrong there."""
+"""An environment in threads, its own or shared, or in the event loop, and everything it may do wrong there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 
 import roll.agentic.env as envs
 from roll.agentic.env.base import StepResult, TextEnv, step_result
+from roll.agentic.env.gym_adapter import GymnasiumEnv
 from roll.agentic.env.sokoban import SokobanEnv
+from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.errors import EnvCrashError, EnvProtocolError, EnvTimeoutError
 
@@ -59,6 +61,10 @@ class SlowSokoban(SokobanEnv):
     """Another's code around an instant environment."""
 
 
+class ThreadBound(GymnasiumEnv):
+    """Another's code around an environment that is bound to its thread."""
+
+
 ERRORS: dict[str, BaseException] = {
     "crash": ZeroDivisionError("by nought"),
     "own timeout": TimeoutError("the game server is slow"),
@@ -85,9 +91,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it never happened")
 
 
-def test_every_call_runs_in_one_thread_that_is_not_the_callers() -> None:
+@pytest.mark.parametrize("own_thread", [False, True])
+def test_no_call_runs_in_the_callers_thread_and_all_in_one_where_it_matters(own_thread: bool) -> None:
     async def play() -> OddEnv:
-        runner = EnvRunner(lambda: built[0], timeout=5)
+        runner = EnvRunner(lambda: built[0], timeout=5, own_thread=own_thread)
         built.append(await asyncio.to_thread(OddEnv))
         built[0].threads.clear()
         observation, info = await runner.reset(7)
@@ -102,12 +109,12 @@ def test_every_call_runs_in_one_thread_that_is_not_the_callers() -> None:
 
     built: list[OddEnv] = []
     env = asyncio.run(play())
-    assert len(set(env.threads)) == 1
+    assert len(set(env.threads)) == 1 or not own_thread
     assert threading.get_ident() not in env.threads
     wait_until(lambda: env.closed)
 
 
-def test_the_environment_is_built_in_the_thread_and_once() -> None:
+def test_the_environment_is_built_where_it_is_played_and_once() -> None:
     built: list[int] = []
 
     def make() -> OddEnv:
@@ -115,7 +122,7 @@ def test_the_environment_is_built_in_the_thread_and_once() -> None:
         return OddEnv()
 
     async def play() -> list[int]:
-        runner = EnvRunner(make, timeout=5)
+        runner = EnvRunner(make, timeout=5, own_thread=True)
         assert built == []
         threads = [await runner.call("peek", lambda env: threading.get_ident()) for _ in range(3)]
         runner.close()
@@ -125,11 +132,11 @@ def test_the_environment_is_built_in_the_thread_and_once() -> None:
     assert len(built) == 1
 
 
-@pytest.mark.parametrize("instant", [False, True])
+@pytest.mark.parametrize("options", [{}, {"own_thread": True}, {"instant": True}], ids=["shared", "own", "instant"])
 @pytest.mark.parametrize("name", sorted(ERRORS))
-def test_whatever_a_step_raises_is_a_crash_that_says_so(name: str, instant: bool) -> None:
+def test_whatever_a_step_raises_is_a_crash_that_says_so(name: str, options: dict[str, bool]) -> None:
     async def play() -> EnvCrashError:
-        runner = EnvRunner(OddEnv, timeout=5, instant=instant)
+        runner = EnvRunner(OddEnv, timeout=5, **options)
         await runner.reset(0)
         with pytest.raises(EnvCrashError) as caught:
             await runner.step(name)
@@ -171,6 +178,11 @@ def test_a_class_says_for_itself_alone_that_it_is_instant() -> None:
     assert not envs.is_instant(f"{__name__}:SlowSokoban")
 
 
+def test_a_class_and_what_inherits_from_it_want_a_thread_of_their_own() -> None:
+    assert envs.wants_own_thread("gymnasium") and not envs.wants_own_thread("sokoban")
+    assert envs.wants_own_thread(f"{__name__}:ThreadBound")
+
+
 def test_a_step_of_the_wrong_form_is_named_as_such() -> None:
     async def play() -> None:
         runner = EnvRunner(OddEnv, timeout=5)
@@ -195,9 +207,12 @@ def test_an_environment_that_cannot_be_built_is_a_crash() -> None:
     asyncio.run(play())
 
 
-def test_a_hung_environment_is_given_up_and_delays_no_other(gate: threading.Event) -> None:
+@pytest.mark.parametrize("own_thread", [False, True])
+def test_a_hung_environment_is_given_up_and_delays_no_other(gate: threading.Event, own_thread: bool) -> None:
     async def play() -> float:
-        hung, other = EnvRunner(lambda: OddEnv(gate), timeout=1.0), EnvRunner(OddEnv, timeout=5)
+        threads = CallThreads()
+        hung = EnvRunner(lambda: OddEnv(gate), timeout=1.0, threads=threads, own_thread=own_thread)
+        other = EnvRunner(OddEnv, timeout=5, threads=threads, own_thread=own_thread)
         await asyncio.gather(hung.reset(0), other.reset(0))
         hanging = asyncio.create_task(hung.step("hang"))
         started = time.monotonic()
@@ -274,7 +289,8 @@ def test_with_a_lock_one_call_runs_at_a_time() -> None:
     async def play(lock: threading.Lock | None) -> int:
         nonlocal most
         most = 0
-        runners = [EnvRunner(OddEnv, timeout=5, lock=lock) for _ in range(6)]
+        threads = CallThreads()
+        runners = [EnvRunner(OddEnv, timeout=5, lock=lock, own_thread=True, threads=threads) for _ in range(6)]
         await asyncio.gather(*(runner.call("job", job) for runner in runners for _ in range(2)))
         for runner in runners:
             runner.close()
@@ -284,11 +300,12 @@ def test_with_a_lock_one_call_runs_at_a_time() -> None:
     assert asyncio.run(play(None)) > 1
 
 
-def test_closing_ends_the_thread_after_its_work() -> None:
+@pytest.mark.parametrize("own_thread", [False, True])
+def test_closing_ends_the_thread_after_its_work(own_thread: bool) -> None:
     before = threading.active_count()
 
     async def play() -> list[Any]:
-        runners = [EnvRunner(OddEnv, timeout=5) for _ in range(5)]
+        runners = [EnvRunner(OddEnv, timeout=5, own_thread=own_thread) for _ in range(5)]
         results = [asyncio.create_task(runner.step("left")) for runner in runners]
         await asyncio.sleep(0)
         for runner in runners:

@@ -17,8 +17,8 @@ from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
 from roll.distributed.cluster.placement import create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement
-from roll.distributed.cluster.worker import Worker
 from roll.rollout.admission import Admission
+from roll.rollout.group_worker import GroupWorker
 from roll.rollout.plans import GroupPlan, GroupSpec
 from roll.rollout.router import EngineUnavailableError
 from roll.rollout.scheduler import RolloutScheduler, TooManyRejectedError
@@ -27,7 +27,7 @@ from roll.rollout.types import RolloutGroup
 PLAN = GroupPlan(tags=("A", "B"), slots_per_tag=(2, 1), group_size=4, redundancy=1, seed=7, name="train")
 
 
-class ScriptedPlayer(Worker):
+class ScriptedPlayer(GroupWorker):
     """Plays a group by noting it in the folder and obeying the file ``<order>-<group_id>`` there, once."""
 
     def __init__(self, role: str, rank: int, world_size: int, env: dict[str, str], folder: str = "") -> None:

@@ -1,0 +1,63 @@
+"""Requests and completions as flat arrays: what arrives is what was sent."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+
+from roll.data.flat_requests import FlatCompletions, FlatRequests
+from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
+
+PARAMS = SamplingParams(max_new_tokens=8, temperature=0.7, stop=("</answer>", "\n"))
+
+
+def requests() -> list[GenerateRequest]:
+    return [
+        GenerateRequest("a", np.array([5, 6, 7]), replace(PARAMS, seed=2**62 + 1)),
+        GenerateRequest("b", np.array([], dtype=np.int64), replace(PARAMS, seed=3)),
+        GenerateRequest("c", np.array([8]), replace(PARAMS, max_new_tokens=2, seed=4), ((1, 2), (3, 1))),
+        GenerateRequest("d", np.array([9, 1]), PARAMS),
+    ]
+
+
+def completions() -> list[Completion]:
+    return [
+        Completion(name, np.arange(n), np.linspace(-1, 0, n, dtype=np.float32), reason, np.full(n, 4))
+        for name, n, reason in (
+            ("a", 3, FinishReason.STOP),
+            ("b", 0, FinishReason.ABORT),
+            ("c", 1, FinishReason.LENGTH),
+        )
+    ]
+
+
+def test_requests_arrive_as_they_were() -> None:
+    flat = pickle.loads(pickle.dumps(FlatRequests.of({request.request_id: request for request in requests()})))
+    assert len(flat.params) == 2, "what differs in the seed alone is sent once"
+    for sent, got in zip(requests(), flat, strict=True):
+        np.testing.assert_array_equal(got.prompt_ids, sent.prompt_ids)
+        assert got.prompt_ids.dtype == np.int64
+        assert replace(got, prompt_ids=None) == replace(sent, prompt_ids=None)  # type: ignore[arg-type]
+
+
+def test_completions_arrive_as_they_were() -> None:
+    flat = pickle.loads(pickle.dumps(FlatCompletions.of(completions())))
+    for sent, got in zip(completions(), flat, strict=True):
+        assert (got.request_id, got.finish_reason) == (sent.request_id, sent.finish_reason)
+        for name in ("token_ids", "logprobs", "versions"):
+            np.testing.assert_array_equal(getattr(got, name), getattr(sent, name))
+            assert getattr(got, name).dtype == getattr(sent, name).dtype
+            assert getattr(got, name).base is None, "one that is kept does not keep the others"
+
+
+def test_there_may_be_none() -> None:
+    assert list(FlatRequests.of({})) == [] and list(FlatCompletions.of([])) == []
+
+
+def test_an_empty_answer_of_another_kind_leaves_the_others_as_they_are() -> None:
+    strange = Completion("s", np.array([]), np.array([]), FinishReason.ABORT, np.array([]))
+    first, second = FlatCompletions.of([strange, completions()[0]])
+    assert len(first.token_ids) == 0
+    assert (second.token_ids.dtype, second.logprobs.dtype, second.versions.dtype) == (np.int64, np.float32, np.int64)

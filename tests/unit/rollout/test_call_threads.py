@@ -1,0 +1,218 @@
+"""Threads that many environments share: few for quick calls, as many as block, and none for one that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from roll.rollout.call_threads import PATIENCE_S, QUICK_S, CallThreads, CallTimeoutError, Mailbox
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+def nothing() -> None: ...
+
+
+def mailboxes(number: int, **options: Any) -> tuple[CallThreads, list[Mailbox]]:
+    threads = CallThreads()
+    return threads, [threads.mailbox(**options) for _ in range(number)]
+
+
+def wait_until(condition: Any) -> None:
+    for _ in range(500):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it never happened")
+
+
+def test_quick_calls_of_many_environments_share_a_few_threads() -> None:
+    async def play() -> list[int]:
+        _, boxes = mailboxes(500)
+        idents = [await asyncio.gather(*(box.run("step", threading.get_ident, 5) for box in boxes)) for _ in range(4)]
+        for box in boxes:
+            box.close(nothing)
+        return [ident for some in idents for ident in some]
+
+    idents = asyncio.run(play())
+    assert len(idents) == 2000 and threading.get_ident() not in idents
+    assert len(set(idents)) < 10  # more than one where the machine is busy
+
+
+def test_calls_that_block_at_the_same_time_all_get_a_thread() -> None:
+    barrier = threading.Barrier(64)
+
+    async def play() -> float:
+        _, boxes = mailboxes(64)
+        started = time.monotonic()
+        for _ in range(3):  # each goes on when all of them are in it
+            await asyncio.gather(*(box.run("step", lambda: barrier.wait(10), 20) for box in boxes))
+        seconds = time.monotonic() - started
+        for box in boxes:
+            box.close(nothing)
+        return seconds
+
+    assert asyncio.run(play()) < 5
+
+
+def test_a_call_that_hangs_delays_no_other_and_its_thread_serves_nobody_else(gate: threading.Event) -> None:
+    async def play() -> tuple[set[int], list[int]]:
+        _, (hung, *boxes) = mailboxes(20)
+        where: list[int] = []
+
+        def hang() -> None:
+            where.append(threading.get_ident())
+            gate.wait(30)
+
+        hanging = asyncio.create_task(hung.run("step", hang, 0.3))
+        await asyncio.sleep(0)
+        others: set[int] = set()
+        while not hanging.done():
+            others.update(await asyncio.gather(*(box.run("step", threading.get_ident, 5) for box in boxes)))
+            await asyncio.sleep(0.01)
+        with pytest.raises(CallTimeoutError):
+            await hanging
+        gate.set()  # from here on the thread could go on
+        where.append(await hung.run("step", threading.get_ident, 5))
+        for _ in range(20):
+            others.update(await asyncio.gather(*(box.run("step", threading.get_ident, 5) for box in boxes)))
+        for box in (hung, *boxes):
+            box.close(nothing)
+        return others, where
+
+    others, where = asyncio.run(play())
+    assert len(others) > 0 and where[0] not in others
+    assert where[1] == where[0], "calls of one environment stay in their order"
+
+
+def test_a_thread_that_was_given_up_is_ended_even_if_it_is_busy() -> None:
+    before = threading.active_count()
+
+    def busy() -> None:
+        while True:
+            pass
+
+    async def play() -> None:
+        _, (box,) = mailboxes(1)
+        with pytest.raises(CallTimeoutError):
+            await box.run("step", busy, 0.1)
+        box.close(nothing)
+
+    asyncio.run(play())
+    wait_until(lambda: threading.active_count() <= before)
+
+
+@pytest.mark.parametrize("own_thread", [False, True])
+def test_calls_of_one_environment_run_in_their_order_one_at_a_time(own_thread: bool, gate: threading.Event) -> None:
+    order: list[str] = []
+
+    async def play() -> None:
+        _, (box,) = mailboxes(1, own_thread=own_thread)
+        first = asyncio.create_task(box.run("step", lambda: (gate.wait(5), order.append("first")), 5))
+        await asyncio.sleep(3 * PATIENCE_S)
+        first.cancel()  # who asked for it does not wait for it any more
+        second = asyncio.create_task(box.run("step", lambda: order.append("second"), 5))
+        await asyncio.sleep(3 * PATIENCE_S)
+        assert order == []
+        box.close(lambda: order.append("closed"))
+        gate.set()
+        await second
+
+    asyncio.run(play())
+    wait_until(lambda: order == ["first", "second", "closed"])
+
+
+def test_an_environment_with_its_own_thread_stays_in_it() -> None:
+    async def play() -> list[list[int]]:
+        threads, alone = mailboxes(3, own_thread=True)
+        boxes = [*alone, threads.mailbox()]
+        rounds = [await asyncio.gather(*(box.run("step", threading.get_ident, 5) for box in boxes)) for _ in range(5)]
+        for box in boxes:
+            box.close(nothing)
+        return rounds
+
+    rounds = asyncio.run(play())
+    assert len(set(rounds[0])) == 4
+    assert all(idents[:3] == rounds[0][:3] for idents in rounds)
+
+
+def test_the_threads_end_with_the_last_environment() -> None:
+    before = threading.active_count()
+
+    async def play() -> CallThreads:
+        threads, boxes = mailboxes(30)
+        await asyncio.gather(*(box.run("step", lambda: time.sleep(3 * PATIENCE_S), 5) for box in boxes))
+        assert threading.active_count() > before + 3
+        for box in boxes:
+            box.close(nothing)
+        return threads
+
+    threads = asyncio.run(play())
+    wait_until(lambda: threading.active_count() <= before)
+
+    async def again() -> int:
+        box = threads.mailbox()
+        ident = await box.run("step", threading.get_ident, 5)
+        box.close(nothing)
+        return ident
+
+    assert asyncio.run(again()) != threading.get_ident(), "another loop can go on with them"
+    wait_until(lambda: threading.active_count() <= before)
+
+
+def test_an_environment_that_was_slow_twice_is_given_a_thread_at_once(gate: threading.Event) -> None:
+    """Nobody looks for slow calls in between: the loop does not get to it."""
+
+    async def play() -> list[str]:
+        _, (slow, blocked) = mailboxes(2)
+        for _ in range(2):
+            assert not slow.is_slow("step")
+            await slow.run("step", lambda: time.sleep(2 * QUICK_S), 5)
+        assert slow.is_slow("step") and not slow.is_slow("reset")
+        order: list[str] = []
+        waiting = asyncio.gather(
+            blocked.run("step", lambda: (gate.wait(5), order.append("blocked")), 5),
+            slow.run("step", lambda: (order.append("slow"), gate.set()), 5),
+        )
+        await asyncio.sleep(0)
+        gate.wait(5)
+        await waiting
+        slow.close(nothing)
+        blocked.close(nothing)
+        return order
+
+    assert asyncio.run(play()) == ["slow", "blocked"]
+
+
+def test_calls_that_wait_for_a_moment_each_wait_side_by_side() -> None:
+    """They are never found in their threads for long, and would take 4 s one after the other."""
+
+    async def play() -> float:
+        _, boxes = mailboxes(800)
+        started = time.monotonic()
+        await asyncio.gather(*(box.run("step", lambda: time.sleep(5 * QUICK_S), 5) for box in boxes))
+        seconds = time.monotonic() - started
+        for box in boxes:
+            box.close(nothing)
+        return seconds
+
+    assert asyncio.run(play()) < 2
+
+
+def test_what_fails_while_an_environment_is_closed_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise OSError("the door is stuck")
+
+    _, (box,) = mailboxes(1)
+    box.close(fail)
+    wait_until(lambda: "environment close raised OSError: the door is stuck" in caplog.text)

@@ -1,0 +1,67 @@
+"""Groups between processes: equal in every field, with the arrays of all turns as three."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from roll.rollout.flat_groups import FlatGroups
+from roll.rollout.types import RolloutGroup, Trajectory
+from tests.unit.rollout.test_trajectory import conversation, make_trajectory, make_turn
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    assert type(one) is type(other)
+    if is_dataclass(one):
+        for entry in fields(one):
+            assert_equal(getattr(one, entry.name), getattr(other, entry.name))
+    elif isinstance(one, tuple | list):
+        assert len(one) == len(other)
+        for pair in zip(one, other, strict=True):
+            assert_equal(*pair)
+    elif isinstance(one, np.ndarray):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one, other)
+    else:
+        assert one == other
+
+
+def talk(member: int) -> Trajectory:
+    parts = [([1, 2], [3, 4], 0.5), ([5], [], 0.0), ([6, 7, 8], [9], 1.0 + member)]
+    return make_trajectory(conversation(parts), history=True, member=member)
+
+
+def there_and_back(*groups: RolloutGroup) -> tuple[list[RolloutGroup], int]:
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(FlatGroups.of(groups), protocol=5, buffer_callback=buffers.append)
+    return list(pickle.loads(data, buffers=buffers)), len(buffers)
+
+
+def test_groups_arrive_as_they_were_in_three_arrays() -> None:
+    steps = make_trajectory([make_turn([1, 2], [3, 4], 0.5), make_turn([1, 2], [], 0.0, -0.1)], history=False)
+    steps = replace(steps, info={"prompt_id": "p", "count": 3}, frames=(b"png", "text"))
+    groups = [
+        RolloutGroup(7, "A", (talk(0), steps, talk(1)), dropped=2, errors=("fell",), baseline=talk(-1)),
+        RolloutGroup(8, "A", (steps,)),
+        RolloutGroup(9, "A", (), dropped=4, errors=("lost",)),
+        RolloutGroup(10, "A", (talk(0), make_trajectory([], history=True))),
+    ]
+    got, num_arrays = there_and_back(*groups)
+    assert_equal(got, groups)
+    assert num_arrays == 3
+    assert there_and_back() == ([], 3)
+
+
+def test_a_conversation_is_there_once_and_does_not_keep_other_groups() -> None:
+    long = make_trajectory(conversation([([1] * 100, [2] * 100, 0.0)] * 20), history=True)
+    (group, _), _ = there_and_back(RolloutGroup(0, "A", (long,)), RolloutGroup(1, "A", (long,)))
+    assert len(group.trajectories[0].turns[0].prompt_ids.base) == 20 * 200  # type: ignore[arg-type]
+
+
+def test_what_is_no_conversation_though_it_should_be_one_arrives_too() -> None:
+    turns = [make_turn([1, 2], [3]), make_turn([1, 2, 4, 5], [6]), make_turn([1], [2]), make_turn([1, 2, 3], [4])]
+    group = RolloutGroup(0, "A", (make_trajectory(turns, history=True),))
+    assert_equal(there_and_back(group)[0], [group])
