@@ -167,7 +167,7 @@ def run(lag: float, batch: int, steps: int, median: float, folder: Path) -> Meas
         step_s=statistics.mean(map(sum, zip(training, waiting, strict=True))),
         waiting_s=statistics.mean(waiting),
         training_s=statistics.median(training),
-        lag=statistics.mean(row.get("async/lag_mean", 0.0) for row in rows),
+        lag=statistics.mean(row.get("async/token_lag", 0.0) for row in rows),
     )
 
 

@@ -12,7 +12,12 @@ from torch import Tensor
 
 from roll.algorithms.checks import require_columns, require_finite
 from roll.algorithms.kl import EXPONENT_BOUND, k3
-from roll.configs.correction import AggregationLevel, IsWeightConfig, TrainInferFilterConfig
+from roll.configs.correction import (
+    AggregationLevel,
+    IsWeightConfig,
+    TrainInferCorrectionConfig,
+    TrainInferFilterConfig,
+)
 from roll.data.batch import Batch
 
 
@@ -117,3 +122,40 @@ def mismatch_metrics(batch: Batch) -> dict[str, float]:
         "mismatch/logprob_diff_max": float(d_M.abs().max()),
         "mismatch/k3": float(torch.mean(k3(d_M))),
     }
+
+
+def mismatch_by_lag(batch: Batch, version: int, config: TrainInferCorrectionConfig) -> dict[str, float]:
+    """How far the policy has moved from the versions that sampled the tokens, and what that costs, by their age.
+
+    Args:
+        batch: With ``rollout_versions_T``.
+        version: Of the weights that ``old_logprobs_T`` come from.
+        config: Reads ``is_weight`` and ``filters``.
+
+    Returns:
+        For every lag n (steps) of a sampled token: ``async/log_ratio_mean_<n>`` and ``async/log_ratio_max_<n>`` of
+        |log p training - log p sampling|; ``async/truncated_<n>``, the share of the tokens whose importance weight was
+        cut to ``upper_bound``; ``async/rejected_<n>``, the share that a filter turned down. The latter two where they
+        are switched on; nothing without ``old_logprobs_T``, or if nothing was sampled.
+    """
+    if batch.rollout_versions_T is None or batch.rollout_logprobs_T is None or batch.old_logprobs_T is None:
+        return {}
+    trained_M, generated_M = engine_logprobs(batch, "mismatch_by_lag")
+    token_M = batch.loss_mask_T.nonzero().squeeze(1)
+    levels = Levels.of(batch, token_M)
+    shares: dict[str, Tensor] = {}
+    if config.is_weight.enabled and config.is_weight.upper_bound is not None:
+        ratio_M = importance_ratio(trained_M - generated_M, levels, config.is_weight.weight_type)
+        shares["truncated"] = ratio_M > config.is_weight.upper_bound
+    if filters := [each for each in config.filters if each.enabled]:
+        kept = [passes_filter(trained_M, generated_M, levels, each) for each in filters]
+        shares["rejected"] = ~torch.stack(kept).all(0)
+    distance_M = (trained_M - generated_M).abs()
+    lag_M = version - batch.rollout_versions_T[token_M]
+    metrics: dict[str, float] = {}
+    for lag in lag_M.unique().tolist():
+        of_lag_M = lag_M == lag
+        metrics[f"async/log_ratio_mean_{lag}"] = float(distance_M[of_lag_M].mean())
+        metrics[f"async/log_ratio_max_{lag}"] = float(distance_M[of_lag_M].max())
+        metrics |= {f"async/{name}_{lag}": float(share_M[of_lag_M].double().mean()) for name, share_M in shares.items()}
+    return metrics

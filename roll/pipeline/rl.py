@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from roll.algorithms.advantages import advantage_metrics, compute_advantages, value_mask
-from roll.algorithms.correction import mismatch_metrics
+from roll.algorithms.correction import mismatch_by_lag, mismatch_metrics
 from roll.algorithms.kl import KlController
 from roll.algorithms.losses import build_policy_loss, build_value_loss
 from roll.algorithms.rewards import apply_kl_penalty, shape_rewards, whiten_token_rewards
@@ -24,6 +24,7 @@ from roll.algorithms.statistics import RunningStats
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
+from roll.pipeline.idleness import Idleness
 from roll.pipeline.loop import TrainingLoop, mean_metrics
 from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter, plan_optimizer_steps
 from roll.pipeline.roles import Roles
@@ -64,6 +65,7 @@ class RLPipeline(TrainingLoop):
             last_step=config.max_steps if config.overlaps else None,
         )
         """Which groups the next steps take."""
+        self.idleness = Idleness(roles.actor.cluster, roles.infer) if config.overlaps else None
 
     @property
     @abstractmethod
@@ -85,6 +87,7 @@ class RLPipeline(TrainingLoop):
         if (last := self.roles.version) != version:
             if (replay := self.rollouts.replay) is not None:
                 num_tokens = replay.num_tokens(last)
+                self.roles.prepare_rollout()  # on shared devices the tokens that are due are sampled in this turn
                 self.rollouts.wait_until(lambda: sum(self.roles.infer.call("num_recorded", last)) >= num_tokens)
             elif not self.config.partial_rollout:
                 self.roles.drain()
@@ -100,6 +103,8 @@ class RLPipeline(TrainingLoop):
     def step(self, step: int) -> None:
         """One step of reinforcement learning; its metrics are left in ``unreported``."""
         phase = self.session.phase
+        if self.idleness is not None:
+            self.idleness.start()
         with phase("sync"):
             if (step - 1) % self.config.actor_train.model_update_frequency == 0:
                 self.publish(step - 1)
@@ -121,6 +126,8 @@ class RLPipeline(TrainingLoop):
                 train_metrics = self.train(batch, steps, step) | self.roles.offload_manager.memory("train")
                 self.session.summary["draws"] = self.rollouts.commit(self.admission)
                 span.tokens = batch.num_tokens * self.config.ppo_epochs
+            if self.idleness is not None:
+                metrics |= self.idleness.metrics()
             self.unreported = metrics | shaping_metrics | train_metrics
 
     def plan_training(self, batch: Batch, step: int) -> list[Tensor]:
@@ -157,6 +164,8 @@ class RLPipeline(TrainingLoop):
     def shape(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Normalises rewards, adds the KL penalty, computes advantages."""
         metrics = mismatch_metrics(batch)
+        if self.config.overlaps:
+            metrics |= mismatch_by_lag(batch, self.admission.step - 1, self.config.train_infer_correction)
         batch, mask_metrics = drop_masked_episodes(batch, self.config)
         metrics |= mask_metrics
         batch, reward_metrics = shape_rewards(batch, self.config, self.score_stats)

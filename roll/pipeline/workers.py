@@ -39,6 +39,7 @@ from roll.distributed.weights.sender import Delivery, WeightOrder, WeightSender
 from roll.pipeline.offload_manager import memory_gb
 from roll.rollout.router import GenerationError, Outcomes
 from roll.utils.checksums import WrittenFile
+from roll.utils.idle import IdleClock
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class ScoreWorker(Worker):
         """Builds the strategy and loads its model. Called again, it starts over from ``context``."""
         if hasattr(self, "strategy"):
             self.strategy.shutdown()
+        self.idle = IdleClock()
         self.strategy = strategy_class(context.worker.strategy_args.strategy_name)(context)
         self.context = context
         info = self.strategy.setup()
@@ -80,9 +82,14 @@ class ScoreWorker(Worker):
 
     def logprobs(self, batch: Batch, adapter: bool = True) -> TokenScores:
         """Scores a share; ``adapter`` False leaves out the actor's LoRA adapter."""
-        if adapter:
-            return self.strategy.logprobs(batch)
-        return cast("TrainStrategy", self.strategy).logprobs(batch, adapter=False)
+        with self.idle.work():
+            if adapter:
+                return self.strategy.logprobs(batch)
+            return cast("TrainStrategy", self.strategy).logprobs(batch, adapter=False)
+
+    def take_idle_s(self) -> float:
+        """Seconds since the last call in which it neither scored, trained nor sent weights."""
+        return self.idle.take()
 
 
 class TrainWorker(ScoreWorker):
@@ -109,7 +116,8 @@ class TrainWorker(ScoreWorker):
         Returns:
             The metrics of every optimizer step.
         """
-        return [self.strategy.train_step(batch.select(rows), self.loss_fn) for rows in optimizer_steps]
+        with self.idle.work():
+            return [self.strategy.train_step(batch.select(rows), self.loss_fn) for rows in optimizer_steps]
 
     def send_weights(self, order: WeightOrder) -> Delivery | None:
         """Exports and sends; every rank must take part. Returns what this one delivered, if it serves any receiver.
@@ -118,15 +126,17 @@ class TrainWorker(ScoreWorker):
             WeightTransferError: a receiver refused the update.
             RpcTimeoutError: a receiver gave no answer in time.
         """
-        self._kept.pop(order.payload, None)
+        if order.keeper is not None:  # an update that nobody keeps leaves alone what is kept for others
+            self._kept.pop(order.payload, None)
         export = getattr(self.strategy, "export_adapter" if order.payload == "adapter" else "export_weights")
         buckets: Iterator[WeightBucket] = export(order.bucket_bytes, tuple(order.receivers), check=order.check)
-        try:
-            if (rank := self.context.rank) in order.receivers:
-                return self._send(order, self._keeping(order, buckets) if rank == order.keeper else buckets)
-        finally:
-            for _ in buckets:  # other ranks wait for this one in every gather, also when sending failed
-                pass
+        with self.idle.work():
+            try:
+                if (rank := self.context.rank) in order.receivers:
+                    return self._send(order, self._keeping(order, buckets) if rank == order.keeper else buckets)
+            finally:
+                for _ in buckets:  # other ranks wait for this one in every gather, also when sending failed
+                    pass
         return None
 
     def resend_weights(self, order: WeightOrder) -> Delivery:
@@ -186,6 +196,7 @@ class InferWorker(Worker):
             self.strategy.shutdown()
         self.strategy = strategy_class(context.worker.strategy_args.strategy_name)(context)
         self.strategy.setup()
+        self.idle = IdleClock()
         self._receiver = WeightReceiver(self._load_weights, self.node_ip())
         self._continuous = continuous
         self._waiting: list[tuple[str, GenerateRequest]] = []
@@ -215,6 +226,10 @@ class InferWorker(Worker):
     async def drain(self) -> None:
         """Returns when no request is in flight; new ones wait for the next update of weights."""
         await self.strategy.drain()
+
+    async def take_idle_s(self) -> float:
+        """Seconds since the last call in which no request was in flight."""
+        return self.idle.take()
 
     async def num_recorded(self, version: int) -> int:
         """Tokens that a version has sampled so far of requests with ``recorded`` versions."""
@@ -251,13 +266,14 @@ class InferWorker(Worker):
             task.add_done_callback(self._finished)
 
     async def _run(self, client_id: str, request: GenerateRequest) -> None:
-        try:
-            completion = await self.strategy.generate(request)
-            self._completions[client_id].append(completion)  # not before: a poll may have taken the list
-        except Exception as error:  # belongs to the request's caller, who raises it
-            failure = GenerationError(f"{self!r} could not generate: {type(error).__name__}: {error}")
-            failure.add_note("".join(traceback.format_exception(error)))
-            self._errors[client_id].append((request.request_id, failure))
+        with self.idle.work():
+            try:
+                completion = await self.strategy.generate(request)
+                self._completions[client_id].append(completion)  # not before: a poll may have taken the list
+            except Exception as error:  # belongs to the request's caller, who raises it
+                failure = GenerationError(f"{self!r} could not generate: {type(error).__name__}: {error}")
+                failure.add_note("".join(traceback.format_exception(error)))
+                self._errors[client_id].append((request.request_id, failure))
         self._arrived.setdefault(client_id, asyncio.Event()).set()
 
     def _finished(self, task: asyncio.Task[None]) -> None:

@@ -56,19 +56,23 @@ def overlap_metrics(batch: Batch, admission: Admission, version: int) -> dict[st
         version: of the weights that are trained next.
 
     Returns:
-        ``async/lag_mean`` and ``async/lag_max`` in steps over the sampled tokens, ``async/lag_<n>``, the share of
-        those that are n steps old, ``async/mixed``, the share of rows that several versions sampled, and
-        ``async/buffer_groups`` and ``async/running_groups``.
+        ``async/lag_mean`` and ``async/lag_max`` over the groups: steps since the oldest token of each was sampled;
+        ``async/token_lag``, the mean over the sampled tokens, and ``async/lag_<n>``, the share of those that are n
+        steps old; ``async/mixed``, the share of rows that several versions sampled; ``async/buffer_groups`` and
+        ``async/running_groups``.
     """
-    assert batch.rollout_versions_T is not None
+    assert batch.rollout_versions_T is not None and batch.group_B is not None
     mask_T, rows_T = batch.loss_mask_T, batch.rows_T
     versions_M, rows_M = batch.rollout_versions_T[mask_T], rows_T[mask_T]
     lag_M = version - versions_M
+    groups_G, group_M = batch.group_B[rows_M].unique(return_inverse=True)
+    lag_G = torch.zeros_like(groups_G).scatter_reduce(0, group_M, lag_M, "amax")
     changes_M = (versions_M[1:] != versions_M[:-1]) & (rows_M[1:] == rows_M[:-1])
     counts = torch.bincount(lag_M)
     return {
-        "async/lag_mean": float(lag_M.double().mean()),
-        "async/lag_max": float(lag_M.max()),
+        "async/lag_mean": float(lag_G.double().mean()),
+        "async/lag_max": float(lag_G.max()),
+        "async/token_lag": float(lag_M.double().mean()),
         **{f"async/lag_{lag}": int(count) / len(lag_M) for lag, count in enumerate(counts.tolist())},
         "async/mixed": len(rows_M[1:][changes_M].unique()) / batch.num_sequences,
         "async/buffer_groups": float(len(admission.ready)),

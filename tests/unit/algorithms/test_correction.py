@@ -9,11 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from roll.algorithms.correction import mismatch_metrics
+from roll.algorithms.correction import mismatch_by_lag, mismatch_metrics
 from roll.algorithms.losses import build_policy_loss
 from roll.algorithms.selection import select_for_policy
 from roll.configs.algorithm import AlgorithmConfig
+from roll.data.batch import Batch
 from tests.support.algorithms_batches import (
     Episode,
     Token,
@@ -177,3 +179,89 @@ def test_mismatch_is_zero_between_equal_engines_and_absent_without_both() -> Non
     same = batch.replace(rollout_logprobs_T=batch.old_logprobs_T)
     assert set(mismatch_metrics(same).values()) == {0.0}
     assert mismatch_metrics(batch.replace(old_logprobs_T=None)) == {}
+
+
+VERSION = 7
+"""Of the weights that train next, in the tests of rows that several versions sampled."""
+
+
+def with_versions(batch: Batch, seed: int) -> Batch:
+    """The same with tokens of the versions 5, 6 and 7, old ones first in each row."""
+    generator = torch.Generator().manual_seed(seed % 2**31)
+    versions_T = torch.zeros(batch.num_tokens, dtype=torch.int64)
+    for row in rows_of(batch, batch.loss_mask_T):
+        versions_T[row] = torch.randint(VERSION - 2, VERSION + 1, (len(row),), generator=generator).sort().values
+    return batch.replace(rollout_versions_T=versions_T)
+
+
+def sampled_by(batch: Batch, seed: int) -> Tensor:
+    """float64 [T]: log-probabilities under the version of each token; the further from the newest, the older it is."""
+    assert batch.old_logprobs_T is not None and batch.rollout_versions_T is not None
+    generator = torch.Generator().manual_seed(seed % 2**31 + 1)
+    noise_T = torch.randn(batch.num_tokens, generator=generator, dtype=torch.float64)
+    return (batch.old_logprobs_T + 0.4 * (VERSION - batch.rollout_versions_T) * noise_T) * batch.loss_mask_T
+
+
+@settings(max_examples=60)
+@given(seed=seeds, bound=st.sampled_from([0.7, 1.2, 5.0]), parts=st.integers(1, 4))
+def test_the_loss_on_rows_that_several_versions_sampled_is_that_of_decoupled_ppo(
+    seed: int, bound: float, parts: int
+) -> None:
+    """The clipped ratio new to proximal policy, times the truncated ratio of the latter to the one that sampled."""
+    batch, scores = make_batch(seed)
+    if not batch.loss_mask_T.any():
+        return
+    batch = with_versions(batch, seed)
+    batch = batch.replace(rollout_logprobs_T=sampled_by(batch, seed))
+    config = corrected(is_weight={"enabled": True, "upper_bound": bound})
+    config.pg_variant, config.dual_clip_loss, config.pg_clip = "ppo", False, 0.2
+    chosen, _ = select_for_policy(batch, config, seed=0)
+    loss_fn = build_policy_loss(config)
+    out, slopes = gradient(loss_fn, scores, chosen, context(chosen))
+
+    rows = rows_of(batch, batch.loss_mask_T)
+    losses, expected_slopes = {}, torch.zeros(batch.num_tokens, dtype=torch.float64)
+    for row in rows:
+        for i in row:
+            new, proximal = float(scores.logprobs_T[i]), float(batch.old_logprobs_T[i])
+            weight = min(math.exp(proximal - float(batch.rollout_logprobs_T[i])), bound)
+            ratio, advantage = math.exp(new - proximal), float(batch.advantages_T[i])
+            free, clipped = ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage
+            losses[i] = -weight * min(free, clipped)
+            if free <= clipped:
+                expected_slopes[i] = -weight * free / (len(row) * sum(map(bool, rows)))
+    expected = aggregate(losses, rows, "seq-mean-token-mean")
+    assert out.loss.item() == pytest.approx(expected, rel=1e-5, abs=1e-6)  # weights_T is float32
+    torch.testing.assert_close(slopes[0], expected_slopes, rtol=1e-5, atol=1e-6)
+    assert_any_split_adds_up(loss_fn, scores, chosen, parts, seed)
+
+
+@settings(max_examples=40)
+@given(seed=seeds, history=st.booleans(), level=levels)
+def test_the_distance_to_the_sampler_is_told_by_age(seed: int, history: bool, level: str) -> None:
+    episodes = random_episodes(seed)
+    batch = with_versions(to_batch(episodes, history, seed), seed)
+    keys = {"enabled": True, "agg_type": level, "ratio_low": 0.5, "ratio_high": 2.0}
+    config = corrected(is_weight={"enabled": True, "weight_type": level, "upper_bound": 1.2}, filters=[keys])
+
+    metrics = mismatch_by_lag(batch, VERSION, config.train_infer_correction)
+
+    own = at_level(episodes, history, "token", lambda t: t.old_logprob - t.rollout_logprob)
+    together = at_level(episodes, history, level, lambda t: t.old_logprob - t.rollout_logprob)
+    lags = {i: VERSION - int(v) for i, v in by_token(batch, batch.rollout_versions_T).items() if i in own}
+    expected = {}
+    for lag in set(lags.values()):
+        tokens = [i for i in own if lags[i] == lag]
+        expected[f"async/log_ratio_mean_{lag}"] = sum(abs(own[i]) for i in tokens) / len(tokens)
+        expected[f"async/log_ratio_max_{lag}"] = max(abs(own[i]) for i in tokens)
+        expected[f"async/truncated_{lag}"] = sum(math.exp(together[i]) > 1.2 for i in tokens) / len(tokens)
+        outside = [not 0.5 <= math.exp(together[i]) <= 2.0 for i in tokens]
+        expected[f"async/rejected_{lag}"] = sum(outside) / len(tokens)
+    assert metrics == pytest.approx(expected)
+
+
+def test_shares_by_age_are_told_of_what_is_switched_on() -> None:
+    batch = with_versions(to_batch(random_episodes(3, empty_masks=False), history=True), 3)
+    plain = mismatch_by_lag(batch, VERSION, corrected().train_infer_correction)
+    assert plain and {name.rpartition("_")[0] for name in plain} == {"async/log_ratio_mean", "async/log_ratio_max"}
+    assert mismatch_by_lag(batch.replace(old_logprobs_T=None), VERSION, corrected().train_infer_correction) == {}
