@@ -28,6 +28,7 @@ from roll.configs.schema import is_section, range_text, section_of, type_text
 from roll.configs.sft import SFTConfig, SFTValidationConfig
 from roll.configs.strategy import StrategyArguments
 from roll.configs.training import TrainingArguments
+from roll.configs.val_infer import ValInferConfig
 from roll.configs.warm_start import PromptWarmStartConfig, WarmStartConfig
 from roll.configs.worker import WorkerConfig
 from roll.rewards import VERIFIERS
@@ -43,6 +44,7 @@ TOP_LEVEL: list[Group] = [
     ("Checkpoint folder", "`checkpoint_config`", CheckpointConfig),
     ("Policy", "top level", PipelineConfig),
     ("Rollouts, critic and reference", "top level of an RL run", RLConfig),
+    ("Replicas that evaluate", "`val_infer`", ValInferConfig),
     ("Algorithm", "top level", AlgorithmConfig),
     ("Reward normalisation", "`reward_normalization`", RewardNormalizationConfig),
     ("Overlong penalty", "`overlong_buffer`", OverlongBufferConfig),

@@ -10,6 +10,7 @@ from pydantic import Field
 from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.strategy import StrategyArguments
+from roll.configs.val_infer import VAL_INFER, ValInferConfig
 from roll.configs.worker import WorkerConfig
 
 
@@ -28,6 +29,11 @@ class RLConfig(AlgorithmConfig, PipelineConfig):
     actor_infer: WorkerConfig = Field(
         default_factory=lambda: WorkerConfig(strategy_args=StrategyArguments(strategy_name="hf_infer")),
         description="The policy that generates.",
+    )
+    val_infer: ValInferConfig | None = Field(
+        default=None,
+        description="Replicas of the policy that evaluate, so that rollouts beside training go on meanwhile; they get "
+        "the weights before each evaluation. null: actor_infer evaluates.",
     )
     critic: WorkerConfig | None = Field(default=None, description="The value model; needed by adv_estimator gae.")
     async_generation_ratio: float = Field(
@@ -160,3 +166,10 @@ class RLConfig(AlgorithmConfig, PipelineConfig):
         if self.uses_reference and self.reference is not None and not self.uses_lora:
             roles["reference"] = self.reference
         return roles
+
+    @property
+    def clusters(self) -> dict[str, WorkerConfig]:
+        """Everything that gets worker processes: the model roles, and replicas that evaluate."""
+        if self.val_infer is None:
+            return super().clusters
+        return {**super().clusters, VAL_INFER: self.val_infer.worker_config(self.actor_infer)}

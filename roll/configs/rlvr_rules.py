@@ -63,6 +63,13 @@ def check_estimator(config: RLVRConfig) -> list[ConfigProblem]:
     return [ConfigProblem("adv_estimator", config.adv_estimator, expected)]
 
 
+def check_evaluation(config: RLVRConfig) -> list[ConfigProblem]:
+    """Replicas that evaluate have something to do."""
+    if config.val_infer is None or config.validation is not None:
+        return []
+    return [ConfigProblem("val_infer", "a section", "null without validation", involves=("validation",))]
+
+
 def check_renders(config: RLVRConfig) -> list[ConfigProblem]:
     """Nothing is drawn of answers, which the run's page shows as text."""
     if config.num_renders in (0, RLVRConfig.model_fields["num_renders"].default):
@@ -78,5 +85,6 @@ RLVR_RULES: tuple[Rule, ...] = (
     check_demonstrations,
     check_answers,
     check_estimator,
+    check_evaluation,
     check_renders,
 )

@@ -222,6 +222,23 @@ def check_overlap(config: RLConfig) -> list[ConfigProblem]:
     return found
 
 
+def check_val_infer(config: RLConfig) -> list[ConfigProblem]:
+    """Replicas that evaluate hold whole copies of the policy, beside those of the rollouts."""
+    if config.val_infer is None:
+        return []
+    key, mapping = "val_infer.device_mapping", config.val_infer.device_mapping
+    per_worker, taken = config.actor_infer.num_gpus_per_worker, config.actor_infer.device_mapping or []
+    per_key, expected = "actor_infer.num_gpus_per_worker", ""
+    if len(mapping or [0]) % per_worker:
+        expected = f"a multiple of {per_key} = {per_worker} devices"
+    elif shared := sorted({*taken}.intersection(mapping or [])):
+        expected = f"none of actor_infer's devices, such as {shared[0]}: rollouts go on there; or no val_infer"
+    involves = (per_key, "actor_infer.device_mapping")
+    return (
+        [ConfigProblem(key, NOTHING if mapping is None else mapping, expected, involves=involves)] if expected else []
+    )
+
+
 def _nearest_batch(worker: WorkerConfig, samples: int) -> str:
     """Values that make whole optimizer steps of so many samples."""
     arguments, ranks = worker.training_args, worker.data_parallel_size
@@ -272,7 +289,7 @@ def _adapter(args: ModelArguments) -> dict[str, object]:
 
 
 RULES: tuple[Rule, ...] = (check_lengths, check_roles, check_parallelism, check_lora, check_engines)
-RL_RULES: tuple[Rule, ...] = (check_rl_roles, check_batches, check_overlap)
+RL_RULES: tuple[Rule, ...] = (check_rl_roles, check_batches, check_overlap, check_val_infer)
 
 
 def _undivided(role: str, worker: WorkerConfig, involves: tuple[str, ...]) -> ConfigProblem:

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TypeVar, cast
 
 from roll.configs.pipeline import PipelineConfig
+from roll.configs.val_infer import VAL_INFER
 from roll.configs.worker import WorkerConfig
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import ClusterError, PlacementError, RaySessionError
@@ -36,6 +37,7 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 MODEL_WORKERS: WorkerClasses = {
     "actor_train": TrainWorker,
     "actor_infer": InferWorker,
+    VAL_INFER: InferWorker,
     "critic": TrainWorker,
     "reference": ScoreWorker,
 }

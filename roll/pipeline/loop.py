@@ -79,7 +79,7 @@ class TrainingLoop(ABC):
                 self.resume(self.session.resume_path)
             else:
                 self.roles.sync_weights(0)
-                metrics = self.evaluate("before", 0) if self.config.val_before_train or self.config.eval_only else {}
+                metrics = self.measure("before", 0) if self.config.val_before_train or self.config.eval_only else {}
                 self.session.log_step(0, metrics | self.session.timer.step_metrics())
             if self.config.eval_only:
                 return
@@ -101,6 +101,17 @@ class TrainingLoop(ABC):
         """Gives the generating workers the weights after ``version`` steps."""
         self.roles.sync_weights(version)
 
+    def measure(self, name: str, step: int) -> Metrics:
+        """Evaluates the weights after ``step`` steps; who evaluates gets them first."""
+        roles = self.roles
+        if roles.evaluator is not None:
+            with self.session.phase("sync"):
+                roles.sync_evaluator(step)
+        elif roles.generator is not None and roles.version != step:
+            with self.session.phase("sync"):
+                self.publish(step)
+        return self.evaluate(name, step)
+
     @contextmanager
     def update(self, step: int) -> Iterator[None]:
         """Surrounds the change of the trained state. When the block ends, the step is done."""
@@ -119,9 +130,7 @@ class TrainingLoop(ABC):
         self.session.checkpointer.check()
         last = step == config.max_steps
         if last or (config.eval_steps and step % config.eval_steps == 0):
-            with self.session.phase("sync"):
-                self.publish(step)
-            self.unreported |= self.evaluate("after" if last else "step", step)
+            self.unreported |= self.measure("after" if last else "step", step)
         with self.signals.deferred():  # each step is reported once, also by a run that is stopped here and resumed
             self.session.log_step(step, self.unreported | self.session.timer.step_metrics())
             self.unreported = {}
@@ -164,7 +173,7 @@ class TrainingLoop(ABC):
             self.roles.sync_weights(self.done_steps)
         logger.info("resumed from %s after step %d", path, self.done_steps)
         if self.config.eval_only:
-            self.evaluate("after", self.done_steps)
+            self.measure("after", self.done_steps)
         elif self.unreported:
             self.session.folder.truncate_metrics(self.done_steps - 1)  # an earlier resume may have reported it already
             self.after_step()

@@ -105,12 +105,13 @@ class PromptRoles(RolloutRoles):
     def connect(self) -> None:
         """Tells the rollout workers where the engines and the rewards are."""
         rollout = self._clusters[ROLLOUT_CLUSTER]
-        rollout.call("set_engines", self._roles.infer.handles)
+        evaluator = self._roles.evaluator
+        rollout.call("set_engines", self._roles.infer.handles, None if evaluator is None else evaluator.cluster.handles)
         rollout.call("set_rewards", {name: cluster.handles for name, cluster in self._rewards.items()})
 
     def _val_scheduler(self, prompts: PromptSampler, group_size: int, *, greedy: bool) -> RolloutScheduler:
         plan = PromptPlan(prompts, group_size, self.num_val_prompts, self._config.seed, "val", greedy)
-        return self.make_scheduler(plan, ROLLOUT_CLUSTER)
+        return self.make_scheduler(plan, ROLLOUT_CLUSTER, evaluates=True)
 
 
 def train_sampler(config: RLVRConfig, dataset: Sequence[Prompt]) -> PromptSampler:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from roll.rollout.schedule import Schedule
 from roll.rollout.scheduler import RolloutScheduler
 
 
-class RolloutRoles:
+class RolloutRoles(ABC):
     """Workers that play episodes, and whatever they need beside the engines.
 
     Args:
@@ -41,19 +44,28 @@ class RolloutRoles:
         self._contexts = contexts
         self._roles = roles
         self._on_tick = on_tick
-        self._known_restarts = 0
+        self._known_restarts = Counter[bool]()
+        """Replaced workers that evaluations (True) and rollouts (False) have allowed for."""
         roles.on_replaced.append(self.connect)
 
-    def make_scheduler(self, plan: RolloutPlan, cluster: str, *, trains: bool = False) -> RolloutScheduler:
-        """A scheduler of ``plan`` over the workers of one cluster; ``trains``: of the rollouts that are trained on."""
+    def make_scheduler(
+        self, plan: RolloutPlan, cluster: str, *, trains: bool = False, evaluates: bool = False
+    ) -> RolloutScheduler:
+        """A scheduler over the workers of one cluster.
+
+        Args:
+            plan: what it plays.
+            cluster: name of the cluster.
+            trains: its groups are trained on.
+            evaluates: ``Roles.evaluation_replicas`` answer.
+        """
         config, options = self._config, dict[str, Any]()
         if trains:
             assert isinstance(config, RLConfig)
             replay = None if config.replay_schedule is None else Schedule.read(Path(config.replay_schedule))
             options = {"beside": config.overlaps, "replay": replay, "max_running": config.max_running_groups}
-        return RolloutScheduler(
-            plan, self._clusters[cluster], self.recover, config.rpc_timeout, self._on_tick, **options
-        )
+        recover = partial(self.recover, evaluates=evaluates)
+        return RolloutScheduler(plan, self._clusters[cluster], recover, config.rpc_timeout, self._on_tick, **options)
 
     def begin_setup(self) -> None:
         """Starts the set-up of the workers and returns at once."""
@@ -65,37 +77,45 @@ class RolloutRoles:
             cluster.gather(self._setup[name], call="setup")
         self.connect()
 
+    @abstractmethod
     def connect(self) -> None:
         """Tells the workers where the engines are."""
-        for cluster in self._clusters.values():
-            cluster.call("set_engines", self._roles.infer.handles)
 
-    def recover(self, error: BaseException) -> None:
-        """Brings dead workers back, those that generate included, unless an update of weights has done it since.
+    def recover(self, error: BaseException, *, evaluates: bool) -> None:
+        """Brings dead workers back, those that generate for them included, unless that has been done since.
+
+        The others that generate are left to the update of weights that precedes their next work: the trainer's present
+        weights may not be theirs.
+
+        Args:
+            error: what told of a death.
+            evaluates: see ``make_scheduler``.
 
         Raises:
             WorkerDiedError: ``max_worker_restarts`` is used up.
             BaseException: ``error`` itself, when nothing is or was dead.
         """
-        clusters = [self._roles.infer, *self._clusters.values()]
+        replicas = self._roles.evaluation_replicas if evaluates else self._roles.rollout_replicas
+        clusters = [replicas.cluster, *self._clusters.values()]
         dead = [(cluster, rank) for cluster in clusters for rank, alive in enumerate(cluster.alive()) if not alive]
         if not dead:
-            if self._num_restarts() == self._known_restarts:
+            if self._num_restarts() == self._known_restarts[evaluates]:
                 raise error
-            self._known_restarts = self._num_restarts()
+            self._known_restarts[evaluates] = self._num_restarts()
             return
         self._roles.restarts.spend(dead, "a rollout", error)
         for cluster, rank in dead:
-            if cluster is not self._roles.infer:
+            if cluster is not replicas.cluster:
                 cluster.restart(rank)
                 cluster.call_rank(rank, "setup", *self._contexts[cluster.name])
-        if generators := [rank for cluster, rank in dead if cluster is self._roles.infer]:
-            self._roles.restart_generators(generators)
+        if generators := [rank for cluster, rank in dead if cluster is replicas.cluster]:
+            replicas.restart(generators)
         self.connect()
-        self._known_restarts = self._num_restarts()
+        self._known_restarts[evaluates] = self._num_restarts()
 
     def _num_restarts(self) -> int:
-        return sum(sum(cluster.restarts) for cluster in [self._roles.infer, *self._clusters.values()])
+        generating = {self._roles.rollout_replicas.cluster, self._roles.evaluation_replicas.cluster}
+        return sum(sum(cluster.restarts) for cluster in [*generating, *self._clusters.values()])
 
 
 def sampling_params(arguments: GeneratingArguments) -> SamplingParams:

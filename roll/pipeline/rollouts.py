@@ -23,18 +23,28 @@ def collect(
     session: RunSession,
     scheduler: RolloutScheduler,
     num_groups: int,
+    version: int,
     check: Callable[[Sequence[RolloutGroup]], None] = lambda groups: None,
 ) -> list[RolloutGroup]:
     """The first groups of an evaluation's scheduler, see ``take``.
 
+    Args:
+        session: see ``take``.
+        scheduler: see ``take``.
+        num_groups: so many.
+        version: of the weights that are evaluated.
+        check: see ``take``.
+
     Raises:
-        RuntimeError: they were sampled with more than one version of the weights.
+        RuntimeError: some token was sampled with another version.
     """
     groups = take(session, scheduler, Admission(num_groups), 1, "evaluate", check).groups
     turns = (turn for group in groups for trajectory in group.trajectories for turn in trajectory.turns)
     versions = {int(version) for turn in turns for version in turn.completion.versions}
-    if len(versions) > 1:
-        raise RuntimeError(f"an evaluation was sampled with weights of the versions {sorted(versions)}, expected one")
+    if versions - {version}:
+        raise RuntimeError(
+            f"an evaluation was sampled with weights of the versions {sorted(versions)}, expected {version} alone"
+        )
     return groups
 
 

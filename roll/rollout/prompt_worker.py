@@ -16,6 +16,7 @@ from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupSpec
 from roll.rollout.prompt_env import PromptEnv, PromptManager
 from roll.rollout.reward_client import RewardClient
+from roll.rollout.router import GenerationClient
 from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
 from roll.utils.collector import calm_collector
@@ -78,6 +79,9 @@ class PromptWorkerContext:
 class PromptWorker(RolloutWorker):
     """Has prompts answered and scored. ``rollout_workers.worker_cls`` may name a subclass."""
 
+    val_client: GenerationClient | None = None
+    """The way to the engines that answer held-out prompts, if others than those of the rollouts do."""
+
     def setup(self, context: PromptWorkerContext) -> None:
         from roll.models.tokenizer import load_tokenizer  # brings transformers
 
@@ -88,12 +92,19 @@ class PromptWorker(RolloutWorker):
         }
         calm_collector()
 
+    async def set_engines(self, engines: Sequence[Any], evaluators: Sequence[Any] | None = None) -> None:
+        """See ``RolloutWorker``; ``evaluators`` answer the held-out prompts, if others than ``engines`` do."""
+        await super().set_engines(engines)
+        self.val_client = None if evaluators is None else GenerationClient(evaluators)
+
     async def set_rewards(self, domains: Mapping[str, Sequence[Any]]) -> None:
         """Where to have answers scored from now on: handles of the workers of each domain."""
         self.rewards = {name: RewardClient(name, handles) for name, handles in domains.items()}
 
     def generate_fn(self, spec: GroupSpec) -> GenerateFn:
-        return self.client.generate if self.context.spread else self.client.pinned()
+        assert isinstance(spec, PromptSpec)
+        client = self.client if self.val_client is None or spec.sampling != "val" else self.val_client
+        return client.generate if self.context.spread else client.pinned()
 
     async def play(self, spec: GroupSpec, episode: EpisodeSpec, generate: GenerateFn) -> Trajectory:
         assert isinstance(spec, PromptSpec)

@@ -253,7 +253,7 @@ def rlvr(launch: Launch, tmp_path: Path) -> Rlvr:
     write(tmp_path / "val.jsonl", rows("v", [""] * 4))
 
     def start(*overrides: str, **options: Any) -> Run:
-        return launch(*overrides, config="rlvr", script=RLVR_LAUNCHER, **options)
+        return launch(*overrides, **{"config": "rlvr", "script": RLVR_LAUNCHER, **options})
 
     return start
 

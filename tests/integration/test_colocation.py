@@ -114,6 +114,30 @@ def test_only_roles_whose_devices_are_needed_move() -> None:
     assert calls == [("offload", "actor_train", ALL), ("onload", "reference", WEIGHTS), ("onload", "critic", WEIGHTS)]
 
 
+def test_an_evaluation_on_the_trainers_devices_leaves_the_rollouts_theirs() -> None:
+    manager, calls = recorded(actor_train=(0, 1), val_infer=(0, 1), actor_infer=(2, 3))
+    calls.clear()
+    for needs in ({"actor_train": WEIGHTS, "val_infer": WEIGHTS}, {"val_infer": ALL, "actor_infer": ALL}):
+        manager.load(needs)
+    assert calls == [
+        ("offload", "val_infer", REST),
+        ("onload", "actor_train", WEIGHTS),
+        ("offload", "actor_train", WEIGHTS),
+        ("onload", "val_infer", REST),
+    ]
+
+
+def test_rollouts_that_share_with_the_trainer_get_their_devices_back_for_an_evaluation_elsewhere() -> None:
+    manager, calls = recorded(actor_infer=(0, 1), val_infer=(2,), actor_train=(0, 1))
+    calls.clear()
+    manager.load({"actor_train": WEIGHTS, "val_infer": WEIGHTS})
+    manager.load({"val_infer": ALL})
+    assert ("onload", "val_infer", REST) in calls and not [call for call in calls if call[1] == "actor_infer"]
+    calls.clear()
+    manager.load({"val_infer": ALL, "actor_infer": ALL})
+    assert calls == [("offload", "actor_train", WEIGHTS), ("onload", "actor_infer", ALL)]
+
+
 def test_nothing_moves_where_host_memory_is_the_device() -> None:
     manager, calls = recorded("cpu", actor_train=(0, 1), reference=(0, 1), actor_infer=(0, 1))
     assert calls == []

@@ -12,7 +12,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from roll.agentic.env.base import StepResult, TextEnv, step_result
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.data.requests import GenerateRequest
-from roll.distributed.strategy.base import Metrics
-from roll.distributed.weights.messages import BucketMessage, Message, Open, Reply
+from roll.distributed.strategy.base import Metrics, States
+from roll.distributed.weights.contents import WeightBucket
+from roll.distributed.weights.messages import BucketMessage, Message, Open, Payload, Reply
 from roll.distributed.weights.routes import Link
 from roll.pipeline.workers import InferWorker, TrainWorker
 from roll.rewards.types import RewardError, Sample, Verdict
@@ -111,6 +112,40 @@ class GatedInferWorker(InferWorker):
         self.calls += 1
         await async_gate(f"{self.role}-{self.rank}-generate-{self.calls}")
         await super().submit(client_id, requests)
+
+
+class MovedInferWorker(GatedInferWorker):
+    """Logs in ``moves.jsonl`` how many requests it holds and tokens it has sampled when its devices go and come."""
+
+    async def offload(self, what: States) -> None:
+        await super().offload(what)
+        self._log("offload")
+
+    async def onload(self, what: States) -> None:
+        self._log("onload")
+        await super().onload(what)
+
+    def _log(self, call: str) -> None:
+        if hasattr(self, "strategy"):
+            stats = self.strategy.stats()
+            log("moves.jsonl", call=call, in_flight=stats["in_flight"], tokens=stats["generated_tokens"])
+
+
+class FragileInferWorker(GatedInferWorker):
+    """With ``die-partial`` it dies once as new weights come to requests in flight: it holds partial answers."""
+
+    async def receive_weights(self, message: Message, link: Link) -> Reply:
+        if isinstance(message, Open) and message.version > 0 and self.strategy.stats()["in_flight"]:
+            arrive("partial")
+        return await super().receive_weights(message, link)
+
+
+class LateInferWorker(InferWorker):
+    """Of several, the last takes new weights for those before."""
+
+    async def _load_weights(self, payload: Payload, buckets: AsyncIterator[WeightBucket], version: int) -> None:
+        late = self.rank == self.world_size - 1
+        await super()._load_weights(payload, buckets, version - late)
 
 
 class GatedEnvWorker(EnvironmentWorker):

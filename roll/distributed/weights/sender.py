@@ -72,7 +72,7 @@ class Delivery:
 
 
 class WeightSender:
-    """Lives on a trainer's rank from update to update, with its shared memory and its process group.
+    """Lives on a trainer's rank from update to update, with its shared memory and its process groups.
 
     Args:
         rank: the trainer's.
@@ -83,8 +83,8 @@ class WeightSender:
         self._rank = rank
         self._pool = SegmentPool()
         self._host = host
-        self._group: BroadcastGroup | None = None
-        self._members: list[str] = []
+        self._groups: dict[str, tuple[list[str], BroadcastGroup]] = {}
+        """By the receivers' role, with those who are in it."""
 
     def send(self, order: WeightOrder, buckets: Iterable[WeightBucket]) -> Delivery:
         """Sends one update and waits until all receivers of this rank use it.
@@ -117,7 +117,7 @@ class WeightSender:
             transfer.wait()
             replies = transfer.answers()
         except BaseException:
-            self._leave_group()
+            self._leave_group(transfer.role)
             raise
         finally:
             self._pool.trim()
@@ -151,9 +151,9 @@ class WeightSender:
             transfer.tell(receiver, BucketMessage(number, bucket.outline.key, outline, bucket.checksum, place))
         transfer.passed_on((on_gpu, outgoing))
         if outgoing is not None:
-            assert self._group is not None
+            _, group = self._groups[transfer.role]
             with _naming_the_dead(transfer):
-                self._group.broadcast(outgoing, transfer.check)
+                group.broadcast(outgoing, transfer.check)
 
     def _segment_of(self, bucket: WeightBucket) -> Segment:
         """Where the bucket lies, or a copy of it when it was packed elsewhere."""
@@ -172,22 +172,21 @@ class WeightSender:
         transfer.known = {rank: frozenset(reply.outlines) for rank, reply in opened.items()}
         guests = [receiver for receiver in transfer.receivers if receiver.link.route is Route.COLLECTIVE]
         members = [_actor(receiver) for receiver in guests]
-        if not guests or (self._group is not None and members == self._members):
+        if not guests or (transfer.role in self._groups and members == self._groups[transfer.role][0]):
             return
-        self._leave_group()
+        self._leave_group(transfer.role)
         backend = "gloo" if guests[0].link.device is None else "nccl"
         invitation, store = invite(self._host, backend, 1 + len(guests), transfer.order.timeout_s)
         for rank, receiver in enumerate(guests, start=1):
             transfer.tell(receiver, Join(invitation, rank))
         with _naming_the_dead(transfer):
-            self._group = BroadcastGroup(invitation, 0, store, self._host)
+            self._groups[transfer.role] = members, BroadcastGroup(invitation, 0, store, self._host)
         transfer.answers()
-        self._members = members
 
-    def _leave_group(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+    def _leave_group(self, role: str) -> None:
+        if role in self._groups:
+            _, group = self._groups.pop(role)
+            group.close()
 
 
 class _Transfer:
@@ -206,6 +205,11 @@ class _Transfer:
         """The messages since the last ``passed_on``."""
         self._under_way: deque[tuple[list[ray.ObjectRef], object]] = deque()
         """Of each bucket, oldest first: its messages, and what must stay in memory until they are answered."""
+
+    @property
+    def role(self) -> str:
+        """Of all receivers."""
+        return self._receivers[0].role
 
     @property
     def receivers(self) -> list[Receiver]:

@@ -50,6 +50,10 @@ class EnvRoles(RolloutRoles):
         self.val = self.scheduler("val_env_manager", "val", num_recorded=2 * config.num_renders)
         self.val_greedy = self.scheduler("val_env_manager", "val", greedy=True)
 
+    def connect(self) -> None:
+        self._clusters["train_env_manager"].call("set_engines", self._roles.infer.handles)
+        self._clusters["val_env_manager"].call("set_engines", self._roles.evaluation_replicas.cluster.handles)
+
     def probe(self) -> None:
         """Resets one environment of each tag, so that one that never starts ends the run before models are loaded.
 
@@ -75,7 +79,8 @@ class EnvRoles(RolloutRoles):
             trains: see ``make_scheduler``.
             **plan: see ``plan``.
         """
-        return self.make_scheduler(self.plan(name, seed_name, **plan), name, trains=trains)
+        evaluates = name == "val_env_manager"
+        return self.make_scheduler(self.plan(name, seed_name, **plan), name, trains=trains, evaluates=evaluates)
 
     def plan(self, name: str, seed_name: str, **fields: Any) -> GroupPlan:
         """The groups of one manager; ``seed_name`` separates their episodes from everybody else's.

@@ -47,10 +47,10 @@ class AgenticPipeline(RLPipeline):
     def evaluate(self, name: str, step: int) -> Metrics:
         """Plays the validation episodes: the same boards each time, sampled; and greedily before and after."""
         with self.session.phase("eval"):
-            groups = self._play_validation(greedy=False)
+            groups = self._play_validation(step, greedy=False)
         metrics = rollout_metrics(groups, "eval")
         if name != "step":
-            greedy = rollout_metrics(self._play_greedily(groups), "eval_greedy")
+            greedy = rollout_metrics(self._play_greedily(groups, step), "eval_greedy")
             metrics |= {name: value for name, value in greedy.items() if name.endswith(("success", "reward"))}
             self.session.summary["eval"][name] = {
                 "success": metrics["eval/success"],
@@ -68,14 +68,14 @@ class AgenticPipeline(RLPipeline):
         )
         return metrics
 
-    def _play_greedily(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+    def _play_greedily(self, groups: list[RolloutGroup], step: int) -> list[RolloutGroup]:
         """The validation episodes played greedily: ``groups``, where those were."""
         if self.config.sampling(self.config.val_env_manager).is_greedy:
             return groups
         with self.session.phase("eval greedy"):
-            return self._play_validation(greedy=True)
+            return self._play_validation(step, greedy=True)
 
-    def _play_validation(self, *, greedy: bool) -> list[RolloutGroup]:
+    def _play_validation(self, step: int, *, greedy: bool) -> list[RolloutGroup]:
         scheduler = self.envs.val_greedy if greedy else self.envs.val
         num_groups = self.config.val_batch_size // self.config.val_env_manager.group_size
-        return collect(self.session, scheduler, num_groups)
+        return collect(self.session, scheduler, num_groups, step)

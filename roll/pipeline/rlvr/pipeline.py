@@ -56,10 +56,10 @@ class RLVRPipeline(RLPipeline):
         if self.prompts.val is None:
             return {}
         with self.session.phase("eval"):
-            groups = self._answer_validation(self.prompts.val)
+            groups = self._answer_validation(self.prompts.val, step)
         metrics = rollout_metrics(groups, "eval") | accuracy_metrics(groups, self.config.num_val_samples, "eval")
         if name != "step":
-            greedy = rollout_metrics(self._answer_greedily(groups), "eval_greedy")
+            greedy = rollout_metrics(self._answer_greedily(groups, step), "eval_greedy")
             metrics |= {key: value for key, value in greedy.items() if key.endswith(("success", "reward"))}
             self.session.summary["eval"][name] = {
                 "accuracy": metrics["eval/success"],
@@ -104,16 +104,16 @@ class RLVRPipeline(RLPipeline):
                 "too easy or too hard for the policy: loosen rewards.*.query_filter_config, or change the data"
             ) from error
 
-    def _answer_greedily(self, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+    def _answer_greedily(self, groups: list[RolloutGroup], step: int) -> list[RolloutGroup]:
         """The held-out prompts answered greedily: ``groups``, where those were."""
         if self.config.val_sampling.is_greedy:
             return groups
         assert self.prompts.val_greedy is not None
         with self.session.phase("eval greedy"):
-            return self._answer_validation(self.prompts.val_greedy)
+            return self._answer_validation(self.prompts.val_greedy, step)
 
-    def _answer_validation(self, scheduler: RolloutScheduler) -> list[RolloutGroup]:
-        return collect(self.session, scheduler, self.prompts.num_val_prompts, self._check_errors)
+    def _answer_validation(self, scheduler: RolloutScheduler, step: int) -> list[RolloutGroup]:
+        return collect(self.session, scheduler, self.prompts.num_val_prompts, step, self._check_errors)
 
     def _check_errors(self, groups: Sequence[RolloutGroup]) -> None:
         check_error_rates(groups, self.config)

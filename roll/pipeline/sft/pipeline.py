@@ -89,7 +89,7 @@ class SFTPipeline(TrainingLoop):
         assert prompts.val is not None, "a generator comes with held-out data"
         config = self.config
         scored = bool(config.rewards)
-        groups = collect(self.session, prompts.val, prompts.num_val_prompts)
+        groups = collect(self.session, prompts.val, prompts.num_val_prompts, step)
         episodes = keep_episodes(self.session, step, groups)
         save_answers(episodes[:MAX_WRITTEN], self.session.renders, step, scored=scored)
         metrics = rollout_metrics(groups, "eval")

@@ -16,7 +16,7 @@ from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 from roll.pipeline.cli import report
-from roll.preflight.choices import CHECKS
+from roll.preflight.choices import CHECKS, describe_placement
 
 CONFIGS = Path(__file__).resolve().parents[3] / "examples" / "config"
 NAMES = ["agentic_sokoban", "agentic_sokoban_qwen2.5_0.5b", "agentic_frozen_lake"]
@@ -667,3 +667,22 @@ def test_what_concerns_requests_in_flight_is_told_only_where_some_are(load, prob
     assert problems(*keys).keys() == {"partial_rollout", "kv_after_update"}
     found = problems(*OVERLAP, *keys, "actor_infer.strategy_args.strategy_name=sglang")
     assert found["kv_after_update"].expected == "recompute with sglang"
+
+
+def test_replicas_that_evaluate_are_the_generator_s_on_devices_of_their_own(load, problems):
+    assert "val_infer" not in load().clusters
+    config = load("val_infer={device_mapping: [2]}", "num_gpus_per_node=3", "actor_infer.system_envs={A: '1'}")
+    cluster = config.clusters["val_infer"]
+    assert (cluster.device_mapping, cluster.system_envs) == ([2], {"A": "1"})
+    assert cluster.strategy_args == config.actor_infer.strategy_args
+    assert any("val_infer" in line for line in describe_placement(config))
+    load("val_infer={device_mapping: [1]}", "num_gpus_per_node=2")  # the trainer's: they take turns
+    load("val_infer={}")
+    found = problems("val_infer={device_mapping: [0, 1]}")
+    assert found["val_infer.device_mapping"].expected.startswith("none of actor_infer's devices, such as 0")
+    found = problems("val_infer={device_mapping: [9]}", "num_gpus_per_node=3")
+    assert found["val_infer.device_mapping"].expected.startswith("ids from 0 to 2")
+    pairs = ("actor_infer.strategy_args.strategy_name=vllm", "actor_infer.num_gpus_per_worker=2", "tiny_num_heads=2")
+    found = problems(*pairs, "actor_infer.device_mapping=[0, 1]", "val_infer={device_mapping: [2]}")
+    assert found.keys() == {"val_infer.device_mapping"}
+    assert found["val_infer.device_mapping"].expected == "a multiple of actor_infer.num_gpus_per_worker = 2 devices"

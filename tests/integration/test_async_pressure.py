@@ -1,0 +1,157 @@
+"""Rollouts beside training under pressure, really caused: nobody starves, what waits is bounded, exits are clean."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Launch, Rlvr, Run, assert_same_tensors, rows, write
+from tests.integration.test_async_evaluation import BESIDE, wait_for
+from tests.integration.test_async_runs import OVERLAP, assert_each_once, assert_finished, repeatable, schedule, used
+
+NO_EVALUATION = ("val_before_train=false", "validation=null")
+LONG = ("response_length=200", "sequence_length=240")
+"""Answers so long that weights come in the middle of them."""
+
+
+def started(run: Run) -> set[int]:
+    return {line["draw"] for line in run.logged("played.jsonl")}
+
+
+@pytest.mark.timeout(600)
+def test_the_faster_side_waits_for_the_slower_one_and_what_waits_is_bounded(rlvr: Rlvr) -> None:
+    """Steps of 4 groups, 4 ahead, in order."""
+    run = rlvr(*BESIDE, *NO_EVALUATION, "max_steps=4", orders=("hold-actor_train-0-train-1", "hold-train-group-8"))
+    run.pid_at("actor_train-0-train-1")
+    run.pid_at("train-mid-7")
+    time.sleep(2.0)  # the trainer is slow: the groups of the next step are finished and no others begin
+    assert started(run) == set(range(8))
+    run.release("hold-actor_train-0-train-1")
+    wait_for(lambda: run.checkpoint(2).exists(), run)
+    run.pid_at("train-mid-15")
+    time.sleep(1.0)  # the generator is slow: the third step waits for one group, those after it are finished
+    assert started(run) == set(range(16))
+    run.release("hold-train-group-8")
+    assert run.wait() == 0, run.output
+    run.assert_nothing_left()
+
+    metrics = run.metrics
+    assert [used([record], "taken") for record in schedule(run).values()] == [
+        list(range(n, n + 4)) for n in (0, 4, 8, 12)
+    ]
+    assert all(
+        metrics[step]["async/buffer_groups"] + metrics[step]["async/running_groups"] <= 4 for step in range(1, 5)
+    )
+    assert metrics[1]["async/idle_generator_s"] > 0.5 < metrics[3]["async/idle_trainer_s"]
+    assert run.summary["draws"] == {"trained": 16, "settled": 0, "waiting": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_environment_of_many_that_is_a_hundred_times_slower_holds_nobody_up(launch: Launch) -> None:
+    """Steps of 16 groups, 16 ahead, a window over all of them; the first draw is the slow one."""
+
+    def env(name: str, seconds: float) -> str:
+        config = f"{{name: {name}, step_seconds: {seconds}}}"
+        options = f"max_steps: 3, agent_system_template: '', env_config: {config}"
+        return f"custom_envs.{name}={{env_type: tests.support.faults:CountingEnv, {options}}}"
+
+    manager = "{env_groups: 64, group_size: 1, tags: [Slow, Fast], n_groups: [1, 63]}"
+    run = launch(
+        *BESIDE,
+        "rollout_window=1",
+        "max_steps=5",
+        "rollout_batch_size=16",
+        "adv_estimator=reinforce",
+        f"train_env_manager={manager}",
+        env("Slow", 2.0),
+        env("Fast", 0.02),
+    )
+    assert run.wait() == 0, run.output
+    records = schedule(run)
+    taken = {draw: step for step, record in records.items() for draw in used([record], "taken")}
+    assert sorted(taken) == list(range(80)) and len(used(records.values(), "taken")) == 80
+    assert 2 <= taken[0] <= 4, "others went first, and it was not forgotten"
+    for metrics in (run.metrics[step] for step in range(1, 6)):
+        assert metrics["async/buffer_groups"] + metrics["async/running_groups"] <= 32 and metrics["async/lag_max"] <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_generator_that_dies_with_partial_answers_costs_only_them(rlvr: Rlvr, tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", rows("t", ["", "linger"] * 5))
+    worker = "actor_infer.worker_cls=tests.support.faults:FragileInferWorker"
+    run = rlvr(*OVERLAP, *NO_EVALUATION, *LONG, worker, "max_steps=5", "max_running_groups=5", orders=("die-partial",))
+    assert run.wait() == 0, run.output
+    run.assert_nothing_left()
+    assert not (run.faults / "die-partial").exists(), "it died"
+    draws = [line["draw"] for line in run.logged("played.jsonl")]
+    assert len(draws) > len(set(draws)), "what was lost was played again"
+    assert_finished(run, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_trainer_that_dies_ends_the_run_which_goes_on_from_its_last_cut(rlvr: Rlvr) -> None:
+    overrides = (*OVERLAP, *NO_EVALUATION, "max_steps=4")
+    run = rlvr(*overrides, orders=("die-actor_train-0-train-3",))
+    assert run.wait() == 1, run.output
+    run.assert_nothing_left()
+    assert "WorkerDiedError: actor_train rank 0 died in train at step 3" in " ".join(run.output.split())
+    assert "Traceback" not in run.output and run.summary["steps"] == 2
+    assert_each_once(run, 2, run.checkpoint(2))
+    resumed = rlvr(*overrides, "resume_from_checkpoint=true")
+    assert resumed.wait() == 0, resumed.output
+    assert_finished(resumed, 4)
+
+
+TAKING_TURNS = """
+import sys
+from roll.pipeline.offload_manager import OffloadManager
+OffloadManager.__init__.__defaults__ = (("cpu", "gpu"),)  # CPU slots have memory of their own
+from roll.pipeline.cli import RLVR, main
+if __name__ == "__main__":
+    sys.exit(main(program=RLVR))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_on_shared_devices_requests_are_parked_while_the_trainer_has_them(rlvr: Rlvr, tmp_path: Path) -> None:
+    """All roles on one device that they take turns on; and the run is repeated there bit for bit."""
+    write(tmp_path / "train.jsonl", rows("t", ["", "linger"] * 5))
+    (script := tmp_path / "start.py").write_text(TAKING_TURNS)
+    worker = "actor_infer.worker_cls=tests.support.faults:MovedInferWorker"
+    overrides = (*OVERLAP, *LONG, worker, "max_steps=4", "eval_steps=2", "max_running_groups=5")
+    run = rlvr(*overrides, script=script)
+    assert run.wait() == 0, run.output
+    run.assert_nothing_left()
+    assert_finished(run, 4)
+    moves = run.logged("moves.jsonl")
+    parked = [
+        (away, back)
+        for away, back in itertools.pairwise(moves)
+        if (away["call"], back["call"]) == ("offload", "onload")
+    ]
+    assert len(parked) >= 4 and any(away["in_flight"] for away, _ in parked), moves
+    assert all(away["tokens"] == back["tokens"] for away, back in parked), "it sampled on devices that others had"
+    assert any(run.metrics[step]["async/mixed"] > 0 for step in range(1, 5)), "no answer went on with new weights"
+
+    again = rlvr(*overrides, f"replay_schedule={run.path / 'schedule.jsonl'}", script=script, output="again")
+    assert again.wait() == 0, again.output
+    assert repeatable(again) == repeatable(run)
+    assert_same_tensors(again.tensors(4), run.tensors(4))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_without_partial_rollouts_the_devices_come_back_until_answers_are_done(rlvr: Rlvr, tmp_path: Path) -> None:
+    (script := tmp_path / "start.py").write_text(TAKING_TURNS)
+    overrides = (*OVERLAP, *NO_EVALUATION, *LONG, "partial_rollout=false", "max_steps=3", "max_running_groups=5")
+    run = rlvr(*overrides, script=script)
+    assert run.wait() == 0, run.output
+    assert_finished(run, 3)
+    assert all(run.metrics[step]["async/mixed"] == 0 for step in range(1, 4))
