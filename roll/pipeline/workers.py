@@ -99,7 +99,8 @@ class TrainWorker(ScoreWorker):
 
     def setup(self, context: StrategyContext) -> RankInfo:
         self._sender: WeightSender | None = None
-        self._kept: dict[Payload, list[ray.ObjectRef]] = {}
+        self._kept: dict[tuple[str, Payload], list[ray.ObjectRef]] = {}
+        """Buckets of the last update of each role's workers and kind, for those of them that are replaced."""
         return super().setup(context)
 
     def set_loss(self, build: Callable[..., LossFn], *args: Any) -> None:
@@ -126,8 +127,7 @@ class TrainWorker(ScoreWorker):
             WeightTransferError: a receiver refused the update.
             RpcTimeoutError: a receiver gave no answer in time.
         """
-        if order.keeper is not None:  # an update that nobody keeps leaves alone what is kept for others
-            self._kept.pop(order.payload, None)
+        self._kept.pop((order.role, order.payload), None)
         export = getattr(self.strategy, "export_adapter" if order.payload == "adapter" else "export_weights")
         buckets: Iterator[WeightBucket] = export(order.bucket_bytes, tuple(order.receivers), check=order.check)
         with self.idle.work():
@@ -141,7 +141,7 @@ class TrainWorker(ScoreWorker):
 
     def resend_weights(self, order: WeightOrder) -> Delivery:
         """Sends the buckets that the last update of this kind has kept; for the rank that keeps them alone."""
-        kept: Iterator[WeightBucket] = (ray.get(ref) for ref in self._kept[order.payload])
+        kept: Iterator[WeightBucket] = (ray.get(ref) for ref in self._kept[order.role, order.payload])
         return self._send(order, map(with_checksum, kept) if order.check else kept)
 
     def _send(self, order: WeightOrder, buckets: Iterable[WeightBucket]) -> Delivery:
@@ -151,7 +151,7 @@ class TrainWorker(ScoreWorker):
 
     def _keeping(self, order: WeightOrder, buckets: Iterable[WeightBucket]) -> Iterator[WeightBucket]:
         """Keeps a copy in Ray's object store, which moves to disk what does not fit into memory."""
-        kept = self._kept[order.payload] = []
+        kept = self._kept[order.role, order.payload] = []
         for bucket in buckets:
             kept.append(ray.put(replace(bucket, data=host_bytes(bucket))))
             yield bucket

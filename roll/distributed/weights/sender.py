@@ -56,6 +56,11 @@ class WeightOrder:
     keeper: int | None = None
     """Rank that keeps the buckets for a receiver that is replaced when the trainer has moved on."""
 
+    @property
+    def role(self) -> str:
+        """Of all receivers."""
+        return next(iter(self.receivers.values()))[0].role
+
 
 @dataclass(frozen=True)
 class Delivery:
@@ -117,7 +122,7 @@ class WeightSender:
             transfer.wait()
             replies = transfer.answers()
         except BaseException:
-            self._leave_group(transfer.role)
+            self._leave_group(order.role)
             raise
         finally:
             self._pool.trim()
@@ -151,7 +156,7 @@ class WeightSender:
             transfer.tell(receiver, BucketMessage(number, bucket.outline.key, outline, bucket.checksum, place))
         transfer.passed_on((on_gpu, outgoing))
         if outgoing is not None:
-            _, group = self._groups[transfer.role]
+            _, group = self._groups[transfer.order.role]
             with _naming_the_dead(transfer):
                 group.broadcast(outgoing, transfer.check)
 
@@ -172,15 +177,15 @@ class WeightSender:
         transfer.known = {rank: frozenset(reply.outlines) for rank, reply in opened.items()}
         guests = [receiver for receiver in transfer.receivers if receiver.link.route is Route.COLLECTIVE]
         members = [_actor(receiver) for receiver in guests]
-        if not guests or (transfer.role in self._groups and members == self._groups[transfer.role][0]):
+        if not guests or (transfer.order.role in self._groups and members == self._groups[transfer.order.role][0]):
             return
-        self._leave_group(transfer.role)
+        self._leave_group(transfer.order.role)
         backend = "gloo" if guests[0].link.device is None else "nccl"
         invitation, store = invite(self._host, backend, 1 + len(guests), transfer.order.timeout_s)
         for rank, receiver in enumerate(guests, start=1):
             transfer.tell(receiver, Join(invitation, rank))
         with _naming_the_dead(transfer):
-            self._groups[transfer.role] = members, BroadcastGroup(invitation, 0, store, self._host)
+            self._groups[transfer.order.role] = members, BroadcastGroup(invitation, 0, store, self._host)
         transfer.answers()
 
     def _leave_group(self, role: str) -> None:
@@ -205,11 +210,6 @@ class _Transfer:
         """The messages since the last ``passed_on``."""
         self._under_way: deque[tuple[list[ray.ObjectRef], object]] = deque()
         """Of each bucket, oldest first: its messages, and what must stay in memory until they are answered."""
-
-    @property
-    def role(self) -> str:
-        """Of all receivers."""
-        return self._receivers[0].role
 
     @property
     def receivers(self) -> list[Receiver]:
