@@ -141,11 +141,12 @@ def _unshare() -> None:
     mapper = os.fork()
     if mapper == 0:
         failed = 1
+        os.close(tell)  # its end says that the launcher is gone
         try:
-            os.read(ready, 1)
-            for name in ("uid_map", "gid_map"):
-                _write(f"/proc/{launcher}/{name}", f"0 0 1\n{INSIDE_UID} {INSIDE_UID} 1\n")
-            failed = 0
+            if os.read(ready, 1):
+                for name in ("uid_map", "gid_map"):
+                    _write(f"/proc/{launcher}/{name}", f"0 0 1\n{INSIDE_UID} {INSIDE_UID} 1\n")
+                failed = 0
         finally:
             os.write(confirm, b"x")
             os._exit(failed)

@@ -806,3 +806,16 @@ def test_it_works_in_a_thread_without_the_main_loop(sandbox):
     thread.start()
     thread.join()
     assert results == ["1\n"]
+
+
+def test_nothing_waits_for_ever_where_the_kernel_refuses_namespaces() -> None:
+    """As it does in a chroot."""
+    program = """
+from roll.rewards.sandbox import inner
+inner.os.getuid = lambda: 0
+def refuse(name, *args): raise PermissionError(f"{name}: refused")
+inner._call = refuse
+inner._unshare()
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert result.returncode == 1 and result.stderr.endswith("PermissionError: unshare: refused\n")
