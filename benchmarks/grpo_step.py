@@ -18,9 +18,9 @@ those that the hand-written step finds for the same rollout.
 
 Two cores are shared by two workers with a thread each (``--layout 2x1``); the hand-written step has two threads. TRL is
 there as one process with two threads and as two with one each, in float32 and under bfloat16 autocast, and the fastest
-of these four is what ROLL is compared with. ROLL computes in ``--precision``; in bf16 it trains under the same autocast
-and samples in float32. On a machine with other load, threads that wait for each other lose more than
-processes that do not: only figures from a quiet machine compare anything.
+of these four is what ROLL is compared with. ROLL trains in ``--precision``: in bf16 under the same autocast, with
+weights, and all that is sampled, in float32. On a machine with other load, threads that wait for each other lose more
+than processes that do not: only figures from a quiet machine compare anything.
 
     pip install trl accelerate datasets   (1.16.0, 1.15.0, 5.2.0 were measured; in an environment of their own that
                                            sees the same torch and Transformers, if they must not mix with the pins)
@@ -300,7 +300,7 @@ def roll_config(
                 }
             },
             "actor_train": {
-                "model_args": {**model_args, "dtype": precision},
+                "model_args": model_args,
                 "data_args": {
                     "file_name": str(prompts),
                     "prompt": "prompt",
@@ -314,7 +314,10 @@ def roll_config(
                     "per_device_train_batch_size": size.micro_batch,
                     "gradient_accumulation_steps": size.prompts * size.samples // workers // size.micro_batch,
                 },
-                "strategy_args": {"strategy_name": "fsdp2_train", "strategy_config": {"fsdp_size": 1}},
+                "strategy_args": {
+                    "strategy_name": "fsdp2_train",
+                    "strategy_config": {"fsdp_size": 1, "param_dtype": precision},
+                },
                 **devices,
             },
             "actor_infer": {

@@ -5,9 +5,10 @@ optimizer steps per update. The plain loop is what one would write by hand for i
 answers alone, keeps flat gradients and sums them with one all-reduce. It is there twice: with sequences sorted by
 length and padded, its fastest way, and packed end to end with positions that restart. All take turns, and the fastest
 round of each counts, so that other load on the machine falls out of the ratio; where there is much of it, the ratio of
-CPU times says more.
+CPU times says more. ``fsdp2 bf16`` computes in bfloat16, which pays on processors that can, and with matrices that are
+large enough: ``--wide`` takes the model of ``grpo_step.py`` (6 layers, hidden 256) in place of the tiny one.
 
-    python benchmarks/train_step.py --world-size 2 [--padded] [--trainers fsdp2,deepspeed,megatron]
+    python benchmarks/train_step.py --world-size 2 [--padded] [--wide] [--trainers fsdp2,deepspeed,megatron]
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from grpo_step import make_model
 from torch import Tensor
 
 from roll.algorithms.types import LossContext, LossOutput, TokenScores
@@ -44,6 +46,7 @@ TARGET = 0.9
 PADDED, PACKED = "plain loop, padded", "plain loop, packed"
 TRAINERS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp2": ("fsdp2_train", {"fsdp_size": 1}),
+    "fsdp2 bf16": ("fsdp2_train", {"fsdp_size": 1, "param_dtype": "bf16"}),
     "fsdp2 sharded": ("fsdp2_train", {"fsdp_size": -1}),
     "deepspeed": ("deepspeed_train", {"zero_optimization": {"stage": 1}}),
     "megatron": ("megatron_train", {}),
@@ -206,6 +209,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=256, help="sequences per update, over all processes")
     parser.add_argument("--max-tokens", type=int, default=1024, help="tokens per forward pass")
     parser.add_argument("--padded", action="store_true", help="the trainers get rectangles, not packed rows")
+    parser.add_argument("--wide", action="store_true", help="a model of 6 layers, hidden 256")
     parser.add_argument("--trainers", default="fsdp2,deepspeed,megatron", help="default: %(default)s")
     parser.add_argument("--rounds", type=int, default=5, help="timed updates of each kind")
     args = parser.parse_args()
@@ -214,7 +218,10 @@ def main() -> None:
         port = probe.getsockname()[1]
         probe.close()
         model_path = Path(folder) / "model"
-        make_tiny_model(model_path, seed=0)
+        if args.wide:
+            make_model(model_path, None)
+        else:
+            make_tiny_model(model_path, seed=0)
         torch.multiprocessing.spawn(run, (port, str(model_path), args), nprocs=args.world_size)
 
 

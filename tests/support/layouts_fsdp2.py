@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.harness import ADAPTER, ALL_ADAPTED, Layout
+from tests.support.harness import ADAPTER, ALL_ADAPTED, BF16_BOUNDS, Layout
 
 PACKED = {"use_sequence_packing": True}
 BY_TOKENS = {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": 50}
 ULYSSES = {"model_args": {"ulysses_size": 2}}
 RECOMPUTED = {"model_args": {"disable_gradient_checkpointing": False}}
 BF16 = {"model_args": {"dtype": "bf16"}}
+COMPUTES_IN_BF16 = {"param_dtype": "bf16"}
 TP = {"tensor_parallel_size": 2}
 
 
@@ -22,11 +23,13 @@ LAYOUTS = [
     layout("alone", 1),
     layout("alone-packed", 1, worker=PACKED, training_args={"per_device_train_batch_size": 4}),
     layout("alone-bf16", 1, **BF16),
+    layout("alone-computes-bf16", 1, COMPUTES_IN_BF16, bounds=BF16_BOUNDS),
     layout("replica2", 2, {"fsdp_size": 1}),
     layout("replica2-tokens", 2, {"fsdp_size": 1}, worker=BY_TOKENS, model="qwen3"),
     layout("shard2", 2, model="qwen2_untied"),
     layout("shard2-packed", 2, worker=PACKED, training_args={"per_device_train_batch_size": 4}),
     layout("shard2-bf16", 2, **BF16),
+    layout("replica2-computes-bf16", 2, COMPUTES_IN_BF16 | {"fsdp_size": 1}, worker=PACKED, bounds=BF16_BOUNDS),
     layout("shard2-moe", 2, model="qwen3_moe"),
     layout("shard2-recomputed", 2, {"activation_offload": True}, model="llama", **RECOMPUTED),
     layout("offload2", 2, {"cpu_offload": True}),
