@@ -44,16 +44,20 @@ class _Playing:
         self.tasks: dict[int, asyncio.Task[RolloutGroup]] = {}
         self.finished: list[int] = []
         self.arrived = asyncio.Event()
+        self.is_over = False
 
     def start(self, group_id: int, task: asyncio.Task[RolloutGroup]) -> None:
         self.tasks[group_id] = task
         task.add_done_callback(lambda _: self._arrive(group_id))
 
     def _arrive(self, group_id: int) -> None:
-        self.finished.append(group_id)
-        self.arrived.set()
+        if not self.is_over:
+            self.finished.append(group_id)
+            self.arrived.set()
 
     def end(self) -> None:
+        self.is_over = True
+        self.finished.clear()
         for task in self.tasks.values():
             task.cancel()
             task.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody will look at it

@@ -52,17 +52,14 @@ def test_quick_calls_of_many_environments_share_a_few_threads() -> None:
 def test_calls_that_block_at_the_same_time_all_get_a_thread() -> None:
     barrier = threading.Barrier(64)
 
-    async def play() -> float:
+    async def play() -> None:
         _, boxes = mailboxes(64)
-        started = time.monotonic()
         for _ in range(3):  # each goes on when all of them are in it
             await asyncio.gather(*(box.run("step", lambda: barrier.wait(10), 20) for box in boxes))
-        seconds = time.monotonic() - started
         for box in boxes:
             box.close(nothing)
-        return seconds
 
-    assert asyncio.run(play()) < 5
+    asyncio.run(play())
 
 
 def test_a_call_that_hangs_delays_no_other_and_its_thread_serves_nobody_else(gate: threading.Event) -> None:
@@ -195,18 +192,21 @@ def test_an_environment_that_was_slow_twice_is_given_a_thread_at_once(gate: thre
 
 
 def test_calls_that_wait_for_a_moment_each_wait_side_by_side() -> None:
-    """They are never found in their threads for long, and would take 4 s one after the other."""
+    """None of them is in its thread for so long that it is found there."""
+    idents: set[int] = set()
 
-    async def play() -> float:
-        _, boxes = mailboxes(800)
-        started = time.monotonic()
-        await asyncio.gather(*(box.run("step", lambda: time.sleep(5 * QUICK_S), 5) for box in boxes))
-        seconds = time.monotonic() - started
+    def wait() -> None:
+        time.sleep(5 * QUICK_S)
+        idents.add(threading.get_ident())
+
+    async def play() -> None:
+        _, boxes = mailboxes(400)
+        await asyncio.gather(*(box.run("step", wait, 20) for box in boxes))
         for box in boxes:
             box.close(nothing)
-        return seconds
 
-    assert asyncio.run(play()) < 2
+    asyncio.run(play())
+    assert len(idents) > 10
 
 
 def test_what_fails_while_an_environment_is_closed_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
