@@ -11,5 +11,5 @@ def derive_seed(*parts: int | str) -> int:
     >>> derive_seed(0, "train", 3) == derive_seed(0, "train", 3) != derive_seed(0, "train", 4)
     True
     """
-    text = "\x1f".join(str(part) for part in parts)
+    text = "\x1f".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
