@@ -33,6 +33,7 @@ from tests.support.contract import (
     load,
     make_adapter,
     make_model,
+    polled,
     prompts,
     requests_of,
     weights_of,
@@ -143,10 +144,7 @@ def test_in_a_ray_worker_with_an_engine_of_two_processes(tmp_path: Path) -> None
         ray.get(worker.setup.remote(context), timeout=300)
 
         def assert_greedy_of(model: Any) -> None:
-            ray.get(worker.submit.remote("me", requests))
-            results: dict[str, Any] = {}
-            while len(results) < len(requests):
-                results |= dict(ray.get(worker.poll.remote("me"), timeout=60))
+            results = polled(worker, requests)
             for request in requests:
                 assert results[request.request_id].token_ids.tolist() == greedy_oracle(model, request.prompt_ids, 12)
 

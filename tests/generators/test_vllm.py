@@ -25,6 +25,7 @@ from tests.support.contract import (
     greedy_oracle,
     load,
     make_model,
+    polled,
     prompts,
     requests_of,
     weights_of,
@@ -120,15 +121,8 @@ def test_in_a_ray_worker_with_an_engine_of_two_processes(model_path: Any) -> Non
         ray.get(worker.setup.remote(context), timeout=300)
         requests = requests_of(prompt_list, temperature=0.0, max_new_tokens=12)
 
-        def generate() -> dict[str, Any]:
-            ray.get(worker.submit.remote("me", requests))
-            results: dict[str, Any] = {}
-            while len(results) < len(requests):
-                results |= dict(ray.get(worker.poll.remote("me"), timeout=60))
-            return results
-
         def assert_greedy_of(model: Any) -> None:
-            results = generate()
+            results = polled(worker, requests)
             for request in requests:
                 assert results[request.request_id].token_ids.tolist() == greedy_oracle(model, request.prompt_ids, 12)
 
@@ -140,7 +134,7 @@ def test_in_a_ray_worker_with_an_engine_of_two_processes(model_path: Any) -> Non
         children = _descendants(ray.get(worker.pid.remote()))
         [engine] = [pid for pid in children if len(_descendants(pid)) == 2]  # it has two tensor-parallel workers
         os.kill(engine, signal.SIGKILL)
-        assert all(isinstance(result, GenerationError) for result in generate().values())
+        assert all(isinstance(result, GenerationError) for result in polled(worker, requests).values())
         ray.kill(worker)
     finally:
         ray.shutdown()

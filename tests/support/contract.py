@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +99,19 @@ def requests_of(prompt_list: Iterable[np.ndarray], **params: Any) -> list[Genera
 
 async def burst(engine: Any, requests: Iterable[GenerateRequest]) -> list[Completion]:
     return list(await asyncio.gather(*map(engine.generate, requests)))
+
+
+def polled(worker: Any, requests: Sequence[GenerateRequest]) -> dict[str, Any]:
+    """What an ``InferWorker`` in a process of its own makes of requests, completion or error by id."""
+    import ray
+
+    ray.get(worker.submit.remote("me", requests))
+    results: dict[str, Any] = {}
+    while len(results) < len(requests):
+        outcomes = ray.get(worker.poll.remote("me"), timeout=60)
+        results |= {completion.request_id: completion for completion in outcomes.completions}
+        results |= dict(outcomes.errors)
+    return results
 
 
 async def staggered(engine: Any, requests: Iterable[GenerateRequest]) -> list[Completion]:
