@@ -11,7 +11,7 @@ def calm_collector() -> None:
     """Makes the collector look seldom, and never at what is there now: imported modules are most of a process.
 
     By default it looks after every 700 new objects. In a worker with thousands of episodes in flight that takes as much
-    time as playing them.
+    time as playing them; the driver holds those that are finished.
     """
     gc.collect()
     gc.freeze()
