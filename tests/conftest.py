@@ -1,7 +1,21 @@
 """What holds for all tests."""
 
+import sys
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A machine with other work draws and runs examples slowly, which says nothing of the code.
 settings.register_profile("roll", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("roll")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_groups_end_with_their_file() -> Iterator[None]:
+    """Leaves no process group behind: which file comes next in this process is up to the scheduler of the tests."""
+    yield
+    if state := sys.modules.get("megatron.core.parallel_state"):
+        state.destroy_model_parallel()
+    if (dist := sys.modules.get("torch.distributed")) and dist.is_initialized():
+        dist.destroy_process_group()
