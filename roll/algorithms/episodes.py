@@ -87,7 +87,8 @@ def find_episodes(batch: Batch) -> Episodes:
     """Sorts a batch's sampled tokens into turns and episodes.
 
     A turn ends where the row ends or ``turn_T`` changes. Rows with the same ``traj_B`` are one episode, in the order of
-    ``turn_B``; without ``traj_B`` every row is an episode.
+    ``turn_B``, or of ``turn_T`` where rows are branches whose turns alternate; without ``traj_B`` every row is an
+    episode.
     """
     sampled = batch.loss_mask_T.nonzero().squeeze(1)
     first_B = torch.searchsorted(sampled, batch.offsets_B)
@@ -99,14 +100,16 @@ def find_episodes(batch: Batch) -> Episodes:
         token_M = sampled
     else:
         token_M = sampled[torch.arange(len(sampled)) + torch.repeat_interleave(first_B[rows] - start_R, count_R)]
-    is_start_M = torch.zeros(len(token_M), dtype=torch.bool)
-    is_start_M[start_R[count_R > 0]] = True
-    if batch.turn_T is not None:
-        turn_of_M = batch.turn_T.index_select(0, token_M)
-        is_start_M[1:] |= turn_of_M[1:] != turn_of_M[:-1]
+    row_M = torch.repeat_interleave(rows, count_R)
+    turn_of_M = torch.zeros_like(token_M) if batch.turn_T is None else batch.turn_T.index_select(0, token_M)
+    if batch.share_B is not None and batch.traj_B is not None:
+        order = torch.from_numpy(np.lexsort((turn_of_M.numpy(), batch.traj_B[row_M].numpy())))  # stable
+        token_M, row_M, turn_of_M = token_M[order], row_M[order], turn_of_M[order]
+    is_start_M = torch.ones(len(token_M), dtype=torch.bool)
+    is_start_M[1:] = (row_M[1:] != row_M[:-1]) | (turn_of_M[1:] != turn_of_M[:-1])
     first_K = is_start_M.nonzero().squeeze(1)
     last_K = torch.cat([first_K[1:], torch.tensor([len(token_M)])[: len(first_K)]]) - 1
-    row_K = torch.searchsorted(batch.offsets_B, token_M[first_K], right=True) - 1
+    row_K = row_M[first_K]
     name_K = row_K if batch.traj_B is None else batch.traj_B[row_K]
     starts_episode_K = torch.ones(len(first_K), dtype=torch.bool)
     starts_episode_K[1:] = name_K[1:] != name_K[:-1]

@@ -48,7 +48,7 @@ class SampledTokens:
             mask_T: The tokens that count.
             mode: ``token-mean``: sum / tokens. ``seq-mean-token-sum``: sum / sequences. ``seq-mean-token-mean``: mean
                 over sequences of their mean. ``seq-mean-token-sum-norm``: sum / (sequences * longest). A sequence is a
-                row of the batch.
+                row of the batch, or all rows of an episode that branched (``share_B``).
             ctx: Counts over the optimizer step.
             like: Scores; gives device and dtype.
 
@@ -67,6 +67,8 @@ class SampledTokens:
             loss_M = mean_M
         elif mode == "seq-mean-token-mean":
             count_B = torch.bincount(row_M, minlength=batch.num_sequences)
+            if batch.share_B is not None:
+                count_B = count_B / batch.share_B  # those of the whole sequence
             loss_M = 1.0 / (ctx.num_sequences * count_B[row_M].to(like.dtype))
         else:
             longest = ctx.max_length if mode == "seq-mean-token-sum-norm" else 1.0

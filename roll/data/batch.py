@@ -43,7 +43,7 @@ class Batch:
     group_B: Tensor | None = None
     """int64: rollout group (same start state)."""
     traj_B: Tensor | None = None
-    """int64: trajectory, unique in the batch; rows of one trajectory are its separate turns."""
+    """int64: trajectory, unique in the batch; rows of one trajectory are its separate turns, or its branches."""
     turn_B: Tensor | None = None
     """int64: index of the row within its trajectory (0 when a trajectory is one row)."""
     state_B: Tensor | None = None
@@ -56,6 +56,9 @@ class Batch:
     """float32: score of the greedy episode that was played beside the row's group."""
     truncated_B: Tensor | None = None
     """bool: the length limit cut the row's last completion or its episode short."""
+    share_B: Tensor | None = None
+    """float64: the part of its sample's sampled tokens that a row holds, where samples are episodes of more than one
+    row; ``None`` is 1 everywhere: a row is a sample."""
     rollout_logprobs_T: Tensor | None = None
     """float32: log-probabilities as the generation engine reported them."""
     rollout_versions_T: Tensor | None = None

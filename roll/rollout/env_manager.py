@@ -16,6 +16,7 @@ from roll.data.arrays import IntArray
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import FinishReason, GenerateFn, GenerateRequest, Runs, SamplingParams
 from roll.rollout.errors import PromptTooLongError, ReplayError
+from roll.rollout.recorder import Recorder
 from roll.rollout.types import EpisodeEnd, Frame, Trajectory, Turn
 from roll.utils.registry import Registry
 from roll.utils.seeding import derive_seed
@@ -95,7 +96,8 @@ class EnvManager(ABC):
         """
         observation, info = await env.reset(spec.env_seed)
         frames = [await env.render()] if spec.record else []
-        turns: list[Turn] = []
+        recorder = Recorder()
+        turns = recorder.turns
         end = EpisodeEnd.TRUNCATED
         while len(turns) < self.config.max_steps:
             prompt_ids = self.prompt(observation, info, turns)
@@ -106,7 +108,7 @@ class EnvManager(ABC):
                 end = EpisodeEnd.CONTEXT_FULL
                 break
             turn, observation, info, ended = await self._turn(env, generate, spec, turns, prompt_ids, observation, info)
-            turns.append(turn)
+            recorder.add(turn) if self.history else turns.append(turn)
             if frames and frames[-1] is not None:  # where there was no picture, there will be none
                 frames.append(await env.render())
             if ended is not None:

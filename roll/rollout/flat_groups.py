@@ -79,9 +79,11 @@ class _Writer:
         self.length = self.num_sampled = 0
 
     def add(self, trajectory: Trajectory) -> _Episode:
-        turns = []
+        turns: list[tuple[Any, ...]] = [()] * len(trajectory.turns)
         start, known = self.length, b""
-        for turn in trajectory.turns:
+        # Row by row, so that what a row's turns share lies together.
+        for number in sorted(range(len(turns)), key=lambda number: trajectory.turns[number].row):
+            turn = trajectory.turns[number]
             prompt = np.asarray(turn.prompt_ids, dtype=np.int64)
             answer = np.asarray(turn.completion.token_ids, dtype=np.int64)
             if not known or prompt[: self.length - start].tobytes() != known:
@@ -91,25 +93,24 @@ class _Writer:
             self.length = start + len(prompt) + len(answer)
             self.num_sampled += len(answer)
             known = prompt.tobytes() + answer.tobytes() if trajectory.history else b""
+            first = self.num_sampled - len(answer)
             sampling = (turn.completion.request_id, turn.completion.finish_reason)
-            rest = (turn.text, turn.observation, turn.action, turn.task_reward, turn.penalty, turn.state_key)
-            turns.append((start, start + len(prompt), self.length, sampling, rest))
+            rest = (turn.text, turn.observation, turn.action, turn.task_reward, turn.penalty, turn.state_key, turn.row)
+            turns[number] = (start, start + len(prompt), self.length, first, sampling, rest)
         return replace(trajectory, turns=()), turns
 
 
 class _Reader:
-    """Takes the arrays of one group in the order in which they were added."""
+    """Takes episodes out of the arrays of one group."""
 
     def __init__(self, token_ids: IntArray, logprobs: FloatArray, versions: IntArray) -> None:
         self._token_ids, self._logprobs, self._versions = token_ids, logprobs, versions
-        self._num_sampled = 0
 
     def episode(self, flat: _Episode) -> Trajectory:
         trajectory, places = flat
         turns = []
-        for start, middle, end, (request_id, reason), rest in places:
-            sampled = slice(self._num_sampled, self._num_sampled + end - middle)
-            self._num_sampled = sampled.stop
+        for start, middle, end, first, (request_id, reason), rest in places:
+            sampled = slice(first, first + end - middle)
             completion = Completion(
                 request_id, self._token_ids[middle:end], self._logprobs[sampled], reason, self._versions[sampled]
             )

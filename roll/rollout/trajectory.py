@@ -35,12 +35,16 @@ class _Columns:
     scores: list[float] = field(default_factory=list)
     baselines: list[float] = field(default_factory=list)
     truncated: list[bool] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    """Of each row in the sampled tokens of its sample."""
     states: dict[str, int] = field(default_factory=dict)
     """Numbers of the state keys met so far."""
 
 
 def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str]) -> Batch:
     """The training batch of some rollout groups, rows in the order of groups, members and turns.
+
+    An episode is a row, one for each way in which it went on (``roll.rollout.recorder``), or one for each turn.
 
     Args:
         groups: finished groups; trajectories and turns in which nothing was sampled are left out. So are groups without
@@ -85,6 +89,7 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str]) -> Batc
         scores_B=torch.tensor(columns.scores, dtype=torch.float32),
         baseline_B=torch.tensor(columns.baselines, dtype=torch.float32) if has_baselines else None,
         truncated_B=torch.tensor(columns.truncated),
+        share_B=torch.tensor(columns.shares, dtype=torch.float64) if min(columns.shares) < 1 else None,
         rollout_logprobs_T=_spread(columns.logprobs, mask_T, np.float32),
         rollout_versions_T=_spread(columns.versions, mask_T, np.int64),
     )
@@ -93,27 +98,33 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str]) -> Batc
 def _append(columns: _Columns, trajectory: Trajectory, traj: int, tag: int) -> int:
     """Adds the episode's rows; returns how many."""
     sampled = [turn for turn in trajectory.turns if len(turn.completion.token_ids)]
-    spans = [sampled] if trajectory.history else [[turn] for turn in sampled]
+    rows: dict[int, list[tuple[int, Turn]]] = {}
+    for number, turn in enumerate(sampled):
+        rows.setdefault(turn.row if trajectory.history else number, []).append((number, turn))
+    branched = trajectory.history and len(rows) > 1
+    num_sampled = sum(len(turn.completion.token_ids) for turn in sampled)
     score = trajectory.score
-    first_turn = 0
-    for row, turns in enumerate(spans):
-        _append_row(columns, turns, first_turn)
-        key = turns[0].state_key
+    for row, turns in enumerate(rows.values()):
+        in_row = _append_row(columns, turns)
+        columns.shares.append(in_row / num_sampled if branched else 1.0)
+        key, last = turns[0][1].state_key, turns[-1][1]
         state = columns.states.get(key)
         if state is None:
             state = columns.states[key] = derive_seed(key)
         columns.rows.append((trajectory.group_id, traj, row, state, tag))
         columns.scores.append(score)
-        cut_off = turns[-1].completion.finish_reason is FinishReason.LENGTH
+        cut_off = last.completion.finish_reason is FinishReason.LENGTH
         columns.truncated.append(cut_off or trajectory.end is EpisodeEnd.CONTEXT_FULL)
-        first_turn += len(turns)
-    return len(spans)
+    return len(rows)
 
 
-def _append_row(columns: _Columns, turns: Sequence[Turn], first_turn: int) -> None:
-    """One training sample: the last turn's prompt holds all that came before it, so only the new part is added."""
-    length = 0
-    for number, turn in enumerate(turns, first_turn):
+def _append_row(columns: _Columns, turns: Sequence[tuple[int, Turn]]) -> int:
+    """Adds one row; returns how many of its tokens were sampled in it.
+
+    The last turn's prompt holds all that came before it, so only the new part of each is added.
+    """
+    length = num_sampled = 0
+    for number, turn in turns:
         completion = turn.completion
         prompt, answer = turn.prompt_ids[length:], completion.token_ids
         n, m = len(prompt), len(answer)
@@ -124,7 +135,9 @@ def _append_row(columns: _Columns, turns: Sequence[Turn], first_turn: int) -> No
         columns.turns.append(number)
         columns.rewards.append(turn.reward)
         length += n + m
+        num_sampled += m
     columns.lengths.append(length)
+    return num_sampled
 
 
 def _join(parts: list[np.ndarray]) -> torch.Tensor:

@@ -34,8 +34,7 @@ class Turn:
     """One exchange: what the policy saw, what it said, what the environment answered."""
 
     prompt_ids: IntArray
-    """Everything the policy saw, shape [prompt_len]. When history is kept, a later turn's prompt starts with the
-    earlier turn's ``prompt_ids + completion.token_ids``."""
+    """Everything the policy saw, shape [prompt_len]."""
     completion: Completion
     text: str
     """The decoded completion, special tokens removed."""
@@ -49,6 +48,9 @@ class Turn:
     """Format penalty (zero or negative), kept apart from the task reward."""
     state_key: str
     """Hash of the state before the action: equal keys within a group mean the same state."""
+    row: int = 0
+    """Where history is kept: the row of the episode that this turn is in; its prompt begins with all ids of that row's
+    earlier turns (``roll.rollout.recorder``)."""
 
     @property
     def reward(self) -> float:
@@ -75,7 +77,8 @@ class Trajectory:
     final_observation: str
     """The environment's text after the last turn."""
     history: bool
-    """True: the turns form one growing conversation (one training sample). False: each turn is its own sample."""
+    """True: the episode is one sample: a growing conversation, in more than one row where it branched. False: each turn
+    is its own sample."""
     info: dict[str, Any] = field(default_factory=dict)
     """Scalars of the last step's info, for metrics (numbers and strings only)."""
     frames: tuple[Frame, ...] = ()

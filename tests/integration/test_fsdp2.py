@@ -529,6 +529,22 @@ def test_skipped_step_leaves_weights_and_schedule(model: Path) -> None:
     assert_near(trainer.gradient, reference_step(model, batch)[1])
 
 
+def test_the_rows_of_an_episode_that_branched_count_as_one_sequence(model: Path) -> None:
+    seen = []
+
+    def watched(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
+        seen.append(context)
+        return policy_loss(scores, batch, context)
+
+    batch = make_batch()
+    sampled_B = torch.zeros(batch.num_sequences).index_add(0, batch.rows_T, batch.loss_mask_T.float())
+    first_two = sampled_B[:2] / sampled_B[:2].sum()
+    share_B = torch.cat([first_two, torch.ones(batch.num_sequences - 2)]).double()
+    make_trainer(model).train_step(batch.replace(share_B=share_B), watched)
+    assert seen[0].num_sequences == pytest.approx(batch.num_sequences - 1)
+    assert seen[0].max_length == pytest.approx(max(sampled_B[:2].sum(), sampled_B[2:].max()).item())
+
+
 def test_step_without_loss_tokens_is_skipped(model: Path) -> None:
     batch = make_batch()
     metrics = make_trainer(model).train_step(

@@ -74,15 +74,27 @@ def random_episodes(seed: int, max_episodes: int = 7, empty_masks: bool = True) 
     return episodes
 
 
-def to_batch(episodes: list[Episode], history: bool, shuffle_seed: int | None = None) -> Batch:
-    """One row per episode (``history``) or per turn; rows in a random order if a seed is given."""
-    rows = []
+def to_batch(
+    episodes: list[Episode], history: bool, shuffle_seed: int | None = None, branch_seed: int | None = None
+) -> Batch:
+    """One row per episode (``history``) or per turn; rows in a random order if a seed is given.
+
+    With ``branch_seed``, the turns of an episode are dealt to as many as three rows that together are one sample.
+    """
+    rows, shares = [], []
     for index, episode in enumerate(episodes):
         numbered = list(enumerate(episode.turns))
-        for row, turns in enumerate([numbered] if history else [[turn] for turn in numbered]):
+        spans = [numbered] if history else [[turn] for turn in numbered]
+        if branch_seed is not None:
+            of = np.random.default_rng([branch_seed, index]).integers(3, size=len(numbered))
+            spans = [[numbered[i] for i in np.flatnonzero(of == row)] for row in dict.fromkeys(of.tolist())]
+        num_sampled = sum(len(turn.sampled) for turn in episode.turns)
+        for row, turns in enumerate(spans):
             rows.append((index, row, episode, turns))
+            shares.append(sum(len(turn.sampled) for _, turn in turns) / max(1, num_sampled))
     if shuffle_seed is not None:
-        rows = [rows[i] for i in np.random.default_rng(shuffle_seed).permutation(len(rows))]
+        order = np.random.default_rng(shuffle_seed).permutation(len(rows))
+        rows, shares = [rows[i] for i in order], [shares[i] for i in order]
     flat = [(turn, number, token) for _, _, _, turns in rows for number, turn in turns for token in turn.tokens]
 
     def column(name: str) -> torch.Tensor:
@@ -104,6 +116,7 @@ def to_batch(episodes: list[Episode], history: bool, shuffle_seed: int | None = 
         tag_B=torch.tensor([episode.tag for _, _, episode, _ in rows]),
         scores_B=torch.tensor([episode.score for _, _, episode, _ in rows], dtype=torch.float32),
         baseline_B=torch.tensor([episode.baseline for _, _, episode, _ in rows], dtype=torch.float32),
+        share_B=None if branch_seed is None else torch.tensor(shares, dtype=torch.float64),
         values_T=column("value"),
         old_logprobs_T=column("old_logprob"),
         ref_logprobs_T=column("ref_logprob"),
@@ -146,7 +159,9 @@ def make_batch(seed: int, history: bool = True, max_episodes: int = 7) -> tuple[
 def context(batch: Batch, mask_T: Tensor | None = None) -> LossContext:
     mask_T = batch.loss_mask_T if mask_T is None else mask_T
     counts = torch.zeros(batch.num_sequences).index_add(0, batch.rows_T, mask_T.float())
-    return LossContext(float(mask_T.sum()), float((counts > 0).sum()), float(counts.max()))
+    shares = torch.ones(batch.num_sequences) if batch.share_B is None else batch.share_B
+    longest = (counts / shares.clamp(min=1e-9)).max()
+    return LossContext(float(mask_T.sum()), float(shares[counts > 0].sum()), float(longest))
 
 
 def rows_of(batch: Batch, mask_T: Tensor) -> list[list[int]]:

@@ -1,0 +1,87 @@
+"""An episode that branched into several rows learns what it would as one row: same advantages, same weight."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.algorithms.advantages import ADVANTAGES, compute_advantages
+from roll.algorithms.losses import build_policy_loss, build_sft_loss
+from roll.algorithms.types import LossFn, TokenScores
+from roll.configs.algorithm import AlgorithmConfig, LossAggMode
+from roll.data.batch import Batch
+from tests.support.algorithms_batches import (
+    assert_any_split_adds_up,
+    assert_close,
+    by_token,
+    context,
+    gradient,
+    random_episodes,
+    to_batch,
+)
+
+seeds = st.integers(0, 2**32 - 1)
+# They compare the states in which rows begin, and refuse rows of several turns.
+BY_ROW = {"gigpo", "step_reinforce"}
+
+
+def whole_and_branched(seed: int) -> tuple[Batch, Batch]:
+    episodes = random_episodes(seed, empty_masks=False)
+    return to_batch(episodes, history=True), to_batch(episodes, True, seed, branch_seed=seed)
+
+
+@settings(max_examples=25)
+@given(seed=seeds)
+@pytest.mark.parametrize("estimator", sorted(set(ADVANTAGES.names()) - BY_ROW))
+def test_advantages_and_returns_are_those_of_one_row(estimator: str, seed: int) -> None:
+    config = AlgorithmConfig(adv_estimator=estimator, gamma=0.9, lambd=0.8)
+    whole, branched = (compute_advantages(batch, config) for batch in whole_and_branched(seed))
+    assert whole.advantages_T is not None and whole.returns_T is not None
+    assert_close(branched, branched.advantages_T, by_token(whole, whole.advantages_T), 1e-5)
+    assert_close(branched, branched.returns_T, by_token(whole, whole.returns_T), 1e-5)
+
+
+def scores_of(batch: Batch) -> TokenScores:
+    """A number for each token id, wherever it stands."""
+    return TokenScores(torch.sin(batch.tokens_T.double() + 1) - 1.5)
+
+
+def loss_of(mode: LossAggMode, sft: bool) -> LossFn:
+    return build_sft_loss(mode) if sft else build_policy_loss(AlgorithmConfig(loss_agg_mode=mode))
+
+
+@settings(max_examples=25)
+@given(seed=seeds, sft=st.booleans())
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
+def test_the_gradient_is_that_of_one_row_in_every_aggregation(mode: LossAggMode, sft: bool, seed: int) -> None:
+    whole, branched = (
+        batch.replace(advantages_T=torch.cos(batch.tokens_T.double()), old_logprobs_T=None)
+        for batch in whole_and_branched(seed)
+    )
+    if not whole.loss_mask_T.any():
+        return
+    got, expected = (
+        gradient(loss_of(mode, sft), TokenScores(scores.logprobs_T, *[scores.logprobs_T] * 3), batch, context(batch))
+        for batch, scores in ((batch, scores_of(batch)) for batch in (branched, whole))
+    )
+    assert got[0].loss.item() == pytest.approx(expected[0].loss.item(), rel=1e-9, abs=1e-12)
+    slopes, wanted = by_token(branched, got[1][0]), by_token(whole, expected[1][0])
+    assert slopes == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=25)
+@given(seed=seeds, parts=st.integers(1, 5))
+@pytest.mark.parametrize("mode", get_args(LossAggMode))
+def test_the_branches_of_an_episode_may_lie_in_different_micro_batches(
+    mode: LossAggMode, seed: int, parts: int
+) -> None:
+    branched = whole_and_branched(seed)[1].replace(old_logprobs_T=None)
+    if not branched.loss_mask_T.any():
+        return
+    branched = branched.replace(advantages_T=torch.cos(branched.tokens_T.double()))
+    logprobs_T = scores_of(branched).logprobs_T
+    assert_any_split_adds_up(loss_of(mode, False), TokenScores(*[logprobs_T] * 4), branched, parts, seed)

@@ -1,0 +1,146 @@
+"""Rows of an episode against the engine's own log, for a harness that does whatever it likes with its history."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.data.requests import Completion, FinishReason
+from roll.rollout.flat_groups import FlatGroups
+from roll.rollout.recorder import Recorder
+from roll.rollout.trajectory import groups_to_batch
+from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
+
+EngineLog = list[tuple[list[int], Completion]]
+
+
+def make_turn(prompt: list[int], completion: Completion, reward: float = 0.0) -> Turn:
+    return Turn(np.array(prompt, dtype=np.int64), completion, "", "", None, reward, 0.0, "s")
+
+
+@dataclass
+class Engine:
+    """Samples from three tokens, so that equal answers are common; log-probs and versions tell calls apart."""
+
+    rng: np.random.Generator
+    log: EngineLog = field(default_factory=list)
+
+    def generate(self, prompt: list[int]) -> Completion:
+        number, size = len(self.log), int(self.rng.integers(0, 4))
+        first = number + int(self.rng.integers(3))  # an update may come in the middle
+        completion = Completion(
+            request_id=str(number),
+            token_ids=self.rng.integers(3, size=size),
+            logprobs=-(np.arange(size, dtype=np.float32) / 10 + number + 1),
+            finish_reason=FinishReason.STOP,
+            versions=np.sort(first + self.rng.integers(2, size=size)),
+        )
+        self.log.append((prompt, completion))
+        return completion
+
+
+def next_prompt(rng: np.random.Generator, log: EngineLog) -> list[int]:
+    """What a harness may send: a call goes on, is tried again, is cut, is compacted, or has nothing to do with any."""
+    new = rng.integers(3, size=int(rng.integers(1, 4))).tolist()
+    if not log:
+        return new
+    prompt, completion = log[int(rng.integers(len(log)))] if rng.random() < 0.5 else log[-1]
+    whole = prompt + completion.token_ids.tolist()
+    match rng.integers(6):
+        case 0:
+            return prompt
+        case 1:
+            return whole[: int(rng.integers(1, len(whole) + 1))] + new
+        case 2:
+            return prompt[:1] + new
+        case 3:
+            return new
+        case _:
+            return whole + new
+
+
+def play(seed: int) -> tuple[Trajectory, EngineLog]:
+    rng = np.random.default_rng(seed)
+    engine, recorder = Engine(rng), Recorder()
+    waiting: list[Turn] = []
+    for _ in range(int(rng.integers(1, 12))):
+        prompt = next_prompt(rng, engine.log)
+        waiting.append(make_turn(prompt, engine.generate(prompt), float(rng.integers(3))))
+        while waiting and rng.random() < 0.7:  # several calls may run at once and end in any order
+            recorder.add(waiting.pop(int(rng.integers(len(waiting)))))
+    for turn in waiting:
+        recorder.add(turn)
+    trajectory = Trajectory(
+        tag="A",
+        group_id=0,
+        member=0,
+        seed=0,
+        turns=tuple(recorder.turns),
+        end=EpisodeEnd.TERMINATED,
+        success=True,
+        final_observation="",
+        history=True,
+    )
+    return trajectory, engine.log
+
+
+@settings(max_examples=300)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_rows_are_the_engines_own_log(seed: int) -> None:
+    trajectory, log = play(seed)
+    sampled = [(prompt, completion) for prompt, completion in log if len(completion.token_ids)]
+    (sent,) = FlatGroups.of([RolloutGroup(0, "A", (trajectory,))])
+    if not sampled:
+        return
+    batch = groups_to_batch([sent], ["A"])
+    assert batch.rollout_logprobs_T is not None and batch.rollout_versions_T is not None
+    rows = []
+    for start, length in zip(batch.offsets_B.tolist(), batch.lengths_B.tolist(), strict=True):
+        part = slice(start, start + length)
+        rows.append(
+            (
+                batch.tokens_T[part].tolist(),
+                batch.loss_mask_T[part].tolist(),
+                batch.rollout_logprobs_T[part].tolist(),
+                batch.rollout_versions_T[part].tolist(),
+            )
+        )
+    for prompt, completion in sampled:
+        n, m = len(prompt), len(completion.token_ids)
+        wanted = (completion.token_ids.tolist(), [True] * m, completion.logprobs.tolist(), completion.versions.tolist())
+        found = [row for row in rows if row[0][:n] == prompt and tuple(part[n : n + m] for part in row) == wanted]
+        assert len(found) == 1, (prompt, completion, rows)
+    assert int(batch.loss_mask_T.sum()) == sum(len(completion.token_ids) for _, completion in sampled)
+    assert batch.rewards_T is not None and batch.scores_B is not None
+    assert float(batch.rewards_T.sum()) == sum(t.reward for t in trajectory.turns if len(t.completion.token_ids))
+    if batch.share_B is not None:
+        assert float(batch.share_B.sum()) == pytest.approx(1.0)
+    else:
+        assert len(rows) == 1
+    assert [turn.row for turn in next(iter(FlatGroups.of([sent]))).trajectories[0].turns] == [
+        turn.row for turn in trajectory.turns
+    ]
+
+
+def test_a_conversation_with_a_sub_agent_and_a_compaction_is_three_rows() -> None:
+    def say(prompt: list[int], *answer: int) -> Turn:
+        ids = np.array(answer, dtype=np.int64)
+        zeros = np.zeros(len(ids))
+        return make_turn(prompt, Completion("", ids, zeros.astype(np.float32), FinishReason.STOP, ids))
+
+    recorder = Recorder()
+    for turn in (
+        say([1, 2], 3),
+        say([8, 9], 7),  # a sub-agent
+        say([1, 2, 3, 4], 5),
+        say([8, 9, 7, 6], 7),  # goes on
+        say([1, 2, 3, 4, 5, 4], 3),
+        say([1, 0, 4], 5),  # the history was compacted
+        say([1, 2], 3),  # tried again, with the same answer
+    ):
+        recorder.add(turn)
+    assert [turn.row for turn in recorder.turns] == [0, 1, 0, 1, 0, 2, 3]
