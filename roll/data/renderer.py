@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from roll.data.arrays import BoolArray, IntArray
+from roll.data.control_text import ControlText
 from roll.data.templates import read_template
+from roll.data.tool_messages import Message, Tool, calls_answered_by, is_plain, tidy, without_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message: TypeAlias = Mapping[str, str]
+__all__ = ["ChatRenderer", "Message", "Tool"]
 
 _TOO_CLEVER = "so no prompt for it can be told from the answer; train_on: last, or another data_args.template, may do"
 _SENTINEL = "\u241fassistant-turn\u241f"
 _CACHE_SIZE = 20_000
 
+_OPENING: Message = {"role": "user", "content": "-"}
+_PROBE = "probe_of_tools"
+_PROBE_TOOL: Tool = {
+    "type": "function",
+    "function": {"name": _PROBE, "description": "-", "parameters": {"type": "object", "properties": {}}},
+}
+
 
 class ChatRenderer:
     """Renders conversations with one tokenizer and one chat template.
+
+    Messages are OpenAI's (``Message``). What they contain is text: where it spells a control token, as ``<|im_end|>``
+    does, it is encoded letter by letter and never becomes that token (``ControlText``). A template that writes no tools
+    is given them in the Hermes form (``without_tools``).
 
     Args:
         tokenizer: any Hugging Face tokenizer.
@@ -44,17 +58,36 @@ class ChatRenderer:
                 "data_args.template is 'native', but the tokenizer has no chat template; give one or its path"
             )
         self._cache: OrderedDict[tuple[str, ...], IntArray] = OrderedDict()
+        self._control = ControlText(tokenizer)
         self._end: tuple[str, int] | None = None
 
-    def prompt(self, messages: Sequence[Message]) -> IntArray:
-        """Token ids of a conversation that waits for the assistant, shape [prompt_len]."""
-        return self._encode_cached("prompt", self._text(messages, open_assistant=True))
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> IntArray:
+        """Token ids of a conversation that waits for the assistant, shape [prompt_len].
 
-    def prompts(self, conversations: Sequence[Sequence[Message]]) -> list[IntArray]:
+        Args:
+            messages: the conversation.
+            tools: that the assistant is told of.
+        """
+        return self._encode_cached("prompt", self._text(messages, tools, open_assistant=True))
+
+    def prompts(
+        self, conversations: Sequence[Sequence[Message]], tools: Sequence[Tool] | None = None
+    ) -> list[IntArray]:
         """``prompt`` of many conversations, tokenised together and not remembered."""
         if not conversations:
             return []
-        texts = [self._text(messages, open_assistant=True) for messages in conversations]
+        texts = [self._text(messages, tools, open_assistant=True) for messages in conversations]
+        hiding = [index for index, text in enumerate(texts) if self._control.hides(text)]
+        if hiding:  # they are encoded piece by piece
+            rendered = self._encode_many([text for text in texts if not self._control.hides(text)])
+            for index in hiding:
+                rendered.insert(index, self._encode(texts[index]))
+            return rendered
+        return self._encode_many(texts)
+
+    def _encode_many(self, texts: list[str]) -> list[IntArray]:
+        if not texts:
+            return []
         first = self.tokenizer(texts[:1], add_special_tokens=False, verbose=False)["input_ids"]
         core = getattr(self.tokenizer, "backend_tokenizer", None)
         if core is None:
@@ -64,7 +97,9 @@ class ChatRenderer:
             rest = [encoding.ids for encoding in core.encode_batch_fast(texts[1:], add_special_tokens=False)]
         return [np.asarray(ids, dtype=np.int64) for ids in [*first, *rest]]
 
-    def continuation(self, messages: Sequence[Message], completion_ids: IntArray) -> IntArray:
+    def continuation(
+        self, messages: Sequence[Message], completion_ids: IntArray, tools: Sequence[Tool] | None = None
+    ) -> IntArray:
         """The ids that follow a sampled assistant turn: its closing, ``messages`` and the next assistant opening.
 
         ``completion_ids`` stay as sampled: append the result to ``prompt_ids + completion_ids``.
@@ -72,20 +107,14 @@ class ChatRenderer:
         Args:
             messages: what was said after the assistant turn (user or tool messages).
             completion_ids: the sampled ids; an end-of-turn token that was sampled is not written twice.
+            tools: as the prompt was given them.
         """
-        # A template may look at earlier messages, so a full conversation is rendered around a placeholder answer.
-        history = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _SENTINEL}, *messages]
-        text = self._text(history, open_assistant=True)
-        _, found, suffix = text.partition(_SENTINEL)
-        if not found:
-            raise ValueError(
-                "the chat template drops the assistant's words, so a multi-turn history cannot be continued"
-            )
-        ids = self._encode_cached("continuation", suffix)
-        already_closed = len(ids) > 0 and len(completion_ids) > 0 and ids[0] == completion_ids[-1]
-        return ids[1:] if already_closed else ids
+        ids = self._encode_cached("continuation", self._tail(messages, tools))
+        return ids[1:] if self._is_closed(ids, completion_ids) else ids
 
-    def conversation(self, messages: Sequence[Message], *, last_only: bool = False) -> tuple[IntArray, BoolArray]:
+    def conversation(
+        self, messages: Sequence[Message], *, last_only: bool = False, tools: Sequence[Tool] | None = None
+    ) -> tuple[IntArray, BoolArray]:
         """A conversation to imitate: its token ids, and True for those that the assistant says.
 
         They are what a policy would have been given and would have sampled: the words of each turn are tokenised apart
@@ -95,19 +124,20 @@ class ChatRenderer:
         Args:
             messages: the last is the assistant's.
             last_only: only the last turn counts as said.
+            tools: that the assistant is told of.
 
         Raises:
             ValueError: the template rewrites an earlier turn once another follows, or the assistant's words.
         """
-        whole, (closing, end) = self._text(messages, open_assistant=False), self._turn_end()
+        whole, (closing, end) = self._text(messages, tools, open_assistant=False), self._turn_end()
         ids: list[IntArray] = []
         mask: list[BoolArray] = []
         done = 0
         for index, message in enumerate(messages):
             if message["role"] != "assistant" or (last_only and index < len(messages) - 1):
                 continue
-            head = self._text(messages[:index], open_assistant=True)
-            turn = self._text(messages[: index + 1], open_assistant=False)
+            head = self._text(messages[:index], tools, open_assistant=True)
+            turn = self._text(messages[: index + 1], tools, open_assistant=False)
             if not (whole.startswith(turn) and turn.startswith(head) and turn.endswith(closing)):
                 raise ValueError(f"the chat template writes message {index} differently as part of more, {_TOO_CLEVER}")
             context = self._encode(whole[done : len(head)])
@@ -127,15 +157,102 @@ class ChatRenderer:
         """Text without special tokens."""
         return str(self.tokenizer.decode(ids.tolist(), skip_special_tokens=True))
 
-    def _text(self, messages: Sequence[Message], *, open_assistant: bool) -> str:
+    def decode_raw(self, ids: IntArray) -> str:
+        """Text with special tokens, as parsers of tool calls need it, without one at the end that ends the turn."""
+        ends = len(ids) > 0 and int(ids[-1]) in (self.tokenizer.eos_token_id, self._turn_end()[1])
+        return str(self.tokenizer.decode(ids[: len(ids) - ends].tolist(), skip_special_tokens=False))
+
+    def _text(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, *, open_assistant: bool) -> str:
+        """A conversation rendered, what it says of control tokens hidden."""
+        conversation: Sequence[Message] = messages
+        if tools or not all(map(is_plain, messages)):
+            conversation, tools = self._with_tools(messages, tools)
+        return self._render(conversation, tools, open_assistant=open_assistant)
+
+    def _render(self, messages: Sequence[Message], tools: Sequence[Tool] | None, *, open_assistant: bool) -> str:
         return str(
             self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                [self._control.hide(message) for message in messages],
+                tools=self._control.hide(tools) if tools else None,
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=open_assistant,
             )
         )
+
+    def _with_tools(
+        self, messages: Sequence[Message], tools: Sequence[Tool] | None
+    ) -> tuple[Sequence[Message], Sequence[Tool] | None]:
+        """Messages and tools in the form that the template takes."""
+        calls = any(message.get("tool_calls") for message in messages)
+        if not (self._writes_tools if tools else not calls or self._writes_calls):
+            return without_tools(tidy(messages), tools, takes_system=self._takes_system), None
+        return tidy(messages, text_arguments=calls and self._joins_arguments), tools
+
+    @cached_property
+    def _writes_tools(self) -> bool:
+        """Whether the template tells the assistant of tools."""
+        return _PROBE in (self._try([_OPENING], [_PROBE_TOOL]) or "")
+
+    @cached_property
+    def _writes_calls(self) -> bool:
+        """Whether the template writes the assistant's calls."""
+        return any(_PROBE in (self._try(_probe_call(text)) or "") for text in (False, True))
+
+    @cached_property
+    def _joins_arguments(self) -> bool:
+        """Whether the template takes the arguments of calls as JSON texts alone."""
+        return self._try(_probe_call(False)) is None and self._try(_probe_call(True)) is not None
+
+    @cached_property
+    def _takes_system(self) -> bool:
+        return self._try([{"role": "system", "content": "-"}, _OPENING]) is not None
+
+    def _try(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> str | None:
+        """The rendered text, ``None`` if the template refuses."""
+        from jinja2 import TemplateError
+
+        try:
+            return self._render(messages, tools, open_assistant=True)
+        except (TemplateError, TypeError):
+            return None
+
+    def _tail(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> str:
+        """What the template writes behind an assistant's words when ``messages`` follow."""
+        from jinja2 import TemplateError
+
+        # A template may look at earlier messages, so a full conversation is rendered around a placeholder answer.
+        said: Message = {"role": "assistant", "content": _SENTINEL}
+        try:
+            text = self._text([_OPENING, said, *messages], tools, open_assistant=True)
+        except TemplateError:
+            calls = calls_answered_by(messages)
+            if not calls:
+                raise
+            # It wants to see the calls that results answer. Behind their arguments a call and its turn are closed.
+            calls[-1]["function"]["arguments"] = {"-": _SENTINEL}
+            said = {"role": "assistant", "content": "", "tool_calls": calls}
+            text = self._text([_OPENING, said, *messages], tools, open_assistant=True)
+            _, found, suffix = text.partition(_SENTINEL)
+            suffix = suffix[self._control.first(suffix) :]
+        else:
+            _, found, suffix = text.partition(_SENTINEL)
+        if not found:
+            raise ValueError(
+                "the chat template drops the assistant's words, so a multi-turn history cannot be continued"
+            )
+        return suffix
+
+    def _is_closed(self, ids: IntArray, completion_ids: IntArray) -> bool:
+        """Whether the assistant has itself said the token that ``ids`` begin with, or another that ends its turn."""
+        if not len(ids) or not len(completion_ids):
+            return False
+        first, last = int(ids[0]), int(completion_ids[-1])
+        if first == last:
+            return True
+        # A last turn may be closed by a token of its own, as Harmony's is: none stands behind it.
+        closing, end = self._turn_end()
+        return bool(closing) and last == end and first in self._control.ids
 
     def _turn_end(self) -> tuple[str, int]:
         """Text that the template writes behind the assistant's words, and the id that ends the turn.
@@ -155,7 +272,7 @@ class ChatRenderer:
         return self._end
 
     def _encode(self, text: str) -> IntArray:
-        return np.asarray(self.tokenizer.encode(text, add_special_tokens=False), dtype=np.int64)
+        return np.asarray(self._control.encode(text), dtype=np.int64)
 
     def _encode_cached(self, kind: str, text: str) -> IntArray:
         """Encodes, remembering recent texts: group members and repeated states render the same prompt."""
@@ -168,3 +285,13 @@ class ChatRenderer:
             if len(self._cache) > _CACHE_SIZE:
                 self._cache.popitem(last=False)
         return ids
+
+
+def _probe_call(text_arguments: bool) -> list[Message]:
+    called: Message = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": _PROBE, "arguments": {"a": 1}}}],
+    }
+    answered: Message = {"role": "tool", "content": "-", "name": _PROBE, "tool_call_id": "call00000"}
+    return list(tidy([_OPENING, called, answered], text_arguments=text_arguments))

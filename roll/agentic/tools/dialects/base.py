@@ -1,0 +1,224 @@
+"""What all dialects share: reasoning, ids, checks of names and arguments, answers to malformed calls."""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from roll.agentic.tools.types import AssistantTurn, CallError, ToolCall, ToolSchema, call_id
+
+THOUGHT, THOUGHT_END = "<think>", "</think>"
+_SHOWN = 200
+"""Characters of a malformed call that an answer repeats."""
+
+
+class Dialect(Protocol):
+    """How a model family writes calls."""
+
+    name: str
+
+    def parse(self, text: str, tools: Sequence[ToolSchema] = ()) -> AssistantTurn:
+        """Reads a turn; never raises.
+
+        Args:
+            text: what was sampled, special tokens as text, without the token that ended the turn.
+            tools: say the types of arguments where the dialect writes bare words.
+        """
+        ...
+
+    def format(self, turn: AssistantTurn) -> str:
+        """The text that ``parse`` reads as ``turn``, its errors left out.
+
+        Raises:
+            ValueError: the dialect cannot write it.
+        """
+        ...
+
+    def error_text(self, error: CallError) -> str:
+        """Content of the tool message that answers a malformed call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call as it was read, before ids are given.
+
+    Attributes:
+        text: what the model wrote.
+        name: anything, if it is no text there is an error.
+        arguments: likewise for what is no JSON object.
+        id: ``None`` where the model wrote none.
+    """
+
+    text: str
+    name: object
+    arguments: object
+    id: object = None
+
+
+Found: TypeAlias = Call | CallError
+
+
+class BaseDialect(ABC):
+    """Splits a turn into reasoning, words and calls; a family says how its calls are written.
+
+    Attributes:
+        name: in configurations.
+        example: a call as it should be written, for answers to malformed ones.
+    """
+
+    name: str
+    example: str
+
+    def parse(self, text: str, tools: Sequence[ToolSchema] = ()) -> AssistantTurn:
+        reasoning, said = split_reasoning(text)
+        content, found = self.read(said, {tool.name: tool.parameters for tool in tools})
+        return make_turn(content, found, reasoning)
+
+    def format(self, turn: AssistantTurn) -> str:
+        said = self.write(turn.content, turn.calls)
+        return said if turn.reasoning is None else f"{THOUGHT}\n{turn.reasoning}\n{THOUGHT_END}\n\n{said}"
+
+    def error_text(self, error: CallError) -> str:
+        seen = error.text if len(error.text) <= _SHOWN else error.text[:_SHOWN] + " …"
+        return f"Error: this tool call was not run: {error.reason}.\nSeen: {seen}\nExpected: {self.example}"
+
+    @abstractmethod
+    def read(self, said: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[Found]]:
+        """Words and calls of what follows the reasoning.
+
+        Args:
+            said: the text.
+            schemas: JSON schemas of the tools' arguments, by name.
+        """
+
+    @abstractmethod
+    def write(self, content: str, calls: Sequence[ToolCall]) -> str:
+        """The text that ``read`` reads so."""
+
+
+def split_reasoning(text: str) -> tuple[str | None, str]:
+    """What stands before ``</think>``, and the rest; an opening tag may have been in the prompt.
+
+    A text that opens the tag and never closes it was cut off: all of it is reasoning.
+    """
+    thought, closed, said = text.partition(THOUGHT_END)
+    if not closed and not text.lstrip().startswith(THOUGHT):
+        return None, text
+    return thought.strip().removeprefix(THOUGHT).strip() or None, said
+
+
+def make_turn(content: str, found: Sequence[Found], reasoning: str | None) -> AssistantTurn:
+    """A turn of what was read: ids given, names and arguments checked."""
+    calls: list[ToolCall] = []
+    errors: list[CallError] = []
+    for each in found:
+        checked = _check(each, {call.id for call in calls}, len(calls)) if isinstance(each, Call) else each
+        if isinstance(checked, ToolCall):
+            calls.append(checked)
+        else:
+            errors.append(checked)
+    return AssistantTurn(content.strip(), tuple(calls), tuple(errors), reasoning)
+
+
+def _check(call: Call, taken: set[str], index: int) -> ToolCall | CallError:
+    if not isinstance(call.name, str) or not call.name.strip():
+        return CallError(call.text, f"expected the name of a tool, saw {_show(call.name)}")
+    if not isinstance(call.arguments, dict):
+        return CallError(call.text, f"expected the arguments as an object, saw {_show(call.arguments)}")
+    if call.id is not None and not (isinstance(call.id, str) and call.id):
+        return CallError(call.text, f"expected an id that is a text, saw {_show(call.id)}")
+    if call.id in taken:
+        return CallError(call.text, f"expected an id of its own, saw {call.id!r} twice")
+    try:
+        check_json([call.name, call.id, call.arguments])
+    except ValueError as error:
+        return CallError(call.text, str(error))
+    except RecursionError:
+        return CallError(call.text, "expected arguments, saw them nested too deeply")
+    number = index
+    while call.id is None and call_id(number) in taken:
+        number += 1
+    return ToolCall(call_id(number) if call.id is None else str(call.id), call.name, call.arguments)
+
+
+def _show(value: object) -> str:
+    return "nothing" if value is None else f"{type(value).__name__} {value!r:.60}"
+
+
+def check_json(value: object) -> None:
+    """Raises ``ValueError`` for what has no JSON form that every reader takes: infinities, half characters."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"expected Unicode text, saw half a character in {value!r:.60}") from None
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"expected numbers, saw {value!r}")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"expected keys that are texts, saw {key!r:.60}")
+            check_json(key)
+            check_json(item)
+    elif isinstance(value, list):
+        for item in value:
+            check_json(item)
+    elif value is not None and not isinstance(value, bool | int | float):
+        raise ValueError(f"expected values of JSON, saw {_show(value)}")
+
+
+def read_json(text: str, start: int = 0) -> tuple[Any, int]:
+    """The JSON value that begins at ``start`` (white space before it allowed), and where it ends.
+
+    Raises:
+        ValueError: there is none, said as an error's reason.
+    """
+    while start < len(text) and text[start] in " \t\r\n":
+        start += 1
+    try:
+        return _DECODER.raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated"):
+            raise ValueError("expected JSON, saw its beginning: it was cut off") from None
+        raise ValueError(f"expected JSON, saw {text[error.pos : error.pos + 20]!r} ({error.msg})") from None
+    except RecursionError:
+        raise ValueError("expected JSON, saw it nested too deeply") from None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"expected JSON, saw {name}")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def to_json(value: object) -> str:
+    """JSON as chat templates write it, with nothing in it that ends reasoning."""
+    return json.dumps(value, ensure_ascii=False).replace(THOUGHT_END, "<\\/think>")
+
+
+def call_of(value: object, text: str, *, arguments: Sequence[str] = ("arguments",), more: Sequence[str] = ()) -> Found:
+    """A call written as a JSON object of a name and arguments.
+
+    Args:
+        value: the object as read.
+        text: as written.
+        arguments: keys that arguments may have.
+        more: keys that may stand beside them and say nothing.
+    """
+    if not isinstance(value, dict):
+        return CallError(text, f"expected an object, saw {_show(value)}")
+    if "name" not in value:
+        return CallError(text, "expected the key 'name', saw " + (", ".join(map(repr, value)) or "none"))
+    given = [key for key in arguments if key in value]
+    if len(given) != 1:
+        return CallError(text, f"expected the key {arguments[0]!r} once, saw {', '.join(map(repr, value))}")
+    unknown = [key for key in value if key not in ("name", "id", *arguments, *more)]
+    if unknown:
+        return CallError(text, f"expected 'name' and {arguments[0]!r}, saw {', '.join(map(repr, unknown))} too")
+    return Call(text, value["name"], value[given[0]], value.get("id"))

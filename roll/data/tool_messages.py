@@ -1,0 +1,127 @@
+"""Messages with tool calls and results, as chat templates take them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+Message: TypeAlias = Mapping[str, Any]
+"""As in OpenAI's API: ``role`` and ``content`` (a text, or ``None`` beside calls); an assistant's ``tool_calls`` and
+``reasoning_content``; a tool's ``tool_call_id`` and ``name``."""
+Tool: TypeAlias = Mapping[str, Any]
+"""An OpenAI function dict: ``{"type": "function", "function": {"name": …, "description": …, "parameters": …}}``."""
+
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+RESULT_START, RESULT_END = "<tool_response>", "</tool_response>"
+
+
+def is_plain(message: Message) -> bool:
+    """Whether a message is a role and a text, which need no care."""
+    return isinstance(message.get("content"), str) and message["role"] != "tool" and "tool_calls" not in message
+
+
+def tidy(messages: Sequence[Message], *, text_arguments: bool = False) -> list[dict[str, Any]]:
+    """Messages in the one form that all templates with tools take.
+
+    No content is an empty text, no calls are no key, arguments are an object (a JSON text with ``text_arguments``, for
+    templates that join texts), and a result without an id answers the call in its place.
+    """
+    tidied: list[dict[str, Any]] = []
+    waiting: list[str] = []
+    for message in messages:
+        tidied.append(fresh := dict(message))
+        if fresh.get("content") is None:
+            fresh["content"] = ""
+        calls = fresh.pop("tool_calls", None) or ()
+        if calls:
+            fresh["tool_calls"] = [_tidy_call(call, index, text_arguments) for index, call in enumerate(calls)]
+            waiting = [call["id"] for call in fresh["tool_calls"]]
+        if fresh["role"] == "tool":
+            answered = fresh.setdefault("tool_call_id", waiting[0] if waiting else "call00000")
+            waiting = [each for each in waiting if each != answered]
+    return tidied
+
+
+def _tidy_call(call: Mapping[str, Any], index: int, text_arguments: bool) -> dict[str, Any]:
+    function = dict(call.get("function", call))
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str) and not text_arguments:
+        with contextlib.suppress(ValueError, RecursionError):  # what is no JSON is written as it is
+            arguments = json.loads(arguments)
+    elif not isinstance(arguments, str) and text_arguments:
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {
+        "id": call.get("id") or f"call{index:05d}",
+        "type": "function",
+        "function": {"name": function.get("name"), "arguments": arguments},
+    }
+
+
+def calls_answered_by(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Calls without arguments that the results at the beginning of ``messages`` answer."""
+    calls = []
+    for index, message in enumerate(messages):
+        if message["role"] != "tool":
+            break
+        function: dict[str, Any] = {"name": message.get("name") or "tool", "arguments": {}}
+        identity = message.get("tool_call_id") or f"call{index:05d}"
+        calls.append({"id": identity, "type": "function", "function": function})
+    return calls
+
+
+def hermes_call(name: str, arguments: object) -> str:
+    """A call in the Hermes form."""
+    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'{CALL_START}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {written}}}\n{CALL_END}'
+
+
+def without_tools(
+    messages: Sequence[Message], tools: Sequence[Tool] | None, *, takes_system: bool
+) -> list[dict[str, Any]]:
+    """The same conversation for a template that knows no tools, in the Hermes form.
+
+    Schemas stand in the system message (before the first message's words where ``takes_system`` is off), calls in the
+    assistant's words, results in a user message, which also takes in what a user says right behind them.
+
+    Args:
+        messages: tidied.
+        tools: told of, if any.
+        takes_system: whether the template takes a system message.
+    """
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        fresh = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
+        if calls := message.get("tool_calls"):
+            written = [hermes_call(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+            fresh["content"] = "\n".join([message["content"]] * bool(message["content"]) + written)
+        elif message["role"] == "tool":
+            fresh = {"role": "user", "content": f"{RESULT_START}\n{message['content']}\n{RESULT_END}", "_joins": True}
+        if plain and plain[-1].get("_joins") and fresh["role"] == "user":
+            plain[-1] = {**fresh, "content": f"{plain[-1]['content']}\n{fresh['content']}"}
+        else:
+            plain.append(fresh)
+    for message in plain:
+        message.pop("_joins", None)
+    if tools:
+        told = describe(tools)
+        if plain and (plain[0]["role"] == "system" or not takes_system):
+            first = plain[0]["content"]
+            words = (first, told) if plain[0]["role"] == "system" else (told, first)
+            plain[0] = {**plain[0], "content": "\n\n".join(filter(None, words))}
+        else:
+            plain.insert(0, {"role": "system", "content": told})
+    return plain
+
+
+def describe(tools: Sequence[Tool]) -> str:
+    """What a system message says of tools in the Hermes form."""
+    schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    return (
+        "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+        f"You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n{schemas}\n</tools>\n\n"
+        "For each function call, return a json object with function name and arguments within "
+        f"{CALL_START}{CALL_END} XML tags:\n"
+        f'{CALL_START}\n{{"name": <function-name>, "arguments": <args-json-object>}}\n{CALL_END}'
+    )
