@@ -86,6 +86,18 @@ def check_samples(config: AgenticConfig) -> list[ConfigProblem]:
     ]
 
 
+def check_tool_managers(config: AgenticConfig) -> list[ConfigProblem]:
+    """The policy sees what its tools have answered."""
+    if config.tools is None:
+        return []
+    expected = "traj with tools, whose answers are part of the conversation; or leave the tag out of their tags"
+    return [
+        ConfigProblem(f"custom_envs.{tag}.env_manager_cls", "step", expected, involves=("tools",))
+        for tag, env in config.custom_envs.items()
+        if env.env_manager_cls == "step" and config.tools.for_tag(tag)
+    ]
+
+
 def check_turn_lengths(config: AgenticConfig) -> list[ConfigProblem]:
     """No turn may be longer than ``response_length``."""
     turns = {
@@ -138,6 +150,7 @@ AGENTIC_RULES: tuple[Rule, ...] = (
     check_tags,
     check_groups,
     check_samples,
+    check_tool_managers,
     check_turn_lengths,
     check_one_answer,
     check_no_dataset,

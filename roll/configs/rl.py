@@ -10,6 +10,7 @@ from pydantic import Field
 from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.strategy import StrategyArguments
+from roll.configs.tools import ToolsConfig
 from roll.configs.val_infer import VAL_INFER, ValInferConfig
 from roll.configs.worker import WorkerConfig
 
@@ -26,6 +27,9 @@ class RLConfig(AlgorithmConfig, PipelineConfig):
     )
     reward_pretrain: str | None = Field(default=None, description="Model that the critic starts from. null: pretrain.")
 
+    tools: ToolsConfig | None = Field(
+        default=None, description="What the policy may call in its episodes. null: nothing; a prompt is answered once."
+    )
     actor_infer: WorkerConfig = Field(
         default_factory=lambda: WorkerConfig(strategy_args=StrategyArguments(strategy_name="hf_infer")),
         description="The policy that generates.",

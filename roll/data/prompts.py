@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,12 +32,13 @@ from roll.utils.registry import import_path
 from roll.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
-    from roll.data.renderer import ChatRenderer
+    from roll.data.renderer import ChatRenderer, Tool
 
 __all__ = ["DataError", "LoadReport", "Prompt", "PromptDataset", "check_prompts", "load_prompts"]
 
 T = TypeVar("T")
-_Conversation: TypeAlias = Sequence[Mapping[str, str]]
+_Asked: TypeAlias = tuple[Sequence[Mapping[str, str]], "Sequence[Tool] | None"]
+"""A prompt's messages and the tools that it tells of."""
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +125,7 @@ def load_prompts(
     prompt_length: int | None,
     allowed_tags: Collection[str] | None,
     seed: int,
+    tools: Mapping[str, Sequence[Tool]] | None = None,
 ) -> PromptDataset:
     """Reads, filters and checks the dataset, and fits its prompts to ``prompt_length``.
 
@@ -132,6 +135,7 @@ def load_prompts(
         prompt_length: most tokens of a rendered prompt; ``None`` for any. Needs a renderer.
         allowed_tags: the domains that have rewards; ``None`` for any.
         seed: of the run; it draws ``dataset_filter.num_samples`` and goes to ``dataset_cls``.
+        tools: by tag, what prompts tell of.
 
     Raises:
         DataError: everything that is wrong with the dataset, by file and line.
@@ -150,7 +154,7 @@ def load_prompts(
     if not placed:
         raise DataError([no_rows(args, counts)])
     placed, not_drawn = draw_samples(placed, args, seed)
-    fitted, overlong, longest = _fit(placed, args, renderer, prompt_length, problems)
+    fitted, overlong, longest = _fit(placed, args, renderer, prompt_length, tools or {}, problems)
     problems.raise_any()
     if not fitted:
         raise DataError([f"no prompts: all {overlong:,} have more than prompt_length = {prompt_length} tokens"])
@@ -284,13 +288,14 @@ def _fit(
     args: DataArguments,
     renderer: ChatRenderer | None,
     prompt_length: int | None,
+    tools: Mapping[str, Sequence[Tool]],
     problems: Problems,
 ) -> tuple[list[Prompt], int, int | None]:
     """Prompts of at most ``prompt_length`` tokens, how many had more, and the length of the longest."""
     if renderer is None:
         return [item.prompt for item in placed], 0, None
     fitted, overlong, longest = [], 0, 0
-    encoded = _encode(renderer, placed, prompt_length, args.preprocessing_num_workers or 1)
+    encoded = _encode(renderer, placed, prompt_length, tools, args.preprocessing_num_workers or 1)
     for item, measured in zip(placed, encoded, strict=True):
         if measured.error is not None:
             problems.add(item.place, f"the chat template refuses the messages: {measured.error}")
@@ -320,15 +325,19 @@ class _Measured:
 
 
 def _encode(
-    renderer: ChatRenderer, placed: Sequence[_Placed], prompt_length: int | None, num_workers: int
+    renderer: ChatRenderer,
+    placed: Sequence[_Placed],
+    prompt_length: int | None,
+    tools: Mapping[str, Sequence[Tool]],
+    num_workers: int,
 ) -> Iterator[_Measured]:
-    conversations = [item.prompt.messages for item in placed]
+    asked = [(item.prompt.messages, tools.get(item.prompt.tag) or None) for item in placed]
     num_workers = min(num_workers, len(placed) // _CHUNK_PER_PROCESS)
     if num_workers < 2:
-        for part in _cut(conversations, _CHUNK):
+        for part in _cut(asked, _CHUNK):
             yield from _measure(renderer, part, prompt_length)
         return
-    parts = _cut(conversations, -(-len(placed) // num_workers))
+    parts = _cut(asked, -(-len(placed) // num_workers))
     # Not forked: this process may have threads, of the tokenizer's own for one.
     with ProcessPoolExecutor(len(parts), mp_context=get_context("spawn")) as pool:
         running = [pool.submit(_measure, renderer, part, prompt_length) for part in parts]
@@ -336,20 +345,31 @@ def _encode(
             yield from future.result()
 
 
-def _cut(conversations: Sequence[_Conversation], size: int) -> list[Sequence[_Conversation]]:
-    return [conversations[start : start + size] for start in range(0, len(conversations), size)]
+def _cut(asked: Sequence[_Asked], size: int) -> list[Sequence[_Asked]]:
+    return [asked[start : start + size] for start in range(0, len(asked), size)]
 
 
-def _measure(
-    renderer: ChatRenderer, conversations: Sequence[_Conversation], prompt_length: int | None
-) -> list[_Measured]:
+def _measure(renderer: ChatRenderer, asked: Sequence[_Asked], prompt_length: int | None) -> list[_Measured]:
+    """Renders prompts, those that follow one another with the same tools together."""
+    limit = prompt_length or np.inf
+    found: list[_Measured] = []
+    for _, part in itertools.groupby(asked, key=lambda one: id(one[1])):
+        found += [
+            _Measured(len(ids), ids if len(ids) > limit else None)
+            if isinstance(ids, np.ndarray)
+            else _Measured(error=ids)
+            for ids in _render(renderer, list(part))
+        ]
+    return found
+
+
+def _render(renderer: ChatRenderer, asked: Sequence[_Asked]) -> list[IntArray | str]:
+    """The ids of prompts with equal tools, or why the template refuses them."""
     from jinja2 import TemplateError
 
     try:
-        rendered = renderer.prompts(conversations)
+        return [*renderer.prompts([messages for messages, _ in asked], asked[0][1])]
     except TemplateError as error:
-        if len(conversations) == 1:
-            return [_Measured(error=str(error))]
-        return [measured for one in conversations for measured in _measure(renderer, [one], prompt_length)]
-    limit = prompt_length or np.inf
-    return [_Measured(len(ids), ids if len(ids) > limit else None) for ids in rendered]
+        if len(asked) == 1:
+            return [str(error)]
+        return [rendered for one in asked for rendered in _render(renderer, [one])]

@@ -142,4 +142,5 @@ def _worker_context(config: PromptsConfig, tokenizer_path: str) -> PromptWorkerC
         limits=Limits(config.prompt_length, config.sequence_length),
         domains=config.domains,
         spread=config.is_num_return_sequences_expand,
+        tools=config.tools if isinstance(config, RLVRConfig) else None,
     )

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import roll.agentic.env as envs
+from roll.agentic.tools.dialects import DIALECTS
+from roll.agentic.tools.tool import check_tool
 from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.data import ATTRIBUTE_PATH
 from roll.configs.engines import strategy_names
@@ -70,6 +72,22 @@ def check_verifiers(config: PromptsConfig) -> list[ConfigProblem]:
     return [
         problem.under(f"rewards.{name}") for name, reward in config.rewards.items() for problem in check_rewards(reward)
     ]
+
+
+def check_tools(config: RLConfig) -> list[ConfigProblem]:
+    """Tools exist, and so does the dialect in which they are called."""
+    if config.tools is None:
+        return []
+    problems = [
+        problem.under(f"tools.use.{name}")
+        for name, entry in config.tools.use.items()
+        for problem in check_tool(entry.tool, entry.args)
+    ]
+    try:
+        DIALECTS.get(config.tools.dialect)
+    except (UnknownNameError, ImportError, SyntaxError) as error:
+        problems.append(ConfigProblem("tools.dialect", config.tools.dialect, "a tool dialect", str(error)))
+    return problems
 
 
 def check_data_plugins(config: PromptsConfig) -> list[ConfigProblem]:
@@ -234,8 +252,8 @@ _CHECKS: tuple[Rule, ...] = (
     check_replay,
 )
 CHECKS: dict[type[PipelineConfig], tuple[Rule, ...]] = {
-    AgenticConfig: (check_envs, *_CHECKS),
-    RLVRConfig: (check_verifiers, check_data_plugins, *_CHECKS),
+    AgenticConfig: (check_envs, check_tools, *_CHECKS),
+    RLVRConfig: (check_verifiers, check_data_plugins, check_tools, *_CHECKS),
     SFTConfig: (check_verifiers, check_data_plugins, *_CHECKS),
 }
 """By the class of the configuration, for ``load_config``."""

@@ -13,7 +13,7 @@ import numpy as np
 from roll.agentic.env.base import StepResult
 from roll.configs.env import CustomEnvConfig
 from roll.data.arrays import IntArray
-from roll.data.renderer import ChatRenderer
+from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import FinishReason, GenerateFn, GenerateRequest, Runs, SamplingParams
 from roll.rollout.errors import PromptTooLongError, ReplayError
 from roll.rollout.recorder import Recorder
@@ -22,6 +22,8 @@ from roll.utils.registry import Registry
 from roll.utils.seeding import derive_seed
 
 PLACEHOLDERS = ("observation", "turn", "max_turns", "turns_left", "history", "env_instruction")
+TOOL_TURNS = "tool_turns"
+"""Key of ``info``: turns so far that called tools; they do not count as steps of the environment."""
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -99,7 +101,7 @@ class EnvManager(ABC):
         recorder = Recorder()
         turns = recorder.turns
         end = EpisodeEnd.TRUNCATED
-        while len(turns) < self.config.max_steps:
+        while len(turns) - info.get(TOOL_TURNS, 0) < self.config.max_steps:
             prompt_ids = self.prompt(observation, info, turns)
             room = self.limits.sequence_length - len(prompt_ids)
             if not turns:
@@ -175,6 +177,11 @@ class EnvManager(ABC):
         ended = EpisodeEnd.TERMINATED if terminated else EpisodeEnd.TRUNCATED if truncated else None
         return turn, next_observation, next_info, ended
 
+    def continued(self, last: Turn, messages: Sequence[Message], info: Mapping[str, Any]) -> IntArray:
+        """The conversation so far, as it was sampled, and what has been said since."""
+        added = self.renderer.continuation(messages, last.completion.token_ids, info.get("tools"))
+        return np.concatenate([last.prompt_ids, last.completion.token_ids, added])
+
     def _check_first_prompt(self, prompt_ids: IntArray, room: int, tag: str) -> None:
         if len(prompt_ids) > self.limits.prompt_length or room < 1:
             raise PromptTooLongError(
@@ -183,11 +190,12 @@ class EnvManager(ABC):
             )
 
     def _fill(self, template: str, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> str:
+        played = len(turns) - info.get(TOOL_TURNS, 0)
         values = {
             "observation": observation,
-            "turn": str(len(turns) + 1),
+            "turn": str(played + 1),
             "max_turns": str(self.config.max_steps),
-            "turns_left": str(self.config.max_steps - len(turns)),
+            "turns_left": str(self.config.max_steps - played),
             "history": self._history_text(turns),
             "env_instruction": str(info.get("env_instruction", "")),
         }
@@ -219,11 +227,11 @@ class TrajEnvManager(EnvManager):
 
     def prompt(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
         if not turns:
-            return self.renderer.prompt(self._opening(observation, info, turns))
-        last = turns[-1]
+            return self.renderer.prompt(self._opening(observation, info, turns), info.get("tools"))
+        if "messages" in info:
+            return self.continued(turns[-1], info["messages"], info)
         user = self._fill(_or(self.config.agent_template, "{observation}"), observation, info, turns)
-        added = self.renderer.continuation([{"role": "user", "content": user}], last.completion.token_ids)
-        return np.concatenate([last.prompt_ids, last.completion.token_ids, added])
+        return self.continued(turns[-1], [{"role": "user", "content": user}], info)
 
 
 def _scalars(info: Mapping[str, Any]) -> dict[str, Any]:

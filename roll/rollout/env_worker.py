@@ -11,13 +11,16 @@ from typing import TypeAlias
 
 from roll.agentic.env import is_instant, make, wants_own_thread
 from roll.configs.env import CustomEnvConfig
+from roll.configs.tools import ToolsConfig
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, SamplingParams
 from roll.rollout.call_threads import CallThreads
-from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeSpec, Limits
+from roll.rollout.env_manager import ENV_MANAGERS, AsyncEnv, EnvManager, EpisodeSpec, Limits
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupPlan, GroupSpec
+from roll.rollout.tool_box import ToolBox
+from roll.rollout.tool_env import with_tools
 from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
 from roll.utils.collector import calm_collector
@@ -60,6 +63,8 @@ class EnvWorkerContext:
     limits: Limits
     retries: int
     """Attempts at a failed episode before it is dropped, after the first."""
+    tools: ToolsConfig | None = None
+    """What the policy may call beside playing."""
 
 
 class EnvironmentWorker(RolloutWorker):
@@ -78,6 +83,9 @@ class EnvironmentWorker(RolloutWorker):
         self._locks = {tag: threading.Lock() for tag, config in context.envs.items() if config.use_thread_lock}
         self._idle: defaultdict[str, list[EnvRunner]] = defaultdict(list)
         self._threads = CallThreads()
+        self._tools: ToolBox | None = None
+        if context.tools is not None:
+            self._tools = ToolBox(context.tools, renderer, self._threads)
         calm_collector()
 
     async def probe(self, envs: Mapping[str, CustomEnvConfig], retries: int, seed: int) -> list[str]:
@@ -94,11 +102,14 @@ class EnvironmentWorker(RolloutWorker):
     async def play(self, spec: GroupSpec, episode: EpisodeSpec, generate: GenerateFn) -> Trajectory:
         """Plays with an environment that is idle, or a new one; one that failed is not used again."""
         manager, runner = self.managers[spec.tag], self._take_runner(spec.tag)
+        partner: AsyncEnv = runner
         if isinstance(spec, PlayedSpec):
             generate = spec.player(runner, manager.renderer)
+        else:
+            partner, generate = with_tools(runner, spec.tag, self._tools, generate)
         healthy = False
         try:
-            trajectory = await manager.run_episode(runner, generate, episode)
+            trajectory = await manager.run_episode(partner, generate, episode)
             healthy = True
             return trajectory
         finally:

@@ -8,13 +8,15 @@ import torch
 
 from roll.data.batch import Batch
 from roll.rollout.admission import Admission
+from roll.rollout.tool_env import COUNTS
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
     """Means over episodes (success, reward …) and over turns (valid_rate …), named ``prefix/what``.
 
-    Without ``valid_rate`` where nobody looks for an action or answer. With several environment tags,
+    Without ``valid_rate`` where nobody looks for an action or answer. Episodes with tools add the means of what they
+    called (``COUNTS``). With several environment tags,
     ``prefix/<tag>/success`` and ``prefix/<tag>/reward`` are added.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -40,6 +42,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
     }
     if known := [turn for t in trajectories if t.knows_actions for turn in t.turns]:
         metrics[f"{prefix}/valid_rate"] = mean(turn.action is not None for turn in known)
+    if infos := [t.info for t in trajectories if COUNTS[0] in t.info]:
+        metrics |= {f"{prefix}/{name}": mean(info[name] for info in infos) for name in COUNTS}
     tags = sorted({trajectory.tag for trajectory in trajectories})
     if len(tags) > 1:
         for tag in tags:

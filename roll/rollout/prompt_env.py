@@ -103,5 +103,9 @@ class PromptManager(EnvManager):
         super().__init__(CustomEnvConfig(env_type="prompt", max_steps=1), renderer, params, limits)
 
     def prompt(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
+        if turns:
+            return self.continued(turns[-1], info["messages"], info)
         prompt: Prompt = info["prompt"]
-        return self.renderer.prompt(prompt.messages) if prompt.prompt_ids is None else prompt.prompt_ids
+        if prompt.prompt_ids is None:
+            return self.renderer.prompt(prompt.messages, info.get("tools"))
+        return prompt.prompt_ids

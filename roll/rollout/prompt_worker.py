@@ -6,17 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from roll.configs.tools import ToolsConfig
 from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, SamplingParams
 from roll.rewards.types import RewardError, Sample, Verdict
+from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import EpisodeSpec, Limits
 from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupSpec
 from roll.rollout.prompt_env import PromptEnv, PromptManager
 from roll.rollout.reward_client import RewardClient
 from roll.rollout.router import GenerationClient
+from roll.rollout.tool_box import ToolBox
+from roll.rollout.tool_env import with_tools
 from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
 from roll.utils.collector import calm_collector
@@ -74,6 +78,8 @@ class PromptWorkerContext:
     """The reward domain of each tag; answers to prompts of other tags are not scored."""
     spread: bool
     """True: the answers to one prompt may come from different engines."""
+    tools: ToolsConfig | None = None
+    """What the policy may call while it answers."""
 
 
 class PromptWorker(RolloutWorker):
@@ -90,6 +96,9 @@ class PromptWorker(RolloutWorker):
         self.managers = {
             name: PromptManager(renderer, params, context.limits) for name, params in context.params.items()
         }
+        self._tools: ToolBox | None = None
+        if context.tools is not None:
+            self._tools = ToolBox(context.tools, renderer, CallThreads())
         calm_collector()
 
     async def set_engines(self, engines: Sequence[Any], evaluators: Sequence[Any] | None = None) -> None:
@@ -109,7 +118,9 @@ class PromptWorker(RolloutWorker):
     async def play(self, spec: GroupSpec, episode: EpisodeSpec, generate: GenerateFn) -> Trajectory:
         assert isinstance(spec, PromptSpec)
         env = PromptEnv(spec.prompt, self._score)
-        return await self.managers[spec.sampling].run_episode(env, env.watch(generate), episode)
+        manager, generate = self.managers[spec.sampling], env.watch(generate)
+        partner, generate = with_tools(env, spec.prompt.tag, self._tools, generate)
+        return await manager.run_episode(partner, generate, episode)
 
     async def _score(self, sample: Sample) -> Verdict:
         domain = self.context.domains.get(sample.data_source)

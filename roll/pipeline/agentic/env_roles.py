@@ -114,4 +114,5 @@ def _worker_context(config: AgenticConfig, manager: EnvManagerConfig, tokenizer_
         params=sampling_params(config.sampling(manager)),
         limits=Limits(config.prompt_length, config.sequence_length),
         retries=manager.env_retries,
+        tools=config.tools,
     )

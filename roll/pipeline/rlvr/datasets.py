@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,10 +13,11 @@ from roll.configs.pipeline import TINY
 from roll.configs.prompts import DataGeneratorConfig, PromptsConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.data.prompts import PromptDataset, load_prompts
-from roll.data.renderer import ChatRenderer
+from roll.data.renderer import ChatRenderer, Tool
 from roll.models.tiny import make_tokenizer
 from roll.models.tokenizer import load_tokenizer
 from roll.pipeline.prompt_roles import train_sampler
+from roll.rollout.tool_box import told_tools
 from roll.utils.registry import import_path
 
 if TYPE_CHECKING:
@@ -62,12 +63,13 @@ def load_datasets(config: RLVRConfig, renderer: ChatRenderer) -> Datasets:
 
     Raises:
         DataError: everything that is wrong in the files, by file and line.
-        ValueError: ``domain_interleave_probs`` does not fit the training data.
+        ValueError: ``domain_interleave_probs`` does not fit the training data, or a tool cannot be made.
     """
-    train = None if config.eval_only else _load(config, config.actor_train.data_args, renderer)
+    tools = told_tools(config.tools, config.domains)
+    train = None if config.eval_only else _load(config, config.actor_train.data_args, renderer, tools)
     if train is not None:
         train_sampler(config, train)  # what is wrong with the shares is told before Ray starts
-    val = _load(config, config.validation.data_args, renderer) if config.validation else None
+    val = _load(config, config.validation.data_args, renderer, tools) if config.validation else None
     return Datasets(train, val)
 
 
@@ -77,13 +79,16 @@ def describe_datasets(datasets: Datasets) -> list[str]:
     return [f"{name}: {dataset.report}" for name, dataset in found.items() if dataset is not None]
 
 
-def _load(config: RLVRConfig, data: DataArguments, renderer: ChatRenderer) -> PromptDataset:
+def _load(
+    config: RLVRConfig, data: DataArguments, renderer: ChatRenderer, tools: Mapping[str, Sequence[Tool]]
+) -> PromptDataset:
     return load_prompts(
         data,
         renderer=renderer,
         prompt_length=config.prompt_length,
         allowed_tags=config.domains,
         seed=config.seed,
+        tools=tools,
     )
 
 

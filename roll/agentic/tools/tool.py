@@ -1,0 +1,165 @@
+"""Tools: things that a policy calls by name with JSON arguments, and whose answer it reads as text.
+
+A plain function with typed arguments is one: its docstring is the description, its signature the schema, by pydantic,
+which also checks what the policy passes::
+
+    def convert(amount: float, to: Literal["EUR", "USD"]) -> str:
+        '''Converts an amount of Swiss francs.'''
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ArgsKwargs
+
+from roll.agentic.tools.types import ToolSchema
+from roll.configs.problems import NOTHING, ConfigProblem
+from roll.utils.registry import Registry, UnknownNameError
+
+
+class ToolError(Exception):
+    """A call cannot be answered, for a reason that the policy shall read: wrong arguments, no such page."""
+
+
+class Tool(ABC):
+    """Something that can be called. One instance serves all episodes of a process, many at the same time."""
+
+    schema: ToolSchema
+    """What the policy is told; the name is that of the configuration."""
+
+    instant: ClassVar[bool] = False
+    """True: a call takes less than a millisecond or so and waits for nothing. It then runs in the event loop that plays
+    all episodes, and ``timeout`` does not watch it."""
+
+    @abstractmethod
+    def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> Any | Awaitable[Any]:
+        """Answers a call; a coroutine function is awaited, any other runs in a thread.
+
+        Args:
+            arguments: as the policy wrote them.
+            state: of this tool in this episode: empty at its start, for whatever the tool keeps between calls.
+
+        Returns:
+            Text, or anything else that is written as JSON.
+
+        Raises:
+            ToolError: the policy shall read why not.
+        """
+
+
+class FunctionTool(Tool):
+    """A function with typed arguments.
+
+    Args:
+        function: called with the arguments by keyword, checked and converted by pydantic.
+
+    Raises:
+        ValueError: it has arguments that JSON cannot hold, or such as are only known by position.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.instant = bool(getattr(function, "instant", False))  # type: ignore[misc]
+        self._is_async = inspect.iscoroutinefunction(function)
+        try:
+            self._call: TypeAdapter[Any] = TypeAdapter(function)  # type: ignore[arg-type]
+            parameters = self._call.json_schema()
+        except Exception as error:  # pydantic has several
+            raise ValueError(f"its arguments have no JSON schema: {error}") from error
+        if parameters.get("type") != "object":
+            raise ValueError("its arguments are positional only, expected such as have names")
+        for described in parameters.get("properties", {}).values():
+            described.pop("title", None)
+        description = inspect.cleandoc(function.__doc__ or "")
+        self.schema = ToolSchema(function.__name__, description, parameters)
+
+    def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> Any | Awaitable[Any]:
+        return self._awaited(arguments) if self._is_async else self._checked(arguments)
+
+    async def _awaited(self, arguments: dict[str, Any]) -> Any:
+        return await self._checked(arguments)
+
+    def _checked(self, arguments: dict[str, Any]) -> Any:
+        try:
+            return self._call.validate_python(ArgsKwargs((), arguments))
+        except ValidationError as error:
+            if error.title != self.schema.name and not error.title.startswith("call["):
+                raise  # one of its own
+            raise ToolError(_words(error)) from error
+
+
+def _words(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False))
+
+
+ToolFactory = Callable[..., Any]
+
+TOOLS: Registry[ToolFactory] = Registry("tool")
+TOOLS.register("calculator", "roll.agentic.tools.calculator:calculator")
+TOOLS.register("search", "roll.agentic.tools.search:SearchTool")
+TOOLS.register("python", "roll.rollout.python_tool:PythonTool")
+
+
+def make_tool(name: str, target: str, args: Mapping[str, Any]) -> Tool:
+    """Builds a tool.
+
+    Args:
+        name: the policy's word for it.
+        target: a registered name, or the path of a function or of a subclass of ``Tool``.
+        args: keyword arguments of its constructor; none for a function.
+
+    Raises:
+        UnknownNameError: there is none.
+        TypeError: it is no tool, or does not take these arguments.
+        ValueError: what it says of its arguments.
+    """
+    made = TOOLS.get(target)
+    if isinstance(made, type):
+        tool = made(**args)
+        if not isinstance(tool, Tool):
+            raise TypeError(f"{target} is a {made.__name__}, expected a function or a subclass of {Tool.__name__}")
+    elif callable(made):
+        if args:
+            raise TypeError(f"{target} is a function, which has no constructor: expected no args")
+        tool = FunctionTool(made)
+    else:
+        raise TypeError(f"{target} is a {type(made).__name__}, expected a function or a subclass of {Tool.__name__}")
+    tool.schema = replace(tool.schema, name=name)
+    return tool
+
+
+def check_tool(target: str, args: Mapping[str, Any]) -> list[ConfigProblem]:
+    """Problems of an entry of ``tools.use``, keys relative to it; nothing is built but functions."""
+    try:
+        made = TOOLS.get(target)
+    except (UnknownNameError, ImportError, SyntaxError) as error:
+        return [ConfigProblem("tool", target, "a tool that can be imported", str(error))]
+    takes_args = isinstance(made, type) and issubclass(made, Tool)
+    try:
+        if takes_args:
+            inspect.signature(made).bind(**args)
+        else:
+            make_tool("tool", target, args)
+    except (TypeError, ValueError) as error:
+        if takes_args or args:
+            return [ConfigProblem("args", dict(args) or NOTHING, f"what {target} takes", str(error))]
+        return [ConfigProblem("tool", target, "a tool", str(error))]
+    return []
+
+
+def text_of(result: Any) -> str:
+    """What the policy reads of a result: text as it is, bytes as far as they are UTF-8, anything else as JSON."""
+    if isinstance(result, bytes):
+        return result.decode("utf-8", "replace")
+    if isinstance(result, str):
+        return result.encode("utf-8", "replace").decode("utf-8")
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return text_of(str(result))

@@ -1,0 +1,71 @@
+"""``tools``: what a policy may call while it answers, and how far it may go."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from roll.configs.base import Config
+from roll.configs.problems import ConfigProblem
+
+
+class ToolConfig(Config):
+    """One tool."""
+
+    tool: str = Field(
+        min_length=1,
+        description="Built-in tool (calculator, python, search), or package.module:name or folder/file.py:name of a "
+        "function with typed arguments or of a subclass of roll.agentic.tools.tool:Tool.",
+    )
+    args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the tool's constructor.")
+    tags: list[str] | None = Field(
+        default=None, description="Tags of prompts or environments that have the tool; null: all."
+    )
+    timeout: float = Field(default=10.0, gt=0, description="Seconds that one call may take.")
+    retries: int = Field(
+        default=0, ge=0, description="New attempts at a call that raised something else than a ToolError."
+    )
+
+
+class ToolsConfig(Config):
+    """The tools of an episode, and its limits."""
+
+    use: dict[str, ToolConfig] = Field(
+        min_length=1, description="Tools by the name that the policy calls them by, which goes for functions too."
+    )
+    dialect: str = Field(
+        default="hermes",
+        min_length=1,
+        description="How the model writes calls: the name of a dialect, or package.module:Class.",
+    )
+    max_turns: int = Field(
+        default=6,
+        ge=1,
+        description="Most turns with calls in an episode, beside those of its environment; what is called after them "
+        "is not run.",
+    )
+    max_parallel_calls: int = Field(
+        default=4, ge=1, description="Most calls of one turn that are run; the others are answered with an error."
+    )
+    max_tool_response_tokens: int = Field(
+        default=256, ge=1, description="A longer result is cut to this many tokens, the note of it not included."
+    )
+    tool_response_truncate_side: Literal["left", "middle", "right"] = Field(
+        default="middle", description="Where a result that is too long is cut."
+    )
+    malformed_call_penalty: float = Field(
+        default=0.0, le=0, description="Added to the reward of a turn for each call that cannot be read."
+    )
+
+    def problems(self) -> list[ConfigProblem]:
+        expected = "letters, digits, _ and -, at most 64 of them"
+        return [
+            self.problem("use", expected, seen=name)
+            for name in self.use
+            if len(name) > 64 or not name.replace("_", "").replace("-", "").isalnum() or not name.isascii()
+        ]
+
+    def for_tag(self, tag: str) -> list[str]:
+        """Names of the tools that a prompt or environment of that tag has."""
+        return [name for name, tool in self.use.items() if tool.tags is None or tag in tool.tags]

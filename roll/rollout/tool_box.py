@@ -1,0 +1,172 @@
+"""Runs the calls of a turn: side by side, each within its time, results cut to a number of tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roll.agentic.tools.dialects import dialect
+from roll.agentic.tools.tool import Tool, ToolError, make_tool, text_of
+from roll.agentic.tools.types import AssistantTurn, ToolCall, ToolSchema
+from roll.configs.schema import nearest
+from roll.configs.tools import ToolConfig, ToolsConfig
+from roll.data.arrays import IntArray
+from roll.data.renderer import ChatRenderer
+from roll.rollout.call_threads import CallThreads, CallTimeoutError
+from roll.rollout.errors import describe_error
+
+logger = logging.getLogger(__name__)
+
+_CHARS_PER_TOKEN = 64
+"""More of a long result need not be tokenised to see that it is too long."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers to the calls of a turn."""
+
+    messages: list[dict[str, Any]]
+    """OpenAI's, in the order of the calls; those to malformed calls last."""
+    counts: Counter[str]
+    """``tool_calls``, of them ``failed_calls`` and ``call_timeouts``; ``malformed_calls``."""
+
+
+class ToolBox:
+    """The tools of one process, for all of its episodes.
+
+    Args:
+        config: the section ``tools``.
+        renderer: counts and cuts tokens.
+        threads: where tools run that are no coroutine functions.
+    """
+
+    def __init__(self, config: ToolsConfig, renderer: ChatRenderer, threads: CallThreads) -> None:
+        self.config = config
+        self.dialect = dialect(config.dialect)
+        self._renderer = renderer
+        self._threads = threads
+        self._tools = make_tools(config)
+
+    def schemas(self, tag: str) -> list[ToolSchema]:
+        """What the policy is told in an episode of that tag."""
+        return [self._tools[name].schema for name in self.config.for_tag(tag)]
+
+    def parse(self, ids: IntArray, schemas: Sequence[ToolSchema]) -> AssistantTurn:
+        """Reads sampled ids in the model's dialect."""
+        return self.dialect.parse(self._renderer.decode_raw(ids), schemas)
+
+    async def answer(self, turn: AssistantTurn, names: Sequence[str], states: dict[str, dict[str, Any]]) -> Answers:
+        """Runs the calls of a turn side by side.
+
+        Args:
+            turn: what the policy said.
+            names: the tools that it has.
+            states: of each tool in this episode.
+        """
+        limit = self.config.max_parallel_calls
+        counts = Counter(tool_calls=len(turn.calls), malformed_calls=len(turn.errors))
+        tasks = [self._answer(call, names, states, counts) for call in turn.calls[:limit]]
+        texts = list(await asyncio.gather(*tasks))
+        texts += [f"error: not run, a turn may have at most {limit} calls"] * (len(turn.calls) - len(texts))
+        counts["failed_calls"] += max(0, len(turn.calls) - limit)
+        messages = [
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": self.cut(text)}
+            for call, text in zip(turn.calls, texts, strict=True)
+        ]
+        messages += [{"role": "tool", "content": self.cut(self.dialect.error_text(error))} for error in turn.errors]
+        return Answers(messages, counts)
+
+    async def _answer(
+        self, call: ToolCall, names: Sequence[str], states: dict[str, dict[str, Any]], counts: Counter[str]
+    ) -> str:
+        if call.name not in names:
+            counts["failed_calls"] += 1
+            near = nearest(call.name, names)
+            hint = f"; did you mean {near}?" if near else ""
+            return f"error: there is no tool {call.name!r}, expected one of: {', '.join(names)}{hint}"
+        entry, tool = self.config.use[call.name], self._tools[call.name]
+        state = states.setdefault(call.name, {})
+        for attempt in range(1 + entry.retries):
+            try:
+                return text_of(await self._run(tool, entry, dict(call.arguments), state))
+            except ToolError as error:
+                counts["failed_calls"] += 1
+                return f"error: {error}"
+            except (CallTimeoutError, TimeoutError):
+                counts["failed_calls"] += 1
+                counts["call_timeouts"] += 1
+                logger.warning("tool %s took longer than %g s", call.name, entry.timeout)
+                return f"error: {call.name} took longer than {entry.timeout:g} s"
+            except Exception as error:  # a user's tool may raise anything
+                logger.warning("tool %s raised %s", call.name, describe_error(error))
+                if attempt == entry.retries:
+                    counts["failed_calls"] += 1
+                    return f"error: {describe_error(error)}"
+        raise AssertionError("unreachable")
+
+    async def _run(self, tool: Tool, entry: ToolConfig, arguments: dict[str, Any], state: dict[str, Any]) -> Any:
+        if inspect.iscoroutinefunction(tool.call):
+            async with asyncio.timeout(entry.timeout):
+                return await tool.call(arguments, state)
+        if tool.instant:
+            result = tool.call(arguments, state)
+        else:
+            mailbox = self._threads.mailbox()
+            try:
+                result = await mailbox.run("call", lambda: tool.call(arguments, state), entry.timeout)
+            finally:
+                mailbox.close(lambda: None)
+        if inspect.isawaitable(result):
+            async with asyncio.timeout(entry.timeout):
+                return await result
+        return result
+
+    def cut(self, text: str) -> str:
+        """The text in at most ``max_tool_response_tokens``, with a note where more was left out."""
+        limit, side = self.config.max_tool_response_tokens, self.config.tool_response_truncate_side
+        kept = limit * _CHARS_PER_TOKEN
+        head, tail = (kept, 0) if side == "right" else (0, kept) if side == "left" else (kept, kept)
+        long = len(text) > 2 * kept
+        parts = [text[:head], text[len(text) - tail :]] if long else [text]
+        ids = [self._renderer.words(part) for part in parts]
+        if not long and len(ids[0]) <= limit:
+            return text
+        first, last = ids[0], ids[-1]
+        head, tail = (
+            (limit, 0) if side == "right" else (0, limit) if side == "left" else (limit - limit // 2, limit // 2)
+        )
+        left_out = "much" if long else f"{len(first) - limit} tokens"
+        decode = self._renderer.decode
+        return f"{decode(first[:head])}\n[{left_out} left out]\n{decode(last[len(last) - tail :])}".strip()
+
+
+def told_tools(config: ToolsConfig | None, tags: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
+    """What prompts of each tag tell of tools, as chat templates take it.
+
+    Raises:
+        ValueError: a tool cannot be made.
+    """
+    if config is None:
+        return {}
+    tools = make_tools(config)
+    return {tag: [tools[name].schema.as_openai() for name in config.for_tag(tag)] for tag in tags}
+
+
+def make_tools(config: ToolsConfig) -> dict[str, Tool]:
+    """The tools by name.
+
+    Raises:
+        ValueError: a tool cannot be made.
+    """
+    made = {}
+    for name, entry in config.use.items():
+        try:
+            made[name] = make_tool(name, entry.tool, entry.args)
+        except Exception as error:  # a user's class may raise anything
+            raise ValueError(f"tools.use.{name}: {describe_error(error)}") from error
+    return made

@@ -1,0 +1,206 @@
+"""Functions and classes as tools, and those that are built in."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+
+from roll.agentic.tools.calculator import calculator
+from roll.agentic.tools.search import SearchTool
+from roll.agentic.tools.tool import FunctionTool, Tool, ToolError, check_tool, make_tool, text_of
+from roll.agentic.tools.types import ToolSchema
+
+
+def convert(
+    amount: Annotated[float, Field(description="Of Swiss francs.", ge=0)], to: Literal["EUR", "USD"] = "EUR"
+) -> dict[str, Any]:
+    """Converts an amount.
+
+    By a fixed rate.
+    """
+    return {"amount": amount * 2, "currency": to}
+
+
+async def wait(seconds: float) -> str:
+    """Waits."""
+    await asyncio.sleep(seconds)
+    return "done"
+
+
+def positional(x: int, /) -> int:
+    return x
+
+
+class Counter(Tool):
+    """Counts the calls of an episode."""
+
+    schema = ToolSchema("counter", "Counts.")
+
+    def __init__(self, start: int = 0) -> None:
+        self.start = start
+
+    def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> int:
+        state["n"] = state.get("n", self.start) + 1
+        return int(state["n"])
+
+
+HERE = "tests.unit.agentic.tools.test_tool"
+
+
+def test_a_function_is_described_by_its_signature_and_docstring() -> None:
+    tool = make_tool("money", f"{HERE}:convert", {})
+    assert tool.schema.as_openai() == {
+        "type": "function",
+        "function": {
+            "name": "money",
+            "description": "Converts an amount.\n\nBy a fixed rate.",
+            "parameters": {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {
+                    "amount": {"type": "number", "description": "Of Swiss francs.", "minimum": 0},
+                    "to": {"type": "string", "enum": ["EUR", "USD"], "default": "EUR"},
+                },
+                "required": ["amount"],
+            },
+        },
+    }
+    assert tool.call({"amount": "3"}, {}) == {"amount": 6.0, "currency": "EUR"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, "amount: Missing required argument"),
+        ({"amount": "many"}, "amount: Input should be a valid number"),
+        ({"amount": -1}, "amount: Input should be greater than or equal to 0"),
+        ({"amount": 1, "to": "GBP"}, "to: Input should be 'EUR' or 'USD'"),
+        ({"amount": 1, "form": "GBP"}, "form: Unexpected keyword argument"),
+    ],
+)
+def test_wrong_arguments_are_told_to_the_policy(arguments: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ToolError, match=expected):
+        make_tool("money", f"{HERE}:convert", {}).call(arguments, {})
+
+
+def test_coroutine_functions_are_awaited() -> None:
+    result = FunctionTool(wait).call({"seconds": 0}, {})
+    assert asyncio.run(result) == "done"  # type: ignore[arg-type]
+
+
+def test_a_class_is_made_with_its_arguments_and_keeps_what_it_likes_in_an_episode() -> None:
+    tool, state = make_tool("count", f"{HERE}:Counter", {"start": 5}), {}
+    assert [tool.call({}, state), tool.call({}, state), tool.call({}, {})] == [6, 7, 6]
+    assert tool.schema.name == "count"
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "key", "words"),
+    [
+        ("calcualtor", {}, "tool", "Did you mean 'calculator'?"),
+        ("no.such:thing", {}, "tool", "cannot import module"),
+        (f"{HERE}:HERE", {}, "tool", "expected a function or a subclass of Tool"),
+        (f"{HERE}:positional", {}, "tool", "positional only"),
+        (f"{HERE}:Counter", {"strat": 1}, "args", "unexpected keyword argument 'strat'"),
+        (f"{HERE}:convert", {"a": 1}, "args", "has no constructor"),
+        ("search", {}, "args", "missing a required argument: 'corpus'"),
+    ],
+)
+def test_what_is_no_tool_says_why(target: str, args: dict[str, Any], key: str, words: str) -> None:
+    (problem,) = check_tool(target, args)
+    assert problem.path == key and words in str(problem)
+
+
+def test_good_tools_have_no_problem() -> None:
+    good: list[tuple[str, dict[str, Any]]] = [("calculator", {}), ("python", {}), ("search", {"corpus": "x"})]
+    assert [check_tool(target, args) for target, args in good] == [[], [], []]
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        ("a", "a"),
+        (b"\xff\xfea", "\ufffd\ufffda"),
+        ("\ud800", "?"),
+        ({"ä": [1, None]}, '{"ä": [1, null]}'),
+        (math.pi, "3.141592653589793"),
+        (object, "<class 'object'>"),
+    ],
+)
+def test_any_result_becomes_text(result: Any, expected: str) -> None:
+    assert text_of(result) == expected
+
+
+numbers = st.integers(0, 999)
+
+
+@given(a=numbers, b=numbers, c=st.integers(1, 99))
+def test_the_calculator_calculates(a: int, b: int, c: int) -> None:
+    assert calculator(f"{a}+{b}*{c}-({a}-{b})") == str(a + b * c - (a - b))
+    assert float(calculator(f"{a}/{c}")) == pytest.approx(a / c, rel=1e-11)
+    assert calculator(f"{a}//{c}") == str(a // c)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "",
+        "1/0",
+        "2**10**10",
+        "9**9**9",
+        "'a'*10**9",
+        "__import__('os').system('true')",
+        "().__class__",
+        "x",
+        "[1]",
+        "1==1",
+        "(" * 150,
+        "1" * 201,
+        "\x00",
+        "10**5000",
+        "sqrt(-1)",
+    ],
+)
+def test_what_the_calculator_cannot_do_is_an_answer_in_no_time(expression: str) -> None:
+    with pytest.raises(ToolError, match=r"cannot be computed|is no number|characters, expected|too long to write"):
+        calculator(expression)
+
+
+def test_search_finds_the_passage_and_says_when_there_is_none(tmp_path: Path) -> None:
+    rows = [
+        {"title": "Alps", "text": "Mountains in the middle of Europe."},
+        {"text": "The Nile is a river in Africa."},
+        {"text": "Rivers of Europe: Danube, Rhine."},
+    ]
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
+    tool = SearchTool(str(corpus), num_results=1)
+    assert tool.call({"query": "river Africa"}, {}) == "1. The Nile is a river in Africa."
+    assert tool.call({"query": "mountains"}, {}) == "1. Alps: Mountains in the middle of Europe."
+    assert tool.call({"query": "Europe", "num_results": 3}, {}).count("Europe") == 2
+    assert tool.call({"query": "quantum"}, {}) == "nothing found"
+
+
+@pytest.mark.parametrize("arguments", [{}, {"query": 3}, {"query": " "}, {"query": "a", "num_results": 0}])
+def test_search_says_what_it_expects(arguments: dict[str, Any], tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"text": "rivers"}\n', encoding="utf-8")
+    with pytest.raises(ToolError, match="expected"):
+        SearchTool(str(corpus)).call(arguments, {})
+
+
+@pytest.mark.parametrize("content", ["", '{"text": "a"}\n', "no json\n", '{"words": 1}\n', None])
+def test_a_corpus_that_is_none_says_so(content: str | None, tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    if content is not None:
+        corpus.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"corpus .*corpus\.jsonl"):
+        SearchTool(str(corpus))
