@@ -198,6 +198,6 @@ def _yaml(config: PipelineConfig) -> str:
 def _summary(config: PipelineConfig, inputs: Sequence[str]) -> list[str]:
     """Summary of the configuration: batch arithmetic, data and models, placement."""
     from roll.configs.batches import describe_batches
-    from roll.preflight.choices import describe_placement, describe_unchecked
+    from roll.preflight.choices import describe_options, describe_placement
 
-    return [*describe_batches(config), *inputs, *describe_unchecked(config), *describe_placement(config)]
+    return [*describe_batches(config), *inputs, *describe_options(config), *describe_placement(config)]

@@ -161,17 +161,16 @@ def check_engine_options(config: PipelineConfig) -> list[ConfigProblem]:
     ]
 
 
-def describe_unchecked(config: PipelineConfig) -> list[str]:
-    """Options that were not compared with those of an engine, since it is not installed here."""
+def describe_options(config: PipelineConfig) -> list[str]:
+    """Options that were compared with those of no engine, or of another version than this machine may have."""
     lines = []
     for role, worker in sections(config):
         options, card = worker.strategy_args.strategy_config, worker.strategy_args.card
         base = f"{role}.strategy_args.strategy_config"
-        if card is not None and not card.options_checked(options):
-            keys = ", ".join(key for key in options if key not in card.options.model_fields) or "its sections"
-            lines.append(f"{base}: {keys}: not checked, since {card.name} is not installed here")
-        elif card is None and options:
+        if card is None and options:
             lines.append(f"{base}: not checked, since {worker.strategy_args.strategy_name} has no card")
+        elif card is not None and (keys := card.passed_on(options)) and (note := card.signature(options).note):
+            lines.append(f"{base}: {', '.join(keys)}: {note}")
     return lines
 
 

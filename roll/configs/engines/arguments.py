@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import difflib
-import importlib.util
+import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +24,68 @@ PLAIN: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def constructor_fields(package: str, file: str, classes: Sequence[str]) -> dict[str, str]:
-    """The arguments that an engine's dataclass (or pydantic model) has.
+@dataclass(frozen=True)
+class Signature:
+    """Arguments that an engine's classes take."""
 
-    Args:
-        package: top-level name of the engine.
-        file: where the classes are, below the package's folder.
-        classes: the dataclass and those that it inherits from.
+    classes: Mapping[str, Mapping[str, str]]
+    """Annotations by argument, by class; empty are those that are not made of plain types."""
+    release: str = ""
+    """Name and version of the engine, where this is shipped with us as the engine is not installed."""
 
-    Returns:
-        Annotations by name, a pydantic alias being one more name; empty when the package is not installed or has no
-        such file.
-    """
-    spec = importlib.util.find_spec(package)
-    folders = (spec.submodule_search_locations if spec else None) or []
-    source = next((path for folder in folders if (path := Path(folder) / file).is_file()), None)
-    if source is None:
-        return {}
+    @property
+    def arguments(self) -> dict[str, str]:
+        """Annotations by argument, of all classes; empty when the engine's source has none where it is looked for."""
+        return {name: kind for fields in self.classes.values() for name, kind in fields.items()}
+
+    @property
+    def note(self) -> str:
+        """How options were checked; empty when those of the installed engine were."""
+        if self.release:
+            return f"compared with {self.release}, as none is installed here"
+        return "" if self.arguments else "not checked, as the engine's own are not known"
+
+    def attributed(self, problem: ConfigProblem) -> ConfigProblem:
+        """The same problem, saying which version expects otherwise where it is not the installed one."""
+        release = f", according to {self.release}, as none is installed here" if self.release else ""
+        return replace(problem, expected=problem.expected + release)
+
+
+@dataclass(frozen=True)
+class EngineSource:
+    """The dataclasses (pydantic models, structs) of an engine whose fields are options."""
+
+    engine: str
+    """Its name in messages, e.g. ``vLLM``."""
+    shipped: Path
+    """The fields of the version that is pinned; ``scripts/generate_engine_arguments.py`` writes it."""
+    classes: Mapping[str, Sequence[str]]
+    """Names of classes, by their file below the package's folder; none: all in the files of that pattern."""
+
+    def signature(self, folder: Path | None) -> Signature:
+        """The fields in an installed package's folder; without one, those that are shipped."""
+        if folder is not None:
+            return Signature(self.read(folder))
+        shipped = json.loads(self.shipped.read_text(encoding="utf-8"))
+        return Signature(shipped["classes"], f"{self.engine} {shipped['version']}")
+
+    def read(self, folder: Path) -> dict[str, dict[str, str]]:
+        """The fields in a package's folder: annotations by name and class, a pydantic alias being one more name."""
+        return {
+            node.name: _fields(node)
+            for pattern, names in self.classes.items()
+            for path in sorted(folder.glob(pattern))
+            for node in ast.parse(path.read_text(encoding="utf-8")).body
+            if isinstance(node, ast.ClassDef) and (node.name in names or not names)
+        }
+
+
+def _fields(node: ast.ClassDef) -> dict[str, str]:
     found: dict[str, str] = {}
-    for node in ast.parse(source.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef) and node.name in classes:
-            for statement in node.body:
-                if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                    names = [statement.target.id, *_aliases(statement.value)]
-                    found |= dict.fromkeys(names, ast.unparse(statement.annotation))
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            names = [statement.target.id, *_aliases(statement.value)]
+            found |= dict.fromkeys(names, _plain_annotation(statement.annotation))
     return found
 
 
@@ -55,6 +94,16 @@ def _aliases(default: ast.expr | None) -> list[str]:
     words = default.keywords if isinstance(default, ast.Call) else []
     names = [word.value.value for word in words if word.arg == "alias" and isinstance(word.value, ast.Constant)]
     return [name for name in names if isinstance(name, str)]
+
+
+def _plain_annotation(node: ast.expr) -> str:
+    """An annotation of plain types, without what ``Annotated`` says beside it; empty for any other."""
+    match node:
+        case ast.Subscript(value=ast.Name(id="A" | "Annotated"), slice=ast.Tuple(elts=[inner, *beside])):
+            words = [word.arg for each in beside if isinstance(each, ast.Call) for word in each.keywords]
+            # A parser of the command line's text: the constructor gets what that makes of it.
+            return "" if "type_parser" in words else _plain_annotation(inner)
+    return ast.unparse(node) if _plain_types(node) else ""
 
 
 def type_problems(options: Mapping[str, Any], annotations: Mapping[str, str]) -> list[ConfigProblem]:
@@ -111,7 +160,7 @@ def option_problems(
     options: Mapping[str, Any],
     *,
     typed: Collection[str],
-    known: Mapping[str, str],
+    known: Signature,
     elsewhere: Mapping[str, str],
     arguments: str,
 ) -> list[ConfigProblem]:
@@ -120,7 +169,7 @@ def option_problems(
     Args:
         options: the whole section.
         typed: keys that its own class checks.
-        known: arguments of the constructor and their annotations; empty when the engine is not installed.
+        known: arguments of the constructor.
         elsewhere: arguments that are set by other keys, and by which; also what other engines call an option.
         arguments: what they are called, for messages, e.g. ``vLLM's AsyncEngineArgs``.
     """
@@ -130,11 +179,15 @@ def option_problems(
         for key in extra
         if (here := elsewhere.get(key))
     ]
-    for key in extra if known else ():
-        if key not in known and key not in elsewhere:
-            hint = foreign_key_hint(key, {*known, *typed} - {*elsewhere})
-            problems.append(ConfigProblem(key, options[key], f"an argument of {arguments}", hint))
-    return problems + type_problems({key: options[key] for key in extra if key not in elsewhere}, known)
+    passed_on, taken = {key: options[key] for key in extra if key not in elsewhere}, known.arguments
+    unknown = [key for key in passed_on if taken and key not in taken]
+    wrong = [
+        ConfigProblem(
+            key, options[key], f"an argument of {arguments}", foreign_key_hint(key, {*taken, *typed} - {*elsewhere})
+        )
+        for key in unknown
+    ]
+    return problems + [known.attributed(problem) for problem in wrong + type_problems(passed_on, taken)]
 
 
 def foreign_key_hint(key: str, known: Collection[str]) -> str:

@@ -6,11 +6,14 @@ import importlib.util
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import ConfigDict
 
 from roll.configs.base import Config
+from roll.configs.engines.arguments import EngineSource, Signature
 from roll.configs.problems import ConfigProblem
 
 if TYPE_CHECKING:
@@ -56,10 +59,20 @@ class EnginePackage:
 
     @property
     def installed(self) -> bool:
+        return self._spec is not None
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it is installed."""
+        folders = (self._spec.submodule_search_locations if self._spec else None) or []
+        return next(map(Path, folders), None)
+
+    @property
+    def _spec(self) -> ModuleSpec | None:
         try:
-            return importlib.util.find_spec(self.module) is not None
+            return importlib.util.find_spec(self.module)
         except ModuleNotFoundError:  # of the package that it is a part of
-            return False
+            return None
 
 
 @dataclass(frozen=True)
@@ -97,6 +110,8 @@ class EngineCard:
     options: ClassVar[type[EngineOptions]] = EngineOptions
     package: ClassVar[EnginePackage | None] = None
     """``None``: PyTorch and Transformers are enough."""
+    source: ClassVar[EngineSource | None] = None
+    """Where the engine names the arguments that options are passed on to."""
     trains_modules: ClassVar[bool] = False
     """Trains the modules of Transformers: has Ulysses, Liger kernels, and the attention that Transformers has."""
     ulysses_instead: ClassVar[str] = ""
@@ -127,10 +142,17 @@ class EngineCard:
         """Keys and values that are passed on and that the engine would refuse, keys relative to ``strategy_config``."""
         return []
 
-    def options_checked(self, options: Mapping[str, Any]) -> bool:
-        """Tells whether ``option_problems`` could look at what is passed on."""
-        passed_on = options.keys() - self.options.model_fields.keys()
-        return not passed_on or self.package is None or self.package.installed
+    def passed_on(self, options: Mapping[str, Any]) -> list[str]:
+        """Keys that no field of the options is for."""
+        return [key for key in options if key not in self.options.model_fields]
+
+    def installed_at(self, options: Mapping[str, Any]) -> Path | None:
+        """The folder of the package in the environment that the engine runs in."""
+        return self.package.folder if self.package else None
+
+    def signature(self, options: Mapping[str, Any]) -> Signature:
+        """Arguments of the engine that is installed, else of the version that is pinned; none without a source."""
+        return self.source.signature(self.installed_at(options)) if self.source else Signature({})
 
     def rules(self, role: str, worker: WorkerConfig, config: PipelineConfig) -> Iterator[ConfigProblem]:
         """Rules between the engine's options and other keys, whole keys."""

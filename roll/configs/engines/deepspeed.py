@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field
 
-from roll.configs.engines.arguments import constructor_fields, foreign_key_hint, type_problems
+from roll.configs.engines.arguments import EngineSource, foreign_key_hint, type_problems
 from roll.configs.engines.card import Dtype, EngineCard, EnginePackage, PassedOnOptions, Strategy
 from roll.configs.problems import ConfigProblem
 
@@ -170,18 +171,18 @@ know."""
 
 
 SECTIONS = {
-    "zero_optimization": ("runtime/zero/config.py", "DeepSpeedZeroConfig"),
-    "zero_optimization.offload_param": ("runtime/zero/offload_config.py", "DeepSpeedZeroOffloadParamConfig"),
-    "zero_optimization.offload_optimizer": ("runtime/zero/offload_config.py", "DeepSpeedZeroOffloadOptimizerConfig"),
-    "bf16": ("runtime/precision_config.py", "DeepSpeedBF16Config"),
-    "fp16": ("runtime/precision_config.py", "DeepSpeedFP16Config"),
-    "comet": ("monitor/config.py", "CometConfig"),
-    "comms_logger": ("comm/config.py", "CommsLoggerConfig"),
-    "csv_monitor": ("monitor/config.py", "CSVConfig"),
-    "tensorboard": ("monitor/config.py", "TensorBoardConfig"),
-    "wandb": ("monitor/config.py", "WandbConfig"),
+    "zero_optimization": "DeepSpeedZeroConfig",
+    "zero_optimization.offload_param": "DeepSpeedZeroOffloadParamConfig",
+    "zero_optimization.offload_optimizer": "DeepSpeedZeroOffloadOptimizerConfig",
+    "bf16": "DeepSpeedBF16Config",
+    "fp16": "DeepSpeedFP16Config",
+    "comet": "CometConfig",
+    "comms_logger": "CommsLoggerConfig",
+    "csv_monitor": "CSVConfig",
+    "tensorboard": "TensorBoardConfig",
+    "wandb": "WandbConfig",
 }
-"""Where DeepSpeed says which keys a section has."""
+"""The classes by which DeepSpeed says which keys a section has."""
 
 SCALARS = {
     "disable_allgather": "bool",
@@ -224,31 +225,44 @@ class DeepSpeedCard(EngineCard):
     }
     options = DeepSpeedConfig
     package = EnginePackage("deepspeed", "deepspeed")
+    source = EngineSource(
+        "DeepSpeed",
+        Path(__file__).with_suffix(".json"),
+        {
+            "runtime/zero/config.py": ("DeepSpeedZeroConfig",),
+            "runtime/zero/offload_config.py": (
+                "DeepSpeedZeroOffloadParamConfig",
+                "DeepSpeedZeroOffloadOptimizerConfig",
+            ),
+            "runtime/precision_config.py": ("DeepSpeedBF16Config", "DeepSpeedFP16Config"),
+            "monitor/config.py": ("CometConfig", "CSVConfig", "TensorBoardConfig", "WandbConfig"),
+            "comm/config.py": ("CommsLoggerConfig",),
+        },
+    )
     trains_modules = True
 
     def option_problems(self, options: Mapping[str, Any]) -> list[ConfigProblem]:
-        """Sections with names of their own are looked at only when DeepSpeed is installed. What ``DeepSpeedConfig``
-        itself refuses is not repeated."""
+        """What ``DeepSpeedConfig`` itself refuses is not repeated."""
         problems = [
             ConfigProblem(key, options[key], "a key of DeepSpeed's configuration", foreign_key_hint(key, PASSED_ON))
             for key in options
             if key not in PASSED_ON and key not in ELSEWHERE
         ]
-        for place, (file, model) in SECTIONS.items():
-            section = _section(options, place)
-            fields = constructor_fields("deepspeed", file, (model,))
-            problems += [
-                ConfigProblem(f"{place}.{key}", value, f"a key of DeepSpeed's {model}", foreign_key_hint(key, fields))
+        known = self.signature(options)
+        for place, model in SECTIONS.items():
+            section, fields = _section(options, place), known.classes.get(model, {})
+            wrong = [
+                ConfigProblem(key, value, f"a key of DeepSpeed's {model}", foreign_key_hint(key, fields))
                 for key, value in section.items()
                 if fields and key not in fields
             ]
             given = {key: value for key, value in section.items() if value != AUTO and value is not None}
-            problems += [problem.under(place) for problem in type_problems(given, fields)]
+            problems += [known.attributed(problem).under(place) for problem in wrong + type_problems(given, fields)]
         given = {key: value for key, value in options.items() if value != AUTO and value is not None}
         return problems + type_problems(given, SCALARS) + _format_problems(options)
 
-    def options_checked(self, options: Mapping[str, Any]) -> bool:
-        return self.package.installed or not any(_section(options, place) for place in SECTIONS)
+    def passed_on(self, options: Mapping[str, Any]) -> list[str]:
+        return [place for place in SECTIONS if _section(options, place)]
 
 
 def _section(options: Mapping[str, Any], place: str) -> Mapping[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from roll.configs.engines.arguments import constructor_fields, foreign_key_hint, type_problems
+from roll.configs.engines.arguments import EngineSource, foreign_key_hint, type_problems
 from roll.configs.engines.card import EngineCard, EnginePackage, PassedOnOptions, Strategy
 from roll.configs.problems import ConfigProblem
 
@@ -208,14 +209,6 @@ MODEL_FIELDS = frozenset(
 )
 """Fields of Megatron's configurations that the model's own configuration sets."""
 
-ENGINE_CONFIGS = {
-    "core/model_parallel_config.py": ("ModelParallelConfig",),
-    "core/transformer/transformer_config.py": ("TransformerConfig",),
-    "core/distributed/distributed_data_parallel_config.py": ("DistributedDataParallelConfig",),
-    "core/optimizer/optimizer_config.py": ("OptimizerConfig",),
-}
-"""Where Megatron's configurations are, below its package."""
-
 CALLABLES = ("timers", "grad_scale_func", "no_sync_func", "grad_sync_func", "param_sync_func")
 
 
@@ -232,16 +225,24 @@ class MegatronCard(EngineCard):
     }
     options = MegatronConfig
     package = EnginePackage("megatron.core", "megatron")
+    source = EngineSource(
+        "Megatron-Core",
+        Path(__file__).with_suffix(".json"),
+        {
+            "model_parallel_config.py": ("ModelParallelConfig",),
+            "transformer/transformer_config.py": ("TransformerConfig",),
+            "distributed/distributed_data_parallel_config.py": ("DistributedDataParallelConfig",),
+            "optimizer/optimizer_config.py": ("OptimizerConfig",),
+        },
+    )
     ulysses_instead = "context_parallel_size shares sequences"
     splits_heads = False  # among other layouts: its own fit knows
     fit = "roll.distributed.strategy.megatron.fit:check_model"
     adapter_fit = "roll.distributed.strategy.megatron.fit:check_adapter"
 
     def option_problems(self, options: Mapping[str, Any]) -> list[ConfigProblem]:
-        known: dict[str, str] = {}
-        for file, classes in ENGINE_CONFIGS.items():
-            known |= constructor_fields("megatron", file, classes)
-        known = {name: kind for name, kind in known.items() if name not in OWNED and name not in CALLABLES}
+        known = self.signature(options)
+        fields = {name: kind for name, kind in known.arguments.items() if name not in OWNED and name not in CALLABLES}
         typed = set(MegatronConfig.model_fields)
         problems = []
         for name in sorted(options.keys() - typed):
@@ -249,11 +250,12 @@ class MegatronCard(EngineCard):
                 problems.append(ConfigProblem(name, options[name], "model_args.model_config_kwargs instead"))
             elif name in OWNED:
                 problems.append(ConfigProblem(name, options[name], OWNED[name]))
-            elif known and name not in known:
-                hint = foreign_key_hint(name, known.keys() | typed)
-                problems.append(ConfigProblem(name, options[name], "an option of Megatron-Core", hint))
+            elif fields and name not in fields:
+                hint = foreign_key_hint(name, fields.keys() | typed)
+                wrong = ConfigProblem(name, options[name], "an option of Megatron-Core", hint)
+                problems.append(known.attributed(wrong))
             else:
-                problems += type_problems({name: options[name]}, known)
+                problems += map(known.attributed, type_problems({name: options[name]}, fields))
         return problems
 
     def rules(self, role: str, worker: WorkerConfig, config: PipelineConfig) -> Iterator[ConfigProblem]:

