@@ -61,6 +61,9 @@ class ScriptedPlayer(GroupWorker):
             elif order == "hang":
                 await asyncio.sleep(60)
 
+    def busy(self) -> int:
+        return self.playing
+
     def note(self, line: str) -> None:
         with (self.folder / "notes").open("a") as file:
             file.write(line + "\n")
@@ -82,6 +85,8 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture
 def folder(started: Cluster) -> Path:
     folder: Path = started.folder  # type: ignore[attr-defined]
+    # What the test before has given up may still be on its way.
+    wait_for(lambda: all(started.alive()) and not sum(started.call("busy") + started.call("busy")))
     for path in folder.iterdir():
         path.unlink()
     return folder
