@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -159,8 +160,24 @@ class ChatRenderer:
 
     def decode_raw(self, ids: IntArray) -> str:
         """Text with special tokens, as parsers of tool calls need it, without one at the end that ends the turn."""
-        ends = len(ids) > 0 and int(ids[-1]) in (self.tokenizer.eos_token_id, self._turn_end()[1])
+        ends = len(ids) > 0 and int(ids[-1]) in self._ends
         return str(self.tokenizer.decode(ids[: len(ids) - ends].tolist(), skip_special_tokens=False))
+
+    @cached_property
+    def _ends(self) -> frozenset[int]:
+        """Control tokens that may be the last that is sampled of a turn.
+
+        That is the end of the sequence, what closes a turn, and what begins the next where nothing closes one.
+        """
+        from jinja2 import TemplateError
+
+        ends = {self.tokenizer.eos_token_id}
+        for message in (_OPENING, {"role": "tool", "content": "-", "name": _PROBE, "tool_call_id": "call00000"}):
+            with suppress(TemplateError, TypeError, ValueError):
+                ends.add(next(iter(self._encode(self._tail([message], None)).tolist()), None))
+        with suppress(ValueError):
+            ends.add(self._turn_end()[1])
+        return frozenset(index for index in ends if index in self._control.ids)
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, *, open_assistant: bool) -> str:
         """A conversation rendered, what it says of control tokens hidden."""

@@ -6,7 +6,7 @@ import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
 from roll.agentic.tools.types import AssistantTurn, CallError, ToolCall, ToolSchema, call_id
@@ -14,6 +14,8 @@ from roll.agentic.tools.types import AssistantTurn, CallError, ToolCall, ToolSch
 THOUGHT, THOUGHT_END = "<think>", "</think>"
 _SHOWN = 200
 """Characters of a malformed call that an answer repeats."""
+_LEVELS = 64
+"""Of arguments: deeper than that, what reads them later may run out of stack."""
 
 
 class Dialect(Protocol):
@@ -61,10 +63,20 @@ class Call:
 
 
 Found: TypeAlias = Call | CallError
+Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadTurn:
+    """A turn taken apart, its calls not checked."""
+
+    content: str
+    found: Sequence[Found]
+    reasoning: str | None
 
 
 class BaseDialect(ABC):
-    """Splits a turn into reasoning, words and calls; a family says how its calls are written.
+    """Checks calls and gives them ids; a family says how its turns are written.
 
     Attributes:
         name: in configurations.
@@ -75,26 +87,48 @@ class BaseDialect(ABC):
     example: str
 
     def parse(self, text: str, tools: Sequence[ToolSchema] = ()) -> AssistantTurn:
-        reasoning, said = split_reasoning(text)
-        content, found = self.read(said, {tool.name: tool.parameters for tool in tools})
-        return make_turn(content, found, reasoning)
+        read = self.read_turn(text, {tool.name: tool.parameters for tool in tools})
+        return make_turn(read)
 
     def format(self, turn: AssistantTurn) -> str:
-        said = self.write(turn.content, turn.calls)
-        return said if turn.reasoning is None else f"{THOUGHT}\n{turn.reasoning}\n{THOUGHT_END}\n\n{said}"
+        text = self.write_turn(turn)
+        if _without_ids(self.parse(text)) != _without_ids(turn):
+            raise ValueError(f"the tool dialect {self.name} cannot write {turn}")
+        return text
 
     def error_text(self, error: CallError) -> str:
         seen = error.text if len(error.text) <= _SHOWN else error.text[:_SHOWN] + " …"
         return f"Error: this tool call was not run: {error.reason}.\nSeen: {seen}\nExpected: {self.example}"
 
     @abstractmethod
-    def read(self, said: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[Found]]:
-        """Words and calls of what follows the reasoning.
+    def read_turn(self, text: str, schemas: Schemas) -> ReadTurn:
+        """Takes a turn apart.
 
         Args:
-            said: the text.
+            text: see ``parse``.
             schemas: JSON schemas of the tools' arguments, by name.
         """
+
+    @abstractmethod
+    def write_turn(self, turn: AssistantTurn) -> str:
+        """The text that ``read_turn`` reads so, where there is one."""
+
+
+class ThinkingDialect(BaseDialect):
+    """Reasoning stands before ``</think>``, words and calls behind it; a family says how it writes the latter."""
+
+    def read_turn(self, text: str, schemas: Schemas) -> ReadTurn:
+        reasoning, said = split_reasoning(text)
+        content, found = self.read(said, schemas)
+        return ReadTurn(content, found, reasoning)
+
+    def write_turn(self, turn: AssistantTurn) -> str:
+        said = self.write(turn.content, turn.calls)
+        return said if turn.reasoning is None else f"{THOUGHT}\n{turn.reasoning}\n{THOUGHT_END}\n\n{said}"
+
+    @abstractmethod
+    def read(self, said: str, schemas: Schemas) -> tuple[str, list[Found]]:
+        """Words and calls of what follows the reasoning."""
 
     @abstractmethod
     def write(self, content: str, calls: Sequence[ToolCall]) -> str:
@@ -112,17 +146,22 @@ def split_reasoning(text: str) -> tuple[str | None, str]:
     return thought.strip().removeprefix(THOUGHT).strip() or None, said
 
 
-def make_turn(content: str, found: Sequence[Found], reasoning: str | None) -> AssistantTurn:
+def make_turn(read: ReadTurn) -> AssistantTurn:
     """A turn of what was read: ids given, names and arguments checked."""
     calls: list[ToolCall] = []
     errors: list[CallError] = []
-    for each in found:
+    for each in read.found:
         checked = _check(each, {call.id for call in calls}, len(calls)) if isinstance(each, Call) else each
         if isinstance(checked, ToolCall):
             calls.append(checked)
         else:
             errors.append(checked)
-    return AssistantTurn(content.strip(), tuple(calls), tuple(errors), reasoning)
+    return AssistantTurn(read.content.strip(), tuple(calls), tuple(errors), read.reasoning)
+
+
+def _without_ids(turn: AssistantTurn) -> AssistantTurn:
+    """Without what a dialect need not write: ids, and errors."""
+    return replace(turn, calls=tuple(replace(call, id="") for call in turn.calls), errors=())
 
 
 def _check(call: Call, taken: set[str], index: int) -> ToolCall | CallError:
@@ -138,8 +177,6 @@ def _check(call: Call, taken: set[str], index: int) -> ToolCall | CallError:
         check_json([call.name, call.id, call.arguments])
     except ValueError as error:
         return CallError(call.text, str(error))
-    except RecursionError:
-        return CallError(call.text, "expected arguments, saw them nested too deeply")
     number = index
     while call.id is None and call_id(number) in taken:
         number += 1
@@ -150,8 +187,13 @@ def _show(value: object) -> str:
     return "nothing" if value is None else f"{type(value).__name__} {value!r:.60}"
 
 
-def check_json(value: object) -> None:
-    """Raises ``ValueError`` for what has no JSON form that every reader takes: infinities, half characters."""
+def check_json(value: object, levels: int = _LEVELS) -> None:
+    """Raises ``ValueError`` for what has no JSON form that every reader takes, such as infinities and half characters.
+
+    Args:
+        value: an argument or all of them.
+        levels: that lists and objects may be nested.
+    """
     if isinstance(value, str):
         try:
             value.encode()
@@ -159,15 +201,17 @@ def check_json(value: object) -> None:
             raise ValueError(f"expected Unicode text, saw half a character in {value!r:.60}") from None
     elif isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"expected numbers, saw {value!r}")
+    elif isinstance(value, dict | list) and not levels:
+        raise ValueError(f"expected at most {_LEVELS} lists and objects in each other, saw more")
     elif isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise ValueError(f"expected keys that are texts, saw {key!r:.60}")
-            check_json(key)
-            check_json(item)
+            check_json(key, levels - 1)
+            check_json(item, levels - 1)
     elif isinstance(value, list):
         for item in value:
-            check_json(item)
+            check_json(item, levels - 1)
     elif value is not None and not isinstance(value, bool | int | float):
         raise ValueError(f"expected values of JSON, saw {_show(value)}")
 
@@ -194,7 +238,14 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"expected JSON, saw {name}")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+def _integer(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError:
+        raise ValueError(f"expected JSON, saw a number of {len(digits)} digits") from None
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant, parse_int=_integer)
 
 
 def to_json(value: object) -> str:

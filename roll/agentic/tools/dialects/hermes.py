@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from roll.agentic.tools.dialects.base import BaseDialect, Found, call_of, read_json, to_json
+from roll.agentic.tools.dialects.base import Found, Schemas, ThinkingDialect, call_of, read_json, to_json
 from roll.agentic.tools.types import CallError, ToolCall
 from roll.data.tool_messages import CALL_END as _END
 from roll.data.tool_messages import CALL_START as _START
 
 
-class HermesDialect(BaseDialect):
+class HermesDialect(ThinkingDialect):
     """``<tool_call>{"name": …, "arguments": {…}}</tool_call>``: Hermes, Qwen2.5, Qwen3, and templates without tools."""
 
     name = "hermes"
     example = f'{_START}\n{{"name": "<name>", "arguments": {{"<key>": "<value>"}}}}\n{_END}'
 
-    def read(self, said: str, schemas: Mapping[str, Mapping[str, Any]]) -> tuple[str, list[Found]]:
+    def read(self, said: str, schemas: Schemas) -> tuple[str, list[Found]]:
         words, found, position = "", list[Found](), 0
         while (start := said.find(_START, position)) >= 0:
             words += said[position:start]

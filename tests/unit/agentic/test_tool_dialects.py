@@ -1,0 +1,413 @@
+"""Tool calls in every family's notation: written and read back, as models write them, malformed, cut off, garbage."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from roll.agentic.tools.dialects import DIALECTS, dialect
+from roll.agentic.tools.dialects.base import check_json
+from roll.agentic.tools.types import AssistantTurn, CallError, ToolCall, ToolSchema, call_id
+from roll.utils.registry import UnknownNameError
+
+EACH = pytest.mark.parametrize("name", DIALECTS.names())
+
+letters = st.characters(exclude_categories=["Cs"])
+names = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
+identifiers = names.filter(str.isidentifier)
+# Strings that look like something else, and pieces of notations.
+odd = st.sampled_from(
+    ["", " ", "42", "true", "null", '"a"', "[1]", "\n", "a\nb", "<b>", "{}", "'", "\\", "é😀", "</think>"]
+)
+markers = st.sampled_from(
+    ["</tool_call>", "<tool_call>", "</parameter>", "</arg_value>", "<|call|>", "[ARGS]", "```", "]"]
+)
+strings = st.one_of(st.text(letters, max_size=8), odd, markers)
+scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), strings)
+values = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(strings, inner, max_size=2), max_leaves=4
+)
+# Words hold no notation: what a model means by them then is anybody's guess.
+words = st.text("abc é.,!?\n", max_size=20).map(str.strip)
+
+
+@st.composite
+def turns(draw: st.DrawFn) -> AssistantTurn:
+    calls = draw(st.lists(st.tuples(names, st.dictionaries(identifiers, values, max_size=3)), max_size=3))
+    return AssistantTurn(
+        content=draw(words),
+        calls=tuple(ToolCall(call_id(index), name, arguments) for index, (name, arguments) in enumerate(calls)),
+        reasoning=draw(st.none() | words.filter(bool)),
+    )
+
+
+@EACH
+@given(turn=turns())
+def test_what_is_written_reads_as_it_was_meant(name: str, turn: AssistantTurn) -> None:
+    speaks = dialect(name)
+    assert speaks.parse(speaks.format(turn)) == turn
+
+
+@EACH
+@given(turn=turns(), data=st.data())
+def test_a_turn_cut_off_anywhere_makes_no_call_up(name: str, turn: AssistantTurn, data: st.DataObject) -> None:
+    speaks = dialect(name)
+    text = speaks.format(turn)
+    cut = speaks.parse(text[: data.draw(st.integers(0, len(text)))])
+    assert cut.calls == turn.calls[: len(cut.calls)]
+
+
+@EACH
+@given(turn=turns(), data=st.data())
+def test_damaged_text_never_raises(name: str, turn: AssistantTurn, data: st.DataObject) -> None:
+    speaks = dialect(name)
+    text = speaks.format(turn)
+    for _ in range(data.draw(st.integers(1, 4))):
+        start, length = data.draw(st.integers(0, len(text))), data.draw(st.integers(0, 12))
+        text = text[:start] + data.draw(st.one_of(strings, st.just('"'), st.just("{"))) + text[start + length :]
+    check_turn(speaks.parse(text), text)
+
+
+PIECES = [
+    "<tool_call>",
+    "</tool_call>",
+    "<function=f>",
+    "<function=",
+    "</function>",
+    "<parameter=a>",
+    "</parameter>",
+    "<arg_key>",
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "<|python_tag|>",
+    "<|python_start|>",
+    "<|python_end|>",
+    "[TOOL_CALLS]",
+    "[ARGS]",
+    "[CALL_ID]",
+    "<|channel|>",
+    "analysis",
+    "commentary to=functions.f",
+    "<|constrain|>json",
+    "<|message|>",
+    "<|call|>",
+    "<|end|>",
+    "<|start|>assistant",
+    "<|start|>user",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+    "```json\n",
+    "```",
+    "<think>",
+    "</think>",
+    '{"name": "f", "arguments": {"a": 1}}',
+    '{"name": "f"}',
+    '{"name": "f", "parameters": {}}',
+    "[f(a=1)]",
+    "[f(1)]",
+    "[",
+    "]",
+    "{",
+    "}",
+    ";",
+    ",",
+    "f",
+    "\n",
+    " ",
+    "NaN",
+    "1e999",
+    '"\\ud800"',
+    "\x00",
+    "[f(a=[f()])]",
+    "f(**{1: 2})",
+    "\\",
+]
+
+
+@EACH
+@given(pieces=st.lists(st.one_of(st.sampled_from(PIECES), strings), max_size=12))
+@example(["[" * 5000])
+@example(["<tool_call>", "[" * 200_000])
+@example(['<tool_call>{"name": "f", "arguments": ' + '{"a":' * 900 + "1" + "}" * 901 + "</tool_call>"])
+@example(["[f(a=" + "-" * 5000 + "1)]"])
+@example(["[f(a=", "(" * 300, ")" * 300, ")]"])
+@example(['<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>"])
+def test_any_text_reads_as_some_turn(name: str, pieces: list[str]) -> None:
+    text = "".join(pieces)
+    check_turn(dialect(name).parse(text), text)
+
+
+def check_turn(turn: AssistantTurn, text: str) -> None:
+    """What holds for every turn that was read."""
+    ids = [call.id for call in turn.calls]
+    assert len(set(ids)) == len(ids)
+    for call in turn.calls:
+        assert call.name.strip() and isinstance(call.arguments, dict)
+        check_json(call.arguments)
+    for error in turn.errors:
+        assert error.reason.startswith("expected")
+    assert turn.content == turn.content.strip()
+
+
+def say(text: str, name: str, tools: tuple[ToolSchema, ...] = ()) -> tuple[str, list[tuple[str, Any]]]:
+    """Words and calls of a text without errors."""
+    turn = dialect(name).parse(text, tools)
+    assert not turn.errors
+    return turn.content, [(call.name, call.arguments) for call in turn.calls]
+
+
+ADD = ("add", {"a": 1, "b": 2})
+AS_MODELS_WRITE = [
+    ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>', "", 1),
+    ("hermes", 'Let me see.\n<tool_call>{"arguments": {"a": 1, "b": 2}, "name": "add"}</tool_call>', "Let me see.", 1),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>\n' * 3, "", 3),
+    (
+        "qwen3_coder",
+        "I add.\n\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "I add.",
+        1,
+    ),
+    ("llama3_json", '{"name": "add", "parameters": {"a": 1, "b": 2}}', "", 1),
+    ("llama3_json", '<|python_tag|>{"type": "function", "name": "add", "parameters": {"a": 1, "b": 2}}', "", 1),
+    (
+        "llama3_json",
+        '{"name": "add", "parameters": {"a": 1, "b": 2}}; {"name": "add", "arguments": {"a": 1, "b": 2}}',
+        "",
+        2,
+    ),
+    ("llama_pythonic", "[add(a=1, b=2), add(b=2, a=1)]", "", 2),
+    ("llama_pythonic", "I add.<|python_start|>[add(a=1, b=2)]<|python_end|>", "I add.", 1),
+    ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}, "id": "abcdef123"}]', "", 1),
+    (
+        "mistral",
+        'So.[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}[TOOL_CALLS]add[CALL_ID]abcdef123[ARGS]{"a": 1, "b": 2}',
+        "So.",
+        2,
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Sum.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+        '<|constrain|>json<|message|>{"a": 1, "b": 2}<|call|>',
+        "",
+        1,
+    ),
+    ("harmony", ' to=functions.add<|channel|>commentary json<|message|>{"a": 1, "b": 2}', "", 1),
+    (
+        "deepseek",
+        "So.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n"
+        '{"a": 1, "b": 2}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n'
+        '{"a": 1, "b": 2}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "So.",
+        2,
+    ),
+    (
+        "deepseek",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>"
+        '{"a": 1, "b": 2}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+        "",
+        1,
+    ),
+    (
+        "glm",
+        "So.\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+        "<arg_value>2</arg_value>\n</tool_call>",
+        "So.",
+        1,
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "count"), AS_MODELS_WRITE)
+def test_calls_as_models_write_them(name: str, text: str, content: str, count: int) -> None:
+    assert say(text, name) == (content, [ADD] * count)
+
+
+NOT_CALLS = [
+    ("hermes", "Use <tools> and </tool_call>."),
+    ("llama3_json", '{"answer": 4}'),
+    ("llama3_json", "{x: 1} is a set."),
+    ("llama_pythonic", "[1, 2, 3]"),
+    ("llama_pythonic", "f(x) is 3"),
+    ("mistral", "[INST] is a marker."),
+    ("harmony", "plain words"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), NOT_CALLS)
+def test_words_are_not_taken_for_calls(name: str, text: str) -> None:
+    assert dialect(name).parse(text) == AssistantTurn(text)
+
+
+MALFORMED = [
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": }}</tool_call>', "expected JSON, saw '}}</tool_call>'"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', "it was cut off"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "saw the end: it was cut off"),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "expected the key 'name', saw 'arguments'"),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', "expected the key 'arguments' once"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "arguments as an object, saw list [1]"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', "arguments as an object, saw str"),
+    ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>', "expected the name of a tool"),
+    ("hermes", '<tool_call>{"name": 1, "arguments": {}}</tool_call>', "expected the name of a tool, saw int 1"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}, "why": 1}</tool_call>', "saw 'why' too"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "saw NaN"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>', "saw inf"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\\ud800"}}</tool_call>', "half a character"),
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {}} and so</tool_call>',
+        "expected </tool_call> behind the object",
+    ),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>1</function></tool_call>", "expected <function=name>"),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>1</parameter></tool_call>", "expected <function=name>"),
+    ("qwen3_coder", '<tool_call>{"name": "f", "arguments": {}}</tool_call>', "expected <function=name>"),
+    ("qwen3_coder", "<tool_call><function=f>", "it was cut off"),
+    ("qwen3_coder", "<tool_call><function=></function></tool_call>", "expected the name of a tool"),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter></function></tool_call>",
+        "'a' twice",
+    ),
+    ("glm", "<tool_call>f\n<arg_key>a</arg_key>\n</tool_call>", "expected a name, then <arg_key>"),
+    ("glm", "<tool_call>\n</tool_call>", "expected the name of a tool"),
+    ("glm", "<tool_call>f", "it was cut off"),
+    ("llama3_json", '{"name": "f", "parameters": {"a": 1}', "it was cut off"),
+    ("llama3_json", '{"parameters": {"a": 1}}', "expected the key 'name'"),
+    ("llama3_json", '{"name": "f", "parameters": {}} so', "expected ';' and another call, saw 'so'"),
+    ("llama3_json", "<|python_tag|>print(1)", "expected JSON, saw 'print(1)'"),
+    ("llama_pythonic", "[f(1)]", "expected every argument by its name"),
+    ("llama_pythonic", "[f(a=open('x'))]", "expected literals"),
+    ("llama_pythonic", "[f(a=__import__('os').system('true'))]", "expected literals"),
+    ("llama_pythonic", "[f(a={1, 2})]", "expected values of JSON, saw set"),
+    ("llama_pythonic", "[f(a=b'x')]", "expected values of JSON, saw bytes"),
+    ("llama_pythonic", "[f(a={1: 2})]", "expected keys that are texts, saw 1"),
+    ("llama_pythonic", "[f(a=1, **{'a': 2})]", "expected every argument once"),
+    ("llama_pythonic", "[f(a=1", "expected a Python list of calls"),
+    ("llama_pythonic", "[f(a=1), 3]", "expected a call, saw '3'"),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}', "it was cut off"),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}] so', "expected nothing behind the array"),
+    ("mistral", "[TOOL_CALLS]f {}", "expected a name and [ARGS]"),
+    ("mistral", "[TOOL_CALLS]f[ARGS]{", "it was cut off"),
+    ("mistral", "[TOOL_CALLS]", "it was cut off"),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|>a=1<|call|>", "expected JSON, saw 'a=1'"),
+    ("harmony", "<|channel|>commentary to=functions.<|message|>{}", "expected the name of a tool"),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|>[]", "arguments as an object"),
+    ("harmony", "<|message|>a<|end|><|start|>user<|message|>b", "expected assistant to speak"),
+    (
+        "deepseek",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        "expected <｜tool▁sep｜>",
+    ),
+    ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{", "it was cut off"),
+    ("deepseek", "<｜tool▁calls▁begin｜>f", "expected <｜tool▁call▁begin｜> or"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "reason"), MALFORMED)
+def test_a_malformed_call_says_what_was_expected(name: str, text: str, reason: str) -> None:
+    speaks = dialect(name)
+    (error,) = speaks.parse(text).errors
+    assert reason in error.reason
+    answer = speaks.error_text(error)
+    assert error.reason in answer and answer.endswith(speaks.example)
+
+
+def test_a_malformed_call_leaves_its_neighbours_alone() -> None:
+    good = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+    for bad in ("<tool_call>{</tool_call>", "<tool_call>{", "<tool_call></tool_call>"):
+        turn = dialect("hermes").parse(f"{good}{bad}{good}")
+        assert [(call.name, call.arguments) for call in turn.calls] == [ADD] * 2 and len(turn.errors) == 1
+    one = "<｜tool▁call▁begin｜>add<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+    turn = dialect("deepseek").parse(f"<｜tool▁calls▁begin｜>{one}<｜tool▁call▁begin｜>x{one}<｜tool▁calls▁end｜>")
+    assert len(turn.calls) == 2 and len(turn.errors) == 1
+
+
+def test_an_id_that_comes_twice_is_an_error() -> None:
+    call = {"name": "f", "arguments": {}, "id": "abcdef123"}
+    turn = dialect("mistral").parse("[TOOL_CALLS]" + json.dumps([call, call, {"name": "g", "arguments": {}}]))
+    assert [call.id for call in turn.calls] == ["abcdef123", "call00001"]
+    assert "saw 'abcdef123' twice" in turn.errors[0].reason
+
+
+def test_an_id_of_the_models_own_is_not_given_again() -> None:
+    taken = {"name": "f", "arguments": {}, "id": call_id(1)}
+    turn = dialect("mistral").parse("[TOOL_CALLS]" + json.dumps([taken, {"name": "g", "arguments": {}}]))
+    assert [call.id for call in turn.calls] == ["call00001", "call00002"] and not turn.errors
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm"])
+def test_a_schema_says_what_bare_words_are(name: str) -> None:
+    bare = {"code": "42", "times": "3", "loud": "True", "list": "[1, 2]", "free": "x = 1"}
+    if name == "glm":
+        pairs = "".join(f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in bare.items())
+        text = f"<tool_call>run\n{pairs}</tool_call>"
+    else:
+        pairs = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in bare.items())
+        text = f"<tool_call>\n<function=run>\n{pairs}</function>\n</tool_call>"
+    kinds = {"code": "string", "times": "integer", "loud": "boolean", "list": "array", "free": "string"}
+    schema = {"type": "object", "properties": {key: {"type": kind} for key, kind in kinds.items()}}
+    typed = {"code": "42", "times": 3, "loud": True, "list": [1, 2], "free": "x = 1"}
+    assert say(text, name, (ToolSchema("run", "", schema),)) == ("", [("run", typed)])
+    assert say(text, name) == ("", [("run", typed | {"code": 42, "loud": "True"})])
+
+
+def test_reasoning_stands_apart_from_words() -> None:
+    parse = dialect("hermes").parse
+    assert parse("<think>\nhm\n</think>\n\n4") == AssistantTurn("4", reasoning="hm")
+    assert parse("hm\n</think>\n\n4") == AssistantTurn("4", reasoning="hm")  # the prompt opened the tag
+    assert parse("<think>\n\n</think>\n\n4") == AssistantTurn("4")
+    assert parse("<think>\nhm") == AssistantTurn("", reasoning="hm")
+    inside = "I could <tool_call>{}</tool_call></think>4"
+    assert parse(inside) == AssistantTurn("4", reasoning="I could <tool_call>{}</tool_call>")
+
+
+def test_what_a_dialect_cannot_write_is_refused() -> None:
+    turn = AssistantTurn("", (ToolCall("call00000", "get-weather", {}),))
+    assert dialect("hermes").parse(dialect("hermes").format(turn)) == turn
+    with pytest.raises(ValueError, match="llama_pythonic cannot write"):
+        dialect("llama_pythonic").format(turn)
+    with pytest.raises(ValueError, match="hermes cannot write"):
+        dialect("hermes").format(AssistantTurn("<tool_call>"))
+
+
+def test_errors_and_foreign_ids_are_not_written() -> None:
+    turn = AssistantTurn("", (ToolCall("call_of_an_api", "f", {}),), (CallError("x", "expected y"),))
+    kept = replace(turn, calls=(ToolCall("call00000", "f", {}),), errors=())
+    assert dialect("hermes").parse(dialect("hermes").format(turn)) == kept
+    assert dialect("mistral").parse(dialect("mistral").format(turn)) == replace(turn, errors=())
+
+
+def test_a_long_call_is_shortened_in_its_answer() -> None:
+    speaks = dialect("hermes")
+    (error,) = speaks.parse('<tool_call>{"name": "' + "x" * 10_000).errors
+    assert len(speaks.error_text(error)) < 500
+
+
+def test_an_unknown_dialect_is_named() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown tool dialect 'hermess'\. Did you mean 'hermes'"):
+        dialect("hermess")
+
+
+def test_turns_and_schemas_as_messages() -> None:
+    turn = AssistantTurn("So.", (ToolCall("call00000", "f", {"a": 1}),), reasoning="hm")
+    function = {"name": "f", "arguments": {"a": 1}}
+    assert turn.as_openai() == {
+        "role": "assistant",
+        "content": "So.",
+        "reasoning_content": "hm",
+        "tool_calls": [{"id": "call00000", "type": "function", "function": function}],
+    }
+    assert AssistantTurn("So.").as_openai() == {"role": "assistant", "content": "So."}
+    assert ToolSchema("f", "does").as_openai() == {
+        "type": "function",
+        "function": {"name": "f", "description": "does", "parameters": {"type": "object", "properties": {}}},
+    }
