@@ -27,6 +27,7 @@ from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import is_section, range_text, section_of, type_text
 from roll.configs.sft import SFTConfig, SFTValidationConfig
 from roll.configs.strategy import StrategyArguments
+from roll.configs.tools import ToolConfig, ToolsConfig
 from roll.configs.training import TrainingArguments
 from roll.configs.val_infer import ValInferConfig
 from roll.configs.warm_start import PromptWarmStartConfig, WarmStartConfig
@@ -45,6 +46,8 @@ TOP_LEVEL: list[Group] = [
     ("Policy", "top level", PipelineConfig),
     ("Rollouts, critic and reference", "top level of an RL run", RLConfig),
     ("Replicas that evaluate", "`val_infer`", ValInferConfig),
+    ("Tools", "`tools`", ToolsConfig),
+    ("One tool", "`tools.use.<name>`", ToolConfig),
     ("Algorithm", "top level", AlgorithmConfig),
     ("Reward normalisation", "`reward_normalization`", RewardNormalizationConfig),
     ("Overlong penalty", "`overlong_buffer`", OverlongBufferConfig),

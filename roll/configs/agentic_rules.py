@@ -10,6 +10,7 @@ from roll.configs.env import EnvManagerConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.rules import Rule, check_sampling, too_many_tokens
 from roll.configs.schema import nearest
+from roll.configs.tools import tool_tag_problems
 
 _MANAGERS = {"train_env_manager": "rollout_batch_size", "val_env_manager": "val_batch_size"}
 
@@ -91,7 +92,7 @@ def check_tool_managers(config: AgenticConfig) -> list[ConfigProblem]:
     if config.tools is None:
         return []
     expected = "traj with tools, whose answers are part of the conversation; or leave the tag out of their tags"
-    return [
+    return tool_tag_problems(config.tools, list(config.custom_envs), "custom_envs") + [
         ConfigProblem(f"custom_envs.{tag}.env_manager_cls", "step", expected, involves=("tools",))
         for tag, env in config.custom_envs.items()
         if env.env_manager_cls == "step" and config.tools.for_tag(tag)

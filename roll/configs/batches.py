@@ -34,6 +34,13 @@ def describe_batches(config: PipelineConfig) -> list[str]:
             f"at most {_count(config.max_lag, 'step')} old when they are trained on; a step chooses from "
             f"{_count(config.window, 'draw')}"
         )
+    if config.tools is not None:
+        tools = config.tools
+        lines.append(
+            f"tools: {', '.join(tools.use)}; an episode has at most {_count(tools.max_turns, 'turn')} with calls, each "
+            f"of at most {_count(tools.max_parallel_calls, 'call')} whose answers have at most "
+            f"{_count(tools.max_tool_response_tokens, 'token')}, and at most {config.sequence_length:,} tokens in all"
+        )
     lines += [_train_line(config, role) for role in ("actor_train", "critic") if role in config.roles]
     return lines
 
@@ -56,6 +63,8 @@ def _prompt_lines(config: RLVRConfig) -> Iterator[str]:
 
 
 def _longest(config: RLVRConfig) -> int:
+    if config.tools is not None:  # each of its turns may have as many
+        return config.sequence_length
     return min(config.sequence_length, config.prompt_length + (config.train_sampling.max_new_tokens or 0))
 
 

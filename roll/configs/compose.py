@@ -146,7 +146,7 @@ def _parse_overrides(texts: Sequence[str]) -> tuple[list[tuple[Override, Any]], 
                 raise HydraException("sweep")
             parsed.append((override, override.value()))
         except HydraException:
-            if equals and re.fullmatch(r"\+{0,2}[\w.]+", key):
+            if equals and re.fullmatch(r"\+{0,2}[\w.]+", key, re.ASCII):
                 parsed.append((parser.parse_override(f"{key}=null"), value))
             else:
                 problems.append(ConfigProblem(text, NOTHING, "key=value", "the command line takes key=value overrides"))

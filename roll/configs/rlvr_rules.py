@@ -8,6 +8,7 @@ from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompt_rules import TRAIN_DATA, VAL_DATA, check_datasets, check_templates
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import Rule, check_sampling, too_many_tokens
+from roll.configs.tools import tool_tag_problems
 
 
 def check_shares(config: RLVRConfig) -> list[ConfigProblem]:
@@ -70,6 +71,11 @@ def check_evaluation(config: RLVRConfig) -> list[ConfigProblem]:
     return [ConfigProblem("val_infer", "a section", "null without validation", involves=("validation",))]
 
 
+def check_tool_tags(config: RLVRConfig) -> list[ConfigProblem]:
+    """Tools are given to tags that there are."""
+    return tool_tag_problems(config.tools, list(config.domains), "rewards")
+
+
 def check_renders(config: RLVRConfig) -> list[ConfigProblem]:
     """Nothing is drawn of answers, which the run's page shows as text."""
     if config.num_renders in (0, RLVRConfig.model_fields["num_renders"].default):
@@ -86,5 +92,6 @@ RLVR_RULES: tuple[Rule, ...] = (
     check_answers,
     check_estimator,
     check_evaluation,
+    check_tool_tags,
     check_renders,
 )

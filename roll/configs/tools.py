@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
+from roll.configs.schema import nearest
 
 
 class ToolConfig(Config):
@@ -69,3 +71,22 @@ class ToolsConfig(Config):
     def for_tag(self, tag: str) -> list[str]:
         """Names of the tools that a prompt or environment of that tag has."""
         return [name for name, tool in self.use.items() if tool.tags is None or tag in tool.tags]
+
+
+def tool_tag_problems(tools: ToolsConfig | None, tags: Sequence[str], beside: str) -> list[ConfigProblem]:
+    """Tools for tags that there are not.
+
+    Args:
+        tools: the section.
+        tags: of the prompts or environments.
+        beside: the section that has them.
+    """
+    problems = []
+    for name, entry in tools.use.items() if tools is not None else ():
+        for tag in entry.tags or ():
+            if tag not in tags:
+                near = nearest(tag, tags)
+                hint = f"did you mean {near}?" if near else ""
+                expected = f"tags among {', '.join(tags) or 'none'}"
+                problems.append(ConfigProblem(f"tools.use.{name}.tags", tag, expected, hint, involves=(beside,)))
+    return problems

@@ -45,3 +45,6 @@ class PromptWarmStartConfig(SupervisedStartConfig):
     )
     prompt: str = Field(default="prompt", min_length=1, description="Column of the prompt.")
     response: str = Field(default="response", min_length=1, description="Column of the response.")
+    messages: str | None = Field(
+        default=None, min_length=1, description="Column of whole conversations, in place of prompt and response."
+    )

@@ -29,7 +29,7 @@ from roll.data.prompt_rows import (
 from roll.data.prompts import Prompt, draw_samples, kept_rows, no_rows
 
 if TYPE_CHECKING:
-    from roll.data.renderer import ChatRenderer
+    from roll.data.renderer import ChatRenderer, Tool
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,7 @@ def load_conversations(
     last_only: bool = False,
     scoring: Scoring | None = None,
     seed: int = 0,
+    tools: Sequence[Tool] | None = None,
 ) -> Conversations:
     """Reads, filters, renders and checks a dataset.
 
@@ -111,6 +112,7 @@ def load_conversations(
         last_only: only the last answer is imitated.
         scoring: what the questions must bring to have their answers scored; ``None``: they are not.
         seed: of the run; it draws ``dataset_filter.num_samples`` and goes to ``dataset_cls``.
+        tools: that the assistant is told of.
 
     Raises:
         DataError: everything that is wrong with the dataset, by file and line.
@@ -120,7 +122,7 @@ def load_conversations(
     counts: Counter[str] = Counter()
     samples, not_drawn = draw_samples(list(_read(args, scoring, seed, problems, counts)), args, seed)
     counts["filtered"] += not_drawn
-    rendered = _render(samples, renderer, last_only, problems)
+    rendered = _render(samples, renderer, tools, last_only, problems)
     kept = list(_fit(rendered, max_tokens, overflow, problems, counts))
     problems.raise_any()
     if not samples:
@@ -207,11 +209,15 @@ _Rendered: TypeAlias = tuple[_Sample, IntArray, BoolArray]
 
 
 def _render(
-    samples: Sequence[_Sample], renderer: ChatRenderer, last_only: bool, problems: Problems
+    samples: Sequence[_Sample],
+    renderer: ChatRenderer,
+    tools: Sequence[Tool] | None,
+    last_only: bool,
+    problems: Problems,
 ) -> Iterator[_Rendered]:
     for sample in samples:
         try:
-            ids, mask = renderer.conversation(sample.messages, last_only=last_only)
+            ids, mask = renderer.conversation(sample.messages, last_only=last_only, tools=tools)
         except TemplateError as error:
             problems.add(sample.place, f"the chat template refuses the messages: {error}")
         except ValueError as error:

@@ -158,7 +158,7 @@ def write_dataset(
         (problem, {column for column in range(problem.num_columns) if rng.random() < forget_rate})
         for problem in draw("demonstrations", num_demonstrations, held_out=False)
     ]
-    _write_together(
+    write_together(
         folder,
         {
             TRAIN: (_row("train", *item) for item in enumerate(draw("train", num_train, held_out=False))),
@@ -224,7 +224,7 @@ def _demonstration(index: int, problem: Problem, forgotten_columns: Collection[i
     }
 
 
-def _write_together(folder: Path, files: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
+def write_together(folder: Path, files: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
     """Writes JSON-lines files beside their final names, then renames them all."""
     folder.mkdir(parents=True, exist_ok=True)
     building = {folder / name: folder / f".{name}.{os.getpid()}.tmp" for name in files}

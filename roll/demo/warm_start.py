@@ -37,6 +37,7 @@ from roll.pipeline.sft.training import SupervisedTraining
 from roll.rollout.env_worker import PlayedPlan
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.tool_box import told_tools
 from roll.rollout.trajectory import groups_to_batch
 from roll.rollout.types import RolloutGroup
 from roll.utils.seeding import derive_seed
@@ -237,8 +238,18 @@ class AnswersStart(WarmStart[PromptRoles]):
             DataError: rows without the two columns, or longer than ``sequence_length``.
         """
         config, settings = self.config, self.config.warm_start
-        columns = DataArguments(file_name=settings.file_name, prompt=settings.prompt, response=settings.response)
-        return load_conversations(columns, renderer=load_renderer(config), max_tokens=config.sequence_length).batch
+        told = (
+            {"messages": settings.messages}
+            if settings.messages
+            else settings.model_dump(include={"prompt", "response"})
+        )
+        (tools,) = told_tools(config.tools, [""]).values() or [None]
+        return load_conversations(
+            DataArguments(file_name=settings.file_name, **told),
+            renderer=load_renderer(config),
+            max_tokens=config.sequence_length,
+            tools=tools,
+        ).batch
 
     def measurement(self, rollouts: PromptRoles) -> RolloutScheduler:
         """One sampled answer to each of some training prompts."""

@@ -87,3 +87,8 @@ def test_a_folder_of_ones_own_has_the_shipped_groups_and_its_own(tmp_path):
 def test_an_unknown_choice_names_those_there_are(override, hint):
     (problem,) = compose_config("rlvr_math", SHIPPED, [override]).problems
     assert (problem.path, problem.expected, problem.hint) == ("train", "one of: deepspeed, fsdp2, megatron", hint)
+
+
+def test_a_key_that_hydra_cannot_read_is_a_problem_like_any_other():
+    (problem,) = compose_config("rlvr_math", SHIPPED, ["+rewards.ä.timeout=1"]).problems
+    assert (problem.path, problem.expected) == ("+rewards.ä.timeout=1", "key=value")

@@ -1,0 +1,49 @@
+"""The section ``tools`` among the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll.configs.agentic import AgenticConfig
+from roll.configs.compose import compose_config
+from roll.configs.loader import load_composed
+from roll.configs.problems import ConfigErrors
+from roll.configs.rlvr import RLVRConfig
+from roll.preflight.choices import CHECKS
+
+SHIPPED = Path(__file__).parents[3] / "examples" / "config"
+
+
+def problems(name: str, *overrides: str) -> dict[str, str]:
+    kind = AgenticConfig if name.startswith("agentic") else RLVRConfig
+    with pytest.raises(ConfigErrors) as raised:
+        load_composed(kind, name, compose_config(name, SHIPPED, list(overrides)), CHECKS[kind])
+    return {problem.path: str(problem) for problem in raised.value.problems}
+
+
+def test_wrong_tools_are_told_at_once() -> None:
+    found = problems(
+        "rlvr_tools",
+        "tools.dialect=hermess",
+        "tools.use.calculator.tool=calculater",
+        "tools.use.calculator.tags=[prodcts]",
+        "+tools.use.two.words={tool: calculator}",
+        "+tools.use.find.tool=search",
+    )
+    assert "Did you mean 'hermes'?" in found["tools.dialect"]
+    assert "Did you mean 'calculator'?" in found["tools.use.calculator.tool"]
+    assert "did you mean products?" in found["tools.use.calculator.tags"]
+    assert "missing a required argument: 'corpus'" in found["tools.use.find.args"]
+
+
+def test_a_tool_has_a_name_that_every_dialect_can_write() -> None:
+    assert "letters, digits" in problems("rlvr_tools", "+tools.use={two words: {tool: calculator}}")["tools.use"]
+
+
+def test_an_environment_with_tools_keeps_its_conversation() -> None:
+    found = problems("agentic_sokoban", "+tools.use.calculator.tool=calculator")
+    assert "traj with tools" in found["custom_envs.SimpleSokoban.env_manager_cls"]
+    found = problems("agentic_sokoban", "+tools.use={calculator: {tool: calculator, tags: [Sokoban]}}")
+    assert list(found) == ["tools.use.calculator.tags"]

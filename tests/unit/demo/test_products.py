@@ -1,0 +1,64 @@
+"""The data of the tool demonstration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.agentic.tools.calculator import calculator
+from roll.agentic.tools.dialects import dialect
+from roll.demo.products import write_dataset
+
+COUNTS = {"num_train": 300, "num_val": 100, "num_demonstrations": 1000}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def operands(text: str) -> frozenset[str]:
+    return frozenset(text.strip("=").split("*"))
+
+
+def test_the_teacher_calls_as_often_as_it_is_told_and_the_answers_are_the_calculators(tmp_path: Path) -> None:
+    write_dataset(tmp_path, call_rate=0.5, slip_rate=0.2, **COUNTS)
+    rows = [row["messages"] for row in read(tmp_path / "demonstrations.jsonl")]
+    kinds = {"called": 0, "slipped": 0, "guessed": 0}
+    for messages in rows:
+        turn = dialect("llama_pythonic").parse(messages[1]["content"])
+        if turn.calls:
+            kinds["called"] += 1
+            assert messages[2]["content"] == calculator(**turn.calls[0].arguments)
+            assert messages[3]["content"] == f"<answer>{messages[2]['content']}</answer>"
+        else:
+            kinds["slipped" if turn.errors else "guessed"] += 1
+            assert len(messages) == 2
+    assert [round(kinds[kind] / len(rows), 1) for kind in kinds] == [0.5, 0.2, 0.3]
+
+
+def test_equal_arguments_give_equal_files_and_held_out_pairs_are_nowhere_else(tmp_path: Path) -> None:
+    for name in "ab":
+        write_dataset(tmp_path / name, **COUNTS)
+    for file in ("train.jsonl", "val.jsonl", "demonstrations.jsonl"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+    train, val = (read(tmp_path / "a" / file) for file in ("train.jsonl", "val.jsonl"))
+    assert all(row["solution"] == calculator(row["prompt"].strip("=")) for row in (*train, *val))
+    shown = [row["messages"][0]["content"] for row in read(tmp_path / "a" / "demonstrations.jsonl")]
+    seen = {operands(row["prompt"]) for row in train} | {operands(text) for text in shown}
+    assert not seen & {operands(row["prompt"]) for row in val}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"min_operand": 9, "max_operand": 9}, "min_operand, max_operand"),
+        ({"held_out_share": 1.0}, "held_out_share"),
+        ({"call_rate": 0.9, "slip_rate": 0.2}, "call_rate, slip_rate"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        write_dataset(tmp_path, **arguments)
