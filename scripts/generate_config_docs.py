@@ -27,7 +27,7 @@ from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import is_section, range_text, section_of, type_text
 from roll.configs.sft import SFTConfig, SFTValidationConfig
 from roll.configs.strategy import StrategyArguments
-from roll.configs.tools import ToolConfig, ToolsConfig
+from roll.configs.tools import McpServerConfig, ToolConfig, ToolsConfig
 from roll.configs.training import TrainingArguments
 from roll.configs.val_infer import ValInferConfig
 from roll.configs.warm_start import PromptWarmStartConfig, WarmStartConfig
@@ -48,6 +48,7 @@ TOP_LEVEL: list[Group] = [
     ("Replicas that evaluate", "`val_infer`", ValInferConfig),
     ("Tools", "`tools`", ToolsConfig),
     ("One tool", "`tools.use.<name>`", ToolConfig),
+    ("A server of tools", "`tools.servers.<name>`", McpServerConfig),
     ("Algorithm", "top level", AlgorithmConfig),
     ("Reward normalisation", "`reward_normalization`", RewardNormalizationConfig),
     ("Overlong penalty", "`overlong_buffer`", OverlongBufferConfig),

@@ -95,7 +95,7 @@ def check_tool_managers(config: AgenticConfig) -> list[ConfigProblem]:
     return tool_tag_problems(config.tools, list(config.custom_envs), "custom_envs") + [
         ConfigProblem(f"custom_envs.{tag}.env_manager_cls", "step", expected, involves=("tools",))
         for tag, env in config.custom_envs.items()
-        if env.env_manager_cls == "step" and config.tools.for_tag(tag)
+        if env.env_manager_cls == "step" and config.tools.reaches(tag)
     ]
 
 

@@ -36,9 +36,10 @@ def describe_batches(config: PipelineConfig) -> list[str]:
         )
     if config.tools is not None:
         tools = config.tools
+        names = [*tools.use, *(f"those of {name}" for name in tools.servers)]
         lines.append(
-            f"tools: {', '.join(tools.use)}; an episode has at most {_count(tools.max_turns, 'turn')} with calls, each "
-            f"of at most {_count(tools.max_parallel_calls, 'call')} whose answers have at most "
+            f"tools: {', '.join(names)}; an episode has at most {_count(tools.max_turns, 'turn')} with calls, each of "
+            f"at most {_count(tools.max_parallel_calls, 'call')} whose answers have at most "
             f"{_count(tools.max_tool_response_tokens, 'token')}, and at most {config.sequence_length:,} tokens in all"
         )
     lines += [_train_line(config, role) for role in ("actor_train", "critic") if role in config.roles]

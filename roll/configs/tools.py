@@ -10,6 +10,7 @@ from pydantic import Field
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
 from roll.configs.schema import nearest
+from roll.configs.worker import EnvironmentVariables
 
 
 class ToolConfig(Config):
@@ -30,11 +31,39 @@ class ToolConfig(Config):
     )
 
 
+class McpServerConfig(Config):
+    """A server of the Model Context Protocol: its tools under their own names."""
+
+    command: list[str] | None = Field(
+        default=None, min_length=1, description="Program and arguments; it speaks the protocol on its pipes."
+    )
+    url: str | None = Field(default=None, min_length=1, description="Of a running server (streamable HTTP).")
+    env: EnvironmentVariables = Field(
+        default_factory=dict, description="Environment variables of the program, beside a few harmless ones of ours."
+    )
+    cwd: str | None = Field(default=None, description="Working folder of the program.")
+    only: list[str] | None = Field(default=None, description="The tools to take; null: all.")
+    tags: list[str] | None = Field(
+        default=None, description="Tags of prompts or environments that have the tools; null: all."
+    )
+    timeout: float = Field(default=10.0, gt=0, description="Seconds that a call, or the start of the server, may take.")
+    retries: int = Field(default=0, ge=0, description="New attempts at a call that the server did not answer.")
+
+    def problems(self) -> list[ConfigProblem]:
+        if (self.command is None) != (self.url is None):
+            return []
+        return [self.problem("command", "a command or a url, one of them", "url")]
+
+
 class ToolsConfig(Config):
     """The tools of an episode, and its limits."""
 
     use: dict[str, ToolConfig] = Field(
-        min_length=1, description="Tools by the name that the policy calls them by, which goes for functions too."
+        default_factory=dict, description="Tools by the name that the policy calls them by, functions included."
+    )
+    servers: dict[str, McpServerConfig] = Field(
+        default_factory=dict,
+        description="Servers of the Model Context Protocol; each rollout worker has one connection to each.",
     )
     dialect: str = Field(
         default="hermes",
@@ -62,15 +91,19 @@ class ToolsConfig(Config):
 
     def problems(self) -> list[ConfigProblem]:
         expected = "letters, digits, _ and -, at most 64 of them"
-        return [
+        found = [
             self.problem("use", expected, seen=name)
             for name in self.use
             if len(name) > 64 or not name.replace("_", "").replace("-", "").isalnum() or not name.isascii()
         ]
+        if not self.use and not self.servers:
+            found.append(self.problem("use", "at least one tool, here or of servers", "servers"))
+        return found
 
-    def for_tag(self, tag: str) -> list[str]:
-        """Names of the tools that a prompt or environment of that tag has."""
-        return [name for name, tool in self.use.items() if tool.tags is None or tag in tool.tags]
+    def reaches(self, tag: str) -> bool:
+        """Whether a prompt or environment of that tag has tools."""
+        entries: list[ToolConfig | McpServerConfig] = [*self.use.values(), *self.servers.values()]
+        return any(entry.tags is None or tag in entry.tags for entry in entries)
 
 
 def tool_tag_problems(tools: ToolsConfig | None, tags: Sequence[str], beside: str) -> list[ConfigProblem]:
@@ -82,11 +115,15 @@ def tool_tag_problems(tools: ToolsConfig | None, tags: Sequence[str], beside: st
         beside: the section that has them.
     """
     problems = []
-    for name, entry in tools.use.items() if tools is not None else ():
-        for tag in entry.tags or ():
+    if tools is None:
+        return []
+    entries: dict[str, ToolConfig | McpServerConfig] = {f"use.{name}": entry for name, entry in tools.use.items()}
+    entries |= {f"servers.{name}": entry for name, entry in tools.servers.items()}
+    for key, one in entries.items():
+        for tag in one.tags or ():
             if tag not in tags:
                 near = nearest(tag, tags)
                 hint = f"did you mean {near}?" if near else ""
                 expected = f"tags among {', '.join(tags) or 'none'}"
-                problems.append(ConfigProblem(f"tools.use.{name}.tags", tag, expected, hint, involves=(beside,)))
+                problems.append(ConfigProblem(f"tools.{key}.tags", tag, expected, hint, involves=(beside,)))
     return problems

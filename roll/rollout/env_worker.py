@@ -103,12 +103,12 @@ class EnvironmentWorker(RolloutWorker):
         """Plays with an environment that is idle, or a new one; one that failed is not used again."""
         manager, runner = self.managers[spec.tag], self._take_runner(spec.tag)
         partner: AsyncEnv = runner
-        if isinstance(spec, PlayedSpec):
-            generate = spec.player(runner, manager.renderer)
-        else:
-            partner, generate = with_tools(runner, spec.tag, self._tools, generate)
         healthy = False
         try:
+            if isinstance(spec, PlayedSpec):
+                generate = spec.player(runner, manager.renderer)
+            else:
+                partner, generate = await with_tools(runner, spec.tag, self._tools, generate)
             trajectory = await manager.run_episode(partner, generate, episode)
             healthy = True
             return trajectory

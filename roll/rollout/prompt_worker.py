@@ -119,7 +119,7 @@ class PromptWorker(RolloutWorker):
         assert isinstance(spec, PromptSpec)
         env = PromptEnv(spec.prompt, self._score)
         manager, generate = self.managers[spec.sampling], env.watch(generate)
-        partner, generate = with_tools(env, spec.prompt.tag, self._tools, generate)
+        partner, generate = await with_tools(env, spec.prompt.tag, self._tools, generate)
         return await manager.run_episode(partner, generate, episode)
 
     async def _score(self, sample: Sample) -> Verdict:

@@ -6,15 +6,16 @@ import asyncio
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from roll.agentic.tools.dialects import dialect
+from roll.agentic.tools.mcp import McpServer
 from roll.agentic.tools.tool import Tool, ToolError, make_tool, text_of
 from roll.agentic.tools.types import AssistantTurn, ToolCall, ToolSchema
 from roll.configs.schema import nearest
-from roll.configs.tools import ToolConfig, ToolsConfig
+from roll.configs.tools import McpServerConfig, ToolConfig, ToolsConfig
 from roll.data.arrays import IntArray
 from roll.data.renderer import ChatRenderer
 from roll.rollout.call_threads import CallThreads, CallTimeoutError
@@ -24,6 +25,9 @@ logger = logging.getLogger(__name__)
 
 _CHARS_PER_TOKEN = 64
 """More of a long result need not be tokenised to see that it is too long."""
+
+
+_Entry: TypeAlias = tuple[Tool, ToolConfig | McpServerConfig]
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,19 @@ class ToolBox:
         self.dialect = dialect(config.dialect)
         self._renderer = renderer
         self._threads = threads
-        self._tools = make_tools(config)
+        self._tools: dict[str, _Entry] | None = None
+        self._lock = asyncio.Lock()
 
-    def schemas(self, tag: str) -> list[ToolSchema]:
-        """What the policy is told in an episode of that tag."""
-        return [self._tools[name].schema for name in self.config.for_tag(tag)]
+    async def schemas(self, tag: str) -> list[ToolSchema]:
+        """What the policy is told in an episode of that tag; the first call makes the tools.
+
+        Raises:
+            ValueError: a tool cannot be made.
+        """
+        async with self._lock:
+            if self._tools is None:
+                self._tools = await make_tools(self.config)
+        return _told(self._tools, tag)
 
     def parse(self, ids: IntArray, schemas: Sequence[ToolSchema]) -> AssistantTurn:
         """Reads sampled ids in the model's dialect."""
@@ -89,7 +101,8 @@ class ToolBox:
             near = nearest(call.name, names)
             hint = f"; did you mean {near}?" if near else ""
             return f"error: there is no tool {call.name!r}, expected one of: {', '.join(names)}{hint}"
-        entry, tool = self.config.use[call.name], self._tools[call.name]
+        assert self._tools is not None, "schemas"
+        tool, entry = self._tools[call.name]
         state = states.setdefault(call.name, {})
         for attempt in range(1 + entry.retries):
             try:
@@ -109,7 +122,9 @@ class ToolBox:
                     return f"error: {describe_error(error)}"
         raise AssertionError("unreachable")
 
-    async def _run(self, tool: Tool, entry: ToolConfig, arguments: dict[str, Any], state: dict[str, Any]) -> Any:
+    async def _run(
+        self, tool: Tool, entry: ToolConfig | McpServerConfig, arguments: dict[str, Any], state: dict[str, Any]
+    ) -> Any:
         if inspect.iscoroutinefunction(tool.call):
             async with asyncio.timeout(entry.timeout):
                 return await tool.call(arguments, state)
@@ -145,7 +160,7 @@ class ToolBox:
         return f"{decode(first[:head])}\n[{left_out} left out]\n{decode(last[len(last) - tail :])}".strip()
 
 
-def told_tools(config: ToolsConfig | None, tags: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
+def told_tools(config: ToolsConfig | None, tags: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
     """What prompts of each tag tell of tools, as chat templates take it.
 
     Raises:
@@ -153,20 +168,45 @@ def told_tools(config: ToolsConfig | None, tags: Iterable[str]) -> dict[str, lis
     """
     if config is None:
         return {}
-    tools = make_tools(config)
-    return {tag: [tools[name].schema.as_openai() for name in config.for_tag(tag)] for tag in tags}
+
+    async def look() -> dict[str, _Entry]:
+        servers: list[McpServer] = []
+        try:
+            return await make_tools(config, servers)
+        finally:
+            for server in servers:
+                await server.close()
+
+    tools = asyncio.run(look())
+    return {tag: [schema.as_openai() for schema in _told(tools, tag)] for tag in tags}
 
 
-def make_tools(config: ToolsConfig) -> dict[str, Tool]:
+async def make_tools(config: ToolsConfig, servers: list[McpServer] | None = None) -> dict[str, _Entry]:
     """The tools by name.
 
+    Args:
+        config: the section ``tools``.
+        servers: gets the connections, for whoever wants to close them.
+
     Raises:
-        ValueError: a tool cannot be made.
+        ValueError: a tool cannot be made, or two have the same name.
     """
-    made = {}
+    made: dict[str, _Entry] = {}
     for name, entry in config.use.items():
         try:
-            made[name] = make_tool(name, entry.tool, entry.args)
+            made[name] = make_tool(name, entry.tool, entry.args), entry
         except Exception as error:  # a user's class may raise anything
             raise ValueError(f"tools.use.{name}: {describe_error(error)}") from error
+    for name, settings in config.servers.items():
+        server = McpServer(name, settings)
+        if servers is not None:
+            servers.append(server)
+        for offered, tool in (await server.tools()).items():
+            if offered in made:
+                raise ValueError(f"tools.servers.{name}: {offered} is the name of another tool; see only")
+            made[offered] = tool, settings
     return made
+
+
+def _told(tools: Mapping[str, _Entry], tag: str) -> list[ToolSchema]:
+    return [tool.schema for tool, entry in tools.values() if entry.tags is None or tag in entry.tags]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from roll.agentic.env.base import StepResult
-from roll.agentic.tools.types import AssistantTurn
+from roll.agentic.tools.types import AssistantTurn, ToolSchema
 from roll.data.arrays import IntArray
 from roll.data.requests import Completion, GenerateFn, GenerateRequest
 from roll.rollout.env_manager import TOOL_TURNS, AsyncEnv
+from roll.rollout.errors import EnvError
 from roll.rollout.tool_box import ToolBox
 from roll.rollout.types import Frame
 
@@ -22,15 +24,15 @@ class ToolEnv:
 
     Args:
         env: what the policy plays or answers.
-        tag: of the environment or prompt; says which tools there are.
         box: runs the calls.
+        schemas: of the tools that there are.
     """
 
-    def __init__(self, env: AsyncEnv, tag: str, box: ToolBox) -> None:
+    def __init__(self, env: AsyncEnv, box: ToolBox, schemas: Sequence[ToolSchema]) -> None:
         self._env = env
         self._box = box
-        self._schemas = box.schemas(tag)
-        self._names = [schema.name for schema in self._schemas]
+        self._schemas = schemas
+        self._names = [schema.name for schema in schemas]
         self._states: dict[str, dict[str, Any]] = {}
         self._counts: Counter[str] = Counter()
         self._turns = 0
@@ -93,9 +95,17 @@ class ToolEnv:
         return {name: self._counts[name] for name in COUNTS} | {TOOL_TURNS: self._turns}
 
 
-def with_tools(env: AsyncEnv, tag: str, box: ToolBox | None, generate: GenerateFn) -> tuple[AsyncEnv, GenerateFn]:
-    """An episode's environment and its way to the engine, with the tools that its tag has."""
-    if box is None or not box.config.for_tag(tag):
+async def with_tools(env: AsyncEnv, tag: str, box: ToolBox | None, generate: GenerateFn) -> tuple[AsyncEnv, GenerateFn]:
+    """An episode's environment and its way to the engine, with the tools that its tag has.
+
+    Raises:
+        EnvError: a tool cannot be made, or a server of tools not be reached.
+    """
+    if box is None or not box.config.reaches(tag):
         return env, generate
-    tools = ToolEnv(env, tag, box)
+    try:
+        schemas = await box.schemas(tag)
+    except ValueError as error:
+        raise EnvError(str(error)) from error
+    tools = ToolEnv(env, box, schemas)
     return tools, tools.watch(generate)

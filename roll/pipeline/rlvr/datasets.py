@@ -65,7 +65,7 @@ def load_datasets(config: RLVRConfig, renderer: ChatRenderer) -> Datasets:
         DataError: everything that is wrong in the files, by file and line.
         ValueError: ``domain_interleave_probs`` does not fit the training data, or a tool cannot be made.
     """
-    tools = told_tools(config.tools, config.domains)
+    tools = told_tools(config.tools, list(config.domains))
     train = None if config.eval_only else _load(config, config.actor_train.data_args, renderer, tools)
     if train is not None:
         train_sampler(config, train)  # what is wrong with the shares is told before Ray starts

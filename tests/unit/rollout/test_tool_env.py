@@ -113,8 +113,12 @@ def play(engine: Engine, manager: EnvManager | None = None, env: AsyncEnv | None
     if env is None:
         env = PromptEnv(PROMPT, judge)
         generate = env.watch(generate)
-    partner, generate = with_tools(env, "sums", box, generate)
-    return asyncio.run(manager.run_episode(partner, generate, EPISODE))
+
+    async def episode() -> Trajectory:
+        partner, watched = await with_tools(env, "sums", box, generate)
+        return await manager.run_episode(partner, watched, EPISODE)
+
+    return asyncio.run(episode())
 
 
 def results(trajectory: Trajectory) -> list[str]:
@@ -138,7 +142,7 @@ def test_a_call_is_answered_and_the_answer_is_judged() -> None:
     assert batch.rollout_logprobs_T is not None
     assert set(batch.rollout_logprobs_T[batch.loss_mask_T].tolist()) == {-1.0, -2.0}
     opening = TOKENIZER.decode(first)
-    assert '"name": "calculator"' in opening and "other" not in opening
+    assert "tools\ncalculator\ntell\nsleep\nflaky\n" in opening and "other" not in opening
     metrics = rollout_metrics([RolloutGroup(5, "sums", (trajectory,))], "train")
     assert metrics["train/tool_calls"] == 1.0 and metrics["train/turns"] == 2.0
 
@@ -217,7 +221,7 @@ def test_nothing_leaks_from_an_episode_to_the_next() -> None:
     async def episode() -> list[str]:
         env = PromptEnv(PROMPT, judge)
         engine = Engine(call("flaky"), call("flaky"), "<answer>51</answer>")
-        partner, generate = with_tools(env, "sums", box, env.watch(engine.generate))
+        partner, generate = await with_tools(env, "sums", box, env.watch(engine.generate))
         return results(await manager.run_episode(partner, generate, EPISODE))
 
     async def both() -> list[list[str]]:
