@@ -25,6 +25,9 @@ _ORDER = list(_MOVES)
 
 _MAX_MAPS = 10_000
 
+Cell = tuple[int, int]
+"""Row and column, from 0 at the upper left."""
+
 
 class FrozenLakeConfig(ActionEnvConfig):
     """Keys of ``env_config`` for ``env_type: frozen_lake``."""
@@ -74,7 +77,7 @@ class FrozenLakeEnv(TextEnv):
         self._parser = ActionParser(ACTIONS, config.action_pattern)
         self._limit = StepLimit(config.max_steps)
         self._goal = (config.size - 1, config.size - 1)
-        self._holes: frozenset[tuple[int, int]] = frozenset()
+        self._holes: frozenset[Cell] = frozenset()
         self._player = (0, 0)
         self._slips = random.Random(0)
         self.env_instruction = _instruction(vocabulary) if config.env_instruction is None else config.env_instruction
@@ -122,10 +125,16 @@ class FrozenLakeEnv(TextEnv):
         cells = range(self.config.size)
         return draw_grid([[self._kind((row, column)) for column in cells] for row in cells], TILES)
 
+    def expert_actions(self) -> list[str]:
+        """All moves on shortest ways to the goal, as if none slipped; empty on the goal and in a hole."""
+        distances = _distances(self._goal, self.config.size, self._holes)
+        here = distances.get(self._player, 0)
+        return [name for name in _MOVES if here and distances.get(_moved(self._player, name), here) < here]
+
     def _walk(self, name: str) -> None:
         if self.config.is_slippery:
             name = _ORDER[(_ORDER.index(name) + self._slips.choice((-1, 0, 1))) % 4]
-        row, column = self._player[0] + _MOVES[name][0], self._player[1] + _MOVES[name][1]
+        row, column = _moved(self._player, name)
         last = self.config.size - 1
         self._player = (min(max(row, 0), last), min(max(column, 0), last))
 
@@ -133,7 +142,7 @@ class FrozenLakeEnv(TextEnv):
         cells = range(self.config.size)
         return "\n".join("".join(self._symbols[self._kind((row, column))] for column in cells) for row in cells)
 
-    def _kind(self, cell: tuple[int, int]) -> str:
+    def _kind(self, cell: Cell) -> str:
         if cell == self._player:
             return "player in hole" if cell in self._holes else "player on goal" if cell == self._goal else "player"
         return "hole" if cell in self._holes else "goal" if cell == self._goal else "floor"
@@ -142,7 +151,7 @@ class FrozenLakeEnv(TextEnv):
         return stable_hash(repr((self.config.size, sorted(self._holes), self._player)).encode())
 
 
-def _draw_holes(rng: random.Random, size: int, p: float) -> frozenset[tuple[int, int]]:
+def _draw_holes(rng: random.Random, size: int, p: float) -> frozenset[Cell]:
     """Draws holes until the goal can be reached.
 
     Raises:
@@ -152,16 +161,27 @@ def _draw_holes(rng: random.Random, size: int, p: float) -> frozenset[tuple[int,
     cells = [(row, column) for row in range(size) for column in range(size) if (row, column) not in ((0, 0), goal)]
     for _ in range(_MAX_MAPS):
         holes = frozenset(cell for cell in cells if rng.random() >= p)
-        reached, frontier = {(0, 0)}, [(0, 0)]
-        while frontier:
-            row, column = frontier.pop()
-            around = [(row + down, column + right) for down, right in _MOVES.values()]
-            new = [c for c in around if min(c) >= 0 and max(c) < size and c not in holes and c not in reached]
-            reached.update(new)
-            frontier.extend(new)
-        if goal in reached:
+        if goal in _distances((0, 0), size, holes):
             return holes
     raise ValueError(f"p: got {p}, but none of {_MAX_MAPS} lakes of size {size} can be crossed; expected a higher p")
+
+
+def _distances(start: Cell, size: int, holes: frozenset[Cell]) -> dict[Cell, int]:
+    """Fewest moves from ``start`` to each cell that can be reached over the ice."""
+    distances, queue = {start: 0}, [start]
+    for cell in queue:  # it grows meanwhile
+        for name in _MOVES:
+            near = _moved(cell, name)
+            if min(near) >= 0 and max(near) < size and near not in holes and near not in distances:
+                distances[near] = distances[cell] + 1
+                queue.append(near)
+    return distances
+
+
+def _moved(cell: Cell, name: str) -> Cell:
+    """The next cell, which may lie beyond the shore."""
+    down, right = _MOVES[name]
+    return cell[0] + down, cell[1] + right
 
 
 def _instruction(vocabulary: Vocabulary) -> str:

@@ -63,6 +63,17 @@ def test_a_hole_ends_the_episode_without_success():
         env.step(answer("Up"))
 
 
+def test_the_expert_plays_a_shortest_way_and_is_silent_at_the_end():
+    env = FrozenLakeEnv(size=8, p=0.6, max_steps=64)
+    for seed in range(20):
+        text, _ = env.reset(seed=seed)
+        way = way_to(text, "G")
+        for left in range(len(way), 0, -1):
+            assert len(way_to(text, "G")) == left
+            text, *_ = env.step(answer(env.expert_actions()[-1]))
+        assert text[-1] == "√" and env.expert_actions() == []
+
+
 def test_the_shore_stops_the_player():
     env = FrozenLakeEnv()
     text, start = env.reset(seed=0)
