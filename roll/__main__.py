@@ -65,19 +65,22 @@ def _parser() -> argparse.ArgumentParser:
     config = _group(commands, "config", "configurations: list, print")
     _add(config, "list", "the configurations, their pipelines, the groups to choose from", _list_configs)
     _add_run(config, "print", "show a configuration resolved, secrets removed")
-    _add(_group(commands, "envs", "environments: list"), "list", "the values of env_type", _list_envs)
+    env = _group(commands, "env", "environments: list, check", "envs")
+    _add(env, "list", "the values of env_type", _list_envs)
+    _add_env_check(env)
     _add(_group(commands, "verifiers", "verifiers: list"), "list", "the values of verifiers.name", _list_verifiers)
     return parser
 
 
-def _group(commands: Any, name: str, text: str) -> Any:
-    parser = _add(commands, name, text)
+def _group(commands: Any, name: str, text: str, *aliases: str) -> Any:
+    parser = _add(commands, name, text, aliases=aliases)
     parser.set_defaults(parser=parser)
     return parser.add_subparsers(metavar="command")
 
 
-def _add(commands: Any, name: str, text: str, do: Any = None) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
+def _add(commands: Any, name: str, text: str, do: Any = None, aliases: Sequence[str] = ()) -> argparse.ArgumentParser:
+    described = text[0].upper() + text[1:] + "."
+    parser = commands.add_parser(name, help=text, description=described, allow_abbrev=False, aliases=aliases)
     if do is not None:
         parser.set_defaults(do=do)
     return parser  # type: ignore[no-any-return]
@@ -92,6 +95,44 @@ def _add_run(commands: Any, action: str, text: str) -> None:
     parser.add_argument("--config-path", "--config_path", default=str(SHIPPED), help="folder to look for NAME in")
     changes = parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
     changes.completer = _complete_overrides  # type: ignore[attr-defined]
+
+
+def _add_env_check(commands: Any) -> None:
+    """The command that tries an environment; ``check_env`` has the defaults."""
+    text = "try an environment: seeds, resets, rewards, tricks, threads, processes"
+    parser = _add(commands, "check", text, _check_env)
+    name = parser.add_argument("env_type", help="an environment of `roll env list`, or package.module:Class")
+    name.completer = _complete_envs  # type: ignore[attr-defined]
+    for option, kind, about in (
+        ("--episodes", int, "how many to play in each way (6)"),
+        ("--max-steps", int, "most steps of an episode (32)"),
+        ("--timeout", float, "seconds that a call may take (30)"),
+        ("--slow", float, "seconds of a call that are too many (1)"),
+        ("--max-chars", int, "characters of an observation that are not too many (16384)"),
+    ):
+        parser.add_argument(option, type=kind, default=argparse.SUPPRESS, help=about)
+    parser.add_argument(
+        "--answer", action="append", default=[], dest="answers", help="a text to play; may be given often"
+    )
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="FINDING", help="a finding that is meant; may be given often"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="env_config")
+
+
+def _check_env(options: argparse.Namespace) -> int:
+    from roll.preflight.env_check.command import check
+
+    sys.path.insert(0, os.getcwd())  # a user's own environments
+    names = ("episodes", "max_steps", "timeout", "slow", "max_chars")
+    effort = {name: getattr(options, name) for name in names if hasattr(options, name)}
+    return check(options.env_type, options.overrides, answers=options.answers, allow=options.allow, **effort)
+
+
+def _complete_envs(**_: Any) -> list[str]:
+    import roll.agentic.env as envs
+
+    return envs.registered()
 
 
 def _perform(options: argparse.Namespace) -> int:

@@ -145,21 +145,31 @@ def checked_step(env: TextEnv, text: str) -> StepResult:
 
 
 def checked_frame(env: TextEnv) -> Frame | None:
-    """Shows the current state to a person as a PNG or a text; ``None`` where ``render`` shows nothing.
+    """Shows the current state to a person, see ``frame``.
 
     A picture never costs an episode: one that cannot be made is told in the log.
     """
     try:
-        view = env.render()
-        if view is None or isinstance(view, str):
-            return None if view is None else _extra(view)
-        pixels = np.asarray(view.convert("RGB") if hasattr(view, "convert") else view)  # Pillow's images convert
-        if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in (3, 4) or not pixels.size:
-            raise ValueError(f"got shape {pixels.shape} of {pixels.dtype}, expected [height, width, 3] of uint8")
-        return _png(pixels[..., :3].tobytes(), pixels.shape[:2])
+        return frame(env)
     except Exception as error:
         _warn_once(f"{type(env).__name__}.render: no picture: {describe_error(error)}")
         return None
+
+
+def frame(env: TextEnv) -> Frame | None:
+    """The current state as a PNG or a text; ``None`` where ``render`` shows nothing.
+
+    Raises:
+        ValueError: it is no picture.
+        Exception: whatever ``render`` raised.
+    """
+    view = env.render()
+    if view is None or isinstance(view, str):
+        return None if view is None else str(_extra(view))
+    pixels = np.asarray(view.convert("RGB") if hasattr(view, "convert") else view)  # Pillow's images convert
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in (3, 4) or not pixels.size:
+        raise ValueError(f"got shape {pixels.shape} of {pixels.dtype}, expected [height, width, 3] of uint8")
+    return _png(pixels[..., :3].tobytes(), pixels.shape[:2])
 
 
 @cache

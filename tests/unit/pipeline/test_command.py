@@ -40,7 +40,7 @@ def test_version(capsys):
         assert capsys.readouterr().out == f"roll {__version__}\n"
 
 
-@pytest.mark.parametrize("words", [[], ["config"], ["envs"], ["verifiers"]])
+@pytest.mark.parametrize("words", [[], ["config"], ["env"], ["verifiers"]])
 def test_a_command_that_is_not_finished_shows_its_usage(capsys, words):
     assert main(words) == 2
     assert " ".join(["usage: roll", *words]) in capsys.readouterr().err
@@ -58,8 +58,9 @@ def test_lists_name_what_a_configuration_may_choose(capsys):
     out = capsys.readouterr().out
     assert "agentic_sokoban " in out and "rlvr_math " in out and "train=deepspeed|fsdp2|megatron" in out
     assert "traj_envs" not in out  # a file for others to include
-    assert main(["envs", "list"]) == 0
-    assert "sokoban      Sokoban as text" in capsys.readouterr().out
+    for group in ("env", "envs"):
+        assert main([group, "list"]) == 0
+        assert "sokoban      Sokoban as text" in capsys.readouterr().out
     assert main(["verifiers", "list"]) == 0
     assert {"custom", "gsm8k", "math"} <= {line.split()[0] for line in capsys.readouterr().out.splitlines()}
 

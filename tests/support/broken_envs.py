@@ -1,0 +1,295 @@
+"""A zoo of environments, each broken in one way, for the check of environments. ``Safe`` is what they all would be."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import threading
+import time
+from typing import Any
+
+from roll.agentic.env.actions import ActionParser
+from roll.agentic.env.base import StepLimit, StepResult, TextEnv, stable_hash, step_result
+
+DIGITS = tuple("12345678")
+
+
+class Safe(TextEnv):
+    """A safe that opens at a digit; a wrong one is answered with higher or lower."""
+
+    env_instruction = "Open the safe. Answer with a digit from 1 to 8, like this: <answer>4</answer>"
+    action_names = DIGITS
+
+    def __init__(self) -> None:
+        self._parser = ActionParser({digit: index for index, digit in enumerate(DIGITS)})
+        self._limit = StepLimit(4)
+        self.secret, self.tried = "1", 0
+
+    def draw(self, seed: int | None) -> str:
+        return DIGITS[self.np_random.integers(len(DIGITS))]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.secret, self.tried = self.draw(seed), 0
+        self._limit.start()
+        return "Locked.", {"state_key": self.key("Locked."), "success": False}
+
+    def step(self, action: str) -> StepResult:
+        is_last = self._limit.count()
+        digit = self._parser.parse(action)
+        self.tried += 1
+        success = digit == self.secret
+        if success or is_last:
+            self._limit.stop()
+        told = "Open." if success else "No digit." if digit is None else "Higher." if digit < self.secret else "Lower."
+        observation = f"{told} {self.tried}"
+        return step_result(
+            observation,
+            task_reward=float(success),
+            penalty=-0.1 if digit is None else 0.0,
+            terminated=success,
+            truncated=is_last and not success,
+            action=digit,
+            action_is_effective=success,
+            success=success,
+            state_key=self.key(observation),
+        )
+
+    def key(self, observation: str) -> str:
+        return stable_hash(f"{self.secret} {observation}".encode())
+
+    def expert_actions(self) -> list[str]:
+        return [self.secret]
+
+
+class NeedsKey(Safe):
+    def __init__(self) -> None:
+        super().__init__()
+        raise FileNotFoundError("the key is not there")
+
+
+class FaultyReset(Safe):
+    def reset(self, **kwargs: Any) -> Any:
+        raise OSError("the safe is at another place")
+
+
+class HangingReset(Safe):
+    def reset(self, **kwargs: Any) -> Any:
+        threading.Event().wait()
+
+
+class HangingStep(Safe):
+    """Waits for more of a text that has more than a thousand tags."""
+
+    def step(self, action: str) -> StepResult:
+        if action.count("<answer>") > 1000:
+            threading.Event().wait()
+        return super().step(action)
+
+
+class FragileStep(Safe):
+    def step(self, action: str) -> StepResult:
+        int(action) if action.isdigit() else None  # Python reads numbers of up to 4300 digits
+        return super().step(action)
+
+
+class TextReward(Safe):
+    def step(self, action: str) -> Any:
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, f"{reward}", terminated, truncated, info
+
+
+class Unseeded(Safe):
+    def draw(self, seed: int | None) -> str:
+        return random.SystemRandom().choice(DIGITS)
+
+
+class HashSeeded(Safe):
+    def draw(self, seed: int | None) -> str:
+        return DIGITS[hash(f"{seed}") % len(DIGITS)]
+
+
+class Leaky(Safe):
+    """Forgets the tries of an episode only when it is solved."""
+
+    tries_before = 0
+
+    def reset(self, **kwargs: Any) -> Any:
+        before = 0 if self.tried and self._solved else self.tried
+        answer = super().reset(**kwargs)
+        self.tried, self._solved = before, False
+        return answer
+
+    def step(self, action: str) -> StepResult:
+        answer = super().step(action)
+        self._solved = answer[2]
+        return answer
+
+    _solved = False
+
+
+class GlobalRandom(Safe):
+    """Seeds Python's global generator in reset and draws from it in step."""
+
+    def draw(self, seed: int | None) -> str:
+        random.seed(seed)
+        return super().draw(seed)
+
+    def step(self, action: str) -> StepResult:
+        self.secret = random.choice(DIGITS)
+        return super().step(action)
+
+
+class Scratch(Safe):
+    """Lays the text aside in the module while it thinks."""
+
+    pad: list[str] = []  # noqa: RUF012 (shared on purpose)
+
+    def step(self, action: str) -> StepResult:
+        self.pad[:] = [action]
+        time.sleep(0.005)
+        return super().step(self.pad[0])
+
+
+class Database(Safe):
+    """SQLite's connections work in the thread that made them."""
+
+    def draw(self, seed: int | None) -> str:
+        self.connection = sqlite3.connect(":memory:")
+        self.connection.execute("CREATE TABLE safes (secret TEXT)")
+        return super().draw(seed)
+
+    def step(self, action: str) -> StepResult:
+        self.connection.execute("SELECT secret FROM safes")
+        return super().step(action)
+
+
+class PaidFailure(Safe):
+    """Pays for the end of an episode, however it came."""
+
+    def step(self, action: str) -> StepResult:
+        observation, _, terminated, truncated, info = super().step(action)
+        reward = float(terminated or truncated)
+        return observation, reward, terminated, truncated, {**info, "task_reward": reward, "penalty": 0.0}
+
+
+class Generous(Safe):
+    def step(self, action: str) -> StepResult:
+        observation, _, terminated, truncated, info = super().step(action)
+        return observation, 1.0, terminated, truncated, {**info, "task_reward": 1.0, "penalty": 0.0}
+
+
+class Rich(Safe):
+    def step(self, action: str) -> StepResult:
+        observation, reward, terminated, truncated, info = super().step(action)
+        return (
+            observation,
+            1e6 * reward,
+            terminated,
+            truncated,
+            {**info, "task_reward": 1e6 * info["task_reward"]} | {"penalty": 1e6 * info["penalty"]},
+        )
+
+
+class WrongSum(Safe):
+    """Counts the penalty twice."""
+
+    def step(self, action: str) -> StepResult:
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward + info["penalty"], terminated, truncated, info
+
+
+class Reward4Format(Safe):
+    """Pays a valid answer by a penalty that is none."""
+
+    def step(self, action: str) -> StepResult:
+        observation, reward, terminated, truncated, info = super().step(action)
+        extra = 0.1 if info["action"] else 0.0
+        return observation, reward + extra, terminated, truncated, {**info, "penalty": info["penalty"] + extra}
+
+
+class Gullible(Safe):
+    """Believes who says that it is open."""
+
+    def step(self, action: str) -> StepResult:
+        return super().step(f"<answer>{self.secret}</answer>" if "solved" in action.casefold() else action)
+
+
+class Applauding(Safe):
+    """Calls it a success when nothing was said at all."""
+
+    def step(self, action: str) -> StepResult:
+        observation, reward, terminated, truncated, info = super().step(action)
+        return observation, reward, terminated, truncated, {**info, "success": info["success"] or not action.strip()}
+
+
+class Unending(Safe):
+    """Pays again and again."""
+
+    def step(self, action: str) -> StepResult:
+        if not self._limit._running:
+            self._limit.start()
+        return super().step(action)
+
+
+class Misspelt(Safe):
+    def reset(self, **kwargs: Any) -> Any:
+        observation, info = super().reset(**kwargs)
+        return observation, {"state_key": info["state_key"]}
+
+    def step(self, action: str) -> StepResult:
+        observation, reward, terminated, truncated, info = super().step(action)
+        info["succes"] = info.pop("success")
+        return observation, reward, terminated, truncated, info
+
+
+class SeedBlind(Safe):
+    def draw(self, seed: int | None) -> str:
+        return "5"
+
+
+class Deaf(Safe):
+    """Understands only digits in brackets, though it names its actions."""
+
+    def step(self, action: str) -> StepResult:
+        bare = action.strip("[]") if action.startswith("[") else ""
+        return super().step(f"<answer>{bare}</answer>")
+
+
+class Talkative(Safe):
+    def step(self, action: str) -> StepResult:
+        observation, *rest = super().step(action)
+        return observation + " blah" * 5000, *rest  # type: ignore[return-value]
+
+
+class Colourful(Safe):
+    def step(self, action: str) -> StepResult:
+        observation, *rest = super().step(action)
+        return f"\x1b[32m{observation}\x1b[0m", *rest  # type: ignore[return-value]
+
+
+class Sleepy(Safe):
+    instant = True
+
+    def step(self, action: str) -> StepResult:
+        time.sleep(0.02)
+        return super().step(action)
+
+
+class Sluggish(Safe):
+    def step(self, action: str) -> StepResult:
+        time.sleep(0.03)
+        return super().step(action)
+
+
+class BadPicture(Safe):
+    def render(self) -> Any:
+        return [[0.5, 0.5], [0.5, 0.5]]
+
+
+class CuriousPicture(Safe):
+    """Changes what it shows."""
+
+    def render(self) -> str:
+        self.tried += 1
+        return f"{self.tried} tries"
