@@ -36,6 +36,8 @@ EnvFactory = Callable[..., TextEnv]
 _ENVS: Registry[EnvFactory] = Registry("environment")
 _ENVS.register("sokoban", "roll.agentic.env.sokoban:SokobanEnv")
 _ENVS.register("frozen_lake", "roll.agentic.env.frozen_lake:FrozenLakeEnv")
+_ENVS.register("hidden_word", "roll.agentic.env.hidden_word:HiddenWordEnv")
+_ENVS.register("adventure", "roll.agentic.env.adventure:AdventureEnv")
 _ENVS.register("single_turn", "roll.agentic.env.single_turn:SingleTurnEnv")
 _ENVS.register("gymnasium", "roll.agentic.env.gym_adapter:GymnasiumEnv")
 

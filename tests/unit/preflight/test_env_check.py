@@ -84,6 +84,10 @@ BUILT_IN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("sokoban", {"dim_room": [8, 8], "num_boxes": 2, "max_steps": 20, "show_coordinates": True}, {}),
     ("frozen_lake", {}, {}),
     ("frozen_lake", {"is_slippery": True, "size": 6, "max_steps": 30, "hole_reward": -1.0}, {}),
+    ("hidden_word", {}, {}),
+    ("hidden_word", {"words": ["one", "two", "six"], "show_history": False, "letter_reward": 0.1}, {}),
+    ("adventure", {}, {}),
+    ("adventure", {"num_rooms": 9, "num_doors": 3, "max_steps": 30, "door_reward": 0.1}, {}),
     ("single_turn", {"generator": "tests.unit.preflight.test_env_check:sum_of_two"}, {"answers": list("0123456789")}),
     (
         "gymnasium",
