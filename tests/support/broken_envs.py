@@ -256,6 +256,11 @@ class Deaf(Safe):
         return super().step(f"<answer>{bare}</answer>")
 
 
+class WrongExpert(Safe):
+    def expert_actions(self) -> list[str]:
+        return [f"<answer>{self.secret}</answer>"]
+
+
 class Talkative(Safe):
     def step(self, action: str) -> StepResult:
         observation, *rest = super().step(action)

@@ -16,7 +16,8 @@ from roll.agentic.env.base import TextEnv
 from roll.configs.problems import ConfigErrors
 from roll.preflight.env_check.findings import RULES, Finding, Report, Severity, check_names
 from roll.preflight.env_check.plays import Subject
-from roll.preflight.env_check.probes import PROBES, StopCheckError, Trial
+from roll.preflight.env_check.probes import PROBES
+from roll.preflight.env_check.trial import StopCheckError, Trial
 
 __all__ = ["RULES", "Finding", "Report", "Severity", "assert_env_ok", "check_env", "check_names"]
 

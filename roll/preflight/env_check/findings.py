@@ -55,6 +55,9 @@ RULES: dict[str, Rule] = {
     "actions-not-understood": Rule(
         "warning", "Understand <answer>name</answer> for each of action_names; scripted play says nothing else."
     ),
+    "expert-wrong": Rule(
+        "warning", "Let expert_actions() return names of action_names in every state, or an empty list."
+    ),
     "observation-size": Rule("warning", "Show less: every character of an observation is in the prompt of a turn."),
     "observation-characters": Rule("warning", "Strip control characters and colour codes from observations."),
     "slow": Rule("warning", "Make calls faster, or play more environments at once: a slow one keeps its thread."),

@@ -41,6 +41,7 @@ ZOO: dict[type[envs.TextEnv], str] = {
     zoo.Misspelt: "success-undefined",
     zoo.SeedBlind: "seeds-alike",
     zoo.Deaf: "actions-not-understood",
+    zoo.WrongExpert: "expert-wrong",
     zoo.Talkative: "observation-size",
     zoo.Colourful: "observation-characters",
     zoo.Sleepy: "not-instant",
