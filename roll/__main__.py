@@ -68,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     env = _group(commands, "env", "environments: list, check", "envs")
     _add(env, "list", "the values of env_type", _list_envs)
     _add_env_check(env)
+    _add_template_check(_group(commands, "template", "chat templates: check"))
     _add(_group(commands, "verifiers", "verifiers: list"), "list", "the values of verifiers.name", _list_verifiers)
     return parser
 
@@ -133,6 +134,29 @@ def _complete_envs(**_: Any) -> list[str]:
     import roll.agentic.env as envs
 
     return envs.registered()
+
+
+def _add_template_check(commands: Any) -> None:
+    text = "try a tokenizer's chat template: what it rewrites, drops, and how it calls tools; 1 if there are problems"
+    parser = _add(commands, "check", text, _check_template)
+    parser.add_argument("folder", metavar="FOLDER", help="of a tokenizer or model")
+    parser.add_argument(
+        "--template", default="native", help="a name, a Jinja file or Jinja text, as data_args.template takes it"
+    )
+
+
+def _check_template(options: argparse.Namespace) -> int:
+    from roll.agentic.tools.dialects import parsers
+    from roll.data.template_check import check_template
+    from roll.models.tokenizer import load_tokenizer
+
+    try:
+        report = check_template(load_tokenizer(options.folder), options.template, parsers())
+    except ValueError as error:
+        sys.stderr.write(f"roll template check: {error}\n")
+        return EXIT_CONFIG
+    sys.stdout.write(report.page())
+    return 1 if report.problems else 0
 
 
 def _perform(options: argparse.Namespace) -> int:

@@ -69,7 +69,7 @@ class ChatRenderer:
             messages: the conversation.
             tools: that the assistant is told of.
         """
-        return self._encode_cached("prompt", self._text(messages, tools, open_assistant=True))
+        return self._encode_cached("prompt", self.text(messages, tools, open_assistant=True))
 
     def prompts(
         self, conversations: Sequence[Sequence[Message]], tools: Sequence[Tool] | None = None
@@ -77,7 +77,7 @@ class ChatRenderer:
         """``prompt`` of many conversations, tokenised together and not remembered."""
         if not conversations:
             return []
-        texts = [self._text(messages, tools, open_assistant=True) for messages in conversations]
+        texts = [self.text(messages, tools, open_assistant=True) for messages in conversations]
         hiding = [index for index, text in enumerate(texts) if self._control.hides(text)]
         if hiding:  # they are encoded piece by piece
             rendered = self._encode_many([text for text in texts if not self._control.hides(text)])
@@ -110,7 +110,7 @@ class ChatRenderer:
             completion_ids: the sampled ids; an end-of-turn token that was sampled is not written twice.
             tools: as the prompt was given them.
         """
-        ids = self._encode_cached("continuation", self._tail(messages, tools))
+        ids = self._encode_cached("continuation", self.tail(messages, tools))
         return ids[1:] if self._is_closed(ids, completion_ids) else ids
 
     def conversation(
@@ -130,15 +130,15 @@ class ChatRenderer:
         Raises:
             ValueError: the template rewrites an earlier turn once another follows, or the assistant's words.
         """
-        whole, (closing, end) = self._text(messages, tools, open_assistant=False), self._turn_end()
+        whole, (closing, end) = self.text(messages, tools, open_assistant=False), self.turn_end()
         ids: list[IntArray] = []
         mask: list[BoolArray] = []
         done = 0
         for index, message in enumerate(messages):
             if message["role"] != "assistant" or (last_only and index < len(messages) - 1):
                 continue
-            head = self._text(messages[:index], tools, open_assistant=True)
-            turn = self._text(messages[: index + 1], tools, open_assistant=False)
+            head = self.text(messages[:index], tools, open_assistant=True)
+            turn = self.text(messages[: index + 1], tools, open_assistant=False)
             if not (whole.startswith(turn) and turn.startswith(head) and turn.endswith(closing)):
                 raise ValueError(f"the chat template writes message {index} differently as part of more, {_TOO_CLEVER}")
             context = self._encode(whole[done : len(head)])
@@ -160,11 +160,11 @@ class ChatRenderer:
 
     def decode_raw(self, ids: IntArray) -> str:
         """Text with special tokens, as parsers of tool calls need it, without one at the end that ends the turn."""
-        ends = len(ids) > 0 and int(ids[-1]) in self._ends
+        ends = len(ids) > 0 and int(ids[-1]) in self.ends
         return str(self.tokenizer.decode(ids[: len(ids) - ends].tolist(), skip_special_tokens=False))
 
     @cached_property
-    def _ends(self) -> frozenset[int]:
+    def ends(self) -> frozenset[int]:
         """Control tokens that may be the last that is sampled of a turn.
 
         That is the end of the sequence, what closes a turn, and what begins the next where nothing closes one.
@@ -174,13 +174,18 @@ class ChatRenderer:
         ends = {self.tokenizer.eos_token_id}
         for message in (_OPENING, {"role": "tool", "content": "-", "name": _PROBE, "tool_call_id": "call00000"}):
             with suppress(TemplateError, TypeError, ValueError):
-                ends.add(next(iter(self._encode(self._tail([message], None)).tolist()), None))
+                ends.add(next(iter(self._encode(self.tail([message], None)).tolist()), None))
         with suppress(ValueError):
-            ends.add(self._turn_end()[1])
+            ends.add(self.turn_end()[1])
         return frozenset(index for index in ends if index in self._control.ids)
 
-    def _text(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, *, open_assistant: bool) -> str:
-        """A conversation rendered, what it says of control tokens hidden."""
+    @property
+    def source(self) -> str:
+        """The template's Jinja text."""
+        return self.tokenizer.get_chat_template(self._template)
+
+    def text(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None, *, open_assistant: bool) -> str:
+        """The text of a conversation, with stand-ins for control texts in it (``ControlText.hide``)."""
         conversation: Sequence[Message] = messages
         if tools or not all(map(is_plain, messages)):
             conversation, tools = self._with_tools(messages, tools)
@@ -202,12 +207,12 @@ class ChatRenderer:
     ) -> tuple[Sequence[Message], Sequence[Tool] | None]:
         """Messages and tools in the form that the template takes."""
         calls = any(message.get("tool_calls") for message in messages)
-        if not (self._writes_tools if tools else not calls or self._writes_calls):
-            return without_tools(tidy(messages), tools, takes_system=self._takes_system), None
+        if not (self.writes_tools if tools else not calls or self._writes_calls):
+            return without_tools(tidy(messages), tools, takes_system=self.takes_system), None
         return tidy(messages, text_arguments=calls and self._joins_arguments), tools
 
     @cached_property
-    def _writes_tools(self) -> bool:
+    def writes_tools(self) -> bool:
         """Whether the template tells the assistant of tools."""
         return _PROBE in (self._try([_OPENING], [_PROBE_TOOL]) or "")
 
@@ -222,7 +227,8 @@ class ChatRenderer:
         return self._try(_probe_call(False)) is None and self._try(_probe_call(True)) is not None
 
     @cached_property
-    def _takes_system(self) -> bool:
+    def takes_system(self) -> bool:
+        """Whether the template takes a system message."""
         return self._try([{"role": "system", "content": "-"}, _OPENING]) is not None
 
     def _try(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> str | None:
@@ -234,14 +240,19 @@ class ChatRenderer:
         except (TemplateError, TypeError):
             return None
 
-    def _tail(self, messages: Sequence[Message], tools: Sequence[Tool] | None) -> str:
-        """What the template writes behind an assistant's words when ``messages`` follow."""
+    def tail(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> str:
+        """What the template writes behind an assistant's words when ``messages`` follow.
+
+        Raises:
+            ValueError: it drops those words.
+            TemplateError: it refuses such messages.
+        """
         from jinja2 import TemplateError
 
         # A template may look at earlier messages, so a full conversation is rendered around a placeholder answer.
         said: Message = {"role": "assistant", "content": _SENTINEL}
         try:
-            text = self._text([_OPENING, said, *messages], tools, open_assistant=True)
+            text = self.text([_OPENING, said, *messages], tools, open_assistant=True)
         except TemplateError:
             calls = calls_answered_by(messages)
             if not calls:
@@ -249,7 +260,7 @@ class ChatRenderer:
             # It wants to see the calls that results answer. Behind their arguments a call and its turn are closed.
             calls[-1]["function"]["arguments"] = {"-": _SENTINEL}
             said = {"role": "assistant", "content": "", "tool_calls": calls}
-            text = self._text([_OPENING, said, *messages], tools, open_assistant=True)
+            text = self.text([_OPENING, said, *messages], tools, open_assistant=True)
             _, found, suffix = text.partition(_SENTINEL)
             suffix = suffix[self._control.first(suffix) :]
         else:
@@ -267,18 +278,20 @@ class ChatRenderer:
         first, last = int(ids[0]), int(completion_ids[-1])
         if first == last:
             return True
+        if first not in self._control.ids or last not in self._control.ids:
+            return False
         # A last turn may be closed by a token of its own, as Harmony's is: none stands behind it.
-        closing, end = self._turn_end()
-        return bool(closing) and last == end and first in self._control.ids
+        closing, end = self.turn_end()
+        return bool(closing) and last == end
 
-    def _turn_end(self) -> tuple[str, int]:
+    def turn_end(self) -> tuple[str, int]:
         """Text that the template writes behind the assistant's words, and the id that ends the turn.
 
         That is the token which the template closes it with, or the end of the sequence where it has none.
         """
         if self._end is None:
             messages = [{"role": "user", "content": "-"}, {"role": "assistant", "content": _SENTINEL}]
-            _, found, closing = self._text(messages, open_assistant=False).partition(_SENTINEL)
+            _, found, closing = self.text(messages, open_assistant=False).partition(_SENTINEL)
             if not found:
                 raise ValueError("the chat template drops the assistant's words, so there is nothing to imitate")
             first = next(iter(self._encode(closing).tolist()), None)

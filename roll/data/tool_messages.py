@@ -38,6 +38,8 @@ def tidy(messages: Sequence[Message], *, text_arguments: bool = False) -> list[d
         if calls:
             fresh["tool_calls"] = [_tidy_call(call, index, text_arguments) for index, call in enumerate(calls)]
             waiting = [call["id"] for call in fresh["tool_calls"]]
+            if fresh.get("reasoning_content") and not fresh["content"]:
+                fresh.setdefault("thinking", fresh["reasoning_content"])  # gpt-oss' name for it
         if fresh["role"] == "tool":
             answered = fresh.setdefault("tool_call_id", waiting[0] if waiting else "call00000")
             waiting = [each for each in waiting if each != answered]

@@ -11,6 +11,7 @@ import yaml
 from roll import __version__
 from roll.__main__ import main
 from roll.configs.shipped import SHIPPED
+from roll.models.tiny import make_tokenizer
 from roll.pipeline import cli
 from roll.pipeline.programs import AGENTIC, PROGRAMS, RLVR, configurations
 from roll.utils.registry import import_path
@@ -40,7 +41,7 @@ def test_version(capsys):
         assert capsys.readouterr().out == f"roll {__version__}\n"
 
 
-@pytest.mark.parametrize("words", [[], ["config"], ["env"], ["verifiers"]])
+@pytest.mark.parametrize("words", [[], ["config"], ["env"], ["verifiers"], ["template"]])
 def test_a_command_that_is_not_finished_shows_its_usage(capsys, words):
     assert main(words) == 2
     assert " ".join(["usage: roll", *words]) in capsys.readouterr().err
@@ -138,3 +139,21 @@ def test_completion_offers_configurations_groups_and_keys(tmp_path):
     assert offered("roll train agentic_sok") == {"agentic_sokoban", "agentic_sokoban_qwen2.5_0.5b"}
     assert any("max_steps=" in each for each in offered("roll train rlvr_math max_st"))
     assert any("train=megatron" in each for each in offered("roll train rlvr_math tra"))
+
+
+def test_a_chat_template_is_checked(capsys, tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    assert main(["template", "check", str(tmp_path)]) == 0
+    page = capsys.readouterr().out
+    assert "append-only:       answers yes" in page and "note     no-tools: " in page
+    forgetful = "{% for m in messages[-1:] %}{{ m.content }}<|im_end|>{% endfor %}"
+    assert main(["template", "check", str(tmp_path), "--template", forgetful]) == 1
+    assert "problem  rewrites-history: " in capsys.readouterr().out
+    for wrong, said in (
+        (["--template", "qwen9"], "'qwen9' is neither 'native'"),
+        (["--template", "{% x"], "cannot render"),
+    ):
+        assert main(["template", "check", str(tmp_path), *wrong]) == 2
+        assert said in capsys.readouterr().err
+    assert main(["template", "check", str(tmp_path / "missing")]) == 2
+    assert "missing" in capsys.readouterr().err

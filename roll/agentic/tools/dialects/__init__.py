@@ -7,12 +7,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from roll.agentic.tools.dialects.base import BaseDialect, Dialect
 from roll.utils.registry import Registry
 
-__all__ = ["DIALECTS", "BaseDialect", "Dialect", "dialect"]
+__all__ = ["DIALECTS", "BaseDialect", "Dialect", "dialect", "parsers"]
 
 DIALECTS: Registry[Callable[[], Dialect]] = Registry("tool dialect")
 DIALECTS.register("hermes", "roll.agentic.tools.dialects.hermes:HermesDialect")
@@ -32,3 +33,12 @@ def dialect(name: str) -> Dialect:
         UnknownNameError: there is none.
     """
     return DIALECTS.get(name)()
+
+
+def parsers() -> dict[str, Callable[[str], Sequence[tuple[str, Mapping[str, Any]]]]]:
+    """For each dialect what names and arguments of calls it reads in a text; for ``roll.data.template_check``."""
+    return {name: _reader(dialect(name)) for name in DIALECTS.names()}
+
+
+def _reader(speaks: Dialect) -> Callable[[str], Sequence[tuple[str, Mapping[str, Any]]]]:
+    return lambda text: [(call.name, call.arguments) for call in speaks.parse(text).calls]

@@ -1,0 +1,348 @@
+"""Tries a chat template out: does a conversation grow by its end alone, what is lost, how are tools called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+
+from roll.data.renderer import ChatRenderer
+from roll.data.tool_messages import Message, Tool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Parser: TypeAlias = Callable[[str], Sequence[tuple[str, Mapping[str, Any]]]]
+"""Names and arguments of the calls in what an assistant said, none where a dialect sees none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that a template does.
+
+    Attributes:
+        level: ``problem`` for what costs tokens or words, ``note`` for what one should know.
+        name: for tables and tests.
+        text: what it does, and what follows from that.
+    """
+
+    level: Literal["problem", "note"]
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TemplateReport:
+    """What is known of a template.
+
+    Attributes:
+        append_only: kinds of turns to whether all that stood before them stays as it was.
+        dialect: in which calls are written; ``None`` if no known one reads them.
+        native_tools: whether the template tells of tools itself, else they are written in the Hermes form.
+        opening: what it writes before the assistant speaks.
+        ending: the token that ends a turn.
+        findings: problems first.
+    """
+
+    append_only: Mapping[str, bool]
+    dialect: str | None
+    native_tools: bool
+    opening: str
+    ending: str
+    findings: tuple[Finding, ...]
+
+    @property
+    def problems(self) -> tuple[Finding, ...]:
+        """Findings that are more than notes."""
+        return tuple(finding for finding in self.findings if finding.level == "problem")
+
+    def page(self) -> str:
+        """The report as lines for a terminal."""
+        kinds = ", ".join(f"{kind} {'yes' if kept else 'NO'}" for kind, kept in self.append_only.items())
+        told = "by the template" if self.native_tools else "in the Hermes form, as the template knows none"
+        rows = [
+            ("append-only", kinds),
+            ("tool dialect", f"{self.dialect or 'unknown'}; tools are told of {told}"),
+            ("opens a turn with", repr(self.opening)),
+            ("ends a turn with", repr(self.ending)),
+        ]
+        lines = [f"{name + ':':<19}{value}" for name, value in rows]
+        return "\n".join([*lines, "", *(f"{each.level:<8} {each.name}: {each.text}" for each in self.findings)]) + "\n"
+
+
+def check_template(
+    tokenizer: PreTrainedTokenizerBase, template: str = "native", parsers: Mapping[str, Parser] | None = None
+) -> TemplateReport:
+    """Renders short conversations and compares them.
+
+    Args:
+        tokenizer: whose tokens a template is for.
+        template: as ``ChatRenderer`` takes it.
+        parsers: of the tool dialects that may be spoken, by name, the likeliest first.
+
+    Raises:
+        ValueError: there is no such template, or it cannot render a question and its answer.
+    """
+    return _Check(ChatRenderer(tokenizer, template), parsers or {}).report()
+
+
+_WORDS, _THOUGHT, _RULES = "left then right", "walls are near", "play to win"
+_LONG = 24
+"""Letters from which text around messages is more than names of roles."""
+_TOOL_NAME = "look_up"
+_TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": _TOOL_NAME,
+        "description": "Looks a word up.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string"}, "times": {"type": "integer"}},
+            "required": ["word"],
+        },
+    },
+}
+_WORD = "northward"
+_ARGUMENTS = {"word": _WORD, "times": 2}
+
+
+def _user(text: str = "where to?") -> Message:
+    return {"role": "user", "content": text}
+
+
+def _says(text: str = _WORDS) -> Message:
+    return {"role": "assistant", "content": text}
+
+
+def _calls(number: int = 1, content: str = "", **more: str) -> Message:
+    function = {"name": _TOOL_NAME, "arguments": _ARGUMENTS}
+    calls = [{"id": f"call0000{index}", "type": "function", "function": function} for index in range(number)]
+    return {"role": "assistant", "content": content, "tool_calls": calls, **more}
+
+
+def _results(number: int = 1) -> list[Message]:
+    return [
+        {"role": "tool", "content": f"page {index}", "name": _TOOL_NAME, "tool_call_id": f"call0000{index}"}
+        for index in range(number)
+    ]
+
+
+class _Check:
+    def __init__(self, renderer: ChatRenderer, parsers: Mapping[str, Parser]) -> None:
+        self._renderer = renderer
+        self._tokenizer = renderer.tokenizer
+        self._parsers = parsers
+        rules: list[Message] = [{"role": "system", "content": _RULES}]
+        self._start = [*(rules if renderer.takes_system else []), _user()]
+
+    def report(self) -> TemplateReport:
+        try:
+            opening = self._opening()
+            self._render([*self._start, _says()])
+        except Exception as error:  # whatever a template's code raises
+            raise ValueError(f"the chat template cannot render a question and its answer: {_first(error)}") from error
+        ending, ends = self._ending()
+        append_only, grown = self._growth()
+        dialect, spoken = self._dialect()
+        found = [*ends, *grown, *spoken, *self._losses(), *self._around(opening)]
+        found.sort(key=lambda finding: finding.level != "problem")
+        return TemplateReport(append_only, dialect, self._renderer.writes_tools, opening, ending, tuple(found))
+
+    def _render(self, messages: Sequence[Message], tools: bool = False, *, opens: bool = False) -> str:
+        return self._renderer.text(messages, [_TOOL] if tools else None, open_assistant=opens)
+
+    def _try(self, messages: Sequence[Message], tools: bool = False, *, opens: bool = False) -> str | Exception:
+        try:
+            return self._render(messages, tools, opens=opens)
+        except Exception as error:  # whatever a template's code raises
+            return error
+
+    def _opening(self) -> str:
+        closed, opened = (self._render(self._start, opens=opens) for opens in (False, True))
+        return opened.removeprefix(closed) if opened.startswith(closed) else opened[_same(closed, opened) :]
+
+    def _ending(self) -> tuple[str, list[Finding]]:
+        """The token that ends a turn."""
+        try:
+            closing, index = self._renderer.turn_end()
+        except ValueError as error:
+            return "", [Finding("problem", "no-turn-end", f"{error}")]
+        text = str(self._tokenizer.convert_ids_to_tokens(index))
+        if not closing:
+            then = self._control_names(self._renderer.ends - {index})
+            said = f"nothing closes a turn; it ends with {then or text}, at which an engine has to stop"
+            return text, [Finding("note", "turn-not-closed", said)]
+        others = self._renderer.ends - {index}
+        if self._tokenizer.eos_token_id != index:
+            said = f"a turn ends with {text}, and the tokenizer's last token is {self._tokenizer.eos_token}"
+            return text, [Finding("note", "turn-end-is-not-eos", f"{said}: an engine has to stop at both")]
+        if others:
+            said = f"a turn may also end with {self._control_names(others)}, at which an engine has to stop"
+            return text, [Finding("note", "several-turn-ends", said)]
+        return text, []
+
+    def _control_names(self, ids: frozenset[int]) -> str:
+        return ", ".join(sorted(str(self._tokenizer.convert_ids_to_tokens(index)) for index in ids))
+
+    def _growth(self) -> tuple[dict[str, bool], list[Finding]]:
+        """Whether what stood before a turn stays when it is followed, for kinds of turns."""
+        start, tool_start = self._start, [*self._start, _calls(), *_results()]
+        twice = [*start, _says(), _user("and then?")]
+        kinds: dict[str, tuple[bool, list[tuple[list[Message], Message, list[Message]]]]] = {
+            "answers": (False, [(start, _says(), [_user("and then?")]), (twice, _says(), [_user("and now?")])]),
+            "tool calls": (True, [(start, _calls(), _results()), (tool_start, _calls(), _results())]),
+            "answers after tools": (True, [(tool_start, _says(), [_user("and then?")])]),
+        }
+        append_only: dict[str, bool] = {}
+        findings: list[Finding] = []
+        for kind, (tools, cases) in kinds.items():
+            differences = [self._difference(before, said, after, tools) for before, said, after in cases]
+            append_only[kind] = not any(differences)
+            if first := next(filter(None, differences), None):
+                text = f"{kind}: {first}; a conversation that is rendered anew becomes another row"
+                findings.append(Finding("problem", "rewrites-history", text))
+        return append_only, findings
+
+    def _difference(self, before: list[Message], said: Message, after: list[Message], tools: bool) -> str:
+        """How the text before a turn changes, or what follows it is not what continues a sample; empty if neither."""
+        prompt, whole = self._try(before, tools, opens=True), self._try([*before, said, *after], tools, opens=True)
+        for text in (prompt, whole):
+            if isinstance(text, Exception):
+                return f"the template refuses ({_first(text)})"
+        assert isinstance(prompt, str) and isinstance(whole, str), "else it was refused"
+        if not whole.startswith(prompt):
+            same = _same(prompt, whole)
+            return f"{_cut(prompt, same)} in the prompt becomes {_cut(whole, same)} in the history"
+        try:
+            tail = self._renderer.tail(after, [_TOOL] if tools else None)
+        except Exception as error:  # whatever a template's code raises
+            return f"it cannot be continued ({_first(error)})"
+        if not whole.endswith(tail):
+            ends = _same(whole[::-1], tail[::-1])
+            return f"{_cut(tail, len(tail) - ends - 12)} continues a sample, the history has {whole[-ends - 12 :]!r}"
+        return ""
+
+    def _dialect(self) -> tuple[str | None, list[Finding]]:
+        """The dialect of the calls that the template writes."""
+        findings: list[Finding] = []
+        if not self._renderer.writes_tools:
+            text = "the template knows no tools: they are told of and called in the Hermes form"
+            own = self._spoken(tools=False)
+            if isinstance(own, str) and own != self._spoken(tools=True):
+                text += f", but a history of calls without tools is written in the dialect {own}"
+            findings.append(Finding("note", "no-tools", text))
+        spoken = self._spoken(tools=True)
+        if isinstance(spoken, Finding):
+            return None, [*findings, spoken]
+        return spoken, findings
+
+    def _spoken(self, *, tools: bool) -> str | Finding:
+        """The dialect that reads a call as the template writes it, or why there is none."""
+        start = self._start
+        prompt, whole = self._try(start, tools, opens=True), self._try([*start, _calls()], tools)
+        for text in (prompt, whole):
+            if isinstance(text, Exception):
+                return Finding("problem", "refuses-calls", f"the template refuses calls ({_first(text)})")
+        assert isinstance(prompt, str) and isinstance(whole, str), "else it was refused"
+        for name, parse in self._parsers.items():
+            if any(list(parse(said)) == [(_TOOL_NAME, _ARGUMENTS)] for said in self._said(prompt, whole)):
+                return name
+        text = f"no known dialect reads a call as the template writes it: {whole[_same(prompt, whole) :]!r:.200}"
+        return Finding("problem", "unknown-dialect", text)
+
+    def _said(self, prompt: str, whole: str) -> Iterator[str]:
+        """What an assistant may have said: what the history has beyond the prompt, white space at its end or not."""
+        before, ids = (self._tokenizer.encode(text, add_special_tokens=False) for text in (prompt, whole))
+        said = np.asarray(ids[_same(before, ids) :], dtype=np.int64)
+        yield from (self._renderer.decode_raw(said[: max(len(said) - spaces, 0)]) for spaces in range(3))
+
+    def _losses(self) -> Iterator[Finding]:
+        """What the template leaves out of a history."""
+        start, more = self._start, [_user("and then?")]
+        if not self._renderer.takes_system:
+            yield Finding("note", "refuses-system", "the template takes no system message")
+        elif self._lacks(_RULES, [*start, _says(), *more]) or self._lacks(_RULES, [*start, _calls(), *_results()]):
+            yield Finding("problem", "drops-system", "the system message is left out once the assistant has spoken")
+        inside = f"<think>\n{_THOUGHT}\n</think>\n\n{_WORDS}"
+        beside = {"reasoning_content": _THOUGHT, "thinking": _THOUGHT}
+        reads = any(key in self._renderer.source for key in beside)
+        if self._lacks(_THOUGHT, [*start, _says(inside), *more]) or (
+            reads and self._lacks(_THOUGHT, [*start, {**_says(), **beside}, *more])
+        ):
+            text = (
+                "the reasoning of earlier turns is left out: sampled tokens keep it, a history rendered anew does not"
+            )
+            yield Finding("problem", "drops-reasoning", text)
+        if self._lacks(_WORDS, [*start, _calls(content=_WORDS), *_results()]):
+            yield Finding("problem", "drops-words-before-calls", "words before a call are left out")
+        elif self._lacks(_THOUGHT, [*start, _calls(content=inside), *_results()]):
+            text = "the reasoning before a call is left out as soon as there is its result"
+            yield Finding("problem", "drops-reasoning-before-calls", text)
+        yield from self._parallel()
+        padded = f"  {_WORDS} \n\n"
+        if self._lacks(padded, [*start, _says(padded), *more]):
+            yield Finding("note", "trims-words", "white space around the assistant's words is left out of a history")
+
+    def _lacks(self, words: str, messages: list[Message]) -> bool:
+        """Whether words of the messages are not in their text; not so if the template refuses them."""
+        tools = any("tool_calls" in message for message in messages)
+        rendered = self._try(messages, tools, opens=True)
+        return isinstance(rendered, str) and words not in rendered
+
+    def _parallel(self) -> Iterator[Finding]:
+        """Whether two calls may stand in one turn."""
+        one, two = (self._try([*self._start, _calls(n), *_results(n)], True, opens=True) for n in (1, 2))
+        if isinstance(two, Exception):
+            yield Finding("problem", "one-call-a-turn", f"two calls in one turn are refused ({_first(two)})")
+        elif isinstance(one, str) and two.count(_WORD) <= one.count(_WORD):
+            yield Finding("problem", "one-call-a-turn", "of two calls in one turn one is left out")
+
+    def _around(self, opening: str) -> Iterator[Finding]:
+        """What the template writes beside messages."""
+        whole = self._render([*self._start, _says(), _user("and then?")], opens=True)
+        bos = self._tokenizer.bos_token
+        if bos and bos in whole[len(bos) :]:
+            yield Finding("problem", "bos-in-the-middle", f"{bos} stands in the middle of a conversation")
+        elif (
+            bos
+            and not whole.startswith(bos)
+            and self._tokenizer("a")["input_ids"][:1] == [self._tokenizer.bos_token_id]
+        ):
+            yield Finding(
+                "note", "no-bos", f"a conversation begins without {bos}, which the tokenizer writes before a text"
+            )
+        for text in self._added():
+            yield Finding("note", "adds-system", f"the template adds words of its own: {text!r:.100}")
+        if "strftime_now" in self._renderer.source:
+            yield Finding("note", "writes-date", "prompts hold the day's date: they differ from day to day")
+        if "<think>" in opening:
+            text = "closed and empty" if "</think>" in opening else "open: a sample begins with reasoning"
+            yield Finding("note", "opens-reasoning", f"the prompt ends with reasoning, {text}")
+        last = self._render([*self._start, _says()])
+        if "<think>" in last.replace(opening, "") and "<think>" not in opening:
+            yield Finding("note", "adds-reasoning", "an answer without reasoning is given an empty one")
+
+    def _added(self) -> Iterator[str]:
+        """Long texts before the user's words that are nobody's, without a system message."""
+        head, found, _ = self._render([_user("wherever")]).partition("wherever")
+        tokens = sorted(map(str, self._tokenizer.get_added_vocab()), key=len, reverse=True)
+        parts = re.split("|".join(map(re.escape, tokens)), head) if tokens else [head]
+        yield from (part.strip() for part in parts if found and len(part.strip()) >= _LONG)
+
+
+def _same(first: Sequence[object], second: Sequence[object]) -> int:
+    """Length of what two texts or lists begin with together."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _cut(text: str, at: int) -> str:
+    """A text around a place."""
+    return repr(text[max(0, at - 8) : max(0, at) + 32])
+
+
+def _first(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
