@@ -151,7 +151,7 @@ def _check_template(options: argparse.Namespace) -> int:
     from roll.models.tokenizer import load_tokenizer
 
     try:
-        report = check_template(load_tokenizer(options.folder), options.template, parsers())
+        report = check_template(load_tokenizer(options.folder, alone=True), options.template, parsers())
     except ValueError as error:
         sys.stderr.write(f"roll template check: {error}\n")
         return EXIT_CONFIG

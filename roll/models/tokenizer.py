@@ -20,13 +20,17 @@ TOKENIZER_FILES = (
 )
 
 
-def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(path: str, *, alone: bool = False) -> PreTrainedTokenizerBase:
     """The model's tokenizer.
+
+    Args:
+        path: a model's folder, or its name on the hub.
+        alone: whether a folder may hold a tokenizer and no model.
 
     Raises:
         ValueError: no such folder, or no tokenizer in it.
     """
-    path, local = locate_model(path)
+    path, local = locate_model(path, tokenizer_alone=alone)
     if local and not any(any(Path(path).glob(pattern)) for pattern in TOKENIZER_FILES):
         # transformers would make an empty one from the model's configuration.
         raise ValueError(f"model path {path!r}: no tokenizer files in it, such as tokenizer.json")
@@ -54,15 +58,19 @@ def _tokenizer_class(path: str, local: bool) -> Any:
     return transformers.AutoTokenizer
 
 
-def locate_model(path: str) -> tuple[str, bool]:
+def locate_model(path: str, *, tokenizer_alone: bool = False) -> tuple[str, bool]:
     """The path with ``~`` resolved, and whether it is a local folder (of a model), as opposed to a hub name.
+
+    Args:
+        path: a folder, or a name on the hub.
+        tokenizer_alone: whether a folder may hold no model.
 
     Raises:
         ValueError: it looks like a folder and is none, or holds no ``config.json``.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
+        if not (tokenizer_alone or (folder / "config.json").is_file()):
             raise ValueError(f"model path {path!r}: no config.json in it; expected a model in Hugging Face format")
         return str(folder), True
     if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
