@@ -41,11 +41,16 @@ class ControlText:
         self._hidden = re.compile(f"{self._nonce}([0-9]+)q")
         self._numbers = {text: number for number, text in enumerate(self._texts)}
         self._core: Tokenizer | None = None
+        self._folded = self._fold()
 
     def hide(self, value: Any) -> Any:
         """The value, a text or texts in lists and objects, with every control text replaced by its stand-in."""
         if isinstance(value, str):
-            return self._control.sub(self._stand_in, value) if self._control.search(value) else value
+            if self._control.search(value):
+                return self._control.sub(self._stand_in, value)
+            return (
+                f"{value}{self._nonce}{len(self._texts)}q" if self._folded and self._becomes_control(value) else value
+            )
         if isinstance(value, Mapping):
             return {self.hide(key): self.hide(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -56,7 +61,7 @@ class ControlText:
         """The text with stand-ins turned back."""
         if self._nonce not in text:
             return text
-        return self._hidden.sub(lambda found: self._texts[int(found[1])], text)
+        return self._hidden.sub(lambda found: (*self._texts, "")[int(found[1])], text)
 
     def hides(self, text: str) -> bool:
         """Whether there is a stand-in in it."""
@@ -78,6 +83,19 @@ class ControlText:
                 self._literal(self.show(piece)) if hidden else self._tokenizer.encode(piece, add_special_tokens=False)
             )
         return ids
+
+    def _fold(self) -> re.Pattern[str] | None:
+        """What control tokens are looked for as in a normalised text, if the tokenizer does that, lower-casing say."""
+        normalizer = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "normalizer", None)
+        texts = [text for text in self._texts if self._tokens[text].normalized]
+        if normalizer is None or not texts:
+            return None
+        return re.compile("|".join(re.escape(normalizer.normalize_str(text)) for text in texts))
+
+    def _becomes_control(self, text: str) -> bool:
+        """Whether a text that spells no control token does once it is normalised."""
+        assert self._folded is not None, "else there is nothing to become"
+        return bool(self._folded.search(self._tokenizer.backend_tokenizer.normalizer.normalize_str(text)))
 
     def _stand_in(self, found: re.Match[str]) -> str:
         return f"{self._nonce}{self._numbers[found[0]]}q"
