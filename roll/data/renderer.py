@@ -150,6 +150,10 @@ class ChatRenderer:
             mask += [np.zeros(len(context), dtype=bool), np.ones(len(said), dtype=bool)]
         return np.concatenate(ids), np.concatenate(mask)
 
+    def history(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> IntArray:
+        """Token ids of a whole conversation, which waits for nobody, shape [tokens]."""
+        return self._encode(self.text(messages, tools, open_assistant=False))
+
     def words(self, text: str) -> IntArray:
         """Token ids of a text alone, without special tokens."""
         return self._encode_cached("words", text)

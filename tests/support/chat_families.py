@@ -61,8 +61,8 @@ FAMILIES = {
         has_bos=True,
         dialect="mistral",
     ),
-    "gemma2": Family(_GEMMA, "<end_of_turn>", has_bos=True, spaces=True),
-    "gemma3": Family(_GEMMA, "<end_of_turn>", has_bos=True, spaces=True),
+    "gemma2": Family(_GEMMA, "<eos>", has_bos=True, spaces=True),
+    "gemma3": Family(_GEMMA, "<eos>", has_bos=True, spaces=True),
     "deepseek_v3": Family(_DEEPSEEK, "<｜end▁of▁sentence｜>", _DEEPSEEK_WORDS, has_bos=True),
     "deepseek_v3_1": Family(_DEEPSEEK, "<｜end▁of▁sentence｜>", _DEEPSEEK_WORDS, has_bos=True),
     "glm4_5": Family(

@@ -138,6 +138,13 @@ PIECES = [
 @example(["[" * 5000])
 @example(["<tool_call>", "[" * 200_000])
 @example(['<tool_call>{"name": "f", "arguments": ' + '{"a":' * 900 + "1" + "}" * 901 + "</tool_call>"])
+@example(['<tool_call>{"name": "f", "arguments": ' + "[" * 950 + "]" * 950 + "}</tool_call>"])
+@example(['[TOOL_CALLS][{"name": "f", "arguments": ' + "[" * 950 + "]" * 950 + "}]"])
+@example(["[f" + ".g" * 2500 + "(a=1)]"])
+@example(["[f(a=1)(b=2), (lambda: 1)(), 'f'(a=1)]"])
+@example(["<tool_call>" * 20_000])
+@example(["<tool_call>" + " " * 20_000 + "!<</tool_call>"])
+@example(["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>" + " \n" * 20_000])
 @example(["[f(a=" + "-" * 5000 + "1)]"])
 @example(["[f(a=", "(" * 300, ")" * 300, ")]"])
 @example(['<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>"])
@@ -292,7 +299,7 @@ MALFORMED = [
     ("llama_pythonic", "[f(a={1: 2})]", "expected keys that are texts, saw 1"),
     ("llama_pythonic", "[f(a=1, **{'a': 2})]", "expected every argument once"),
     ("llama_pythonic", "[f(a=1", "expected a Python list of calls"),
-    ("llama_pythonic", "[f(a=1), 3]", "expected a call, saw '3'"),
+    ("llama_pythonic", "[f(a=1), 3]", "expected a call, saw 3"),
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}', "it was cut off"),
     ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}] so', "expected nothing behind the array"),
     ("mistral", "[TOOL_CALLS]f {}", "expected a name and [ARGS]"),

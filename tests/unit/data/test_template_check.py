@@ -16,8 +16,8 @@ FOUND = {
     "qwen3_coder": set(),
     "llama3_1": {"drops-words-before-calls", "one-call-a-turn", "trims-words", "adds-system"},
     "mistral_nemo": {"rewrites-history", "drops-system", "drops-words-before-calls"},
-    "gemma2": {"no-tools", "refuses-system", "trims-words"},
-    "gemma3": {"no-tools", "trims-words"},
+    "gemma2": {"no-tools", "refuses-system", "trims-words", "turn-end-is-not-eos"},
+    "gemma3": {"no-tools", "trims-words", "turn-end-is-not-eos"},
     "deepseek_v3": {
         "rewrites-history",
         "drops-reasoning",
@@ -60,7 +60,7 @@ def test_what_published_templates_do(family: str) -> None:
     assert (
         report.opening == max((item for item in OPENINGS.items() if family.startswith(item[0])), key=lambda i: i[0])[1]
     )
-    assert report.ending == FAMILIES[family].eos
+    assert report.ending == ("<end_of_turn>" if family.startswith("gemma") else FAMILIES[family].eos)
 
 
 def test_what_a_finding_says() -> None:

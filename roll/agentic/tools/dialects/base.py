@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -184,7 +185,7 @@ def _check(call: Call, taken: set[str], index: int) -> ToolCall | CallError:
 
 
 def _show(value: object) -> str:
-    return "nothing" if value is None else f"{type(value).__name__} {value!r:.60}"
+    return "nothing" if value is None else f"{type(value).__name__} {reprlib.repr(value)}"
 
 
 def check_json(value: object, levels: int = _LEVELS) -> None:

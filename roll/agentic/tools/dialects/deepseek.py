@@ -10,7 +10,7 @@ from roll.agentic.tools.types import CallError, ToolCall
 
 _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _CALL, _CALL_END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
-_FENCED = re.compile(r"\s*([^\n]*?)\s*\n```json\s*\n")
+_FENCED = re.compile(r"([^\n]*)\n```json\n")
 
 
 class DeepSeekDialect(ThinkingDialect):
@@ -34,6 +34,8 @@ class DeepSeekDialect(ThinkingDialect):
             end, call = _read_deepseek(rest)
             found.append(call)
             rest = rest[end:]
+        if found and isinstance(found[-1], CallError):  # which was cut off itself
+            return words, found
         return words, [*found, CallError(_CALLS, f"expected {_CALLS_END}, saw the end: it was cut off")]
 
     def write(self, content: str, calls: Sequence[ToolCall]) -> str:
@@ -53,7 +55,7 @@ def _read_deepseek(text: str) -> tuple[int, Found]:
     name, position = text[inside:sep].strip(), sep + len(_SEP)
     fenced = _FENCED.match(text, position)
     if fenced:  # V3: a type, then the name and the arguments in a code fence
-        name, position = fenced[1], fenced.end()
+        name, position = fenced[1].strip(), fenced.end()
     try:
         value, end = read_json(text, position)
     except ValueError as error:

@@ -46,7 +46,8 @@ def _read_call(said: str, start: int) -> tuple[int, Found]:
 
 def _skip(said: str, start: int, inside: int, reason: str) -> tuple[int, Found]:
     """A malformed call, which ends with its tag or where another begins."""
-    closing, another = said.find(_END, inside), said.find(_START, inside)
-    stop = len(said) if closing < 0 else closing + len(_END)
-    stop = another if 0 <= another < stop else stop
+    another = said.find(_START, inside)
+    limit = len(said) if another < 0 else another
+    closing = said.find(_END, inside, limit)
+    stop = limit if closing < 0 else closing + len(_END)
     return stop, CallError(said[start:stop], reason)

@@ -42,7 +42,7 @@ def _read_list(rest: str) -> list[Found]:
         return [CallError(rest, str(error))]
     if rest[end:].strip():
         return [CallError(rest, f"expected nothing behind the array, saw {rest[end:].strip()[:20]!r}")]
-    return [call_of(each, to_json(each)) for each in (value if isinstance(value, list) else [value])]
+    return [call_of(each, _MISTRAL + rest) for each in (value if isinstance(value, list) else [value])]
 
 
 def _read_named(rest: str) -> list[Found]:

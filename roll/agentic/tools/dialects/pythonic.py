@@ -56,12 +56,15 @@ def _read_list(written: str) -> list[Found]:
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
         return [CallError(written, f"expected a Python list of calls, saw what Python cannot read ({reason})")]
     elements = tree.elts if isinstance(tree, ast.List) else [tree]
-    return [_read_call(element, ast.get_source_segment(written, element) or written) for element in elements]
+    return [_read_call(element, written) for element in elements]
 
 
 def _read_call(node: ast.expr, text: str) -> Found:
     if not isinstance(node, ast.Call):
-        return CallError(text, f"expected a call, saw {text[:40]!r}")
+        return CallError(text, f"expected a call, saw {_kind(node)}")
+    name = _name(node.func)
+    if name is None:
+        return CallError(text, f"expected the name of a tool, saw {_kind(node.func)}")
     if node.args:
         return CallError(text, "expected every argument by its name, saw one without")
     arguments: dict[str, Any] = {}
@@ -77,7 +80,21 @@ def _read_call(node: ast.expr, text: str) -> Found:
         if not arguments.keys().isdisjoint(given):
             return CallError(text, "expected every argument once")
         arguments |= given
-    return Call(text, ast.unparse(node.func), arguments)
+    return Call(text, name, arguments)
+
+
+def _name(node: ast.expr) -> str | None:
+    """A name, dots in it allowed."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else None
+
+
+def _kind(node: ast.expr) -> str:
+    """What Python calls such an expression."""
+    return repr(node.value) if isinstance(node, ast.Constant) else type(node).__name__
 
 
 def _literal(node: ast.expr) -> Any:

@@ -33,9 +33,11 @@ class TaggedDialect(ThinkingDialect):
         while (start := said.find(_START, position)) >= 0:
             words += said[position:start]
             inside = start + len(_START)
-            closing, another = said.find(_END, inside), said.find(_START, inside)
-            if closing < 0 or 0 <= another < closing:
-                position = another if another >= 0 else len(said)
+            another = said.find(_START, inside)
+            limit = len(said) if another < 0 else another
+            closing = said.find(_END, inside, limit)
+            if closing < 0:
+                position = limit
                 found.append(CallError(said[start:position], f"expected {_END}, saw none: it was cut off"))
                 continue
             position = closing + len(_END)
@@ -43,7 +45,7 @@ class TaggedDialect(ThinkingDialect):
         return words + said[position:], found
 
     def _read_call(self, text: str, inside: str, schemas: Schemas) -> Found:
-        whole = self.whole.fullmatch(inside)
+        whole = self.whole.fullmatch(inside.strip())
         if not whole:
             return CallError(text, f"expected {self.shape}, saw {inside.strip()[:40]!r}")
         name, position, arguments = whole["name"].strip(), 0, dict[str, Any]()
@@ -103,7 +105,7 @@ class Qwen3CoderDialect(TaggedDialect):
 
     name = "qwen3_coder"
     example = f"{_START}\n<function=<name>>\n<parameter=<key>>\n<value>\n</parameter>\n</function>\n{_END}"
-    whole = re.compile(r"\s*<function=(?P<name>[^>\n]*)>(?P<arguments>.*)</function>\s*", re.DOTALL)
+    whole = re.compile(r"<function=(?P<name>[^>\n]*)>(?P<arguments>.*)</function>", re.DOTALL)
     argument = re.compile(r"<parameter=(?P<key>[^>\n]*)>\n?(?P<value>.*?)\n?</parameter>\s*", re.DOTALL)
     shape = "<function=name> with <parameter=key>value</parameter> in it and </function>"
 
@@ -123,7 +125,7 @@ class GlmDialect(TaggedDialect):
 
     name = "glm"
     example = f"{_START}<name>\n<arg_key><key></arg_key>\n<arg_value><value></arg_value>\n{_END}"
-    whole = re.compile(r"\s*(?P<name>[^<>\n]*?)\s*(?P<arguments>(?:<arg_key>.*</arg_value>\s*)?)", re.DOTALL)
+    whole = re.compile(r"(?P<name>[^<>\n]*)(?P<arguments>(?:\s*<arg_key>.*</arg_value>)?)", re.DOTALL)
     argument = re.compile(r"<arg_key>(?P<key>[^<\n]*)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*", re.DOTALL)
     shape = "a name, then <arg_key>key</arg_key> and <arg_value>value</arg_value> for every argument"
 

@@ -1,0 +1,55 @@
+"""Compares a conversation that has grown by samples with the same conversation tokenised at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from roll.data.arrays import IntArray
+    from roll.data.renderer import ChatRenderer, Message, Tool
+
+TokenCheck: TypeAlias = Literal["strict", "ignore_strippable", "disable"]
+"""What counts: every difference, all but white space, or none."""
+TokenDifference: TypeAlias = Literal["white space", "other tokens", "reasoning", "rewritten"]
+"""Why ids differ: in white space alone; the same text in other tokens; the history lacks reasoning, or has an empty
+one; anything else, such as calls whose arguments are written anew."""
+
+_REASONING = re.compile(r"<think>.*?</think>", re.DOTALL)
+_SPACE = re.compile(r"\s+")
+
+
+def compare_tokens(
+    renderer: ChatRenderer,
+    messages: Sequence[Message],
+    ids: IntArray,
+    tools: Sequence[Tool] | None = None,
+    check: TokenCheck = "strict",
+) -> TokenDifference | None:
+    """How a row that is trained differs from its conversation; ``None`` if it does not, or in nothing that counts.
+
+    Args:
+        renderer: has rendered the conversation.
+        messages: the whole conversation, the last of which is the assistant's.
+        ids: what is trained, shape [tokens], its last sampled; what closes that turn may be missing.
+        tools: as the prompt was given them.
+        check: what counts.
+    """
+    if check == "disable":
+        return None
+    whole = renderer.history(messages, tools)
+    if ids.tolist() == whole[: len(ids)].tolist():
+        return None
+    difference = _reason(*(str(renderer.tokenizer.decode(each.tolist())) for each in (ids, whole)))
+    return None if difference == "white space" and check == "ignore_strippable" else difference
+
+
+def _reason(grown: str, whole: str) -> TokenDifference:
+    """Why two texts differ, the second of which may go on behind the first."""
+    if whole.startswith(grown):
+        return "other tokens"
+    if _SPACE.sub("", whole).startswith(_SPACE.sub("", grown)):
+        return "white space"
+    bare, bare_whole = (_SPACE.sub("", _REASONING.sub("", text)) for text in (grown, whole))
+    return "reasoning" if bare_whole.startswith(bare) else "rewritten"
