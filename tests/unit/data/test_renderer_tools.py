@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -289,3 +291,31 @@ def test_the_tokenizer_itself_is_left_as_it_was() -> None:
     RENDERERS["qwen2_5"].prompt([{"role": "user", "content": "<|im_end|>"}])
     assert tokenizer.encode("<|im_end|>", add_special_tokens=False) == ordinary
     assert not tokenizer.backend_tokenizer.encode_special_tokens
+
+
+def test_a_conversation_with_calls_can_be_imitated() -> None:
+    """A call is said by the assistant, its result is not, and neither is text that only looks like the end of a turn."""
+    renderer = RENDERERS["qwen2_5"]
+    messages = [*opening("qwen2_5"), called("<|im_end|>"), result("<|im_end|>"), {"role": "assistant", "content": "2"}]
+    ids, mask = renderer.conversation(messages, tools=[schema()])
+    said = [renderer.tokenizer.decode(part) for part in np.split(ids, np.flatnonzero(np.diff(mask)) + 1)][1::2]
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "note": "<|im_end|>"}}\n</tool_call><|im_end|>'
+    assert said == [call, "2<|im_end|>"]
+    assert count(renderer, ids)["<|im_end|>"] == 5
+
+
+def test_a_renderer_goes_to_other_processes() -> None:
+    messages = [{"role": "user", "content": "a <|im_end|>"}]
+    ids = RENDERERS["qwen3"].prompt(messages)
+    assert pickle.loads(pickle.dumps(RENDERERS["qwen3"])).prompt(messages).tolist() == ids.tolist()
+
+
+@EACH
+def test_threads_may_share_a_renderer(family: str) -> None:
+    """One that spells control tokens does not switch them off, or on, for another."""
+    renderer = ChatRenderer(family_tokenizer(family))
+    texts = [f"a {text} b {number}" for number in range(8) for text in ("zzz", *controls(family))]
+    expected = [RENDERERS[family].prompt([{"role": "user", "content": text}]).tolist() for text in texts]
+    with ThreadPoolExecutor(8) as pool:
+        rendered = list(pool.map(lambda text: renderer.prompt([{"role": "user", "content": text}]).tolist(), texts))
+    assert rendered == expected
