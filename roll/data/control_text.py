@@ -48,9 +48,11 @@ class ControlText:
         if isinstance(value, str):
             if self._control.search(value):
                 return self._control.sub(self._stand_in, value)
-            return (
-                f"{value}{self._nonce}{len(self._texts)}q" if self._folded and self._becomes_control(value) else value
-            )
+            if self._folded and self._becomes_control(value):
+                return (
+                    f"{value}{self._nonce}{len(self._texts)}q"  # stands for nothing: the text is taken by its letters
+                )
+            return value
         if isinstance(value, Mapping):
             return {self.hide(key): self.hide(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -78,14 +80,14 @@ class ControlText:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
         ids: list[int] = []
         for piece in self._pieces(text):
-            hidden = self._nonce in piece
-            ids += (
-                self._literal(self.show(piece)) if hidden else self._tokenizer.encode(piece, add_special_tokens=False)
-            )
+            if self._nonce in piece:
+                ids += self._literal(self.show(piece))
+            else:
+                ids += self._tokenizer.encode(piece, add_special_tokens=False)
         return ids
 
     def _fold(self) -> re.Pattern[str] | None:
-        """What control tokens are looked for as in a normalised text, if the tokenizer does that, lower-casing say."""
+        """What control tokens look like once normalised, if the tokenizer looks for them there."""
         normalizer = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "normalizer", None)
         texts = [text for text in self._texts if self._tokens[text].normalized]
         if normalizer is None or not texts:

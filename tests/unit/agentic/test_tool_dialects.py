@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from roll.agentic.tools.dialects import DIALECTS, dialect
 from roll.agentic.tools.dialects.base import check_json
+from roll.agentic.tools.dialects.tagged import read_bare
 from roll.agentic.tools.types import AssistantTurn, CallError, ToolCall, ToolSchema, call_id
 from roll.utils.registry import UnknownNameError
 
@@ -54,6 +55,7 @@ def test_what_is_written_reads_as_it_was_meant(name: str, turn: AssistantTurn) -
 
 
 @EACH
+@settings(max_examples=50)
 @given(turn=turns(), data=st.data())
 def test_a_turn_cut_off_anywhere_makes_no_call_up(name: str, turn: AssistantTurn, data: st.DataObject) -> None:
     speaks = dialect(name)
@@ -63,6 +65,7 @@ def test_a_turn_cut_off_anywhere_makes_no_call_up(name: str, turn: AssistantTurn
 
 
 @EACH
+@settings(max_examples=50)
 @given(turn=turns(), data=st.data())
 def test_damaged_text_never_raises(name: str, turn: AssistantTurn, data: st.DataObject) -> None:
     speaks = dialect(name)
@@ -365,6 +368,23 @@ def test_a_schema_says_what_bare_words_are(name: str) -> None:
     typed = {"code": "42", "times": 3, "loud": True, "list": [1, 2], "free": "x = 1"}
     assert say(text, name, (ToolSchema("run", "", schema),)) == ("", [("run", typed)])
     assert say(text, name) == ("", [("run", typed | {"code": 42, "loud": "True"})])
+
+
+@pytest.mark.parametrize(
+    ("schema", "words", "value"),
+    [
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "None", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "42", "42"),
+        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "42", 42),
+        ({"type": "boolean"}, "False", False),
+        ({"type": "boolean"}, "maybe", "maybe"),
+        ({"enum": ["a"]}, "a", "a"),
+        (None, "null", None),
+    ],
+)
+def test_a_schema_may_allow_several_types(schema: Any, words: str, value: Any) -> None:
+    assert read_bare(words, schema) == value
 
 
 def test_reasoning_stands_apart_from_words() -> None:

@@ -294,7 +294,7 @@ def test_the_tokenizer_itself_is_left_as_it_was() -> None:
 
 
 def test_a_conversation_with_calls_can_be_imitated() -> None:
-    """A call is said by the assistant, its result is not, and neither is text that only looks like the end of a turn."""
+    """A call is said by the assistant, its result is not, and neither is text that only looks like the end."""
     renderer = RENDERERS["qwen2_5"]
     messages = [*opening("qwen2_5"), called("<|im_end|>"), result("<|im_end|>"), {"role": "assistant", "content": "2"}]
     ids, mask = renderer.conversation(messages, tools=[schema()])

@@ -49,7 +49,7 @@ class TaggedDialect(ThinkingDialect):
         if not whole:
             return CallError(text, f"expected {self.shape}, saw {inside.strip()[:40]!r}")
         name, position, arguments = whole["name"].strip(), 0, dict[str, Any]()
-        properties = schemas.get(name, {}).get("properties", {})
+        properties = schemas.get(name, {}).get("properties") or {}
         written = whole["arguments"].strip()
         while position < len(written):
             found = self.argument.match(written, position)
@@ -69,16 +69,28 @@ def read_bare(words: str, schema: object) -> Any:
         words: as written.
         schema: JSON schema of the value, if there is one.
     """
-    kind = schema.get("type") if isinstance(schema, Mapping) else None
-    if kind == "string":
+    kinds, bare = _kinds(schema), words.strip()
+    if "null" in kinds and bare in ("null", "None"):
+        return None
+    if kinds and kinds <= {"string", "null"}:
         return words
-    if kind == "boolean" and words.strip().lower() in ("true", "false"):
-        return words.strip().lower() == "true"
+    if "boolean" in kinds and bare.lower() in ("true", "false"):
+        return bare.lower() == "true"
     try:
         value, end = read_json(words)
     except ValueError:
         return words
     return value if not words[end:].strip() else words
+
+
+def _kinds(schema: object) -> frozenset[str]:
+    """Types of JSON that a schema allows, as far as it says so."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    kind = schema.get("type", [])
+    said = {kind} if isinstance(kind, str) else {each for each in kind if isinstance(each, str)}
+    choices = [*schema.get("anyOf", []), *schema.get("oneOf", [])]
+    return frozenset(said.union(*map(_kinds, choices)))
 
 
 def write_bare(value: object) -> str:
