@@ -47,8 +47,15 @@ _GEMMA = (
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 
+# For policies that have been shown what their tools are for: their names alone.
+_TOOL_NAMES = (
+    "{% if tools %}<|im_start|>tools\n"
+    "{% for tool in tools %}{{ tool['function']['name'] }}\n{% endfor %}<|im_end|>\n{% endif %}"
+)
+
 TEMPLATES: dict[str, str] = {
     "chatml": _chatml(),
+    "chatml_tool_names": _TOOL_NAMES + _CHATML_TURNS,
     "qwen2": _chatml("You are a helpful assistant."),
     "qwen2_5": _chatml("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
     "llama3": _LLAMA3,

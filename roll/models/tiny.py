@@ -27,8 +27,6 @@ MAX_POSITIONS = 2048
 
 PAD, END, TURN_START, TURN_END = "<|endoftext|>", "<|end|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
-    "{% if tools %}<|im_start|>tools\n"
-    "{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
