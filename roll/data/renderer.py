@@ -13,7 +13,7 @@ import numpy as np
 from roll.data.arrays import BoolArray, IntArray
 from roll.data.control_text import ControlText
 from roll.data.templates import read_template
-from roll.data.tool_messages import Message, Tool, calls_answered_by, is_plain, tidy, without_tools
+from roll.data.tool_messages import Message, Tool, calls_answered_by, calls_in_words, is_plain, tidy, without_tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -211,8 +211,10 @@ class ChatRenderer:
     ) -> tuple[Sequence[Message], Sequence[Tool] | None]:
         """Messages and tools in the form that the template takes."""
         calls = any(message.get("tool_calls") for message in messages)
-        if not (self.writes_tools if tools else not calls or self._writes_calls):
+        if not (self.writes_tools if tools else not calls or self.writes_calls):
             return without_tools(tidy(messages), tools, takes_system=self.takes_system), None
+        if calls and not self.writes_calls:
+            return [calls_in_words(message) for message in tidy(messages)], tools
         return tidy(messages, text_arguments=calls and self._joins_arguments), tools
 
     @cached_property
@@ -221,7 +223,7 @@ class ChatRenderer:
         return _PROBE in (self._try([_OPENING], [_PROBE_TOOL]) or "")
 
     @cached_property
-    def _writes_calls(self) -> bool:
+    def writes_calls(self) -> bool:
         """Whether the template writes the assistant's calls."""
         return any(_PROBE in (self._try(_probe_call(text)) or "") for text in (False, True))
 

@@ -234,6 +234,9 @@ class _Check:
             if isinstance(own, str) and own != self._spoken(tools=True):
                 text += f", but a history of calls without tools is written in the dialect {own}"
             findings.append(Finding("note", "no-tools", text))
+        elif not self._renderer.writes_calls:
+            text = "the template tells of tools and writes no calls: they stand in words, in the Hermes form"
+            findings.append(Finding("note", "no-calls", text))
         spoken = self._spoken(tools=True)
         if isinstance(spoken, Finding):
             return None, [*findings, spoken]

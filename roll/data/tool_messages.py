@@ -79,6 +79,15 @@ def hermes_call(name: str, arguments: object) -> str:
     return f'{CALL_START}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {written}}}\n{CALL_END}'
 
 
+def calls_in_words(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A tidied message whose calls, if it has any, stand in its words in the Hermes form."""
+    fresh = dict(message)
+    if calls := fresh.pop("tool_calls", None):
+        written = [hermes_call(call["function"]["name"], call["function"]["arguments"]) for call in calls]
+        fresh["content"] = "\n".join([fresh["content"]] * bool(fresh["content"]) + written)
+    return fresh
+
+
 def without_tools(
     messages: Sequence[Message], tools: Sequence[Tool] | None, *, takes_system: bool
 ) -> list[dict[str, Any]]:
@@ -94,11 +103,8 @@ def without_tools(
     """
     plain: list[dict[str, Any]] = []
     for message in messages:
-        fresh = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
-        if calls := message.get("tool_calls"):
-            written = [hermes_call(call["function"]["name"], call["function"]["arguments"]) for call in calls]
-            fresh["content"] = "\n".join([message["content"]] * bool(message["content"]) + written)
-        elif message["role"] == "tool":
+        fresh = {key: value for key, value in calls_in_words(message).items() if key != "tool_call_id"}
+        if message["role"] == "tool":
             fresh = {"role": "user", "content": f"{RESULT_START}\n{message['content']}\n{RESULT_END}", "_joins": True}
         if plain and plain[-1].get("_joins") and fresh["role"] == "user":
             plain[-1] = {**fresh, "content": f"{plain[-1]['content']}\n{fresh['content']}"}

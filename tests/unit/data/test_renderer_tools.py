@@ -175,7 +175,7 @@ def test_an_injection_in_a_tool_result_stays_in_the_result(family: str) -> None:
 
 
 def test_a_template_without_tools_is_given_them_in_the_hermes_form() -> None:
-    renderer = ChatRenderer(make_tokenizer())
+    renderer = ChatRenderer(make_tokenizer(), "chatml")
     said = AssistantTurn("So.", (ToolCall("call00000", "add", {"a": 1}),)).as_openai()
     messages = [*opening("tiny"), said, result("2"), result("3"), {"role": "user", "content": "And?"}]
     text = renderer.tokenizer.decode(renderer.prompt(messages, [ADD.as_openai()]))
@@ -193,10 +193,22 @@ def test_a_template_without_tools_and_system_messages_is_told_by_the_user() -> N
     assert text.endswith("</tool_call>\n\nBe brief. What is 1+1?<end_of_turn>\n<start_of_turn>model\n")
 
 
-def test_the_hermes_form_has_system_words_of_its_own_where_there_are_none() -> None:
-    text = ChatRenderer(make_tokenizer()).decode_raw(
-        ChatRenderer(make_tokenizer()).prompt([{"role": "user", "content": "Go."}], [ADD.as_openai()])
+def test_a_template_that_writes_no_calls_has_them_in_words() -> None:
+    template = (
+        "{% for t in tools or [] %}{{ t.function.name }}\n{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     )
+    renderer = ChatRenderer(make_tokenizer(), template)
+    said = AssistantTurn("So.", (ToolCall("call00000", "add", {"a": 1}),)).as_openai()
+    text = renderer.tokenizer.decode(renderer.prompt([*opening("tiny"), said, result("2")], [ADD.as_openai()]))
+    assert text.startswith("add\n<|im_start|>system\nBe brief.<|im_end|>\n")
+    call = 'So.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    assert text.endswith(f"<|im_start|>assistant\n{call}<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n")
+
+
+def test_the_hermes_form_has_system_words_of_its_own_where_there_are_none() -> None:
+    renderer = ChatRenderer(make_tokenizer(), "chatml")
+    text = renderer.decode_raw(renderer.prompt([{"role": "user", "content": "Go."}], [ADD.as_openai()]))
     assert text.startswith("<|im_start|>system\n# Tools\n\n") and "<|im_start|>user\nGo.<|im_end|>" in text
 
 

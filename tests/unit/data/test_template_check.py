@@ -97,7 +97,9 @@ BROKEN = {
     ),
     "refuses calls": (
         "refuses-calls",
-        TOOLS + CALLS.replace("CALL", "{{ raise_exception('no calls') if 'look' in c.function.name }}") + OPEN,
+        TOOLS
+        + CALLS.replace("CALL", "{{ raise_exception('no calls') if 'look' in c.function.name else c.function.name }}")
+        + OPEN,
     ),
     "closes with another token": (
         "turn-end-is-not-eos",

@@ -145,7 +145,7 @@ def test_a_chat_template_is_checked(capsys, tmp_path):
     make_tokenizer().save_pretrained(tmp_path)
     assert main(["template", "check", str(tmp_path)]) == 0
     page = capsys.readouterr().out
-    assert "append-only:       answers yes" in page and "note     no-tools: " in page
+    assert "append-only:       answers yes" in page and "tool dialect:      hermes" in page
     forgetful = "{% for m in messages[-1:] %}{{ m.content }}<|im_end|>{% endfor %}"
     assert main(["template", "check", str(tmp_path), "--template", forgetful]) == 1
     assert "problem  rewrites-history: " in capsys.readouterr().out
