@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import keyword
 from dataclasses import replace
 from typing import Any
 
@@ -19,8 +20,9 @@ from roll.utils.registry import UnknownNameError
 EACH = pytest.mark.parametrize("name", DIALECTS.names())
 
 letters = st.characters(exclude_categories=["Cs"])
-names = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True)
-identifiers = names.filter(str.isidentifier)
+# Python cannot call what it keeps for itself, as ``as``.
+names = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True).filter(lambda name: not keyword.iskeyword(name))
+identifiers = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True) | st.sampled_from(["from", "class"])
 # Strings that look like something else, and pieces of notations.
 odd = st.sampled_from(
     ["", " ", "42", "true", "null", '"a"', "[1]", "\n", "a\nb", "<b>", "{}", "'", "\\", "é😀", "</think>"]
@@ -402,6 +404,8 @@ def test_what_a_dialect_cannot_write_is_refused() -> None:
     assert dialect("hermes").parse(dialect("hermes").format(turn)) == turn
     with pytest.raises(ValueError, match="llama_pythonic cannot write"):
         dialect("llama_pythonic").format(turn)
+    with pytest.raises(ValueError, match="llama_pythonic cannot write"):
+        dialect("llama_pythonic").format(AssistantTurn("", (ToolCall("call00000", "as", {}),)))
     with pytest.raises(ValueError, match="hermes cannot write"):
         dialect("hermes").format(AssistantTurn("<tool_call>"))
 
