@@ -6,6 +6,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from roll.utils.collector import start_calmly
+
+start_calmly()
+
 # A machine with other work draws and runs examples slowly, which says nothing of the code.
 settings.register_profile("roll", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("roll")

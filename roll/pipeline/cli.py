@@ -87,9 +87,11 @@ def perform(
     from roll.preflight.choices import CHECKS
     from roll.preflight.inputs import check_inputs
     from roll.preflight.machine import check_machine
+    from roll.utils.collector import start_calmly
     from roll.utils.registry import import_path
 
     started = started or time.time()
+    start_calmly()
     try:
         composed = compose_config(config_name, folder, overrides)
         program = _program_of(composed, program)

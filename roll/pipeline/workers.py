@@ -39,6 +39,7 @@ from roll.distributed.weights.sender import Delivery, WeightOrder, WeightSender
 from roll.pipeline.offload_manager import memory_gb
 from roll.rollout.router import GenerationError, Outcomes
 from roll.utils.checksums import WrittenFile
+from roll.utils.collector import end_start
 from roll.utils.idle import IdleClock
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class ScoreWorker(Worker):
         self.context = context
         info = self.strategy.setup()
         self._loaded = True
+        end_start()
         return info
 
     def offload(self, what: States) -> None:
@@ -204,6 +206,7 @@ class InferWorker(Worker):
         self._completions: defaultdict[str, list[Completion]] = defaultdict(list)
         self._errors: defaultdict[str, list[tuple[str, GenerationError]]] = defaultdict(list)
         self._arrived: dict[str, asyncio.Event] = {}
+        end_start()
 
     async def submit(self, client_id: str, requests: Iterable[GenerateRequest]) -> None:
         """Takes requests, which come as ``FlatRequests``; their results are fetched by ``poll``."""

@@ -1,10 +1,11 @@
-"""Python's garbage collector in processes that hold thousands of episodes."""
+"""Python's garbage collector in processes that import much and hold thousands of episodes."""
 
 from __future__ import annotations
 
 import gc
 
 _ALLOCATIONS = 20_000
+_USUAL = gc.get_threshold()
 
 
 def calm_collector() -> None:
@@ -15,4 +16,14 @@ def calm_collector() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_ALLOCATIONS, *gc.get_threshold()[1:])
+    start_calmly()
+
+
+def start_calmly() -> None:
+    """Makes the collector look seldom: it would take a quarter of a start, in which modules are imported for good."""
+    gc.set_threshold(_ALLOCATIONS, *_USUAL[1:])
+
+
+def end_start() -> None:
+    """Makes the collector look as often as usual, so that no tensor waits long for it."""
+    gc.set_threshold(*_USUAL)

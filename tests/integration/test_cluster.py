@@ -1,6 +1,7 @@
 """Clusters on a real local Ray with eight pretended GPUs: places, calls, and every way a worker can fail."""
 
 import asyncio
+import gc
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,9 @@ ROLES = [
     RoleRequest("env", None, world_size=2),
 ]
 
+CALM_AT_IMPORT = gc.get_threshold()[0] > 10_000
+"""Whether the collector looked seldom when this module was imported, as by default it does not."""
+
 
 class Probe(Worker):
     """Says what it sees and fails on request."""
@@ -36,6 +40,9 @@ class Probe(Worker):
 
     def variables(self, *names: str) -> list[str | None]:
         return [os.environ.get(name) for name in names]
+
+    def calm(self) -> bool:
+        return CALM_AT_IMPORT
 
     def torch_threads(self) -> int:
         import torch
@@ -130,6 +137,10 @@ def test_torch_gets_the_threads_of_its_share_unless_told_otherwise(start: Callab
     assert start("critic", system_envs={"OMP_NUM_THREADS": "1"}).call("torch_threads") == [1]
     cores = min(4, len(os.sched_getaffinity(0)))
     assert start("train").call("variables", "OMP_NUM_THREADS") == [[str(max(1, cores * 2 // 5))]] * 2
+
+
+def test_a_worker_imports_with_a_calm_collector(start: Callable[..., Cluster]) -> None:
+    assert start("critic", system_envs={"OF_ITS_OWN": "1"}).call("calm") == [True]
 
 
 def test_roles_apart_work_at_the_same_time(start: Callable[..., Cluster]) -> None:

@@ -287,9 +287,13 @@ def _watch_daemons(tell: Callable[[RaySessionError], None], over: threading.Even
 
 
 def _runtime_env(given: Mapping[str, Any], system_envs: Mapping[str, str]) -> dict[str, Any]:
-    """Environment variables of every worker, with the driver's import path so that a checkout's code is found."""
+    """Environment variables of every worker, with the driver's import path so that a checkout's code is found.
+
+    And what a worker does before it imports anything else.
+    """
     variables = {"PYTHONPATH": _import_path(), **system_envs, **given.get("env_vars", {})}
-    return {**given, "env_vars": {key: str(value) for key, value in variables.items()}}
+    calm = {"worker_process_setup_hook": "roll.utils.collector.start_calmly"}
+    return {**calm, **given, "env_vars": {key: str(value) for key, value in variables.items()}}
 
 
 def _import_path() -> str:
