@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import socket
 import warnings
@@ -22,13 +23,20 @@ from roll.distributed.strategy.training.pieces import Spread, gather, piece_of, 
 from roll.distributed.weights.buckets import unpack_bucket
 from roll.distributed.weights.contents import WeightBucket
 
+IMPORTED = ["torch.distributed.fsdp", "transformers.modeling_utils", "transformers.models.auto.modeling_auto", __name__]
+"""What every rank needs: imported once, in a process of which ranks are forked."""
+
 
 def start_ranks(main: Callable[..., None], world_size: int, *args: Any) -> torch.multiprocessing.ProcessContext:
     """Starts ``main(rank, port, *args)`` in a group of processes and returns at once."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return torch.multiprocessing.spawn(main, (port, *args), nprocs=world_size, join=False)
+    method = "spawn" if torch.cuda.is_available() else "forkserver"  # CUDA does not outlive a fork
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    return torch.multiprocessing.start_processes(
+        main, (port, *args), nprocs=world_size, join=False, start_method=method
+    )
 
 
 def run_ranks(main: Callable[..., None], world_size: int, *args: Any) -> None:
