@@ -198,18 +198,25 @@ def _load(
     return model.to(device).eval()  # type: ignore[arg-type]
 
 
-def checkpoint_form(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """The tensors of a checkpoint that each parameter becomes, by their names there; all on the meta device.
-
-    Those that no conversion changes are the given ones, if they are on the meta device. Takes some milliseconds per
-    parameter where the model's class converts any, next to nothing where it does not.
-    """
+def converts_weights(model: PreTrainedModel) -> bool:
+    """Tells whether checkpoints of the model's class have other names or shapes than the model."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    whole = {name: parameter.to("meta") for name, parameter in parameters.items()}
-    if revert_weight_conversion(model, whole) is whole:
-        return {name: {name: tensor} for name, tensor in whole.items()}
-    return {name: to_hf_weights(model, name, tensor) for name, tensor in whole.items()}
+    nothing: dict[str, Tensor] = {}
+    return revert_weight_conversion(model, nothing) is not nothing
+
+
+def checkpoint_shapes(model: PreTrainedModel, parameters: Mapping[str, Tensor]) -> dict[str, dict[str, torch.Size]]:
+    """Names and shapes of the tensors of a checkpoint that each parameter becomes.
+
+    Takes some milliseconds per parameter where the model's class converts any, next to nothing where it does not.
+    """
+    if not converts_weights(model):
+        return {name: {name: parameter.shape} for name, parameter in parameters.items()}
+    return {
+        name: {part: tensor.shape for part, tensor in to_hf_weights(model, name, parameter.to("meta")).items()}
+        for name, parameter in parameters.items()
+    }
 
 
 def to_hf_weights(model: PreTrainedModel, name: str, tensor: Tensor) -> dict[str, Tensor]:

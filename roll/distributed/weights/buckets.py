@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from roll.distributed.weights.contents import BucketOutline, WeightBucket, aligned, outline_of
-from roll.models.loading import checkpoint_form, to_hf_weights
+from roll.models.loading import checkpoint_shapes, to_hf_weights
+from roll.utils.collector import paused_collector
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -188,18 +189,20 @@ class WeightUpdate:
         WeightMismatchError: unknown or missing names, wrong shapes, tied names that differ; all are listed.
     """
 
+    @paused_collector()
     def __init__(self, model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
         self._model = model
         self._problems: list[str] = []
         own = dict(model.named_parameters(remove_duplicate=False))
-        self.parts = checkpoint_form(model, own)
-        """For each parameter, the tensors of a checkpoint that make it up, on the meta device."""
+        self.parts = checkpoint_shapes(model, own)
+        """For each parameter, the tensors of a checkpoint that make it up."""
         twins: dict[int, list[str]] = {}
         for name, parameter in own.items():
             twins.setdefault(id(parameter), []).append(name)
         self._sources = {names[0]: self._source(names, tensors) for names in twins.values()}
-        self._buffers = [name for name, _ in model.named_buffers() if name in tensors]
-        self._check_shapes(tensors)
+        buffers = {name: buffer.shape for name, buffer in model.named_buffers()}
+        self._buffers = [name for name in buffers if name in tensors]
+        self._check_shapes(tensors, buffers)
         if self._problems:
             shown, rest = self._problems[:8], len(self._problems) - 8
             more = f"; and {rest} more" if rest > 0 else ""
@@ -228,7 +231,7 @@ class WeightUpdate:
                 values = tensors[source[part]].to(target.device, target.dtype)
                 whole.view(-1).index_copy_(0, index.reshape(-1), values.reshape(-1))
             target.data = whole
-        buffers = dict(self._model.named_buffers())
+        buffers = dict(self._model.named_buffers()) if self._buffers else {}
         for name in self._buffers:
             buffers[name].copy_(tensors[name])
 
@@ -245,14 +248,13 @@ class WeightUpdate:
         # Under the model's own name of the parameter, whichever of its twins' names the values come by.
         return dict(zip(self.parts[names[0]], sources[0], strict=True))
 
-    def _check_shapes(self, tensors: Mapping[str, Tensor]) -> None:
-        expected = {part: tensor.shape for group in self.parts.values() for part, tensor in group.items()}
-        expected |= {name: buffer.shape for name, buffer in self._model.named_buffers()}
+    def _check_shapes(self, tensors: Mapping[str, Tensor], buffers: Mapping[str, torch.Size]) -> None:
+        expected = {part: shape for group in self.parts.values() for part, shape in group.items()} | dict(buffers)
         for name, tensor in tensors.items():
-            if name not in expected:
+            if (shape := expected.get(name)) is None:
                 self._problems.append(f"unknown name {name}")
-            elif tensor.shape != expected[name]:
-                self._problems.append(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(expected[name])}")
+            elif tensor.shape != shape:
+                self._problems.append(f"{name} has shape {tuple(tensor.shape)}, expected {tuple(shape)}")
 
 
 def _groups(named_tensors: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ class BucketOutline:
         found, offset = [], 0
         for name, dtype_name, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
             found.append((name, dtype_name, shape, offset))
-            offset += aligned(math.prod(shape) * _dtype(name, dtype_name).itemsize)
+            offset += aligned(_form(dtype_name, shape).num_bytes)
         return found
 
     @cached_property
@@ -52,8 +53,8 @@ class BucketOutline:
         """Length of the bucket."""
         if not self.contents:
             return 0
-        name, dtype_name, shape, offset = self.contents[-1]
-        return offset + aligned(math.prod(shape) * _dtype(name, dtype_name).itemsize)
+        _, dtype_name, shape, offset = self.contents[-1]
+        return offset + aligned(_form(dtype_name, tuple(shape)).num_bytes)
 
     def views(self, block: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of a bucket, as ``views``."""
@@ -85,13 +86,23 @@ class WeightBucket:
     """Where other processes of this machine find ``data``, for as long as something here refers to it."""
 
 
-def outline_of(tensors: Iterable[tuple[str, Tensor]]) -> BucketOutline:
-    """The outline of a bucket with these tensors, which may be on the meta device."""
+class Described(Protocol):
+    """A tensor, or what is known of one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+def outline_of(tensors: Iterable[tuple[str, Described]]) -> BucketOutline:
+    """The outline of a bucket with these tensors."""
     described = [(name, dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors]
     names, dtypes, shapes = zip(*described, strict=True) if described else ((), (), ())
     return BucketOutline(names, dtypes, shapes)
 
 
+@functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -127,13 +138,9 @@ def views(block: Tensor, wanted: Contents) -> Iterator[tuple[str, Tensor]]:
 def _layout(contents: Contents) -> Layout:
     found = []
     for name, dtype_name, shape, offset in contents:
-        dtype = _dtype(name, dtype_name)
-        strides, count = [], 1
-        for size in reversed(shape):
-            strides.append(count)
-            count *= size
-        end = offset + count * dtype.itemsize
-        found.append((name, dtype, tuple(shape), tuple(reversed(strides)), offset // dtype.itemsize, end))
+        form = _form(dtype_name, tuple(shape))
+        start, end = offset // form.dtype.itemsize, offset + form.num_bytes
+        found.append((name, form.dtype, form.shape, form.strides, start, end))
     return found
 
 
@@ -150,8 +157,18 @@ def _cut(block: Tensor, layout: Layout) -> Iterator[tuple[str, Tensor]]:
         yield name, numbers.as_strided(shape, strides, base + start)
 
 
-def _dtype(name: str, dtype_name: str) -> torch.dtype:
+class _Form(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    num_bytes: int
+
+
+@functools.cache
+def _form(dtype_name: str, shape: tuple[int, ...]) -> _Form:
+    """What a view of a whole tensor needs; a model has many tensors, but few forms."""
     dtype = getattr(torch, dtype_name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"weight bucket: {name} has dtype {dtype_name!r}, expected the name of a torch dtype")
-    return dtype
+        raise ValueError(f"weight bucket: dtype {dtype_name!r}, expected the name of a torch dtype")
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return _Form(dtype, shape, strides, math.prod(shape) * dtype.itemsize)

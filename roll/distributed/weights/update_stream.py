@@ -11,6 +11,7 @@ from torch import Tensor
 
 from roll.distributed.weights.buckets import WeightMismatchError, host_bytes, unpack_bucket, verify
 from roll.distributed.weights.contents import BucketOutline, WeightBucket
+from roll.utils.collector import paused_collector
 
 PlanT = TypeVar("PlanT")
 
@@ -100,6 +101,7 @@ async def receive(buckets: AsyncIterator[WeightBucket]) -> list[WeightBucket]:
     return [await asyncio.to_thread(_take, bucket) async for bucket in buckets]
 
 
+@paused_collector()
 def tensors_of(buckets: Iterable[WeightBucket]) -> dict[str, Tensor]:
     """Tensors by name, views of buckets.
 

@@ -9,6 +9,7 @@ whose size the ranks do not divide.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -127,7 +128,7 @@ class EngineWeights(ABC):
             return Spread(shape, dtype, self.device, self.stored_regions(name), lambda: self.stored_part(name))
         return Spread(shape, dtype, self.device, self._updated[name], lambda: self._kept(self.fragments[name], kind))
 
-    def stored_regions(self, name: str) -> list[Region]:
+    def stored_regions(self, name: str) -> Sequence[Region]:
         """Who has what of the flat parameter that the model computes with."""
         return everywhere((self.shape(name).numel(),))
 
@@ -136,7 +137,7 @@ class EngineWeights(ABC):
         return self.parameters[name].detach().view(-1)
 
     @cached_property
-    def _updated(self) -> dict[str, list[Region]]:
+    def _updated(self) -> dict[str, Sequence[Region]]:
         """Who updates which part of the flat parameters."""
         return find_regions({name: ((f.offset,), (f.size,)) for name, f in self.fragments.items()})
 
@@ -303,7 +304,7 @@ class PartitionedWeights(EngineWeights):
             if dist.get_rank() == 0:
                 parameter.detach().copy_(whole)
 
-    def stored_regions(self, name: str) -> list[Region]:
+    def stored_regions(self, name: str) -> Sequence[Region]:
         size, whole = self._part(name).numel(), self.shape(name).numel()
         parts = {rank: min(size, whole - rank * size) for rank in range(dist.get_world_size())}
         return [Region((rank * size,), (valid,), (rank,)) for rank, valid in parts.items() if valid > 0]

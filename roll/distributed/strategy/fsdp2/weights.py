@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from roll.distributed.strategy.training.hf_scorer import decoder_layers
 from roll.distributed.strategy.training.optim import MASTER
-from roll.distributed.strategy.training.pieces import Region, Spread, find_regions
+from roll.distributed.strategy.training.pieces import Part, Region, Spread, everywhere, find_regions
 from roll.models.loading import resolve_dtype
 from roll.models.scoring import TokenScorer
 from roll.models.tensor_parallel import split_layers
@@ -94,16 +94,11 @@ class Weights(ABC):
         def own() -> Tensor:
             return self._kept(name, kind).view(self._unpacked(name, share.shape))
 
-        return Spread(self._unpacked(name, self.shape(name)), dtype, share.device, self._regions[name], own)
-
-    @cached_property
-    def _regions(self) -> dict[str, list[Region]]:
-        """Who has which part of the parameters."""
-        return find_regions({name: self._part(name) for name in self.parameters})
+        return Spread(self._unpacked(name, self.shape(name)), dtype, share.device, self._regions(name), own)
 
     @abstractmethod
-    def _part(self, name: str) -> tuple[Sequence[int], Sequence[int]]:
-        """Offsets and sizes of this rank's share of a parameter, whose shape is ``_unpacked``."""
+    def _regions(self, name: str) -> Sequence[Region]:
+        """Who has which part of a parameter, whose shape is ``_unpacked`` (collective)."""
 
     def _unpacked(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a parameter, or of a share of it, in which a share is one block of the whole."""
@@ -164,9 +159,8 @@ class ReplicatedWeights(Weights):
     def drop_gradients(self) -> None:
         self._flat_gradient.zero_()
 
-    def _part(self, name: str) -> tuple[Sequence[int], Sequence[int]]:
-        shape = self.shape(name)
-        return [0] * len(shape), shape
+    def _regions(self, name: str) -> Sequence[Region]:
+        return everywhere(self.shape(name))
 
     def share(self, name: str, whole: Tensor) -> Tensor:
         return whole
@@ -244,12 +238,21 @@ class ShardedWeights(Weights):
         for name, parameter in self.parameters.items():
             parameter.grad = self.local[name].grad = None
 
-    def _part(self, name: str) -> tuple[Sequence[int], Sequence[int]]:
+    def _regions(self, name: str) -> Sequence[Region]:
+        return self._shards[name]
+
+    @cached_property
+    def _shards(self) -> dict[str, Sequence[Region]]:
+        """Who has which part of the parameters."""
+        return find_regions({name: self._part(name) for name in self.parameters})
+
+    def _part(self, name: str) -> Part:
+        """This rank's share of a parameter, whose shape is ``_unpacked``."""
         (chunk,) = cast("DTensor", self.parameters[name]).__create_chunk_list__()
         offsets = list(chunk.offsets)
         if (packed := self._packed(name)) is not None:
             offsets.insert(packed[0], 0)
-        return offsets, self._unpacked(name, chunk.sizes)
+        return tuple(offsets), self._unpacked(name, chunk.sizes)
 
     def _unpacked(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         if (packed := self._packed(name)) is None:

@@ -343,9 +343,9 @@ def _hand_over(
         target = path / file.name
         if piece is file.pieces[0]:
             writer.begin(target, file.header())
-        for name, outline in piece.outline.items():
+        for name, form in piece.outline.items():
             tensor = whole[name]
-            assert (tensor.shape, tensor.dtype) == (outline.shape, outline.dtype), (name, tensor.shape, outline)
+            assert (tensor.shape, tensor.dtype) == form, (name, tensor.shape, tensor.dtype, form)
             writer.add(target, tensor)
 
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from roll.distributed.strategy.training.pieces import Piece, gather, own_rank
+from roll.distributed.strategy.training.pieces import Piece, TensorForm, gather, own_rank
 from roll.distributed.weights.buckets import allocate, as_tensor, pack
 from roll.distributed.weights.contents import BucketOutline, WeightBucket, aligned, outline_of
+from roll.utils.collector import paused_collector
 
 _PACKERS = 2
 """Buckets in host memory that are packed at once."""
@@ -32,6 +33,7 @@ class PlannedBucket:
     device: torch.device
 
 
+@paused_collector()
 def plan_buckets(pieces: Sequence[Piece], bucket_bytes: int) -> list[PlannedBucket]:
     """Buckets of at most ``bucket_bytes`` for tensors, in order; a larger tensor gets a bucket of its own.
 
@@ -41,7 +43,7 @@ def plan_buckets(pieces: Sequence[Piece], bucket_bytes: int) -> list[PlannedBuck
     if bucket_bytes <= 0:
         raise ValueError(f"bucket_bytes: {bucket_bytes}, expected a positive number of bytes")
     planned: list[PlannedBucket] = []
-    named: list[tuple[str, Tensor]] = []
+    named: list[tuple[str, TensorForm]] = []
     begun: list[Piece] = []
     size, device = 0, torch.device("cpu")
 
@@ -49,15 +51,15 @@ def plan_buckets(pieces: Sequence[Piece], bucket_bytes: int) -> list[PlannedBuck
         planned.append(PlannedBucket(outline_of(named), tuple(begun), device))
 
     for piece in pieces:
-        for number, (name, tensor) in enumerate(piece.outline.items()):
-            num_bytes = aligned(tensor.nbytes)
+        for number, (name, form) in enumerate(piece.outline.items()):
+            num_bytes = aligned(form.nbytes)
             if named and size + num_bytes > bucket_bytes:
                 close()
                 named, begun, size = [], [], 0
             if number == 0:
                 begun.append(piece)
                 device = piece.spreads[0].device
-            named.append((name, tensor))
+            named.append((name, form))
             size += num_bytes
     if named:
         close()

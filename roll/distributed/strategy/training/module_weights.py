@@ -30,9 +30,10 @@ from roll.distributed.strategy.training.optim import MASTER
 from roll.distributed.strategy.training.pieces import Piece, Spread, gather, piece_of, world_size
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.heads import load_value_head
-from roll.models.loading import checkpoint_form, load_causal_lm, load_trunk, save_config, to_hf_weights
+from roll.models.loading import converts_weights, load_causal_lm, load_trunk, save_config, to_hf_weights
 from roll.models.lora import adapter_name, base_name, initial_value, is_adapter, write_adapter_config
 from roll.models.scoring import OutputLayer, TokenScorer
+from roll.utils.collector import paused_collector
 
 
 class ModuleWeights(Protocol):
@@ -113,21 +114,24 @@ def start_adapter(weights: ModuleWeights, seed: int) -> None:
     _fill(weights, names, MASTER, lambda name: initial_value(_stored_name(name), weights.shape(name), seed))
 
 
+@paused_collector()
 def hf_pieces(weights: ModuleWeights, dtype: torch.dtype) -> list[Piece]:
     """The language model's weights without an adapter under Hugging Face names, tied ones once (collective)."""
     model = weights.scorer.model
-    names = {name: base_name(name).removeprefix(MODEL_PREFIX) for name in weights.parameters if _of_the_model(name)}
-    shapes = {hf: torch.empty(weights.shape(name), device="meta") for name, hf in names.items()}
-    forms = checkpoint_form(model, shapes)
+    converts = converts_weights(model)
 
-    def piece(name: str, hf: str) -> Piece:
+    def piece(name: str) -> Piece:
+        hf = base_name(name).removeprefix(MODEL_PREFIX)
         spread, shape = weights.spread(name, MASTER, dtype), weights.shape(name)
-        (stored, tensor), *others = forms[hf].items()
-        if tensor is shapes[hf] and not others:
+        if not converts:
+            return piece_of(hf, spread, shape)
+        whole = torch.empty(shape, device="meta")
+        (stored, tensor), *others = to_hf_weights(model, hf, whole).items()
+        if tensor is whole and not others:
             return piece_of(stored, spread, shape)
         return Piece([spread], lambda whole: to_hf_weights(model, hf, whole[0].view(shape)))
 
-    return [piece(name, hf) for name, hf in names.items()]
+    return [piece(name) for name in weights.parameters if _of_the_model(name)]
 
 
 def adapter_pieces(weights: ModuleWeights) -> list[Piece]:

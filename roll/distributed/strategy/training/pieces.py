@@ -6,11 +6,13 @@ them to those who want it whole, over any process group, and from the trainer's 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,10 @@ from torch import Tensor
 
 _AT_ONCE = 64
 """Pieces whose messages are under way at the same time; nccl has a limit."""
+
+
+Part: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes of a rank's part of a tensor."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,17 @@ Read: TypeAlias = Callable[[Spread], Tensor]
 """This rank's part: as it is now, or as it was when it was copied."""
 
 
+class TensorForm(NamedTuple):
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 @dataclass(frozen=True)
 class Piece:
     """Named tensors that are written together, such as those that one parameter of an engine turns into."""
@@ -67,26 +84,33 @@ class Piece:
     spreads: Sequence[Spread]
     make: Callable[[Sequence[Tensor]], Mapping[str, Tensor]]
     """Turns the whole tensors into the named ones; works on the meta device too."""
-    plain: bool = False
-    """There is one of each, of the same bytes, so that it can be gathered where the named one belongs."""
+    plain: Mapping[str, TensorForm] | None = None
+    """The named tensor, if it is the bytes of the only spread, so that it can be gathered where it belongs."""
+
+    @property
+    def outline(self) -> Mapping[str, TensorForm]:
+        """The named tensors."""
+        return self._made if self.plain is None else self.plain
 
     @cached_property
-    def outline(self) -> dict[str, Tensor]:
-        """Shapes and number formats, on the meta device."""
-        return dict(self.make([torch.empty(one.shape, dtype=one.dtype, device="meta") for one in self.spreads]))
+    def _made(self) -> dict[str, TensorForm]:
+        made = self.make([torch.empty(one.shape, dtype=one.dtype, device="meta") for one in self.spreads])
+        return {name: TensorForm(tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()}
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.outline.values())
+        return sum(form.nbytes for form in self.outline.values())
 
     def renamed(self, rename: Callable[[str], str]) -> Piece:
         """The same tensors under other names."""
-        return Piece(self.spreads, lambda whole: {rename(name): t for name, t in self.make(whole).items()}, self.plain)
+        plain = None if self.plain is None else {rename(name): form for name, form in self.plain.items()}
+        return Piece(self.spreads, lambda whole: {rename(name): t for name, t in self.make(whole).items()}, plain)
 
 
 def piece_of(name: str, spread: Spread, shape: Sequence[int] | None = None) -> Piece:
     """One tensor, in the shape in which it is spread or in another."""
-    return Piece([spread], lambda whole: {name: whole[0] if shape is None else whole[0].view(tuple(shape))}, True)
+    form = TensorForm(spread.shape if shape is None else tuple(shape), spread.dtype)
+    return Piece((spread,), lambda whole: {name: whole[0].view(form.shape)}, {name: form})
 
 
 def gather(
@@ -121,30 +145,37 @@ def gather(
     return found
 
 
-def find_regions(own: Mapping[str, tuple[Sequence[int], Sequence[int]]]) -> dict[str, list[Region]]:
+def find_regions(own: Mapping[str, Part]) -> dict[str, Sequence[Region]]:
     """Who has which part of some tensors (collective).
 
     Args:
-        own: offsets and sizes of this rank's parts by names that mean the same on all ranks.
+        own: this rank's parts by names that mean the same on all ranks.
     """
     places = [dict(own)] * world_size()
     if len(places) > 1:
         dist.all_gather_object(places, dict(own))
-    holders: dict[str, dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]]] = {}
-    for rank, parts in enumerate(places):
-        for name, (offsets, sizes) in parts.items():
-            found = holders.setdefault(name, {})
-            if math.prod(sizes):
-                found.setdefault((tuple(offsets), tuple(sizes)), []).append(rank)
-    return {
-        name: [Region(offsets, sizes, tuple(ranks)) for (offsets, sizes), ranks in sorted(parts.items())]
-        for name, parts in holders.items()
-    }
+    names = dict.fromkeys(itertools.chain.from_iterable(places))
+    regions = functools.cache(_regions)  # a model has many tensors, but few shapes
+    return {name: regions(tuple([parts.get(name) for parts in places])) for name in names}
 
 
-def everywhere(shape: Sequence[int]) -> list[Region]:
+def _regions(parts: Sequence[Part | None]) -> tuple[Region, ...]:
+    """The regions of one tensor, given the part of every rank that has any."""
+    holders: dict[Part, list[int]] = {}
+    for rank, part in enumerate(parts):
+        if part is not None and math.prod(part[1]) > 0:
+            holders.setdefault(part, []).append(rank)
+    return tuple(Region(offsets, sizes, tuple(ranks)) for (offsets, sizes), ranks in sorted(holders.items()))
+
+
+def everywhere(shape: Sequence[int]) -> Sequence[Region]:
     """The regions of a tensor that every rank has whole."""
-    return [Region((0,) * len(shape), tuple(shape), tuple(range(world_size())))]
+    return _whole(tuple(shape), world_size())
+
+
+@functools.cache
+def _whole(shape: tuple[int, ...], ranks: int) -> Sequence[Region]:
+    return (Region((0,) * len(shape), shape, tuple(range(ranks))),)
 
 
 def own_rank() -> int:
@@ -156,9 +187,9 @@ def world_size() -> int:
 
 
 def _place(piece: Piece, into: Mapping[str, Tensor] | None) -> Tensor | None:
-    if not piece.plain or not into:
+    if piece.plain is None or not into:
         return None
-    return into[next(iter(piece.outline))].view(piece.spreads[0].shape)
+    return into[next(iter(piece.plain))].view(piece.spreads[0].shape)
 
 
 class _Exchange:

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from roll.distributed.strategy.training.pieces import Piece
+from roll.distributed.strategy.training.pieces import Piece, TensorForm
 from roll.utils.checksums import Checksum, WrittenFile
 
 MAX_FILE_BYTES = 4 * 2**30
@@ -55,8 +55,8 @@ class PlannedFile:
     pieces: list[Piece]
 
     @property
-    def outline(self) -> dict[str, Tensor]:
-        return {name: tensor for piece in self.pieces for name, tensor in piece.outline.items()}
+    def outline(self) -> dict[str, TensorForm]:
+        return {name: form for piece in self.pieces for name, form in piece.outline.items()}
 
     @property
     def num_bytes(self) -> int:
@@ -66,10 +66,10 @@ class PlannedFile:
         """The file up to its first tensor: eight bytes that count the others, and JSON, padded to a multiple of 8."""
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
-        for name, tensor in self.outline.items():
-            start, end = end, end + tensor.nbytes
-            kind = DTYPE_NAMES[tensor.dtype]
-            entries[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
+        for name, form in self.outline.items():
+            start, end = end, end + form.nbytes
+            kind = DTYPE_NAMES[form.dtype]
+            entries[name] = {"dtype": kind, "shape": list(form.shape), "data_offsets": [start, end]}
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
