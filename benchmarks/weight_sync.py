@@ -60,7 +60,7 @@ from roll.models.loading import save_model
 from roll.models.scoring import TokenScorer
 from roll.models.tiny import make_tokenizer
 from roll.pipeline.workers import InferWorker, TrainWorker
-from roll.utils.collector import spare_what_is_here
+from roll.utils.collector import end_start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Qwen2Config
@@ -217,7 +217,7 @@ def measure_planning(rounds: int) -> dict[str, float]:
     float32, cpu = torch.float32, torch.device("cpu")
     weights = ReplicatedWeights(TokenScorer(many_tensors()), cpu, compute_dtype=float32, trained=False)
     model, pool, place = many_tensors(), SegmentPool(), SharedMemory("segment", "path")
-    spare_what_is_here()  # as workers do once their model is loaded
+    end_start()  # as workers do once their model is loaded
 
     def messages(outlines: list[BucketOutline], *, known: bool) -> bytes:
         told = [BucketMessage(i, o.key, None if known else o, None, place) for i, o in enumerate(outlines)]

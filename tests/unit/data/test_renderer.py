@@ -186,6 +186,7 @@ CHATML_TURNS = (
 )
 NAMED = {
     "chatml": (CHATML_ASKED, CHATML_TURNS),
+    "chatml_tool_names": (CHATML_ASKED, CHATML_TURNS),
     "qwen2": (CHATML_ASKED, "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n" + CHATML_TURNS),
     "qwen2_5": (
         CHATML_ASKED,
