@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
+from roll.configs.agent import AgentConfig
 from roll.configs.agentic import AgenticConfig
 from roll.configs.algorithm import AlgorithmConfig, OverlongBufferConfig, PfPpoConfig, RewardNormalizationConfig
 from roll.configs.base import Config
@@ -65,6 +66,7 @@ AGENTIC: list[Group] = [
 ]
 RLVR: list[Group] = [
     ("Answers to prompts", "top level", RLVRConfig),
+    ("Agent program", "`agent`", AgentConfig),
     ("Warm start from a file", "`warm_start`", PromptWarmStartConfig),
 ]
 SFT: list[Group] = [

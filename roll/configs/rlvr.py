@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from roll.configs.agent import AgentConfig
 from roll.configs.generating import GeneratingArguments
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompts import PromptsConfig
@@ -21,6 +22,10 @@ class RLVRConfig(RLConfig, PromptsConfig):
         default=8,
         ge=1,
         description="Dynamic sampling (query_filter_config) gives up after this many times the step's prompts.",
+    )
+    agent: AgentConfig | None = Field(
+        default=None,
+        description="A program that plays the prompts through an endpoint. null: the policy answers them itself.",
     )
     warm_start: PromptWarmStartConfig = Field(
         default_factory=PromptWarmStartConfig,

@@ -84,6 +84,20 @@ def check_renders(config: RLVRConfig) -> list[ConfigProblem]:
     return [ConfigProblem("num_renders", config.num_renders, expected)]
 
 
+def check_agent(config: RLVRConfig) -> list[ConfigProblem]:
+    """An agent program has tools of its own, and the order of its requests is not repeated."""
+    if config.agent is None:
+        return []
+    problems = []
+    if config.tools is not None:
+        expected = "null with agent, whose program tells the policy of its own tools"
+        problems.append(ConfigProblem("tools", "a section", expected, involves=("agent",)))
+    if config.replay_schedule is not None:
+        expected = "null with agent: which request of a program came first is not recorded"
+        problems.append(ConfigProblem("replay_schedule", config.replay_schedule, expected, involves=("agent",)))
+    return problems
+
+
 RLVR_RULES: tuple[Rule, ...] = (
     check_datasets,
     check_shares,
@@ -94,4 +108,5 @@ RLVR_RULES: tuple[Rule, ...] = (
     check_evaluation,
     check_tool_tags,
     check_renders,
+    check_agent,
 )

@@ -15,9 +15,11 @@ from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_roles import RolloutRoles, sampling_params
 from roll.pipeline.session import RunFailedError
 from roll.rewards.types import RewardError
+from roll.rollout.endpoint.errors import PortTakenError
 from roll.rollout.env_manager import Limits
 from roll.rollout.prompt_worker import PromptPlan, PromptWorkerContext
 from roll.rollout.scheduler import RolloutScheduler
+from roll.utils.registry import UnknownNameError
 
 
 class PromptRoles(RolloutRoles):
@@ -95,11 +97,11 @@ class PromptRoles(RolloutRoles):
         """See ``RolloutRoles``.
 
         Raises:
-            RunFailedError: a verifier could not be set up.
+            RunFailedError: a verifier or the agent program could not be set up.
         """
         try:
             super().wait_ready()
-        except RewardError as error:
+        except (RewardError, PortTakenError, UnknownNameError) as error:
             raise RunFailedError(str(error)) from error
 
     def connect(self) -> None:
@@ -143,4 +145,5 @@ def _worker_context(config: PromptsConfig, tokenizer_path: str) -> PromptWorkerC
         domains=config.domains,
         spread=config.is_num_return_sequences_expand,
         tools=config.tools if isinstance(config, RLVRConfig) else None,
+        agent=config.agent if isinstance(config, RLVRConfig) else None,
     )

@@ -90,6 +90,19 @@ def check_tools(config: RLConfig) -> list[ConfigProblem]:
     return problems
 
 
+def check_agent(config: RLVRConfig) -> list[ConfigProblem]:
+    """The program's function can be found, and so can the dialect in which the policy calls its tools."""
+    if config.agent is None:
+        return []
+    path = config.agent.path
+    problems = [] if path is None or ".py:" in path else [*_path_problems("agent.path", path, ())]
+    try:
+        DIALECTS.get(config.agent.dialect)
+    except (UnknownNameError, ImportError, SyntaxError) as error:
+        problems.append(ConfigProblem("agent.dialect", config.agent.dialect, "a tool dialect", str(error)))
+    return problems
+
+
 def check_data_plugins(config: PromptsConfig) -> list[ConfigProblem]:
     """Dataset classes and the data generator can be found."""
     datasets = {"actor_train.data_args": config.actor_train.data_args}
@@ -252,7 +265,7 @@ _CHECKS: tuple[Rule, ...] = (
 )
 CHECKS: dict[type[PipelineConfig], tuple[Rule, ...]] = {
     AgenticConfig: (check_envs, check_tools, *_CHECKS),
-    RLVRConfig: (check_verifiers, check_data_plugins, check_tools, *_CHECKS),
+    RLVRConfig: (check_verifiers, check_data_plugins, check_tools, check_agent, *_CHECKS),
     SFTConfig: (check_verifiers, check_data_plugins, *_CHECKS),
 }
 """By the class of the configuration, for ``load_config``."""

@@ -9,14 +9,14 @@ import torch
 from roll.data.batch import Batch
 from roll.rollout.admission import Admission
 from roll.rollout.tool_env import COUNTS
-from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
+from roll.rollout.types import AGENT, EpisodeEnd, RolloutGroup, Trajectory
 
 
 def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, float]:
     """Means over episodes (success, reward …) and over turns (valid_rate …), named ``prefix/what``.
 
     Without ``valid_rate`` where nobody looks for an action or answer. Episodes with tools add the means of what they
-    called (``COUNTS``). With several environment tags,
+    called (``COUNTS``), those of agent programs ``prefix/agent/what`` of their requests. With several environment tags,
     ``prefix/<tag>/success`` and ``prefix/<tag>/reward`` are added.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -44,6 +44,10 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
         metrics[f"{prefix}/valid_rate"] = mean(turn.action is not None for turn in known)
     if infos := [t.info for t in trajectories if COUNTS[0] in t.info]:
         metrics |= {f"{prefix}/{name}": mean(info[name] for info in infos) for name in COUNTS}
+    names = [name for name in trajectories[0].info if name.startswith(AGENT)]
+    metrics |= {
+        f"{prefix}/agent/{name.removeprefix(AGENT)}": mean(t.info[name] for t in trajectories) for name in names
+    }
     tags = sorted({trajectory.tag for trajectory in trajectories})
     if len(tags) > 1:
         for tag in tags:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from roll.configs.agent import AgentConfig
 from roll.configs.tools import ToolsConfig
 from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import Prompt
@@ -25,6 +26,9 @@ from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
 from roll.utils.collector import calm_collector
 from roll.utils.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from roll.rollout.agents.episode import AgentPlayer
 
 
 class UnscoredAnswerError(EnvError):
@@ -80,6 +84,8 @@ class PromptWorkerContext:
     """True: the answers to one prompt may come from different engines."""
     tools: ToolsConfig | None = None
     """What the policy may call while it answers."""
+    agent: AgentConfig | None = None
+    """The program that plays the prompts, if the policy does not answer them itself."""
 
 
 class PromptWorker(RolloutWorker):
@@ -99,6 +105,12 @@ class PromptWorker(RolloutWorker):
         self._tools: ToolBox | None = None
         if context.tools is not None:
             self._tools = ToolBox(context.tools, renderer, CallThreads())
+        self._agent: AgentPlayer | None = None
+        if context.agent is not None:
+            from roll.rollout.agents.episode import AgentPlayer  # brings the HTTP server
+
+            self.retries = context.agent.retries
+            self._agent = AgentPlayer(context.agent, renderer, context.limits, self.rank)
         calm_collector()
 
     async def set_engines(self, engines: Sequence[Any], evaluators: Sequence[Any] | None = None) -> None:
@@ -117,6 +129,9 @@ class PromptWorker(RolloutWorker):
 
     async def play(self, spec: GroupSpec, episode: EpisodeSpec, generate: GenerateFn) -> Trajectory:
         assert isinstance(spec, PromptSpec)
+        if self._agent is not None:
+            params = self.context.params[spec.sampling]
+            return await self._agent.play(spec.prompt, self._score, generate, params, episode)
         env = PromptEnv(spec.prompt, self._score)
         manager, generate = self.managers[spec.sampling], env.watch(generate)
         partner, generate = await with_tools(env, spec.prompt.tag, self._tools, generate)

@@ -219,3 +219,28 @@ def test_a_domain_without_verifiers_hides_no_other_problem(problems: Problems) -
     assert set(found) == {
         "rewards.maths.verifiers", "rewards.maths.query_filter_config.type", "rewards.choice.verifiers.0.name"
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "told"),
+    [
+        (["agent={}"], "agent.command", "what type process runs: give agent.command"),
+        (["agent={command: [echo], url: 'http://x'}"], "agent.url", "nothing with type process"),
+        (["agent={type: url, url: 'localhost:1'}"], "agent.url", "begins with http:// or https://"),
+        (["agent={type: python, path: 'json:loads', cwd: /tmp}"], "agent.cwd", "which starts no command"),
+        (["agent={type: python, path: 'nowhere.at_all:f'}"], "agent.path", "there is no nowhere.at_all"),
+        (["agent={type: python, path: 'no path'}"], "agent.path", "package.module:attribute"),
+        (["agent={command: [echo], dialect: hermez}"], "agent.dialect", "a tool dialect"),
+        (["agent={command: [echo]}", "tools={use: {calculator: {tool: calculator}}}"], "tools", "null with agent"),
+    ],
+)
+def test_agent_programs_that_cannot_be_run_are_refused(
+    problems: Problems, overrides: list[str], key: str, told: str
+) -> None:
+    found = problems(*overrides)
+    assert found.keys() == {key} and told in found[key]
+
+
+def test_an_agent_program_is_accepted(load: Load) -> None:
+    agent = load("agent={command: [python, agent.py], env: {COLOUR: blue}, max_calls: 3}").agent
+    assert agent is not None and agent.command == ["python", "agent.py"] and agent.reward == "verifiers"

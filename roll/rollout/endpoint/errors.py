@@ -1,0 +1,70 @@
+"""Errors of the endpoint in words that every API has: each API writes them in its own form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+
+class ApiError(Exception):
+    """A request that is refused.
+
+    Args:
+        status: of HTTP.
+        message: what was seen and what was expected.
+        code: a word for programs.
+        param: the field of the request that is to blame.
+    """
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+
+
+class PortTakenError(RuntimeError):
+    """The endpoint cannot listen where it should."""
+
+
+_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+}
+
+
+def type_of(status: int) -> str:
+    """The name that OpenAI's and Anthropic's APIs give to a kind of error."""
+    return _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+
+
+def as_openai(error: ApiError) -> dict[str, Any]:
+    """The body of an answer of OpenAI's API."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": type_of(error.status),
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+def from_validation(error: ValidationError) -> ApiError:
+    """The first thing that is wrong with the form of a request."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is no JSON: {first['msg']}", code="invalid_json")
+    # A union's members are part of the path; they begin with capital letters or name types.
+    param = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.replace("_", "").islower())
+    seen = repr(first["input"])
+    shown = seen if len(seen) <= 80 else seen[:80] + "…"
+    return ApiError(400, f"{param}: {first['msg']}, seen {shown}", code="invalid_value", param=param or None)
+
+
+def unsupported(param: str, seen: object, expected: str) -> ApiError:
+    """A field that asks for what the endpoint cannot do."""
+    return ApiError(400, f"{param}: seen {seen!r:.80}, expected {expected}", code="unsupported_value", param=param)

@@ -1,0 +1,83 @@
+"""What requests to OpenAI's chat and completions API say of sampling."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from roll.data.arrays import IntArray
+from roll.data.renderer import ChatRenderer
+from roll.rollout.endpoint.errors import unsupported
+from roll.rollout.endpoint.session import Answer, Wanted
+
+_OFF: tuple[tuple[str, tuple[Any, ...]], ...] = (
+    ("logit_bias", (None, {})),
+    ("suffix", (None, "")),
+    ("echo", (None, False)),
+    ("best_of", (None, 1)),
+    ("functions", (None, [])),
+    ("audio", (None,)),
+)
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class SamplingRequest(BaseModel):
+    """Fields that both APIs have. Those that only tell the provider something are let through unread."""
+
+    model: str = "policy"
+    n: int | None = Field(default=None, ge=1, le=128)
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: dict[str, float] | None = None
+    suffix: str | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    functions: list[Any] | None = None
+    audio: Any = None
+
+    def wanted(self, max_new_tokens: int | None) -> Wanted:
+        """The wish.
+
+        Raises:
+            ApiError: something cannot be done.
+        """
+        for name, allowed in _OFF:
+            if (seen := getattr(self, name)) not in allowed:
+                raise unsupported(name, seen, "nothing: the engines do not know it")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if "" in stop:
+            raise unsupported("stop", stop, "texts that are not empty")
+        return Wanted(self.n or 1, max_new_tokens, self.temperature, self.top_p, stop, self.seed)
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+def head(kind: str, prefix: str, model: str) -> dict[str, Any]:
+    """The fields that every object of an answer begins with."""
+    return {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def usage(answers: Sequence[Answer]) -> dict[str, int]:
+    """Tokens of a request; its prompt counts once."""
+    prompt, sampled = answers[0].prompt_tokens, sum(len(answer.completion.token_ids) for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def texts_of(renderer: ChatRenderer, ids: IntArray) -> list[str]:
+    """The text of each token, special ones included."""
+    return [str(renderer.tokenizer.decode([token])) for token in ids.tolist()]

@@ -1,0 +1,282 @@
+"""The HTTP server: sessions by key, requests to their APIs, errors in the words of these.
+
+It runs in the event loop of the rollout worker, on loopback: programs run on the worker's machine. A key is a secret of
+32 random bytes that opens one episode's session, as a bearer token or as a part of the URL; nothing writes it to a log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import secrets
+import socket
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, Protocol, Self, TypeVar
+
+import uvicorn
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from roll.data.renderer import ChatRenderer
+from roll.rollout.endpoint.chat import ChatRequest
+from roll.rollout.endpoint.completions import CompletionRequest
+from roll.rollout.endpoint.errors import ApiError, PortTakenError, as_openai, from_validation
+from roll.rollout.endpoint.reward import RewardRequest
+from roll.rollout.endpoint.session import Answer, Session
+from roll.rollout.errors import describe_error
+
+logger = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+MAX_BODY = 32 << 20
+"""Bytes of a request."""
+
+MODEL = "policy"
+"""The model's name in ``/v1/models``; requests may call it anything."""
+
+_MAX_ENDED = 100_000
+_ADVICE = "expected the key of a running episode, as a bearer token or in the URL /s/<key>/v1"
+
+T = TypeVar("T")
+
+
+class _Request(Protocol):
+    """A request of one of the APIs: a pydantic model."""
+
+    stream: bool | None
+
+    @classmethod
+    def model_validate_json(cls, json_data: bytes, /) -> Self: ...
+    async def ask(self, session: Session) -> list[Answer]: ...
+    def whole(self, answers: Sequence[Answer], renderer: ChatRenderer) -> dict[str, Any]: ...
+    def chunks(self, answers: Sequence[Answer], renderer: ChatRenderer) -> Iterator[Mapping[str, Any]]: ...
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to the process that it runs in."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Endpoint:
+    """Sessions behind one port of this machine.
+
+    Args:
+        port: where to listen; 0 is any that is free.
+
+    Raises:
+        PortTakenError: something else listens there.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((HOST, port))
+        except OSError as error:
+            self._socket.close()
+            raise PortTakenError(f"agent.port: seen {port}, expected a free port of {HOST}, or 0 ({error})") from error
+        self._sessions: dict[bytes, Session] = {}
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
+        config = uvicorn.Config(
+            _application(self), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        )
+        self._server = _Server(config)
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Base of the APIs: ``http://127.0.0.1:<port>/v1``."""
+        return f"http://{HOST}:{self._socket.getsockname()[1]}/v1"
+
+    async def start(self) -> None:
+        """Begins to serve in this event loop, unless it does already."""
+        if self._serving is None:
+            self._socket.listen(2048)
+            self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+            self._serving.add_done_callback(_tell_failure)
+
+    async def stop(self) -> None:
+        """Ends all sessions and the server."""
+        for session in self._sessions.values():
+            session.close()
+        if self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+        self._socket.close()
+
+    @contextlib.contextmanager
+    def open(self, session: Session) -> Iterator[str]:
+        """Lets requests into a session for a while; gives its key."""
+        key = secrets.token_urlsafe(32)
+        digest = _digest(key)
+        self._sessions[digest] = session
+        try:
+            yield key
+        finally:
+            del self._sessions[digest]
+            self._ended[digest] = None
+            if len(self._ended) > _MAX_ENDED:
+                self._ended.popitem(last=False)
+            session.close()
+
+    def session_of(self, request: Request) -> Session:
+        """The session whose key the request has.
+
+        Raises:
+            ApiError: it has none, or that of an episode that has ended.
+        """
+        key = request.path_params.get("key") or _header_key(request)
+        if not key:
+            raise ApiError(401, f"seen no key, {_ADVICE}", code="missing_api_key")
+        digest = _digest(key)
+        if digest in self._ended:
+            raise ApiError(410, "the episode of this key has ended", code="episode_ended")
+        if (session := self._sessions.get(digest)) is None:
+            raise ApiError(401, f"seen a key that is none, {_ADVICE}", code="invalid_api_key")
+        return session
+
+
+def _header_key(request: Request) -> str:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=16).digest()
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("the endpoint stopped: %s", describe_error(error))
+
+
+def _application(endpoint: Endpoint) -> Starlette:
+    async def models(request: Request) -> Response:
+        endpoint.session_of(request)
+        return JSONResponse({"object": "list", "data": [_MODEL_CARD]})
+
+    async def model(request: Request) -> Response:
+        endpoint.session_of(request)
+        if (name := request.path_params["model"]) != MODEL:
+            raise ApiError(404, f"seen the model {name!r}, expected {MODEL}", code="model_not_found", param="model")
+        return JSONResponse(_MODEL_CARD)
+
+    async def reward(request: Request) -> Response:
+        session = endpoint.session_of(request)
+        try:
+            RewardRequest.model_validate_json(await _body(request)).post(session)
+        except ValidationError as error:
+            raise from_validation(error) from None
+        return JSONResponse({"object": "reward"})
+
+    paths: list[tuple[str, list[str], Callable[[Request], Awaitable[Response]]]] = [
+        ("/v1/models", ["GET"], models),
+        ("/v1/models/{model:path}", ["GET"], model),
+        ("/v1/reward", ["POST"], reward),
+        ("/v1/chat/completions", ["POST"], _handler(endpoint, ChatRequest)),
+        ("/v1/completions", ["POST"], _handler(endpoint, CompletionRequest)),
+    ]
+    routes = [
+        Route(prefix + path, handler, methods=methods)
+        for prefix in ("", "/s/{key}")
+        for path, methods, handler in paths
+    ]
+    return Starlette(
+        routes=routes,
+        exception_handlers={ApiError: _refuse, HTTPException: _refuse_http, ClientDisconnect: _gone, Exception: _fail},
+    )
+
+
+_MODEL_CARD = {"id": MODEL, "object": "model", "created": 0, "owned_by": "roll"}
+
+
+def _handler(endpoint: Endpoint, kind: type[_Request]) -> Callable[[Request], Awaitable[Response]]:
+    """Answers requests of one API."""
+
+    async def handle(request: Request) -> Response:
+        session = endpoint.session_of(request)
+        try:
+            ask = kind.model_validate_json(await _body(request))
+            answers = await _unless_gone(request, ask.ask(session))
+        except ValidationError as error:
+            raise session.refuse(from_validation(error)) from None
+        except ApiError as error:
+            raise session.refuse(error) from None
+        renderer = session.policy.renderer
+        if ask.stream:
+            return StreamingResponse(_events(ask.chunks(answers, renderer)), media_type="text/event-stream")
+        return JSONResponse(ask.whole(answers, renderer))
+
+    return handle
+
+
+async def _body(request: Request) -> bytes:
+    """The body, as long as it is not too long."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY:
+            raise ApiError(413, f"seen more than {MAX_BODY >> 20} MB, expected less", code="request_too_large")
+    return bytes(body)
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Waits for ``work``; gives it up when the program no longer waits for the answer."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(chunks: Iterator[Mapping[str, Any]]) -> AsyncIterator[str]:
+    """Server-sent events, as OpenAI's API ends them."""
+    for chunk in chunks:
+        yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return JSONResponse(as_openai(error), error.status)
+
+
+async def _refuse_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {_path(request)}: {error.detail}"
+    return JSONResponse(as_openai(ApiError(error.status_code, message, code="unknown_url")), error.status_code)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    logger.error("%s %s: %s", request.method, _path(request), describe_error(error))
+    return JSONResponse(as_openai(ApiError(500, "the endpoint failed", code="internal_error")), 500)
+
+
+def _path(request: Request) -> str:
+    """The path without a key."""
+    path = request.url.path
+    return "/s/…/" + path.split("/", 3)[3] if path.startswith("/s/") and path.count("/") > 2 else path

@@ -1,0 +1,397 @@
+"""One episode at the endpoint: what its program asks becomes prompts, and what the policy answers is recorded.
+
+A request repeats the conversation so far. Its longest beginning that ends with an answer of the policy (compared by
+meaning: words and calls, arguments as JSON values) is not rendered again: the ids that were sampled are extended
+verbatim by what has been said since. What the program has changed is rendered anew and is a row of its own
+(``roll.rollout.recorder``), counted by its reason. So the rows are what the engine saw, whatever the program does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from roll.agentic.tools.dialects import Dialect
+from roll.agentic.tools.dialects.base import split_reasoning
+from roll.agentic.tools.types import AssistantTurn, ToolCall, ToolSchema, call_id
+from roll.configs.agent import AgentConfig
+from roll.data.arrays import IntArray
+from roll.data.renderer import ChatRenderer, Message, Tool
+from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
+from roll.rollout.endpoint.errors import ApiError
+from roll.rollout.env_manager import EpisodeAbortedError, EpisodeSpec, Limits
+from roll.rollout.errors import describe_error
+from roll.rollout.recorder import Recorder
+from roll.rollout.types import EpisodeEnd, Turn
+from roll.utils.seeding import derive_seed
+
+COUNTS = (
+    "calls",
+    "rows",
+    "rewritten",
+    "rewritten_answer",
+    "rewritten_history",
+    "rewritten_tools",
+    "malformed_calls",
+    "refused",
+)
+"""Keys of ``Session.counts``; ``refused`` are requests that an error answered."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a request says of sampling; ``None``: nothing."""
+
+    n: int = 1
+    max_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer of the policy."""
+
+    turn: AssistantTurn
+    """As the program is told it: cut at a stop string."""
+    completion: Completion
+    prompt_tokens: int
+
+    @property
+    def finish_reason(self) -> str:
+        """``stop``, ``length`` or ``tool_calls``."""
+        if self.completion.finish_reason is FinishReason.LENGTH:
+            return "length"
+        return "tool_calls" if self.turn.calls else "stop"
+
+
+@dataclass(frozen=True)
+class _Said:
+    """An answer in its conversation."""
+
+    ids: IntArray
+    """Prompt and answer."""
+    answer_ids: IntArray
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How an endpoint's sessions speak with the policy."""
+
+    renderer: ChatRenderer
+    dialect: Dialect
+    limits: Limits
+
+
+class Session:
+    """One episode. It is made and used in one event loop.
+
+    Args:
+        config: the section ``agent``.
+        policy: messages to token ids and back.
+        generate: the way to the engines.
+        params: how answers are sampled; the seed is set for each.
+        episode: says whether to be greedy, and the seed.
+    """
+
+    def __init__(
+        self, config: AgentConfig, policy: Policy, generate: GenerateFn, params: SamplingParams, episode: EpisodeSpec
+    ) -> None:
+        self.config = config
+        self.policy = policy
+        self.reward: float | None = None
+        """What the program has posted."""
+        self.success: bool | None = None
+        self.end: EpisodeEnd | None = None
+        """The limit that the last request met, if it did."""
+        self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Raises what made an answer impossible that is none of the program's business, such as an engine's death."""
+        self.failure.add_done_callback(lambda future: future.exception())
+        self._generate = generate
+        self._params = params
+        self._episode = episode
+        self._recorder = Recorder()
+        self._counts: Counter[str] = Counter()
+        self._started = 0
+        self._running: Counter[asyncio.Task[Any]] = Counter()
+        """The answers that each request under way waits for."""
+        self._ended = False
+        self._said: dict[bytes, _Said] = {}
+        """By the conversation that an answer ends, tools included."""
+        self._seen: set[bytes] = set()
+        """Those conversations without their tools, the answers alone, and the conversations that were answered."""
+        self._texts: dict[str, _Said] = {}
+        """By prompt and answer of plain completions."""
+        self._asked: Counter[bytes] = Counter()
+        self._call_ids: set[str] = set()
+
+    @property
+    def turns(self) -> list[Turn]:
+        """What was sampled, in the order in which it was finished."""
+        return self._recorder.turns
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """``COUNTS`` so far."""
+        rows = len({turn.row for turn in self.turns})
+        return {name: self._counts[name] for name in COUNTS} | {"calls": len(self.turns), "rows": rows}
+
+    def refuse(self, error: ApiError) -> ApiError:
+        """Counts a request that an error answers."""
+        self._counts["refused"] += 1
+        return error
+
+    def close(self) -> None:
+        """Ends the episode: requests under way are given up, later ones refused."""
+        self._ended = True
+        for task in self._running:
+            task.cancel()
+
+    async def chat(self, messages: Sequence[Message], tools: Sequence[Tool], wanted: Wanted) -> list[Answer]:
+        """Answers a conversation.
+
+        Raises:
+            ApiError: the request is refused.
+        """
+        keys = _chain(messages, tools)
+        prompt_ids = self._prompt(messages, tools, keys)
+        schemas = [_schema(tool) for tool in tools]
+        completions = await self._sample(prompt_ids, wanted)
+        self._seen.add(keys[-1])
+        answers = []
+        for completion in completions:
+            turn = self._read(completion, schemas, wanted.stop)
+            said = _Said(np.concatenate([prompt_ids, completion.token_ids]), completion.token_ids)
+            message = turn.as_openai()
+            self._said[_chain([*messages, message], tools)[-1]] = said
+            self._seen |= {_chain([*messages, message], ())[-1], _meaning(message)}
+            self._record(prompt_ids, completion, str(messages[-1].get("content") or ""), turn)
+            answers.append(Answer(turn, completion, len(prompt_ids)))
+        return answers
+
+    async def complete(self, prompt: str | IntArray, wanted: Wanted) -> list[Answer]:
+        """Goes on with a text or token ids.
+
+        A text that begins with an earlier prompt and its answer keeps the ids of both.
+
+        Raises:
+            ApiError: the request is refused.
+        """
+        prompt_ids = self._text_prompt(prompt) if isinstance(prompt, str) else prompt
+        if not len(prompt_ids):
+            raise ApiError(400, "prompt: seen no token, expected at least one", code="invalid_value", param="prompt")
+        answers = []
+        for completion in await self._sample(prompt_ids, wanted):
+            whole = self.policy.renderer.decode(completion.token_ids)
+            turn = AssistantTurn(_cut(whole, self._stops(wanted.stop)))
+            if isinstance(prompt, str) and turn.content == whole:
+                ids = completion.token_ids
+                ended = len(ids) > 0 and not self.policy.renderer.decode(ids[-1:])
+                kept = np.concatenate([prompt_ids, ids[: len(ids) - ended]])
+                self._texts[prompt + whole] = _Said(kept, ids)
+            self._record(prompt_ids, completion, prompt if isinstance(prompt, str) else "", turn)
+            answers.append(Answer(turn, completion, len(prompt_ids)))
+        return answers
+
+    def _prompt(self, messages: Sequence[Message], tools: Sequence[Tool], keys: Sequence[bytes]) -> IntArray:
+        """The conversation's ids: sampled ones verbatim as far as it is as it was."""
+        renderer = self.policy.renderer
+        known = next((end for end in range(len(messages), 0, -1) if keys[end] in self._said), 0)
+        if reason := self._rewritten(messages, keys, known):
+            self._counts["rewritten"] += 1
+            self._counts[f"rewritten_{reason}"] += 1
+        try:
+            if not known:
+                return renderer.prompt(messages, tools or None)
+            said = self._said[keys[known]]
+            added = renderer.continuation(messages[known:], said.answer_ids, tools or None)
+            return np.concatenate([said.ids, added])
+        except Exception as error:  # a template may raise anything
+            message = f"messages: the model's chat template refuses them: {describe_error(error)}"
+            raise ApiError(400, message, code="invalid_value", param="messages") from error
+
+    def _rewritten(self, messages: Sequence[Message], keys: Sequence[bytes], known: int) -> str | None:
+        """What the program has changed: ``answer``, ``tools``, or the ``history`` before an answer."""
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers or known == answers[-1] + 1:
+            return None
+        if keys[answers[-1]] in self._seen:
+            return "answer"
+        if _chain(messages[: answers[-1] + 1], ())[-1] in self._seen:
+            return "tools"
+        ours = any(_meaning(messages[index]) in self._seen for index in answers[known:]) or known > 0
+        return "history" if ours else None  # else they are examples of the program's own
+
+    def _text_prompt(self, text: str) -> IntArray:
+        renderer = self.policy.renderer
+        longest = max((known for known in self._texts if text.startswith(known)), key=len, default=None)
+        if longest is None:
+            return renderer.words(text)
+        return np.concatenate([self._texts[longest].ids, renderer.words(text[len(longest) :])])
+
+    async def _sample(self, prompt_ids: IntArray, wanted: Wanted) -> list[Completion]:
+        self._admit(len(prompt_ids), wanted.n)
+        digest = hashlib.blake2b(np.asarray(prompt_ids, dtype=np.int64).tobytes(), digest_size=16).digest()
+        task = asyncio.current_task()
+        assert task is not None
+        first, self._started = self._started, self._started + wanted.n
+        self._running[task] += wanted.n
+        requests = []
+        for index in range(wanted.n):
+            number = self._asked[digest] if wanted.seed is None else wanted.seed
+            kind = "call" if wanted.seed is None else "seed"
+            seed = derive_seed(self._episode.sampling_seed, digest.hex(), kind, number, index)
+            name = f"{self._episode.tag}-{self._episode.group_id}-{self._episode.member}-{first + index}"
+            params = self._sampling(wanted, seed, self.policy.limits.sequence_length - len(prompt_ids))
+            requests.append(asyncio.ensure_future(self._generate(GenerateRequest(name, prompt_ids, params))))
+        self._asked[digest] += 1
+        try:
+            completions = list(await asyncio.gather(*requests))
+            if any(completion.finish_reason is FinishReason.ABORT for completion in completions):
+                raise EpisodeAbortedError(f"a request of episode {self._episode.tag} was aborted")
+        except asyncio.CancelledError:
+            if self._ended:
+                raise self._over() from None
+            raise
+        except Exception as error:
+            if not self.failure.done():
+                self.failure.set_exception(error)
+            raise ApiError(500, "the engine failed; the episode is over", code="engine_failed") from error
+        finally:
+            for request in requests:
+                request.cancel()
+            del self._running[task]
+        if self._ended:
+            raise self._over()
+        self.end = None
+        return completions
+
+    def _admit(self, num_tokens: int, n: int) -> None:
+        """Raises ``ApiError`` for what is beyond a limit."""
+        most, room = self.config.max_parallel_requests, self.policy.limits.sequence_length - num_tokens
+        if self._ended:
+            raise self._over()
+        if n > most:
+            message = f"n: seen {n}, expected at most {most}"
+            raise ApiError(400, message, code="invalid_value", param="n")
+        if self._running.total() + n > most:
+            message = f"seen {self._running.total()} answers under way and {n} more, expected at most {most}"
+            raise ApiError(429, message, code="rate_limit_exceeded")
+        if self._started + n > self.config.max_calls:
+            self.end = EpisodeEnd.TRUNCATED
+            message = f"the episode has had its {self.config.max_calls} answers"
+            raise ApiError(403, message, code="max_calls_exceeded")
+        if room < 1:
+            self.end = EpisodeEnd.CONTEXT_FULL
+            message = (
+                f"This model's maximum context length is {self.policy.limits.sequence_length} tokens. However, your "
+                f"messages resulted in {num_tokens} tokens. Please reduce the length of the messages."
+            )
+            raise ApiError(400, message, code="context_length_exceeded", param="messages")
+
+    def _over(self) -> ApiError:
+        return ApiError(410, "the episode of this key has ended", code="episode_ended")
+
+    def _stops(self, own: tuple[str, ...]) -> tuple[str, ...]:
+        return (*self._params.stop, *own)
+
+    def _sampling(self, wanted: Wanted, seed: int, room: int) -> SamplingParams:
+        run, free = self._params, self.config.sampling == "request"
+        temperature = wanted.temperature if free and wanted.temperature is not None else run.temperature
+        return replace(
+            run,
+            max_new_tokens=min(run.max_new_tokens, room, wanted.max_new_tokens or room),
+            temperature=0.0 if self._episode.greedy else temperature,
+            top_p=wanted.top_p if free and wanted.top_p is not None else run.top_p,
+            stop=self._stops(wanted.stop),
+            seed=seed,
+        )
+
+    def _read(self, completion: Completion, schemas: Sequence[ToolSchema], stop: tuple[str, ...]) -> AssistantTurn:
+        """What the program is told of an answer. A call that cannot be read is a part of its words."""
+        renderer, stops = self.policy.renderer, self._stops(stop)
+        if not schemas:
+            reasoning, said = split_reasoning(_cut(renderer.decode(completion.token_ids), stops))
+            return AssistantTurn(said, reasoning=reasoning)
+        turn = self.policy.dialect.parse(_cut(renderer.decode_raw(completion.token_ids), stops), schemas)
+        self._counts["malformed_calls"] += len(turn.errors)
+        words = "\n".join(filter(None, [turn.content, *(error.text for error in turn.errors)]))
+        return replace(turn, content=words, calls=tuple(self._with_own_id(call) for call in turn.calls))
+
+    def _with_own_id(self, call: ToolCall) -> ToolCall:
+        """The call with an id that no other of the episode has, of nine letters and digits where none was written."""
+        identity, number = call.id, len(self._call_ids)
+        while identity in self._call_ids:
+            identity, number = call_id(number), number + 1
+        self._call_ids.add(identity)
+        return replace(call, id=identity)
+
+    def _record(self, prompt_ids: IntArray, completion: Completion, observation: str, turn: AssistantTurn) -> None:
+        self._recorder.add(
+            Turn(
+                prompt_ids=prompt_ids,
+                completion=completion,
+                text=self.policy.renderer.decode(completion.token_ids),
+                observation=observation,
+                action=", ".join(call.name for call in turn.calls) or None,
+                task_reward=0.0,
+                penalty=0.0,
+                state_key=hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).hexdigest(),
+            )
+        )
+
+
+def _cut(text: str, stops: Sequence[str]) -> str:
+    """The text before the first of the stop strings."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+
+def _schema(tool: Tool) -> ToolSchema:
+    function = tool["function"]
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    return ToolSchema(function["name"], function.get("description") or "", parameters)
+
+
+def _chain(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
+    """A key of each beginning of a conversation, from none to all of the messages."""
+    keys = [hashlib.blake2b(_json(tools), digest_size=16).digest()]
+    for message in messages:
+        keys.append(hashlib.blake2b(keys[-1] + _meaning(message), digest_size=16).digest())
+    return keys
+
+
+def _meaning(message: Message) -> bytes:
+    """What a message says, without ids, reasoning, and white space around the assistant's words."""
+    role, content = message["role"], message.get("content") or ""
+    calls = [
+        [call["function"]["name"], _arguments(call["function"]["arguments"])]
+        for call in message.get("tool_calls") or ()
+    ]
+    return _json([role, content.strip() if role == "assistant" else content, calls])
+
+
+def _arguments(arguments: str | Mapping[str, Any]) -> Any:
+    """The value of arguments, in which 1 and 1.0 are one number."""
+    try:
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        return json.loads(text, parse_float=_number)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _number(text: str) -> int | float:
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")

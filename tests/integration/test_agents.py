@@ -1,0 +1,121 @@
+"""Agent programs in runs of the RLVR pipeline as a user starts them: what is trained is what the engine saw."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.conftest import ROOT, Rlvr, Run, rows, write
+
+PROGRAM = ROOT / "tests" / "support" / "programs" / "openai_agent.py"
+SMALL = (
+    "sequence_length=160",
+    "response_length=6",
+    "rollout_batch_size=2",
+    "val_batch_size=2",
+    "rewards.letters.query_filter_config={type: no_filter}",
+    "actor_infer.worker_cls=tests.support.agents:LoggedInferWorker",
+    "actor_train.worker_cls=tests.support.agents:LoggedTrainWorker",
+)
+
+
+def assert_trained_is_what_was_sampled(run: Run) -> Counter[int]:
+    """Each answer in a trained row was sampled so, from all that stands before it; returns answers by row."""
+
+    def key(prompt: list[int], ids: list[int], logprobs: list[float], versions: list[int]) -> str:
+        return json.dumps([prompt, ids, logprobs, versions])
+
+    sampled = Counter(key(**line) for line in run.logged("sampled.jsonl"))
+    found: Counter[str] = Counter()
+    answers: Counter[int] = Counter()
+    for number, row in enumerate(run.logged("trained.jsonl")):
+        ids, mask = row["ids"], row["mask"]
+        edges = [0, *(i for i in range(1, len(ids)) if mask[i] != mask[i - 1]), len(ids)]
+        for start, end in itertools.pairwise(edges):
+            if mask[start]:
+                part = slice(start, end)
+                found[key(ids[:start], ids[part], row["logprobs"][part], row["versions"][part])] += 1
+                answers[number] += 1
+    assert found and found <= sampled
+    return answers
+
+
+@pytest.mark.timeout(600)
+def test_an_unmodified_client_script_is_trained_on_exactly_what_the_engine_saw(rlvr: Rlvr, tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", rows("t", [""] * 4))
+    write(tmp_path / "val.jsonl", rows("v", [""] * 2))
+    run = rlvr(
+        *SMALL,
+        f"agent={{command: [python, {PROGRAM}], timeout: 200}}",
+        "validation.generating_args={num_return_sequences: 1, max_new_tokens: 3}",
+        "val_before_train=false",
+    )
+    assert run.wait() == 0, run.output
+    answers = assert_trained_is_what_was_sampled(run)
+    assert len(answers) == 2 * 8 and set(answers.values()) == {2}, "an episode is a row of two answers"
+    for step in (1, 2):
+        metrics = run.metrics[step]
+        assert metrics["rollout/episodes"] == 8 and metrics["rollout/dropped"] == 0
+        assert metrics["rollout/agent/calls"] == 2 and metrics["rollout/agent/rows"] == 1
+        assert metrics["rollout/agent/rewritten"] == metrics["rollout/agent/refused"] == 0
+        assert metrics["actor/grad_norm"] > 0
+    assert run.metrics[2]["eval/agent/calls"] == 2
+    assert run.summary["eval"]["after"].keys() >= {"accuracy", "accuracy_greedy", "mean@1"}
+    run.assert_nothing_left()
+
+
+@pytest.mark.timeout(600)
+def test_programs_go_on_while_weights_are_updated(rlvr: Rlvr, tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", rows("t", [""] * 8))
+    run = rlvr(
+        *SMALL,
+        "agent={type: python, path: 'tests.support.agents:two_turns'}",
+        "validation=null",
+        "actor_infer.device_mapping=[1]",
+        "max_steps=4",
+        "async_generation_ratio=1",
+        "rollout_window=1",
+        "response_length=24",
+        "train_infer_correction={is_weight: {enabled: true}}",
+    )
+    assert run.wait() == 0, run.output
+    answers = assert_trained_is_what_was_sampled(run)
+    assert sum(answers.values()) == 4 * 8 * 3 and set(answers.values()) <= {1, 2}
+    versions = [set(row["versions"]) for row in run.logged("trained.jsonl")]
+    assert len(set().union(*versions)) > 1
+    assert all(run.metrics[step]["rollout/agent/rows"] == 2 for step in range(1, 5))
+    run.assert_nothing_left()
+
+
+def test_programs_that_fail_are_tried_again_dropped_and_counted(rlvr: Rlvr, tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", rows("t", [""] * 4))
+    run = rlvr(
+        *SMALL,
+        "agent={type: python, path: 'tests.support.agents:unreliable', retries: 1}",
+        "actor_train.data_args.shuffle=false",
+        "rewards.letters.max_error_rate=0.6",
+        "validation=null",
+    )
+    assert run.wait() == 0, run.output
+    first, second = run.metrics[1], run.metrics[2]
+    assert (first["rollout/episodes"], first["rollout/dropped"], first["rollout/env_errors"]) == (4, 4, 8)
+    assert (second["rollout/episodes"], second["rollout/dropped"]) == (8, 0)
+    assert 1 <= second["rollout/env_errors"] <= 4, "those of the second task, played side by side"
+    assert "ConnectionError: the browser went away" in (run.path / "logs" / "roll.log").read_text()
+
+
+def test_a_port_that_is_taken_ends_the_run_with_a_line(rlvr: Rlvr) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port: Any = taken.getsockname()[1]
+        run = rlvr(*SMALL, f"agent={{command: [echo], port: {port}}}", "validation=null")
+        assert run.wait() == 1, run.output
+    assert f"agent.port: seen {port}, expected a free port of 127.0.0.1, or 0" in " ".join(run.output.split())
+    assert "Traceback" not in run.output

@@ -1,0 +1,83 @@
+"""Agent programs for runs of the real pipeline, and workers that log what was sampled and what is trained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import openai
+
+from roll.data.batch import Batch
+from roll.data.requests import GenerateRequest
+from roll.distributed.strategy.base import Metrics
+from roll.pipeline.workers import InferWorker, TrainWorker
+from roll.rollout.agents.task import AgentTask
+from roll.rollout.router import Outcomes
+from tests.support.faults import folder, log
+
+
+class LoggedInferWorker(InferWorker):
+    """Logs in ``sampled.jsonl`` what each request was given and what was sampled for it."""
+
+    async def submit(self, client_id: str, requests: Sequence[GenerateRequest]) -> None:
+        self.prompts: dict[str, list[int]] = getattr(self, "prompts", {})
+        self.prompts |= {request.request_id: request.prompt_ids.tolist() for request in requests}
+        await super().submit(client_id, requests)
+
+    async def poll(self, client_id: str) -> Outcomes:
+        outcomes = await super().poll(client_id)
+        for completion in outcomes.completions:
+            log(
+                "sampled.jsonl",
+                prompt=self.prompts.pop(completion.request_id),
+                ids=completion.token_ids.tolist(),
+                logprobs=completion.logprobs.tolist(),
+                versions=completion.versions.tolist(),
+            )
+        return outcomes
+
+
+class LoggedTrainWorker(TrainWorker):
+    """Logs in ``trained.jsonl`` the rows that it is given."""
+
+    def train(self, batch: Batch, optimizer_steps: Sequence[Sequence[int]]) -> list[Metrics]:
+        assert batch.rollout_logprobs_T is not None and batch.rollout_versions_T is not None
+        start = 0
+        for length in batch.lengths_B.tolist():
+            row = slice(start, start + length)
+            log(
+                "trained.jsonl",
+                ids=batch.tokens_T[row].tolist(),
+                mask=batch.loss_mask_T[row].tolist(),
+                logprobs=batch.rollout_logprobs_T[row].tolist(),
+                versions=batch.rollout_versions_T[row].tolist(),
+            )
+            start += length
+        return super().train(batch, optimizer_steps)
+
+
+async def two_turns(task: AgentTask) -> str:
+    """Asks, asks on, and has a helper of its own asked at the same time."""
+    messages: list[Any] = list(task.messages)
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as policy:
+
+        async def ask(conversation: list[Any], **keys: Any) -> Any:
+            answer = await policy.chat.completions.create(model="any", messages=conversation, **keys)
+            return answer.choices[0].message
+
+        first, _ = await asyncio.gather(
+            ask(messages, max_tokens=3), ask([{"role": "system", "content": "help"}, *messages])
+        )
+        last = await ask([*messages, first, {"role": "user", "content": "more"}])
+        return last.content or first.content or ""
+
+
+async def unreliable(task: AgentTask) -> str:
+    """Fails once for one of the tasks, and always for another."""
+    number = int(task.prompt.split()[-1])
+    mark = folder() / f"tried-{number}"
+    if number == 1 or (number == 2 and not mark.exists()):
+        mark.touch()
+        raise ConnectionError("the browser went away")
+    return await two_turns(task)

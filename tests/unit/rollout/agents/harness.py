@@ -1,0 +1,89 @@
+"""An engine that says what it is told to, and an endpoint before it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import openai
+
+from roll.agentic.tools.dialects import dialect
+from roll.configs.agent import AgentConfig
+from roll.data.renderer import ChatRenderer
+from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
+from roll.models.tiny import make_tokenizer
+from roll.rollout.endpoint.server import Endpoint
+from roll.rollout.endpoint.session import Policy, Session
+from roll.rollout.env_manager import EpisodeSpec, Limits
+
+TOKENIZER = make_tokenizer()
+RENDERER = ChatRenderer(TOKENIZER)
+LIMITS = Limits(prompt_length=1900, sequence_length=2000)
+EPISODE = EpisodeSpec("sums", 5, 1, env_seed=11, sampling_seed=13)
+PARAMS = SamplingParams(max_new_tokens=300)
+
+
+@dataclass
+class Engine:
+    """Says one text after the other, each in ``seconds``; keeps what it was given and what it sampled."""
+
+    texts: list[str]
+    seconds: float = 0.0
+    end: bool = True
+    log: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    requests: list[GenerateRequest] = field(default_factory=list)
+    version: int = 0
+    given_up: int = 0
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        self.requests.append(request)
+        text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
+        try:
+            await asyncio.sleep(self.seconds)
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
+        ids = np.array(TOKENIZER.encode(text) + [TOKENIZER.eos_token_id] * self.end, dtype=np.int64)
+        reason = FinishReason.STOP
+        if len(ids) > request.params.max_new_tokens:
+            ids, reason = ids[: request.params.max_new_tokens], FinishReason.LENGTH
+        self.log.append((request.prompt_ids.tolist(), ids.tolist()))
+        logprobs = np.linspace(-1, 0, len(ids), dtype=np.float32) - len(self.log)
+        return Completion(request.request_id, ids, logprobs, reason, np.full(len(ids), self.version))
+
+
+def new_session(engine: Engine, **keys: Any) -> Session:
+    policy = Policy(RENDERER, dialect("hermes"), LIMITS)
+    config = AgentConfig(**{"command": ["true"], **keys})
+    return Session(config, policy, engine.generate, PARAMS, EPISODE)
+
+
+@contextlib.asynccontextmanager
+async def serving() -> AsyncIterator[Endpoint]:
+    endpoint = Endpoint()
+    await endpoint.start()
+    try:
+        yield endpoint
+    finally:
+        await endpoint.stop()
+
+
+@contextlib.asynccontextmanager
+async def client(endpoint: Endpoint, session: Session) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=endpoint.url, api_key="-", max_retries=0) as policy:
+        with endpoint.open(session) as policy.api_key:
+            yield policy
+
+
+def rows_of(session: Session) -> list[list[int]]:
+    """The rows that an episode is trained on, as ids."""
+    rows: dict[int, list[int]] = {}
+    for turn in session.turns:
+        so_far = rows.get(turn.row, [])
+        assert turn.prompt_ids[: len(so_far)].tolist() == so_far
+        rows[turn.row] = [*turn.prompt_ids.tolist(), *turn.completion.token_ids.tolist()]
+    return list(rows.values())

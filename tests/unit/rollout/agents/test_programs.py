@@ -1,0 +1,359 @@
+"""Agent programs as processes, functions and services: started, judged, ended with all they started."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from roll.configs.agent import AgentConfig
+from roll.data.prompts import Prompt
+from roll.data.requests import Completion, GenerateRequest
+from roll.rewards.types import Sample, Verdict
+from roll.rollout.agents.episode import AgentPlayer
+from roll.rollout.agents.task import AgentError, AgentTask
+from roll.rollout.router import EngineUnavailableError
+from roll.rollout.types import EpisodeEnd, Trajectory
+from tests.unit.rollout.agents.harness import EPISODE, LIMITS, PARAMS, RENDERER, Engine
+
+HERE = "tests.unit.rollout.agents.test_programs"
+PROMPT = Prompt("p1", "sums", ({"role": "user", "content": "17*3="},), ground_truth="51", extra_info={"level": 2})
+CLIENT = """
+import json, os, openai
+task = json.load(open(os.environ["ROLL_TASK"]))
+policy = openai.OpenAI(max_retries=0)
+answer = policy.chat.completions.create(model="gpt-5", messages=task["messages"])
+"""
+
+
+async def judge(sample: Sample) -> Verdict:
+    good = f"<answer>{sample.ground_truth}</answer>" in sample.response
+    return Verdict(float(good), good, sample.response)
+
+
+def play(engine: Engine, *, more: float = 0.0, **keys: Any) -> Trajectory:
+    async def run() -> Trajectory:
+        player = AgentPlayer(AgentConfig(**keys), RENDERER, LIMITS, 0)
+        try:
+            return await player.play(PROMPT, judge, engine.generate, PARAMS, EPISODE)
+        finally:
+            await asyncio.sleep(more)
+            await player.endpoint.stop()
+
+    return asyncio.run(run())
+
+
+def script(program: str) -> list[str]:
+    return ["python", "-c", textwrap.dedent(program)]
+
+
+def marked(mark: str) -> list[str]:
+    """Command lines of the processes that have ``mark`` in their environment or arguments."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if int(folder.name) == os.getpid():
+                continue
+            line = (folder / "cmdline").read_bytes()
+            if mark.encode() in (folder / "environ").read_bytes() + line:
+                found.append(line.decode())
+        except OSError:
+            continue
+    return found
+
+
+GOOD = "<answer>51</answer>"
+
+
+def test_an_unmodified_client_script_plays_an_episode() -> None:
+    engine = Engine([f"<think>hm</think>{GOOD}"])
+    episode = play(engine, command=script(CLIENT))
+    assert (episode.success, episode.score, episode.end) == (True, 1.0, EpisodeEnd.TERMINATED)
+    assert episode.history and episode.turns[0].prompt_ids.tolist() == RENDERER.prompt(PROMPT.messages).tolist()
+    assert episode.info["agent_calls"] == episode.info["agent_rows"] == 1 and episode.info["prompt_id"] == "p1"
+    assert episode.turns[0].action == f"<think>hm</think>{GOOD}", "the answer that the verifier found"
+
+
+def test_a_program_may_say_what_its_answer_is_and_knows_nothing_that_it_should_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    program = (
+        CLIENT
+        + f"""
+open(os.environ["ROLL_ANSWER"], "w").write("<answer>51</answer>")
+json.dump([task, dict(os.environ), os.getcwd(), os.listdir()], open({str(tmp_path / "seen")!r}, "w"))
+"""
+    )
+    episode = play(Engine(["no idea"]), command=script(program), env={"COLOUR": "blue"})
+    assert episode.success and episode.turns[0].task_reward == 1.0 and episode.final_observation == GOOD
+    task, environment, folder, files = json.loads((tmp_path / "seen").read_text())
+    assert task.keys() == {"id", "tag", "prompt", "messages", "extra_info", "base_url"}
+    assert task["extra_info"] == {"level": 2} and "51" not in json.dumps(task).replace(task["base_url"], "")
+    assert environment["COLOUR"] == "blue" and "WANDB_API_KEY" not in environment
+    assert environment["ANTHROPIC_BASE_URL"] + "/v1" == environment["OPENAI_BASE_URL"] == task["base_url"]
+    assert files == [] and not Path(folder).exists(), "an empty folder, removed at the end"
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("import sys; print('no luck', file=sys.stderr); sys.exit(3)", "ended with exit code 3: no luck"),
+        ("import os; os.kill(os.getpid(), 9)", "ended with signal 9"),
+        ("pass", "asked nothing of the policy"),
+        ("import os; print(os.environ['OPENAI_API_KEY']); raise SystemExit(1)", r"exit code 1: \*\*\*$"),
+        (CLIENT + "open(os.environ['ROLL_ANSWER'], 'wb').write(b'\\xff')", "ROLL_ANSWER is no UTF-8"),
+        (CLIENT + "os.symlink('/etc/passwd', os.environ['ROLL_ANSWER'])", "ROLL_ANSWER cannot be read"),
+        ("import os; os.kill(os.getppid(), 9); os.pause()", "ended with its supervisor killed"),
+    ],
+)
+def test_a_program_that_fails_is_a_failure_and_no_reward(program: str, told: str) -> None:
+    with pytest.raises(AgentError, match=told):
+        play(Engine([GOOD]), command=script(program))
+
+
+def test_a_command_that_is_not_there_is_named() -> None:
+    with pytest.raises(AgentError, match=r"exit code 127: no_such_agent: No such file or directory"):
+        play(Engine([GOOD]), command=["no_such_agent"])
+    with pytest.raises(AgentError, match=r"agent.cwd: cannot start in '/no/where'"):
+        play(Engine([GOOD]), command=["true"], cwd="/no/where")
+
+
+def test_a_program_that_never_ends_is_ended_with_all_that_it_has_started() -> None:
+    mark = f"agent-mark-{time.time_ns()}"
+    program = f"""
+        import os, subprocess, sys, time
+        for _ in range(2):
+            if os.fork() == 0:  # a daemon: a session of its own, and no parent
+                os.setsid()
+                if os.fork() == 0:
+                    os.execvpe("sleep", ["sleep", "1000"], {{"MARK": "{mark}", "PATH": os.environ["PATH"]}})
+                os._exit(0)
+        subprocess.Popen(["sleep", "1000"], env={{"MARK": "{mark}", "PATH": os.environ["PATH"]}})
+        import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1000)
+    """
+    with pytest.raises(AgentError, match=r"took longer than agent.timeout=3 s"):
+        play(Engine([GOOD]), command=script(program), timeout=3)
+    assert marked(mark) == []
+
+
+def test_daemons_of_a_program_that_ended_are_gone_before_its_answer_is_judged() -> None:
+    mark = f"agent-mark-{time.time_ns()}"
+    daemon = f"""
+if os.fork() == 0:
+    os.setsid()
+    while True:  # a fork bomb of one at a time
+        if os.fork():
+            os._exit(0)
+        {mark!r}
+os._exit(0)
+"""
+    episode = play(Engine([GOOD]), command=script(CLIENT + daemon))
+    assert episode.success and marked(mark) == []
+
+
+def test_a_program_that_prints_without_end_is_read_and_forgotten() -> None:
+    program = (
+        CLIENT
+        + """
+for _ in range(160):
+    os.write(1, b"x" * 65536)
+raise SystemExit("the end")
+"""
+    )
+    with pytest.raises(AgentError, match=r"the end$") as caught:
+        play(Engine([GOOD]), command=script(program))
+    assert len(str(caught.value)) < 1000
+
+
+def test_calls_after_the_end_are_refused(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+
+    async def run() -> None:
+        player = AgentPlayer(
+            AgentConfig(command=script(CLIENT + f"open({str(keys)!r}, 'w').write(policy.api_key)")), RENDERER, LIMITS, 0
+        )
+        await player.play(PROMPT, judge, Engine([GOOD]).generate, PARAMS, EPISODE)
+        async with openai.AsyncOpenAI(base_url=player.endpoint.url, api_key=keys.read_text(), max_retries=0) as late:
+            with pytest.raises(openai.APIStatusError) as caught:
+                await late.models.list()
+        assert caught.value.status_code == 410
+        await player.endpoint.stop()
+
+    asyncio.run(run())
+
+
+def test_cancelling_an_episode_ends_its_program() -> None:
+    mark = f"agent-mark-{time.time_ns()}"
+
+    async def run() -> None:
+        engine = Engine([GOOD], seconds=1000)
+        player = AgentPlayer(AgentConfig(command=script(CLIENT + f"{mark!r}")), RENDERER, LIMITS, 0)
+        playing = asyncio.create_task(player.play(PROMPT, judge, engine.generate, PARAMS, EPISODE))
+        while not engine.requests:
+            await asyncio.sleep(0.02)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        assert engine.given_up == 1 and marked(mark) == []
+        await player.endpoint.stop()
+
+    asyncio.run(run())
+
+
+def test_what_the_engine_raises_ends_the_program_and_is_no_fault_of_it() -> None:
+    class Dying(Engine):
+        async def generate(self, request: GenerateRequest) -> Completion:
+            raise EngineUnavailableError("engine worker 0 died")
+
+    mark = f"agent-mark-{time.time_ns()}"
+    program = CLIENT.replace("max_retries=0", "max_retries=1000") + f"{mark!r}"
+    with pytest.raises(EngineUnavailableError, match="worker 0 died"):
+        play(Dying([GOOD]), command=script(program))
+    assert marked(mark) == []
+
+
+def test_a_program_that_meets_a_limit_is_judged_by_what_it_has() -> None:
+    ask = "policy.chat.completions.create(model='m', messages=task['messages'])\n"
+    episode = play(Engine([GOOD, "no"]), command=script(CLIENT + ask * 3), max_calls=2)
+    assert (episode.end, episode.success, len(episode.turns)) == (EpisodeEnd.TRUNCATED, False, 2)
+    long = "task['messages'].append({'role': 'user', 'content': 'x' * 3000})\n" + ask
+    episode = play(Engine([GOOD]), command=script(CLIENT + long))
+    assert (episode.end, episode.success) == (EpisodeEnd.CONTEXT_FULL, True)
+    assert episode.info["agent_refused"] == 1
+
+
+def test_rewards_of_the_program_itself_count_where_it_is_allowed_to_say_them() -> None:
+    post = (
+        CLIENT
+        + """
+import httpx
+for reward in (0.25, 0.75):
+    status = httpx.post(f"{policy.base_url}reward", json={"reward": reward}, headers=policy.auth_headers).status_code
+bad = httpx.post(f"{policy.base_url}reward", content=b'{"reward": NaN}', headers=policy.auth_headers).status_code
+open(os.environ["ROLL_ANSWER"], "w").write(f"{status} {bad}")
+"""
+    )
+    allowed = play(Engine(["x"]), command=script(post), reward="call")
+    assert (allowed.score, allowed.success, allowed.final_observation) == (0.75, True, "200 400")
+    refused = play(Engine(["x"]), command=script(post))
+    assert (refused.score, refused.success, refused.final_observation) == (0.0, False, "403 400")
+    with pytest.raises(AgentError, match="posted no reward"):
+        play(Engine(["x"]), command=script(CLIENT), reward="call")
+
+
+def plain(task: AgentTask) -> str | None:
+    """Asks twice, in a thread."""
+    with openai.OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as policy:
+        messages: Any = list(task.messages)
+        first = policy.chat.completions.create(model="m", messages=messages).choices[0].message
+        policy.chat.completions.create(model="m", messages=[*messages, first, {"role": "user", "content": "sure?"}])
+        return first.content if task.extra_info["level"] == 2 else None
+
+
+async def coroutine(task: AgentTask) -> None:
+    """Asks side by side, in the worker's event loop."""
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0) as policy:
+        messages: Any = list(task.messages)
+        asks = [policy.chat.completions.create(model="m", messages=messages) for _ in range(4)]
+        await asyncio.gather(*asks)
+
+
+def hanging(task: AgentTask) -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def raising(task: AgentTask) -> None:
+    raise ValueError(f"bad key {task.api_key}")
+
+
+def number(task: AgentTask) -> Any:
+    return 51
+
+
+def test_functions_are_programs_too() -> None:
+    once = play(Engine([GOOD, "no"]), type="python", path=f"{HERE}:plain")
+    assert once.success and len(once.turns) == 2 and {turn.row for turn in once.turns} == {0}
+    many = play(Engine(["x", "y", "z", GOOD], seconds=0.05), type="python", path=f"{HERE}:coroutine")
+    assert len(many.turns) == 4 and sorted(turn.row for turn in many.turns) == [0, 1, 2, 3]
+    for name, told in (
+        ("hanging", "took longer than agent.timeout=0.5 s"),
+        ("raising", re.escape("ValueError: bad key ***")),
+        ("number", "returned 51 .int., expected a text or nothing"),
+    ):
+        with pytest.raises(AgentError, match=told):
+            play(Engine([GOOD]), type="python", path=f"{HERE}:{name}", timeout=0.5)
+
+
+@asynccontextmanager
+async def service() -> AsyncIterator[str]:
+    async def solve(request: Request) -> Response:
+        task = await request.json()
+        async with openai.AsyncOpenAI(base_url=task["base_url"], api_key=task["api_key"], max_retries=0) as policy:
+            answer = await policy.chat.completions.create(model="m", messages=task["messages"])
+        if answer.choices[0].message.content == "fail":
+            return Response(status_code=502, content=f"upstream {task['api_key']}")
+        return JSONResponse({"answer": answer.choices[0].message.content})
+
+    app = Starlette(routes=[Route("/solve", solve, methods=["POST"])])
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}/solve"
+    server.should_exit = True
+    await serving
+
+
+def test_a_running_service_is_a_program_too() -> None:
+    async def run() -> None:
+        async with service() as url:
+            player = AgentPlayer(AgentConfig(type="url", url=url), RENDERER, LIMITS, 0)
+            episode = await player.play(PROMPT, judge, Engine([GOOD]).generate, PARAMS, EPISODE)
+            assert episode.success
+            with pytest.raises(AgentError, match=r"status 502: upstream \*\*\*"):
+                await player.play(PROMPT, judge, Engine(["fail"]).generate, PARAMS, EPISODE)
+        with pytest.raises(AgentError, match="ConnectError"):
+            await player.play(PROMPT, judge, Engine([GOOD]).generate, PARAMS, EPISODE)
+        await player.endpoint.stop()
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_is_killed_leaves_nothing_of_its_programs() -> None:
+    mark = f"agent-mark-{time.time_ns()}"
+
+    program = f"""
+        import asyncio
+        from {HERE} import *
+        play(Engine(["x"]), command=["sleep", "1000"], env={{"MARK": "{mark}"}})
+    """
+    worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
+    while not any(line.startswith("sleep") for line in marked(mark)):
+        assert worker.poll() is None
+        time.sleep(0.05)
+    worker.kill()
+    worker.wait()
+    deadline = time.monotonic() + 20
+    while marked(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert marked(mark) == []
