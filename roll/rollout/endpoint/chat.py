@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic import Field
@@ -10,7 +10,7 @@ from pydantic import Field
 from roll.data.renderer import ChatRenderer
 from roll.rollout.endpoint.errors import unsupported
 from roll.rollout.endpoint.messages import ChatMessage, ToolParam, openai_message, plain_messages, plain_tools
-from roll.rollout.endpoint.sampling import SamplingRequest, head, texts_of, usage
+from roll.rollout.endpoint.sampling import DONE, SamplingRequest, event, head, texts_of, usage
 from roll.rollout.endpoint.session import Answer, Session
 
 
@@ -52,7 +52,7 @@ class ChatRequest(SamplingRequest):
         ]
         return {**head("chat.completion", "chatcmpl", self.model), "choices": choices, "usage": usage(answers)}
 
-    def chunks(self, answers: Sequence[Answer], renderer: ChatRenderer) -> Iterator[Mapping[str, Any]]:
+    def events(self, answers: Sequence[Answer], renderer: ChatRenderer) -> Iterator[str]:
         """The answer as a stream: for each choice all that it says, then why it ended."""
         top = head("chat.completion.chunk", "chatcmpl", self.model)
         for index, answer in enumerate(answers):
@@ -61,10 +61,11 @@ class ChatRequest(SamplingRequest):
             if not delta["tool_calls"]:
                 del delta["tool_calls"]
             said = {"index": index, "delta": delta, "logprobs": self._logprobs(answer, renderer), "finish_reason": None}
-            yield {**top, "choices": [said]}
-            yield {**top, "choices": [{"index": index, "delta": {}, "finish_reason": answer.finish_reason}]}
+            yield event({**top, "choices": [said]})
+            yield event({**top, "choices": [{"index": index, "delta": {}, "finish_reason": answer.finish_reason}]})
         if self.wants_usage:
-            yield {**top, "choices": [], "usage": usage(answers)}
+            yield event({**top, "choices": [], "usage": usage(answers)})
+        yield DONE
 
     def _logprobs(self, answer: Answer, renderer: ChatRenderer) -> dict[str, Any] | None:
         if not self.logprobs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from pydantic import Field
 
 from roll.data.renderer import ChatRenderer
 from roll.rollout.endpoint.errors import ApiError, unsupported
-from roll.rollout.endpoint.sampling import SamplingRequest, head, texts_of, usage
+from roll.rollout.endpoint.sampling import DONE, SamplingRequest, event, head, texts_of, usage
 from roll.rollout.endpoint.session import Answer, Session
 
 
@@ -47,13 +47,14 @@ class CompletionRequest(SamplingRequest):
         choices = [self._choice(index, answer, renderer) for index, answer in enumerate(answers)]
         return {**head("text_completion", "cmpl", self.model), "choices": choices, "usage": usage(answers)}
 
-    def chunks(self, answers: Sequence[Answer], renderer: ChatRenderer) -> Iterator[Mapping[str, Any]]:
+    def events(self, answers: Sequence[Answer], renderer: ChatRenderer) -> Iterator[str]:
         """The answer as a stream, one chunk for each choice."""
         top = head("text_completion", "cmpl", self.model)
         for index, answer in enumerate(answers):
-            yield {**top, "choices": [self._choice(index, answer, renderer)]}
+            yield event({**top, "choices": [self._choice(index, answer, renderer)]})
         if self.wants_usage:
-            yield {**top, "choices": [], "usage": usage(answers)}
+            yield event({**top, "choices": [], "usage": usage(answers)})
+        yield DONE
 
     def _choice(self, index: int, answer: Answer, renderer: ChatRenderer) -> dict[str, Any]:
         choice = {

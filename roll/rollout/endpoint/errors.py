@@ -53,6 +53,11 @@ def as_openai(error: ApiError) -> dict[str, Any]:
     }
 
 
+def as_anthropic(error: ApiError) -> dict[str, Any]:
+    """The body of an answer of Anthropic's API."""
+    return {"type": "error", "error": {"type": type_of(error.status), "message": error.message}}
+
+
 def from_validation(error: ValidationError) -> ApiError:
     """The first thing that is wrong with the form of a request."""
     first = error.errors(include_url=False, include_context=False)[0]

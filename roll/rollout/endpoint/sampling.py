@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
 from roll.data.arrays import IntArray
 from roll.data.renderer import ChatRenderer
-from roll.rollout.endpoint.errors import unsupported
+from roll.rollout.endpoint.errors import ApiError, as_openai, unsupported
 from roll.rollout.endpoint.session import Answer, Wanted
 
 _OFF: tuple[tuple[str, tuple[Any, ...]], ...] = (
@@ -28,17 +29,25 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class SamplingRequest(BaseModel):
-    """Fields that both APIs have. Those that only tell the provider something are let through unread."""
+class ApiRequest(BaseModel):
+    """A request of any of the APIs."""
 
     model: str = "policy"
+    stream: bool | None = None
+
+    error_body: ClassVar[Callable[[ApiError], dict[str, Any]]] = staticmethod(as_openai)
+    """The API's form of an error."""
+
+
+class SamplingRequest(ApiRequest):
+    """Fields that both APIs have. Those that only tell the provider something are let through unread."""
+
     n: int | None = Field(default=None, ge=1, le=128)
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
     stop: str | list[str] | None = None
     seed: int | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     logit_bias: dict[str, float] | None = None
     suffix: str | None = None
@@ -65,6 +74,16 @@ class SamplingRequest(BaseModel):
     def wants_usage(self) -> bool:
         """Whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+
+def event(data: Mapping[str, Any], name: str | None = None) -> str:
+    """A server-sent event."""
+    text = json.dumps(data, ensure_ascii=False)
+    return f"data: {text}\n\n" if name is None else f"event: {name}\ndata: {text}\n\n"
+
+
+DONE = "data: [DONE]\n\n"
+"""The end of a stream of chunks."""
 
 
 def head(kind: str, prefix: str, model: str) -> dict[str, Any]:

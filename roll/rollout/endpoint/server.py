@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import json
 import logging
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from typing import Any, Protocol, Self, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import uvicorn
 from pydantic import ValidationError
@@ -26,9 +25,11 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from roll.data.renderer import ChatRenderer
+from roll.rollout.endpoint.anthropic import MessageRequest
 from roll.rollout.endpoint.chat import ChatRequest
 from roll.rollout.endpoint.completions import CompletionRequest
 from roll.rollout.endpoint.errors import ApiError, PortTakenError, as_openai, from_validation
+from roll.rollout.endpoint.responses import ResponseRequest
 from roll.rollout.endpoint.reward import RewardRequest
 from roll.rollout.endpoint.session import Answer, Session
 from roll.rollout.errors import describe_error
@@ -49,15 +50,16 @@ T = TypeVar("T")
 
 
 class _Request(Protocol):
-    """A request of one of the APIs: a pydantic model."""
+    """A request of one of the APIs: an ``ApiRequest``."""
 
+    error_body: ClassVar[Callable[[ApiError], dict[str, Any]]]
     stream: bool | None
 
     @classmethod
     def model_validate_json(cls, json_data: bytes, /) -> Self: ...
     async def ask(self, session: Session) -> list[Answer]: ...
     def whole(self, answers: Sequence[Answer], renderer: ChatRenderer) -> dict[str, Any]: ...
-    def chunks(self, answers: Sequence[Answer], renderer: ChatRenderer) -> Iterator[Mapping[str, Any]]: ...
+    def events(self, answers: Sequence[Answer], renderer: ChatRenderer) -> Iterator[str]: ...
 
 
 class _Server(uvicorn.Server):
@@ -186,6 +188,8 @@ def _application(endpoint: Endpoint) -> Starlette:
         ("/v1/reward", ["POST"], reward),
         ("/v1/chat/completions", ["POST"], _handler(endpoint, ChatRequest)),
         ("/v1/completions", ["POST"], _handler(endpoint, CompletionRequest)),
+        ("/v1/responses", ["POST"], _handler(endpoint, ResponseRequest)),
+        ("/v1/messages", ["POST"], _handler(endpoint, MessageRequest)),
     ]
     routes = [
         Route(prefix + path, handler, methods=methods)
@@ -205,17 +209,19 @@ def _handler(endpoint: Endpoint, kind: type[_Request]) -> Callable[[Request], Aw
     """Answers requests of one API."""
 
     async def handle(request: Request) -> Response:
-        session = endpoint.session_of(request)
+        try:
+            session = endpoint.session_of(request)
+        except ApiError as error:
+            return JSONResponse(kind.error_body(error), error.status)
         try:
             ask = kind.model_validate_json(await _body(request))
             answers = await _unless_gone(request, ask.ask(session))
-        except ValidationError as error:
-            raise session.refuse(from_validation(error)) from None
-        except ApiError as error:
-            raise session.refuse(error) from None
+        except (ApiError, ValidationError) as error:
+            refusal = session.refuse(error if isinstance(error, ApiError) else from_validation(error))
+            return JSONResponse(kind.error_body(refusal), refusal.status)
         renderer = session.policy.renderer
         if ask.stream:
-            return StreamingResponse(_events(ask.chunks(answers, renderer)), media_type="text/event-stream")
+            return StreamingResponse(_stream(ask.events(answers, renderer)), media_type="text/event-stream")
         return JSONResponse(ask.whole(answers, renderer))
 
     return handle
@@ -249,11 +255,9 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-async def _events(chunks: Iterator[Mapping[str, Any]]) -> AsyncIterator[str]:
-    """Server-sent events, as OpenAI's API ends them."""
-    for chunk in chunks:
-        yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
-    yield "data: [DONE]\n\n"
+async def _stream(events: Iterator[str]) -> AsyncIterator[str]:
+    for each in events:  # without a thread for each, which an iterator would get
+        yield each
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

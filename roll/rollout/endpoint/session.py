@@ -65,6 +65,8 @@ class Answer:
     """As the program is told it: cut at a stop string."""
     completion: Completion
     prompt_tokens: int
+    stop: str | None = None
+    """The stop string that ended it."""
 
     @property
     def finish_reason(self) -> str:
@@ -133,6 +135,8 @@ class Session:
         """By prompt and answer of plain completions."""
         self._asked: Counter[bytes] = Counter()
         self._call_ids: set[str] = set()
+        self.conversations: dict[str, tuple[Message, ...]] = {}
+        """Up to an answer, by its id, for APIs in which a request names the answer that it goes on from."""
 
     @property
     def turns(self) -> list[Turn]:
@@ -169,13 +173,13 @@ class Session:
         self._seen.add(keys[-1])
         answers = []
         for completion in completions:
-            turn = self._read(completion, schemas, wanted.stop)
+            turn, stop = self._read(completion, schemas, wanted.stop)
             said = _Said(np.concatenate([prompt_ids, completion.token_ids]), completion.token_ids)
             message = turn.as_openai()
             self._said[_chain([*messages, message], tools)[-1]] = said
             self._seen |= {_chain([*messages, message], ())[-1], _meaning(message)}
             self._record(prompt_ids, completion, str(messages[-1].get("content") or ""), turn)
-            answers.append(Answer(turn, completion, len(prompt_ids)))
+            answers.append(Answer(turn, completion, len(prompt_ids), stop))
         return answers
 
     async def complete(self, prompt: str | IntArray, wanted: Wanted) -> list[Answer]:
@@ -192,14 +196,15 @@ class Session:
         answers = []
         for completion in await self._sample(prompt_ids, wanted):
             whole = self.policy.renderer.decode(completion.token_ids)
-            turn = AssistantTurn(_cut(whole, self._stops(wanted.stop)))
+            text, stop = _cut(whole, self._stops(wanted.stop))
+            turn = AssistantTurn(text)
             if isinstance(prompt, str) and turn.content == whole:
                 ids = completion.token_ids
                 ended = len(ids) > 0 and not self.policy.renderer.decode(ids[-1:])
                 kept = np.concatenate([prompt_ids, ids[: len(ids) - ended]])
                 self._texts[prompt + whole] = _Said(kept, ids)
             self._record(prompt_ids, completion, prompt if isinstance(prompt, str) else "", turn)
-            answers.append(Answer(turn, completion, len(prompt_ids)))
+            answers.append(Answer(turn, completion, len(prompt_ids), stop))
         return answers
 
     def _prompt(self, messages: Sequence[Message], tools: Sequence[Tool], keys: Sequence[bytes]) -> IntArray:
@@ -316,16 +321,20 @@ class Session:
             seed=seed,
         )
 
-    def _read(self, completion: Completion, schemas: Sequence[ToolSchema], stop: tuple[str, ...]) -> AssistantTurn:
-        """What the program is told of an answer. A call that cannot be read is a part of its words."""
-        renderer, stops = self.policy.renderer, self._stops(stop)
+    def _read(
+        self, completion: Completion, schemas: Sequence[ToolSchema], stops: tuple[str, ...]
+    ) -> tuple[AssistantTurn, str | None]:
+        """What the program is told of an answer, calls that cannot be read as words, and what stopped it."""
+        renderer = self.policy.renderer
+        decode = renderer.decode_raw if schemas else renderer.decode
+        text, stop = _cut(decode(completion.token_ids), self._stops(stops))
         if not schemas:
-            reasoning, said = split_reasoning(_cut(renderer.decode(completion.token_ids), stops))
-            return AssistantTurn(said, reasoning=reasoning)
-        turn = self.policy.dialect.parse(_cut(renderer.decode_raw(completion.token_ids), stops), schemas)
+            reasoning, said = split_reasoning(text)
+            return AssistantTurn(said, reasoning=reasoning), stop
+        turn = self.policy.dialect.parse(text, schemas)
         self._counts["malformed_calls"] += len(turn.errors)
         words = "\n".join(filter(None, [turn.content, *(error.text for error in turn.errors)]))
-        return replace(turn, content=words, calls=tuple(self._with_own_id(call) for call in turn.calls))
+        return replace(turn, content=words, calls=tuple(self._with_own_id(call) for call in turn.calls)), stop
 
     def _with_own_id(self, call: ToolCall) -> ToolCall:
         """The call with an id that no other of the episode has, of nine letters and digits where none was written."""
@@ -350,9 +359,10 @@ class Session:
         )
 
 
-def _cut(text: str, stops: Sequence[str]) -> str:
-    """The text before the first of the stop strings."""
-    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """The text before the first of the stop strings, and which that is."""
+    at, stop = min(((at, stop) for stop in stops if (at := text.find(stop)) >= 0), default=(len(text), None))
+    return text[:at], stop
 
 
 def _schema(tool: Tool) -> ToolSchema:

@@ -1,0 +1,115 @@
+"""Whatever a program does with its history, rows are what the engine was given and what it sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll.data.requests import Completion, FinishReason, GenerateRequest
+from roll.rollout.endpoint.session import Wanted
+from roll.rollout.trajectory import groups_to_batch
+from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
+from tests.unit.rollout.agents.harness import TOKENIZER, Engine, new_session
+
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+TEXTS = [
+    "a",
+    "<think>b</think>c",
+    '<tool_call>\n{"name": "add", "arguments": {"x": 1.0}}\n</tool_call>',
+    "<tool_call>{",
+    " ",
+]
+
+
+class Asynchronous(Engine):
+    """Answers in any order, under weights that change in between."""
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(["-"])
+        self.chance = chance
+        self.sampled: list[Completion] = []
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        for _ in range(self.chance.randrange(4)):
+            await asyncio.sleep(0)
+            self.version += self.chance.random() < 0.3
+        ids = TOKENIZER.encode(self.chance.choice(TEXTS)) + [TOKENIZER.eos_token_id] * (self.chance.random() < 0.7)
+        versions = np.sort([self.chance.randint(0, self.version) for _ in ids])
+        logprobs = np.array([-self.chance.random() for _ in ids], dtype=np.float32)
+        completion = Completion(request.request_id, np.array(ids), logprobs, FinishReason.STOP, versions)
+        self.log.append((request.prompt_ids.tolist(), ids))
+        self.sampled.append(completion)
+        return completion
+
+
+async def harness(session: Any, chance: random.Random) -> None:
+    """Goes on with one of its conversations, changes it, or begins another, some of them side by side."""
+    conversations: list[list[dict[str, Any]]] = [[{"role": "user", "content": "q"}]]
+
+    async def ask() -> None:
+        messages = [dict(message) for message in chance.choice(conversations)]
+        match chance.randrange(7):
+            case 0:  # compaction
+                messages = [{"role": "user", "content": "in short: q"}]
+            case 1 if len(messages) > 1:  # an edited message
+                chance.choice(messages)["content"] = "edited"
+            case 2 if len(messages) > 2:  # a retry
+                messages = messages[:-2]
+            case 3:  # a sub-agent
+                messages = [{"role": "system", "content": "help"}, {"role": "user", "content": "q"}]
+        tools = [TOOL] if chance.random() < 0.7 else []
+        stop = ("c",) if chance.random() < 0.2 else ()
+        for answer in await session.chat(messages, tools, Wanted(n=chance.choice([1, 1, 2]), stop=stop)):
+            said = answer.turn.as_openai()
+            follow = {"role": "tool", "content": "2"} if answer.turn.calls else {"role": "user", "content": "more"}
+            conversations.append([*messages, said, follow])
+
+    for _ in range(chance.randrange(1, 6)):
+        await asyncio.gather(*(ask() for _ in range(chance.randrange(1, 4))))
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32))
+def test_rows_are_the_engines_own_log(seed: int) -> None:
+    async def run() -> tuple[Any, Asynchronous]:
+        chance = random.Random(seed)
+        engine = Asynchronous(chance)
+        session = new_session(engine)
+        await harness(session, chance)
+        return session, engine
+
+    session, engine = asyncio.run(run())
+    episode = Trajectory("sums", 0, 0, 0, tuple(session.turns), EpisodeEnd.TERMINATED, True, "", history=True)
+    batch = groups_to_batch([RolloutGroup(0, "sums", (episode,))], ["sums"])
+    assert batch.rollout_logprobs_T is not None and batch.rollout_versions_T is not None
+    expected = sorted(
+        (prompt, ids, completion.logprobs.tolist(), completion.versions.tolist())
+        for (prompt, ids), completion in zip(engine.log, engine.sampled, strict=True)
+    )
+    found = []
+    for tokens, mask, turns, logprobs, versions in zip(
+        *(
+            np.split(values.numpy(), np.cumsum(batch.lengths_B.numpy())[:-1])
+            for values in (
+                batch.tokens_T,
+                batch.loss_mask_T,
+                batch.turn_T,
+                batch.rollout_logprobs_T,
+                batch.rollout_versions_T,
+            )
+        ),
+        strict=True,
+    ):
+        for turn in np.unique(turns[mask]):
+            at = np.flatnonzero(mask & (turns == turn))
+            start = at[0]
+            found.append((tokens[:start].tolist(), tokens[at].tolist(), logprobs[at].tolist(), versions[at].tolist()))
+    assert sorted(found) == expected, "each answer once, behind exactly what it was sampled from"
+    assert session.counts["calls"] == len(expected) and session.counts["rows"] == len(batch.lengths_B)
+    if batch.share_B is not None:
+        assert float(batch.share_B.sum()) == 1.0 or abs(float(batch.share_B.sum()) - 1) < 1e-12
