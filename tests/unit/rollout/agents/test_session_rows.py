@@ -17,13 +17,8 @@ from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
 from tests.unit.rollout.agents.harness import TOKENIZER, Engine, new_session
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
-TEXTS = [
-    "a",
-    "<think>b</think>c",
-    '<tool_call>\n{"name": "add", "arguments": {"x": 1.0}}\n</tool_call>',
-    "<tool_call>{",
-    " ",
-]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1.0}}\n</tool_call>'
+TEXTS = ["a", "<think>b</think>c", CALL, "<tool_call>{", " "]
 
 
 class Asynchronous(Engine):
@@ -112,4 +107,4 @@ def test_rows_are_the_engines_own_log(seed: int) -> None:
     assert sorted(found) == expected, "each answer once, behind exactly what it was sampled from"
     assert session.counts["calls"] == len(expected) and session.counts["rows"] == len(batch.lengths_B)
     if batch.share_B is not None:
-        assert float(batch.share_B.sum()) == 1.0 or abs(float(batch.share_B.sum()) - 1) < 1e-12
+        assert abs(float(batch.share_B.sum()) - 1) < 1e-12, "together the weight of one episode"
