@@ -45,6 +45,9 @@ COUNTS = (
 """Keys of ``Session.counts``; ``refused`` are requests that an error answered."""
 
 
+_encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
+
+
 @dataclass(frozen=True)
 class Wanted:
     """What a request says of sampling; ``None``: nothing."""
@@ -168,6 +171,7 @@ class Session:
         """
         keys = _chain(messages, tools)
         prompt_ids = self._prompt(messages, tools, keys)
+        bare = _chain(messages, ())[-1] if tools else keys[-1]
         schemas = [_schema(tool) for tool in tools]
         completions = await self._sample(prompt_ids, wanted)
         self._seen.add(keys[-1])
@@ -175,9 +179,9 @@ class Session:
         for completion in completions:
             turn, stop = self._read(completion, schemas, wanted.stop)
             said = _Said(np.concatenate([prompt_ids, completion.token_ids]), completion.token_ids)
-            message = turn.as_openai()
-            self._said[_chain([*messages, message], tools)[-1]] = said
-            self._seen |= {_chain([*messages, message], ())[-1], _meaning(message)}
+            meaning = _meaning(turn.as_openai())
+            self._said[_next(keys[-1], meaning)] = said
+            self._seen |= {_next(bare, meaning), meaning}
             self._record(prompt_ids, completion, str(messages[-1].get("content") or ""), turn)
             answers.append(Answer(turn, completion, len(prompt_ids), stop))
         return answers
@@ -375,8 +379,12 @@ def _chain(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
     """A key of each beginning of a conversation, from none to all of the messages."""
     keys = [hashlib.blake2b(_json(tools), digest_size=16).digest()]
     for message in messages:
-        keys.append(hashlib.blake2b(keys[-1] + _meaning(message), digest_size=16).digest())
+        keys.append(_next(keys[-1], _meaning(message)))
     return keys
+
+
+def _next(key: bytes, meaning: bytes) -> bytes:
+    return hashlib.blake2b(key + meaning, digest_size=16).digest()
 
 
 def _meaning(message: Message) -> bytes:
@@ -404,4 +412,4 @@ def _number(text: str) -> int | float:
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return _encode(value).encode("utf-8", "surrogatepass")
