@@ -42,7 +42,9 @@ class AgentConfig(Config):
         description="Folder that the command starts in. null: an empty one for each episode, removed after it.",
     )
     timeout: float = Field(
-        default=300.0, gt=0, description="Seconds that an episode may take; then it has failed and is ended."
+        default=300.0,
+        gt=0,
+        description="Seconds that an episode may take, the policy's answers not included; then it has failed.",
     )
     retries: int = Field(default=1, ge=0, description="New attempts at an episode that failed, before it is dropped.")
     max_calls: int = Field(default=64, ge=1, description="Most answers that an episode may ask of the policy.")

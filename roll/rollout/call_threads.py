@@ -105,21 +105,28 @@ class Mailbox:
         """Of the last two calls of each kind."""
         self._threads = threads
 
-    async def run(self, kind: str, work: Callable[[], T], timeout: float) -> T:
+    async def run(self, kind: str, work: Callable[[], T], timeout: float, *, ends_with_caller: bool = False) -> T:
         """Runs ``work`` in a thread.
 
         Args:
             kind: calls of one kind are expected to take about as long as the last of them.
             work: the call.
             timeout: seconds that it may take from its beginning; with a thread of its own, from now on.
+            ends_with_caller: when the caller is cancelled, the call is given up as if it had taken too long.
 
         Raises:
             CallTimeoutError: it took longer; its thread ends as soon as it runs Python code again.
             Exception: what it raised; a ``RuntimeError`` in place of what would end the event loop.
         """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._threads.submit(_Call(self, kind, work, timeout, future))
-        return await future
+        call = _Call(self, kind, work, timeout, future)
+        self._threads.submit(call)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if ends_with_caller:
+                self._threads.give_up(call)
+            raise
 
     def close(self, work: Callable[[], Any]) -> None:
         """Runs ``work`` when all calls are done, as the last one. It may be called in any thread."""
@@ -174,7 +181,7 @@ class CallThreads:
         with self._lock:
             mailbox.calls.put(call)
             if mailbox.own_thread:
-                call.timer = loop.call_later(call.timeout, self._give_up, call)
+                call.timer = loop.call_later(call.timeout, self.give_up, call)
                 return
             self._enqueue(mailbox, is_slow=mailbox.is_slow(call.kind))
         if self._watch is None:
@@ -301,7 +308,7 @@ class CallThreads:
             self._num_free -= len(long)
             for call in long:
                 if call.future is not None and call.future.get_loop() is loop:
-                    call.timer = loop.call_later(call.timeout - (now - call.started), self._give_up, call)
+                    call.timer = loop.call_later(call.timeout - (now - call.started), self.give_up, call)
             number = 2 * len(long)
             if self._seconds > QUICK_S * self._num_done:
                 number += len(self._quick)
@@ -311,8 +318,8 @@ class CallThreads:
             goes_on = bool(self._quick or self._line)
         self._watch = loop.call_later(_LOOK_S, self._look) if goes_on else None
 
-    def _give_up(self, call: _Call) -> None:
-        """The call has taken too long; in the event loop."""
+    def give_up(self, call: _Call) -> None:
+        """The call has taken too long, or nobody waits for it; in the event loop."""
         with self._lock:
             if call.is_done:
                 return

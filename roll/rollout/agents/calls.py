@@ -10,9 +10,12 @@ import httpx
 
 from roll.configs.agent import AgentConfig
 from roll.rollout.agents.task import AgentError, AgentExitError, AgentTask
-from roll.rollout.call_threads import CallThreads, CallTimeoutError
+from roll.rollout.call_threads import CallThreads
 from roll.rollout.errors import describe_error
 from roll.utils.registry import import_path
+
+_NO_LIMIT_S = 1e8
+"""The episode's time is watched by whoever runs the program, who cancels it."""
 
 
 class FunctionProgram:
@@ -28,15 +31,12 @@ class FunctionProgram:
         assert config.path is not None, "AgentConfig.problems"
         self._function = cast("Callable[[AgentTask], Any]", import_path(config.path, "agent.path"))
         self._name = config.path
-        self._timeout = config.timeout
         self._threads = CallThreads()
 
     async def run(self, task: AgentTask) -> str | None:
         """See ``AgentProgram``."""
         try:
             answer = await self._call(task)
-        except CallTimeoutError as error:
-            raise AgentError(f"{self._name} took longer than agent.timeout={self._timeout:g} s") from error
         except Exception as error:  # a user's function may raise anything
             raise AgentExitError(f"{self._name} raised {describe_error(error)}".replace(task.api_key, "***")) from error
         return _answer(answer, self._name)
@@ -46,7 +46,7 @@ class FunctionProgram:
             return await self._function(task)
         mailbox = self._threads.mailbox()
         try:
-            return await mailbox.run("agent", lambda: self._function(task), self._timeout)
+            return await mailbox.run("agent", lambda: self._function(task), _NO_LIMIT_S, ends_with_caller=True)
         finally:
             mailbox.close(lambda: None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -27,6 +28,9 @@ PROGRAMS: Mapping[str, Callable[[AgentConfig], AgentProgram]] = {
     "url": ServiceProgram,
 }
 """By ``agent.type``."""
+
+
+_LOOK_S = 0.05
 
 
 class AgentPlayer:
@@ -73,7 +77,9 @@ class AgentPlayer:
                     raise
                 answer = None
         if not session.turns:
-            raise AgentError("the agent program asked nothing of the policy")
+            long = session.end is EpisodeEnd.CONTEXT_FULL
+            told = f"its first prompt does not fit in sequence_length {self._policy.limits.sequence_length}"
+            raise AgentError(told if long else "the agent program asked nothing of the policy")
         info |= await self._judge(env, session, answer)
         last = session.turns[-1]
         judged = replace(last, action=info["action"], task_reward=info["task_reward"], penalty=info["penalty"])
@@ -92,17 +98,19 @@ class AgentPlayer:
         )
 
     async def _run(self, task: AgentTask, session: Session) -> str | None:
-        """The program, to its end or that of its time."""
+        """The program, to its end or that of its time, of which the policy's answers take none."""
+        start, limit = time.monotonic(), self._config.timeout
         running = asyncio.create_task(self._program.run(task))
         try:
-            async with asyncio.timeout(self._config.timeout):
-                waiting: set[asyncio.Future[Any]] = {running, session.failure}
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            waiting: set[asyncio.Future[Any]] = {running, session.failure}
+            while not any(each.done() for each in waiting):
+                left = limit - (time.monotonic() - start - session.generating_s)
+                if left <= 0:
+                    raise AgentError(f"the agent took longer than agent.timeout={limit:g} s")
+                await asyncio.wait(waiting, timeout=max(left, _LOOK_S), return_when=asyncio.FIRST_COMPLETED)
             if session.failure.done():
                 session.failure.result()
             return running.result()
-        except TimeoutError as error:
-            raise AgentError(f"the agent took longer than agent.timeout={self._config.timeout:g} s") from error
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)  # what it has started is gone then

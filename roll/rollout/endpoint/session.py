@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -127,6 +128,8 @@ class Session:
         self._recorder = Recorder()
         self._counts: Counter[str] = Counter()
         self._started = 0
+        self._generating_s = 0.0
+        self._since = 0.0
         self._running: Counter[asyncio.Task[Any]] = Counter()
         """The answers that each request under way waits for."""
         self._ended = False
@@ -145,6 +148,11 @@ class Session:
     def turns(self) -> list[Turn]:
         """What was sampled, in the order in which it was finished."""
         return self._recorder.turns
+
+    @property
+    def generating_s(self) -> float:
+        """Seconds in which the program could wait for an answer; engines may stand still between steps."""
+        return self._generating_s + (time.monotonic() - self._since if self._running else 0.0)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -253,6 +261,8 @@ class Session:
         task = asyncio.current_task()
         assert task is not None
         first, self._started = self._started, self._started + wanted.n
+        if not self._running:
+            self._since = time.monotonic()
         self._running[task] += wanted.n
         requests = []
         for index in range(wanted.n):
@@ -278,6 +288,8 @@ class Session:
         finally:
             for request in requests:
                 request.cancel()
+            self._generating_s = self.generating_s
+            self._since = time.monotonic()
             del self._running[task]
         if self._ended:
             raise self._over()

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -155,6 +156,17 @@ def test_a_program_that_never_ends_is_ended_with_all_that_it_has_started() -> No
     assert marked(mark) == []
 
 
+def test_time_in_which_the_policy_answers_is_not_the_programs() -> None:
+    episode = play(Engine([GOOD], seconds=3), type="python", path=f"{HERE}:coroutine", timeout=2.5)
+    assert episode.success and len(episode.turns) == 4
+
+
+def test_a_first_prompt_that_does_not_fit_is_named() -> None:
+    program = CLIENT.replace('messages=task["messages"]', 'messages=[{"role": "user", "content": "x" * 3000}]')
+    with pytest.raises(AgentError, match="first prompt does not fit in sequence_length 2000"):
+        play(Engine([GOOD]), command=script(program))
+
+
 def test_daemons_of_a_program_that_ended_are_gone_before_its_answer_is_judged() -> None:
     mark = f"agent-mark-{time.time_ns()}"
     daemon = f"""
@@ -277,9 +289,15 @@ async def coroutine(task: AgentTask) -> None:
         await asyncio.gather(*asks)
 
 
+ENDED = threading.Event()
+
+
 def hanging(task: AgentTask) -> None:
-    while True:
-        time.sleep(0.01)
+    try:
+        while True:
+            time.sleep(0.01)
+    finally:
+        ENDED.set()
 
 
 def raising(task: AgentTask) -> None:
@@ -302,6 +320,7 @@ def test_functions_are_programs_too() -> None:
     ):
         with pytest.raises(AgentError, match=told):
             play(Engine([GOOD]), type="python", path=f"{HERE}:{name}", timeout=0.5)
+    assert ENDED.wait(10), "its thread has been ended"
 
 
 @asynccontextmanager
