@@ -86,6 +86,7 @@ class Endpoint:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             self._socket.bind((HOST, port))
+            self._socket.listen(2048)  # until then another could share the port
         except OSError as error:
             self._socket.close()
             raise PortTakenError(f"agent.port: seen {port}, expected a free port of {HOST}, or 0 ({error})") from error
@@ -105,7 +106,6 @@ class Endpoint:
     async def start(self) -> None:
         """Begins to serve in this event loop, unless it does already."""
         if self._serving is None:
-            self._socket.listen(2048)
             self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
             self._serving.add_done_callback(_tell_failure)
 

@@ -177,11 +177,16 @@ class Session:
         Raises:
             ApiError: the request is refused.
         """
+        self._admit(wanted.n)
         keys = _chain(messages, tools)
-        prompt_ids = self._prompt(messages, tools, keys)
+        known = next((end for end in range(len(messages), 0, -1) if keys[end] in self._said), 0)
+        rewritten = self._rewritten(messages, keys, known)
+        prompt_ids = self._prompt(messages, tools, known, keys[known])
         bare = _chain(messages, ())[-1] if tools else keys[-1]
         schemas = [_schema(tool) for tool in tools]
         completions = await self._sample(prompt_ids, wanted)
+        if rewritten is not None:
+            self._counts.update(["rewritten", f"rewritten_{rewritten}"])
         self._seen.add(keys[-1])
         answers = []
         for completion in completions:
@@ -202,6 +207,7 @@ class Session:
         Raises:
             ApiError: the request is refused.
         """
+        self._admit(wanted.n)
         prompt_ids = self._text_prompt(prompt) if isinstance(prompt, str) else prompt
         if not len(prompt_ids):
             raise ApiError(400, "prompt: seen no token, expected at least one", code="invalid_value", param="prompt")
@@ -219,17 +225,13 @@ class Session:
             answers.append(Answer(turn, completion, len(prompt_ids), stop))
         return answers
 
-    def _prompt(self, messages: Sequence[Message], tools: Sequence[Tool], keys: Sequence[bytes]) -> IntArray:
-        """The conversation's ids: sampled ones verbatim as far as it is as it was."""
+    def _prompt(self, messages: Sequence[Message], tools: Sequence[Tool], known: int, key: bytes) -> IntArray:
+        """The conversation's ids: of the first ``known`` messages, whose key is given, as they were sampled."""
         renderer = self.policy.renderer
-        known = next((end for end in range(len(messages), 0, -1) if keys[end] in self._said), 0)
-        if reason := self._rewritten(messages, keys, known):
-            self._counts["rewritten"] += 1
-            self._counts[f"rewritten_{reason}"] += 1
         try:
             if not known:
                 return renderer.prompt(messages, tools or None)
-            said = self._said[keys[known]]
+            said = self._said[key]
             added = renderer.continuation(messages[known:], said.answer_ids, tools or None)
             return np.concatenate([said.ids, added])
         except Exception as error:  # a template may raise anything
@@ -256,7 +258,7 @@ class Session:
         return np.concatenate([self._texts[longest].ids, renderer.words(text[len(longest) :])])
 
     async def _sample(self, prompt_ids: IntArray, wanted: Wanted) -> list[Completion]:
-        self._admit(len(prompt_ids), wanted.n)
+        self._check_room(len(prompt_ids))
         digest = hashlib.blake2b(np.asarray(prompt_ids, dtype=np.int64).tobytes(), digest_size=16).digest()
         task = asyncio.current_task()
         assert task is not None
@@ -296,9 +298,9 @@ class Session:
         self.end = None
         return completions
 
-    def _admit(self, num_tokens: int, n: int) -> None:
-        """Raises ``ApiError`` for what is beyond a limit."""
-        most, room = self.config.max_parallel_requests, self.policy.limits.sequence_length - num_tokens
+    def _admit(self, n: int) -> None:
+        """Raises ``ApiError`` for more answers than there may be."""
+        most = self.config.max_parallel_requests
         if self._ended:
             raise self._over()
         if n > most:
@@ -311,11 +313,15 @@ class Session:
             self.end = EpisodeEnd.TRUNCATED
             message = f"the episode has had its {self.config.max_calls} answers"
             raise ApiError(403, message, code="max_calls_exceeded")
-        if room < 1:
+
+    def _check_room(self, num_tokens: int) -> None:
+        """Raises ``ApiError`` for a prompt that leaves no room to answer."""
+        limit = self.policy.limits.sequence_length
+        if num_tokens >= limit:
             self.end = EpisodeEnd.CONTEXT_FULL
-            message = (
-                f"This model's maximum context length is {self.policy.limits.sequence_length} tokens. However, your "
-                f"messages resulted in {num_tokens} tokens. Please reduce the length of the messages."
+            message = (  # programs look for these words
+                f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
+                f"{num_tokens} tokens. Please reduce the length of the messages."
             )
             raise ApiError(400, message, code="context_length_exceeded", param="messages")
 
