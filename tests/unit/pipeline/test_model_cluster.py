@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -61,6 +61,14 @@ class EchoStrategy:
         ]
         self.trained.append(batch.group_B.tolist())
         return {"steps": float(len(self.trained))}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_leave_the_collector_alone() -> Iterator[None]:
+    """Each would look at all that the tests before have left in this process, which takes a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("roll.pipeline.workers.end_start", lambda: None)
+        yield
 
 
 class InProcessCluster:
