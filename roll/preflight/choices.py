@@ -83,11 +83,7 @@ def check_tools(config: RLConfig) -> list[ConfigProblem]:
         for name, entry in config.tools.use.items()
         for problem in check_tool(entry.tool, entry.args)
     ]
-    try:
-        DIALECTS.get(config.tools.dialect)
-    except (UnknownNameError, ImportError, SyntaxError) as error:
-        problems.append(ConfigProblem("tools.dialect", config.tools.dialect, "a tool dialect", str(error)))
-    return problems
+    return [*problems, *_dialect_problems("tools.dialect", config.tools.dialect)]
 
 
 def check_agent(config: RLVRConfig) -> list[ConfigProblem]:
@@ -96,11 +92,7 @@ def check_agent(config: RLVRConfig) -> list[ConfigProblem]:
         return []
     path = config.agent.path
     problems = [] if path is None or ".py:" in path else [*_path_problems("agent.path", path, ())]
-    try:
-        DIALECTS.get(config.agent.dialect)
-    except (UnknownNameError, ImportError, SyntaxError) as error:
-        problems.append(ConfigProblem("agent.dialect", config.agent.dialect, "a tool dialect", str(error)))
-    return problems
+    return [*problems, *_dialect_problems("agent.dialect", config.agent.dialect)]
 
 
 def check_data_plugins(config: PromptsConfig) -> list[ConfigProblem]:
@@ -269,6 +261,14 @@ CHECKS: dict[type[PipelineConfig], tuple[Rule, ...]] = {
     SFTConfig: (check_verifiers, check_data_plugins, *_CHECKS),
 }
 """By the class of the configuration, for ``load_config``."""
+
+
+def _dialect_problems(key: str, name: str) -> Iterator[ConfigProblem]:
+    """A name that is no tool dialect."""
+    try:
+        DIALECTS.get(name)
+    except (UnknownNameError, ImportError, SyntaxError) as error:
+        yield ConfigProblem(key, name, "a tool dialect", str(error))
 
 
 def _path_problems(key: str, path: str, names: Sequence[str]) -> Iterator[ConfigProblem]:

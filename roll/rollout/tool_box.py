@@ -145,16 +145,14 @@ class ToolBox:
         """The text in at most ``max_tool_response_tokens``, with a note where more was left out."""
         limit, side = self.config.max_tool_response_tokens, self.config.tool_response_truncate_side
         kept = limit * _CHARS_PER_TOKEN
-        head, tail = (kept, 0) if side == "right" else (0, kept) if side == "left" else (kept, kept)
         long = len(text) > 2 * kept
-        parts = [text[:head], text[len(text) - tail :]] if long else [text]
+        parts = [text[:kept], text[-kept:]] if long else [text]
         ids = [self._renderer.words(part) for part in parts]
         if not long and len(ids[0]) <= limit:
             return text
         first, last = ids[0], ids[-1]
-        head, tail = (
-            (limit, 0) if side == "right" else (0, limit) if side == "left" else (limit - limit // 2, limit // 2)
-        )
+        tail = {"left": limit, "middle": limit // 2, "right": 0}[side]
+        head = limit - tail
         left_out = "much" if long else f"{len(first) - limit} tokens"
         decode = self._renderer.decode
         return f"{decode(first[:head])}\n[{left_out} left out]\n{decode(last[len(last) - tail :])}".strip()

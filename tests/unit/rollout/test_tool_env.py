@@ -148,12 +148,10 @@ def test_a_call_is_answered_and_the_answer_is_judged() -> None:
 
 
 def test_calls_of_a_turn_run_side_by_side_and_too_many_are_not_run() -> None:
-    started = time.monotonic()
     text = "".join(call("sleep", seconds=0.1) for _ in range(6))
     trajectory = play(Engine(text, "<answer>51</answer>"), max_parallel_calls=5)
     assert results(trajectory) == ["\n".join(["awake"] * 5 + ["error: not run, a turn may have at most 5 calls"])]
     assert trajectory.info["tool_calls"] == 6 and trajectory.info["failed_calls"] == 1
-    assert time.monotonic() - started < 60  # it ended
 
 
 @pytest.mark.parametrize(
