@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar, cast
 
+import torch
+
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.val_infer import VAL_INFER
 from roll.configs.worker import WorkerConfig
@@ -133,6 +135,8 @@ def start_clusters(
         PlacementError: the Ray cluster has too few devices.
     """
     plan = plan_placement(role_requests(config), discover_nodes())
+    if any(node.kind == "cpu" for node in plan.nodes):
+        torch.set_num_threads(1)  # workers have all cores: a second thread of the driver would wait for theirs to pause
     for line in plan.describe():
         logger.info("%s", line)
     placement = create_placement(plan)
