@@ -15,6 +15,7 @@ from torch import Tensor
 from roll.distributed.strategy.fsdp2 import activation_offload
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
+from roll.distributed.strategy.training.tensor_files import StoredTensors
 from roll.models.liger import use_liger_kernels
 from tests.integration.test_fsdp2 import make_context, make_model, make_trainer, policy_loss
 from tests.support.ranks import assert_near, enter_rank, leave_rank, run_ranks, whole
@@ -132,14 +133,22 @@ def test_shards_of_two_ranks_continue_on_four(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_is_gathered_beside_training_is_whole(folder: Path, name: str) -> None:
+def test_what_is_saved_beside_training_is_that_of_the_start(folder: Path, name: str) -> None:
+    """The model's tensors are whole in the files; the optimizer's lie there as the ranks had them."""
     saved = folder / f"gathered from {name}"
-    files = [*(saved / "actor_train").glob("*.safetensors"), *saved.glob("resume/actor_train/optimizer/*.safetensors")]
-    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    optimizer, resumed = saved / "resume/actor_train/optimizer", StoredTensors(saved / "resume/actor_train/optimizer")
+    model = {
+        key: tensor for file in (saved / "actor_train").glob("*.safetensors") for key, tensor in load_file(file).items()
+    }
     state = load_file(folder / "state.safetensors")
     expected = {name.removeprefix("model.").removesuffix(f".{MASTER}"): tensor for name, tensor in state.items()}
-    assert found.keys() == expected.keys()
-    assert not [name for name, tensor in expected.items() if not found[name].equal(tensor)]
+    of_model = {key for key in expected if not key.endswith(ADAM_STATE)}
+    assert model.keys() == of_model
+    found = model | {key: resumed.get(key) for key in expected.keys() - of_model}
+    assert not [key for key, tensor in expected.items() if not found[key].equal(tensor)]
+    stored = [key for file in optimizer.glob("*.safetensors") for key in load_file(file)]
+    assert len(list(optimizer.glob("*.safetensors"))) == 4
+    assert any("@" in key for key in stored) == (name != "whole replicas")
 
 
 def test_shards_written_beside_training_are_those_of_the_start(folder: Path) -> None:

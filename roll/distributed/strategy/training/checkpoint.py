@@ -4,10 +4,10 @@ A role has two folders in a checkpoint. ``<role>/`` is a model and nothing else,
 ``config.json``, tokenizer files, ``model*.safetensors`` and a critic's ``value_head.safetensors``, or with LoRA what
 peft calls an adapter. ``resume/<role>/`` is what else a resumed run needs: ``optimizer/state*.safetensors`` with Adam's
 moments, and the float32 weights when the model is stored in fewer bits; ``trainer.json`` with the counters;
-``rng.safetensors`` with one torch generator state per rank. Tensors are whole and have Hugging Face names, so any
-number of ranks, in any layout and with any engine, can read what others wrote. They are gathered one at a time, each
-where it is written: every rank writes a share of the files. In the background the same is done with copies of what the
-ranks had, over a process group of its own.
+``rng.safetensors`` with one torch generator state per rank. Tensors have Hugging Face names, so any number of ranks, in
+any layout and with any engine, can read what others wrote. They are gathered one at a time, each where it is written:
+every rank writes a share of the files. Where ranks have blocks of rows of the optimizer's tensors, each writes its own
+as they are. In the background the same is done with copies of what the ranks had, over a process group of its own.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from roll.distributed.strategy.training.tensor_files import (
     PlannedFile,
     Reader,
     StoredTensors,
+    cut_at_ranks,
     plan_files,
     write_index,
 )
@@ -140,19 +141,26 @@ class Contents:
     """Writes what an engine writes in a way of its own (collective over a process group)."""
 
     @cached_property
+    def pieces(self) -> Tensors:
+        """What is written: the tensors, or parts of those that no other program reads."""
+        return {
+            stem: cut_at_ranks(pieces, world_size()) if stem == OPTIMIZER else pieces
+            for stem, pieces in self.tensors.items()
+            if pieces
+        }
+
+    @cached_property
     def files(self) -> dict[str, list[PlannedFile]]:
         """The same on all ranks, by the stems."""
         return {
-            stem: plan_files(stem, pieces, world_size(), single=stem in SINGLE)
-            for stem, pieces in self.tensors.items()
-            if pieces
+            stem: plan_files(stem, pieces, world_size(), single=stem in SINGLE) for stem, pieces in self.pieces.items()
         }
 
     def targets(self) -> Iterator[tuple[Piece, PlannedFile]]:
         """Every piece and where it belongs, in the order in which they are gathered."""
         for stem, files in self.files.items():
             file_of = {id(piece): file for file in files for piece in file.pieces}
-            yield from ((piece, file_of[id(piece)]) for piece in self.tensors[stem])
+            yield from ((piece, file_of[id(piece)]) for piece in self.pieces[stem])
 
 
 def model_contents(path: Path, files: ModelFiles) -> Contents:

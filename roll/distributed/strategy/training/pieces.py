@@ -101,6 +101,12 @@ class Piece:
     def num_bytes(self) -> int:
         return sum(form.nbytes for form in self.outline.values())
 
+    @property
+    def holders(self) -> Sequence[int]:
+        """Ranks that have all of it; none where it has to be gathered."""
+        regions = [region for spread in self.spreads for region in spread.regions]
+        return regions[0].ranks if len(regions) == len(self.spreads) == 1 else ()
+
     def renamed(self, rename: Callable[[str], str]) -> Piece:
         """The same tensors under other names."""
         plain = None if self.plain is None else {rename(name): form for name, form in self.plain.items()}

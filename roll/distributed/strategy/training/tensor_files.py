@@ -7,19 +7,21 @@ allow: so every rank knows which are its to write, and a file's header is writte
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
+import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
-from roll.distributed.strategy.training.pieces import Piece, TensorForm
+from roll.distributed.strategy.training.pieces import Piece, Region, TensorForm, piece_of
 from roll.utils.checksums import Checksum, WrittenFile
 
 MAX_FILE_BYTES = 4 * 2**30
@@ -44,6 +46,9 @@ DTYPE_NAMES = {
 
 Reader: TypeAlias = Callable[[str], Tensor]
 """A whole tensor by name."""
+
+_PART = re.compile(r"(?P<name>.+)@(?P<start>\d+) of (?P<shape>[\d,]+)")
+"""Name of the elements of a tensor from one on, by the tensor's name and shape."""
 
 
 @dataclass
@@ -75,8 +80,36 @@ class PlannedFile:
         return len(text).to_bytes(8, "little") + text
 
 
+def cut_at_ranks(pieces: Sequence[Piece], ranks: int) -> Sequence[Piece]:
+    """The same tensors, in parts where ranks have blocks of rows, so that they need not be gathered to be written.
+
+    ``StoredTensors`` joins the parts. What is too little for all ranks to write stays as it is.
+    """
+    if _num_writers(pieces, ranks) < ranks:
+        return pieces
+    return [part for piece in pieces for part in _parts(piece)]
+
+
+def _parts(piece: Piece) -> list[Piece]:
+    if piece.plain is None or len(piece.spreads[0].regions) < 2:
+        return [piece]
+    (spread,), ((name, form),) = piece.spreads, piece.plain.items()
+    if any(region.sizes[1:] != spread.shape[1:] for region in spread.regions):
+        return [piece]
+    row, shape = math.prod(spread.shape[1:]), ",".join(map(str, form.shape))
+    return [
+        piece_of(
+            f"{name}@{region.offsets[0] * row} of {shape}",
+            replace(spread, shape=region.sizes, regions=[Region((0,) * len(region.sizes), region.sizes, region.ranks)]),
+        )
+        for region in spread.regions
+    ]
+
+
 def plan_files(stem: str, pieces: Sequence[Piece], ranks: int, *, single: bool = False) -> list[PlannedFile]:
     """Spreads pieces over the ranks by bytes, and each rank's over files; the same on all ranks.
+
+    What few ranks have is written by one of these, if all ranks write.
 
     Args:
         stem: of the files' names.
@@ -87,14 +120,14 @@ def plan_files(stem: str, pieces: Sequence[Piece], ranks: int, *, single: bool =
     Returns:
         ``stem.safetensors``, or several numbered files; each has its pieces in the order in which they were given.
     """
-    total = sum(piece.num_bytes for piece in pieces)
-    writers = 1 if single else max(1, min(ranks, total // MIN_SHARE_BYTES))
-    max_bytes = total if single else MAX_FILE_BYTES
+    writers = 1 if single else _num_writers(pieces, ranks)
+    max_bytes = sum(piece.num_bytes for piece in pieces) if single else MAX_FILE_BYTES
     files: list[PlannedFile] = []
     of_rank: list[PlannedFile | None] = [None] * writers
     loads, room = [0] * writers, [0] * writers
     for piece in pieces:
-        rank, num_bytes = loads.index(min(loads)), piece.num_bytes
+        candidates = piece.holders if writers == ranks and piece.holders else range(writers)
+        rank, num_bytes = min(candidates, key=loads.__getitem__), piece.num_bytes
         loads[rank] += num_bytes
         file = of_rank[rank]
         if file is None or num_bytes > room[rank]:
@@ -107,6 +140,10 @@ def plan_files(stem: str, pieces: Sequence[Piece], ranks: int, *, single: bool =
         suffix = "" if len(files) == 1 else f"-{number:05d}-of-{len(files):05d}"
         file.name = f"{stem}{suffix}.safetensors"
     return files
+
+
+def _num_writers(pieces: Sequence[Piece], ranks: int) -> int:
+    return max(1, min(ranks, sum(piece.num_bytes for piece in pieces) // MIN_SHARE_BYTES))
 
 
 def write_index(folder: Path, stem: str, files: Sequence[PlannedFile]) -> None:
@@ -249,7 +286,10 @@ class StoredTensors:
             except SafetensorError as error:
                 raise ValueError(f"{file.name}: {error}; expected a whole safetensors file") from error
             self._files |= dict.fromkeys(opened.keys(), opened)
-        self.kinds = {name.rpartition(".")[2] for name in self._files}
+        self._parts: dict[str, list[re.Match[str]]] = {}
+        for part in filter(None, map(_PART.fullmatch, self._files)):
+            self._parts.setdefault(part["name"], []).append(part)
+        self.kinds = {_PART.sub(r"\g<name>", name).rpartition(".")[2] for name in self._files}
         if not self._files:
             raise ValueError(f"no safetensors in {folder.name}; expected a trainer's")
 
@@ -257,11 +297,18 @@ class StoredTensors:
         """Reads one tensor.
 
         Raises:
-            ValueError: there is none of that name.
+            ValueError: there is none of that name, or not all of it.
         """
-        if name not in self._files:
+        if name in self._files:
+            return cast(Tensor, self._files[name].get_tensor(name))
+        if name not in self._parts:
             raise ValueError(f"no tensor {name!r} in {self._folder.name}; it belongs to another model")
-        return cast(Tensor, self._files[name].get_tensor(name))
+        parts = sorted(self._parts[name], key=lambda part: int(part["start"]))
+        whole = torch.cat([self.get(part[0]).flatten() for part in parts])
+        shape = [int(size) for size in parts[0]["shape"].split(",")]
+        if len(whole) != math.prod(shape):
+            raise ValueError(f"{name}: {len(whole)} elements in {self._folder.name}, expected {math.prod(shape)}")
+        return whole.view(shape)
 
     def reader(self, kind: str) -> Reader:
         """Reads what is stored of a parameter by the parameter's name."""

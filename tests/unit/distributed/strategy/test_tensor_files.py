@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from roll.distributed.strategy.training import tensor_files
-from roll.distributed.strategy.training.pieces import Piece, Spread, everywhere, piece_of
+from roll.distributed.strategy.training.pieces import Piece, Region, Spread, everywhere, piece_of
 from roll.distributed.strategy.training.tensor_files import (
     BackgroundWriter,
     StoredTensors,
+    cut_at_ranks,
     plan_files,
     write_index,
 )
@@ -105,6 +106,40 @@ def test_ranks_get_nearly_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [file.rank for file in files] == [0, 1, 2, 3]
     assert sum(shares) == sum(tensor.nbytes for tensor in tensors.values())
     assert max(shares) < 1.1 * min(shares)
+
+
+ROWS = (Region((0, 0), (4, 3), (0, 2)), Region((4, 0), (1, 3), (1, 3)))
+COLUMNS = (Region((0, 0), (5, 2), (0, 1)), Region((0, 2), (5, 1), (2, 3)))
+
+
+def spread_over(tensor: Tensor, regions: tuple[Region, ...]) -> Piece:
+    """A tensor of which a rank, here all at once, has one region."""
+    return piece_of("w", Spread(tuple(tensor.shape), tensor.dtype, tensor.device, regions, lambda: tensor))
+
+
+def test_rows_are_written_by_a_rank_that_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_files, "MIN_SHARE_BYTES", 1)
+    tensor = torch.randn(5, 3)
+    pieces = cut_at_ranks([spread_over(tensor, ROWS)], 4)
+    files = plan_files("state", pieces, 4)
+    assert [file.rank for file in files] == [0, 1]
+    for file, rows in zip(files, (tensor[:4], tensor[4:]), strict=True):
+        writer = BackgroundWriter()
+        writer.begin(tmp_path / file.name, file.header())
+        writer.add(tmp_path / file.name, rows)
+        writer.close().result()
+    stored = StoredTensors(tmp_path)
+    assert stored.get("w").equal(tensor) and stored.kinds == {"w"}
+    (tmp_path / files[1].name).unlink()
+    with pytest.raises(ValueError, match=r"w: 12 elements in .*, expected 15"):
+        StoredTensors(tmp_path).get("w")
+
+
+def test_what_is_no_block_of_rows_or_too_little_is_gathered() -> None:
+    columns, rows = spread_over(torch.randn(5, 3), COLUMNS), spread_over(torch.randn(5, 3), ROWS)
+    assert cut_at_ranks([rows], 4) == [rows]
+    whole = spread_over(torch.zeros(2**27, 1, device="meta"), (Region((0, 0), (2**27, 1), (0, 1, 2, 3)),))
+    assert cut_at_ranks([whole, columns], 4) == [whole, columns]
 
 
 def test_what_cannot_be_written_is_an_error_and_blocks_nobody(tmp_path: Path) -> None:
