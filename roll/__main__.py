@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roll import __version__
+from roll.configs.importers.table import SYSTEMS
 from roll.configs.shipped import SHIPPED, config_groups
 from roll.pipeline.cli import EXIT_CONFIG, perform, refuse
 from roll.pipeline.programs import PROGRAMS, configurations
@@ -23,6 +24,7 @@ examples:
   roll train rlvr_math train=megatron infer=vllm
   roll train ./mine.yaml
   roll config print my_model > mine.yaml
+  roll import verl run_grpo.sh -o mine.yaml
 
 completion in bash and zsh:  eval "$(register-python-argcomplete roll)"
 """
@@ -65,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     config = _group(commands, "config", "configurations: list, print")
     _add(config, "list", "the configurations, their pipelines, the groups to choose from", _list_configs)
     _add_run(config, "print", "show a configuration resolved, secrets removed")
+    _add_import(commands)
     env = _group(commands, "env", "environments: list, check", "envs")
     _add(env, "list", "the values of env_type", _list_envs)
     _add_env_check(env)
@@ -96,6 +99,22 @@ def _add_run(commands: Any, action: str, text: str) -> None:
     parser.add_argument("--config-path", "--config_path", default=str(SHIPPED), help="folder to look for NAME in")
     changes = parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
     changes.completer = _complete_overrides  # type: ignore[attr-defined]
+
+
+def _add_import(commands: Any) -> None:
+    """The command that reads other systems' configurations."""
+    text = "turn a configuration or launch script of another system into one of this"
+    parser = _add(commands, "import", text, _import)
+    parser.add_argument("system", choices=list(SYSTEMS), help="whose it is")
+    parser.add_argument("words", nargs="+", metavar="FILE|key=value", help="files, and changes with that system's keys")
+    parser.add_argument("-o", "--output", help="file to write (standard output)")
+
+
+def _import(options: argparse.Namespace) -> int:
+    from roll.pipeline.importing import run
+
+    sys.path.insert(0, os.getcwd())  # a user's own rewards
+    return run(options.system, options.words, options.output)
 
 
 def _add_env_check(commands: Any) -> None:

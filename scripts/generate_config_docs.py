@@ -17,7 +17,6 @@ from roll.configs.correction import IsWeightConfig, TrainInferCorrectionConfig, 
 from roll.configs.data import DataArguments, DatasetFilterConfig
 from roll.configs.engines import cards
 from roll.configs.env import ALIASES, CustomEnvConfig, EnvManagerConfig
-from roll.configs.foreign import FOREIGN
 from roll.configs.generating import GeneratingArguments
 from roll.configs.model import ModelArguments
 from roll.configs.pipeline import CheckpointConfig, PipelineConfig, RayInitConfig, RunConfig
@@ -193,7 +192,7 @@ def _strategies() -> list[Group]:
 def _names() -> str:
     lines = ["## Other spellings", "", "| key | here |", "|---|---|"]
     lines += [f"| `{alias}` | the same as `{name}`; giving both is an error |" for alias, name in ALIASES.items()]
-    lines += [f"| `{key}` | {foreign.advice} |" for key, foreign in sorted(FOREIGN.items())]
+    lines += ["", "Keys of other systems: [migrating.md](migrating.md)."]
     return "\n".join(lines) + "\n"
 
 

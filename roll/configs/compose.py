@@ -51,7 +51,7 @@ def compose_config(config_name: str, config_path: Path, overrides: Sequence[str]
     """
     config_name = config_name.removesuffix(".yaml")
     tree = _read(config_name, config_path)
-    parsed, problems = _parse_overrides(overrides)
+    parsed, problems = parse_overrides(overrides)
     groups = config_groups(config_path)
     chosen = [item for item in parsed if ".".join(_path(item)) in groups]
     for item in chosen:
@@ -60,7 +60,7 @@ def compose_config(config_name: str, config_path: Path, overrides: Sequence[str]
     # Overrides inside a linked section wait until those of the section it links to are applied.
     others = [item for item in parsed if item not in chosen]
     for override in sorted(others, key=lambda item: _crosses_link(tree, _path(item))):
-        problems += _apply(tree, override)
+        problems += apply_override(tree, override)
     references = _references(tree)
     for key, names in before.items():  # what an override has replaced was read by the file
         references[key] = references.get(key, frozenset()) | names
@@ -133,7 +133,7 @@ def _references(tree: DictConfig) -> dict[str, frozenset[str]]:
     return {str(key): frozenset(_REFERENCE.findall(str(value))) for key, value in plain.items()}
 
 
-def _parse_overrides(texts: Sequence[str]) -> tuple[list[tuple[Override, Any]], list[ConfigProblem]]:
+def parse_overrides(texts: Sequence[str]) -> tuple[list[tuple[Override, Any]], list[ConfigProblem]]:
     """Hydra's grammar for keys and values; a value outside of it, as ``list(range(0,2))``, is taken as a string."""
     parser = OverridesParser.create()
     parsed = []
@@ -182,7 +182,7 @@ def _links_on(tree: DictConfig, path: list[str]) -> Iterator[tuple[DictConfig, s
         node = node[part] if not OmegaConf.is_missing(node, part) else None
 
 
-def _apply(tree: DictConfig, item: tuple[Override, Any]) -> list[ConfigProblem]:
+def apply_override(tree: DictConfig, item: tuple[Override, Any]) -> list[ConfigProblem]:
     override, value = item
     path = _path(item)
     key = ".".join(path)

@@ -14,7 +14,17 @@ from roll.configs.problems import ConfigProblem
 from roll.configs.schema import nearest
 from roll.configs.worker import EnvironmentVariables, WorkerConfig
 
-PLACEHOLDERS = ("observation", "turn", "max_turns", "turns_left", "history", "env_instruction")
+PLACEHOLDERS = (
+    "observation",
+    "turn",
+    "max_turns",
+    "turns_left",
+    "history",
+    "env_instruction",
+    "max_response_length",
+    "turn_idx",
+    "actions_left",
+)
 """Placeholders of ``agent_template`` and ``agent_system_template``."""
 _PLACEHOLDER = re.compile(r"(?<![\w\\{])\{(\w+)\}(?!\})")  # not the braces of \boxed{answer}
 
@@ -51,8 +61,8 @@ class CustomEnvConfig(Config):
     )
     agent_template: str | None = Field(
         default=None,
-        description="User message of a turn; {observation}, {turn}, {max_turns}, {turns_left}, {history}. "
-        "null: the observation alone.",
+        description="User message of a turn; {observation}, {turn} (or {turn_idx}), {max_turns}, {turns_left} (or "
+        "{actions_left}), {history}, {max_response_length}: most tokens of the answer. null: the observation alone.",
     )
     step_timeout: float = Field(default=30.0, gt=0, description="Seconds that one reset or step may take.")
     env_config: dict[str, Any] = Field(

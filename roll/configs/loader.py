@@ -11,10 +11,11 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.agentic_rules import AGENTIC_RULES
 from roll.configs.base import Config
 from roll.configs.compose import Composed, compose_config
+from roll.configs.derive import derive
 from roll.configs.engine_rules import ENGINE_RULES
 from roll.configs.engines import cards
 from roll.configs.env import ALIASES, CustomEnvConfig
-from roll.configs.foreign import advice
+from roll.configs.importers.table import advice
 from roll.configs.parsing import Advise, nearest_key, overlap, parse, rules_broken, section_problems
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
@@ -111,7 +112,7 @@ def validate(
     Raises:
         ConfigErrors: everything that is wrong, all at once.
     """
-    config, wrong = parse(schema, values, advise=_adviser(schema, variables))
+    config, wrong = parse(schema, derive(values), advise=_adviser(schema, variables))
     assert config is not None, f"every section of {schema.__name__} has defaults"
     found = [*problems, *wrong, *_option_problems(config)]
     broken = _broken_paths(found)
@@ -133,11 +134,27 @@ def _adviser(schema: type[Config], variables: Sequence[str] | frozenset[str] = (
     """Advice for keys that the configuration of a pipeline does not know."""
 
     def advise(section: type[Config], path: Sequence[str | int], value: Any) -> tuple[str, str | None]:
-        if hint := advice(str(path[-1])) or _elsewhere(schema, path):
+        if hint := _of_pipeline(schema, path) or _elsewhere(schema, path) or advice([str(part) for part in path]):
             return hint, None
         return nearest_key(section, path, value, variables if len(path) == 1 else ())
 
     return advise
+
+
+_PIPELINES = {
+    "num_return_sequences_in_group": "it belongs to RLVR; here train_env_manager.group_size makes several episodes",
+    "is_num_return_sequences_expand": "it belongs to RLVR; here each episode asks for one completion",
+    "custom_envs": "it belongs to the agentic pipeline; here rewards and data_args say what is played",
+    "train_env_manager": "it belongs to the agentic pipeline; use num_return_sequences_in_group",
+    "val_env_manager": "it belongs to the agentic pipeline; here validation",
+    "rewards": "it belongs to RLVR; here the environments pay",
+    "validation": "it belongs to RLVR; here val_env_manager",
+}
+"""Top-level keys of one pipeline, in a configuration of another."""
+
+
+def _of_pipeline(schema: type[Config], path: Sequence[str | int]) -> str | None:
+    return _PIPELINES.get(str(path[0])) if len(path) == 1 else None
 
 
 def _elsewhere(schema: type[Config], path: Sequence[str | int]) -> str | None:

@@ -18,6 +18,11 @@ class RLVRConfig(RLConfig, PromptsConfig):
     num_return_sequences_in_group: int = Field(
         default=1, ge=1, description="Answers sampled for each prompt: the group that baselines compare."
     )
+    total_epochs: int | None = Field(
+        default=None,
+        ge=1,
+        description="Passes over the training prompts, in place of max_steps: as many whole rollouts as they make.",
+    )
     max_filtered_batches: int = Field(
         default=8,
         ge=1,

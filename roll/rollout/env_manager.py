@@ -21,7 +21,6 @@ from roll.rollout.types import EpisodeEnd, Frame, Trajectory, Turn
 from roll.utils.registry import Registry
 from roll.utils.seeding import derive_seed
 
-PLACEHOLDERS = ("observation", "turn", "max_turns", "turns_left", "history", "env_instruction")
 TOOL_TURNS = "tool_turns"
 """Key of ``info``: turns so far that called tools; they do not count as steps of the environment."""
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
@@ -191,12 +190,16 @@ class EnvManager(ABC):
 
     def _fill(self, template: str, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> str:
         played = len(turns) - info.get(TOOL_TURNS, 0)
+        turn, left = str(played + 1), str(self.config.max_steps - played)
         values = {
             "observation": observation,
-            "turn": str(played + 1),
+            "turn": turn,
+            "turn_idx": turn,
             "max_turns": str(self.config.max_steps),
-            "turns_left": str(self.config.max_steps - played),
+            "turns_left": left,
+            "actions_left": left,
             "history": self._history_text(turns),
+            "max_response_length": str(self.params.max_new_tokens),
             "env_instruction": str(info.get("env_instruction", "")),
         }
         return _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), template)

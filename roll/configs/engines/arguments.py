@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from roll.configs.foreign import advice
+from roll.configs.importers.table import advice
 from roll.configs.problems import ConfigProblem
 
 PLAIN: dict[str, type | tuple[type, ...]] = {
@@ -192,7 +192,7 @@ def option_problems(
 
 def foreign_key_hint(key: str, known: Collection[str]) -> str:
     """The hint for a key that an engine does not have: where it belongs, or what it may be meant for."""
-    if hint := advice(key):
+    if hint := advice([key]):
         return hint
     near = difflib.get_close_matches(key, sorted(known), n=1)
     return f"did you mean {near[0]}?" if near else ""

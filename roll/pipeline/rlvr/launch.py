@@ -33,6 +33,9 @@ def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
     except (OSError, ValueError) as error:  # a DataError is a ValueError
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
+    if config.total_epochs is not None and datasets.train is not None:
+        steps = max(1, config.total_epochs * len(datasets.train) // config.rollout_batch_size)
+        config = config.model_copy(update={"max_steps": steps})
     workers: WorkerClasses = {
         **MODEL_WORKERS,
         ROLLOUT_CLUSTER: PromptWorker,

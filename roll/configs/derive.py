@@ -1,0 +1,91 @@
+"""Keys that follow from others where a configuration leaves them out, or says null."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from roll.configs.devices import parse_device_mapping
+from roll.configs.rules import TRAINED
+
+_ROLES = (*TRAINED, "actor_infer", "reference")
+_COLUMNS = ("prompt", "messages", "response", "tag", "id", "default_tag", "system_prompt")
+_ENGINE_SIZES = ("tensor_parallel_size", "tp_size")
+_LENGTH = 1024
+_DEVICES_PER_NODE = 8
+
+
+def derive(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Completes a configuration before it is checked.
+
+    ``sequence_length`` is the sum of prompt and response, ``num_nodes`` holds the largest device of a role,
+    ``num_gpus_per_worker`` is a generator's tensor-parallel size, and held-out data has the columns of the training
+    data. What is given stays, and so does what is wrong: the check finds it.
+
+    Args:
+        values: plain values by top-level key; not changed.
+    """
+    whole = dict(values)
+    for role in _ROLES:
+        if isinstance(section := whole.get(role), dict):
+            whole[role] = _role(section)
+    if whole.get("sequence_length") is None:
+        lengths = [whole.get(key, _LENGTH) for key in ("prompt_length", "response_length")]
+        if all(type(length) is int for length in lengths):
+            whole["sequence_length"] = sum(lengths)
+        else:
+            whole.pop("sequence_length", None)
+    if whole.get("num_nodes") is None:
+        whole.pop("num_nodes", None)
+        if (nodes := _nodes(whole)) > 1:
+            whole["num_nodes"] = nodes
+    _columns(whole)
+    return whole
+
+
+def _role(section: Mapping[str, Any]) -> dict[str, Any]:
+    role = dict(section)
+    strategy = role.get("strategy_args")
+    if not isinstance(strategy, dict):
+        return role
+    if "strategy_config" in strategy and strategy["strategy_config"] is None:
+        role["strategy_args"] = strategy = {key: value for key, value in strategy.items() if key != "strategy_config"}
+    options = strategy.get("strategy_config")
+    if role.get("num_gpus_per_worker") is None:
+        role.pop("num_gpus_per_worker", None)
+        sizes = [options.get(key) for key in _ENGINE_SIZES] if isinstance(options, dict) else []
+        generates = strategy.get("strategy_name") in ("vllm", "sglang")
+        size = next((size for size in sizes if type(size) is int and size > 0), None) if generates else None
+        if size is not None and role.get("device_mapping") is not None:
+            role["num_gpus_per_worker"] = size
+    return role
+
+
+def _nodes(values: Mapping[str, Any]) -> int:
+    """Machines that the devices of all roles need; 1 where that cannot be told."""
+    per_node = values.get("num_gpus_per_node", _DEVICES_PER_NODE)
+    if type(per_node) is not int or per_node < 1:
+        return 1
+    holders = [values.get(role) for role in (*_ROLES, "val_infer")]
+    rewards = values.get("rewards")
+    holders += list(rewards.values()) if isinstance(rewards, dict) else []
+    last = 0
+    for holder in holders:
+        try:
+            mapping = parse_device_mapping(holder.get("device_mapping")) if isinstance(holder, dict) else None
+        except ValueError:
+            return 1
+        last = max([last, *(mapping or ())])
+    return last // per_node + 1
+
+
+def _columns(values: dict[str, Any]) -> None:
+    held_out, trained = values.get("validation"), values.get("actor_train")
+    data = held_out.get("data_args") if isinstance(held_out, dict) else None
+    own = trained.get("data_args") if isinstance(trained, dict) else None
+    if not isinstance(held_out, dict) or not isinstance(data, dict) or not isinstance(own, dict):
+        return
+    if data.get("prompt") is None and data.get("messages") is None:
+        columns = {key: own[key] for key in _COLUMNS if key in own and key not in data}
+        columns |= {key: own[key] for key in ("prompt", "messages") if own.get(key) is not None}
+        values["validation"] = {**held_out, "data_args": {**data, **columns}}

@@ -1,0 +1,174 @@
+"""Steps that the importers of all systems share: batches, roles that nothing reads, switches, devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from roll.configs.algorithm import SWITCHES
+from roll.configs.devices import parse_device_mapping
+from roll.configs.importers.draft import Draft, Kind
+
+_MEGATRON_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+_TRAINING_KEYS = (
+    "training_args",
+    "use_dynamic_batching_in_train",
+    "max_tokens_per_microbatch_in_train",
+    "sequence_length_round_in_train",
+    "model_update_frequency",
+)
+_UNREAD = {
+    "actor_infer": (
+        *_TRAINING_KEYS,
+        "data_args",
+        "infer_batch_size",
+        "use_dynamic_batching_in_infer",
+        "max_tokens_per_microbatch_in_infer",
+        "sequence_length_round_in_infer",
+        "use_sequence_packing",
+    ),
+    "actor_train": ("generating_args",),
+    "reference": (*_TRAINING_KEYS, "data_args", "generating_args"),
+    "critic": ("model_update_frequency", "data_args", "generating_args"),
+}
+"""By role: what is read elsewhere."""
+
+
+def drop_unread(draft: Draft) -> None:
+    """Takes out roles and keys that nothing reads, and switches' keys without their switch."""
+    if draft.get("adv_estimator", "gae") != "gae" and "critic" in draft.ours:
+        draft.drop_ours("critic", f"adv_estimator {draft.get('adv_estimator')} has no critic")
+        draft.drop_ours("reward_pretrain", "there is no critic")
+    uses_kl = draft.get("add_token_level_kl") or (draft.get("use_kl_loss") and draft.get("kl_loss_coef", 0) > 0)
+    if not uses_kl and "reference" in draft.ours:
+        draft.drop_ours("reference", "no KL term is switched on")
+    if draft.get("actor_train.model_args.lora_target") and "reference" in draft.ours:
+        draft.drop_ours("reference", "with an adapter the reference is the actor without it")
+    for role, section in list(draft.roles()):
+        for key in _UNREAD[role]:
+            if key in section:
+                draft.drop_ours(f"{role}.{key}", f"{role} does not read it")
+    if draft.get("use_kl_loss") and not draft.get("kl_loss_coef"):
+        draft.drop_ours("use_kl_loss", "its coefficient is 0")
+    for key, switch in SWITCHES.items():
+        if key in draft.ours and not draft.get(switch):
+            draft.drop_ours(key, f"{switch} is off, nothing reads it")
+    if draft.get("dual_clip_loss") and draft.get("pg_variant", "ppo") not in ("ppo", "clip_cov"):
+        draft.drop_ours("dual_clip_loss", f"pg_variant {draft.get('pg_variant')} does not read it")
+    if draft.get("kl_penalty") and not uses_kl:
+        draft.drop_ours("kl_penalty", "no KL term is switched on")
+    if draft.get("target_kl") is not None and not draft.get("add_token_level_kl"):
+        draft.drop_ours("target_kl", "it adapts the KL in the reward, which is off")
+
+
+def tidy_engines(draft: Draft) -> None:
+    """Makes every role's options such as its engine takes: sizes of 1 that mean nothing, null sections, kernels."""
+    for role, section in list(draft.roles()):
+        base = f"{role}.strategy_args.strategy_config"
+        name = draft.get(f"{role}.strategy_args.strategy_name", "")
+        if draft.get(base, {}) is None:
+            draft.remove(base)
+        if draft.get(f"{base}.sequence_parallel") and draft.get(f"{base}.tensor_model_parallel_size", 1) == 1:
+            draft.drop_ours(f"{base}.sequence_parallel", "it has no meaning with a tensor-parallel size of 1")
+        if draft.get(f"{base}.pipeline_model_parallel_size", 1) == 1 or draft.get(
+            f"{base}.virtual_pipeline_model_parallel_size", 2
+        ) in (1, None):
+            draft.drop_ours(f"{base}.virtual_pipeline_model_parallel_size", "there is one chunk of layers per stage")
+        if name in ("vllm", "sglang"):
+            draft.drop_ours(f"{role}.model_args.attn_implementation", f"{name} has kernels of its own")
+            draft.drop_ours(f"{role}.model_args.disable_gradient_checkpointing", f"{role} has no backward pass")
+        del section
+
+
+def parallel_sizes(draft: Draft, role: str) -> int:
+    """Devices that hold one copy of a role's model and share its sequences."""
+    base = f"{role}.strategy_args.strategy_config"
+    size = draft.get(f"{role}.model_args.ulysses_size", 1) or 1
+    name = draft.get(f"{role}.strategy_args.strategy_name", "")
+    keys = _MEGATRON_SIZES if name.startswith("megatron") else ("tensor_parallel_size",)
+    for key in keys if name.startswith(("megatron", "fsdp2")) else ():
+        size *= draft.get(f"{base}.{key}", 1) or 1
+    return int(size)
+
+
+def devices_of(draft: Draft, role: str) -> int:
+    """Devices of a role of ours."""
+    try:
+        mapping = parse_device_mapping(draft.get(f"{role}.device_mapping"))
+    except ValueError:
+        return 1
+    return len(mapping) if mapping else draft.get(f"{role}.world_size") or 1
+
+
+def set_batch(
+    draft: Draft, role: str, samples: int, per_device: int | None, keys: list[str], per_step: int | None = None
+) -> None:
+    """Sets how many samples make an optimizer step: passes per device and their size.
+
+    Args:
+        draft: the configuration.
+        role: that is trained.
+        samples: of one optimizer step.
+        per_device: samples of one pass; all of a device's, if not given.
+        keys: of theirs that say it.
+        per_step: samples of a rollout, which the optimizer steps must divide.
+    """
+    ranks = max(1, devices_of(draft, role) // parallel_sizes(draft, role))
+    wanted = samples
+    if per_step:
+        samples = _nearest_divisor(per_step, samples, ranks)
+    share = max(1, samples // ranks)
+    size = _largest_divisor(share, min(per_device or share, share))
+    base = f"{role}.training_args"
+    note = f"{samples} samples = {size} per device × {share // size} accumulated × {ranks} data-parallel"
+    if samples != wanted:
+        note += f"; {wanted} would not divide the {per_step} samples of a step"
+    draft.derive(keys, f"{base}.per_device_train_batch_size", size)
+    draft.derive(keys, f"{base}.gradient_accumulation_steps", share // size, note)
+
+
+def _largest_divisor(number: int, at_most: int) -> int:
+    return next(n for n in range(max(1, min(at_most, number)), 0, -1) if number % n == 0)
+
+
+def _nearest_divisor(number: int, near: int, multiple_of: int) -> int:
+    """The divisor of a number that is nearest to another, in whole shares of so many ranks where that can be."""
+    fits = [n for n in range(1, number + 1) if number % n == 0 and n % multiple_of == 0]
+    return min(fits, key=lambda n: abs(n - near)) if fits else near
+
+
+def to_do(draft: Draft, key: str, note: str, seen: Any = None, ours: str = "") -> None:
+    """Notes something outside of the configuration that the user has to see to."""
+    draft.tell(Kind.TO_DO, key, seen, ours, note=note)
+
+
+def set_budget(draft: Draft, role: str, phase: str, tokens: int, keys: list[str]) -> None:
+    """Micro-batches by tokens; a budget holds the longest sample."""
+    whole = int(draft.get("sequence_length", 0))
+    draft.derive(keys, f"{role}.use_dynamic_batching_in_{phase}", True)
+    note = f"at least sequence_length {whole}" if tokens < whole else ""
+    draft.derive(keys, f"{role}.max_tokens_per_microbatch_in_{phase}", max(tokens, whole), note)
+
+
+def set_everywhere(draft: Draft, key: str, roles: tuple[str, ...]) -> None:
+    """Gives further roles what the trainer has."""
+    value = draft.get(f"actor_train.{key}")
+    for role in roles:
+        if value is not None and role in draft.ours:
+            draft.set(f"{role}.{key}", value)
+
+
+def drop_nulls(draft: Draft, takes_null: Callable[[str], bool]) -> None:
+    """Takes out what is null where null is no value here: it asks for the default."""
+    for key in list(_leaves(draft.ours)):
+        if draft.get(key, 0) is None and not takes_null(key):
+            draft.remove(key)
+            draft.retell(key, Kind.DROPPED, "null asks for the default")
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"

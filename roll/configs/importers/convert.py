@@ -1,0 +1,139 @@
+"""From files of another system to a configuration of ours: the whole way."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll.configs.agentic import AgenticConfig
+from roll.configs.compose import compose_config
+from roll.configs.importers import roll, verl
+from roll.configs.importers.common import drop_nulls
+from roll.configs.importers.draft import Draft, Kind, Outcome
+from roll.configs.importers.reading import read
+from roll.configs.importers.table import SYSTEMS
+from roll.configs.importers.writing import shorten, text_of
+from roll.configs.loader import load_composed
+from roll.configs.pipeline import PipelineConfig
+from roll.configs.problems import ConfigErrors, ConfigProblem
+from roll.configs.rlvr import RLVRConfig
+from roll.configs.rules import Rule
+from roll.configs.schema import locate, type_text
+
+DERIVE: dict[str, Callable[[Draft], None]] = {"roll": roll.derive, "verl": verl.derive}
+"""By system: what its keys say together."""
+
+_PRESET = re.compile(r"\$\{(deepspeed_zero\w*)\}")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A configuration that was another system's."""
+
+    text: str
+    """YAML."""
+    schema: type[PipelineConfig]
+    outcomes: tuple[Outcome, ...]
+    problems: tuple[ConfigProblem, ...]
+    """What keeps it from being valid."""
+    notes: tuple[str, ...]
+    """What was found while reading the files."""
+
+    @property
+    def exit_code(self) -> int:
+        """1 when something that changes results could not be carried over."""
+        return int(bool(self.problems) or any(each.kind == Kind.IMPOSSIBLE for each in self.outcomes))
+
+
+def convert(
+    system: str,
+    files: Sequence[Path],
+    overrides: Sequence[str] = (),
+    checks: Mapping[type[PipelineConfig], Sequence[Rule]] | None = None,
+    name: str = "imported",
+) -> Imported:
+    """Reads the files of a system and writes the configuration of ours that asks for the same.
+
+    Args:
+        system: a key of ``SYSTEMS``.
+        files: YAML files and launch scripts, each over those before it.
+        overrides: ``key=value`` texts with their keys.
+        checks: further rules that the result is checked against, by pipeline.
+        name: of the configuration, where the files give it none.
+
+    Raises:
+        UnreadableError: a file that is missing, no YAML, or a script without the system's command.
+    """
+    given = read(system, files, overrides)
+    draft = Draft(system, given)
+    draft.take_all()
+    DERIVE[system](draft)
+    agentic = any(key in draft.ours for key in ("custom_envs", "train_env_manager"))
+    schema: type[PipelineConfig] = AgenticConfig if agentic else RLVRConfig
+    _settle_unknown(draft, schema)
+    drop_nulls(draft, lambda key: _takes_null(schema, key))
+    draft.ours.setdefault("exp_name", name)
+    values = shorten(schema, draft.ours)
+    if presets := sorted(set(_PRESET.findall(str(values)))):
+        values["defaults"] = [*(f"{preset}@_here_" for preset in presets), "_self_"]
+    sources = " ".join(file.name for file in files)
+    text = text_of(values, [f"Imported from {SYSTEMS[system]}: {sources}"])
+    problems = problems_of(text, schema, (checks or {}).get(schema, ()))
+    outcomes = [each for each in draft.outcomes if each.kind != Kind.THEIRS or _has(values, each.ours)]
+    return Imported(text, schema, tuple(outcomes), tuple(problems), tuple(given.notes))
+
+
+def _settle_unknown(draft: Draft, schema: type[PipelineConfig]) -> None:
+    """Keys without a row: links that read them are resolved; some are ours; of the rest nothing is known."""
+    for key, value in draft.unknown:
+        top = key.partition(".")[0]
+        if draft.system == "roll" and locate(schema, key.split(".")) is not None:
+            draft.set(key, value)
+            draft.tell(Kind.KEPT, key, value, key, value)
+        elif top in draft.given.read_by_links:
+            draft.tell(Kind.DROPPED, key, value, note="its value stands where links read it")
+        elif key.rpartition(".")[2].startswith("_") and key.endswith("_"):
+            draft.tell(Kind.DROPPED, key, value, note="it names a class of the other library")
+        elif (
+            isinstance(value, str | int | float)
+            and "." not in key
+            and not isinstance(value, bool)
+            and _is_variable(key)
+        ):
+            draft.tell(Kind.DROPPED, key, value, note="nothing reads it")
+        else:
+            draft.tell(Kind.IMPOSSIBLE, key, value, note="no row of the table knows it: see what it does")
+
+
+def _has(values: Mapping[str, Any], key: str) -> bool:
+    node: Any = values
+    for part in key.split("."):
+        if not isinstance(node, Mapping) or part not in node:
+            return False
+        node = node[part]
+    return True
+
+
+def _takes_null(schema: type[PipelineConfig], key: str) -> bool:
+    found = locate(schema, key.split("."))
+    return found is not None and ".strategy_config." not in key and "null" in type_text(found[0], found[1])
+
+
+def _is_variable(key: str) -> bool:
+    """Names of the texts and patterns in files of environments, which only links read."""
+    return key.endswith(("_pattern", "_template", "_penalty"))
+
+
+def problems_of(text: str, schema: type[PipelineConfig], checks: Sequence[Rule] = ()) -> list[ConfigProblem]:
+    """What is wrong with a configuration, read back as ``roll train`` would read it."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "imported.yaml").write_text(text, encoding="utf-8")
+        try:
+            load_composed(schema, "imported", compose_config("imported", Path(folder), ()), checks)
+        except ConfigErrors as errors:
+            return errors.problems
+    return []

@@ -1,0 +1,199 @@
+"""A configuration of another system on its way to one of ours, and what has become of each key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from roll.configs.importers import table
+from roll.configs.importers.reading import Given
+from roll.configs.importers.table import Row, fill, find
+from roll.configs.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
+from roll.configs.problems import NOTHING
+
+
+class Kind(StrEnum):
+    """What becomes of a key."""
+
+    KEPT = "kept"
+    RENAMED = "renamed"
+    TRANSLATED = "translated"
+    DERIVED = "derived"
+    THEIRS = "their default"
+    DROPPED = "dropped"
+    TO_DO = "left to you"
+    IMPOSSIBLE = "impossible"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What has become of one key."""
+
+    kind: Kind
+    key: str
+    """Theirs, dotted."""
+    seen: Any
+    ours: str = ""
+    value: Any = NOTHING
+    note: str = ""
+
+
+class Draft:
+    """Takes the keys of a foreign configuration one by one, by the rows of its system's table.
+
+    Args:
+        system: a key of ``table.SYSTEMS``.
+        given: what the files say.
+        known: tells whether a dotted key of theirs is one of ours, for systems that share names with this one.
+    """
+
+    def __init__(self, system: str, given: Given) -> None:
+        self.system = system
+        self.given = given
+        self.ours: dict[str, Any] = {}
+        """Our configuration, as far as it is known."""
+        self.outcomes: list[Outcome] = []
+        self.unknown: list[tuple[str, Any]] = []
+        """Keys that the table has no row for."""
+        self._waiting: dict[str, tuple[Row, Any]] = {}
+
+    def take_all(self) -> None:
+        """Applies the rows; keys that are to be derived wait for ``theirs``."""
+        self._take_section(self.given.values, ())
+        for row in table.rows(self.system):
+            if row.default is not NOTHING and "<" not in row.key and not self.has(row.key):
+                self._apply(row, {}, row.key, row.default, Kind.THEIRS)
+
+    def _take_section(self, values: Mapping[str, Any], path: tuple[str, ...]) -> None:
+        for name, value in values.items():
+            here = (*path, name)
+            found = find(self.system, here)
+            rest = found is not None and found[0].parts[-1] == "**"
+            if isinstance(value, dict) and value and (found is None or found[0].how == table.SECTION or rest):
+                self._take_section(value, here)
+            elif found is None:
+                self.unknown.append((".".join(here), value))
+            elif found[0].how != table.SECTION:
+                self._apply(found[0], found[1], ".".join(here), value)
+
+    def _apply(self, row: Row, found: dict[str, str], key: str, value: Any, given: Kind | None = None) -> None:
+        if row.how == table.DERIVE:
+            return  # the system's own function reads it
+        if row.how == table.DROP:
+            if given is None:
+                self.tell(Kind.DROPPED, key, value, note=row.note)
+            return
+        if row.how == table.IMPOSSIBLE:
+            harmless = any(value == each and type(value) is type(each) for each in row.harmless)
+            if given is None or not harmless:
+                note = "it asks for what happens here anyway" if harmless else row.note
+                self.tell(Kind.DROPPED if harmless else Kind.IMPOSSIBLE, key, value, note=note)
+            return
+        ours = fill(row.ours, found) or key
+        try:
+            new, note = (TRANSFORMS[row.how](value) if row.how else value), row.note
+        except Untranslatable as error:
+            self.tell(Kind.IMPOSSIBLE, key, value, ours, note=str(error))
+            return
+        except Omitted as why:
+            if given is None:
+                self.tell(Kind.DROPPED, key, value, note=str(why))
+            return
+        except Partial as some:
+            new, note = some.value, str(some)
+        self.set(ours, new)
+        for setting in row.beside:
+            self.set(fill(setting.key, found), setting.value)
+        kind = Kind.KEPT if key == ours else Kind.RENAMED
+        kind = kind if _same(new, value) and not row.beside else Kind.TRANSLATED
+        self.tell(given or kind, key, value, ours, new, note)
+
+    def theirs(self, key: str, default: Any = None) -> Any:
+        """Value of a key of theirs; else the default of its row, else ``default``."""
+        value = _at(self.given.values, key)
+        if value is not NOTHING:
+            return value
+        found = find(self.system, key.split("."))
+        if found is not None and found[0].default is not NOTHING:
+            return found[0].default
+        return default
+
+    def has(self, key: str) -> bool:
+        """Whether the files give a key of theirs."""
+        return _at(self.given.values, key) is not NOTHING
+
+    def link(self, key: str) -> Any:
+        """What the files say at a key of theirs, before links are followed."""
+        return _at(self.given.links, key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Value of a key of ours, as far as it is known."""
+        value = _at(self.ours, key)
+        return default if value is NOTHING else value
+
+    def set(self, key: str, value: Any) -> None:
+        """Gives a key of ours its value, sections made where they are missing."""
+        *above, last = key.split(".")
+        node = self.ours
+        for part in above:
+            inside = node.setdefault(part, {})
+            if not isinstance(inside, dict):
+                inside = node[part] = {}
+            node = inside
+        node[last] = value
+
+    def remove(self, key: str) -> Any:
+        """Takes a key of ours out, and the sections that it leaves empty; returns its value."""
+        *above, last = key.split(".")
+        node = _at(self.ours, ".".join(above)) if above else self.ours
+        value = node.pop(last, NOTHING) if isinstance(node, dict) else NOTHING
+        if above and node == {}:
+            self.remove(".".join(above))
+        return value
+
+    def tell(self, kind: Kind, key: str, seen: Any, ours: str = "", value: Any = NOTHING, note: str = "") -> None:
+        """Notes what has become of a key of theirs."""
+        self.outcomes.append(Outcome(kind, key, seen, ours, value, note))
+
+    def derive(self, keys: Sequence[str] | str, ours: str, value: Any, note: str = "") -> None:
+        """Gives a key of ours a value that follows from several of theirs."""
+        keys = [keys] if isinstance(keys, str) else keys
+        self.set(ours, value)
+        given = [key for key in keys if self.has(key)] or list(keys[:1])
+        self.tell(Kind.DERIVED, ", ".join(given), NOTHING, ours, value, note)
+
+    def drop_ours(self, key: str, note: str) -> None:
+        """Takes out a key of ours that the configuration does not need, and says so."""
+        if (value := self.remove(key)) is not NOTHING:
+            self.retell(key, Kind.DROPPED, note, value)
+
+    def retell(self, ours: str, kind: Kind, note: str, seen: Any = NOTHING) -> None:
+        """Changes what was noted of the keys that became one of ours, or lie below it."""
+        about = [each for each in self.outcomes if each.ours == ours or each.ours.startswith(f"{ours}.")]
+        self.outcomes = [each for each in self.outcomes if each not in about]
+        told = {each.key: each.seen for each in about if each.kind != Kind.THEIRS}
+        if len(told) > 1 and all(key.startswith(f"{ours}.") for key in told):
+            told = {ours: "a section"}
+        for key, value in told.items() if about else [(ours, seen)]:
+            self.tell(kind, key, value, note=note)
+
+    def roles(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The model roles of ours that are there."""
+        for role in table.ROLES:
+            section = self.ours.get(role)
+            if isinstance(section, dict):
+                yield role, section
+
+
+def _at(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        if not isinstance(values, Mapping) or part not in values:
+            return NOTHING
+        values = values[part]
+    return values
+
+
+def _same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and one == other

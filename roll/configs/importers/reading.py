@@ -1,0 +1,147 @@
+"""Files of other systems into plain values: YAML with its defaults lists, launch scripts, ``key=value`` words."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from roll.configs.compose import apply_override, parse_overrides
+from roll.configs.importers.shell import ScriptError, read_script
+from roll.configs.shipped import SHIPPED
+
+_REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*)")
+
+
+class UnreadableError(ValueError):
+    """A file that cannot be read as what it should be. The message names it."""
+
+
+@dataclass
+class Given:
+    """What the files say."""
+
+    values: dict[str, Any]
+    """Links resolved; those that cannot be stay as text."""
+    links: dict[str, Any]
+    """The same before links were resolved."""
+    read_by_links: frozenset[str]
+    """Top-level keys that links read."""
+    notes: list[str] = field(default_factory=list)
+
+
+def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
+    """Reads files in their order, each over those before it, and then the overrides.
+
+    Raises:
+        UnreadableError: a file that is missing, no YAML, or a script without the system's command.
+    """
+    tree, notes, words = OmegaConf.create({}), list[str](), list[str]()
+    for file in files:
+        if not file.is_file():
+            raise UnreadableError(f"{file}: no such file")
+        if file.suffix in (".yaml", ".yml"):
+            tree.merge_with(_tree(file, notes))
+            continue
+        try:
+            script = read_script(file.read_text(encoding="utf-8"), system)
+        except (ScriptError, UnicodeDecodeError) as error:
+            raise UnreadableError(f"{file}: {error}") from error
+        notes += script.notes
+        if script.config is not None:
+            named = _named(script.config, file)
+            if named is None:
+                notes.append(f"{script.config} is not beside the script: the defaults of {system} stand for it")
+            else:
+                tree.merge_with(_tree(named, notes))
+        words += script.overrides
+    parsed, problems = parse_overrides([*words, *overrides])
+    for item in parsed:
+        problems += apply_override(tree, item)
+    if problems:
+        raise UnreadableError("; ".join(map(str, problems)))
+    links = OmegaConf.to_container(tree, resolve=False)
+    assert isinstance(links, dict)
+    read_by_links = frozenset(_REFERENCE.findall(str(links)))
+    return Given(_plain(tree), {str(key): value for key, value in links.items()}, read_by_links, notes)
+
+
+def _named(config: str, script: Path) -> Path | None:
+    """The file that a script names, looked for from its folder and those above, and from the working folder."""
+    relative = Path(re.sub(r"^\$\{oc\.env:\w+\}/|^\$\(pwd\)/", "", config))
+    relative = relative if relative.suffix in (".yaml", ".yml") else relative.with_name(f"{relative.name}.yaml")
+    folders = [Path.cwd(), *script.resolve().parents[:4]]
+    return next((folder / relative for folder in folders if (folder / relative).is_file()), None)
+
+
+def _tree(file: Path, notes: list[str]) -> DictConfig:
+    """One file with what its defaults list includes; what is not there is left out with a note."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UnreadableError(f"{file}: no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise UnreadableError(f"{file}: a mapping is expected, not {type(content).__name__}")
+    content.pop("hydra", None)
+    entries = content.pop("defaults", None) or []
+    while True:
+        try:
+            return _composed(file, content, entries)
+        except MissingConfigException as error:
+            missing = error.missing_cfg_file or ""
+            kept = [entry for entry in entries if not _is_about(entry, missing)]
+            if len(kept) == len(entries):
+                raise UnreadableError(f"{file}: {' '.join(str(error).split())}") from error
+            notes.append(f"{missing} is not there: the defaults of the system stand for it")
+            entries = kept
+        except (HydraException, OmegaConfBaseException) as error:
+            raise UnreadableError(f"{file}: {' '.join(str(error).split())}") from error
+
+
+def _is_about(entry: Any, missing: str) -> bool:
+    """Whether an entry of a defaults list asks for a file."""
+    names = [f"{key}/{value}" for key, value in entry.items()] if isinstance(entry, dict) else [str(entry)]
+    tail = Path(missing).with_suffix("").name
+    return any(re.sub(r"@[\w.]+", "", name).rstrip("/").rpartition("/")[2] == tail for name in names)
+
+
+def _composed(file: Path, content: dict[str, Any], entries: list[Any]) -> DictConfig:
+    """The file as Hydra composes it; read from a copy, so that its defaults list may be another."""
+    folder = file.resolve().parent
+    searched = [folder, folder.parent, SHIPPED, SHIPPED.parent]
+    path = ",".join(f"'file://{each}'" for each in searched)
+    content = {"defaults": [*entries, *([] if "_self_" in entries else ["_self_"])], **content}
+    with tempfile.TemporaryDirectory() as copy:
+        Path(copy, "imported.yaml").write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+        with initialize_config_dir(config_dir=copy, version_base="1.3"):
+            tree = compose("imported", overrides=[f"hydra.searchpath=[{path}]"])
+    OmegaConf.set_struct(tree, False)
+    return tree
+
+
+def _plain(node: DictConfig) -> dict[str, Any]:
+    """Plain values; a link that leads nowhere stays as text."""
+    values: dict[str, Any] = {}
+    raw = OmegaConf.to_container(node, resolve=False)
+    assert isinstance(raw, dict)
+    for key, link in raw.items():
+        try:
+            value = node[key]
+            if isinstance(value, DictConfig):
+                values[str(key)] = _plain(value)
+            else:
+                values[str(key)] = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_list(value) else value
+        except (OmegaConfBaseException, RecursionError):
+            values[str(key)] = link
+        if not isinstance(link, dict) and "${oc.env:" in str(link):
+            values[str(key)] = link
+    return values

@@ -1,0 +1,358 @@
+"""ROLL's configurations: what several of its keys say together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roll.configs.agentic import MANAGERS
+from roll.configs.devices import parse_device_mapping
+from roll.configs.importers.common import devices_of, drop_unread, parallel_sizes, set_batch, tidy_engines, to_do
+from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.table import ROLES
+from roll.configs.shipped import SHIPPED
+
+TEMPLATES = ("native", "chatml", "qwen2", "qwen2_5", "llama3", "gemma", "plain")
+_ENVIRONMENTS = ("sokoban", "frozen_lake")
+_VERIFIERS: dict[str, str] = {
+    "MathRuleRewardWorker": "math",
+    "GeneralValRuleRewardWorker": "math",
+    "CodeSandboxRewardWorker": "code",
+    "GeneralRuleRewardWorker": "instruction",
+    "CrossThinkQARuleRewardWorker": "multiple_choice",
+    "MultipleChoiceBoxedRuleRewardWorker": "multiple_choice",
+    "LLMJudgeRewardWorker": "judge",
+}
+"""Verifiers by the name of the worker class whose place they take."""
+JUDGE_URL = "http://127.0.0.1:8000/v1"
+_SECRETS = ("key", "token", "secret", "password")
+
+
+def derive(draft: Draft) -> None:
+    """Everything that no row of the table says by itself."""
+    _run(draft)
+    agentic = any(draft.has(key) for key in ("custom_envs", *MANAGERS))
+    _roles(draft)
+    _data(draft, agentic)
+    _validation(draft)
+    _lengths(draft, agentic)
+    for name in draft.theirs("rewards", {}) or {}:
+        _reward(draft, str(name))
+    if agentic:
+        _environments(draft)
+    if draft.get("async_generation_ratio") and not draft.get("train_infer_correction.is_weight.enabled"):
+        draft.derive(
+            "async_generation_ratio", "train_infer_correction.is_weight.enabled", True, "old samples have weights"
+        )
+    _normalisation(draft)
+    drop_unread(draft)
+    tidy_engines(draft)
+    _batches(draft, agentic)
+
+
+def _run(draft: Draft) -> None:
+    if draft.has("system_envs.USE_MODELSCOPE") or draft.theirs("model_download_type"):
+        key = "system_envs.USE_MODELSCOPE" if draft.has("system_envs.USE_MODELSCOPE") else "model_download_type"
+        to_do(draft, key, "models come from the Hugging Face hub: see that pretrain is a name there, or a folder")
+    for key, value in (draft.theirs("tracker_kwargs") or {}).items():
+        path = f"tracker_kwargs.{key}"
+        if any(secret in str(key) for secret in _SECRETS) and "${" not in str(value):
+            if value:
+                to_do(draft, path, "a secret is not copied: put it into the environment, as WANDB_API_KEY")
+        elif value is not None:
+            draft.set(path, value)
+            draft.tell(Kind.KEPT, path, value, path, value)
+
+
+def _roles(draft: Draft) -> None:
+    for role in ROLES:
+        if not isinstance(draft.theirs(role), dict):
+            continue
+        worker = draft.theirs(f"{role}.worker_cls")
+        if worker and str(worker).startswith("roll."):
+            draft.tell(Kind.DROPPED, f"{role}.worker_cls", worker, note="the role's own class does it")
+        elif worker:
+            draft.tell(Kind.IMPOSSIBLE, f"{role}.worker_cls", worker, note="a class of another library's interface")
+        model = draft.theirs(f"{role}.model_args.model_name_or_path")
+        if model:
+            key = "reward_pretrain" if role == "critic" else "pretrain"
+            if not draft.get(key):
+                draft.derive(f"{role}.model_args.model_name_or_path", key, model)
+            elif draft.get(key) != model:
+                words = f"{role} starts from {key}, {draft.get(key)}"
+                draft.tell(Kind.IMPOSSIBLE, f"{role}.model_args.model_name_or_path", model, note=words)
+            else:
+                draft.tell(Kind.DROPPED, f"{role}.model_args.model_name_or_path", model, note=f"it is {key}")
+        _engine(draft, role)
+
+
+def _engine(draft: Draft, role: str) -> None:
+    base = f"{role}.strategy_args.strategy_config"
+    link = draft.link(base)
+    preset = str(link)[2:-1] if isinstance(link, str) and link.startswith("${") else ""
+    if preset == "deepspeed_zero1":
+        preset = "deepspeed_zero"
+    if preset.startswith("deepspeed_zero") and (SHIPPED / f"{preset}.yaml").is_file():
+        draft.set(base, link if preset in str(link) else f"${{{preset}}}")
+        draft.tell(Kind.KEPT, base, link, base, link)
+    name = draft.get(f"{role}.strategy_args.strategy_name", "")
+    if name in ("vllm", "sglang"):
+        size = next(
+            (
+                int(draft.get(f"{base}.{key}"))
+                for key in ("tensor_parallel_size", "tp_size")
+                if draft.get(f"{base}.{key}")
+            ),
+            int(draft.theirs(f"{role}.num_gpus_per_worker") or 1),
+        )
+        if size > 1:
+            draft.derive(f"{role}.num_gpus_per_worker", f"{role}.num_gpus_per_worker", size)
+    elif draft.theirs(f"{role}.num_gpus_per_worker", 1) != 1:
+        words = f"{name or 'a trainer'} runs one process per device"
+        draft.tell(Kind.DROPPED, f"{role}.num_gpus_per_worker", draft.theirs(f"{role}.num_gpus_per_worker"), note=words)
+
+
+def _data(draft: Draft, agentic: bool) -> None:
+    template = draft.theirs("actor_train.data_args.template") or draft.theirs("global_template")
+    if template and (template in TEMPLATES or "{" in str(template) or "/" in str(template)):
+        draft.set("actor_train.data_args.template", template)
+        draft.tell(Kind.KEPT, "actor_train.data_args.template", template, "actor_train.data_args.template", template)
+    elif template:
+        draft.remove("actor_train.data_args.template")
+        draft.derive(
+            "actor_train.data_args.template",
+            "actor_train.data_args.template",
+            "native",
+            f"{template}: the tokenizer's own",
+        )
+    if agentic:
+        for key in ("file_name", "prompt", "messages", "response", "tag", "id", "preprocessing_num_workers"):
+            draft.drop_ours(f"actor_train.data_args.{key}", "the environments are the data")
+        return
+    data = "actor_train.data_args"
+    if draft.get(f"{data}.file_name") and not draft.get(f"{data}.messages") and not draft.get(f"{data}.prompt"):
+        draft.derive(f"{data}.messages", f"{data}.messages", "messages", "the column that ROLL looks for first")
+    if draft.get(f"{data}.messages") and draft.get(f"{data}.prompt"):
+        draft.drop_ours(f"{data}.prompt", "messages is read")
+    if draft.get(f"{data}.file_name"):
+        column = draft.theirs(f"{data}.response") or "ground_truth"
+        draft.derive(f"{data}.response", f"{data}.response", column, "the column that rewards compare with")
+        draft.derive("prompt_length", f"{data}.prompt_overflow", "drop", "a prompt that is too long is left out")
+    shares = draft.get(f"{data}.domain_interleave_probs")
+    if isinstance(shares, dict):
+        total = sum(float(share) for share in shares.values()) or 1.0
+        total = 1.0 if abs(total - 1) < 1e-6 else total
+        known = {name: float(share) / total for name, share in shares.items() if float(share) > 0}
+        draft.set(f"{data}.domain_interleave_probs", known)
+
+
+def _validation(draft: Draft) -> None:
+    data = draft.theirs("validation.data_args")
+    if not isinstance(data, dict) or not data.get("file_name"):
+        if draft.has("validation"):
+            draft.remove("validation")
+            draft.tell(Kind.DROPPED, "validation", "a section", note="it names no file")
+        return
+    own = {key: data[key] for key in ("file_name", "prompt", "messages", "response", "tag", "id") if data.get(key)}
+    if "messages" in own:
+        own.pop("prompt", None)
+    for key, value in own.items():
+        draft.set(f"validation.data_args.{key}", value)
+        draft.tell(Kind.KEPT, f"validation.data_args.{key}", value, f"validation.data_args.{key}", value)
+
+
+def _lengths(draft: Draft, agentic: bool) -> None:
+    answers = [
+        draft.get("actor_infer.generating_args.max_new_tokens"),
+        draft.get("validation.generating_args.max_new_tokens"),
+        *(
+            draft.theirs(f"custom_envs.{tag}.max_tokens_per_step")
+            for tag in (draft.theirs("custom_envs") or {})
+            if agentic
+        ),
+        *(draft.theirs(f"{manager}.generating_args.max_new_tokens") for manager in MANAGERS if agentic),
+    ]
+    asked = [int(each) for each in answers if isinstance(each, int)]
+    response = draft.theirs("response_length")
+    if agentic or response is None:
+        longest = max([*asked, *([int(response)] if response and not asked else [])], default=1024)
+        draft.derive("response_length", "response_length", longest, "the longest answer of a turn")
+    else:
+        draft.set("response_length", int(response))
+        draft.tell(Kind.KEPT, "response_length", response, "response_length", response)
+        longest = int(response)
+        for key in ("actor_infer.generating_args", "validation.generating_args"):
+            if (draft.get(f"{key}.max_new_tokens") or 0) > longest:
+                draft.drop_ours(f"{key}.max_new_tokens", f"response_length {longest} bounds every answer")
+    prompt, whole = draft.theirs("prompt_length"), draft.theirs("sequence_length")
+    if whole is None:
+        prompt = int(prompt or 1024)
+        draft.derive(["prompt_length", "response_length"], "sequence_length", prompt + longest)
+    else:
+        draft.set("sequence_length", int(whole))
+        draft.tell(Kind.KEPT, "sequence_length", whole, "sequence_length", whole)
+        room = max(1, int(whole) - longest)
+        if prompt is None or int(prompt) > room:
+            note = "what is left of sequence_length"
+            draft.derive(["sequence_length", "prompt_length"], "prompt_length", room, note)
+            prompt = None
+    if prompt is not None:
+        draft.set("prompt_length", int(prompt))
+        draft.tell(Kind.KEPT, "prompt_length", prompt, "prompt_length", prompt)
+    for role, _ in list(draft.roles()):
+        key = f"{role}.strategy_args.strategy_config.max_model_len"
+        limit = draft.theirs(key)
+        if limit and int(limit) < draft.get("sequence_length"):
+            words = f"the engine holds a whole sample of sequence_length {draft.get('sequence_length')}"
+            draft.tell(Kind.DROPPED, key, limit, note=words)
+        elif limit:
+            draft.set(key, int(limit))
+            draft.tell(Kind.KEPT, key, limit, key, limit)
+
+
+def _reward(draft: Draft, name: str) -> None:
+    base = f"rewards.{name}"
+    domain: dict[str, Any] = draft.theirs(base) or {}
+    draft.set(f"{base}.tag_included", domain.get("tag_included") or [name])
+    draft.tell(Kind.KEPT, f"{base}.tag_included", domain.get("tag_included"), f"{base}.tag_included")
+    worker = str(domain.get("worker_cls") or "")
+    verifier = _VERIFIERS.get(worker.rpartition(".")[2])
+    if verifier is None:
+        note = "no verifier takes its place: write one (docs/rewards.md), or a function for the verifier custom"
+        draft.tell(Kind.IMPOSSIBLE, f"{base}.worker_cls", worker or None, note=note)
+        verifier = "math"
+    entry: dict[str, Any] = {"name": verifier}
+    if verifier == "judge":
+        entry["args"] = _judge(draft, base, domain)
+    elif verifier == "code":
+        entry["args"] = {"tests_key": "test_cases"}
+    verifiers = [entry]
+    if domain.get("format_pattern"):
+        verifiers.append({"name": "format", "args": {"pattern": domain["format_pattern"]}})
+    draft.derive(f"{base}.worker_cls", f"{base}.verifiers", verifiers, f"the verifier {verifier}")
+    if domain.get("world_size") and verifier != "judge":
+        draft.derive(f"{base}.world_size", f"{base}.world_size", domain["world_size"])
+    chosen = domain.get("query_filter_config") or {}
+    limits = chosen.get("filter_args") or {}
+    bounds = {"type": chosen.get("type", "no_filter")}
+    bounds["low"] = limits.get("threshold_down", limits.get("std_threshold", chosen.get("low")))
+    bounds["high"] = limits.get("threshold_up", chosen.get("high"))
+    if bounds["type"] != "no_filter":
+        given = {key: value for key, value in bounds.items() if value is not None}
+        draft.derive(f"{base}.query_filter_config", f"{base}.query_filter_config", given)
+    unread = [key for key in ("model_args", "data_args", "strategy_args", "generating_args") if domain.get(key)]
+    for key in unread if verifier != "judge" else []:
+        draft.tell(Kind.DROPPED, f"{base}.{key}", "a section", note="rules load no model")
+
+
+def _judge(draft: Draft, base: str, domain: dict[str, Any]) -> dict[str, Any]:
+    """The judge's arguments. One on the run's devices becomes one that is served beside the run."""
+    model = domain.get("judge_model_name") or (domain.get("model_args") or {}).get("model_name_or_path")
+    arguments: dict[str, Any] = {
+        "judge_api_url": domain.get("judge_api_url") or JUDGE_URL,
+        "judge_model_name": model or "judge",
+    }
+    sampling = domain.get("generating_args") or {}
+    for ours, theirs in (("temperature", "temperature"), ("max_tokens", "max_new_tokens")):
+        if sampling.get(theirs) is not None:
+            arguments[ours] = sampling[theirs]
+    if domain.get("judge_api_key"):
+        arguments["judge_api_key_env"] = "JUDGE_API_KEY"
+        to_do(draft, f"{base}.judge_api_key", "put it into the environment as JUDGE_API_KEY")
+    if domain.get("judge_model_type") != "api":
+        note = f"serve {model} at {JUDGE_URL}, for example with vllm serve, on devices that the run does not use"
+        to_do(draft, f"{base}.judge_model_type", note, domain.get("judge_model_type"))
+    if domain.get("judge_prompt"):
+        to_do(draft, f"{base}.judge_prompt", "its text is not copied: the judge's own is used unless you write one")
+    return arguments
+
+
+def _environments(draft: Draft) -> None:
+    played = {str(tag) for manager in MANAGERS for tag in draft.theirs(f"{manager}.tags") or ()}
+    for tag in draft.theirs("custom_envs") or {}:
+        base = f"custom_envs.{tag}"
+        if tag not in played:
+            draft.drop_ours(base, "no manager plays it")
+            continue
+        kind = draft.theirs(f"{base}.env_type")
+        draft.set(f"{base}.env_type", kind)
+        if kind in _ENVIRONMENTS or ":" in str(kind):
+            draft.tell(Kind.KEPT, f"{base}.env_type", kind, f"{base}.env_type", kind)
+        else:
+            note = "no environment of this name: write it as a class (docs/environments.md)"
+            draft.tell(Kind.IMPOSSIBLE, f"{base}.env_type", kind, f"{base}.env_type", note=note)
+        if not draft.get(f"{base}.env_manager_cls"):
+            draft.derive(f"{base}.env_manager_cls", f"{base}.env_manager_cls", "traj", "ROLL plays conversations")
+        sides = [draft.theirs(f"{base}.env_config.dim_{side}") for side in "xy"]
+        if all(sides):
+            draft.derive(f"{base}.env_config.dim_x", f"{base}.env_config.dim_room", sides)
+    for manager, episodes in (("train_env_manager", "rollout_batch_size"), ("val_env_manager", "val_batch_size")):
+        if not isinstance(draft.theirs(manager), dict):
+            continue
+        worker = draft.theirs(f"{manager}.worker_cls")
+        if worker and not str(worker).startswith("roll."):
+            draft.tell(Kind.IMPOSSIBLE, f"{manager}.worker_cls", worker, note="a class of another library's interface")
+        elif worker:
+            draft.tell(Kind.DROPPED, f"{manager}.worker_cls", worker, note="the manager's own class does it")
+        size = draft.get(f"{manager}.group_size", 1)
+        slots = draft.get(f"{manager}.env_groups", 8) * size
+        most, needed = draft.theirs(f"{manager}.max_traj_per_env", -1), draft.get(episodes, 128)
+        if most > 0 and most * slots >= needed:
+            draft.set(f"{manager}.max_traj_per_env", most)
+            draft.tell(Kind.KEPT, f"{manager}.max_traj_per_env", most, f"{manager}.max_traj_per_env", most)
+        elif most > 0:
+            words = f"{slots} environments of {most} episodes are fewer than {episodes} {needed}"
+            draft.tell(Kind.DROPPED, f"{manager}.max_traj_per_env", most, note=words)
+        if needed % size:
+            draft.derive(episodes, episodes, -(-needed // size) * size, f"whole groups of {size}")
+        sampling = draft.get(f"{manager}.generating_args")
+        if isinstance(sampling, dict):
+            _manager_sampling(draft, manager, sampling)
+
+
+def _manager_sampling(draft: Draft, manager: str, sampling: dict[str, Any]) -> None:
+    """A manager's own sampling arguments. Theirs have their own defaults, ours those of the field."""
+    known = ("max_new_tokens", "top_p", "top_k", "temperature", "do_sample", "repetition_penalty", "stop_strings")
+    kept = {key: value for key, value in sampling.items() if key in known and value is not None}
+    draft.set(f"{manager}.generating_args", kept)
+    temperature = draft.get("actor_infer.generating_args.temperature")
+    if manager == "train_env_manager" and kept.get("temperature") not in (None, temperature):
+        draft.derive(
+            f"{manager}.generating_args.temperature",
+            "actor_infer.generating_args.temperature",
+            kept["temperature"],
+            "training scores divide by it",
+        )
+
+
+def _normalisation(draft: Draft) -> None:
+    """At most one normalisation of the rewards; what is newer goes before."""
+    if draft.get("norm_mean_type") is None and draft.get("norm_std_type") is None:
+        return
+    if draft.get("reward_normalization.method", "identity") != "identity":
+        draft.drop_ours("reward_normalization", "norm_mean_type and norm_std_type are read")
+
+
+def _batches(draft: Draft, agentic: bool) -> None:
+    samples = int(draft.get("rollout_batch_size", 128))
+    if not agentic:
+        samples *= int(draft.get("num_return_sequences_in_group", 1))
+    for role in ("actor_train", "critic"):
+        if role not in draft.ours:
+            continue
+        arguments = f"{role}.training_args"
+        per_device = int(draft.get(f"{arguments}.per_device_train_batch_size", 8))
+        ranks = max(1, devices_of(draft, role) // parallel_sizes(draft, role))
+        wanted = per_device * int(draft.get(f"{arguments}.gradient_accumulation_steps", 1)) * ranks
+        if samples % wanted:
+            keys = [f"{arguments}.gradient_accumulation_steps"]
+            set_batch(draft, role, min(wanted, samples), per_device, keys, samples)
+    if draft.ours.get("actor_infer", {}).get("generating_args", {}).get("num_return_sequences", 1) != 1:
+        draft.remove("actor_infer.generating_args.num_return_sequences")
+    devices = [
+        device
+        for role, section in draft.roles()
+        for device in parse_device_mapping(section.get("device_mapping")) or []
+    ]
+    per_node = int(draft.get("num_gpus_per_node", 8))
+    if devices and max(devices) >= per_node:
+        draft.derive("num_nodes", "num_nodes", max(devices) // per_node + 1, "the largest device that a role has")

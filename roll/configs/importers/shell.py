@@ -1,0 +1,214 @@
+"""Launch scripts: the words of the command that starts a training, read and never run."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+ENTRIES = {
+    "verl": re.compile(r"(?:^|[./])main_(?:ppo|dapo|\w+)(?:\.py)?$"),
+    "chatlearn": re.compile(r"(?:^|/)entrypoint\.py$"),
+    "mindspeed": re.compile(r"(?:^|/)train_(?:grpo|ppo|dapo|orm)\.py$"),
+    "roll": re.compile(r"(?:^|/)start_\w+_pipeline\.py$"),
+}
+"""The program that each system's scripts start."""
+
+_ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(
+    r"\$\(\((?P<sum>[^()]*(?:\([^()]*\)[^()]*)*)\)\)"
+    r"|\$\{(?P<braced>\w+|@)(?:\[[@*]\])?(?::?-(?P<fallback>[^}]*))?\}"
+    r"|\$(?P<plain>[A-Za-z_]\w*|[@*\d])"
+)
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
+_LITERAL_DOLLAR = "\ue000"
+"""Stands for a dollar sign between single quotes, in which a shell replaces nothing."""
+_MAX_POWER = 64
+
+
+class ScriptError(ValueError):
+    """A script in which no known program is started."""
+
+
+@dataclass
+class Script:
+    """What a launch script says."""
+
+    overrides: list[str] = field(default_factory=list)
+    """``key=value`` words of the command."""
+    config: str | None = None
+    """Configuration that it names, with its folder where that is said."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader should know: words that only a shell can tell."""
+
+
+def read_script(text: str, system: str) -> Script:
+    """Finds the command that starts a system's training, and the words after it.
+
+    Assignments (``A=b``, ``A=(b c)``, ``export A=b``), ``$A``, ``${A}``, ``${A:-b}``, ``${A[@]}`` and ``$((A * 2))``
+    are followed in the order of the lines. Variables that the script does not set stay as ``${oc.env:A}``. What
+    only a shell can tell, as ``$(…)``, makes its word unreadable: it is left out with a note.
+
+    Raises:
+        ScriptError: the script starts no program of that system.
+    """
+    variables: dict[str, list[str]] = {}
+    script: Script | None = None
+    notes: list[str] = []
+    for words in _commands(text, notes):
+        words = list(_assign(words, variables))
+        if not words:
+            continue
+        start = next((i for i, word in enumerate(words) if ENTRIES[system].search(word)), None)
+        if start is not None:
+            script = _arguments(words[start + 1 :], variables, script or Script())
+    if script is None:
+        raise ScriptError(f"no command that starts a program of {system}, such as {ENTRIES[system].pattern}")
+    if re.search(r"^\s*(if|for|case|while)\b", text, re.MULTILINE):
+        notes.append("the script has branches or loops: of assignments to one name, the last line counts")
+    script.notes = [*notes, *script.notes]
+    return script
+
+
+def _commands(text: str, notes: list[str]) -> Iterator[list[str]]:
+    """The words of each command, quotes removed, lines that end in a backslash joined, arrays as one word each."""
+    lines = re.sub(r"[ \t]*\\[ \t]*\r?\n(?:[ \t]*#[^\n]*\n)*", " ", text).splitlines()
+    pending = ""
+    for line in lines:
+        pending = f"{pending}\n{line}" if pending else line
+        if not pending.strip() or pending.lstrip().startswith("#"):
+            pending = ""
+            continue
+        try:
+            words = shlex.split(_guard(pending), comments=True)
+        except ValueError:  # a quote that a later line closes
+            continue
+        if _opens_array(words):
+            continue
+        pending = ""
+        yield words
+    if pending.strip():
+        notes.append(f"unreadable from here on: {pending.strip().splitlines()[0][:80]}")
+
+
+def _guard(text: str) -> str:
+    """Dollar signs between single quotes replaced by a stand-in."""
+    found, quote = [], ""
+    for character in text:
+        if character in "'\"" and quote in ("", character):
+            quote = "" if quote else character
+        found.append(_LITERAL_DOLLAR if character == "$" and quote == "'" else character)
+    return "".join(found)
+
+
+def _opens_array(words: list[str]) -> bool:
+    """An array whose closing bracket stands on a later line."""
+    return (
+        bool(words)
+        and bool(re.match(r"[A-Za-z_]\w*\+?=\($", words[0].split("(")[0] + "("))
+        and ("(" in words[0] and "$(" not in words[0] and not words[-1].endswith(")"))
+    )
+
+
+def _assign(words: list[str], variables: dict[str, list[str]]) -> Iterator[str]:
+    """Takes the assignments out of a command; what is left are its words."""
+    rest = [word for word in words if word not in ("export", "local", "readonly")]
+    while rest and (found := _ASSIGNMENT.fullmatch(rest[0])):
+        name, appended, value = found.groups()
+        if value.startswith("(") and not value.startswith("$("):
+            inside = [value[1:], *rest[1:]]
+            inside[-1] = inside[-1].removesuffix(")")
+            values = [each for word in inside if word for each in _expanded(word, variables)]
+            variables[name] = [*(variables.get(name, []) if appended else []), *values]
+            return
+        old = "".join(variables.get(name, [])) if appended else ""
+        variables[name] = [old + " ".join(_expanded(value.removesuffix(";"), variables))]
+        rest = rest[1:]
+    for word in rest:
+        yield from _expanded(word, variables)
+
+
+def _expanded(word: str, variables: Mapping[str, list[str]]) -> list[str]:
+    """A word with its variables replaced; an array alone becomes its words."""
+    whole = _VARIABLE.fullmatch(word)
+    if whole and (name := whole["braced"] or whole["plain"]):
+        if name in variables and len(variables[name]) != 1:
+            return variables[name]
+        if name in "@*":  # the script's own arguments
+            return []
+
+    def value(found: re.Match[str]) -> str:
+        if found["sum"] is not None:
+            return _sum(_VARIABLE.sub(value, found["sum"]), variables)
+        name = found["braced"] or found["plain"]
+        if name in variables:
+            return " ".join(variables[name])
+        if found["fallback"] is not None:
+            return _VARIABLE.sub(value, found["fallback"])
+        return "" if name in "@*" or name.isdigit() else f"${{oc.env:{name}}}"
+
+    return [_VARIABLE.sub(value, word).replace(_LITERAL_DOLLAR, "$")]
+
+
+def _sum(text: str, variables: Mapping[str, list[str]]) -> str:
+    """Whole-number arithmetic; text that is none stays as it is."""
+    try:
+        return str(_number(ast.parse(text.strip(), mode="eval").body, variables))
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return f"$(({text}))"
+
+
+def _number(node: ast.expr, variables: Mapping[str, list[str]]) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.Name) and node.id in variables:
+        return int("".join(variables[node.id]))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_number(node.operand, variables)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _number(node.left, variables), _number(node.right, variables)
+        if isinstance(node.op, ast.Pow) and not 0 <= right <= _MAX_POWER:
+            raise ValueError("a power that is too high")
+        return int(_OPERATORS[type(node.op)](left, right))
+    raise ValueError("no whole number")
+
+
+def _arguments(words: list[str], variables: Mapping[str, list[str]], script: Script) -> Script:
+    """Sorts the words behind a program: settings, the configuration's name and folder, and what cannot be read."""
+    folder = name = None
+    words = list(words)
+    while words:
+        word = words.pop(0)
+        if word in ("&&", "||", "|", ";", "&") or re.match(r"^\d?>", word):
+            break
+        option, equals, value = word.partition("=")
+        if option in (
+            "--config-path",
+            "--config_path",
+            "--config-name",
+            "--config_name",
+            "--config-file",
+            "-cn",
+            "-cp",
+        ):
+            value = value if equals else (words.pop(0) if words else "")
+            folder = value if option in ("--config-path", "--config_path", "-cp") else folder
+            name = value if option not in ("--config-path", "--config_path", "-cp") else name
+        elif equals and re.fullmatch(r"[+~]{0,2}[\w./@-]+", option) and not option.startswith("-"):
+            if "$(" in value or "`" in value:
+                script.notes.append(f"{option}: a shell computes its value, {value}; give it as {option}=…")
+            else:
+                script.overrides.append(word)
+    if name is not None:
+        script.config = f"{folder}/{name}" if folder else name
+    return script

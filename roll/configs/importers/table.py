@@ -1,0 +1,183 @@
+"""The tables of other systems' keys, one file of tab-separated values each, and the rows that a key is found in."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roll.configs.importers.transforms import TRANSFORMS
+from roll.configs.problems import NOTHING
+
+FOLDER = Path(__file__).parent / "tables"
+
+SYSTEMS = {"roll": "ROLL", "verl": "verl", "chatlearn": "ChatLearn", "mindspeed": "MindSpeed RL"}
+"""Their names in print, by the name of the table."""
+
+ROLES = ("actor_train", "actor_infer", "critic", "reference")
+_ROLE, _REST = "<role>", "**"
+
+SECTION, DERIVE, DROP, IMPOSSIBLE = "section", "derive", "drop", "impossible"
+_VERBS = (SECTION, DERIVE, DROP, IMPOSSIBLE)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key here that a row sets beside its own, e.g. ``use_pg_clip_range: true``."""
+
+    key: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """What becomes of a key of another system."""
+
+    key: str
+    """Dotted. A part ``<role>`` stands for a model role, ``<…>`` for any name, a last ``**`` for all keys below."""
+    default: Any
+    """Value that it has there when it is not given, where its absence would mean something else here; ``NOTHING``."""
+    ours: str
+    """The key here, with the same parts in angle brackets; empty: none, or several that are derived."""
+    beside: tuple[Setting, ...]
+    """Settings that the key here is read with."""
+    how: str
+    """``""``: the value as it is. ``section``: its keys have rows. ``derive``: several keys are read together.
+    ``drop``: it would change nothing here. ``impossible``: it would change results. Else a name in ``TRANSFORMS``."""
+    harmless: tuple[Any, ...]
+    """Values of an impossible key that ask for what happens here anyway."""
+    note: str
+    """Difference in meaning, or the reason."""
+
+    @functools.cached_property
+    def parts(self) -> list[str]:
+        return self.key.split(".")
+
+    @functools.cached_property
+    def name(self) -> str:
+        """The key's last part that is a name."""
+        return [part for part in self.parts if part != _REST][-1]
+
+    def match(self, path: Sequence[str]) -> dict[str, str] | None:
+        """What the parts in angle brackets stand for, if the row is about this path; ``**`` is the rest, dotted."""
+        parts, found = self.parts, dict[str, str]()
+        if parts[-1] == _REST:
+            if len(path) < len(parts):
+                return None
+            found[_REST], path = ".".join(path[len(parts) - 1 :]), path[: len(parts) - 1]
+            parts = parts[:-1]
+        if len(path) != len(parts):
+            return None
+        for part, name in zip(parts, path, strict=True):
+            if part == _ROLE and name not in ROLES:
+                return None
+            if part.startswith("<"):
+                found[part] = name
+            elif part != name:
+                return None
+        return found
+
+    @property
+    def advice(self) -> str:
+        """The hint for a configuration that has the key where it is not known."""
+        if not self.ours:
+            return f"remove it: {self.note}" if self.how == DROP and self.note else self.note or "remove it"
+        key = self.ours.removeprefix(f"{_ROLE}.")
+        words = f"use {key} of the role" if key != self.ours else f"use {key}"
+        words += "".join(f" with {setting.key}: {yaml_text(setting.value)}" for setting in self.beside)
+        return f"{words}; {self.note}" if self.note else words
+
+
+def fill(template: str, found: dict[str, str]) -> str:
+    """The key here, its parts in angle brackets replaced by what they stand for."""
+    for part, name in found.items():
+        template = template.replace(part, name)
+    return template
+
+
+@functools.cache
+def rows(system: str) -> tuple[Row, ...]:
+    """The table of a system, in the order of its file."""
+    with (FOLDER / f"{system}.tsv").open(encoding="utf-8", newline="") as file:
+        return tuple(_row(line) for line in csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+def _row(line: dict[str, str]) -> Row:
+    ours, *beside = (line["ours"] or "").split("; ")
+    how, _, harmless = (line["how"] or "").partition(" unless ")
+    if how not in (*_VERBS, *TRANSFORMS, ""):
+        raise ValueError(f"{line['key']}: how is {how!r}, not one of {', '.join([*_VERBS, *TRANSFORMS])}")
+    return Row(
+        key=line["key"],
+        default=yaml.safe_load(line["default"]) if line["default"] else NOTHING,
+        ours=ours,
+        beside=tuple(Setting(key, yaml.safe_load(value)) for key, _, value in (each.partition("=") for each in beside)),
+        how=how,
+        harmless=tuple(yaml.safe_load(f"[{harmless}]")),
+        note=line["note"] or "",
+    )
+
+
+@functools.cache
+def _by_precision(system: str) -> tuple[Row, ...]:
+    """Rows without angle brackets first, then those with the most names."""
+    return tuple(sorted(rows(system), key=lambda row: (row.parts[-1] == _REST, row.key.count("<"), -len(row.parts))))
+
+
+def find(system: str, path: Sequence[str]) -> tuple[Row, dict[str, str]] | None:
+    """The row about a key, and what its parts in angle brackets stand for."""
+    for row in _by_precision(system):
+        if (found := row.match(path)) is not None:
+            return row, found
+    return None
+
+
+@functools.cache
+def _by_name() -> dict[str, list[Row]]:
+    known: dict[str, list[Row]] = {}
+    for system in SYSTEMS:
+        for row in rows(system):
+            if row.how != SECTION or row.note:
+                known.setdefault(row.name, []).append(row)
+    return known
+
+
+def advice(path: Sequence[str]) -> str | None:
+    """The hint for an unknown key; ``None`` where no system is known to call one so.
+
+    Of several rows with its name, that counts whose last parts are the most alike; then the order of ``SYSTEMS``.
+    """
+    candidates = [row for row in _by_name().get(path[-1], ()) if row.ours.split(".") != list(path)]
+    if not candidates:
+        return None
+    best = max(candidates, key=lambda row: (_alike(row.parts, path), bool(row.ours)))
+    role = path[0] if path[0] in ROLES and len(path) > 1 else None
+    words = best.advice
+    if role is not None and re.search(r"\b(actor_train|actor_infer|reference|critic)\.", words):
+        head, _, rest = words.removeprefix("use ").partition(".")
+        words = f"use {rest} of the role" if head in ROLES and ";" not in rest else words
+    return words
+
+
+def _alike(parts: Sequence[str], path: Sequence[str]) -> int:
+    def same() -> Iterator[bool]:
+        for part, name in zip(reversed(parts), reversed(path), strict=False):
+            yield part == name or (part == _ROLE and name in ROLES)
+
+    count = 0
+    for equal in same():
+        if not equal:
+            break
+        count += 1
+    return count
+
+
+def yaml_text(value: Any) -> str:
+    """A value as one line of YAML."""
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("\n").removesuffix("\n...")

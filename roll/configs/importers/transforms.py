@@ -1,0 +1,222 @@
+"""Values of other systems that are said differently here, by the name that the tables use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Transform = Callable[[Any], Any]
+
+
+class Untranslatable(ValueError):
+    """A value that means nothing here. The message says why."""
+
+
+class Omitted(Exception):
+    """A value that is said here by saying nothing. The message says why."""
+
+
+def _choice(names: Mapping[Any, Any], why: str = "") -> Transform:
+    def choose(value: Any) -> Any:
+        if value in names:
+            return names[value]
+        known = ", ".join(map(str, names))
+        raise Untranslatable(f"{value} has no counterpart here{f': {why}' if why else ''} (there are those of {known})")
+
+    return choose
+
+
+def _opposite(value: Any) -> Any:
+    return not value
+
+
+def _commas(value: Any) -> Any:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
+    return value
+
+
+def _bf16(value: Any) -> Any:
+    return "bf16" if value else "fp32"
+
+
+def _switch(value: Any) -> Any:
+    """A coefficient that is only read when it is above 0."""
+    if not value:
+        raise Omitted("0 switches it off")
+    return value
+
+
+def _never(value: Any) -> Any:
+    """A period in steps, -1 or 0 for never."""
+    return value if value and value > 0 else NEVER
+
+
+NEVER = 1_000_000
+"""Steps between two things that shall not happen; what follows the last step does."""
+
+
+def _period(value: Any) -> Any:
+    """A period of evaluations, where 0 is never."""
+    return max(0, value or 0)
+
+
+def _all_of_them(value: Any) -> Any:
+    """A bound that none stands for as null."""
+    return NEVER if value is None or value < 0 else value
+
+
+def _first_of(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _text_none(value: Any) -> Any:
+    return None if value in ("None", "none", "null") else value
+
+
+def _trackers(value: Any) -> Any:
+    names = {"console": "stdout", "wandb": "wandb", "tensorboard": "tensorboard"}
+    given = [value] if isinstance(value, str) else list(value or [])
+    kept = [names[name] for name in given if name in names]
+    if unknown := [name for name in given if name not in names]:
+        if kept:
+            raise Partial(_first_of(kept), f"no tracker {', '.join(unknown)} here")
+        raise Omitted(f"no tracker {', '.join(unknown)} here; package.module:Class may name your own")
+    return _first_of(kept)
+
+
+class Partial(Exception):
+    """A value of which a part has a counterpart."""
+
+    def __init__(self, value: Any, why: str) -> None:
+        super().__init__(why)
+        self.value = value
+
+
+def _pages(value: Any) -> Any:
+    """``fa2`` and its other spellings."""
+    return _choice(
+        {
+            "fa2": "fa2",
+            "flash_attention_2": "fa2",
+            "sdpa": "sdpa",
+            "auto": "auto",
+            "eager": "eager",
+            "disabled": "eager",
+            None: "auto",
+        }
+    )(value)
+
+
+def _schedule(value: Any) -> Any:
+    return _choice(
+        {
+            "constant": "constant_with_warmup",
+            "constant_with_warmup": "constant_with_warmup",
+            "linear": "linear",
+            "cosine": "cosine",
+            "cosine_with_min_lr": "cosine",
+            None: "constant_with_warmup",
+        },
+        "no such schedule",
+    )(value)
+
+
+def _resume(value: Any) -> Any:
+    return {"auto": True, "disable": False}.get(value, value)
+
+
+TRANSFORMS: dict[str, Transform] = {
+    "opposite": _opposite,
+    "commas": _commas,
+    "bf16-or-fp32": _bf16,
+    "above-zero": _switch,
+    "never": _never,
+    "period": _period,
+    "all": _all_of_them,
+    "text-none": _text_none,
+    "trackers": _trackers,
+    "attention": _pages,
+    "schedule": _schedule,
+    "resume": _resume,
+    "first": _first_of,
+    "dtype": _choice(
+        {
+            "bf16": "bf16",
+            "bfloat16": "bf16",
+            "fp16": "fp16",
+            "float16": "fp16",
+            "half": "fp16",
+            "fp32": "fp32",
+            "float32": "fp32",
+            "auto": None,
+        }
+    ),
+    "trainer": _choice(
+        {"fsdp": "fsdp2_train", "fsdp2": "fsdp2_train", "megatron": "megatron_train", "veomni": "fsdp2_train"}
+    ),
+    "scorer": _choice(
+        {"fsdp": "fsdp2_infer", "fsdp2": "fsdp2_infer", "megatron": "megatron_infer", "veomni": "fsdp2_infer"}
+    ),
+    "generator": _choice({"vllm": "vllm", "sglang": "sglang", "hf": "hf_infer"}),
+    "env-manager": lambda value: _env_manager(value),
+    "grouping": _choice(
+        {
+            "state": "state",
+            "batch": "batch",
+            "inductive": "inductive",
+            "traj_group_id": "state",
+            "state_hash": "state",
+            "tags": "inductive",
+        }
+    ),
+    "normalisation": _choice({"asym_clip": "asym_clip", "identity": "identity", "mean_std": "mean_std"}),
+    "estimator": lambda value: {
+        "group_norm": "grpo",
+        "agentic_reinforce": "reinforce",
+        "grpo_vectorized": "grpo",
+        "rloo_vectorized": "rloo",
+    }.get(value, value),
+    "aggregation": lambda value: value,
+    "recompute": lambda value: {"sel": "selective"}.get(value, value),
+    "tracker-wandb": lambda value: _if_true(value, "wandb"),
+    "tracker-tensorboard": lambda value: _if_true(value, "tensorboard"),
+    "seq-if": lambda value: _if_true(value, "seq"),
+    "policy-loss": _choice(
+        {
+            "vanilla": "ppo",
+            "gspo": "ppo",
+            "clip_cov": "clip_cov",
+            "kl_cov": "kl_cov",
+            "gpg": "vanilla",
+            "geo_mean": "gmpo",
+            "cispo": "cispo",
+            "sapo": "sapo",
+        }
+    ),
+    "truncation": _choice({"error": "error", "left": "left", "right": "right"}, "prompts are cut at one end"),
+}
+"""By name: from a value there to the one here. They raise ``Untranslatable``, ``Omitted`` or ``Partial``."""
+
+
+def _if_true(value: Any, meaning: str) -> str:
+    if not value:
+        raise Omitted("false asks for nothing")
+    return meaning
+
+
+def _env_manager(value: Any) -> Any:
+    name = str(value).rpartition(".")[2]
+    known = {
+        "TrajEnvManager": "traj",
+        "StepEnvManager": "step",
+        "StepConcatEnvManager": "step",
+        "AgentNativeStepEnvManager": "step",
+        "traj": "traj",
+        "step": "step",
+    }
+    if name in known:
+        return known[name]
+    if str(value).startswith("roll."):
+        raise Untranslatable(f"{name} has no counterpart here: there are traj and step")
+    return value

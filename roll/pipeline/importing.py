@@ -1,0 +1,46 @@
+"""``roll import``: a configuration of another system becomes one of ours."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+EXIT_UNREADABLE = 2
+
+
+def run(system: str, words: Sequence[str], output: str | None) -> int:
+    """Imports files and prints what became of each key.
+
+    Args:
+        system: whose files they are.
+        words: files, and ``key=value`` changes with the system's keys.
+        output: file to write; the YAML goes to standard output and the report to standard error, if not given.
+
+    Returns:
+        0; 1 when something that changes results could not be carried over, or the result needs an edit; 2 for files
+        that cannot be read.
+    """
+    from roll.configs.importers.convert import convert
+    from roll.configs.importers.reading import UnreadableError
+    from roll.configs.importers.report import report
+    from roll.preflight.choices import CHECKS
+
+    files = [Path(word).expanduser() for word in words if "=" not in word]
+    overrides = [word for word in words if "=" in word]
+    if not files:
+        sys.stderr.write(f"roll import {system}: no file is named\n")
+        return EXIT_UNREADABLE
+    name = Path(output).stem if output else files[-1].stem
+    try:
+        imported = convert(system, files, overrides, CHECKS, name)
+    except UnreadableError as error:
+        sys.stderr.write(f"roll import {system}: {error}\n")
+        return EXIT_UNREADABLE
+    if output is None:
+        sys.stdout.write(imported.text)
+        sys.stderr.write(report(imported))
+    else:
+        Path(output).expanduser().write_text(imported.text, encoding="utf-8")
+        sys.stdout.write(f"{report(imported)}written to {output}\n")
+    return imported.exit_code
