@@ -58,6 +58,7 @@ imports: $(ENGINES)
 
 docs: $(ENGINES)
 	$(BIN)/python scripts/generate_config_docs.py
+	$(BIN)/python scripts/generate_migration_docs.py
 
 bench: $(ENGINES)
 	missed=0; for script in benchmarks/*.py; do $(BIN)/python $$script || missed=1; done; exit $$missed

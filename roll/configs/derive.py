@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from roll.configs.devices import parse_device_mapping
+from roll.configs.engines import card_of
 from roll.configs.rules import TRAINED
 
 _ROLES = (*TRAINED, "actor_infer", "reference")
 _COLUMNS = ("prompt", "messages", "response", "tag", "id", "default_tag", "system_prompt")
-_ENGINE_SIZES = ("tensor_parallel_size", "tp_size")
 _LENGTH = 1024
 _DEVICES_PER_NODE = 8
 
@@ -53,10 +53,10 @@ def _role(section: Mapping[str, Any]) -> dict[str, Any]:
     options = strategy.get("strategy_config")
     if role.get("num_gpus_per_worker") is None:
         role.pop("num_gpus_per_worker", None)
-        sizes = [options.get(key) for key in _ENGINE_SIZES] if isinstance(options, dict) else []
-        generates = strategy.get("strategy_name") in ("vllm", "sglang")
-        size = next((size for size in sizes if type(size) is int and size > 0), None) if generates else None
-        if size is not None and role.get("device_mapping") is not None:
+        name = strategy.get("strategy_name")
+        card = card_of(name) if isinstance(name, str) else None
+        size = options.get(card.size_key) if card and card.size_key and isinstance(options, dict) else None
+        if type(size) is int and size > 0 and role.get("device_mapping") is not None:
             role["num_gpus_per_worker"] = size
     return role
 

@@ -37,6 +37,13 @@ class RLVRConfig(RLConfig, PromptsConfig):
         description="Supervised start of the tiny model; read when pretrain is tiny.",
     )
 
+    def with_length(self, prompts: int) -> RLVRConfig:
+        """The configuration with the ``max_steps`` that ``total_epochs`` of so many prompts make."""
+        if self.total_epochs is None:
+            return self
+        steps = max(1, self.total_epochs * prompts // self.rollout_batch_size)
+        return self.model_copy(update={"max_steps": steps})
+
     @property
     def samples_per_step(self) -> int:
         return self.rollout_batch_size * self.num_return_sequences_in_group

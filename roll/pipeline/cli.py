@@ -82,6 +82,7 @@ def perform(
     """
     # Imported here: --help answers at once, and neither torch nor Ray is loaded for a configuration that is wrong.
     from roll.configs.compose import compose_config
+    from roll.configs.importers.recognise import command_for, system_of
     from roll.configs.loader import load_composed
     from roll.configs.problems import ConfigErrors
     from roll.preflight.choices import CHECKS
@@ -92,6 +93,10 @@ def perform(
 
     started = started or time.time()
     start_calmly()
+    file = folder / (config_name if config_name.endswith(".sh") else f"{config_name.removesuffix('.yaml')}.yaml")
+    if system_of(file) not in (None, "roll"):
+        sys.stderr.write(f"{config_name}: {command_for(file)}\n")
+        return EXIT_CONFIG
     try:
         composed = compose_config(config_name, folder, overrides)
         program = _program_of(composed, program)
@@ -104,6 +109,8 @@ def perform(
             raise ConfigErrors(problems)
     except ConfigErrors as errors:
         sys.stderr.write(report(errors, config_name))
+        if (advice := command_for(file)) is not None:  # of ROLL, most of whose keys are ours
+            sys.stderr.write(f"{config_name}: {advice}\n")
         return EXIT_CONFIG
     if action == "print":
         sys.stdout.write(_yaml(config))

@@ -34,6 +34,34 @@ _UNREAD = {
 """By role: what is read elsewhere."""
 
 
+DOMAINS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "gsm8k": ("gsm8k", ("openai/gsm8k",)),
+    "math": (
+        "math",
+        (
+            "lighteval/MATH",
+            "DigitalLearningGmbH/MATH-lighteval",
+            "HuggingFaceH4/MATH-500",
+            "math_dapo",
+            "math",
+            "math_dapo_reasoning",
+            "aime_2024",
+            "aime_2025",
+            "aime24",
+            "aime25",
+            "numina_aops_forum",
+            "numina_synthetic_math",
+            "numina_amc_aime",
+            "numina_synthetic_amc",
+            "numina_cn_k12",
+            "numina_olympiads",
+        ),
+    ),
+    "code": ("code", ("codecontests", "apps", "codeforces", "taco")),
+}
+"""The data sources that verl scores by itself: our verifier, and their names in the data."""
+
+
 def drop_unread(draft: Draft) -> None:
     """Takes out roles and keys that nothing reads, and switches' keys without their switch."""
     if draft.get("adv_estimator", "gae") != "gae" and "critic" in draft.ours:
@@ -172,3 +200,25 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"
+
+
+def devices(first: int, count: int) -> str:
+    """A ``device_mapping`` of devices in a row."""
+    return f"list(range({first},{first + count}))"
+
+
+def verl_columns(draft: Draft) -> None:
+    """The columns of data that verl's preparation scripts write, which others took over."""
+    data = "actor_train.data_args"
+    for key, column in (("messages", "prompt"), ("tag", "data_source"), ("response", "reward_model.ground_truth")):
+        draft.derive([], f"{data}.{key}", column, "the column that its data has")
+
+
+def public_domains(draft: Draft, key: str) -> None:
+    """Reward domains of the public data sources: those that the names of the files speak of, else all."""
+    files = [draft.get(f"{section}.data_args.file_name") for section in ("actor_train", "validation")]
+    names = str(files).lower()
+    for domain in [name for name in DOMAINS if name in names] or DOMAINS:
+        verifier, tags = DOMAINS[domain]
+        value = {"tag_included": list(tags), "verifiers": [{"name": verifier}]}
+        draft.derive(key, f"rewards.{domain}", value, "the data sources that it scores by itself")

@@ -11,7 +11,7 @@ from typing import Any
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compose import compose_config
-from roll.configs.importers import roll, verl
+from roll.configs.importers import chatlearn, mindspeed, roll, verl
 from roll.configs.importers.common import drop_nulls
 from roll.configs.importers.draft import Draft, Kind, Outcome
 from roll.configs.importers.reading import read
@@ -24,8 +24,16 @@ from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import Rule
 from roll.configs.schema import locate, type_text
 
-DERIVE: dict[str, Callable[[Draft], None]] = {"roll": roll.derive, "verl": verl.derive}
+DERIVE: dict[str, Callable[[Draft], None]] = {
+    "roll": roll.derive,
+    "verl": verl.derive,
+    "chatlearn": chatlearn.derive,
+    "mindspeed": mindspeed.derive,
+}
 """By system: what its keys say together."""
+
+_PATHS = ("pretrain", "reward_pretrain")
+"""Keys with the paths of another machine."""
 
 _PRESET = re.compile(r"\$\{(deepspeed_zero\w*)\}")
 
@@ -82,7 +90,12 @@ def convert(
         values["defaults"] = [*(f"{preset}@_here_" for preset in presets), "_self_"]
     sources = " ".join(file.name for file in files)
     text = text_of(values, [f"Imported from {SYSTEMS[system]}: {sources}"])
-    problems = problems_of(text, schema, (checks or {}).get(schema, ()))
+    problems = []
+    for problem in problems_of(text, schema, (checks or {}).get(schema, ())):
+        if problem.path in _PATHS:
+            draft.tell(Kind.TO_DO, problem.path, problem.seen, note="no folder of this machine")
+        else:
+            problems.append(problem)
     outcomes = [each for each in draft.outcomes if each.kind != Kind.THEIRS or _has(values, each.ours)]
     return Imported(text, schema, tuple(outcomes), tuple(problems), tuple(given.notes))
 

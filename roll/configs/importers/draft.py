@@ -161,7 +161,7 @@ class Draft:
         """Gives a key of ours a value that follows from several of theirs."""
         keys = [keys] if isinstance(keys, str) else keys
         self.set(ours, value)
-        given = [key for key in keys if self.has(key)] or list(keys[:1])
+        given = [key for key in keys if self.has(key)] or list(keys[:1]) or ["its algorithm and data"]
         self.tell(Kind.DERIVED, ", ".join(given), NOTHING, ours, value, note)
 
     def drop_ours(self, key: str, note: str) -> None:
@@ -178,6 +178,11 @@ class Draft:
             told = {ours: "a section"}
         for key, value in told.items() if about else [(ours, seen)]:
             self.tell(kind, key, value, note=note)
+
+    def forget(self, ours: str) -> None:
+        """Takes out a section of ours and all that was noted of it, for another one."""
+        self.remove(ours)
+        self.outcomes = [each for each in self.outcomes if not each.ours.startswith(f"{ours}.")]
 
     def roles(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """The model roles of ours that are there."""

@@ -109,7 +109,10 @@ def _tree(file: Path, notes: list[str]) -> DictConfig:
 
 def _is_about(entry: Any, missing: str) -> bool:
     """Whether an entry of a defaults list asks for a file."""
-    names = [f"{key}/{value}" for key, value in entry.items()] if isinstance(entry, dict) else [str(entry)]
+    names = [str(entry)]
+    if isinstance(entry, dict):
+        named = [(key, value if isinstance(value, list) else [value]) for key, value in entry.items()]
+        names = [f"{key}/{value}" for key, values in named for value in values]
     tail = Path(missing).with_suffix("").name
     return any(re.sub(r"@[\w.]+", "", name).rstrip("/").rpartition("/")[2] == tail for name in names)
 

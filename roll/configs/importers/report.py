@@ -18,7 +18,7 @@ _MEANINGS = {
     Kind.DERIVED: "follows from several keys",
     Kind.THEIRS: "not given; written out, since the default here is another",
     Kind.DROPPED: "changes nothing here",
-    Kind.TO_DO: "left to you",
+    Kind.TO_DO: "outside of the configuration",
     Kind.IMPOSSIBLE: "changes results, and cannot be said here",
 }
 

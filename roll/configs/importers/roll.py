@@ -9,6 +9,7 @@ from roll.configs.devices import parse_device_mapping
 from roll.configs.importers.common import devices_of, drop_unread, parallel_sizes, set_batch, tidy_engines, to_do
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.table import ROLES
+from roll.configs.rules import TRAINED
 from roll.configs.shipped import SHIPPED
 
 TEMPLATES = ("native", "chatml", "qwen2", "qwen2_5", "llama3", "gemma", "plain")
@@ -82,6 +83,9 @@ def _roles(draft: Draft) -> None:
                 draft.tell(Kind.IMPOSSIBLE, f"{role}.model_args.model_name_or_path", model, note=words)
             else:
                 draft.tell(Kind.DROPPED, f"{role}.model_args.model_name_or_path", model, note=f"it is {key}")
+        if role in TRAINED and draft.get(f"{role}.model_args.dtype") == "fp16":
+            draft.set(f"{role}.model_args.dtype", "bf16")
+            draft.retell(f"{role}.model_args.dtype", Kind.IMPOSSIBLE, "nothing is trained in fp16: bf16 is taken")
         _engine(draft, role)
 
 
@@ -92,7 +96,8 @@ def _engine(draft: Draft, role: str) -> None:
     if preset == "deepspeed_zero1":
         preset = "deepspeed_zero"
     if preset.startswith("deepspeed_zero") and (SHIPPED / f"{preset}.yaml").is_file():
-        draft.set(base, link if preset in str(link) else f"${{{preset}}}")
+        draft.forget(base)
+        draft.set(base, f"${{{preset}}}")
         draft.tell(Kind.KEPT, base, link, base, link)
     name = draft.get(f"{role}.strategy_args.strategy_name", "")
     if name in ("vllm", "sglang"):

@@ -33,6 +33,8 @@ _OPERATORS = {
 }
 _LITERAL_DOLLAR = "\ue000"
 """Stands for a dollar sign between single quotes, in which a shell replaces nothing."""
+_SPACE = "\ue001"
+"""Stands for a space that does not end a word."""
 _MAX_POWER = 64
 
 
@@ -102,12 +104,15 @@ def _commands(text: str, notes: list[str]) -> Iterator[list[str]]:
 
 
 def _guard(text: str) -> str:
-    """Dollar signs between single quotes replaced by a stand-in."""
-    found, quote = [], ""
-    for character in text:
-        if character in "'\"" and quote in ("", character):
+    """Stand-ins for dollar signs between single quotes, and for spaces inside ``$(…)``."""
+    found, quote, depth = [], "", 0
+    for i, character in enumerate(text):
+        if character in "'\"" and quote in ("", character) and not depth:
             quote = "" if quote else character
-        found.append(_LITERAL_DOLLAR if character == "$" and quote == "'" else character)
+        if quote != "'" and (depth or text.startswith("$(", i - 1)):
+            depth += {"(": 1, ")": -1}.get(character, 0)
+        inside = depth and character.isspace()
+        found.append(_LITERAL_DOLLAR if character == "$" and quote == "'" else _SPACE if inside else character)
     return "".join(found)
 
 
@@ -157,13 +162,13 @@ def _expanded(word: str, variables: Mapping[str, list[str]]) -> list[str]:
             return _VARIABLE.sub(value, found["fallback"])
         return "" if name in "@*" or name.isdigit() else f"${{oc.env:{name}}}"
 
-    return [_VARIABLE.sub(value, word).replace(_LITERAL_DOLLAR, "$")]
+    return [_VARIABLE.sub(value, word).replace(_LITERAL_DOLLAR, "$").replace(_SPACE, " ")]
 
 
 def _sum(text: str, variables: Mapping[str, list[str]]) -> str:
     """Whole-number arithmetic; text that is none stays as it is."""
     try:
-        return str(_number(ast.parse(text.strip(), mode="eval").body, variables))
+        return str(_number(ast.parse(text.replace(_SPACE, " ").strip(), mode="eval").body, variables))
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
         return f"$(({text}))"
 

@@ -93,7 +93,7 @@ class Partial(Exception):
         self.value = value
 
 
-def _pages(value: Any) -> Any:
+def _attention(value: Any) -> Any:
     """``fa2`` and its other spellings."""
     return _choice(
         {
@@ -104,6 +104,7 @@ def _pages(value: Any) -> Any:
             "eager": "eager",
             "disabled": "eager",
             None: "auto",
+            False: "auto",
         }
     )(value)
 
@@ -136,7 +137,7 @@ TRANSFORMS: dict[str, Transform] = {
     "all": _all_of_them,
     "text-none": _text_none,
     "trackers": _trackers,
-    "attention": _pages,
+    "attention": _attention,
     "schedule": _schedule,
     "resume": _resume,
     "first": _first_of,

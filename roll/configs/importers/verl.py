@@ -6,8 +6,10 @@ import re
 from typing import Any
 
 from roll.configs.importers.common import (
+    devices,
     drop_unread,
     parallel_sizes,
+    public_domains,
     set_batch,
     set_budget,
     set_everywhere,
@@ -20,33 +22,6 @@ from roll.configs.importers.transforms import TRANSFORMS, Omitted, Partial, Untr
 ACTOR, ROLLOUT, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "critic"
 MODEL = "actor_rollout_ref.model"
 _OPTIONS = "strategy_args.strategy_config"
-
-DOMAINS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "gsm8k": ("gsm8k", ("openai/gsm8k",)),
-    "math": (
-        "math",
-        (
-            "lighteval/MATH",
-            "DigitalLearningGmbH/MATH-lighteval",
-            "HuggingFaceH4/MATH-500",
-            "math_dapo",
-            "math",
-            "math_dapo_reasoning",
-            "aime_2024",
-            "aime_2025",
-            "aime24",
-            "aime25",
-            "numina_aops_forum",
-            "numina_synthetic_math",
-            "numina_amc_aime",
-            "numina_synthetic_amc",
-            "numina_cn_k12",
-            "numina_olympiads",
-        ),
-    ),
-    "code": ("code", ("codecontests", "apps", "codeforces", "taco")),
-}
-"""The data sources that verl scores by itself: our verifier, and their names in the data."""
 
 _SCHEDULES = TRANSFORMS["schedule"]
 _NAMED = re.compile(r"[^\w.+-]+")
@@ -133,7 +108,7 @@ def _devices(draft: Draft) -> int:
 
 def _roles(draft: Draft) -> None:
     count = _devices(draft)
-    mapping = f"list(range(0,{count}))"
+    mapping = devices(0, count)
     where = ["trainer.n_gpus_per_node", "trainer.nnodes"]
     trainer = draft.get("actor_train.strategy_args.strategy_name", "fsdp2_train")
     uses_kl = draft.theirs(f"{ACTOR}.use_kl_loss") or draft.theirs("algorithm.use_kl_in_reward")
@@ -337,21 +312,14 @@ def _rewards(draft: Draft) -> None:
         arguments: dict[str, Any] = {"path": f"{path}:{name or 'compute_score'}"}
         if extra := draft.theirs("custom_reward_function.reward_kwargs"):
             arguments["kwargs"] = extra
-        domain = {"tag_included": ["custom"], "verifiers": [{"name": "custom", "args": arguments}]}
-        draft.derive(f"{prefix}custom_reward_function.path", "rewards.custom", domain)
+        own = {"tag_included": ["custom"], "verifiers": [{"name": "custom", "args": arguments}]}
+        draft.derive(f"{prefix}custom_reward_function.path", "rewards.custom", own)
         draft.set("actor_train.data_args.tag", "tag")
         draft.derive("data.reward_fn_key", "actor_train.data_args.default_tag", "custom", "one domain scores every row")
         note = "data_source, with which the function is called, is the row's tag: custom"
         to_do(draft, f"{prefix}custom_reward_function.path", note)
     else:
-        used = list(DOMAINS)
-        names = f"{draft.get('actor_train.data_args.file_name')} {draft.get('validation.data_args.file_name')}".lower()
-        known = [domain for domain in ("gsm8k", "math") if domain in names]
-        for domain in [*known, *(["code"] if "code" in names else [])] or used:
-            verifier, tags = DOMAINS[domain]
-            entry: dict[str, Any] = {"name": verifier}
-            value = {"tag_included": list(tags), "verifiers": [entry]}
-            draft.derive("data.reward_fn_key", f"rewards.{domain}", value, "the sources that verl scores by itself")
+        public_domains(draft, "data.reward_fn_key")
     manager = draft.theirs("reward_model.reward_manager") or draft.theirs("reward.reward_manager.name") or "naive"
     if manager not in ("naive", "prime", "dapo", "batch"):
         note = "a class that scores a batch has no counterpart: write a verifier"

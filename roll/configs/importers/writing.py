@@ -9,7 +9,9 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from roll.configs.base import Config
+from roll.configs.engines import card_of
 from roll.configs.schema import element_of, section_of
+from roll.configs.strategy import StrategyArguments
 
 WIDTH = 110
 
@@ -71,6 +73,10 @@ ALWAYS = {"exp_name", "pretrain", "max_steps", "rollout_batch_size", "adv_estima
 def shorten(section: type[Config], values: Mapping[str, Any]) -> dict[str, Any]:
     """The values without those that a section has anyway."""
     short: dict[str, Any] = {}
+    if section is StrategyArguments and isinstance(values.get("strategy_config"), dict):
+        card = card_of(str(values.get("strategy_name")))
+        options = values["strategy_config"]
+        values = {**values, "strategy_config": shorten(card.options, options) if card else options}
     for name, value in values.items():
         field = section.model_fields.get(name)
         if field is None:

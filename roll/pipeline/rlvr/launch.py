@@ -33,9 +33,7 @@ def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
     except (OSError, ValueError) as error:  # a DataError is a ValueError
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
-    if config.total_epochs is not None and datasets.train is not None:
-        steps = max(1, config.total_epochs * len(datasets.train) // config.rollout_batch_size)
-        config = config.model_copy(update={"max_steps": steps})
+    config = config if datasets.train is None else config.with_length(len(datasets.train))
     workers: WorkerClasses = {
         **MODEL_WORKERS,
         ROLLOUT_CLUSTER: PromptWorker,

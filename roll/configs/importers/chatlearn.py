@@ -1,0 +1,181 @@
+"""ChatLearn's configurations: what several of its keys say together."""
+
+from __future__ import annotations
+
+from roll.configs.importers.common import (
+    devices,
+    drop_unread,
+    public_domains,
+    set_batch,
+    set_budget,
+    tidy_engines,
+    to_do,
+    verl_columns,
+)
+from roll.configs.importers.draft import Draft, Kind
+
+TRAINER, REF, POLICY, RUN = "models.policy_trainer", "models.ref_policy", "models.policy", "runtime_args"
+_OPTIONS = "strategy_args.strategy_config"
+_MEGATRON = {
+    "tensor_model_parallel_size": "tensor_model_parallel_size",
+    "pipeline_model_parallel_size": "pipeline_model_parallel_size",
+    "expert_tensor_parallel_size": "expert_tensor_parallel_size",
+    "expert_model_parallel_size": "expert_model_parallel_size",
+    "virtual_pipeline_model_parallel_size": "virtual_pipeline_model_parallel_size",
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+    "sequence_parallel": "sequence_parallel",
+}
+
+
+_WANDB = {"wandb_project": "project", "wandb_name": "name", "wandb_id": "id", "wandb_dir": "log_dir"}
+
+
+def derive(draft: Draft) -> None:
+    """Everything that no row of the table says by itself."""
+    draft.derive([], "adv_estimator", "grpo", "the algorithm of ChatLearn")
+    _trackers(draft)
+    _lengths(draft)
+    _algorithm(draft)
+    _roles(draft)
+    verl_columns(draft)
+    draft.set("actor_train.data_args.prompt_overflow", "drop")
+    public_domains(draft, f"{RUN}.data_path")
+    for domain in draft.get("rewards", {}):
+        workers = int(draft.theirs("models.reward.num_cpu")) // max(
+            1, int(draft.theirs("models.reward.cpu_per_process"))
+        )
+        draft.derive("models.reward.num_cpu", f"rewards.{domain}.world_size", max(1, workers))
+    _validation(draft)
+    _batches(draft)
+    drop_unread(draft)
+    tidy_engines(draft)
+
+
+def _trackers(draft: Draft) -> None:
+    log = f"{RUN}.log_args_dict"
+    if draft.theirs(f"{log}.enable_wandb"):
+        draft.derive(f"{log}.enable_wandb", "track_with", "wandb")
+        for key, ours in (
+            ("wandb_project", "project"),
+            ("wandb_name", "name"),
+            ("wandb_id", "id"),
+            ("wandb_dir", "log_dir"),
+        ):
+            if draft.theirs(f"{log}.{key}"):
+                draft.derive(f"{log}.{key}", f"tracker_kwargs.{ours}", draft.theirs(f"{log}.{key}"))
+    elif draft.theirs(f"{log}.log_dir"):
+        draft.derive(f"{log}.log_dir", "tracker_kwargs.log_dir", draft.theirs(f"{log}.log_dir"))
+
+
+def _lengths(draft: Draft) -> None:
+    whole = int(draft.get("prompt_length")) + int(draft.get("response_length"))
+    keys = [f"{POLICY}.max_prompt_tokens_length", f"{POLICY}.max_response_tokens_length"]
+    draft.derive(keys, "sequence_length", whole)
+
+
+def _algorithm(draft: Draft) -> None:
+    low, high = draft.get("pg_clip_low"), draft.get("pg_clip_high")
+    if low == high:
+        draft.derive([f"{TRAINER}.pos_clip_ratio", f"{TRAINER}.neg_clip_ratio"], "pg_clip", low)
+        for key in ("pg_clip_low", "pg_clip_high", "use_pg_clip_range"):
+            draft.remove(key)
+    if (coefficient := draft.theirs(f"{TRAINER}.kl_coef")) and float(coefficient) > 0:
+        draft.derive(f"{TRAINER}.kl_coef", "kl_loss_coef", float(coefficient))
+        draft.derive(f"{TRAINER}.kl_coef", "use_kl_loss", True)
+        draft.derive(f"{TRAINER}.kl_coef", "kl_penalty", "k3")
+    if draft.theirs(f"{TRAINER}.use_group_sequence_policy"):
+        draft.derive(f"{TRAINER}.use_group_sequence_policy", "importance_sampling", "seq")
+
+
+def _roles(draft: Draft) -> None:
+    trainer = draft.get("actor_train.strategy_args.strategy_name")
+    shared = set(draft.theirs(f"{RUN}.colocation") or ("policy", "policy_trainer", "ref_policy"))
+    sizes = {
+        "actor_train": ("policy_trainer", int(draft.theirs(f"{TRAINER}.num_gpu"))),
+        "actor_infer": ("policy", int(draft.theirs(f"{POLICY}.num_gpu"))),
+    }
+    if draft.get("use_kl_loss"):
+        count = int(draft.theirs(f"{REF}.num_gpu", draft.theirs(f"{TRAINER}.num_gpu")))
+        sizes["reference"] = ("ref_policy", count)
+        scorer = trainer.replace("_train", "_infer")
+        draft.derive(f"{RUN}.train_backend", "reference.strategy_args.strategy_name", scorer)
+    first = 0
+    for role, (name, count) in sizes.items():
+        start = 0 if name in shared else first
+        draft.derive(f"models.{name}.num_gpu", f"{role}.device_mapping", devices(start, count))
+        first = max(first, start + count)
+    for role, theirs in (("actor_train", TRAINER), ("reference", REF)):
+        if role in sizes:
+            _trained(draft, role, theirs, trainer)
+    name = draft.get("actor_infer.strategy_args.strategy_name")
+    key = "mem_fraction_static" if name == "sglang" else "gpu_memory_utilization"
+    share = draft.theirs(f"{POLICY}.gpu_memory_utilization")
+    draft.derive(f"{POLICY}.gpu_memory_utilization", f"actor_infer.{_OPTIONS}.{key}", float(share))
+    if name == "vllm" and draft.theirs(f"{POLICY}.enforce_eager"):
+        draft.derive(f"{POLICY}.enforce_eager", f"actor_infer.{_OPTIONS}.enforce_eager", True)
+    draft.set("actor_infer.model_args.dtype", "bf16")
+    pretrain = draft.get("pretrain") or draft.theirs(f"{TRAINER}.load") or draft.theirs(f"{TRAINER}.tokenizer_model")
+    if pretrain:
+        draft.derive([f"{POLICY}.load", f"{TRAINER}.load"], "pretrain", pretrain)
+    for other in (TRAINER, REF):
+        path = draft.theirs(f"{other}.load")
+        if path and path != pretrain:
+            to_do(draft, f"{other}.load", f"all copies of the policy start from pretrain, {pretrain}", path)
+
+
+def _trained(draft: Draft, role: str, theirs: str, trainer: str) -> None:
+    options = f"{role}.{_OPTIONS}"
+    if trainer == "megatron_train":
+        for key, ours in _MEGATRON.items():
+            value = draft.theirs(f"{theirs}.{key}", draft.theirs(f"{TRAINER}.{key}"))
+            if value is not None:
+                draft.derive(f"{theirs}.{key}", f"{options}.{ours}", value)
+        if role == "actor_train":
+            if draft.theirs(f"{theirs}.use_distributed_optimizer") is not None:
+                value = draft.theirs(f"{theirs}.use_distributed_optimizer")
+                draft.derive(f"{theirs}.use_distributed_optimizer", f"{options}.use_distributed_optimizer", value)
+            kind = draft.theirs(f"{theirs}.recompute_granularity")
+            if kind:
+                kind = {"sel": "selective"}.get(kind, kind)
+                draft.derive(f"{theirs}.recompute_granularity", f"{options}.recompute_granularity", kind)
+            else:
+                off = f"{role}.model_args.disable_gradient_checkpointing"
+                draft.derive(f"{theirs}.recompute_granularity", off, True, "null computes nothing again there")
+    elif role == "actor_train":
+        size, count = draft.theirs(f"{theirs}.fsdp_size"), int(draft.theirs(f"{TRAINER}.num_gpu"))
+        if size and 0 < int(size) < count:
+            draft.derive(f"{theirs}.fsdp_size", f"{options}.fsdp_size", int(size))
+    if role == "reference":
+        draft.derive(f"{theirs}.bf16", f"{role}.model_args.dtype", draft.get("actor_train.model_args.dtype"))
+        if size := draft.theirs(f"{theirs}.generation_batch_size"):
+            draft.derive(f"{theirs}.generation_batch_size", f"{role}.infer_batch_size", int(size))
+
+
+def _validation(draft: Draft) -> None:
+    if not draft.get("validation.data_args.file_name"):
+        if draft.remove("validation") and draft.has(f"{RUN}.eval_data_path"):
+            draft.tell(Kind.DROPPED, f"{RUN}.eval_data_path", None, note="it names no file")
+        return
+    draft.derive(f"{RUN}.eval_data_path", "val_batch_size", 1_000_000, "all of the held-out prompts")
+
+
+def _batches(draft: Draft) -> None:
+    answers = int(draft.get("num_return_sequences_in_group"))
+    samples = int(draft.theirs(f"{RUN}.sample_per_episode"))
+    prompts = max(1, samples // answers)
+    keys = [f"{RUN}.sample_per_episode", f"{POLICY}.num_inference_per_prompt"]
+    draft.derive(keys, "rollout_batch_size", prompts, f"{prompts} prompts × {answers} answers")
+    packing = bool(draft.theirs(f"{TRAINER}.packing"))
+    micro = draft.theirs(f"{TRAINER}.train_micro_batch_size", draft.theirs(f"{RUN}.train_micro_batch_size"))
+    wanted = int(draft.theirs(f"{RUN}.train_global_batch_size"))
+    keys = [f"{RUN}.train_global_batch_size", f"{RUN}.train_micro_batch_size"]
+    set_batch(draft, "actor_train", wanted, None if packing else int(micro), keys, prompts * answers)
+    for role, theirs in (("actor_train", TRAINER), ("reference", REF)):
+        if role not in draft.ours or not draft.theirs(f"{theirs}.packing", packing):
+            continue
+        budget = int(draft.theirs(f"{theirs}.max_token_in_packing", draft.theirs(f"{TRAINER}.max_token_in_packing")))
+        keys = [f"{theirs}.packing", f"{theirs}.max_token_in_packing"]
+        for phase in ("train", "infer") if role == "actor_train" else ("infer",):
+            set_budget(draft, role, phase, budget, keys)
+        draft.derive(f"{theirs}.packing", f"{role}.use_sequence_packing", True)

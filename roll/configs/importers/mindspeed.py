@@ -1,0 +1,147 @@
+"""MindSpeed RL's configurations: what several of its keys say together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roll.configs.importers.common import devices, drop_unread, set_batch, set_budget, tidy_engines, to_do
+from roll.configs.importers.draft import Draft, Kind
+
+MEGATRON, ACTOR, RL, GENERATE = "megatron_training", "actor_config", "rl_config", "generate_config"
+_OPTIONS = "strategy_args.strategy_config"
+_VERIFIERS = {
+    "acc": "math",
+    "base_acc": "math",
+    "math_17k_acc": "math",
+    "math_verify_reward": "math",
+    "acc_for_dapo": "math",
+    "format": "format",
+    "strict_format": "format",
+    "base_model_format": "format",
+}
+_SHARED = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel")
+
+
+def derive(draft: Draft) -> None:
+    """Everything that no row of the table says by itself."""
+    draft.set("actor_train.strategy_args.strategy_name", "megatron_train")
+    draft.set("actor_infer.strategy_args.strategy_name", "vllm")
+    _model_and_data(draft)
+    _algorithm(draft)
+    _trackers(draft)
+    _roles(draft)
+    _rewards(draft)
+    _batches(draft)
+    drop_unread(draft)
+    tidy_engines(draft)
+
+
+def _model_and_data(draft: Draft) -> None:
+    folder = draft.theirs(f"{MEGATRON}.tokenizer_name_or_path")
+    if folder:
+        draft.derive(f"{MEGATRON}.tokenizer_name_or_path", "pretrain", folder, "the folder in Hugging Face format")
+    if draft.has(f"{ACTOR}.load"):
+        note = "Megatron's checkpoints are not read: see that pretrain is the same model in Hugging Face format"
+        to_do(draft, f"{ACTOR}.load", note, draft.theirs(f"{ACTOR}.load"))
+    data = "actor_train.data_args"
+    if path := draft.theirs(f"{MEGATRON}.data_path"):
+        draft.derive(f"{MEGATRON}.data_path", f"{data}.file_name", path)
+        note = "name the rows that it was tokenised from: JSON lines, the question in problem, the answer in answer"
+        to_do(draft, f"{MEGATRON}.data_path", note, path)
+    for key, column in (("prompt", "problem"), ("response", "answer"), ("default_tag", "math")):
+        draft.set(f"{data}.{key}", column)
+    draft.set(f"{data}.prompt_overflow", "drop")
+    whole = int(draft.get("prompt_length")) + int(draft.get("response_length"))
+    draft.derive([f"{RL}.max_prompt_length", f"{GENERATE}.sampling_config.max_tokens"], "sequence_length", whole)
+    rate, least = draft.get("actor_train.training_args.learning_rate"), draft.theirs(f"{ACTOR}.min_lr")
+    if least and float(least) > 0:
+        ratio = min(1.0, float(least) / float(rate))
+        draft.derive([f"{ACTOR}.min_lr", f"{ACTOR}.lr"], "actor_train.training_args.min_lr_ratio", ratio)
+
+
+def _algorithm(draft: Draft) -> None:
+    stage = str(draft.theirs(f"{MEGATRON}.stage"))
+    if stage == "ray_ppo":
+        draft.tell(Kind.IMPOSSIBLE, f"{MEGATRON}.stage", stage, note="write the section critic, for adv_estimator gae")
+    elif stage not in ("ray_grpo", "ray_dapo"):
+        draft.tell(Kind.IMPOSSIBLE, f"{MEGATRON}.stage", stage, note="there are ray_grpo and ray_dapo")
+    if stage == "ray_dapo":
+        draft.derive(f"{MEGATRON}.stage", "loss_agg_mode", "token-mean")
+    elif draft.theirs(f"{RL}.token_level_loss"):
+        draft.derive(f"{RL}.token_level_loss", "loss_agg_mode", "token-mean")
+    coefficient = float(draft.theirs(f"{RL}.init_kl_coef"))
+    draft.derive(f"{RL}.init_kl_coef", "kl_loss_coef", coefficient, "a loss there; the same name is the reward's here")
+    draft.derive(f"{RL}.init_kl_coef", "use_kl_loss", coefficient > 0)
+    if (kind := draft.theirs(f"{RL}.kl_ctrl_type")) != "fixed" and coefficient > 0:
+        note = "the coefficient of the KL loss is constant"
+        draft.tell(Kind.IMPOSSIBLE, f"{RL}.kl_ctrl_type", kind, note=note)
+    if draft.has(f"{RL}.clip_ratio_low") and not draft.theirs(f"{RL}.clip_higher_enable", True):
+        draft.remove("use_pg_clip_range")
+
+
+def _trackers(draft: Draft) -> None:
+    if draft.theirs(f"{RL}.use_wandb"):
+        draft.derive(f"{RL}.use_wandb", "track_with", "wandb")
+        for key, ours in (("wandb_project", "project"), ("wandb_exp_name", "name"), ("wandb_save_dir", "log_dir")):
+            if draft.theirs(f"{RL}.{key}"):
+                draft.derive(f"{RL}.{key}", f"tracker_kwargs.{ours}", draft.theirs(f"{RL}.{key}"))
+    elif not draft.theirs(f"{RL}.use_tensorboard"):
+        draft.derive(f"{RL}.use_tensorboard", "track_with", "stdout", "neither tensorboard nor wandb")
+
+
+def _roles(draft: Draft) -> None:
+    count = int(draft.theirs(f"{RL}.actor_resource.num_npus"))
+    roles = ["actor_train", "actor_infer", *(["reference"] if draft.get("use_kl_loss") else [])]
+    for role in roles:
+        draft.derive(f"{RL}.actor_resource.num_npus", f"{role}.device_mapping", devices(0, count))
+    if "reference" in roles:
+        base = "reference.strategy_args"
+        draft.derive(ACTOR, f"{base}.strategy_name", "megatron_infer")
+        for key in _SHARED:
+            if (value := draft.get(f"actor_train.{_OPTIONS}.{key}")) is not None:
+                draft.set(f"{base}.strategy_config.{key}", value)
+        draft.set("reference.model_args.dtype", draft.get("actor_train.model_args.dtype"))
+        if size := draft.theirs(f"{RL}.ref_forward_micro_batch_size"):
+            draft.derive(f"{RL}.ref_forward_micro_batch_size", "reference.infer_batch_size", int(size))
+    limit = draft.theirs(f"{GENERATE}.max_model_len")
+    if limit and int(limit) >= draft.get("sequence_length"):
+        draft.derive(f"{GENERATE}.max_model_len", f"actor_infer.{_OPTIONS}.max_model_len", int(limit))
+    elif limit:
+        note = f"the engine holds a whole sample of {draft.get('sequence_length')} tokens"
+        draft.tell(Kind.DROPPED, f"{GENERATE}.max_model_len", limit, note=note)
+    if int(draft.theirs(f"{GENERATE}.infer_expert_parallel_size", 1) or 1) > 1:
+        key = f"actor_infer.{_OPTIONS}.enable_expert_parallel"
+        draft.derive(f"{GENERATE}.infer_expert_parallel_size", key, True)
+
+
+def _rewards(draft: Draft) -> None:
+    names, weights = draft.theirs(f"{RL}.verifier_function"), draft.theirs(f"{RL}.verifier_weight")
+    verifiers: list[dict[str, Any]] = []
+    for number, name in enumerate(names or ["acc"]):
+        verifier = _VERIFIERS.get(str(name))
+        if verifier is None:
+            note = "no verifier takes its place: write one, or a function for the verifier custom"
+            draft.tell(Kind.IMPOSSIBLE, f"{RL}.verifier_function", name, note=note)
+            continue
+        weight = float(weights[number]) if isinstance(weights, list) and number < len(weights) else 1.0
+        verifiers.append({"name": verifier, **({"weight": weight} if weight != 1.0 else {})})
+    domain: dict[str, Any] = {"tag_included": ["math"], "verifiers": verifiers or [{"name": "math"}]}
+    if draft.theirs(f"{RL}.verifier_timeout"):
+        domain["timeout"] = float(draft.theirs(f"{RL}.verifier_timeout"))
+    if draft.theirs(f"{RL}.verifier_parallel"):
+        domain["num_processes"] = int(draft.theirs(f"{RL}.verifier_parallel"))
+    if draft.theirs(f"{RL}.filter_groups_enable"):
+        domain["query_filter_config"] = {"type": "std_filter"}
+    draft.derive([f"{RL}.verifier_function", f"{RL}.verifier_weight"], "rewards.math", domain)
+
+
+def _batches(draft: Draft) -> None:
+    per_step = int(draft.get("rollout_batch_size")) * int(draft.get("num_return_sequences_in_group"))
+    wanted = int(draft.theirs(f"{RL}.mini_batch_size"))
+    keys = [f"{RL}.mini_batch_size", f"{ACTOR}.micro_batch_size"]
+    dynamic = bool(draft.theirs(f"{RL}.use_dynamic_bsz"))
+    micro = None if dynamic else int(draft.theirs(f"{ACTOR}.micro_batch_size"))
+    set_batch(draft, "actor_train", wanted if draft.has(f"{RL}.mini_batch_size") else per_step, micro, keys, per_step)
+    if dynamic:
+        budget = int(draft.theirs(f"{RL}.max_packing_token_size", 0) or 0)
+        set_budget(draft, "actor_train", "train", budget, [f"{RL}.use_dynamic_bsz", f"{RL}.max_packing_token_size"])

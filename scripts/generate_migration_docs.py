@@ -1,0 +1,170 @@
+"""Writes docs/migrating.md from the importers' tables: ``python scripts/generate_migration_docs.py [--check]``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+
+from roll.configs.importers.table import DERIVE, DROP, IMPOSSIBLE, SECTION, SYSTEMS, Row, rows, yaml_text
+from roll.configs.problems import NOTHING
+
+TARGET = Path(__file__).resolve().parents[1] / "docs" / "migrating.md"
+
+INTRODUCTION = """\
+# From another system
+
+<!-- Written by scripts/generate_migration_docs.py from roll/configs/importers/tables. Do not edit. -->
+
+Start from the files that you have:
+
+```bash
+roll import verl run_grpo.sh -o mine.yaml
+roll import roll examples/qwen3-8B-rlvr/rlvr_config.yaml max_steps=100 -o mine.yaml
+roll import chatlearn grpo_fsdp.yaml -o mine.yaml
+roll import mindspeed configs/grpo_qwen25_7b.yaml -o mine.yaml
+roll validate ./mine.yaml
+```
+
+A file is YAML, with the files of its defaults list where they are beside it, or a launch script. Of a script the
+command is read that starts the training: nothing is run. Assignments, `$NAME`, `${NAME:-value}`, arrays and
+`$((sums))` are followed; a variable that the script does not set becomes `${oc.env:NAME}`. `key=value` words change
+the system's own keys. Several files are laid over each other in their order.
+
+The result holds what differs from the defaults here. Where a key is not given and its default there is another than
+here, theirs is written out. The report says what has become of each key:
+
+| word | meaning |
+|---|---|
+| kept | the same key, the same value |
+| renamed | another key, the same value |
+| translated | another value that says the same |
+| derived | it follows from several keys |
+| their default | it was not given, and the default here is another |
+| dropped | nothing changes without it; the reason is given |
+| left to you | something outside of the configuration: a path, a secret, a model that must be served |
+| impossible | results would change, and there is no way to say it here; the reason is given |
+
+The exit code is 1 when a key is impossible or the result needs an edit, 2 when a file cannot be read, else 0.
+Secrets are not copied. `roll train` given such a file answers with the command to run.
+"""
+
+FIGURES = """\
+## In figures
+
+Keys in the tables below, by what becomes of them.
+
+| system | same | renamed | translated | derived | dropped | impossible | keys |
+|---|---|---|---|---|---|---|---|
+"""
+
+DIFFERENCES: dict[str, tuple[str, ...]] = {
+    "roll": (
+        "`sequence_length` is `prompt_length + response_length` where it is not given, `num_nodes` follows from the "
+        "devices, `num_gpus_per_worker` from a generator's tensor-parallel size, and held-out data has the columns of "
+        "the training data. That holds for every configuration, not for imported ones alone.",
+        "A prompt that is too long is left out of the data (`prompt_overflow: drop`).",
+        "An optimizer step is a whole share of a rollout. Where theirs is not, the nearest is taken, and the report "
+        "says so.",
+        "A reward worker class becomes a verifier of the same purpose. The verifier `math` scores 1 or 0 and knows no "
+        "penalty for repetition or length.",
+        "A judge that runs on the run's own devices becomes one that you serve and that is asked over HTTP.",
+        "With `async_generation_ratio` old samples get importance weights (`train_infer_correction.is_weight`).",
+        "Agentic batches are not filled up or cut by chance (`batch_adjust_mode`).",
+    ),
+    "verl": (
+        "A mini-batch counts prompts there and samples here: `ppo_mini_batch_size × n = per device × accumulated × "
+        "data-parallel`.",
+        "`gae` always whitens there; `whiten_advantages` says so here.",
+        "The dual clip is always on there, with `clip_ratio_c` 3.",
+        "`seq-mean-token-sum-norm` divides by the longest row of the step here, by a constant there.",
+        "Bounds of a rejection (`rollout_rs`) are on the ratio of training to generating engine here, on its inverse "
+        "there.",
+        "There is one `kl_penalty` for the loss and the reward.",
+        "Held-out answers are greedy unless `val_kwargs.do_sample` is true; a greedy pass over them is made here in "
+        "any case before the first step and after the last.",
+        "Checkpoints are written and evaluations made after the last step, whatever the periods are.",
+        "Reward domains are made for the public data sources; the score of a wrong answer is 0, not -1.",
+        "`fsdp` keeps weights in fp32 and computes in bf16: `dtype: fp32` with `param_dtype: bf16`.",
+    ),
+    "chatlearn": (
+        "`sample_per_episode` counts answers there; `rollout_batch_size` counts prompts here.",
+        "`kl_coef` above 0 is `use_kl_loss` with `kl_penalty: k3`.",
+        "`packing` is two keys here: micro-batches by tokens, and sequences laid end to end.",
+        "The reference is the policy's starting weights; another model cannot be one.",
+        "Roles out of `colocation` get devices of their own, behind those of the others.",
+    ),
+    "mindspeed": (
+        "`init_kl_coef` is the coefficient of a KL loss there, and `kl_loss_coef` here; the same name here is "
+        "the KL in the reward.",
+        "`mini_batch_size` counts samples, `global_batch_size` prompts.",
+        "Data and checkpoints in Megatron's formats are not read: name the rows and the folder in Hugging Face format.",
+        "`min_lr` is absolute there; `min_lr_ratio` is a share of the peak.",
+        "Rows are drawn anew for every optimizer step (`shuffle_mini_batch` is always true).",
+    ),
+}
+"""What a reader should know beyond single keys."""
+
+
+def verdict(row: Row) -> str:
+    """One word for what becomes of a key."""
+    if row.how == IMPOSSIBLE:
+        return "impossible"
+    if row.how in (DROP, DERIVE):
+        return "dropped" if row.how == DROP else "derived"
+    if row.how == "":
+        return "same" if row.ours in ("", row.key) and not row.beside else "renamed"
+    return "section" if row.how == SECTION else "translated"
+
+
+def render() -> str:
+    """The whole page."""
+    counts = {system: Counter(verdict(row) for row in rows(system)) for system in SYSTEMS}
+    words = ("same", "renamed", "translated", "derived", "dropped", "impossible")
+    figures = [
+        f"| {SYSTEMS[system]} | {' | '.join(str(found[word]) for word in words)} | {sum(found[w] for w in words)} |"
+        for system, found in counts.items()
+    ]
+    parts = [INTRODUCTION, FIGURES + "\n".join(figures) + "\n"]
+    parts += [_section(system) for system in SYSTEMS]
+    return "\n".join(parts)
+
+
+def _section(system: str) -> str:
+    lines = [f"## {SYSTEMS[system]}", "", "Differences in meaning:", ""]
+    lines += [f"- {text}" for text in DIFFERENCES[system]]
+    lines += ["", "| key | here | what becomes of it | note |", "|---|---|---|---|"]
+    lines += [_line(row) for row in rows(system) if row.how != SECTION or row.note]
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: Row) -> str:
+    ours = row.ours or (row.key if verdict(row) == "same" else "")
+    here = ", ".join([f"`{ours}`" if ours else "", *(f"`{each.key}: {yaml_text(each.value)}`" for each in row.beside)])
+    notes = [row.note] if row.note else []
+    if row.default is not NOTHING:
+        notes.append(f"there {_code(row.default)} by default")
+    if row.harmless:
+        notes.append(f"nothing is lost with {', '.join(map(_code, row.harmless))}")
+    text = "; ".join(notes).replace("|", "\\|").replace("<", "&lt;")
+    return f"| `{row.key}` | {here} | {verdict(row)} | {text} |"
+
+
+def _code(value: object) -> str:
+    return f"`{yaml_text(value)}`"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="only compare; exit code 1 when the file is out of date")
+    if parser.parse_args().check:
+        current = TARGET.is_file() and TARGET.read_text(encoding="utf-8") == render()
+        sys.stdout.write(f"{TARGET} is {'current' if current else 'out of date'}\n")
+        return 0 if current else 1
+    TARGET.write_text(render(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,225 @@
+"""Whole imports: from files of other systems to a configuration that says the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from roll.__main__ import main
+from roll.configs.agentic import AgenticConfig
+from roll.configs.compose import compose_config
+from roll.configs.importers.convert import Imported, convert
+from roll.configs.importers.draft import Kind
+from roll.configs.importers.reading import UnreadableError
+from roll.configs.importers.report import report
+from roll.configs.loader import load_composed
+from roll.configs.pipeline import PipelineConfig
+from roll.configs.rlvr import RLVRConfig
+
+FILES = Path(__file__).parent / "files"
+SCRIPT = FILES / "run_verl.sh"
+
+
+def loaded(imported: Imported, tmp_path: Path) -> PipelineConfig:
+    """The result as ``roll train`` would read it."""
+    (tmp_path / "mine.yaml").write_text(imported.text)
+    return load_composed(imported.schema, "mine", compose_config("mine", tmp_path, ()))
+
+
+def kinds(imported: Imported, kind: Kind) -> set[str]:
+    return {outcome.key for outcome in imported.outcomes if outcome.kind == kind}
+
+
+def test_rlvr_of_roll(tmp_path: Path) -> None:
+    imported = convert("roll", [FILES / "roll" / "run" / "rlvr.yaml"])
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, RLVRConfig)
+    assert imported.exit_code == 0 and kinds(imported, Kind.IMPOSSIBLE) == set()
+    assert (config.sequence_length, config.num_nodes, config.total_optimizer_steps) == (768, 2, 20)
+    assert (config.pg_variant, config.topr_positive_weight) == ("topr", 0.5)
+    assert (config.norm_mean_type, config.norm_std_type) == ("group", None)
+    assert config.actor_train.data_args.domain_interleave_probs == {"sums": 0.5, "talk": 0.5}
+    assert config.validation is not None and config.validation.data_args.messages == "messages"
+    assert config.validation.data_args.response == config.actor_train.data_args.response == "ground_truth"
+    assert config.reference is not None and config.reference.strategy_args.strategy_name == "hf_infer"
+    filters = config.rewards["sums"].query_filter_config
+    assert (filters.type, filters.low, filters.high) == ("mean_filter", 0.1, 0.9)
+    judge = config.rewards["talk"].verifiers[0]
+    assert (judge.name, judge.args["judge_model_name"], judge.args["max_tokens"]) == ("judge", "some/judge", 100)
+    # what it does not say has the default of ROLL
+    sampling = config.actor_infer.generating_args
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.95, 0.99, 50)
+    dropped = kinds(imported, Kind.DROPPED)
+    assert {"difficulty_low_threshold", "actor_infer.infer_batch_size", "rewards.sums.model_args"} <= dropped
+    assert "actor_infer.strategy_args.strategy_config.max_model_len" in dropped  # below sequence_length
+    assert "actor_train.strategy_args.strategy_config.sequence_parallel" in dropped
+    assert "rewards.talk.judge_model_type" in kinds(imported, Kind.TO_DO)
+
+
+def test_agentic_of_roll(tmp_path: Path) -> None:
+    imported = convert("roll", [FILES / "roll" / "run" / "agentic.yaml"])
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, AgenticConfig)
+    assert imported.exit_code == 0, report(imported)
+    assert list(config.custom_envs) == ["Boxes"]  # what no manager plays is left out
+    boxes = config.custom_envs["Boxes"]
+    assert (boxes.env_manager_cls, boxes.max_steps, boxes.env_config["format_penalty"]) == ("traj", 5, -0.2)
+    assert "{turn_idx}" in str(boxes.agent_template)
+    assert (config.adv_estimator, config.reward_normalization.grouping) == ("reinforce", "state")
+    assert (config.prompt_length, config.response_length, config.sequence_length) == (1984, 64, 2048)
+    assert (config.num_nodes, config.actor_infer.num_gpus_per_worker) == (2, 2)
+    assert config.val_batch_size == 32  # whole groups of 4
+    assert config.actor_train.global_train_batch_size == 16  # 24 does not divide the 32 episodes of a step
+    assert config.actor_train.strategy_args.strategy_config["zero_optimization"]["stage"] == 2
+    assert config.train_infer_correction.is_weight.enabled
+    assert config.tracker_kwargs == {"project": "p", "name": "boxes_a"}
+    assert "not-to-be-copied" not in imported.text
+    assert {"tracker_kwargs.api_key", "system_envs.USE_MODELSCOPE"} <= kinds(imported, Kind.TO_DO)
+
+
+def test_a_launch_script_of_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    imported = convert("verl", [SCRIPT], ["actor_rollout_ref.actor.optim.weight_decay=0.1"])
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, RLVRConfig)
+    assert imported.exit_code == 0, report(imported)
+    assert config.actor_train.data_args.file_names == [
+        f"/home/me/data/{name}/train.parquet" for name in ("gsm8k", "math")
+    ]
+    assert (config.prompt_length, config.response_length, config.sequence_length) == (512, 768, 1280)
+    assert (config.exp_name, config.total_epochs, config.with_length(320).max_steps) == ("a_run", 3, 30)
+    assert config.actor_train.global_train_batch_size == 16 * 8
+    assert config.actor_train.max_tokens_per_microbatch_in_train == 2560
+    assert config.actor_train.data_args.prompt_overflow == "left"
+    assert (config.use_pg_clip_range, config.pg_clip_low, config.pg_clip_high) == (True, 0.2, 0.28)
+    assert (config.dual_clip_loss, config.dual_clip_c) == (True, 3.0)
+    assert (config.kl_penalty, config.kl_loss_coef) == ("low_var_kl", 0.002)
+    assert config.actor_train.training_args.weight_decay == 0.1
+    assert set(config.domains.values()) == {"gsm8k", "math"}
+    assert (config.val_sampling.num_return_sequences, config.val_sampling.temperature) == (4, 0.6)
+    assert config.reference is not None and config.reference.num_devices == 4
+    assert any("trainer.default_local_dir" in note for note in imported.notes)  # $(pwd)
+
+
+def test_a_critic_and_a_reward_function_of_verl(tmp_path: Path) -> None:
+    function = tmp_path / "score.py"
+    function.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
+    )
+    words = [
+        "algorithm.adv_estimator=gae",
+        "actor_rollout_ref.actor.use_kl_loss=false",
+        "critic.model.path=Qwen/other",
+        "critic.optim.lr=3e-5",
+        f"custom_reward_function.path={function}",
+    ]
+    config = loaded(convert("verl", [SCRIPT], words), tmp_path)
+    assert isinstance(config, RLVRConfig)
+    assert config.critic is not None and config.critic.training_args.learning_rate == 3e-5
+    assert config.reward_pretrain == "Qwen/other"
+    assert config.critic.global_train_batch_size == config.actor_train.global_train_batch_size
+    assert config.whiten_advantages and config.reference is None
+    assert config.rewards["custom"].verifiers[0].args["path"] == f"{function}:compute_score"
+    assert config.actor_train.data_args.default_tag == "custom"
+
+
+def test_chatlearn(tmp_path: Path) -> None:
+    imported = convert("chatlearn", [FILES / "chatlearn.yaml"])
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, RLVRConfig)
+    assert imported.exit_code == 0, report(imported)
+    assert (config.rollout_batch_size, config.num_return_sequences_in_group) == (8, 8)
+    assert config.actor_train.global_train_batch_size == 32
+    assert (config.pg_clip_low, config.pg_clip_high, config.kl_penalty) == (0.2, 0.28, "k3")
+    assert config.actor_train.use_sequence_packing and config.actor_train.max_tokens_per_microbatch_in_infer == 8192
+    assert (config.track_with, config.tracker_kwargs) == ("wandb", {"project": "p", "name": "n"})
+    assert config.val_sampling.top_k == 5 and not config.val_before_train
+
+
+def test_mindspeed(tmp_path: Path) -> None:
+    imported = convert("mindspeed", [FILES / "mindspeed.yaml"])
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, RLVRConfig)
+    assert imported.exit_code == 0, report(imported)
+    assert (config.use_kl_loss, config.kl_loss_coef, config.add_token_level_kl) == (True, 0.001, False)
+    assert config.actor_train.global_train_batch_size == 64 and config.optimizer_steps_per_epoch == 1
+    assert config.actor_train.training_args.min_lr_ratio == pytest.approx(0.1)
+    assert [(entry.name, entry.weight) for entry in config.rewards["math"].verifiers] == [("math", 1), ("format", 0.5)]
+    assert config.pretrain == "./weights/hf"
+    assert {"actor_config.load", "megatron_training.data_path"} <= kinds(imported, Kind.TO_DO)
+
+
+@pytest.mark.parametrize(
+    ("system", "file", "word"),
+    [
+        ("verl", SCRIPT, "actor_rollout_ref.rollout.multi_turn.enable=true"),
+        ("verl", SCRIPT, "actor_rollout_ref.actor.policy_loss.loss_mode=nobodys"),
+        ("verl", SCRIPT, "a_key.of_nobody=1"),
+        ("roll", FILES / "roll" / "run" / "rlvr.yaml", "actor_train.mtp_training_mode=joint"),
+        ("roll", FILES / "roll" / "run" / "agentic.yaml", "train_env_manager.tags=[Shop]"),
+        ("chatlearn", FILES / "chatlearn.yaml", "models.policy.enable_thinking=false"),
+        ("mindspeed", FILES / "mindspeed.yaml", "rl_config.blocking=false"),
+    ],
+)
+def test_what_changes_results_is_impossible(system: str, file: Path, word: str) -> None:
+    imported = convert(system, [file], [word])
+    assert imported.exit_code == 1
+    told = kinds(imported, Kind.IMPOSSIBLE)
+    expected = "custom_envs.Shop.env_type" if "Shop" in word else word.partition("=")[0]
+    assert told >= {expected}
+    assert expected in report(imported).partition("impossible (")[2]
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    (tmp_path / "broken.yaml").write_text("a: [1\n")
+    (tmp_path / "other.sh").write_text("python train.py a=1\n")
+    for name, words in {
+        "list.yaml": "a mapping is expected",
+        "broken.yaml": "no YAML",
+        "other.sh": "no command that starts",
+        "none.yaml": "no such file",
+    }.items():
+        with pytest.raises(UnreadableError, match=words):
+            convert("verl", [tmp_path / name])
+
+
+def test_included_files_that_are_missing_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "grpo.yaml"
+    file.write_text(
+        "defaults:\n  - ppo_trainer\n  - actor@actor_rollout_ref.actor: dp\n  - _self_\nalgorithm: {gamma: 0.9}\n"
+    )
+    imported = convert("verl", [file])
+    assert {note.partition(" is not")[0] for note in imported.notes} == {"ppo_trainer", "actor/dp"}
+    assert yaml.safe_load(imported.text)["gamma"] == 0.9
+
+
+def test_the_command_writes_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "mine.yaml"
+    assert main(["import", "verl", str(SCRIPT), "trainer.total_training_steps=7", "-o", str(target)]) == 0
+    assert yaml.safe_load(target.read_text())["max_steps"] == 7
+    out = capsys.readouterr().out
+    assert "the result is valid" in out and f"written to {target}" in out
+    assert main(["import", "verl", str(tmp_path / "none.yaml")]) == 2
+    assert "no such file" in capsys.readouterr().err
+    assert main(["import", "verl", "a=1"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "system"),
+    [(FILES / "chatlearn.yaml", "chatlearn"), (FILES / "mindspeed.yaml", "mindspeed"), (SCRIPT, "verl")],
+)
+def test_files_of_others_are_answered_with_the_command(
+    file: Path, system: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(file)]) == 2
+    err = capsys.readouterr().err
+    assert f"roll import {system} {file} -o mine.yaml" in err and err.count("\n") == 1
+
+
+def test_a_file_of_roll_is_told_what_is_wrong_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate", str(FILES / "roll" / "run" / "rlvr.yaml")]) == 2
+    err = capsys.readouterr().err
+    assert "rewards.sums.model_args" in err and "roll import roll" in err

@@ -1,0 +1,70 @@
+"""Launch scripts are read, never run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll.configs.importers.shell import ScriptError, read_script
+
+RUN = "python3 -m verl.trainer.main_ppo"
+
+
+def words(text: str) -> list[str]:
+    return read_script(text, "verl").overrides
+
+
+def test_lines_that_go_on_and_comments_between_them() -> None:
+    assert words(f"# a\n{RUN} \\\n  a.b=1 \\\n  # c=2 \\\n  d=3 $@\necho done=1") == ["a.b=1", "d=3"]
+
+
+def test_variables_are_followed_in_order() -> None:
+    text = f'A=1\nB="x y"\nA=2\nexport C=${{A}}z\n{RUN} a=$A b="$B" c=$C d=${{D:-4}} e=$HOME/f g=$A$A\nA=3'
+    assert words(text) == ["a=2", "b=x y", "c=2z", "d=4", "e=${oc.env:HOME}/f", "g=22"]
+
+
+def test_single_quotes_keep_dollars() -> None:
+    assert words(f"A=1\n{RUN} a='$A' b=\"'$A'\"") == ["a=$A", "b='1'"]
+
+
+def test_sums_are_of_whole_numbers() -> None:
+    assert words(f"A=3\n{RUN} a=$((A * (2 + 1))) b=$(($A - 5)) c=$((10 / 4))") == ["a=9", "b=-2", "c=2"]
+
+
+@pytest.mark.parametrize("sum", ["__import__('os').getpid()", "2 ** 10000", "1 / 0", "[1]"])
+def test_nothing_but_sums_is_computed(sum: str) -> None:
+    found = read_script(f"{RUN} a=$(({sum}))", "verl")
+    assert all(word.startswith("a=$((") for word in found.overrides)
+
+
+def test_arrays_become_words() -> None:
+    text = f'A=(\n  a=1\n  b="x y"   # note\n)\nA+=(c=3)\nB=(d=4 e=5)\n{RUN} "${{A[@]}}" ${{B[@]}} "$@"'
+    assert words(text) == ["a=1", "b=x y", "c=3", "d=4", "e=5"]
+
+
+def test_what_a_shell_computes_is_left_out_with_a_note(tmp_path: Path) -> None:
+    witness = tmp_path / "ran"
+    found = read_script(f"{RUN} a=$(touch {witness}) b=`touch {witness}` c=1", "verl")
+    assert found.overrides == ["c=1"]
+    assert [note.partition(":")[0] for note in found.notes] == ["a", "b"]
+    assert not witness.exists()
+
+
+def test_the_named_configuration_is_found() -> None:
+    found = read_script(f"D=$PWD\n{RUN} --config-path=$D/config --config-name 'mine' a=1 2>&1 | tee x=y", "verl")
+    assert found.config == "${oc.env:PWD}/config/mine"
+    assert found.overrides == ["a=1"]
+    assert (
+        read_script("python a/chatlearn/entrypoint.py grpo --config-file t.yaml x.y=1", "chatlearn").config == "t.yaml"
+    )
+
+
+def test_branches_are_told() -> None:
+    assert "branches" in read_script(f"if [ 1 ]; then\n  A=1\nfi\n{RUN} a=$A", "verl").notes[0]
+
+
+@pytest.mark.parametrize("text", ["", "echo a=1", "python train.py a=1", f"# {RUN} a=1"])
+def test_a_script_without_the_command_is_refused(text: str) -> None:
+    with pytest.raises(ScriptError, match="no command that starts"):
+        read_script(text, "verl")
