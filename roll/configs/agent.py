@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 from pydantic import Field
@@ -11,6 +12,23 @@ from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.worker import EnvironmentVariables
 
 _NEEDED = {"process": "command", "python": "path", "url": "url"}
+_OF_COMMANDS = ("env", "cwd", "template", "sandbox", "verify")
+
+
+class AgentSandboxConfig(Config):
+    """What a command may use and see in the sandbox."""
+
+    memory_mb: int = Field(default=2048, ge=64, description="Memory of all its processes together.")
+    cpu_seconds: int = Field(default=600, ge=1, description="CPU time of each process.")
+    processes: int = Field(default=128, ge=1, description="Processes and threads at the same time.")
+    open_files: int = Field(default=1024, ge=16, description="Open files of each process.")
+    file_mb: int = Field(default=256, ge=1, description="Size of one file.")
+    folder_mb: int = Field(default=1024, ge=1, description="Size of all files in the working folder.")
+    temp_mb: int = Field(default=256, ge=1, description="Size of /tmp, which is the home folder too and is in memory.")
+    readable: list[str] = Field(
+        default_factory=list,
+        description="Files and folders that it may read, beside the system's, python's and what its arguments name.",
+    )
 
 
 class AgentConfig(Config):
@@ -23,8 +41,8 @@ class AgentConfig(Config):
     )
     command: list[str] = Field(
         default_factory=list,
-        description="Program and arguments (type process). Files by relative paths are looked for in the folder that "
-        "the run is started in; python is the run's own.",
+        description="Program and arguments (type process). Relative paths are looked for in the folder that the run is "
+        "started in; python is the run's own.",
     )
     path: str | None = Field(
         default=None,
@@ -39,14 +57,25 @@ class AgentConfig(Config):
     )
     cwd: str | None = Field(
         default=None,
-        description="Folder that the command starts in. null: an empty one for each episode, removed after it.",
+        description="Folder that the command starts in. null: one for each episode, removed after it.",
+    )
+    template: str | None = Field(
+        default=None, description="Folder whose files an episode's own folder begins with. null: it is empty."
+    )
+    sandbox: AgentSandboxConfig | None = Field(
+        default=None,
+        description="Isolates the command (and `verify`); {} does with the defaults. null: it can do what the run can.",
     )
     timeout: float = Field(
         default=300.0,
         gt=0,
         description="Seconds that an episode may take, the policy's answers not included; then it has failed.",
     )
-    retries: int = Field(default=1, ge=0, description="New attempts at an episode that failed, before it is dropped.")
+    retries: int = Field(
+        default=1,
+        ge=0,
+        description="New attempts at an episode that failed, before it is dropped. Environments have env_retries.",
+    )
     max_calls: int = Field(default=64, ge=1, description="Most answers that an episode may ask of the policy.")
     max_parallel_requests: int = Field(
         default=8, ge=1, description="Most answers of one episode that are generated at the same time."
@@ -61,11 +90,17 @@ class AgentConfig(Config):
         min_length=1,
         description="How the model writes tool calls: the name of a dialect, or package.module:Class.",
     )
-    reward: Literal["verifiers", "call"] = Field(
-        default="verifiers",
-        description="`verifiers`: the reward domain of the prompt's tag judges the answer. `call`: the program posts "
-        "its reward to /v1/reward.",
+    reward: Literal["task", "verify", "call"] = Field(
+        default="task",
+        description="`task`: what judges a task without an agent judges it here, the reward domain of the prompt's tag "
+        "or the environment. `verify`: a command, after the program. `call`: the program posts it to /v1/reward.",
     )
+    verify: list[str] = Field(
+        default_factory=list,
+        description="Program and arguments that judge an episode in its folder, once its program has ended, and write "
+        "the reward to the file ROLL_REWARD (reward verify).",
+    )
+    verify_timeout: float = Field(default=60.0, gt=0, description="Seconds that `verify` may take.")
     port: int = Field(
         default=0,
         ge=0,
@@ -73,6 +108,21 @@ class AgentConfig(Config):
         description="Port of the endpoint on 127.0.0.1, of the first rollout worker; the others take the next ones. "
         "0: any that is free.",
     )
+
+    def placed(self) -> AgentConfig:
+        """The section with paths that are the same in every folder, where files lie in this one."""
+        sandbox = self.sandbox and self.sandbox.model_copy(
+            update={"readable": [os.path.abspath(path) for path in self.sandbox.readable]}
+        )
+        return self.model_copy(
+            update={
+                "command": _placed(self.command),
+                "verify": _placed(self.verify),
+                "cwd": self.cwd and os.path.abspath(self.cwd),
+                "template": self.template and os.path.abspath(self.template),
+                "sandbox": sandbox,
+            }
+        )
 
     def problems(self) -> list[ConfigProblem]:
         found = []
@@ -83,9 +133,42 @@ class AgentConfig(Config):
                 found.append(self.problem(key, expected, "type", seen=NOTHING))
             elif kind != self.type and given:
                 found.append(self.problem(key, f"nothing with type {self.type}; it is read with type {kind}", "type"))
-        for key in ("env", "cwd") if self.type != "process" else ():
-            if getattr(self, key):
-                found.append(self.problem(key, f"nothing with type {self.type}, which starts no command", "type"))
+        for key in _OF_COMMANDS if self.type != "process" else ():
+            if (seen := getattr(self, key)) not in (None, {}, []):
+                expected = f"nothing with type {self.type}, which starts no command"
+                found.append(self.problem(key, expected, "type", seen="a section" if key == "sandbox" else seen))
         if self.url and not self.url.startswith(("http://", "https://")):
             found.append(self.problem("url", "an address that begins with http:// or https://"))
-        return found
+        return found + self._judge_problems() + self._folder_problems()
+
+    def _judge_problems(self) -> list[ConfigProblem]:
+        if self.reward == "verify" and self.type != "process":
+            expected = f"task or call with type {self.type}: verify judges the folder of a command"
+            return [self.problem("reward", expected, "type")]
+        if self.reward == "verify" and not self.verify:
+            return [
+                self.problem("verify", "a command that writes the reward, with reward verify", "reward", seen=NOTHING)
+            ]
+        if self.reward != "verify" and self.verify and self.type == "process":
+            return [
+                self.problem("verify", f"nothing with reward {self.reward}; it is read with reward verify", "reward")
+            ]
+        return []
+
+    def _folder_problems(self) -> list[ConfigProblem]:
+        if self.cwd is None or self.type != "process":
+            return []
+        beside = {"template": self.template, "sandbox": self.sandbox, "verify": self.verify or None}
+        return [
+            self.problem("cwd", f"null with {key}, which is for a folder of each episode's own", key)
+            for key, value in beside.items()
+            if value is not None
+        ]
+
+
+def _placed(command: list[str]) -> list[str]:
+    """Program and arguments, files among them by whole paths; a program without a slash is one of ``PATH``."""
+    return [
+        os.path.abspath(part) if ("/" in part or (index and os.path.isfile(part))) and os.path.exists(part) else part
+        for index, part in enumerate(command)
+    ]

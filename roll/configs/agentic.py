@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from roll.configs.agent import AgentConfig
 from roll.configs.env import CustomEnvConfig, EnvManagerConfig
 from roll.configs.generating import GeneratingArguments
 from roll.configs.rl import RLConfig
@@ -35,6 +36,10 @@ class AgenticConfig(RLConfig):
         """Everything that gets worker processes: the model roles and the environment managers."""
         managers = {name: getattr(self, name).worker_config() for name in MANAGERS}
         return {**super().clusters, **managers}
+
+    @property
+    def agents(self) -> dict[str, AgentConfig]:
+        return {f"custom_envs.{tag}.agent": env.agent for tag, env in self.custom_envs.items() if env.agent is not None}
 
     @property
     def groups_per_step(self) -> int:

@@ -84,6 +84,15 @@ def check_samples(config: AgenticConfig) -> list[ConfigProblem]:
         )
         for tag in config.train_env_manager.tags
         if tag in config.custom_envs and config.custom_envs[tag].env_manager_cls == "traj"
+    ] + [
+        ConfigProblem(
+            f"custom_envs.{tag}.agent",
+            "a section",
+            f"null with adv_estimator {config.adv_estimator}, which compares the states that turns start from",
+            involves=("adv_estimator",),
+        )
+        for tag in config.train_env_manager.tags
+        if tag in config.custom_envs and config.custom_envs[tag].agent is not None
     ]
 
 
@@ -92,11 +101,32 @@ def check_tool_managers(config: AgenticConfig) -> list[ConfigProblem]:
     if config.tools is None:
         return []
     expected = "traj with tools, whose answers are part of the conversation; or leave the tag out of their tags"
-    return tool_tag_problems(config.tools, list(config.custom_envs), "custom_envs") + [
-        ConfigProblem(f"custom_envs.{tag}.env_manager_cls", "step", expected, involves=("tools",))
-        for tag, env in config.custom_envs.items()
-        if env.env_manager_cls == "step" and config.tools.reaches(tag)
-    ]
+    return (
+        tool_tag_problems(config.tools, list(config.custom_envs), "custom_envs")
+        + [
+            ConfigProblem(f"custom_envs.{tag}.env_manager_cls", "step", expected, involves=("tools",))
+            for tag, env in config.custom_envs.items()
+            if env.env_manager_cls == "step" and env.agent is None and config.tools.reaches(tag)
+        ]
+        + [
+            ConfigProblem(
+                f"custom_envs.{tag}.agent",
+                "a section",
+                "null where there are tools, as its program has tools of its own; or leave the tag out of their tags",
+                involves=("tools",),
+            )
+            for tag, env in config.custom_envs.items()
+            if env.agent is not None and config.tools.reaches(tag)
+        ]
+    )
+
+
+def check_agents(config: AgenticConfig) -> list[ConfigProblem]:
+    """The order of a program's requests is not repeated."""
+    if config.replay_schedule is None or not config.agents:
+        return []
+    expected = "null with agent: which request of a program came first is not recorded"
+    return [ConfigProblem("replay_schedule", config.replay_schedule, expected, involves=tuple(config.agents))]
 
 
 def check_turn_lengths(config: AgenticConfig) -> list[ConfigProblem]:
@@ -152,6 +182,7 @@ AGENTIC_RULES: tuple[Rule, ...] = (
     check_groups,
     check_samples,
     check_tool_managers,
+    check_agents,
     check_turn_lengths,
     check_one_answer,
     check_no_dataset,

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
+from roll.configs.agent import AgentConfig
 from roll.configs.base import Config
 from roll.configs.generating import GeneratingArguments
 from roll.configs.problems import ConfigProblem
@@ -68,12 +69,19 @@ class CustomEnvConfig(Config):
     env_config: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments of the environment's constructor."
     )
+    agent: AgentConfig | None = Field(
+        default=None,
+        description="A program that plays the environment through an endpoint. null: the policy plays it itself, turn "
+        "by turn.",
+    )
 
     def problems(self) -> list[ConfigProblem]:
         found = []
         if self.history_length and self.env_manager_cls == "traj":
             expected = "0 with env_manager_cls traj, whose conversation already holds every turn"
             found.append(self.problem("history_length", expected, "env_manager_cls"))
+        if self.agent is not None:
+            found += self._agent_problems(self.agent)
         for key in ("agent_template", "agent_system_template"):
             for name in _PLACEHOLDER.findall(getattr(self, key) or ""):
                 if name not in PLACEHOLDERS:
@@ -81,6 +89,20 @@ class CustomEnvConfig(Config):
                     near = nearest(name, PLACEHOLDERS)
                     hint = f"did you mean {{{near}}}?" if near else ""
                     found.append(self.problem(key, f"placeholders among {known}", seen=f"{{{name}}}", hint=hint))
+        return found
+
+    def _agent_problems(self, agent: AgentConfig) -> list[ConfigProblem]:
+        found = []
+        if self.history_length:
+            found.append(self.problem("history_length", "0 with agent, whose program keeps its own history", "agent"))
+        if self.env_manager_cls not in ("step", "traj"):
+            found.append(self.problem("env_manager_cls", "step or traj with agent, which plays in its place", "agent"))
+        if "retries" in agent.model_fields_set:
+            expected = "nothing: env_retries of the environment managers says how often an episode is tried again"
+            found.append(self.problem("agent.retries", expected, "agent"))
+        if agent.port:
+            expected = "0: the processes of train_env_manager and val_env_manager cannot share a port"
+            found.append(self.problem("agent.port", expected, "agent"))
         return found
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from roll.configs.agent import AgentConfig
 from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.strategy import StrategyArguments
@@ -75,6 +76,11 @@ class RLConfig(AlgorithmConfig, PipelineConfig):
     reference: WorkerConfig | None = Field(
         default=None, description="The frozen starting policy; needed by any KL term (use_kl_loss, add_token_level_kl)."
     )
+
+    @property
+    def agents(self) -> dict[str, AgentConfig]:
+        """The agent programs by the key of their section."""
+        return {}
 
     @property
     def samples_per_step(self) -> int:

@@ -45,6 +45,10 @@ class RLVRConfig(RLConfig, PromptsConfig):
         return self.model_copy(update={"max_steps": steps})
 
     @property
+    def agents(self) -> dict[str, AgentConfig]:
+        return {} if self.agent is None else {"agent": self.agent}
+
+    @property
     def samples_per_step(self) -> int:
         return self.rollout_batch_size * self.num_return_sequences_in_group
 

@@ -145,5 +145,5 @@ def _worker_context(config: PromptsConfig, tokenizer_path: str) -> PromptWorkerC
         domains=config.domains,
         spread=config.is_num_return_sequences_expand,
         tools=config.tools if isinstance(config, RLVRConfig) else None,
-        agent=config.agent if isinstance(config, RLVRConfig) else None,
+        agent=config.agent.placed() if isinstance(config, RLVRConfig) and config.agent else None,
     )

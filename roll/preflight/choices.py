@@ -86,13 +86,25 @@ def check_tools(config: RLConfig) -> list[ConfigProblem]:
     return [*problems, *_dialect_problems("tools.dialect", config.tools.dialect)]
 
 
-def check_agent(config: RLVRConfig) -> list[ConfigProblem]:
-    """The program's function can be found, and so can the dialect in which the policy calls its tools."""
-    if config.agent is None:
-        return []
-    path = config.agent.path
-    problems = [] if path is None or ".py:" in path else [*_path_problems("agent.path", path, ())]
-    return [*problems, *_dialect_problems("agent.dialect", config.agent.dialect)]
+def check_agents(config: RLConfig) -> list[ConfigProblem]:
+    """An agent's function and folders can be found, and so can the dialect in which the policy calls its tools."""
+    problems: list[ConfigProblem] = []
+    for key, agent in config.agents.items():
+        if agent.path is not None and ".py:" not in agent.path:
+            problems += _path_problems(f"{key}.path", agent.path, ())
+        problems += _dialect_problems(f"{key}.dialect", agent.dialect)
+        folders = {f"{key}.cwd": agent.cwd, f"{key}.template": agent.template}
+        problems += [
+            ConfigProblem(name, path, "a folder that is there")
+            for name, path in folders.items()
+            if path is not None and not Path(path).is_dir()
+        ]
+        problems += [
+            ConfigProblem(f"{key}.sandbox.readable.{index}", path, "a file or folder that is there")
+            for index, path in enumerate(agent.sandbox.readable if agent.sandbox else ())
+            if not Path(path).exists()
+        ]
+    return problems
 
 
 def check_data_plugins(config: PromptsConfig) -> list[ConfigProblem]:
@@ -256,8 +268,8 @@ _CHECKS: tuple[Rule, ...] = (
     check_replay,
 )
 CHECKS: dict[type[PipelineConfig], tuple[Rule, ...]] = {
-    AgenticConfig: (check_envs, check_tools, *_CHECKS),
-    RLVRConfig: (check_verifiers, check_data_plugins, check_tools, check_agent, *_CHECKS),
+    AgenticConfig: (check_envs, check_tools, check_agents, *_CHECKS),
+    RLVRConfig: (check_verifiers, check_data_plugins, check_tools, check_agents, *_CHECKS),
     SFTConfig: (check_verifiers, check_data_plugins, *_CHECKS),
 }
 """By the class of the configuration, for ``load_config``."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from roll.configs.engines.card import EngineCard, missing_package
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import ConfigProblem
-from roll.configs.rlvr import RLVRConfig
+from roll.configs.rl import RLConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy import STRATEGIES, strategy_class
 from roll.utils.registry import UnknownNameError, import_path
@@ -23,9 +23,9 @@ def check_machine(config: PipelineConfig) -> list[ConfigProblem]:
     A configuration may be checked without them (``--validate-only``), but not run.
     """
     problems = [problem for role, worker in config.roles.items() for problem in _role_problems(config, role, worker)]
-    if isinstance(config, RLVRConfig) and config.agent is not None:
+    for key in config.agents if isinstance(config, RLConfig) else ():
         absent = [package for package in ("starlette", "uvicorn") if not _installed(package)]
-        problems += [missing_package("agent", "a section", package, "agents") for package in absent]
+        problems += [missing_package(key, "a section", package, "agents") for package in absent]
     return [*problems, *_plug_in_problems(config), *_device_problems(config)]
 
 

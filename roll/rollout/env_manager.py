@@ -208,7 +208,8 @@ class EnvManager(ABC):
         shown = turns[max(0, len(turns) - self.config.history_length) :]
         return "\n".join(f"{turn.observation}\n{turn.text}" for turn in shown)
 
-    def _opening(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> list[dict[str, str]]:
+    def opening(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> list[dict[str, str]]:
+        """The system and the user message that a conversation begins with."""
         system = self._fill(_or(self.config.agent_system_template, "{env_instruction}"), observation, info, turns)
         user = self._fill(_or(self.config.agent_template, "{observation}"), observation, info, turns)
         return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": user}]
@@ -220,7 +221,7 @@ class StepEnvManager(EnvManager):
     history = False
 
     def prompt(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
-        return self.renderer.prompt(self._opening(observation, info, turns))
+        return self.renderer.prompt(self.opening(observation, info, turns))
 
 
 class TrajEnvManager(EnvManager):
@@ -230,7 +231,7 @@ class TrajEnvManager(EnvManager):
 
     def prompt(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
         if not turns:
-            return self.renderer.prompt(self._opening(observation, info, turns), info.get("tools"))
+            return self.renderer.prompt(self.opening(observation, info, turns), info.get("tools"))
         if "messages" in info:
             return self.continued(turns[-1], info["messages"], info)
         user = self._fill(_or(self.config.agent_template, "{observation}"), observation, info, turns)

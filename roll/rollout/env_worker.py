@@ -7,11 +7,12 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from roll.agentic.env import is_instant, make, wants_own_thread
 from roll.configs.env import CustomEnvConfig
 from roll.configs.tools import ToolsConfig
+from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, SamplingParams
 from roll.rollout.call_threads import CallThreads
@@ -24,6 +25,9 @@ from roll.rollout.tool_env import with_tools
 from roll.rollout.types import Trajectory
 from roll.rollout.worker import RolloutWorker
 from roll.utils.collector import calm_collector
+
+if TYPE_CHECKING:
+    from roll.rollout.agents.episode import AgentPlayer
 
 Player: TypeAlias = Callable[[EnvRunner, ChatRenderer], GenerateFn]
 """Makes what answers an episode's requests in place of the engines; it travels between processes."""
@@ -86,7 +90,16 @@ class EnvironmentWorker(RolloutWorker):
         self._tools: ToolBox | None = None
         if context.tools is not None:
             self._tools = ToolBox(context.tools, renderer, self._threads)
+        self._agents = {
+            tag: self._agent(config, renderer) for tag, config in context.envs.items() if config.agent is not None
+        }
         calm_collector()
+
+    def _agent(self, config: CustomEnvConfig, renderer: ChatRenderer) -> AgentPlayer:
+        from roll.rollout.agents.episode import AgentPlayer  # brings the HTTP server
+
+        assert config.agent is not None
+        return AgentPlayer(config.agent, renderer, self.context.limits, self.rank)
 
     async def probe(self, envs: Mapping[str, CustomEnvConfig], retries: int, seed: int) -> list[str]:
         """Builds and resets one environment of each tag; returns what went wrong, a line each.
@@ -107,6 +120,10 @@ class EnvironmentWorker(RolloutWorker):
         try:
             if isinstance(spec, PlayedSpec):
                 generate = spec.player(runner, manager.renderer)
+            elif (agent := self._agents.get(spec.tag)) is not None:
+                trajectory = await self._play_by(agent, runner, manager, generate, episode)
+                healthy = True
+                return trajectory
             else:
                 partner, generate = await with_tools(runner, spec.tag, self._tools, generate)
             trajectory = await manager.run_episode(partner, generate, episode)
@@ -117,6 +134,18 @@ class EnvironmentWorker(RolloutWorker):
                 self._idle[spec.tag].append(runner)
             else:
                 runner.close()
+
+    async def _play_by(
+        self, agent: AgentPlayer, env: EnvRunner, manager: EnvManager, generate: GenerateFn, episode: EpisodeSpec
+    ) -> Trajectory:
+        """Has a program play: its task is what a policy would see first."""
+        observation, info = await env.reset(episode.env_seed)
+        messages = manager.opening(observation, info, [])
+        prompt = Prompt(
+            f"{episode.tag}-{episode.env_seed}", episode.tag, tuple(messages), extra_info={"seed": episode.env_seed}
+        )
+        most = manager.config.max_steps
+        return await agent.play(env, prompt, generate, manager.params, episode, max_steps=most)
 
     def _take_runner(self, tag: str) -> EnvRunner:
         if self._idle[tag]:

@@ -44,9 +44,10 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
         metrics[f"{prefix}/valid_rate"] = mean(turn.action is not None for turn in known)
     if infos := [t.info for t in trajectories if COUNTS[0] in t.info]:
         metrics |= {f"{prefix}/{name}": mean(info[name] for info in infos) for name in COUNTS}
-    names = [name for name in trajectories[0].info if name.startswith(AGENT)]
+    names = dict.fromkeys(name for t in trajectories for name in t.info if name.startswith(AGENT))
     metrics |= {
-        f"{prefix}/agent/{name.removeprefix(AGENT)}": mean(t.info[name] for t in trajectories) for name in names
+        f"{prefix}/agent/{name.removeprefix(AGENT)}": mean(t.info[name] for t in trajectories if name in t.info)
+        for name in names
     }
     tags = sorted({trajectory.tag for trajectory in trajectories})
     if len(tags) > 1:

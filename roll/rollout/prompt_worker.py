@@ -129,11 +129,11 @@ class PromptWorker(RolloutWorker):
 
     async def play(self, spec: GroupSpec, episode: EpisodeSpec, generate: GenerateFn) -> Trajectory:
         assert isinstance(spec, PromptSpec)
-        if self._agent is not None:
-            params = self.context.params[spec.sampling]
-            return await self._agent.play(spec.prompt, self._score, generate, params, episode)
         env = PromptEnv(spec.prompt, self._score)
-        manager, generate = self.managers[spec.sampling], env.watch(generate)
+        generate = env.watch(generate)
+        if self._agent is not None:
+            return await self._agent.play(env, spec.prompt, generate, self.context.params[spec.sampling], episode)
+        manager = self.managers[spec.sampling]
         partner, generate = await with_tools(env, spec.prompt.tag, self._tools, generate)
         return await manager.run_episode(partner, generate, episode)
 

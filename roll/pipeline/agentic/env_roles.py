@@ -106,7 +106,7 @@ def _worker_context(config: AgenticConfig, manager: EnvManagerConfig, tokenizer_
     return EnvWorkerContext(
         # Registered names are known in this process only.
         envs={
-            tag: env.model_copy(update={"env_type": path_of(env.env_type)})
+            tag: env.model_copy(update={"env_type": path_of(env.env_type), "agent": env.agent and env.agent.placed()})
             for tag, env in config.played_envs(manager).items()
         },
         tokenizer_path=tokenizer_path,

@@ -55,16 +55,18 @@ class AgenticPipeline(RLPipeline):
             self.session.summary["eval"][name] = {
                 "success": metrics["eval/success"],
                 "success_greedy": metrics["eval_greedy/success"],
-                "valid_rate": metrics["eval/valid_rate"],
+                "valid_rate": metrics.get("eval/valid_rate"),
                 "reward": metrics["eval/reward"],
                 "episodes": int(metrics["eval/episodes"]),
                 "distinct_starts": len({t.turns[0].state_key for group in groups for t in group.trajectories}),
             }
         episodes = keep_episodes(self.session, step, groups)
         self.session.aside(partial(save_renders, episodes, self.session.renders, step, self.config.num_renders))
+        valid = metrics.get("eval/valid_rate")  # of agent programs nobody knows
         self.session.display.note(
             f"evaluation {name} (step {step}): success {metrics['eval/success']:.1%}, "
-            f"valid actions {metrics['eval/valid_rate']:.1%} on {metrics['eval/episodes']:.0f} held-out episodes"
+            + ("" if valid is None else f"valid actions {valid:.1%} ")
+            + f"on {metrics['eval/episodes']:.0f} held-out episodes"
         )
         return metrics
 

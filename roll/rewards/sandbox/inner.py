@@ -8,11 +8,11 @@ is the sandbox's, after it the program's); the end of ``LIFELINE`` ends the run.
    UTS and cgroup namespaces, a root of read-only binds in a tmpfs, no ``/proc``, no ``/sys``, no ``/etc``.
 2. ``give_up_privileges``: an unprivileged user without capabilities, resource limits, a filter of system calls.
 3. ``start_program``: a child, watched by this process, which ends the namespace after it.
-4. ``run_program`` runs the source as ``__main__``; or ``run_tests``, where the source lives in a process (the
-   candidate) that answers calls of another (the tester), in which alone the tests are known. Only plain values cross:
-   an object whose ``__eq__`` says yes to everything arrives as a reference that is equal to nothing. Every request has
-   a random token that its answer repeats, so what a program writes into the pipe before it is asked, or beside an
-   answer, ends its tests.
+4. ``run_program`` runs the source as ``__main__``; or ``run_command`` a program of the machine; or ``run_tests``,
+   where the source lives in a process (the candidate) that answers calls of another (the tester), in which alone the
+   tests are known. Only plain values cross: an object whose ``__eq__`` says yes to everything arrives as a reference
+   that is equal to nothing. Every request has a random token that its answer repeats, so what a program writes into
+   the pipe before it is asked, or beside an answer, ends its tests.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ _NEW_NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 _AT_FDCWD, _AT_RECURSIVE, _MNT_DETACH = -100, 0x8000, 2
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
 _SIGKILL = 9
 _SYS_MOUNT_SETATTR = 442  # the same everywhere
@@ -96,6 +97,7 @@ _DENIED = {  # system call: its numbers on x86_64 and aarch64
     "syslog": (103, 116),
 }
 _CLONE, _CLONE3 = (56, 220), 435
+_FAMILIES = (1, 2, 10)  # of sockets where there is a network: AF_UNIX, AF_INET, AF_INET6
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -159,7 +161,7 @@ def _unshare() -> None:
         os.close(descriptor)
 
 
-def _bind(source: str, root: str) -> None:
+def _bind(source: str, root: str, *, writable: bool = False) -> None:
     target = root + source
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
@@ -167,11 +169,12 @@ def _bind(source: str, root: str) -> None:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     _mount(source, target, None, _MS_BIND | _MS_REC)
-    _set_attributes(target, _ATTR_RDONLY | _ATTR_NOSUID | (0 if source.startswith("/dev/") else _ATTR_NODEV))
+    kept = _ATTR_NOSUID | (0 if source.startswith("/dev/") else _ATTR_NODEV)
+    _set_attributes(target, kept if writable else kept | _ATTR_RDONLY)
 
 
 def _build_root(view: dict[str, Any]) -> None:
-    """A root that shows ``binds`` read-only, and an empty, bounded ``/tmp``."""
+    """A root that shows ``binds`` read-only, ``writable`` as they are, and an empty, bounded ``/tmp``."""
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
     root = "/proc"  # a folder that exists everywhere, under which nothing lies that is bound
     _mount("tmpfs", root, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=755,size=1m")
@@ -182,11 +185,25 @@ def _build_root(view: dict[str, Any]) -> None:
         os.symlink(target, root + path)
     for path in view["binds"]:
         _bind(path, root)
+    for path in view.get("writable", ()):
+        _bind(path, root, writable=True)
     os.chdir(root)
     _call("syscall", {"x86_64": 155, "aarch64": 41}[os.uname().machine], b".", b".")  # pivot_root
     _call("umount2", b".", _MNT_DETACH)
     os.chdir("/")
     _set_attributes("/", _ATTR_RDONLY, 0)
+
+
+def _offer_port(port: int, channel: int) -> None:
+    """Listens on a port of this namespace's loopback; the socket, which the caller can use outside, goes to it."""
+    import fcntl
+    import socket
+
+    with socket.socket() as listener, socket.socket(fileno=channel) as caller:
+        fcntl.ioctl(listener, _SIOCSIFFLAGS, struct.pack("16sh22x", b"lo", _IFF_UP))
+        listener.bind(("127.0.0.1", port))
+        listener.listen(256)
+        socket.send_fds(caller, [b"x"], [listener.fileno()])
 
 
 def _exit_code(status: int) -> int:
@@ -212,6 +229,8 @@ def enter_namespaces(view: dict[str, Any], status: int, lifeline: int) -> None:
         _write("/proc/sys/user/max_user_namespaces", "0")
     except OSError:  # read-only in many containers; the filter of system calls forbids namespaces too
         pass
+    if view.get("port"):
+        _offer_port(view["port"], view["channel"])
     _build_root(view)
     if os.getuid() == 0:
         _change_user(INSIDE_UID)
@@ -275,7 +294,7 @@ def _drop_capabilities() -> None:
     _call("capset", header, ctypes.create_string_buffer(24))
 
 
-def _seccomp_filter(machine: str) -> bytes:
+def _seccomp_filter(machine: str, network: bool) -> bytes:
     """A BPF program that refuses ``_DENIED`` and new namespaces (``EPERM``), and ends on a foreign ABI.
 
     It is a second wall: each call is harmless in the namespaces already, but is where kernels had holes, or reserves
@@ -287,15 +306,23 @@ def _seccomp_filter(machine: str) -> bytes:
     code = [(load, 0, 0, 4), (equal, 1, 0, _AUDIT_ARCH[machine]), (answer, 0, 0, kill), (load, 0, 0, 0)]
     code += [(at_least, 0, 1, 0x40000000), (answer, 0, 0, kill)]  # x32
     code += [(equal, 0, 1, _CLONE3), (answer, 0, 0, unknown)]  # its flags cannot be read here; libc falls back
-    for numbers in _DENIED.values():
+    for name, numbers in _DENIED.items():
+        if name == "socket" and network:
+            code += [(equal, 0, 3 + len(_FAMILIES), numbers[column]), (load, 0, 0, 16)]
+            code += [(equal, len(_FAMILIES) - i, 0, family) for i, family in enumerate(_FAMILIES)]
+            code += [(answer, 0, 0, refuse), (answer, 0, 0, allow)]
+            continue
         code += [(equal, 0, 1, numbers[column]), (answer, 0, 0, refuse)]
     code += [(equal, 0, 3, _CLONE[column]), (load, 0, 0, 16), (any_bit, 0, 1, _NEW_NAMESPACES), (answer, 0, 0, refuse)]
     code += [(answer, 0, 0, allow)]
     return b"".join(struct.pack("HBBI", *line) for line in code)
 
 
-def give_up_privileges(limits: dict[str, int], drop_to: int | None) -> None:
-    """Resource limits, hard ones; another user; no new privileges; no core, no debugger; a system call filter."""
+def give_up_privileges(limits: dict[str, int], drop_to: int | None, network: bool = False) -> None:
+    """Resource limits, hard ones; another user; no new privileges; no core, no debugger; a system call filter.
+
+    Where the namespace has a ``network``, the filter lets sockets of the Internet and of files be made.
+    """
     for name, value in limits.items():
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
@@ -308,7 +335,7 @@ def give_up_privileges(limits: dict[str, int], drop_to: int | None) -> None:
     _call("prctl", _PR_SET_DUMPABLE, 0, 0, 0, 0)
     machine = os.uname().machine
     if machine in _COLUMN:
-        lines = _seccomp_filter(machine)
+        lines = _seccomp_filter(machine, network)
         program = ctypes.create_string_buffer(lines, len(lines))
         head = struct.pack("HxxxxxxP", len(lines) // 8, ctypes.addressof(program))
         _call("prctl", _PR_SET_SECCOMP, 2, ctypes.create_string_buffer(head, len(head)), 0, 0)
@@ -683,6 +710,15 @@ def _read_all(descriptor: int) -> bytes:
     return b"".join(parts)
 
 
+def run_command(command: list[str], environment: dict[str, str]) -> NoReturn:
+    """Becomes a program of the machine; 127 where it cannot be started."""
+    try:
+        os.execvpe(command[0], command, environment)
+    except OSError as error:
+        os.write(2, f"{command[0]}: {error.strerror}\n".encode())
+    os._exit(127)
+
+
 def main(job_descriptor: int, status: int, lifeline: int) -> None:
     """Isolates this process as the job says, then runs its source."""
     os.lseek(job_descriptor, 0, os.SEEK_SET)
@@ -692,10 +728,12 @@ def main(job_descriptor: int, status: int, lifeline: int) -> None:
         enter_namespaces(job["view"], status, lifeline)
     if job["chdir"] is not None:
         os.chdir(job["chdir"])
-    give_up_privileges(job["limits"], job["drop_to"])
+    give_up_privileges(job["limits"], job["drop_to"], network=bool(job["view"] and job["view"].get("port")))
     start_program(status, lifeline, job["max_seconds"])
     if job["mode"] == "program":
         run_program(job["source"])
+    elif job["mode"] == "command":
+        run_command(job["command"], job["environment"])
     else:
         run_tests(job["source"], job["max_bytes"])
 

@@ -27,7 +27,9 @@ from roll.rewards.types import RewardError
 
 Backend = Literal["bubblewrap", "namespaces", "unsafe"]
 
-_INNER = Path(__file__).with_name("inner.py")
+INNER = Path(__file__).with_name("inner.py")
+"""The program that isolates itself."""
+
 _SYSTEM_FOLDERS = ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin", "/usr")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
@@ -163,7 +165,7 @@ class Run:
         return []
 
 
-def _memory_file(data: bytes) -> int:
+def memory_file(data: bytes) -> int:
     """An open file with this content that nobody can change."""
     import fcntl
 
@@ -225,7 +227,7 @@ def _bubblewrap(view: View, limits: SandboxLimits) -> list[str]:
             command += ["--perms", "0755", "--dir", path]
     for path in view.binds:
         command += ["--dev-bind" if path.startswith("/dev/") else "--ro-bind", path, path]
-    command += ["--ro-bind", str(_INNER), "/inner.py"]
+    command += ["--ro-bind", str(INNER), "/inner.py"]
     return [*command, "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 
@@ -255,10 +257,10 @@ def started(
     }
     (status_read, status_write), (lifeline, held) = os.pipe(), os.pipe()
     os.set_blocking(status_read, False)
-    job_file, input_file = _memory_file(marshal.dumps(job, 2)), _memory_file(stdin)
+    job_file, input_file = memory_file(marshal.dumps(job, 2)), memory_file(stdin)
     prefix = _bubblewrap(view, limits) if backend == "bubblewrap" else []
     options = ["-I", "-B", "-X", "utf8", *(() if view.packages else ("-S",))]
-    inner = "/inner.py" if backend == "bubblewrap" else str(_INNER)
+    inner = "/inner.py" if backend == "bubblewrap" else str(INNER)
     run = None
     try:
         try:
@@ -366,11 +368,16 @@ async def _watch_memory(root: int, limits: SandboxLimits, stop: asyncio.Future[N
     allowed = (limits.memory_mb << 20) + _OWN_MEMORY
     while not stop.done() and (left := deadline - time.monotonic()) > 0:
         await asyncio.wait({stop}, timeout=min(left, _MEMORY_SECONDS))
-        pids = _tree(root)
-        # The exact figure takes milliseconds; what is resident counts shared pages more than once.
-        if sum(map(_resident, pids)) > allowed and sum(map(_proportional, pids)) > allowed:
+        if uses_more(root, allowed):
             return True
     return False
+
+
+def uses_more(root: int, allowed: int) -> bool:
+    """Tells whether a process and its descendants use more than that many bytes together."""
+    pids = _tree(root)
+    # The exact figure takes milliseconds; what is resident counts shared pages more than once.
+    return sum(map(_resident, pids)) > allowed and sum(map(_proportional, pids)) > allowed
 
 
 def _tree(root: int) -> list[int]:

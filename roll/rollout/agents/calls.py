@@ -9,7 +9,7 @@ from typing import Any, cast
 import httpx
 
 from roll.configs.agent import AgentConfig
-from roll.rollout.agents.task import AgentError, AgentExitError, AgentTask
+from roll.rollout.agents.task import AgentError, AgentExitError, AgentTask, Workplace
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.errors import describe_error
 from roll.utils.registry import import_path
@@ -33,7 +33,7 @@ class FunctionProgram:
         self._name = config.path
         self._threads = CallThreads()
 
-    async def run(self, task: AgentTask) -> str | None:
+    async def run(self, task: AgentTask, place: Workplace) -> str | None:
         """See ``AgentProgram``."""
         try:
             answer = await self._call(task)
@@ -62,7 +62,7 @@ class ServiceProgram:
         assert config.url is not None, "AgentConfig.problems"
         self._url = config.url
 
-    async def run(self, task: AgentTask) -> str | None:
+    async def run(self, task: AgentTask, place: Workplace) -> str | None:
         """See ``AgentProgram``."""
         body = task.public() | {"api_key": task.api_key}
         try:

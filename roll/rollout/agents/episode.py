@@ -14,13 +14,13 @@ from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, SamplingParams
 from roll.rollout.agents.calls import FunctionProgram, ServiceProgram
-from roll.rollout.agents.process import ProcessProgram
-from roll.rollout.agents.task import AgentError, AgentExitError, AgentProgram, AgentTask
+from roll.rollout.agents.process import ProcessProgram, Verification, workplace
+from roll.rollout.agents.task import AgentError, AgentExitError, AgentProgram, AgentTask, Workplace
 from roll.rollout.endpoint.server import Endpoint
 from roll.rollout.endpoint.session import Policy, Session
-from roll.rollout.env_manager import EpisodeSpec, Limits
-from roll.rollout.prompt_env import PromptEnv, ScoreFn
-from roll.rollout.types import AGENT, VALID_UNKNOWN, EpisodeEnd, Trajectory
+from roll.rollout.endpoint.step import Steps
+from roll.rollout.env_manager import AsyncEnv, EpisodeSpec, Limits
+from roll.rollout.types import AGENT, VALID_UNKNOWN, EpisodeEnd, Trajectory, Turn
 
 PROGRAMS: Mapping[str, Callable[[AgentConfig], AgentProgram]] = {
     "process": ProcessProgram,
@@ -29,12 +29,11 @@ PROGRAMS: Mapping[str, Callable[[AgentConfig], AgentProgram]] = {
 }
 """By ``agent.type``."""
 
-
 _LOOK_S = 0.05
 
 
 class AgentPlayer:
-    """Has an agent program play prompts, in the event loop of a rollout worker.
+    """Has an agent program play prompts or environments, in the event loop of a rollout worker.
 
     Args:
         config: the section ``agent``.
@@ -44,6 +43,7 @@ class AgentPlayer:
 
     Raises:
         PortTakenError: something else listens there.
+        SandboxUnavailableError: this machine has no sandbox, and one is asked for.
         UnknownNameError: there is no such program or dialect.
     """
 
@@ -51,56 +51,82 @@ class AgentPlayer:
         self._config = config
         self._policy = Policy(renderer, dialect(config.dialect), limits)
         self._program = PROGRAMS[config.type](config)
+        self._verification = Verification(config) if config.reward == "verify" else None
         self.endpoint = Endpoint(config.port + rank if config.port else 0)
 
     async def play(
-        self, prompt: Prompt, score: ScoreFn, generate: GenerateFn, params: SamplingParams, episode: EpisodeSpec
+        self,
+        env: AsyncEnv,
+        prompt: Prompt,
+        generate: GenerateFn,
+        params: SamplingParams,
+        episode: EpisodeSpec,
+        *,
+        max_steps: int | None = None,
     ) -> Trajectory:
         """Plays one episode.
 
         A program that ends with an error behind a limit (``max_calls``, the context) has been cut off, which is the
-        policy's doing: its last words are judged.
+        policy's doing: what it has is judged.
+
+        Args:
+            env: judges the task and has been reset; a program that has taken no step has its answer taken as one.
+            prompt: the task.
+            generate: the way to the engines.
+            params: how answers are sampled.
+            episode: which one it is.
+            max_steps: most steps that the program may take in ``env`` by ``/v1/step``; ``None``: it may take none.
 
         Raises:
             AgentError: the program crashed, hung, asked nothing of the policy, or gave no reward where it should.
             Exception: what made an answer impossible, such as an engine's death.
         """
-        env = PromptEnv(prompt, score)
-        _observation, info = await env.reset(episode.env_seed)
         await self.endpoint.start()
-        session = Session(self._config, self._policy, env.watch(generate), params, episode)
-        with self.endpoint.open(session) as key:
-            try:
-                answer = await self._run(AgentTask.of(prompt, self.endpoint.url, key), session)
-            except AgentExitError:
-                if session.end is None:
-                    raise
-                answer = None
-        if not session.turns:
-            long = session.end is EpisodeEnd.CONTEXT_FULL
-            told = f"its first prompt does not fit in sequence_length {self._policy.limits.sequence_length}"
-            raise AgentError(told if long else "the agent program asked nothing of the policy")
-        info |= await self._judge(env, session, answer)
-        last = session.turns[-1]
-        judged = replace(last, action=info["action"], task_reward=info["task_reward"], penalty=info["penalty"])
+        session = Session(self._config, self._policy, generate, params, episode)
+        steps = Steps(env, session, max_steps or 1)
+        if max_steps is not None:
+            session.act = steps.take
+        async with workplace(self._config.template) as place:
+            with self.endpoint.open(session) as key:
+                try:
+                    answer = await self._run(AgentTask.of(prompt, self.endpoint.url, key), place, session)
+                except AgentExitError:
+                    if session.end is None:
+                        raise
+                    answer = None
+            if not session.turns:
+                long = session.end is EpisodeEnd.CONTEXT_FULL
+                told = f"its first prompt does not fit in sequence_length {self._policy.limits.sequence_length}"
+                raise AgentError(told if long else "the agent program asked nothing of the policy")
+            words = session.turns[-1].text if answer is None else answer
+            if self._config.reward == "task" and not steps.taken:
+                await steps.take(words)
+            await steps.settle()
+            given = await self._given(session, prompt, words, place)
+        info = dict(steps.taken[-1].info) if steps.taken else {}
+        if given is not None:
+            info |= {"success": given[1], "prompt_id": prompt.id, VALID_UNKNOWN: True}
+        elif max_steps is not None:
+            info |= {VALID_UNKNOWN: True}  # a step may have taken many answers
+        counts = session.counts if max_steps is None else session.counts | {"steps": len(steps.taken)}
         return Trajectory(
             tag=episode.tag,
             group_id=episode.group_id,
             member=episode.member,
             seed=episode.env_seed,
-            turns=(*session.turns[:-1], judged),
-            end=session.end or EpisodeEnd.TERMINATED,
-            success=bool(info["success"]),
-            final_observation="" if answer is None else answer,
+            turns=_rewarded(session.turns, steps, None if given is None else given[0]),
+            end=session.end or (steps.end if steps.taken else None) or EpisodeEnd.TERMINATED,
+            success=bool(info.get("success", False)),
+            final_observation=(steps.taken[-1].observation if steps.taken else "") or answer or "",
             history=True,
             info={key: value for key, value in info.items() if isinstance(value, bool | int | float | str)}
-            | {f"{AGENT}{name}": count for name, count in session.counts.items()},
+            | {f"{AGENT}{name}": count for name, count in counts.items()},
         )
 
-    async def _run(self, task: AgentTask, session: Session) -> str | None:
+    async def _run(self, task: AgentTask, place: Workplace, session: Session) -> str | None:
         """The program, to its end or that of its time, of which the policy's answers take none."""
         start, limit = time.monotonic(), self._config.timeout
-        running = asyncio.create_task(self._program.run(task))
+        running = asyncio.create_task(self._program.run(task, place))
         try:
             waiting: set[asyncio.Future[Any]] = {running, session.failure}
             while not any(each.done() for each in waiting):
@@ -115,12 +141,32 @@ class AgentPlayer:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)  # what it has started is gone then
 
-    async def _judge(self, env: PromptEnv, session: Session, answer: str | None) -> dict[str, Any]:
-        """What a step of an environment says of its end."""
-        if self._config.reward == "verifiers":
-            return (await env.step(session.turns[-1].text if answer is None else answer))[-1]
-        if session.reward is None:
+    async def _given(self, session: Session, prompt: Prompt, words: str, place: Workplace) -> tuple[float, bool] | None:
+        """Reward and success that the program's call or the verification says; ``None``: the environment's count."""
+        if self._config.reward == "task":
+            return None
+        reward, success = session.reward, session.success
+        if self._verification is not None:
+            task = AgentTask.of(prompt, "", "").public() | {"ground_truth": prompt.ground_truth}
+            verdict = await self._verification.judge(task, words, place)
+            reward, success = verdict.reward, verdict.success
+        if reward is None:
             raise AgentError("the agent program posted no reward to /v1/reward (agent.reward: call)")
-        success = session.reward > 0 if session.success is None else session.success
-        judged = {"action": None, "task_reward": session.reward, "penalty": 0.0, "success": success}
-        return judged | {"prompt_id": env.prompt.id, VALID_UNKNOWN: True}
+        return reward, reward > 0 if success is None else success
+
+
+def _rewarded(turns: list[Turn], steps: Steps, given: float | None) -> tuple[Turn, ...]:
+    """The turns with their rewards: of each step to the last turn before it, or ``given`` to the last of all."""
+    turns = list(turns)
+    if given is not None:
+        turns[-1] = replace(turns[-1], task_reward=given)
+        return tuple(turns)
+    for step in steps.taken:
+        at = max(step.turn - 1, 0)
+        turns[at] = replace(
+            turns[at],
+            action=step.info.get("action"),
+            task_reward=turns[at].task_reward + step.task_reward,
+            penalty=turns[at].penalty + step.penalty,
+        )
+    return tuple(turns)

@@ -1,4 +1,4 @@
-"""An agent program that is a command, started anew for each episode."""
+"""An agent program that is a command, started anew for each episode, and the command that may judge it."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import ValidationError
 
 from roll.configs.agent import AgentConfig
-from roll.rollout.agents.task import AgentError, AgentExitError, AgentTask
-from roll.rollout.errors import MAX_WORDS, clean_text
+from roll.rollout.agents.cell import Cell
+from roll.rollout.agents.command import Ended, run_supervised
+from roll.rollout.agents.task import AgentError, AgentExitError, AgentTask, Workplace
+from roll.rollout.endpoint.reward import RewardRequest
+from roll.rollout.errors import describe_error
 
 MAX_ANSWER = 4_000_000
 """Bytes of an answer that a program writes."""
 
-_SUPERVISOR = Path(__file__).with_name("supervisor.py")
-_INHERITED = (
-    "PATH",
+_INHERITED = ("PATH", "LANG", "LANGUAGE", "TZ")
+_INHERITED_OUTSIDE = (
     "HOME",
     "USER",
     "LOGNAME",
     "SHELL",
-    "LANG",
-    "LANGUAGE",
-    "TZ",
     "TMPDIR",
     "PYTHONPATH",
     "VIRTUAL_ENV",
@@ -38,9 +39,51 @@ _INHERITED = (
     "SSL_CERT_FILE",
     "SSL_CERT_DIR",
 )
-_KEPT = 4 * MAX_WORDS
-_GRACE_S = 15.0
-"""Time that a supervisor gets to end what the command has started; more than it takes itself."""
+"""What a command in the sandbox does not get: it could not see the files."""
+
+
+@contextlib.asynccontextmanager
+async def workplace(template: str | None) -> AsyncIterator[Workplace]:
+    """A fresh workplace, removed at the end.
+
+    Args:
+        template: folder whose files it begins with.
+
+    Raises:
+        AgentError: they cannot be copied.
+    """
+    place = Workplace(Path(tempfile.mkdtemp(prefix="roll-agent-")))
+    try:
+        if template is None:
+            place.work.mkdir()
+        else:
+            await _copy(template, place.work)
+        yield place
+    finally:
+        await asyncio.to_thread(shutil.rmtree, place.folder, ignore_errors=True)
+
+
+async def _copy(template: str, work: Path) -> None:
+    try:
+        await asyncio.to_thread(shutil.copytree, template, work, symlinks=True)
+    except OSError as error:
+        raise AgentError(f"agent.template: cannot copy {template!r}: {describe_error(error)}") from error
+
+
+class _Command:
+    """A command of the section ``agent``, in its sandbox if there is one."""
+
+    def __init__(self, config: AgentConfig, command: Sequence[str]) -> None:
+        self.argv = list(command)
+        self._cell = None if config.sandbox is None else Cell(config.sandbox, self.argv)
+        self._env = _environment(() if config.sandbox else _INHERITED_OUTSIDE) | dict(config.env)
+
+    async def run(self, env: Mapping[str, str], cwd: str, folders: Sequence[Path], port: int | None = None) -> Ended:
+        """Runs it to its end, with what the sandbox lets it write to and reach."""
+        env = self._env | env
+        if self._cell is None:
+            return await run_supervised(self.argv, env, cwd)
+        return await self._cell.run(self.argv, env, cwd, [str(folder) for folder in folders], port)
 
 
 class ProcessProgram:
@@ -49,155 +92,112 @@ class ProcessProgram:
     The command finds ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` (and Anthropic's), the task as JSON in the file
     ``ROLL_TASK``, and may write its answer to the file ``ROLL_ANSWER``. Exit code 0 is an episode; any other is a
     failure. Whatever it has started is killed when it ends or is ended.
+
+    Raises:
+        SandboxUnavailableError: this machine has no sandbox, and one is asked for.
     """
 
     def __init__(self, config: AgentConfig) -> None:
-        self._command = [_absolute(part) for part in config.command]
-        self._env = _environment() | dict(config.env)
+        self._command = _Command(config, config.command)
         self._cwd = config.cwd
 
-    async def run(self, task: AgentTask) -> str | None:
+    async def run(self, task: AgentTask, place: Workplace) -> str | None:
         """See ``AgentProgram``."""
-        folder = Path(tempfile.mkdtemp(prefix="roll-agent-"))
+        _write(place.folder / "task.json", json.dumps(task.public()))
+        env = {
+            "OPENAI_BASE_URL": task.base_url,
+            "OPENAI_API_KEY": task.api_key,
+            "ANTHROPIC_BASE_URL": task.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": task.api_key,
+            "ROLL_TASK": str(place.folder / "task.json"),
+            "ROLL_ANSWER": str(place.folder / "answer"),
+        }
+        port = urlsplit(task.base_url).port
+        ended = await self._command.run(env, self._cwd or str(place.work), [place.folder], port)
+        if ended.code != 0:
+            said = str(ended).replace(task.api_key, "***")
+            raise AgentExitError(f"{self._command.argv[0]} ended with {said}")
+        answer = _read(place.folder / "answer", "ROLL_ANSWER")
+        return None if answer is None else _text(answer, "ROLL_ANSWER")
+
+
+class Verification:
+    """Judges an episode by ``agent.verify``, in the folder that its program has left.
+
+    The command finds the task with its reference answer in the file ``ROLL_TASK``, the answer in ``ROLL_ANSWER``, and
+    writes a number, or ``{"reward": …, "success": …}``, to ``ROLL_REWARD``. The folder of these files is made when
+    everything that the program has started is gone, so that no program can write to it.
+
+    Raises:
+        SandboxUnavailableError: this machine has no sandbox, and one is asked for.
+    """
+
+    def __init__(self, config: AgentConfig) -> None:
+        self._command = _Command(config, config.verify)
+        self._timeout = config.verify_timeout
+
+    async def judge(self, task: Mapping[str, Any], answer: str, place: Workplace) -> RewardRequest:
+        """The reward.
+
+        Raises:
+            AgentError: the command failed, took too long, or gave no reward.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="roll-verify-"))
         try:
-            answer, work = folder / "answer", folder / "work"
-            work.mkdir()
-            (folder / "task.json").write_text(json.dumps(task.public()), encoding="utf-8")
-            env = self._env | {
-                "OPENAI_BASE_URL": task.base_url,
-                "OPENAI_API_KEY": task.api_key,
-                "ANTHROPIC_BASE_URL": task.base_url.removesuffix("/v1"),
-                "ANTHROPIC_API_KEY": task.api_key,
-                "ROLL_TASK": str(folder / "task.json"),
-                "ROLL_ANSWER": str(answer),
-            }
-            async with _started(self._command, env, self._cwd or str(work)) as running:
-                code = await running.exit_code()
-            if code != 0:
-                said = running.last_words().replace(task.api_key, "***")
-                raise AgentExitError(f"{self._command[0]} ended with {_ending(code)}{said}")
-            return _read_answer(answer)
+            _write(folder / "task.json", json.dumps(task))
+            _write(folder / "answer", answer)
+            names = {"ROLL_TASK": "task.json", "ROLL_ANSWER": "answer", "ROLL_REWARD": "reward"}
+            env = {key: str(folder / name) for key, name in names.items()}
+            async with asyncio.timeout(self._timeout):
+                ended = await self._command.run(env, str(place.work), [folder, place.folder])
+            if ended.code != 0:
+                raise AgentError(f"agent.verify: {self._command.argv[0]} ended with {ended}")
+            return _reward(_read(folder / "reward", "ROLL_REWARD"))
+        except TimeoutError as error:
+            raise AgentError(f"agent.verify took longer than agent.verify_timeout={self._timeout:g} s") from error
         finally:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
 
-class _Tail(asyncio.Protocol):
-    """The end of what a pipe brings."""
-
-    def __init__(self) -> None:
-        self.data = b""
-
-    def data_received(self, data: bytes) -> None:
-        self.data = (self.data + data[-_KEPT:])[-_KEPT:]
-
-
-@dataclass
-class _Running:
-    """A command under way."""
-
-    process: subprocess.Popen[bytes]
-    ended: asyncio.Future[None]
-    status: int
-    output: _Tail
-
-    def end(self) -> None:
-        """Notes that the supervisor is gone."""
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-    async def exit_code(self) -> int | None:
-        """Of the command, once all that it has started is gone; ``None``: its supervisor was killed."""
-        await asyncio.shield(self.ended)
-        with contextlib.suppress(BlockingIOError, ValueError):
-            return int(os.read(self.status, 16))
-        return None
-
-    def last_words(self) -> str:
-        """The end of its output."""
-        text = clean_text(self.output.data.decode("utf-8", "replace")).strip()
-        return f": {text[-MAX_WORDS:]}" if text else ""
-
-
-@contextlib.asynccontextmanager
-async def _started(command: Sequence[str], env: Mapping[str, str], cwd: str) -> AsyncIterator[_Running]:
-    """A command; at the end nothing of it is left."""
-    loop = asyncio.get_running_loop()
-    (status, status_write), (lifeline, held) = os.pipe(), os.pipe()
-    os.set_blocking(status, False)
-    handle: int | None = None
-    transport: asyncio.BaseTransport | None = None
+def _reward(data: bytes | None) -> RewardRequest:
+    if data is None:
+        raise AgentError("agent.verify wrote no ROLL_REWARD")
     try:
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(_SUPERVISOR), str(lifeline), str(status_write), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                env=dict(env),
-                cwd=cwd,
-                pass_fds=(lifeline, status_write),
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise AgentError(f"agent.cwd: cannot start in {cwd!r}: {error.strerror}") from error
-        finally:
-            os.close(lifeline)
-            os.close(status_write)
-        running = _Running(process, loop.create_future(), status, _Tail())
-        handle = os.pidfd_open(process.pid)
-        loop.add_reader(handle, running.end)
-        try:
-            assert process.stdout is not None
-            transport, _ = await loop.connect_read_pipe(lambda: running.output, process.stdout)
-            yield running
-        finally:
-            os.close(held)
-            held = -1
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(running.ended), _GRACE_S)
-            process.kill()
-            process.wait()
-    finally:
-        if handle is not None:
-            loop.remove_reader(handle)
-            os.close(handle)
-        if transport is not None:
-            transport.close()
-        if held >= 0:
-            os.close(held)
-        os.close(status)
+        value = json.loads(data)
+        return RewardRequest.model_validate(value if isinstance(value, dict) else {"reward": value}, strict=True)
+    except (ValueError, RecursionError, ValidationError) as error:
+        expected = 'a finite number or {"reward": …, "success": …}'
+        raise AgentError(f"ROLL_REWARD: seen {data[:80]!r}, expected {expected}") from error
 
 
-def _absolute(part: str) -> str:
-    """A file's path that another folder does not change."""
-    return os.path.abspath(part) if "/" in part and not os.path.isabs(part) and os.path.exists(part) else part
-
-
-def _environment() -> dict[str, str]:
+def _environment(further: Sequence[str]) -> dict[str, str]:
     """What a command may know of this process's environment, its own ``python`` first in the path."""
-    kept = {key: value for key, value in os.environ.items() if key in _INHERITED or key.startswith("LC_")}
+    names = {*_INHERITED, *further}
+    kept = {key: value for key, value in os.environ.items() if key in names or key.startswith("LC_")}
     return kept | {"PATH": os.pathsep.join([os.path.dirname(sys.executable), kept.get("PATH", os.defpath)])}
 
 
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "its supervisor killed"
-    return f"exit code {code}" if code > 0 else f"signal {-code}"
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def _read_answer(path: Path) -> str | None:
-    """The answer that the program wrote, if it did."""
+def _read(path: Path, name: str) -> bytes | None:
+    """What a command wrote to a file, if it did."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(descriptor, "rb") as file:
+            data = file.read(MAX_ANSWER + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise AgentError(f"ROLL_ANSWER cannot be read: {error.strerror}") from error
-    with open(descriptor, "rb") as file:
-        text = file.read(MAX_ANSWER + 1)
-    if len(text) > MAX_ANSWER:
-        raise AgentError(f"ROLL_ANSWER has more than {MAX_ANSWER:,} bytes")
+        raise AgentError(f"{name} cannot be read: {error.strerror}") from error
+    if len(data) > MAX_ANSWER:
+        raise AgentError(f"{name} has more than {MAX_ANSWER:,} bytes")
+    return data
+
+
+def _text(data: bytes, name: str) -> str:
     try:
-        return text.decode("utf-8")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise AgentError(f"ROLL_ANSWER is no UTF-8: {error}") from error
+        raise AgentError(f"{name} is no UTF-8: {error}") from error

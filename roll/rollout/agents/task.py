@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from roll.data.prompts import Prompt
@@ -55,10 +56,22 @@ class AgentTask:
         }
 
 
+@dataclass(frozen=True)
+class Workplace:
+    """The folders of one episode."""
+
+    folder: Path
+
+    @property
+    def work(self) -> Path:
+        """Where a command starts."""
+        return self.folder / "work"
+
+
 class AgentProgram(Protocol):
     """Plays one episode; cancelling it ends everything that it has started."""
 
-    def run(self, task: AgentTask) -> Coroutine[Any, Any, str | None]:
+    def run(self, task: AgentTask, place: Workplace) -> Coroutine[Any, Any, str | None]:
         """Returns the program's answer; ``None``: the policy's last words are it.
 
         Raises:

@@ -32,6 +32,7 @@ from roll.rollout.endpoint.errors import ApiError, PortTakenError, as_openai, fr
 from roll.rollout.endpoint.responses import ResponseRequest
 from roll.rollout.endpoint.reward import RewardRequest
 from roll.rollout.endpoint.session import Answer, Session
+from roll.rollout.endpoint.step import StepRequest
 from roll.rollout.errors import describe_error
 
 logger = logging.getLogger(__name__)
@@ -183,10 +184,18 @@ def _application(endpoint: Endpoint) -> Starlette:
             raise from_validation(error) from None
         return JSONResponse({"object": "reward"})
 
+    async def step(request: Request) -> Response:
+        session = endpoint.session_of(request)
+        try:
+            return JSONResponse(await StepRequest.model_validate_json(await _body(request)).take(session))
+        except ValidationError as error:
+            raise from_validation(error) from None
+
     paths: list[tuple[str, list[str], Callable[[Request], Awaitable[Response]]]] = [
         ("/v1/models", ["GET"], models),
         ("/v1/models/{model:path}", ["GET"], model),
         ("/v1/reward", ["POST"], reward),
+        ("/v1/step", ["POST"], step),
         ("/v1/chat/completions", ["POST"], _handler(endpoint, ChatRequest)),
         ("/v1/completions", ["POST"], _handler(endpoint, CompletionRequest)),
         ("/v1/responses", ["POST"], _handler(endpoint, ResponseRequest)),

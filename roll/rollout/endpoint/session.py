@@ -13,12 +13,13 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from roll.agentic.env.base import StepResult
 from roll.agentic.tools.dialects import Dialect
 from roll.agentic.tools.dialects.base import split_reasoning
 from roll.agentic.tools.types import AssistantTurn, ToolCall, ToolSchema, call_id
@@ -40,6 +41,7 @@ COUNTS = (
     "rewritten_answer",
     "rewritten_history",
     "rewritten_tools",
+    "tool_calls",
     "malformed_calls",
     "refused",
 )
@@ -117,10 +119,12 @@ class Session:
         self.reward: float | None = None
         """What the program has posted."""
         self.success: bool | None = None
+        self.act: Callable[[str], Awaitable[StepResult]] | None = None
+        """Steps the episode's environment, if it has one."""
         self.end: EpisodeEnd | None = None
         """The limit that the last request met, if it did."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises what made an answer impossible that is none of the program's business, such as an engine's death."""
+        """Raises what ends the episode and is none of the program's business, such as an engine's death."""
         self.failure.add_done_callback(lambda future: future.exception())
         self._generate = generate
         self._params = params
@@ -164,6 +168,11 @@ class Session:
         """Counts a request that an error answers."""
         self._counts["refused"] += 1
         return error
+
+    def fail(self, error: Exception) -> None:
+        """Ends the episode with what its program cannot help."""
+        if not self.failure.done():
+            self.failure.set_exception(error)
 
     def close(self) -> None:
         """Ends the episode: requests under way are given up, later ones refused."""
@@ -284,8 +293,7 @@ class Session:
                 raise self._over() from None
             raise
         except Exception as error:
-            if not self.failure.done():
-                self.failure.set_exception(error)
+            self.fail(error)
             raise ApiError(500, "the engine failed; the episode is over", code="engine_failed") from error
         finally:
             for request in requests:
@@ -354,7 +362,7 @@ class Session:
             reasoning, said = split_reasoning(text)
             return AssistantTurn(said, reasoning=reasoning), stop
         turn = self.policy.dialect.parse(text, schemas)
-        self._counts["malformed_calls"] += len(turn.errors)
+        self._counts.update(tool_calls=len(turn.calls), malformed_calls=len(turn.errors))
         words = "\n".join(filter(None, [turn.content, *(error.text for error in turn.errors)]))
         return replace(turn, content=words, calls=tuple(self._with_own_id(call) for call in turn.calls)), stop
 

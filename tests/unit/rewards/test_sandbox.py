@@ -475,12 +475,12 @@ print(attempt(lambda: socket.socket(40, socket.SOCK_STREAM)))
 
 def test_the_network_namespace_holds_without_the_filter(sandbox, listeners, monkeypatch, tmp_path):
     """Each wall stands alone: here the filter of system calls is left out."""
-    text = sandbox_run._INNER.read_text()
+    text = sandbox_run.INNER.read_text()
     weak = text.replace('"socket": (41, 198),', "")
     assert weak != text
     weaker = tmp_path / "inner.py"
     weaker.write_text(weak)
-    monkeypatch.setattr(sandbox_run, "_INNER", weaker)
+    monkeypatch.setattr(sandbox_run, "INNER", weaker)
     source = """
 import socket
 tcp, udp, path, abstract = facts
@@ -775,7 +775,7 @@ def test_a_probe_that_does_not_isolate_is_not_believed(monkeypatch, tmp_path):
 def test_a_sandbox_that_breaks_is_an_error_and_no_result(sandbox, monkeypatch, tmp_path):
     broken = tmp_path / "inner.py"
     broken.write_text("raise OSError('no namespace left')")
-    monkeypatch.setattr(sandbox_run, "_INNER", broken)
+    monkeypatch.setattr(sandbox_run, "INNER", broken)
     with pytest.raises(SandboxError, match="no namespace left"):
         run(sandbox, "print(1)")
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import textwrap
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +16,17 @@ import openai
 
 from roll.agentic.tools.dialects import dialect
 from roll.configs.agent import AgentConfig
+from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.models.tiny import make_tokenizer
+from roll.rewards.types import Sample, Verdict
+from roll.rollout.agents.episode import AgentPlayer
 from roll.rollout.endpoint.server import Endpoint
 from roll.rollout.endpoint.session import Policy, Session
 from roll.rollout.env_manager import EpisodeSpec, Limits
+from roll.rollout.prompt_env import PromptEnv
+from roll.rollout.types import Trajectory
 
 TOKENIZER = make_tokenizer()
 RENDERER = ChatRenderer(TOKENIZER)
@@ -87,3 +95,59 @@ def rows_of(session: Session) -> list[list[int]]:
         assert turn.prompt_ids[: len(so_far)].tolist() == so_far
         rows[turn.row] = [*turn.prompt_ids.tolist(), *turn.completion.token_ids.tolist()]
     return list(rows.values())
+
+
+GOOD = "<answer>51</answer>"
+PROMPT = Prompt("p1", "sums", ({"role": "user", "content": "17*3="},), ground_truth="51", extra_info={"level": 2})
+ASK = """
+import json, os, urllib.request
+
+def ask(path, **body):
+    key = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + path, json.dumps(body).encode(), key)
+    return json.load(urllib.request.urlopen(request))
+
+task = json.load(open(os.environ["ROLL_TASK"]))
+answer = ask("/chat/completions", model="any", messages=task["messages"])["choices"][0]["message"]["content"]
+"""
+"""A program that asks once, without a client's long start."""
+
+
+async def judge(sample: Sample) -> Verdict:
+    good = f"<answer>{sample.ground_truth}</answer>" in sample.response
+    return Verdict(float(good), good, sample.response)
+
+
+async def play_with(player: AgentPlayer, engine: Engine) -> Trajectory:
+    return await player.play(PromptEnv(PROMPT, judge), PROMPT, engine.generate, PARAMS, EPISODE)
+
+
+def play(engine: Engine, *, more: float = 0.0, **keys: Any) -> Trajectory:
+    async def run() -> Trajectory:
+        player = AgentPlayer(AgentConfig(**keys).placed(), RENDERER, LIMITS, 0)
+        try:
+            return await play_with(player, engine)
+        finally:
+            await asyncio.sleep(more)
+            await player.endpoint.stop()
+
+    return asyncio.run(run())
+
+
+def script(program: str) -> list[str]:
+    return ["python", "-c", textwrap.dedent(program)]
+
+
+def marked(mark: str) -> list[str]:
+    """Command lines of the processes that have ``mark`` in their environment or arguments."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if int(folder.name) == os.getpid():
+                continue
+            line = (folder / "cmdline").read_bytes()
+            if mark.encode() in (folder / "environ").read_bytes() + line:
+                found.append(line.decode())
+        except OSError:
+            continue
+    return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import subprocess
 import sys
@@ -25,62 +24,30 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from roll.configs.agent import AgentConfig
-from roll.data.prompts import Prompt
 from roll.data.requests import Completion, GenerateRequest
-from roll.rewards.types import Sample, Verdict
 from roll.rollout.agents.episode import AgentPlayer
 from roll.rollout.agents.task import AgentError, AgentTask
 from roll.rollout.router import EngineUnavailableError
-from roll.rollout.types import EpisodeEnd, Trajectory
-from tests.unit.rollout.agents.harness import EPISODE, LIMITS, PARAMS, RENDERER, Engine
+from roll.rollout.types import EpisodeEnd
+from tests.unit.rollout.agents.harness import (
+    GOOD,
+    LIMITS,
+    PROMPT,
+    RENDERER,
+    Engine,
+    marked,
+    play,
+    play_with,
+    script,
+)
 
 HERE = "tests.unit.rollout.agents.test_programs"
-PROMPT = Prompt("p1", "sums", ({"role": "user", "content": "17*3="},), ground_truth="51", extra_info={"level": 2})
 CLIENT = """
 import json, os, openai
 task = json.load(open(os.environ["ROLL_TASK"]))
 policy = openai.OpenAI(max_retries=0)
 answer = policy.chat.completions.create(model="gpt-5", messages=task["messages"])
 """
-
-
-async def judge(sample: Sample) -> Verdict:
-    good = f"<answer>{sample.ground_truth}</answer>" in sample.response
-    return Verdict(float(good), good, sample.response)
-
-
-def play(engine: Engine, *, more: float = 0.0, **keys: Any) -> Trajectory:
-    async def run() -> Trajectory:
-        player = AgentPlayer(AgentConfig(**keys), RENDERER, LIMITS, 0)
-        try:
-            return await player.play(PROMPT, judge, engine.generate, PARAMS, EPISODE)
-        finally:
-            await asyncio.sleep(more)
-            await player.endpoint.stop()
-
-    return asyncio.run(run())
-
-
-def script(program: str) -> list[str]:
-    return ["python", "-c", textwrap.dedent(program)]
-
-
-def marked(mark: str) -> list[str]:
-    """Command lines of the processes that have ``mark`` in their environment or arguments."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if int(folder.name) == os.getpid():
-                continue
-            line = (folder / "cmdline").read_bytes()
-            if mark.encode() in (folder / "environ").read_bytes() + line:
-                found.append(line.decode())
-        except OSError:
-            continue
-    return found
-
-
-GOOD = "<answer>51</answer>"
 
 
 def test_an_unmodified_client_script_plays_an_episode() -> None:
@@ -203,7 +170,7 @@ def test_calls_after_the_end_are_refused(tmp_path: Path) -> None:
         player = AgentPlayer(
             AgentConfig(command=script(CLIENT + f"open({str(keys)!r}, 'w').write(policy.api_key)")), RENDERER, LIMITS, 0
         )
-        await player.play(PROMPT, judge, Engine([GOOD]).generate, PARAMS, EPISODE)
+        await play_with(player, Engine([GOOD]))
         async with openai.AsyncOpenAI(base_url=player.endpoint.url, api_key=keys.read_text(), max_retries=0) as late:
             with pytest.raises(openai.APIStatusError) as caught:
                 await late.models.list()
@@ -219,7 +186,7 @@ def test_cancelling_an_episode_ends_its_program() -> None:
     async def run() -> None:
         engine = Engine([GOOD], seconds=1000)
         player = AgentPlayer(AgentConfig(command=script(CLIENT + f"{mark!r}")), RENDERER, LIMITS, 0)
-        playing = asyncio.create_task(player.play(PROMPT, judge, engine.generate, PARAMS, EPISODE))
+        playing = asyncio.create_task(play_with(player, engine))
         while not engine.requests:
             await asyncio.sleep(0.02)
         playing.cancel()
@@ -347,12 +314,12 @@ def test_a_running_service_is_a_program_too() -> None:
     async def run() -> None:
         async with service() as url:
             player = AgentPlayer(AgentConfig(type="url", url=url), RENDERER, LIMITS, 0)
-            episode = await player.play(PROMPT, judge, Engine([GOOD]).generate, PARAMS, EPISODE)
+            episode = await play_with(player, Engine([GOOD]))
             assert episode.success
             with pytest.raises(AgentError, match=r"status 502: upstream \*\*\*"):
-                await player.play(PROMPT, judge, Engine(["fail"]).generate, PARAMS, EPISODE)
+                await play_with(player, Engine(["fail"]))
         with pytest.raises(AgentError, match="ConnectError"):
-            await player.play(PROMPT, judge, Engine([GOOD]).generate, PARAMS, EPISODE)
+            await play_with(player, Engine([GOOD]))
         await player.endpoint.stop()
 
     asyncio.run(run())

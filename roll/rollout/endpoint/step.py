@@ -1,0 +1,92 @@
+"""``/v1/step``: an episode's program acts in its environment, where the episode has one."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from roll.agentic.env.base import StepResult
+from roll.rollout.endpoint.errors import ApiError
+from roll.rollout.endpoint.session import Session
+from roll.rollout.env_manager import AsyncEnv
+from roll.rollout.types import EpisodeEnd
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an action brought."""
+
+    turn: int
+    """Answers of the policy that had been given before it."""
+    observation: str
+    task_reward: float
+    penalty: float
+    info: dict[str, Any]
+
+
+class Steps:
+    """An episode's environment, which has been reset, and what has been done in it.
+
+    Args:
+        env: takes the actions.
+        session: of the same episode.
+        most: steps after which the episode is truncated.
+    """
+
+    def __init__(self, env: AsyncEnv, session: Session, most: int) -> None:
+        self.taken: list[Step] = []
+        self.end: EpisodeEnd | None = None
+        """Why no further step can be taken."""
+        self._env = env
+        self._session = session
+        self._most = most
+        self._lock = asyncio.Lock()
+
+    async def take(self, action: str) -> StepResult:
+        """Steps the environment; ``truncated`` also where that was the last step there may be.
+
+        Raises:
+            ApiError: there is no further step.
+            EnvError: the environment failed.
+        """
+        async with self._lock:
+            if self.end is not None:  # of the environment, or of the program
+                raise ApiError(409, "the environment has come to its end", code="environment_ended")
+            turn = len(self._session.turns)
+            observation, reward, terminated, truncated, info = await self._env.step(action)
+            penalty = float(info.get("penalty", 0.0))
+            task_reward = float(info.get("task_reward", float(reward) - penalty))
+            self.taken.append(Step(turn, observation, task_reward, penalty, info))
+            truncated = truncated or len(self.taken) >= self._most
+            if terminated or truncated:
+                self.end = EpisodeEnd.TERMINATED if terminated else EpisodeEnd.TRUNCATED
+            return observation, reward, terminated, truncated, info
+
+    async def settle(self) -> None:
+        """Waits for the step under way, and lets no other begin."""
+        async with self._lock:
+            self.end = self.end or EpisodeEnd.TERMINATED
+
+
+class StepRequest(BaseModel):
+    action: str
+
+    async def take(self, session: Session) -> dict[str, Any]:
+        """Acts in the environment; an environment that fails ends the episode.
+
+        Raises:
+            ApiError: there is none, it has come to its end, or it failed.
+        """
+        if session.act is None:
+            raise session.refuse(ApiError(403, "the task of this key has no environment", code="no_environment"))
+        try:
+            observation, reward, terminated, truncated, _info = await session.act(self.action)
+        except ApiError as error:
+            raise session.refuse(error) from None
+        except Exception as error:
+            session.fail(error)
+            raise ApiError(500, "the environment failed; the episode is over", code="environment_failed") from error
+        return {"observation": observation, "reward": reward, "terminated": terminated, "truncated": truncated}
