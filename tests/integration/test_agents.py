@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.conftest import ROOT, Rlvr, Run, rows, write
+from tests.integration.conftest import ROOT, Launch, Rlvr, Run, rows, write
 
 PROGRAM = ROOT / "tests" / "support" / "programs" / "openai_agent.py"
 SMALL = (
@@ -68,6 +68,51 @@ def test_an_unmodified_client_script_is_trained_on_exactly_what_the_engine_saw(r
     assert run.metrics[2]["eval/agent/calls"] == 2
     assert run.summary["eval"]["after"].keys() >= {"accuracy", "accuracy_greedy", "mean@1"}
     run.assert_nothing_left()
+
+
+@pytest.mark.timeout(600)
+def test_an_agent_of_a_published_framework_is_trained(rlvr: Rlvr, tmp_path: Path) -> None:
+    pytest.importorskip("agents", reason="openai-agents is not installed")
+    write(tmp_path / "train.jsonl", rows("t", [""] * 2))
+    run = rlvr(
+        *SMALL,
+        "max_steps=1",
+        "validation=null",
+        "actor_train.data_args.template=chatml_tool_names",
+        f"agent={{command: [python, {PROGRAM.with_name('agents_sdk.py')}], timeout: 200, "
+        "env: {OPENAI_AGENTS_DISABLE_TRACING: '1'}}",
+    )
+    assert run.wait() == 0, run.output
+    answers = assert_trained_is_what_was_sampled(run)
+    assert len(answers) == 8 and set(answers.values()) == {1}
+    metrics = run.metrics[1]
+    assert (metrics["rollout/episodes"], metrics["rollout/dropped"], metrics["rollout/agent/refused"]) == (8, 0, 0)
+    assert metrics["actor/grad_norm"] > 0
+
+
+@pytest.mark.timeout(600)
+def test_programs_play_environments_beside_a_policy_that_plays_itself(launch: Launch) -> None:
+    run = launch(
+        "max_steps=1",
+        "save_steps=0",
+        "sequence_length=160",
+        "custom_envs.Played={env_type: 'tests.support.faults:CountingEnv', max_steps: 3, agent_system_template: '', "
+        "agent: {type: python, path: 'tests.support.agents:counting', max_calls: 3}}",
+        "train_env_manager.tags=[Counting, Played]",
+        "val_env_manager.tags=[Played]",
+        "actor_infer.worker_cls=tests.support.agents:LoggedInferWorker",
+        "actor_train.worker_cls=tests.support.agents:LoggedTrainWorker",
+    )
+    assert run.wait() == 0, run.output
+    assert_trained_is_what_was_sampled(run)
+    metrics = run.metrics[1]
+    assert (metrics["rollout/episodes"], metrics["rollout/dropped"]) == (8, 0)
+    assert metrics["rollout/agent/steps"] == metrics["rollout/agent/calls"] == 3
+    assert metrics["rollout/agent/rows"] == 1 and metrics["rollout/valid_rate"] == 1
+    assert abs(metrics["rollout/Played/reward"]) > 0 and abs(metrics["rollout/Counting/reward"]) > 0
+    assert run.summary["eval"]["after"]["valid_rate"] is None
+    turns = Counter(line["turn"] for line in run.logged("turns.jsonl"))
+    assert turns[1] == turns[2] == turns[3] >= 8
 
 
 @pytest.mark.timeout(600)

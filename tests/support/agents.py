@@ -73,6 +73,18 @@ async def two_turns(task: AgentTask) -> str:
         return last.content or first.content or ""
 
 
+async def counting(task: AgentTask) -> None:
+    """Plays the environment ``CountingEnv`` to its end, an answer a step."""
+    messages: list[Any] = list(task.messages)
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as policy:
+        ended = False
+        while not ended:
+            answer = (await policy.chat.completions.create(model="any", messages=messages)).choices[0].message
+            step: Any = await policy.post("/step", cast_to=object, body={"action": answer.content})
+            ended = step["terminated"] or step["truncated"]
+            messages += [answer, {"role": "user", "content": step["observation"]}]
+
+
 async def unreliable(task: AgentTask) -> str:
     """Fails once for one of the tasks, and always for another."""
     number = int(task.prompt.split()[-1])

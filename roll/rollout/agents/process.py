@@ -80,7 +80,7 @@ class _Command:
 
     async def run(self, env: Mapping[str, str], cwd: str, folders: Sequence[Path], port: int | None = None) -> Ended:
         """Runs it to its end, with what the sandbox lets it write to and reach."""
-        env = self._env | env
+        env = self._env | dict(env)
         if self._cell is None:
             return await run_supervised(self.argv, env, cwd)
         return await self._cell.run(self.argv, env, cwd, [str(folder) for folder in folders], port)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from roll.configs.agent import AgentConfig, AgentSandboxConfig
 from roll.configs.batches import describe_batches
 from roll.configs.loader import load_config
 from roll.configs.problems import ConfigErrors
@@ -231,6 +232,15 @@ def test_a_domain_without_verifiers_hides_no_other_problem(problems: Problems) -
         (["agent={type: python, path: 'nowhere.at_all:f'}"], "agent.path", "there is no nowhere.at_all"),
         (["agent={type: python, path: 'no path'}"], "agent.path", "package.module:attribute"),
         (["agent={command: [echo], dialect: hermez}"], "agent.dialect", "a tool dialect"),
+        (["agent={type: url, url: 'http://x', sandbox: {}}"], "agent.sandbox", "which starts no command"),
+        (["agent={command: [echo], reward: verify}"], "agent.verify", "a command that writes the reward"),
+        (["agent={command: [echo], verify: [judge]}"], "agent.verify", "nothing with reward task"),
+        (["agent={type: url, url: 'http://x', reward: verify}"], "agent.reward", "verify judges the folder"),
+        (["agent={command: [echo], cwd: /tmp, sandbox: {}}"], "agent.cwd", "null with sandbox"),
+        (["agent={command: [echo], cwd: /no/where}"], "agent.cwd", "a folder that is there"),
+        (["agent={command: [echo], template: /no/where}"], "agent.template", "a folder that is there"),
+        (["agent={command: [echo], sandbox: {readable: [/no/where]}}"], "agent.sandbox.readable.0", "that is there"),
+        (["agent={command: [echo], sandbox: {memory_mb: 1}}"], "agent.sandbox.memory_mb", "64"),
         (["agent={command: [echo]}", "tools={use: {calculator: {tool: calculator}}}"], "tools", "null with agent"),
     ],
 )
@@ -243,4 +253,31 @@ def test_agent_programs_that_cannot_be_run_are_refused(
 
 def test_an_agent_program_is_accepted(load: Load) -> None:
     agent = load("agent={command: [python, agent.py], env: {COLOUR: blue}, max_calls: 3}").agent
-    assert agent is not None and agent.command == ["python", "agent.py"] and agent.reward == "verifiers"
+    assert agent is not None and agent.command == ["python", "agent.py"] and agent.reward == "task"
+
+
+def test_what_is_wrong_with_an_agent_program_is_told_at_once(problems: Problems) -> None:
+    found = problems("agent={timeout: 0, cwd: /no/where, verify: [judge], dialect: hermez, sandbox: {processes: 0}}")
+    assert found.keys() == {"agent.timeout", "agent.sandbox.processes"}, "values first, then what rules read"
+    found = problems("agent={cwd: /no/where, verify: [judge], dialect: hermez, template: /no/where, sandbox: {}}")
+    assert found.keys() == {"agent.command", "agent.cwd", "agent.verify", "agent.dialect", "agent.template"}
+
+
+def test_files_of_an_agent_program_are_found_wherever_a_worker_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tests").mkdir()
+    for name in ("agent.py", "python", "tests/judge.py"):
+        (tmp_path / name).touch()
+    agent = AgentConfig(
+        command=["python", "agent.py", "other.py", "--fast"],
+        reward="verify",
+        verify=["tests/judge.py", "tests"],
+        template="tests",
+        sandbox=AgentSandboxConfig(readable=["tests"]),
+    ).placed()
+    assert agent.command == ["python", str(tmp_path / "agent.py"), "other.py", "--fast"]
+    assert agent.verify == [str(tmp_path / "tests" / "judge.py"), "tests"]
+    assert agent.template == str(tmp_path / "tests") and agent.sandbox is not None
+    assert agent.sandbox.readable == [str(tmp_path / "tests")]

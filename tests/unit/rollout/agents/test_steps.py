@@ -1,0 +1,187 @@
+"""Environments that an agent program plays: it acts by the endpoint, and the environment says what that is worth."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from roll.agentic.env.base import StepResult, TextEnv, step_result
+from roll.configs.agent import AgentConfig
+from roll.data.prompts import Prompt
+from roll.rollout.agents.episode import AgentPlayer
+from roll.rollout.agents.task import AgentTask
+from roll.rollout.env_runner import EnvRunner
+from roll.rollout.errors import EnvCrashError
+from roll.rollout.metrics import rollout_metrics
+from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
+from tests.unit.rollout.agents.harness import EPISODE, LIMITS, PARAMS, RENDERER, Engine
+
+HERE = "tests.unit.rollout.agents.test_steps"
+
+
+class Stairs(TextEnv):
+    """Two steps up pay a half each; other words cost a tenth."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        self.height = 0
+        return "You stand below.", {}
+
+    def step(self, action: str) -> StepResult:
+        if action == "fall":
+            raise ValueError("the stairs broke")
+        up = action == "up"
+        self.height += up
+        return step_result(
+            f"You stand on step {self.height}.",
+            task_reward=0.5 * up,
+            penalty=0.0 if up else -0.1,
+            terminated=self.height == 2,
+            truncated=False,
+            action=action if up else None,
+            action_is_effective=up,
+            success=self.height == 2,
+            state_key=str(self.height),
+        )
+
+
+Program = Callable[[AgentTask, httpx.AsyncClient], Awaitable[str | None]]
+PROGRAM: list[Program] = []
+"""The one that plays now."""
+
+
+async def program(task: AgentTask) -> str | None:
+    headers = {"Authorization": f"Bearer {task.api_key}"}
+    async with httpx.AsyncClient(base_url=task.base_url, headers=headers) as client:
+        return await PROGRAM[0](task, client)
+
+
+def play(own: Program, *, max_steps: int | None = 5, reward: str = "task") -> Trajectory:
+    async def run() -> Trajectory:
+        PROGRAM[:] = [own]
+        player = AgentPlayer(
+            AgentConfig(type="python", path=f"{HERE}:program", reward=reward, timeout=20), RENDERER, LIMITS, 0
+        )
+        env = EnvRunner(Stairs, 10.0)
+        observation, _ = await env.reset(0)
+        task = Prompt("Stairs-0", "Stairs", ({"role": "user", "content": observation},), extra_info={"seed": 0})
+        try:
+            return await player.play(env, task, Engine(["up", "on"]).generate, PARAMS, EPISODE, max_steps=max_steps)
+        finally:
+            env.close()
+            await player.endpoint.stop()
+
+    return asyncio.run(run())
+
+
+async def ask(task: AgentTask, client: httpx.AsyncClient) -> str:
+    said = await client.post("/chat/completions", json={"model": "any", "messages": [*task.messages]})
+    return str(said.json()["choices"][0]["message"]["content"])
+
+
+async def act(client: httpx.AsyncClient, action: Any) -> Any:
+    answer = await client.post("/step", json={"action": action})
+    return answer.json() if answer.is_success else (answer.status_code, answer.json()["error"]["code"])
+
+
+def test_each_step_pays_the_answer_before_it() -> None:
+    told = []
+
+    async def climb(task: AgentTask, client: httpx.AsyncClient) -> None:
+        told.append(await act(client, await ask(task, client)))
+        told.append(await act(client, await ask(task, client)))
+        told.append(await act(client, "up"))
+        told.append(await act(client, "up"))
+
+    episode = play(climb)
+    assert told[0] == {"observation": "You stand on step 1.", "reward": 0.5, "terminated": False, "truncated": False}
+    assert told[2]["terminated"] and told[3] == (409, "environment_ended")
+    first, second = episode.turns
+    assert (first.action, first.task_reward, first.penalty) == ("up", 0.5, 0.0)
+    assert (second.action, second.task_reward, second.penalty) == ("up", 0.5, -0.1), "of two steps"
+    assert (episode.success, episode.end, episode.final_observation) == (
+        True,
+        EpisodeEnd.TERMINATED,
+        "You stand on step 2.",
+    )
+    group = RolloutGroup(0, "Stairs", (episode,))
+    metrics = rollout_metrics([group], "rollout")
+    assert metrics["rollout/agent/steps"] == 3 and metrics["rollout/agent/calls"] == 2
+    assert metrics["rollout/reward"] == pytest.approx(0.9) and "rollout/valid_rate" not in metrics
+
+
+def test_the_answer_of_a_program_that_takes_no_step_is_one() -> None:
+    async def words(task: AgentTask, client: httpx.AsyncClient) -> None:
+        await ask(task, client)
+
+    async def answer(task: AgentTask, client: httpx.AsyncClient) -> str:
+        await ask(task, client)
+        return "down"
+
+    assert play(words).score == 0.5
+    assert play(answer).score == -0.1 and not play(answer).success
+
+
+def test_steps_beyond_the_last_are_refused_and_the_episode_is_truncated() -> None:
+    told = []
+
+    async def wait(task: AgentTask, client: httpx.AsyncClient) -> None:
+        await ask(task, client)
+        told.extend([await act(client, "wait") for _ in range(3)])
+
+    episode = play(wait, max_steps=2)
+    assert [step["truncated"] for step in told[:2]] == [False, True] and told[2] == (409, "environment_ended")
+    assert (episode.end, episode.success, episode.score) == (EpisodeEnd.TRUNCATED, False, pytest.approx(-0.2))
+
+
+def test_wrong_steps_are_refused() -> None:
+    told = []
+
+    async def wrong(task: AgentTask, client: httpx.AsyncClient) -> str:
+        told.append(await act(client, 7))
+        told.append(
+            (await client.post("/step", json={"action": "up"}, headers={"Authorization": "Bearer x"})).status_code
+        )
+        return await ask(task, client)
+
+    play(wrong)
+    assert told == [(400, "invalid_value"), 401]
+    told.clear()
+
+    async def outside(task: AgentTask, client: httpx.AsyncClient) -> str:
+        told.append(await act(client, "up"))
+        return await ask(task, client)
+
+    play(outside, max_steps=None)
+    assert told == [(403, "no_environment")]
+
+
+def test_an_environment_that_fails_ends_the_episode_without_a_reward() -> None:
+    async def fall(task: AgentTask, client: httpx.AsyncClient) -> None:
+        await ask(task, client)
+        await act(client, "fall")
+        await asyncio.sleep(60)
+
+    with pytest.raises(EnvCrashError, match="environment step raised ValueError: the stairs broke"):
+        play(fall)
+
+
+def test_a_reward_of_the_programs_own_replaces_that_of_the_environment() -> None:
+    async def post(task: AgentTask, client: httpx.AsyncClient) -> None:
+        await act(client, await ask(task, client))
+        assert (await client.post("/reward", json={"reward": 7.0})).is_success
+
+    assert play(post, reward="call").score == 7.0
+
+
+def test_metrics_of_programs_are_means_over_their_episodes_alone() -> None:
+    async def climb(task: AgentTask, client: httpx.AsyncClient) -> None:
+        await act(client, await ask(task, client))
+
+    played = play(climb)
+    plain = Trajectory("Board", 1, 0, 0, played.turns, EpisodeEnd.TERMINATED, False, "", history=True)
+    metrics = rollout_metrics([RolloutGroup(0, "Stairs", (played,)), RolloutGroup(1, "Board", (plain,))], "rollout")
+    assert metrics["rollout/agent/steps"] == 1 and metrics["rollout/valid_rate"] == 1
