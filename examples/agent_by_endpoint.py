@@ -2,7 +2,7 @@
 
 ``python examples/start_rlvr_pipeline.py --config_name rlvr_math_agent`` trains it: ``agent.path`` names ``play`` (this
 folder is on the import path of the start scripts and of their workers). As a program of its own, started for each
-episode, it is ``agent: {command: [python, examples/agent_by_endpoint.py]}``. See ``docs/agents_endpoint.md``.
+episode, it is ``agent: {command: [python, examples/agent_by_endpoint.py]}``. See ``docs/agents.md``.
 """
 
 import asyncio

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from roll.configs.agent import AgentConfig
+from roll.configs.agent import AgentConfig, AgentSandboxConfig
 from roll.configs.agentic import AgenticConfig
 from roll.configs.algorithm import AlgorithmConfig, OverlongBufferConfig, PfPpoConfig, RewardNormalizationConfig
 from roll.configs.base import Config
@@ -65,7 +65,8 @@ AGENTIC: list[Group] = [
 ]
 RLVR: list[Group] = [
     ("Answers to prompts", "top level", RLVRConfig),
-    ("Agent program", "`agent`", AgentConfig),
+    ("Agent program", "`agent`, `custom_envs.<Tag>.agent`", AgentConfig),
+    ("Sandbox of an agent program", "`agent.sandbox`", AgentSandboxConfig),
     ("Warm start from a file", "`warm_start`", PromptWarmStartConfig),
 ]
 SFT: list[Group] = [
