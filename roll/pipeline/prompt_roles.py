@@ -13,13 +13,9 @@ from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_roles import RolloutRoles, sampling_params
-from roll.pipeline.session import RunFailedError
-from roll.rewards.types import RewardError
-from roll.rollout.endpoint.errors import PortTakenError
 from roll.rollout.env_manager import Limits
 from roll.rollout.prompt_worker import PromptPlan, PromptWorkerContext
 from roll.rollout.scheduler import RolloutScheduler
-from roll.utils.registry import UnknownNameError
 
 
 class PromptRoles(RolloutRoles):
@@ -92,17 +88,6 @@ class PromptRoles(RolloutRoles):
     def take_retries(self) -> dict[str, float]:
         """``reward/<domain>/retries``: new attempts of verifiers since the last call."""
         return {f"reward/{name}/retries": float(_retries(cluster)) for name, cluster in self._rewards.items()}
-
-    def wait_ready(self) -> None:
-        """See ``RolloutRoles``.
-
-        Raises:
-            RunFailedError: a verifier or the agent program could not be set up.
-        """
-        try:
-            super().wait_ready()
-        except (RewardError, PortTakenError, UnknownNameError) as error:
-            raise RunFailedError(str(error)) from error
 
     def connect(self) -> None:
         """Tells the rollout workers where the engines and the rewards are."""

@@ -15,9 +15,14 @@ from roll.configs.rl import RLConfig
 from roll.data.requests import SamplingParams
 from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.roles import Roles
+from roll.pipeline.session import RunFailedError
+from roll.rewards.sandbox.pool import SandboxUnavailableError
+from roll.rewards.types import RewardError
+from roll.rollout.endpoint.errors import PortTakenError
 from roll.rollout.plans import RolloutPlan
 from roll.rollout.schedule import Schedule
 from roll.rollout.scheduler import RolloutScheduler
+from roll.utils.registry import UnknownNameError
 
 
 class RolloutRoles(ABC):
@@ -72,9 +77,16 @@ class RolloutRoles(ABC):
         self._setup = {name: cluster.submit("setup", *self._contexts[name]) for name, cluster in self._clusters.items()}
 
     def wait_ready(self) -> None:
-        """Waits for ``begin_setup`` and connects the workers to the engines."""
-        for name, cluster in self._clusters.items():
-            cluster.gather(self._setup[name], call="setup")
+        """Waits for ``begin_setup`` and connects the workers to the engines.
+
+        Raises:
+            RunFailedError: a verifier, a tool or an agent program could not be set up.
+        """
+        try:
+            for name, cluster in self._clusters.items():
+                cluster.gather(self._setup[name], call="setup")
+        except (PortTakenError, RewardError, SandboxUnavailableError, UnknownNameError) as error:
+            raise RunFailedError(str(error)) from error
         self.connect()
 
     @abstractmethod

@@ -16,7 +16,7 @@ from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, SamplingParams
 from roll.rollout.call_threads import CallThreads
-from roll.rollout.env_manager import ENV_MANAGERS, AsyncEnv, EnvManager, EpisodeSpec, Limits
+from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeSpec, Limits
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupPlan, GroupSpec
@@ -115,18 +115,16 @@ class EnvironmentWorker(RolloutWorker):
     async def play(self, spec: GroupSpec, episode: EpisodeSpec, generate: GenerateFn) -> Trajectory:
         """Plays with an environment that is idle, or a new one; one that failed is not used again."""
         manager, runner = self.managers[spec.tag], self._take_runner(spec.tag)
-        partner: AsyncEnv = runner
         healthy = False
         try:
             if isinstance(spec, PlayedSpec):
-                generate = spec.player(runner, manager.renderer)
+                playing = manager.run_episode(runner, spec.player(runner, manager.renderer), episode)
             elif (agent := self._agents.get(spec.tag)) is not None:
-                trajectory = await self._play_by(agent, runner, manager, generate, episode)
-                healthy = True
-                return trajectory
+                playing = self._play_by(agent, runner, manager, generate, episode)
             else:
                 partner, generate = await with_tools(runner, spec.tag, self._tools, generate)
-            trajectory = await manager.run_episode(partner, generate, episode)
+                playing = manager.run_episode(partner, generate, episode)
+            trajectory = await playing
             healthy = True
             return trajectory
         finally:
