@@ -221,13 +221,14 @@ def test_wrong_requests_are_answered_as_the_api_does() -> None:
             half = await http.post(
                 "chat/completions", content=rb'{"messages": [{"role": "user", "content": "\ud800"}]}'
             )
+            odd = await http.post("chat/completions", content=b'{"messages": [{"role": "user", "content": "\xff"}]}')
             much = await http.post("chat/completions", content=b" " * (33 << 20))
             wrong = await http.get("chat/completions")
-        assert [each.status_code for each in (broken, half, much, wrong)] == [400, 400, 413, 405]
+        assert [each.status_code for each in (broken, half, odd, much, wrong)] == [400, 400, 400, 413, 405]
         assert broken.json()["error"]["code"] == "invalid_json"
 
     session, _ = play(Engine(["x"]), program)
-    assert not session.turns and session.counts["refused"] == 12
+    assert not session.turns and session.counts["refused"] == 13
 
 
 def test_a_key_opens_its_episode_alone_and_only_until_it_ends(caplog: pytest.LogCaptureFixture) -> None:

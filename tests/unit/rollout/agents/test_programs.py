@@ -85,6 +85,7 @@ json.dump([task, dict(os.environ), os.getcwd(), os.listdir()], open({str(tmp_pat
     [
         ("import sys; print('no luck', file=sys.stderr); sys.exit(3)", "ended with exit code 3: no luck"),
         ("import os; os.kill(os.getpid(), 9)", "ended with signal 9"),
+        ("import os; os.write(1, b'\\xff\\xfe\\xed\\xa0\\x80 odd'); raise SystemExit(1)", "exit code 1: \ufffd+ odd$"),
         ("pass", "asked nothing of the policy"),
         ("import os; print(os.environ['OPENAI_API_KEY']); raise SystemExit(1)", r"exit code 1: \*\*\*$"),
         (CLIENT + "open(os.environ['ROLL_ANSWER'], 'wb').write(b'\\xff')", "ROLL_ANSWER is no UTF-8"),
