@@ -150,6 +150,7 @@ def test_what_a_program_changes_is_a_row_of_its_own_and_is_counted() -> None:
         "rewritten_answer": 1,
         "rewritten_history": 1,
         "rewritten_tools": 1,
+        "tool_calls": 0,
         "malformed_calls": 0,
         "refused": 0,
     }

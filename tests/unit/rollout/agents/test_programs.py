@@ -30,6 +30,7 @@ from roll.rollout.agents.task import AgentError, AgentTask
 from roll.rollout.router import EngineUnavailableError
 from roll.rollout.types import EpisodeEnd
 from tests.unit.rollout.agents.harness import (
+    ASK,
     GOOD,
     LIMITS,
     PROMPT,
@@ -59,12 +60,24 @@ def test_an_unmodified_client_script_plays_an_episode() -> None:
     assert episode.turns[0].action == f"<think>hm</think>{GOOD}", "the answer that the verifier found"
 
 
+def test_an_agent_of_a_published_framework_calls_its_tool_in_one_row() -> None:
+    pytest.importorskip("agents", reason="openai-agents is not installed")
+    call = '<tool_call>{"name": "multiply", "arguments": {"a": 17, "b": 3}}</tool_call>'
+    engine = Engine([call, "<answer>51</answer>"])
+    program = Path(__file__).parents[3] / "support" / "programs" / "agents_sdk.py"
+    episode = play(engine, command=["python", str(program)], env={"OPENAI_AGENTS_DISABLE_TRACING": "1"}, timeout=120)
+    assert (episode.success, episode.info["agent_rows"], episode.info["agent_rewritten"]) == (True, 1, 0)
+    assert (episode.info["agent_calls"], episode.info["agent_tool_calls"]) == (2, 1)
+    told = RENDERER.decode(episode.turns[1].prompt_ids)
+    assert "multiply" in told and "51" in told
+
+
 def test_a_program_may_say_what_its_answer_is_and_knows_nothing_that_it_should_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     program = (
-        CLIENT
+        ASK
         + f"""
 open(os.environ["ROLL_ANSWER"], "w").write("<answer>51</answer>")
 json.dump([task, dict(os.environ), os.getcwd(), os.listdir()], open({str(tmp_path / "seen")!r}, "w"))
@@ -88,8 +101,8 @@ json.dump([task, dict(os.environ), os.getcwd(), os.listdir()], open({str(tmp_pat
         ("import os; os.write(1, b'\\xff\\xfe\\xed\\xa0\\x80 odd'); raise SystemExit(1)", "exit code 1: \ufffd+ odd$"),
         ("pass", "asked nothing of the policy"),
         ("import os; print(os.environ['OPENAI_API_KEY']); raise SystemExit(1)", r"exit code 1: \*\*\*$"),
-        (CLIENT + "open(os.environ['ROLL_ANSWER'], 'wb').write(b'\\xff')", "ROLL_ANSWER is no UTF-8"),
-        (CLIENT + "os.symlink('/etc/passwd', os.environ['ROLL_ANSWER'])", "ROLL_ANSWER cannot be read"),
+        (ASK + "open(os.environ['ROLL_ANSWER'], 'wb').write(b'\\xff')", "ROLL_ANSWER is no UTF-8"),
+        (ASK + "os.symlink('/etc/passwd', os.environ['ROLL_ANSWER'])", "ROLL_ANSWER cannot be read"),
         ("import os; os.kill(os.getppid(), 9); os.pause()", "ended with its supervisor killed"),
     ],
 )
@@ -130,7 +143,7 @@ def test_time_in_which_the_policy_answers_is_not_the_programs() -> None:
 
 
 def test_a_first_prompt_that_does_not_fit_is_named() -> None:
-    program = CLIENT.replace('messages=task["messages"]', 'messages=[{"role": "user", "content": "x" * 3000}]')
+    program = ASK.replace('messages=task["messages"]', 'messages=[{"role": "user", "content": "x" * 3000}]')
     with pytest.raises(AgentError, match="first prompt does not fit in sequence_length 2000"):
         play(Engine([GOOD]), command=script(program))
 
@@ -146,13 +159,13 @@ if os.fork() == 0:
         {mark!r}
 os._exit(0)
 """
-    episode = play(Engine([GOOD]), command=script(CLIENT + daemon))
+    episode = play(Engine([GOOD]), command=script(ASK + daemon))
     assert episode.success and marked(mark) == []
 
 
 def test_a_program_that_prints_without_end_is_read_and_forgotten() -> None:
     program = (
-        CLIENT
+        ASK
         + """
 for _ in range(160):
     os.write(1, b"x" * 65536)
@@ -169,7 +182,10 @@ def test_calls_after_the_end_are_refused(tmp_path: Path) -> None:
 
     async def run() -> None:
         player = AgentPlayer(
-            AgentConfig(command=script(CLIENT + f"open({str(keys)!r}, 'w').write(policy.api_key)")), RENDERER, LIMITS, 0
+            AgentConfig(command=script(ASK + f"open({str(keys)!r}, 'w').write(os.environ['OPENAI_API_KEY'])")),
+            RENDERER,
+            LIMITS,
+            0,
         )
         await play_with(player, Engine([GOOD]))
         async with openai.AsyncOpenAI(base_url=player.endpoint.url, api_key=keys.read_text(), max_retries=0) as late:
@@ -186,7 +202,7 @@ def test_cancelling_an_episode_ends_its_program() -> None:
 
     async def run() -> None:
         engine = Engine([GOOD], seconds=1000)
-        player = AgentPlayer(AgentConfig(command=script(CLIENT + f"{mark!r}")), RENDERER, LIMITS, 0)
+        player = AgentPlayer(AgentConfig(command=script(ASK + f"{mark!r}")), RENDERER, LIMITS, 0)
         playing = asyncio.create_task(play_with(player, engine))
         while not engine.requests:
             await asyncio.sleep(0.02)
@@ -205,39 +221,42 @@ def test_what_the_engine_raises_ends_the_program_and_is_no_fault_of_it() -> None
             raise EngineUnavailableError("engine worker 0 died")
 
     mark = f"agent-mark-{time.time_ns()}"
-    program = CLIENT.replace("max_retries=0", "max_retries=1000") + f"{mark!r}"
+    program = f"{ASK.replace('answer =', 'asked = lambda:')}\nwhile True:  # {mark}"
+    program += "\n    try:\n        asked()\n    except OSError:\n        pass"
     with pytest.raises(EngineUnavailableError, match="worker 0 died"):
         play(Dying([GOOD]), command=script(program))
     assert marked(mark) == []
 
 
 def test_a_program_that_meets_a_limit_is_judged_by_what_it_has() -> None:
-    ask = "policy.chat.completions.create(model='m', messages=task['messages'])\n"
-    episode = play(Engine([GOOD, "no"]), command=script(CLIENT + ask * 3), max_calls=2)
+    more = "ask('/chat/completions', messages=task['messages'])\n"
+    episode = play(Engine([GOOD, "no"]), command=script(ASK + more * 3), max_calls=2)
     assert (episode.end, episode.success, len(episode.turns)) == (EpisodeEnd.TRUNCATED, False, 2)
-    long = "task['messages'].append({'role': 'user', 'content': 'x' * 3000})\n" + ask
-    episode = play(Engine([GOOD]), command=script(CLIENT + long))
+    long = "task['messages'].append({'role': 'user', 'content': 'x' * 3000})\n" + more
+    episode = play(Engine([GOOD]), command=script(ASK + long))
     assert (episode.end, episode.success) == (EpisodeEnd.CONTEXT_FULL, True)
     assert episode.info["agent_refused"] == 1
 
 
 def test_rewards_of_the_program_itself_count_where_it_is_allowed_to_say_them() -> None:
     post = (
-        CLIENT
+        ASK
         + """
-import httpx
-for reward in (0.25, 0.75):
-    status = httpx.post(f"{policy.base_url}reward", json={"reward": reward}, headers=policy.auth_headers).status_code
-bad = httpx.post(f"{policy.base_url}reward", content=b'{"reward": NaN}', headers=policy.auth_headers).status_code
-open(os.environ["ROLL_ANSWER"], "w").write(f"{status} {bad}")
+def status(reward):
+    try:
+        return ask("/reward", reward=reward)["object"]
+    except urllib.error.HTTPError as error:
+        return error.code
+said = [status(reward) for reward in (0.25, 0.75, float("nan"))]
+open(os.environ["ROLL_ANSWER"], "w").write(f"{said[1]} {said[2]}")
 """
     )
     allowed = play(Engine(["x"]), command=script(post), reward="call")
-    assert (allowed.score, allowed.success, allowed.final_observation) == (0.75, True, "200 400")
+    assert (allowed.score, allowed.success, allowed.final_observation) == (0.75, True, "reward 400")
     refused = play(Engine(["x"]), command=script(post))
     assert (refused.score, refused.success, refused.final_observation) == (0.0, False, "403 400")
     with pytest.raises(AgentError, match="posted no reward"):
-        play(Engine(["x"]), command=script(CLIENT), reward="call")
+        play(Engine(["x"]), command=script(ASK), reward="call")
 
 
 def plain(task: AgentTask) -> str | None:
