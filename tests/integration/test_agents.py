@@ -79,6 +79,7 @@ def test_an_agent_of_a_published_framework_is_trained(rlvr: Rlvr, tmp_path: Path
         "max_steps=1",
         "rollout_batch_size=1",
         "num_return_sequences_in_group=2",
+        "actor_train.training_args.per_device_train_batch_size=2",
         "validation=null",
         "actor_train.data_args.template=chatml_tool_names",
         f"agent={{command: [python, {PROGRAM.with_name('agents_sdk.py')}], timeout: 200, "
@@ -96,7 +97,6 @@ def test_an_agent_of_a_published_framework_is_trained(rlvr: Rlvr, tmp_path: Path
 def test_programs_play_environments_beside_a_policy_that_plays_itself(launch: Launch) -> None:
     run = launch(
         "max_steps=1",
-        "save_steps=0",
         "sequence_length=160",
         "custom_envs.Played={env_type: 'tests.support.faults:CountingEnv', max_steps: 3, agent_system_template: '', "
         "agent: {type: python, path: 'tests.support.agents:counting', max_calls: 3}}",
