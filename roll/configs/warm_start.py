@@ -48,3 +48,8 @@ class PromptWarmStartConfig(SupervisedStartConfig):
     messages: str | None = Field(
         default=None, min_length=1, description="Column of whole conversations, in place of prompt and response."
     )
+    tools: list[str] = Field(
+        default_factory=list,
+        description="Tools that the demonstrations' prompts tell of where an agent program has them, as in "
+        "tools.use.<name>.tool. Without them they are those of the section tools.",
+    )

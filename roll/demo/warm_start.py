@@ -21,6 +21,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.data import DataArguments
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.rlvr import RLVRConfig
+from roll.configs.tools import ToolConfig, ToolsConfig
 from roll.configs.training import TrainingArguments
 from roll.configs.warm_start import SupervisedStartConfig
 from roll.data.batch import Batch
@@ -243,7 +244,8 @@ class AnswersStart(WarmStart[PromptRoles]):
             if settings.messages
             else settings.model_dump(include={"prompt", "response"})
         )
-        (tools,) = told_tools(config.tools, [""]).values() or [None]
+        own = {name.rpartition(":")[2]: ToolConfig(tool=name) for name in settings.tools}
+        (tools,) = told_tools(ToolsConfig(use=own) if own else config.tools, [""]).values() or [None]
         return load_conversations(
             DataArguments(file_name=settings.file_name, **told),
             renderer=load_renderer(config),

@@ -86,6 +86,15 @@ def check_tools(config: RLConfig) -> list[ConfigProblem]:
     return [*problems, *_dialect_problems("tools.dialect", config.tools.dialect)]
 
 
+def check_told_tools(config: RLVRConfig) -> list[ConfigProblem]:
+    """Tools that demonstrations tell of exist."""
+    return [
+        ConfigProblem(f"warm_start.tools.{index}", name, "a tool without arguments", problem.hint or problem.expected)
+        for index, name in enumerate(config.warm_start.tools)
+        for problem in check_tool(name, {})
+    ]
+
+
 def check_agents(config: RLConfig) -> list[ConfigProblem]:
     """An agent's function and folders can be found, and so can the dialect in which the policy calls its tools."""
     problems: list[ConfigProblem] = []
@@ -269,7 +278,7 @@ _CHECKS: tuple[Rule, ...] = (
 )
 CHECKS: dict[type[PipelineConfig], tuple[Rule, ...]] = {
     AgenticConfig: (check_envs, check_tools, check_agents, *_CHECKS),
-    RLVRConfig: (check_verifiers, check_data_plugins, check_tools, check_agents, *_CHECKS),
+    RLVRConfig: (check_verifiers, check_data_plugins, check_tools, check_told_tools, check_agents, *_CHECKS),
     SFTConfig: (check_verifiers, check_data_plugins, *_CHECKS),
 }
 """By the class of the configuration, for ``load_config``."""

@@ -66,8 +66,8 @@ class AgentPlayer:
     ) -> Trajectory:
         """Plays one episode.
 
-        A program that ends with an error behind a limit (``max_calls``, the context) has been cut off, which is the
-        policy's doing: what it has is judged.
+        A program that ends with an error behind a limit (``max_calls``, the context, the length of an answer) has been
+        cut off, which is the policy's doing: what it has is judged.
 
         Args:
             env: judges the task and has been reset; a program that has taken no step has its answer taken as one.
@@ -91,7 +91,7 @@ class AgentPlayer:
                 try:
                     answer = await self._run(AgentTask.of(prompt, self.endpoint.url, key), place, session)
                 except AgentExitError:
-                    if session.end is None:
+                    if not session.cut_off:
                         raise
                     answer = None
             if not session.turns:

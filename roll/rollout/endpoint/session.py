@@ -126,6 +126,7 @@ class Session:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what ends the episode and is none of the program's business, such as an engine's death."""
         self.failure.add_done_callback(lambda future: future.exception())
+        self._cut_short = False
         self._generate = generate
         self._params = params
         self._episode = episode
@@ -152,6 +153,11 @@ class Session:
     def turns(self) -> list[Turn]:
         """What was sampled, in the order in which it was finished."""
         return self._recorder.turns
+
+    @property
+    def cut_off(self) -> bool:
+        """Whether the last request met a limit: one of the episode, or that of an answer's length."""
+        return self.end is not None or self._cut_short
 
     @property
     def generating_s(self) -> float:
@@ -304,6 +310,7 @@ class Session:
         if self._ended:
             raise self._over()
         self.end = None
+        self._cut_short = any(completion.finish_reason is FinishReason.LENGTH for completion in completions)
         return completions
 
     def _admit(self, n: int) -> None:

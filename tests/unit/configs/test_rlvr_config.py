@@ -241,6 +241,7 @@ def test_a_domain_without_verifiers_hides_no_other_problem(problems: Problems) -
         (["agent={command: [echo], template: /no/where}"], "agent.template", "a folder that is there"),
         (["agent={command: [echo], sandbox: {readable: [/no/where]}}"], "agent.sandbox.readable.0", "that is there"),
         (["agent={command: [echo], sandbox: {memory_mb: 1}}"], "agent.sandbox.memory_mb", "64"),
+        (["warm_start.tools=[calculatr]"], "warm_start.tools.0", "calculator"),
         (["agent={command: [echo]}", "tools={use: {calculator: {tool: calculator}}}"], "tools", "null with agent"),
     ],
 )

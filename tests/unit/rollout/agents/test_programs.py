@@ -236,6 +236,11 @@ def test_a_program_that_meets_a_limit_is_judged_by_what_it_has() -> None:
     episode = play(Engine([GOOD]), command=script(ASK + long))
     assert (episode.end, episode.success) == (EpisodeEnd.CONTEXT_FULL, True)
     assert episode.info["agent_refused"] == 1
+    cut = "raise SystemExit('an incomplete answer')"
+    episode = play(Engine([GOOD + "x" * 400]), command=script(ASK + cut))
+    assert (episode.end, episode.success) == (EpisodeEnd.TERMINATED, True)
+    with pytest.raises(AgentError, match="an incomplete answer"):
+        play(Engine([GOOD]), command=script(ASK + cut))
 
 
 def test_rewards_of_the_program_itself_count_where_it_is_allowed_to_say_them() -> None:
