@@ -120,10 +120,17 @@ class RunConfig(Config):
     )
     response_length: int = Field(default=1024, ge=1, description="Most tokens sampled in one turn.")
     sequence_length: int = Field(
-        default=2048, ge=2, description="Most tokens of a whole sample, prompts and responses."
+        default=2048,
+        ge=2,
+        description="Most tokens of a whole sample, prompts and responses. null or no such key: prompt_length + "
+        "response_length.",
     )
 
-    num_nodes: int = Field(default=1, ge=1, description="Machines of the run.")
+    num_nodes: int = Field(
+        default=1,
+        ge=1,
+        description="Machines of the run. null or no such key: as many as the largest device of a role needs.",
+    )
     num_gpus_per_node: int = Field(
         default=8, ge=1, description="GPUs (or CPU slots where there is none) of each machine."
     )

@@ -31,7 +31,10 @@ class DataGeneratorConfig(Config):
 class ValidationConfig(Config):
     """The held-out prompts and how they are answered."""
 
-    data_args: DataArguments = Field(default_factory=DataArguments, description="The held-out dataset.")
+    data_args: DataArguments = Field(
+        default_factory=DataArguments,
+        description="The held-out dataset. Columns are those of actor_train.data_args where neither prompt nor messages is given.",
+    )
     generating_args: GeneratingArguments | None = Field(
         default=None,
         description="Sampling of the answers; num_return_sequences is the n of mean@n. null: actor_infer's.",

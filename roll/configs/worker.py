@@ -53,7 +53,8 @@ class WorkerConfig(Config):
     num_gpus_per_worker: int = Field(
         default=1,
         ge=1,
-        description="Devices of one worker; more than 1 only for engines that split one model themselves.",
+        description="Devices of one worker; more than 1 only for engines that split one model themselves. null or no "
+        "such key: the tensor-parallel size of vllm or sglang.",
     )
     model_update_frequency: int = Field(
         default=1, ge=1, description="Steps between two transfers of the trained weights (read from actor_train)."

@@ -87,7 +87,7 @@ class Row:
     def advice(self) -> str:
         """The hint for a configuration that has the key where it is not known."""
         if not self.ours:
-            return f"remove it: {self.note}" if self.how == DROP and self.note else self.note or "remove it"
+            return f"remove it: {self.note}" if self.how == DROP and self.note else self.note
         key = self.ours.removeprefix(f"{_ROLE}.")
         words = f"use {key} of the role" if key != self.ours else f"use {key}"
         words += "".join(f" with {setting.key}: {yaml_text(setting.value)}" for setting in self.beside)
@@ -143,7 +143,7 @@ def _by_name() -> dict[str, list[Row]]:
     known: dict[str, list[Row]] = {}
     for system in SYSTEMS:
         for row in rows(system):
-            if row.how != SECTION or row.note:
+            if row.parts[-1] != _REST and (row.how != SECTION or row.note):
                 known.setdefault(row.name, []).append(row)
     return known
 
@@ -153,7 +153,7 @@ def advice(path: Sequence[str]) -> str | None:
 
     Of several rows with its name, that counts whose last parts are the most alike; then the order of ``SYSTEMS``.
     """
-    candidates = [row for row in _by_name().get(path[-1], ()) if row.ours.split(".") != list(path)]
+    candidates = [row for row in _by_name().get(path[-1], ()) if row.advice and row.ours.split(".") != list(path)]
     if not candidates:
         return None
     best = max(candidates, key=lambda row: (_alike(row.parts, path), bool(row.ours)))

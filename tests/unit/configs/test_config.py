@@ -23,6 +23,7 @@ NAMES = ["agentic_sokoban", "agentic_sokoban_qwen2.5_0.5b", "agentic_frozen_lake
 
 MINIMAL = """
 pretrain: tiny
+num_nodes: 1
 adv_estimator: reinforce
 rollout_batch_size: 16
 val_batch_size: 8
@@ -271,7 +272,7 @@ def test_numbers_in_environment_variables_become_text(load):
         ("train_env_manager.num_env_group=3", "did you mean num_env_groups?"),
         # names of other libraries, and keys in a wrong place
         ("trainer={total_epochs:3}", "top-level keys here: max_steps"),
-        ("dataset_dir=data", "actor_train.data_args.file_name"),
+        ("dataset_dir=data", "files are relative to the working folder"),
         ("clip_ratio=0.2", "use pg_clip"),
         ("actor_train.fsdp_size=2", "it belongs to strategy_args.strategy_config of a role with fsdp2_train"),
         ("actor_train.pg_variant=ppo", "pg_variant belongs to the top level"),
@@ -287,6 +288,20 @@ def test_unknown_keys_name_the_nearest_valid_one(problems, override, hint):
     assert hint in problem.hint
     assert problem.expected == "no such key"
     assert len(found) == 1
+
+
+def test_what_follows_from_other_keys_may_be_left_out(load, problems):
+    vllm = (
+        "actor_infer={strategy_args:{strategy_name:vllm,strategy_config:{tensor_parallel_size:2}},device_mapping:[8,9]}"
+    )
+    free = MINIMAL.replace("num_nodes: 1\n", "")
+    config = load(vllm, "prompt_length=100", "response_length=28", "sequence_length=null", text=free)
+    assert (config.sequence_length, config.num_nodes, config.actor_infer.num_gpus_per_worker) == (128, 2, 2)
+    config = load(vllm, "actor_infer.num_gpus_per_worker=2", "num_nodes=3", "sequence_length=4096", text=free)
+    assert (config.sequence_length, config.num_nodes) == (4096, 3)
+    assert load("actor_infer.strategy_args.strategy_config=null").actor_infer.strategy_args.strategy_config == {}
+    assert set(problems("prompt_length=many")) == {"prompt_length"}
+    assert set(problems("num_gpus_per_node=0", text=free)) == {"num_gpus_per_node"}
 
 
 def test_newer_spellings_are_the_same_keys(load, problems):
