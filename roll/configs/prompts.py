@@ -33,7 +33,8 @@ class ValidationConfig(Config):
 
     data_args: DataArguments = Field(
         default_factory=DataArguments,
-        description="The held-out dataset. Columns are those of actor_train.data_args where neither prompt nor messages is given.",
+        description="The held-out dataset. Its columns are those of actor_train.data_args where neither prompt nor "
+        "messages is given.",
     )
     generating_args: GeneratingArguments | None = Field(
         default=None,

@@ -64,8 +64,10 @@ def _trackers(draft: Draft) -> None:
         ):
             if draft.theirs(f"{log}.{key}"):
                 draft.derive(f"{log}.{key}", f"tracker_kwargs.{ours}", draft.theirs(f"{log}.{key}"))
-    elif draft.theirs(f"{log}.log_dir"):
-        draft.derive(f"{log}.log_dir", "tracker_kwargs.log_dir", draft.theirs(f"{log}.log_dir"))
+    else:
+        folder = next((name for name in ("tensorboard_dir", "log_dir") if draft.theirs(f"{log}.{name}")), None)
+        if folder is not None:
+            draft.derive(f"{log}.{folder}", "tracker_kwargs.log_dir", draft.theirs(f"{log}.{folder}"))
 
 
 def _lengths(draft: Draft) -> None:
@@ -93,7 +95,7 @@ def _roles(draft: Draft) -> None:
     shared = set(draft.theirs(f"{RUN}.colocation") or ("policy", "policy_trainer", "ref_policy"))
     sizes = {
         "actor_train": ("policy_trainer", int(draft.theirs(f"{TRAINER}.num_gpu"))),
-        "actor_infer": ("policy", int(draft.theirs(f"{POLICY}.num_gpu"))),
+        "actor_infer": ("policy", int(draft.theirs(f"{POLICY}.num_gpu") or draft.theirs(f"{TRAINER}.num_gpu"))),
     }
     if draft.get("use_kl_loss"):
         count = int(draft.theirs(f"{REF}.num_gpu", draft.theirs(f"{TRAINER}.num_gpu")))

@@ -92,8 +92,10 @@ def convert(
     text = text_of(values, [f"Imported from {SYSTEMS[system]}: {sources}"])
     problems = []
     for problem in problems_of(text, schema, (checks or {}).get(schema, ())):
-        if problem.path in _PATHS:
-            draft.tell(Kind.TO_DO, problem.path, problem.seen, note="no folder of this machine")
+        if problem.path in _PATHS or problem.path.endswith(".args.model_path"):
+            draft.tell(Kind.TO_DO, problem.path, problem.seen, note="there is no such folder on this machine")
+        elif "${oc.env:" in str(problem.seen):
+            draft.tell(Kind.TO_DO, problem.path, problem.seen, note="set the variable before the run")
         else:
             problems.append(problem)
     outcomes = [each for each in draft.outcomes if each.kind != Kind.THEIRS or _has(values, each.ours)]

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
+
+import yaml
 
 from roll.configs.importers import table
 from roll.configs.importers.reading import Given
 from roll.configs.importers.table import Row, fill, find
 from roll.configs.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
 from roll.configs.problems import NOTHING
+
+_VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
 
 
 class Kind(StrEnum):
@@ -46,7 +52,6 @@ class Draft:
     Args:
         system: a key of ``table.SYSTEMS``.
         given: what the files say.
-        known: tells whether a dotted key of theirs is one of ours, for systems that share names with this one.
     """
 
     def __init__(self, system: str, given: Given) -> None:
@@ -57,14 +62,31 @@ class Draft:
         self.outcomes: list[Outcome] = []
         self.unknown: list[tuple[str, Any]] = []
         """Keys that the table has no row for."""
-        self._waiting: dict[str, tuple[Row, Any]] = {}
 
     def take_all(self) -> None:
         """Applies the rows; keys that are to be derived wait for ``theirs``."""
+        self._settle_variables(self.given.values, ())
         self._take_section(self.given.values, ())
         for row in table.rows(self.system):
             if row.default is not NOTHING and "<" not in row.key and not self.has(row.key):
                 self._apply(row, {}, row.key, row.default, Kind.THEIRS)
+
+    def _settle_variables(self, values: dict[str, Any], path: tuple[str, ...]) -> None:
+        """Takes out numbers and switches that only the environment of a shell knows."""
+        for name, value in list(values.items()):
+            here = (*path, name)
+            if isinstance(value, dict):
+                self._settle_variables(value, here)
+            elif isinstance(value, str) and (variable := _VARIABLE.fullmatch(value)):
+                found = find(self.system, here)
+                if found is not None and isinstance(found[0].default, int | float) and variable[1] in os.environ:
+                    values[name] = yaml.safe_load(os.environ[variable[1]])
+                    continue
+                if found is not None and isinstance(found[0].default, int | float):
+                    key, known = ".".join(here), found[0].default
+                    note = f"no line of the files sets it: {known} is taken; give {key}=…"
+                    self.tell(Kind.IMPOSSIBLE, key, value, note=note)
+                    del values[name]
 
     def _take_section(self, values: Mapping[str, Any], path: tuple[str, ...]) -> None:
         for name, value in values.items():

@@ -56,9 +56,9 @@ def _run(draft: Draft) -> None:
         to_do(draft, key, "models come from the Hugging Face hub: see that pretrain is a name there, or a folder")
     for key, value in (draft.theirs("tracker_kwargs") or {}).items():
         path = f"tracker_kwargs.{key}"
-        if any(secret in str(key) for secret in _SECRETS) and "${" not in str(value):
+        if any(secret in str(key) for secret in _SECRETS):
             if value:
-                to_do(draft, path, "a secret is not copied: put it into the environment, as WANDB_API_KEY")
+                to_do(draft, path, "a secret is not written out: put it into the environment, as WANDB_API_KEY")
         elif value is not None:
             draft.set(path, value)
             draft.tell(Kind.KEPT, path, value, path, value)

@@ -20,7 +20,7 @@ ENTRIES = {
 _ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(
     r"\$\(\((?P<sum>[^()]*(?:\([^()]*\)[^()]*)*)\)\)"
-    r"|\$\{(?P<braced>\w+|@)(?:\[[@*]\])?(?::?-(?P<fallback>[^}]*))?\}"
+    r"|\$\{(?P<braced>\w+|@)(?:\[[@*]\])?(?::?-(?P<fallback>(?:[^{}]|\{[^{}]*\})*))?\}"
     r"|\$(?P<plain>[A-Za-z_]\w*|[@*\d])"
 )
 _OPERATORS = {
@@ -84,6 +84,7 @@ def read_script(text: str, system: str) -> Script:
 
 def _commands(text: str, notes: list[str]) -> Iterator[list[str]]:
     """The words of each command, quotes removed, lines that end in a backslash joined, arrays as one word each."""
+    text = re.sub(r"\$\(pwd\)|`pwd`", ".", text)  # the folder that the script is started in
     lines = re.sub(r"[ \t]*\\[ \t]*\r?\n(?:[ \t]*#[^\n]*\n)*", " ", text).splitlines()
     pending = ""
     for line in lines:

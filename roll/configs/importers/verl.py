@@ -23,6 +23,12 @@ ACTOR, ROLLOUT, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.roll
 MODEL = "actor_rollout_ref.model"
 _OPTIONS = "strategy_args.strategy_config"
 
+_BUFFERS = (
+    "reward_model.overlong_buffer",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "custom_reward_function.overlong_buffer",
+)
+"""Where releases of verl have the penalty of long answers."""
 _SCHEDULES = TRANSFORMS["schedule"]
 _NAMED = re.compile(r"[^\w.+-]+")
 
@@ -233,6 +239,12 @@ def _algorithm(draft: Draft) -> None:
         draft.derive(f"{ACTOR}.policy_loss.loss_mode", "pg_variant", TRANSFORMS["policy-loss"](loss))
     except Untranslatable as error:
         draft.tell(Kind.IMPOSSIBLE, f"{ACTOR}.policy_loss.loss_mode", loss, "pg_variant", note=str(error))
+    if draft.theirs(f"{ACTOR}.use_gpg_loss"):
+        draft.derive(f"{ACTOR}.use_gpg_loss", "pg_variant", "vanilla")
+        loss = "gpg"
+    if (tokens := draft.theirs(f"{ACTOR}.use_token_level_loss")) is not None:
+        mode = "token-mean" if tokens else "seq-mean-token-sum"
+        draft.derive(f"{ACTOR}.use_token_level_loss", "loss_agg_mode", mode)
     if loss == "gspo":
         draft.derive(f"{ACTOR}.policy_loss.loss_mode", "importance_sampling", "seq", "one ratio per answer")
     elif loss in ("vanilla", "clip_cov"):
@@ -304,27 +316,25 @@ def _optimizer(draft: Draft, theirs: str, role: str) -> None:
 
 
 def _rewards(draft: Draft) -> None:
-    for prefix in ("", "reward."):
-        path, name = (draft.theirs(f"{prefix}custom_reward_function.{key}") for key in ("path", "name"))
-        if path:
-            break
-    if path:
-        arguments: dict[str, Any] = {"path": f"{path}:{name or 'compute_score'}"}
-        if extra := draft.theirs("custom_reward_function.reward_kwargs"):
+    where = next((key for key in _FUNCTIONS if draft.theirs(f"{key}.path")), None)
+    if where is not None:
+        name = draft.theirs(f"{where}.name") or "compute_score"
+        arguments: dict[str, Any] = {"path": f"{draft.theirs(f'{where}.path')}:{name}"}
+        if extra := draft.theirs(f"{where}.reward_kwargs"):
             arguments["kwargs"] = extra
-        own = {"tag_included": ["custom"], "verifiers": [{"name": "custom", "args": arguments}]}
-        draft.derive(f"{prefix}custom_reward_function.path", "rewards.custom", own)
-        draft.set("actor_train.data_args.tag", "tag")
-        draft.derive("data.reward_fn_key", "actor_train.data_args.default_tag", "custom", "one domain scores every row")
+        _one_domain(draft, f"{where}.path", "custom", arguments)
         note = "data_source, with which the function is called, is the row's tag: custom"
-        to_do(draft, f"{prefix}custom_reward_function.path", note)
+        to_do(draft, f"{where}.path", note)
+    elif draft.theirs("reward_model.enable"):
+        path = draft.theirs("reward_model.model.path")
+        _one_domain(draft, "reward_model.model.path", "reward_model", {"model_path": path})
     else:
         public_domains(draft, "data.reward_fn_key")
     manager = draft.theirs("reward_model.reward_manager") or draft.theirs("reward.reward_manager.name") or "naive"
     if manager not in ("naive", "prime", "dapo", "batch"):
         note = "a class that scores a batch has no counterpart: write a verifier"
         draft.tell(Kind.IMPOSSIBLE, "reward_model.reward_manager", manager, note=note)
-    for base in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"):
+    for base in _BUFFERS:
         if draft.theirs(f"{base}.enable"):
             for key, kind in (("enable", bool), ("len", int), ("penalty_factor", float)):
                 draft.derive(f"{base}.{key}", f"overlong_buffer.{key}", kind(draft.theirs(f"{base}.{key}", 1)))
@@ -334,6 +344,17 @@ def _rewards(draft: Draft) -> None:
             draft.derive("algorithm.filter_groups.enable", f"rewards.{domain}.query_filter_config", chosen)
         if (most := int(draft.theirs("algorithm.filter_groups.max_num_gen_batches", 0) or 0)) > 0:
             draft.derive("algorithm.filter_groups.max_num_gen_batches", "max_filtered_batches", most)
+
+
+_FUNCTIONS = ("custom_reward_function", "reward.custom_reward_function")
+
+
+def _one_domain(draft: Draft, key: str, verifier: str, arguments: dict[str, Any]) -> None:
+    """A verifier that scores every row, whatever its source."""
+    own = {"tag_included": [verifier], "verifiers": [{"name": verifier, "args": arguments}]}
+    draft.derive(key, f"rewards.{verifier}", own)
+    draft.set("actor_train.data_args.tag", "tag")
+    draft.derive("data.reward_fn_key", "actor_train.data_args.default_tag", verifier, "one domain scores every row")
 
 
 def _validation(draft: Draft) -> None:

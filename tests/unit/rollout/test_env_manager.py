@@ -262,6 +262,13 @@ def test_placeholders_are_filled_at_every_turn(mode: str) -> None:
 
 
 @MODES
+def test_placeholders_have_a_second_name_and_the_length_of_an_answer(mode: str) -> None:
+    template = "{turn_idx} of {actions_left}, {max_response_length} tokens"
+    trajectory = play(manager(mode, max_steps=2, agent_template=template, max_tokens_per_step=3), Policy("a", "b"))
+    assert [f"{turn} of {3 - turn}, 3 tokens" in shown(trajectory.turns[turn - 1]) for turn in (1, 2)] == [True, True]
+
+
+@MODES
 def test_braces_in_what_the_environment_or_the_policy_says_are_left_alone(mode: str) -> None:
     words = '{"move": {"turn": 1}} {turn} {observation}'
     trajectory = play(manager(mode, max_steps=2, agent_template="{turn}. {observation}"), Policy(words))

@@ -125,6 +125,31 @@ def test_a_critic_and_a_reward_function_of_verl(tmp_path: Path) -> None:
     assert config.actor_train.data_args.default_tag == "custom"
 
 
+def test_a_reward_model_of_verl_and_an_older_spelling(tmp_path: Path) -> None:
+    words = [
+        "reward_model.enable=true",
+        f"reward_model.model.path={tmp_path}",
+        "actor_rollout_ref.actor.use_token_level_loss=false",
+        "custom_reward_function.overlong_buffer.enable=true",
+        "custom_reward_function.overlong_buffer.len=128",
+        "algorithm.filter_groups.enable=true",
+    ]
+    config = loaded(convert("verl", [SCRIPT], words), tmp_path)
+    assert isinstance(config, RLVRConfig)
+    assert config.rewards["reward_model"].verifiers[0].args == {"model_path": str(tmp_path)}
+    assert config.rewards["reward_model"].query_filter_config.type == "std_filter"
+    assert (config.loss_agg_mode, config.overlong_buffer.len) == ("seq-mean-token-sum", 128)
+
+
+def test_numbers_that_the_environment_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("python3 -m verl.trainer.main_ppo data.train_files=a.parquet trainer.nnodes=$COUNTED\n")
+    imported = convert("verl", [script])
+    assert kinds(imported, Kind.IMPOSSIBLE) == {"trainer.nnodes"} and imported.exit_code == 1
+    monkeypatch.setenv("COUNTED", "2")
+    assert loaded(convert("verl", [script]), tmp_path).num_nodes == 2
+
+
 def test_chatlearn(tmp_path: Path) -> None:
     imported = convert("chatlearn", [FILES / "chatlearn.yaml"])
     config = loaded(imported, tmp_path)

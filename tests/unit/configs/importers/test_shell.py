@@ -24,6 +24,11 @@ def test_variables_are_followed_in_order() -> None:
     assert words(text) == ["a=2", "b=x y", "c=2z", "d=4", "e=${oc.env:HOME}/f", "g=22"]
 
 
+def test_fallbacks_may_hold_variables() -> None:
+    text = f'A=${{A:-"${{HOME}}/verl"}}\nB=${{B:-"${{A}}/data.parquet"}}\n{RUN} b="${{B}}" c=${{C:-16}}'
+    assert words(text) == ["b=${oc.env:HOME}/verl/data.parquet", "c=16"]
+
+
 def test_single_quotes_keep_dollars() -> None:
     assert words(f"A=1\n{RUN} a='$A' b=\"'$A'\"") == ["a=$A", "b='1'"]
 

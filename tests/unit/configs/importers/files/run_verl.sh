@@ -41,7 +41,7 @@ python3 -m verl.trainer.main_ppo \
     trainer.logger='["console","wandb"]' \
     trainer.project_name='small' \
     trainer.experiment_name="a run" \
-    trainer.default_local_dir=$(pwd)/ckpt \
+    trainer.default_local_dir=$(date +%s)/ckpt \
     trainer.n_gpus_per_node=4 \
     trainer.nnodes=$NODES \
     trainer.save_freq=-1 \
