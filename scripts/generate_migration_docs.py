@@ -98,7 +98,8 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
     "mindspeed": (
         "`init_kl_coef` is the coefficient of a KL loss there, and `kl_loss_coef` here; the same name here is "
         "the KL in the reward.",
-        "`mini_batch_size` counts samples, `global_batch_size` prompts.",
+        "`global_batch_size` counts prompts. So does `mini_batch_size` where it is not larger, as in newer releases; a "
+        "larger one counts samples.",
         "Data and checkpoints in Megatron's formats are not read: name the rows and the folder in Hugging Face format.",
         "`min_lr` is absolute there; `min_lr_ratio` is a share of the peak.",
         "Rows are drawn anew for every optimizer step (`shuffle_mini_batch` is always true).",

@@ -137,7 +137,9 @@ def _rewards(draft: Draft) -> None:
 
 def _batches(draft: Draft) -> None:
     per_step = int(draft.get("rollout_batch_size")) * int(draft.get("num_return_sequences_in_group"))
-    wanted = int(draft.theirs(f"{RL}.mini_batch_size"))
+    prompts, wanted = int(draft.get("rollout_batch_size")), int(draft.theirs(f"{RL}.mini_batch_size"))
+    if wanted <= prompts:  # newer releases count prompts, older ones samples
+        wanted *= int(draft.get("num_return_sequences_in_group"))
     keys = [f"{RL}.mini_batch_size", f"{ACTOR}.micro_batch_size"]
     dynamic = bool(draft.theirs(f"{RL}.use_dynamic_bsz"))
     micro = None if dynamic else int(draft.theirs(f"{ACTOR}.micro_batch_size"))

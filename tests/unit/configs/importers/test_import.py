@@ -143,7 +143,7 @@ def test_a_reward_model_of_verl_and_an_older_spelling(tmp_path: Path) -> None:
 
 def test_numbers_that_the_environment_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "run.sh"
-    script.write_text("python3 -m verl.trainer.main_ppo data.train_files=a.parquet trainer.nnodes=$COUNTED\n")
+    script.write_text(SCRIPT.read_text().replace("${NODES:-1}", "$COUNTED"))
     imported = convert("verl", [script])
     assert kinds(imported, Kind.IMPOSSIBLE) == {"trainer.nnodes"} and imported.exit_code == 1
     monkeypatch.setenv("COUNTED", "2")
