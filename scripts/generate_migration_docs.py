@@ -20,10 +20,10 @@ INTRODUCTION = """\
 Start from the files that you have:
 
 ```bash
-roll import verl run_grpo.sh -o mine.yaml
-roll import roll examples/qwen3-8B-rlvr/rlvr_config.yaml max_steps=100 -o mine.yaml
-roll import chatlearn grpo_fsdp.yaml -o mine.yaml
-roll import mindspeed configs/grpo_qwen25_7b.yaml -o mine.yaml
+roll import verl <run_grpo.sh> -o mine.yaml
+roll import roll <rlvr_config.yaml> max_steps=100 -o mine.yaml
+roll import chatlearn <grpo_fsdp.yaml> -o mine.yaml
+roll import mindspeed <grpo_qwen25_7b.yaml> -o mine.yaml
 roll validate ./mine.yaml
 ```
 

@@ -8,12 +8,12 @@ from roll.configs.agentic import MANAGERS
 from roll.configs.devices import parse_device_mapping
 from roll.configs.importers.common import devices_of, drop_unread, parallel_sizes, set_batch, tidy_engines, to_do
 from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.roll_environments import set_environments
 from roll.configs.importers.table import ROLES
 from roll.configs.rules import TRAINED
 from roll.configs.shipped import SHIPPED
 
 TEMPLATES = ("native", "chatml", "qwen2", "qwen2_5", "llama3", "gemma", "plain")
-_ENVIRONMENTS = ("sokoban", "frozen_lake")
 _VERIFIERS: dict[str, str] = {
     "MathRuleRewardWorker": "math",
     "GeneralValRuleRewardWorker": "math",
@@ -39,7 +39,7 @@ def derive(draft: Draft) -> None:
     for name in draft.theirs("rewards", {}) or {}:
         _reward(draft, str(name))
     if agentic:
-        _environments(draft)
+        set_environments(draft)
     if draft.get("async_generation_ratio") and not draft.get("train_infer_correction.is_weight.enabled"):
         draft.derive(
             "async_generation_ratio", "train_infer_correction.is_weight.enabled", True, "old samples have weights"
@@ -269,64 +269,6 @@ def _judge(draft: Draft, base: str, domain: dict[str, Any]) -> dict[str, Any]:
     if domain.get("judge_prompt"):
         to_do(draft, f"{base}.judge_prompt", "its text is not copied: the judge's own is used unless you write one")
     return arguments
-
-
-def _environments(draft: Draft) -> None:
-    played = {str(tag) for manager in MANAGERS for tag in draft.theirs(f"{manager}.tags") or ()}
-    for tag in draft.theirs("custom_envs") or {}:
-        base = f"custom_envs.{tag}"
-        if tag not in played:
-            draft.drop_ours(base, "no manager plays it")
-            continue
-        kind = draft.theirs(f"{base}.env_type")
-        draft.set(f"{base}.env_type", kind)
-        if kind in _ENVIRONMENTS or ":" in str(kind):
-            draft.tell(Kind.KEPT, f"{base}.env_type", kind, f"{base}.env_type", kind)
-        else:
-            note = "no environment of this name: write it as a class (docs/environments.md)"
-            draft.tell(Kind.IMPOSSIBLE, f"{base}.env_type", kind, f"{base}.env_type", note=note)
-        if not draft.get(f"{base}.env_manager_cls"):
-            draft.derive(f"{base}.env_manager_cls", f"{base}.env_manager_cls", "traj", "ROLL plays conversations")
-        sides = [draft.theirs(f"{base}.env_config.dim_{side}") for side in "xy"]
-        if all(sides):
-            draft.derive(f"{base}.env_config.dim_x", f"{base}.env_config.dim_room", sides)
-    for manager, episodes in (("train_env_manager", "rollout_batch_size"), ("val_env_manager", "val_batch_size")):
-        if not isinstance(draft.theirs(manager), dict):
-            continue
-        worker = draft.theirs(f"{manager}.worker_cls")
-        if worker and not str(worker).startswith("roll."):
-            draft.tell(Kind.IMPOSSIBLE, f"{manager}.worker_cls", worker, note="a class of another library's interface")
-        elif worker:
-            draft.tell(Kind.DROPPED, f"{manager}.worker_cls", worker, note="the manager's own class does it")
-        size = draft.get(f"{manager}.group_size", 1)
-        slots = draft.get(f"{manager}.env_groups", 8) * size
-        most, needed = draft.theirs(f"{manager}.max_traj_per_env", -1), draft.get(episodes, 128)
-        if most > 0 and most * slots >= needed:
-            draft.set(f"{manager}.max_traj_per_env", most)
-            draft.tell(Kind.KEPT, f"{manager}.max_traj_per_env", most, f"{manager}.max_traj_per_env", most)
-        elif most > 0:
-            words = f"{slots} environments of {most} episodes are fewer than {episodes} {needed}"
-            draft.tell(Kind.DROPPED, f"{manager}.max_traj_per_env", most, note=words)
-        if needed % size:
-            draft.derive(episodes, episodes, -(-needed // size) * size, f"whole groups of {size}")
-        sampling = draft.get(f"{manager}.generating_args")
-        if isinstance(sampling, dict):
-            _manager_sampling(draft, manager, sampling)
-
-
-def _manager_sampling(draft: Draft, manager: str, sampling: dict[str, Any]) -> None:
-    """A manager's own sampling arguments. Theirs have their own defaults, ours those of the field."""
-    known = ("max_new_tokens", "top_p", "top_k", "temperature", "do_sample", "repetition_penalty", "stop_strings")
-    kept = {key: value for key, value in sampling.items() if key in known and value is not None}
-    draft.set(f"{manager}.generating_args", kept)
-    temperature = draft.get("actor_infer.generating_args.temperature")
-    if manager == "train_env_manager" and kept.get("temperature") not in (None, temperature):
-        draft.derive(
-            f"{manager}.generating_args.temperature",
-            "actor_infer.generating_args.temperature",
-            kept["temperature"],
-            "training scores divide by it",
-        )
 
 
 def _normalisation(draft: Draft) -> None:

@@ -1,0 +1,152 @@
+"""verl's algorithm: losses, KL, optimizer, rewards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roll.configs.importers.common import public_domains, to_do
+from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.transforms import TRANSFORMS, Untranslatable
+
+ACTOR = "actor_rollout_ref.actor"
+_BUFFERS = (
+    "reward_model.overlong_buffer",
+    "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "custom_reward_function.overlong_buffer",
+)
+"""Where releases of verl have the penalty of long answers."""
+_SCHEDULES = TRANSFORMS["schedule"]
+
+
+def set_algorithm(draft: Draft) -> None:
+    """The policy's loss, KL and the correction of the mismatch between engines."""
+    low, high = (draft.theirs(f"{ACTOR}.clip_ratio_{side}") for side in ("low", "high"))
+    clip = draft.theirs(f"{ACTOR}.clip_ratio")
+    low, high = (clip if low is None else low), (clip if high is None else high)
+    loss = draft.theirs(f"{ACTOR}.policy_loss.loss_mode")
+    if (low, high) != (clip, clip):
+        draft.derive(f"{ACTOR}.clip_ratio_low", "use_pg_clip_range", True)
+        draft.derive(f"{ACTOR}.clip_ratio_low", "pg_clip_low", float(low))
+        draft.derive(f"{ACTOR}.clip_ratio_high", "pg_clip_high", float(high))
+    try:
+        draft.derive(f"{ACTOR}.policy_loss.loss_mode", "pg_variant", TRANSFORMS["policy-loss"](loss))
+    except Untranslatable as error:
+        draft.tell(Kind.IMPOSSIBLE, f"{ACTOR}.policy_loss.loss_mode", loss, "pg_variant", note=str(error))
+    if draft.theirs(f"{ACTOR}.use_gpg_loss"):
+        draft.derive(f"{ACTOR}.use_gpg_loss", "pg_variant", "vanilla")
+        loss = "gpg"
+    if (tokens := draft.theirs(f"{ACTOR}.use_token_level_loss")) is not None:
+        mode = "token-mean" if tokens else "seq-mean-token-sum"
+        draft.derive(f"{ACTOR}.use_token_level_loss", "loss_agg_mode", mode)
+    if loss == "gspo":
+        draft.derive(f"{ACTOR}.policy_loss.loss_mode", "importance_sampling", "seq", "one ratio per answer")
+    elif loss in ("vanilla", "clip_cov"):
+        bound = float(draft.theirs(f"{ACTOR}.clip_ratio_c"))
+        draft.derive(f"{ACTOR}.clip_ratio_c", "dual_clip_loss", True, "it is always on there")
+        draft.derive(f"{ACTOR}.clip_ratio_c", "dual_clip_c", bound)
+    if loss == "cispo":
+        draft.derive(f"{ACTOR}.clip_ratio_low", "cispo_epsilon_low", float(low))
+        draft.derive(f"{ACTOR}.clip_ratio_high", "cispo_epsilon_high", float(high))
+    in_loss, in_reward = draft.theirs(f"{ACTOR}.use_kl_loss"), draft.theirs("algorithm.use_kl_in_reward")
+    kinds = [draft.theirs(f"{ACTOR}.kl_loss_type")] if in_loss else []
+    kinds += [draft.theirs("algorithm.kl_penalty")] if in_reward else []
+    if kinds:
+        kind = str(kinds[0]).removesuffix("+")
+        draft.derive([f"{ACTOR}.kl_loss_type", "algorithm.kl_penalty"], "kl_penalty", kind)
+        if len({str(each) for each in kinds}) > 1:
+            note = "one kl_penalty for the loss and the reward: that of the loss is taken"
+            draft.tell(Kind.IMPOSSIBLE, "algorithm.kl_penalty", kinds[-1], "kl_penalty", note=note)
+        if str(kinds[0]).endswith("+"):
+            note = "its gradient is that of k2 there: the plain estimator is taken"
+            draft.tell(Kind.IMPOSSIBLE, f"{ACTOR}.kl_loss_type", kinds[0], "kl_penalty", note=note)
+    if in_reward and draft.theirs("algorithm.kl_ctrl.type") == "adaptive":
+        draft.derive("algorithm.kl_ctrl.target_kl", "target_kl", float(draft.theirs("algorithm.kl_ctrl.target_kl")))
+        draft.derive("algorithm.kl_ctrl.horizon", "kl_horizon", int(draft.theirs("algorithm.kl_ctrl.horizon")))
+    if draft.get("adv_estimator") == "gae":
+        draft.derive("algorithm.adv_estimator", "whiten_advantages", True, "gae always whitens there")
+    if draft.get("norm_adv_by_std_in_grpo") is True or draft.get("adv_estimator") not in ("grpo", "grpo_passk"):
+        draft.remove("norm_adv_by_std_in_grpo")
+    if (cap := draft.theirs(f"{ACTOR}.tis_imp_ratio_cap")) and float(cap) > 0:
+        draft.derive(f"{ACTOR}.tis_imp_ratio_cap", "train_infer_correction.is_weight.enabled", True)
+        draft.derive(f"{ACTOR}.tis_imp_ratio_cap", "train_infer_correction.is_weight.upper_bound", float(cap))
+    correction = "algorithm.rollout_correction"
+    if (level := draft.theirs(f"{correction}.rollout_is")) in ("token", "sequence"):
+        weight = "train_infer_correction.is_weight"
+        draft.derive(f"{correction}.rollout_is", f"{weight}.enabled", True)
+        draft.derive(f"{correction}.rollout_is", f"{weight}.weight_type", level)
+        bound = float(draft.theirs(f"{correction}.rollout_is_threshold", 2.0))
+        draft.derive(f"{correction}.rollout_is_threshold", f"{weight}.upper_bound", bound)
+
+
+def set_optimizer(draft: Draft, theirs: str, role: str) -> None:
+    """Warm-up, schedule and betas of a trained role, whose section of theirs is given."""
+    base = f"{role}.training_args"
+    steps = draft.theirs(f"{theirs}.lr_warmup_steps", -1)
+    ratio = draft.theirs(f"{theirs}.lr_warmup_steps_ratio", 0.0)
+    if steps and int(steps) > 0:
+        draft.derive(f"{theirs}.lr_warmup_steps", f"{base}.warmup_steps", int(steps))
+    elif ratio:
+        draft.derive(f"{theirs}.lr_warmup_steps_ratio", f"{base}.warmup_ratio", float(ratio))
+    style = next(
+        (
+            name
+            for key in ("lr_scheduler_type", "warmup_style", "lr_decay_style")
+            if (name := draft.theirs(f"{theirs}.{key}"))
+        ),
+        "constant",
+    )
+    try:
+        draft.derive(
+            [f"{theirs}.lr_scheduler_type", f"{theirs}.warmup_style"], f"{base}.lr_scheduler_type", _SCHEDULES(style)
+        )
+    except Untranslatable as error:
+        draft.tell(Kind.IMPOSSIBLE, f"{theirs}.lr_scheduler_type", style, f"{base}.lr_scheduler_type", note=str(error))
+    if least := draft.theirs(f"{theirs}.min_lr_ratio"):
+        draft.derive(f"{theirs}.min_lr_ratio", f"{base}.min_lr_ratio", float(least))
+    betas = draft.theirs(f"{theirs}.betas")
+    if isinstance(betas, list) and len(betas) == 2:
+        for number, beta in enumerate(betas, 1):
+            draft.derive(f"{theirs}.betas", f"{base}.adam_beta{number}", float(beta))
+
+
+def set_rewards(draft: Draft) -> None:
+    """Reward domains: a function, a reward model, or those of public data; dynamic sampling; long answers."""
+    where = next((key for key in _FUNCTIONS if draft.theirs(f"{key}.path")), None)
+    if where is not None:
+        name = draft.theirs(f"{where}.name") or "compute_score"
+        arguments: dict[str, Any] = {"path": f"{draft.theirs(f'{where}.path')}:{name}"}
+        if extra := draft.theirs(f"{where}.reward_kwargs"):
+            arguments["kwargs"] = extra
+        _one_domain(draft, f"{where}.path", "custom", arguments)
+        note = "data_source, with which the function is called, is the row's tag: custom"
+        to_do(draft, f"{where}.path", note)
+    elif draft.theirs("reward_model.enable"):
+        path = draft.theirs("reward_model.model.path")
+        _one_domain(draft, "reward_model.model.path", "reward_model", {"model_path": path})
+    else:
+        public_domains(draft, "data.reward_fn_key")
+    manager = draft.theirs("reward_model.reward_manager") or draft.theirs("reward.reward_manager.name") or "naive"
+    if manager not in ("naive", "prime", "dapo", "batch"):
+        note = "a class that scores a batch has no counterpart: write a verifier"
+        draft.tell(Kind.IMPOSSIBLE, "reward_model.reward_manager", manager, note=note)
+    for base in _BUFFERS:
+        if draft.theirs(f"{base}.enable"):
+            for key, kind in (("enable", bool), ("len", int), ("penalty_factor", float)):
+                draft.derive(f"{base}.{key}", f"overlong_buffer.{key}", kind(draft.theirs(f"{base}.{key}", 1)))
+    if draft.theirs("algorithm.filter_groups.enable"):
+        for domain in draft.get("rewards", {}):
+            chosen = {"type": "std_filter", "low": 0.0}
+            draft.derive("algorithm.filter_groups.enable", f"rewards.{domain}.query_filter_config", chosen)
+        if (most := int(draft.theirs("algorithm.filter_groups.max_num_gen_batches", 0) or 0)) > 0:
+            draft.derive("algorithm.filter_groups.max_num_gen_batches", "max_filtered_batches", most)
+
+
+_FUNCTIONS = ("custom_reward_function", "reward.custom_reward_function")
+
+
+def _one_domain(draft: Draft, key: str, verifier: str, arguments: dict[str, Any]) -> None:
+    """A verifier that scores every row, whatever its source."""
+    own = {"tag_included": [verifier], "verifiers": [{"name": verifier, "args": arguments}]}
+    draft.derive(key, f"rewards.{verifier}", own)
+    draft.set("actor_train.data_args.tag", "tag")
+    draft.derive("data.reward_fn_key", "actor_train.data_args.default_tag", verifier, "one domain scores every row")

@@ -1,0 +1,179 @@
+"""verl's roles: engines, devices, the generator, the critic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from roll.configs.importers.common import devices
+from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.transforms import TRANSFORMS
+from roll.configs.importers.verl_algorithm import set_optimizer
+
+ACTOR, ROLLOUT, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "critic"
+MODEL = "actor_rollout_ref.model"
+OPTIONS = "strategy_args.strategy_config"
+
+
+def _devices(draft: Draft) -> int:
+    return int(draft.get("num_nodes", 1)) * int(draft.get("num_gpus_per_node", 8))
+
+
+def set_roles(draft: Draft) -> None:
+    """Which roles there are, on which devices and engines."""
+    count = _devices(draft)
+    mapping = devices(0, count)
+    where = ["trainer.n_gpus_per_node", "trainer.nnodes"]
+    trainer = draft.get("actor_train.strategy_args.strategy_name", "fsdp2_train")
+    uses_kl = draft.theirs(f"{ACTOR}.use_kl_loss") or draft.theirs("algorithm.use_kl_in_reward")
+    roles = ["actor_train", "actor_infer", *(["reference"] if uses_kl else [])]
+    for role in roles:
+        draft.derive(where, f"{role}.device_mapping", mapping, "all roles share all devices")
+    if uses_kl:
+        scorer = trainer.replace("_train", "_infer")
+        draft.derive(f"{REF}.strategy", "reference.strategy_args.strategy_name", scorer)
+    for role, theirs in (("actor_train", ACTOR), ("reference", REF)):
+        if role in roles and trainer == "megatron_train":
+            _megatron(draft, role, theirs)
+        elif role in roles:
+            _fsdp(draft, role, theirs)
+    if (attention := _override(draft).pop("attn_implementation", None)) is not None:
+        draft.derive(f"{MODEL}.override_config", "actor_train.model_args.attn_implementation", attention)
+    if extra := {key: value for key, value in _override(draft).items() if value is not None and "dropout" not in key}:
+        for role in roles:
+            draft.derive(f"{MODEL}.override_config", f"{role}.model_args.model_config_kwargs", extra)
+    if (rank := draft.theirs(f"{MODEL}.lora_rank") or 0) > 0:
+        draft.derive(f"{MODEL}.lora_rank", "actor_train.model_args.lora_rank", int(rank))
+        alpha, layers = draft.theirs(f"{MODEL}.lora_alpha", 16), draft.theirs(f"{MODEL}.target_modules", "all-linear")
+        draft.derive(f"{MODEL}.lora_alpha", "actor_train.model_args.lora_alpha", int(alpha))
+        draft.derive(f"{MODEL}.target_modules", "actor_train.model_args.lora_target", TRANSFORMS["commas"](layers))
+    _generator(draft)
+
+
+def _override(draft: Draft) -> dict[str, Any]:
+    """Entries over the model's own configuration, without those of Megatron's experts."""
+    given = draft.theirs(f"{MODEL}.override_config") or {}
+    given = given.get("model_config", given) if isinstance(given, dict) else {}
+    return {key: value for key, value in (given or {}).items() if key != "moe_config"}
+
+
+def _fsdp(draft: Draft, role: str, theirs: str) -> None:
+    config, options = f"{ACTOR}.fsdp_config", f"{role}.{OPTIONS}"
+    dtype = TRANSFORMS["dtype"](draft.theirs(f"{config}.model_dtype"))
+    draft.derive(f"{config}.model_dtype", f"{role}.model_args.dtype", dtype)
+    if dtype == "fp32":
+        draft.derive(f"{config}.mixed_precision.param_dtype", f"{options}.param_dtype", "bf16", "weights in fp32")
+    if role == "actor_train":
+        size = draft.theirs(f"{config}.fsdp_size", -1)
+        if size and 0 < int(size) < _devices(draft):
+            draft.derive(f"{config}.fsdp_size", f"{options}.fsdp_size", int(size))
+        if draft.theirs(f"{config}.offload_policy"):
+            draft.derive(f"{config}.offload_policy", f"{options}.cpu_offload", True)
+        if draft.theirs(f"{config}.reshard_after_forward", True) is False:
+            draft.derive(f"{config}.reshard_after_forward", f"{options}.reshard_after_forward", False)
+    elif (
+        size := draft.theirs(
+            f"{theirs}.ulysses_sequence_parallel_size", draft.get("actor_train.model_args.ulysses_size", 1)
+        )
+    ) != 1:
+        draft.derive(f"{theirs}.ulysses_sequence_parallel_size", f"{role}.model_args.ulysses_size", int(size))
+
+
+def _megatron(draft: Draft, role: str, theirs: str) -> None:
+    options = f"{role}.{OPTIONS}"
+    draft.derive(f"{ACTOR}.strategy", f"{role}.model_args.dtype", "bf16", "Megatron computes in bf16")
+    for key in (
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "context_parallel_size",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
+        "sequence_parallel",
+        "use_distributed_optimizer",
+    ):
+        value = draft.theirs(f"{theirs}.megatron.{key}", draft.theirs(f"{ACTOR}.megatron.{key}"))
+        if value is not None and not (role == "reference" and key == "use_distributed_optimizer"):
+            draft.derive(f"{theirs}.megatron.{key}", f"{options}.{key}", value)
+    if draft.get(f"{options}.sequence_parallel") is None and draft.get(f"{options}.tensor_model_parallel_size", 1) > 1:
+        draft.derive(
+            f"{theirs}.megatron.sequence_parallel", f"{options}.sequence_parallel", True, "on there by default"
+        )
+    if role == "actor_train":
+        extra = f"{ACTOR}.megatron.override_transformer_config"
+        for key in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
+            if draft.theirs(f"{extra}.{key}") is not None:
+                draft.derive(f"{extra}.{key}", f"{options}.{key}", draft.theirs(f"{extra}.{key}"))
+
+
+def _generator(draft: Draft) -> None:
+    name = draft.get("actor_infer.strategy_args.strategy_name", "vllm")
+    options = f"actor_infer.{OPTIONS}"
+    share = draft.theirs(f"{ROLLOUT}.gpu_memory_utilization")
+    if name == "vllm":
+        draft.derive(f"{ROLLOUT}.gpu_memory_utilization", f"{options}.gpu_memory_utilization", share)
+        for key in ("enforce_eager", "max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching"):
+            if draft.has(f"{ROLLOUT}.{key}") and draft.theirs(f"{ROLLOUT}.{key}") is not None:
+                draft.derive(f"{ROLLOUT}.{key}", f"{options}.{key}", draft.theirs(f"{ROLLOUT}.{key}"))
+    elif name == "sglang":
+        draft.derive(f"{ROLLOUT}.gpu_memory_utilization", f"{options}.mem_fraction_static", share)
+        if draft.theirs(f"{ROLLOUT}.enforce_eager"):
+            draft.derive(f"{ROLLOUT}.enforce_eager", f"{options}.disable_cuda_graph", True)
+    else:
+        draft.remove("actor_infer.num_gpus_per_worker")
+    own = draft.theirs(f"{ROLLOUT}.engine_kwargs.{name}")
+    for key, value in (own or {}).items() if isinstance(own, dict) else ():
+        if value is not None and key != "disable_mm_preprocessor_cache":
+            draft.derive(f"{ROLLOUT}.engine_kwargs.{name}.{key}", f"{options}.{key}", value)
+    limit, whole = draft.theirs(f"{ROLLOUT}.max_model_len"), int(draft.get("sequence_length"))
+    if limit and name == "vllm" and int(limit) >= whole:
+        draft.derive(f"{ROLLOUT}.max_model_len", f"{options}.max_model_len", int(limit))
+    for key in ("prompt_length", "response_length"):
+        if draft.has(f"{ROLLOUT}.{key}") and draft.theirs(f"{ROLLOUT}.{key}") != draft.get(key):
+            note = f"data.max_{key} is read: {draft.get(key)}"
+            draft.tell(Kind.DROPPED, f"{ROLLOUT}.{key}", draft.theirs(f"{ROLLOUT}.{key}"), note=note)
+
+
+def set_critic(draft: Draft) -> None:
+    """The critic: the actor's engine and devices, its own optimizer."""
+    trainer = draft.get("actor_train.strategy_args.strategy_name", "fsdp2_train")
+    draft.derive("critic.strategy", "critic.strategy_args.strategy_name", trainer)
+    draft.derive("trainer.n_gpus_per_node", "critic.device_mapping", draft.get("actor_train.device_mapping"))
+    for key in ("model_args", "strategy_args"):
+        draft.set(f"critic.{key}", _copy(draft.get(f"actor_train.{key}", {})))
+    if (path := draft.theirs("critic.model.path")) and path != draft.get("pretrain"):
+        draft.derive("critic.model.path", "reward_pretrain", path)
+    if draft.has("critic.model.enable_gradient_checkpointing"):
+        off = not draft.theirs("critic.model.enable_gradient_checkpointing")
+        draft.derive(
+            "critic.model.enable_gradient_checkpointing", "critic.model_args.disable_gradient_checkpointing", off
+        )
+    if draft.has("critic.model.use_remove_padding"):
+        draft.derive(
+            "critic.model.use_remove_padding",
+            "critic.use_sequence_packing",
+            draft.theirs("critic.model.use_remove_padding"),
+        )
+    if draft.theirs("critic.ulysses_sequence_parallel_size"):
+        draft.derive(
+            "critic.ulysses_sequence_parallel_size",
+            "critic.model_args.ulysses_size",
+            int(draft.theirs("critic.ulysses_sequence_parallel_size")),
+        )
+    draft.derive("critic.optim.lr", "critic.training_args.learning_rate", float(draft.theirs("critic.optim.lr")))
+    draft.derive(
+        "critic.optim.weight_decay",
+        "critic.training_args.weight_decay",
+        float(draft.theirs("critic.optim.weight_decay")),
+    )
+    set_optimizer(draft, "critic.optim", "critic")
+    draft.derive("critic.cliprange_value", "value_clip", float(draft.theirs("critic.cliprange_value")))
+    if size := draft.theirs("critic.forward_micro_batch_size_per_gpu"):
+        draft.derive("critic.forward_micro_batch_size_per_gpu", "critic.infer_batch_size", int(size))
+
+
+def _copy(values: Any) -> Any:
+    return (
+        {key: _copy(value) for key, value in values.items() if not key.startswith("lora")}
+        if isinstance(values, dict)
+        else values
+    )
