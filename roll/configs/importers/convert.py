@@ -82,6 +82,7 @@ def convert(
     DERIVE[system](draft)
     agentic = any(key in draft.ours for key in ("custom_envs", "train_env_manager"))
     schema: type[PipelineConfig] = AgenticConfig if agentic else RLVRConfig
+    draft.tell_unused()
     _settle_unknown(draft, schema)
     drop_nulls(draft, lambda key: _takes_null(schema, key))
     draft.ours.setdefault("exp_name", name)

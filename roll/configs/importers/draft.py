@@ -62,6 +62,7 @@ class Draft:
         self.outcomes: list[Outcome] = []
         self.unknown: list[tuple[str, Any]] = []
         """Keys that the table has no row for."""
+        self._left_to_derive: list[tuple[Row, str, Any]] = []
 
     def take_all(self) -> None:
         """Applies the rows; keys that are to be derived wait for ``theirs``."""
@@ -101,8 +102,10 @@ class Draft:
                 self._apply(found[0], found[1], ".".join(here), value)
 
     def _apply(self, row: Row, found: dict[str, str], key: str, value: Any, given: Kind | None = None) -> None:
-        if row.how == table.DERIVE:
-            return  # the system's own function reads it
+        if row.how == table.DERIVE:  # the system's own function reads it
+            if given is None:
+                self._left_to_derive.append((row, key, value))
+            return
         if row.how == table.DROP:
             if given is None:
                 self.tell(Kind.DROPPED, key, value, note=row.note)
@@ -131,6 +134,14 @@ class Draft:
         kind = Kind.KEPT if key == ours else Kind.RENAMED
         kind = kind if _same(new, value) and not row.beside else Kind.TRANSLATED
         self.tell(given or kind, key, value, ours, new, note)
+
+    def tell_unused(self) -> None:
+        """Notes the keys that would have been derived from, had they been needed: none goes without a word."""
+        told = {key for outcome in self.outcomes for key in outcome.key.split(", ")}
+        for row, key, value in self._left_to_derive:
+            if not any(key == each or each.startswith(f"{key}.") or key.startswith(f"{each}.") for each in told):
+                note = row.note or "nothing follows from it here"
+                self.tell(Kind.DROPPED, key, value, note=note)
 
     def theirs(self, key: str, default: Any = None) -> Any:
         """Value of a key of theirs; else the default of its row, else ``default``."""

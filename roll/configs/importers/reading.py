@@ -37,6 +37,8 @@ class Given:
     read_by_links: frozenset[str]
     """Top-level keys that links read."""
     notes: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    """Configurations that the files build on and that are not there."""
 
 
 def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
@@ -45,12 +47,12 @@ def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
     Raises:
         UnreadableError: a file that is missing, no YAML, or a script without the system's command.
     """
-    tree, notes, words = OmegaConf.create({}), list[str](), list[str]()
+    tree, notes, words, missing = OmegaConf.create({}), list[str](), list[str](), list[str]()
     for file in files:
         if not file.is_file():
             raise UnreadableError(f"{file}: no such file")
         if file.suffix in (".yaml", ".yml"):
-            tree.merge_with(_tree(file, notes))
+            tree.merge_with(_tree(file, notes, missing))
             continue
         try:
             script = read_script(file.read_text(encoding="utf-8"), system)
@@ -61,8 +63,9 @@ def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
             named = _named(script.config, file)
             if named is None:
                 notes.append(f"{script.config} is not beside the script: the defaults of {system} stand for it")
+                missing.append(script.config)
             else:
-                tree.merge_with(_tree(named, notes))
+                tree.merge_with(_tree(named, notes, missing))
         words += script.overrides
     parsed, problems = parse_overrides([*words, *overrides])
     for item in parsed:
@@ -72,7 +75,7 @@ def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
     links = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(links, dict)
     read_by_links = frozenset(_REFERENCE.findall(str(links)))
-    return Given(_plain(tree), {str(key): value for key, value in links.items()}, read_by_links, notes)
+    return Given(_plain(tree), {str(key): value for key, value in links.items()}, read_by_links, notes, missing)
 
 
 def _named(config: str, script: Path) -> Path | None:
@@ -83,7 +86,7 @@ def _named(config: str, script: Path) -> Path | None:
     return next((folder / relative for folder in folders if (folder / relative).is_file()), None)
 
 
-def _tree(file: Path, notes: list[str]) -> DictConfig:
+def _tree(file: Path, notes: list[str], absent: list[str]) -> DictConfig:
     """One file with what its defaults list includes; what is not there is left out with a note."""
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
@@ -101,6 +104,7 @@ def _tree(file: Path, notes: list[str]) -> DictConfig:
             kept = [entry for entry in entries if not _is_about(entry, missing)]
             if len(kept) == len(entries):
                 raise UnreadableError(f"{file}: {' '.join(str(error).split())}") from error
+            absent.append(missing)
             notes.append(f"{missing} is not there: the defaults of the system stand for it")
             entries = kept
         except (HydraException, OmegaConfBaseException) as error:

@@ -10,6 +10,7 @@ from roll.configs.importers.common import devices_of, drop_unread, parallel_size
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.roll_environments import set_environments
 from roll.configs.importers.table import ROLES
+from roll.configs.problems import NOTHING
 from roll.configs.rules import TRAINED
 from roll.configs.shipped import SHIPPED
 
@@ -244,9 +245,11 @@ def _reward(draft: Draft, name: str) -> None:
     if bounds["type"] != "no_filter":
         given = {key: value for key, value in bounds.items() if value is not None}
         draft.derive(f"{base}.query_filter_config", f"{base}.query_filter_config", given)
-    unread = [key for key in ("model_args", "data_args", "strategy_args", "generating_args") if domain.get(key)]
-    for key in unread if verifier != "judge" else []:
-        draft.tell(Kind.DROPPED, f"{base}.{key}", "a section", note="rules load no model")
+    for key in ("model_args", "data_args", "strategy_args", "generating_args", "device_mapping"):
+        if domain.get(key) and verifier == "judge":
+            draft.tell(Kind.DERIVED, f"{base}.{key}", NOTHING, f"{base}.verifiers", note="of the judge that you serve")
+        elif domain.get(key):
+            draft.tell(Kind.DROPPED, f"{base}.{key}", "a section", note="rules load no model")
 
 
 def _judge(draft: Draft, base: str, domain: dict[str, Any]) -> dict[str, Any]:

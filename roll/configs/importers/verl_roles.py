@@ -20,6 +20,9 @@ def _devices(draft: Draft) -> int:
 
 def set_roles(draft: Draft) -> None:
     """Which roles there are, on which devices and engines."""
+    if not draft.has(f"{ACTOR}.strategy") and any("megatron" in name for name in draft.given.missing):
+        note = "that of the configuration which it builds on"
+        draft.derive(f"{ACTOR}.strategy", "actor_train.strategy_args.strategy_name", "megatron_train", note)
     count = _devices(draft)
     mapping = devices(0, count)
     where = ["trainer.n_gpus_per_node", "trainer.nnodes"]
@@ -80,7 +83,10 @@ def _fsdp(draft: Draft, role: str, theirs: str) -> None:
 
 def _megatron(draft: Draft, role: str, theirs: str) -> None:
     options = f"{role}.{OPTIONS}"
-    draft.derive(f"{ACTOR}.strategy", f"{role}.model_args.dtype", "bf16", "Megatron computes in bf16")
+    draft.derive(f"{ACTOR}.megatron.dtype", f"{role}.model_args.dtype", "bf16", "Megatron computes in bf16")
+    if role == "actor_train" and (dtype := draft.theirs(f"{ACTOR}.megatron.dtype")) not in (None, "bfloat16", "bf16"):
+        note = "nothing is trained in 16 bits but bf16, which is taken"
+        draft.tell(Kind.IMPOSSIBLE, f"{ACTOR}.megatron.dtype", dtype, f"{role}.model_args.dtype", note=note)
     for key in (
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",

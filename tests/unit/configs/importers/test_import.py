@@ -103,6 +103,25 @@ def test_a_launch_script_of_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert any("trainer.default_local_dir" in note for note in imported.notes)  # $(pwd)
 
 
+def test_megatron_of_verl_and_no_key_without_a_word(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    text = SCRIPT.read_text().replace("main_ppo \\", "main_ppo --config-name=ppo_megatron_trainer.yaml \\")
+    script.write_text(text)
+    words = [
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",
+        "actor_rollout_ref.actor.megatron.dtype=float16",
+        "actor_rollout_ref.rollout.multi_turn.max_turns=4",
+    ]
+    imported = convert("verl", [script], words)
+    config = loaded(imported, tmp_path)
+    assert config.actor_train.strategy_args.strategy_name == "megatron_train"
+    assert config.actor_train.data_parallel_size == 2
+    assert kinds(imported, Kind.IMPOSSIBLE) == {"actor_rollout_ref.actor.megatron.dtype"}
+    told = {key for outcome in imported.outcomes for key in outcome.key.split(", ")}
+    given = {word.partition("=")[0] for word in words} | {"data.truncation", "trainer.project_name", "trainer.nnodes"}
+    assert told >= given and "actor_rollout_ref.rollout.multi_turn.max_turns" in kinds(imported, Kind.DROPPED)
+
+
 def test_a_critic_and_a_reward_function_of_verl(tmp_path: Path) -> None:
     function = tmp_path / "score.py"
     function.write_text(
