@@ -69,7 +69,7 @@ def test_a_documented_command_is_one_that_works(command: str) -> None:
     if tool == "roll" and len(arguments) > 1:  # `roll validate` alone is a name in a sentence
         assert roll(["validate", *arguments[1:]] if arguments[0] == "train" else arguments) == 0
     elif tool == "roll":
-        assert arguments[0] in ("train", "validate")
+        assert arguments[0] in ("train", "validate", "import")
     elif tool == "make":
         check_make(arguments)
     elif tool == "pip":
