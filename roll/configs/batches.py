@@ -105,18 +105,22 @@ def _train_line(config: RLConfig, role: str) -> str:
     worker = config.roles[role]
     steps = config.optimizer_steps_per_epoch
     noun = "samples" if isinstance(config, RLVRConfig) else "episodes"
+    data_epochs = config.total_epochs if isinstance(config, RLVRConfig) else None
+    in_all = (
+        f"{config.total_optimizer_steps} in all" if data_epochs is None else f"until total_epochs {data_epochs} end"
+    )
     epochs = "" if config.ppo_epochs == 1 else f" × {config.ppo_epochs} epochs = {steps * config.ppo_epochs}"
     return (
         f"{role}: global batch {_global_batch(worker, noun)}; "
         f"{config.samples_per_step} {noun} make {_count(steps, 'optimizer step')}{epochs} per step, "
-        f"{config.total_optimizer_steps} in all; {_micro_batches(worker, noun)}{_warm_up(config, worker)}"
+        f"{in_all}; {_micro_batches(worker, noun)}{_warm_up(config, worker)}"
     )
 
 
 def _warm_up(config: RLConfig, worker: WorkerConfig) -> str:
     """A warning of a warm-up that outlasts the run."""
     steps, total = worker.training_args.warmup_steps, config.total_optimizer_steps
-    if steps < total or not steps:
+    if steps < total or not steps or (isinstance(config, RLVRConfig) and config.total_epochs is not None):
         return ""
     return f"; warmup_steps {steps} are not over before the run is: the learning rate stays below its peak"
 

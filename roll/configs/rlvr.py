@@ -38,11 +38,11 @@ class RLVRConfig(RLConfig, PromptsConfig):
     )
 
     def with_length(self, prompts: int) -> RLVRConfig:
-        """The configuration with the ``max_steps`` that ``total_epochs`` of so many prompts make."""
+        """The configuration with the ``max_steps`` that ``total_epochs`` of so many prompts make, in its place."""
         if self.total_epochs is None:
             return self
         steps = max(1, self.total_epochs * prompts // self.rollout_batch_size)
-        return self.model_copy(update={"max_steps": steps})
+        return self.model_copy(update={"max_steps": steps, "total_epochs": None})
 
     @property
     def agents(self) -> dict[str, AgentConfig]:

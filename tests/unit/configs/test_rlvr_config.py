@@ -281,3 +281,18 @@ def test_files_of_an_agent_program_are_found_wherever_a_worker_starts(
     assert agent.verify == [str(tmp_path / "tests" / "judge.py"), "tests"]
     assert agent.template == str(tmp_path / "tests") and agent.sandbox is not None
     assert agent.sandbox.readable == [str(tmp_path / "tests")]
+
+
+def test_a_length_in_epochs_becomes_steps_when_the_data_is_known(load: Load) -> None:
+    config = load("total_epochs=3")
+    assert any("until total_epochs 3 end" in line for line in describe_batches(config))
+    known = config.with_length(10 * config.rollout_batch_size + 1)
+    assert (known.max_steps, known.total_epochs) == (30, None)
+    assert config.with_length(1).max_steps == 1
+    assert load("max_steps=7").with_length(1000).max_steps == 7
+
+
+def test_held_out_data_has_the_columns_of_the_training_data(load: Load) -> None:
+    config = load("~validation.data_args.prompt", "actor_train.data_args.response=answer")
+    assert config.validation is not None
+    assert (config.validation.data_args.prompt, config.validation.data_args.response) == ("question", "answer")
