@@ -37,6 +37,7 @@ from roll.distributed.cluster.resources import RoleRequest, plan_placement
 from roll.distributed.cluster.worker import Worker
 from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.pipeline.model_cluster import ModelCluster
+from roll.utils.memory import keep_freed_memory
 
 LIMIT_MS = 50.0
 NUM_SEQUENCES, GROUP_SIZE = 1024, 8
@@ -115,6 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=15, help="timed trips of each kind")
     args = parser.parse_args()
+    keep_freed_memory()  # as the driver of a run does
     batch = make_batch()
     with workers() as cluster:
         role = ModelCluster(cluster)

@@ -27,6 +27,7 @@ from roll.pipeline.workers import InferWorker, ScoreWorker, TrainWorker
 from roll.preflight.choices import role_requests
 from roll.tracking.checkpointer import CheckpointError
 from roll.utils.collector import calm_collector
+from roll.utils.memory import keep_freed_memory
 from roll.utils.registry import UnknownNameError, import_path
 from roll.utils.signals import Interrupted, SignalGuard
 
@@ -105,6 +106,7 @@ def launch(
                     )
                 clusters = stack.enter_context(start_clusters(config, session, workers))
                 calm_collector()  # finished groups wait in this process
+                keep_freed_memory()
                 body(config, session, signals, clusters, start.result())
     except Interrupted as stop:
         return stop.exit_code

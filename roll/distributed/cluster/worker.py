@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from roll.distributed.cluster.reaper import MARK
+from roll.utils.memory import keep_freed_memory
 from roll.utils.signals import outlive
 
 
@@ -30,6 +31,7 @@ class Worker:
         self.rank = rank
         self.world_size = world_size
         os.environ.update(env)
+        keep_freed_memory()
         if MARK in os.environ:
             # Whoever stops a whole cgroup asks this process too, which the driver still needs to save the run. It ends
             # with its Ray session.

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from roll.distributed.strategy.training import tensor_files
-from roll.distributed.strategy.training.pieces import Piece, Region, Spread, everywhere, piece_of
+from roll.distributed.strategy.training.pieces import Piece, Region, Spread, piece_of
 from roll.distributed.strategy.training.tensor_files import (
     BackgroundWriter,
     StoredTensors,
@@ -36,16 +36,20 @@ def some_tensors() -> dict[str, Tensor]:
     return tensors | {name: torch.arange(6).to(dtype) for name, dtype in kinds.items()}
 
 
-def pieces_of(tensors: dict[str, Tensor]) -> list[Piece]:
+def pieces_of(tensors: dict[str, Tensor], ranks: int) -> list[Piece]:
+    """Tensors that all ranks have."""
+
     def spread(tensor: Tensor) -> Spread:
-        return Spread(tuple(tensor.shape), tensor.dtype, tensor.device, everywhere(tensor.shape), lambda: tensor)
+        shape = tuple(tensor.shape)
+        regions = (Region((0,) * len(shape), shape, tuple(range(ranks))),)
+        return Spread(shape, tensor.dtype, tensor.device, regions, lambda: tensor)
 
     return [piece_of(name, spread(tensor)) for name, tensor in tensors.items()]
 
 
 def write(folder: Path, tensors: dict[str, Tensor], ranks: int, single: bool = False) -> list[WrittenFile]:
     """What all ranks write."""
-    files = plan_files("model", pieces_of(tensors), ranks, single=single)
+    files = plan_files("model", pieces_of(tensors, ranks), ranks, single=single)
     written = []
     for rank in range(ranks):
         writer = BackgroundWriter(max_waiting=64)
@@ -101,7 +105,7 @@ def test_the_library_reads_what_any_number_of_ranks_has_written(
 def test_ranks_get_nearly_equal_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_files, "MIN_SHARE_BYTES", 1)
     tensors = {str(number): torch.zeros(100 + 7 * (number % 5)) for number in range(40)}
-    files = plan_files("model", pieces_of(tensors), 4)
+    files = plan_files("model", pieces_of(tensors, 4), 4)
     shares = [file.num_bytes for file in files]
     assert [file.rank for file in files] == [0, 1, 2, 3]
     assert sum(shares) == sum(tensor.nbytes for tensor in tensors.values())
@@ -145,7 +149,7 @@ def test_what_is_no_block_of_rows_or_too_little_is_gathered() -> None:
 def test_what_cannot_be_written_is_an_error_and_blocks_nobody(tmp_path: Path) -> None:
     (tmp_path / "occupied").write_text("a file, not a folder")
     tensors = {str(number): torch.zeros(1000) for number in range(8)}
-    (file,) = plan_files("model", pieces_of(tensors), 1)
+    (file,) = plan_files("model", pieces_of(tensors, 1), 1)
     writer = BackgroundWriter(max_waiting=4000)
     writer.begin(tmp_path / "occupied" / file.name, file.header())
     for name in file.outline:

@@ -1,0 +1,31 @@
+"""Freed memory stays with the process."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource, sys
+import torch
+from roll.utils.memory import keep_freed_memory
+if not keep_freed_memory():
+    sys.exit(3)
+def work():
+    columns = [torch.ones(2**20) for _ in range(16)]  # 64 MiB
+work(), work()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+work()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def test_what_was_freed_is_used_again() -> None:
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
+    if ended.returncode == 3:
+        pytest.skip("another C library")
+    assert ended.returncode == 0, ended.stderr
+    assert int(ended.stdout) < 0.1 * 64 * 2**20 / resource.getpagesize(), "the third time, pages were mapped anew"
