@@ -139,7 +139,7 @@ class ContinuousBatching:
         self._max_cache_tokens = max_cache_tokens
         self._cache = SlotCache(model.config.get_text_config().num_hidden_layers, max_cache_tokens)
         self._max_width = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        self._sampler: _RowSampler | None = None
+        self._rows: _RunningRows | None = None
 
     @property
     def has_work(self) -> bool:
@@ -155,24 +155,25 @@ class ContinuousBatching:
         Something must run or wait that needs no later weights (``has_work``).
         """
         self._admit()
-        logits_BV = self._decode()
-        if self._sampler is None:
-            self._sampler = _RowSampler(self.running, logits_BV.device, logits_BV.shape[-1])
-        tokens, logprobs = self._sampler.draw(logits_BV, [len(s.tokens) for s in self.running])
+        if self._rows is None:
+            self._rows = _RunningRows(self.running, self._model.device)
+        tokens, logprobs = self._rows.draw(self._decode(self._rows))
         self.counters.steps += 1
-        finished = {}
+        finished, num_sampled = {}, 0
         for row, (sequence, token, logprob) in enumerate(zip(self.running, tokens, logprobs, strict=True)):
             if sequence.request.recorded:
                 if sequence.waits(self.weight_version):
+                    self._rows = None  # it knows a token that was thrown away
                     continue
                 self.num_recorded[self.weight_version] += 1
-            self.counters.generated_tokens += 1
+            num_sampled += 1
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(self.weight_version)
             reason = self._end(sequence, token)
             if reason is not None:
                 finished[row] = (sequence, reason)
+        self.counters.generated_tokens += num_sampled
         self._remove(list(finished))
         self.counters.finished += len(finished)
         return list(finished.values())
@@ -187,7 +188,6 @@ class ContinuousBatching:
     def use_version(self, version: int) -> None:
         """The weights were replaced."""
         self.weight_version = version
-        self._sampler = None  # of what waited for them, it knows tokens that were thrown away
 
     def preempt(self) -> None:
         """Puts the running sequences back at the head of the queue and frees the cache.
@@ -196,7 +196,7 @@ class ContinuousBatching:
         """
         self.waiting.extendleft(reversed(self.running))
         self.running.clear()
-        self._sampler = None
+        self._rows = None
         self._cache.free()
 
     def _end(self, sequence: RunningSequence, token: int) -> FinishReason | None:
@@ -234,7 +234,7 @@ class ContinuousBatching:
             num_admitted, num_tokens = num_admitted + 1, num_tokens + cost
         self.waiting.extendleft(reversed(held))
         if groups:
-            self._sampler = None
+            self._rows = None
             lengths = [s.length for s in self.running] + [group[0].length for group in groups.values()]
             self._cache.reserve(len(self.running) + num_admitted, max(lengths))
             for batch in _similar_lengths(list(groups.values())):
@@ -263,14 +263,14 @@ class ContinuousBatching:
         input_ids = torch.from_numpy(tokens_GL).to(self._model.device)
         self._model.base_model(input_ids=input_ids, past_key_values=self._cache, use_cache=True)
 
-    def _decode(self) -> Tensor:
+    def _decode(self, rows: _RunningRows) -> Tensor:
         """Feeds every running sequence its last token; returns the logits [B, V] of the next one."""
-        idle = [0] * (MIN_ROWS - len(self.running)) if self._model.device.type == "cpu" else []
-        positions = [s.length - 1 for s in self.running] + idle
-        last = [s.tokens[-1] if s.tokens else int(s.request.prompt_ids[-1]) for s in self.running] + idle
-        width = _round_up(max(positions) + 1)
-        self._cache.reserve(len(positions), width)
-        tokens_B, positions_B = torch.tensor([last, positions]).to(self._model.device)
+        num_rows, least = len(self.running), MIN_ROWS if self._model.device.type == "cpu" else 0
+        inputs_2B = np.zeros((2, max(num_rows, least)), dtype=np.int64)
+        inputs_2B[:, :num_rows] = rows.last_B, rows.positions_B
+        width = _round_up(int(rows.positions_B.max()) + 1)
+        self._cache.reserve(inputs_2B.shape[1], width)
+        tokens_B, positions_B = torch.from_numpy(inputs_2B).to(self._model.device)
         self._cache.plan_decode(positions_B, width)
         visible = torch.arange(width, device=positions_B.device) <= positions_B[:, None]
         # Additive, since sdpa on the CPU converts a boolean mask again in every layer.
@@ -289,7 +289,7 @@ class ContinuousBatching:
         """Drops rows and moves the last ones into the gaps, so that the running slots stay contiguous."""
         if not rows:
             return
-        self._sampler = None
+        self._rows = None
         leaving, remaining = set(rows), len(self.running) - len(rows)
         gaps = [row for row in rows if row < remaining]
         movers = [row for row in range(remaining, len(self.running)) if row not in leaving]
@@ -304,14 +304,19 @@ class ContinuousBatching:
             self.running[gap] = self.running[mover]
 
 
-class _RowSampler:
-    """The sampling state of a fixed set of running rows, rebuilt when one joins or leaves."""
+class _RunningRows:
+    """What a step needs to know of the running rows, as arrays; made anew when one joins or leaves."""
 
-    def __init__(self, sequences: Sequence[RunningSequence], device: torch.device, vocab_size: int) -> None:
+    def __init__(self, sequences: Sequence[RunningSequence], device: torch.device) -> None:
         params = [s.request.params for s in sequences]
+        self._sequences = sequences
         self._device = device
-        self._seeds = np.array([s.seed for s in sequences], dtype=np.uint64)
-        self._rows = SamplerRows.build(
+        self._seeds_B = np.array([s.seed for s in sequences], dtype=np.uint64)
+        self._num_sampled_B = np.array([len(s.tokens) for s in sequences], dtype=np.uint64)
+        self.positions_B = np.array([s.length - 1 for s in sequences], dtype=np.int64)
+        """Of the last tokens."""
+        self.last_B = np.array([s.tokens[-1] if s.tokens else s.request.prompt_ids[-1] for s in sequences], np.int64)
+        self._sampler = SamplerRows.build(
             [p.temperature for p in params],
             [p.top_k for p in params],
             [p.top_p for p in params],
@@ -319,25 +324,33 @@ class _RowSampler:
             device,
         )
         self._seen_BV: Tensor | None = None
-        if self._rows.penalty_B is not None:
-            self._seen_BV = torch.zeros(len(sequences), vocab_size, dtype=torch.bool, device=device)
-            for row, sequence in enumerate(sequences):
-                self._seen_BV[row, torch.from_numpy(sequence.history).to(device)] = True
 
-    def draw(self, logits_BV: Tensor, num_sampled: list[int]) -> tuple[list[int], list[float]]:
-        """One token and its log-probability per row.
+    def draw(self, logits_BV: Tensor) -> tuple[list[int], list[float]]:
+        """One more token and its log-probability per row.
 
         Raises:
             FloatingPointError: the model's logits are not finite.
         """
-        uniform_B = torch.from_numpy(uniforms(self._seeds, np.array(num_sampled, dtype=np.uint64))).to(self._device)
-        tokens_B, logprobs_B = sample(logits_BV, self._rows, uniform_B, self._seen_BV)
+        if self._sampler.penalty_B is not None and self._seen_BV is None:
+            self._seen_BV = self._seen(logits_BV.shape[-1])
+        uniform_B = torch.from_numpy(uniforms(self._seeds_B, self._num_sampled_B)).to(self._device)
+        tokens_B, logprobs_B = sample(logits_BV, self._sampler, uniform_B, self._seen_BV)
         if self._seen_BV is not None:
             self._seen_BV[torch.arange(len(tokens_B), device=self._device), tokens_B] = True
-        logprobs = logprobs_B.tolist()
-        if np.isnan(logprobs).any():
-            raise FloatingPointError(f"{int(np.isnan(logprobs).sum())} of {len(logprobs)} rows have NaN logits")
-        return tokens_B.tolist(), logprobs
+        logprobs = logprobs_B.cpu().numpy()
+        if (num_nan := int(np.isnan(logprobs).sum())) > 0:
+            raise FloatingPointError(f"{num_nan} of {len(logprobs)} rows have NaN logits")
+        self.last_B = tokens_B.cpu().numpy()
+        self.positions_B += 1
+        self._num_sampled_B += np.uint64(1)
+        return self.last_B.tolist(), logprobs.tolist()
+
+    def _seen(self, vocab_size: int) -> Tensor:
+        """Tokens of the prompts and of what was sampled."""
+        seen_BV = torch.zeros(len(self._sequences), vocab_size, dtype=torch.bool, device=self._device)
+        for row, sequence in enumerate(self._sequences):
+            seen_BV[row, torch.from_numpy(sequence.history).to(self._device)] = True
+        return seen_BV
 
 
 def _round_up(width: int) -> int:
