@@ -26,6 +26,7 @@ end should take less than 50 ms. The load beside it is the rest that grows with 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import pickle
 import tempfile
@@ -104,11 +105,14 @@ class LoadingWorker(InferWorker):
 
     async def _load_weights(self, payload: Payload, buckets: AsyncIterator[WeightBucket], version: int) -> None:
         async for bucket in buckets:
-            for name, tensor in unpack_bucket(bucket):
-                if name not in self._weights:
-                    self._weights[name] = torch.empty_like(tensor)
-                self._weights[name].copy_(tensor)
-            del bucket, tensor
+            await asyncio.to_thread(self._copy, bucket)  # the loop answers requests meanwhile
+            del bucket
+
+    def _copy(self, bucket: WeightBucket) -> None:
+        for name, tensor in unpack_bucket(bucket):
+            if name not in self._weights:
+                self._weights[name] = torch.empty_like(tensor)
+            self._weights[name].copy_(tensor)
 
 
 def config_of(hidden: int, num_layers: int) -> Qwen2Config:
