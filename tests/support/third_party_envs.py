@@ -1,4 +1,4 @@
-"""A module of gymnasium environments as other packages ship them: importing it registers ``Corridor-v0``."""
+"""A module of gymnasium environments as other packages ship them: importing it registers them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from gymnasium.spaces import Discrete
+from gymnasium.spaces import Box, Dict, Discrete, Text
 
 
 class Corridor(gymnasium.Env[int, int]):
@@ -38,3 +38,45 @@ class Corridor(gymnasium.Env[int, int]):
 
 
 gymnasium.register("Corridor-v0", Corridor)
+
+
+class Jug(gymnasium.Env[dict[str, Any], int]):
+    """A jug of three litres; action 1 fills in a litre, 0 pours one out, and the third pays 2.
+
+    What is seen is a dictionary of a number and an array.
+    """
+
+    observation_space = Dict({"level": Discrete(4), "jar": Box(0, 9, (2,), np.int64)})
+    action_space = Discrete(2)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        super().reset(seed=seed)
+        self.level = 0
+        return self._seen(), {}
+
+    def step(self, action: int) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
+        self.level = min(3, max(0, self.level + (1 if action else -1)))
+        return self._seen(), 2.0 * (self.level == 3), self.level == 3, False, {}
+
+    def _seen(self) -> dict[str, Any]:
+        return {"level": self.level, "jar": np.array([2, 3])}
+
+
+class Echo(gymnasium.Env[str, str]):
+    """Pays for the words that it says: texts in and out."""
+
+    observation_space = Text(20, charset="say it")
+    action_space = Text(20, charset="it")
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        return "say it", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return action, float(action == "it"), action == "it", False, {}
+
+
+gymnasium.register("Jug-v0", Jug)
+gymnasium.register("Echo-v0", Echo)

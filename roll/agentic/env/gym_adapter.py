@@ -1,45 +1,23 @@
-"""Plays any gymnasium environment with discrete actions as text."""
+"""Plays gymnasium environments as text: any observations, actions that are discrete or text."""
 
 from __future__ import annotations
 
 import importlib
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import gymnasium
-import numpy as np
 from gymnasium.envs.registration import EnvSpec, load_env_creator
-from gymnasium.spaces import Discrete
+from gymnasium.spaces import Discrete, Space, Text
 from pydantic import Field
 
 from roll.agentic.env.actions import ActionParser, pattern_problem
 from roll.agentic.env.base import StepLimit, StepResult, TextEnv, stable_hash, step_result
+from roll.agentic.env.colours import tell_colours
 from roll.agentic.env.config import ActionEnvConfig, parse_config
+from roll.agentic.env.renderers import Renderer, find_renderer
 from roll.configs.problems import ConfigProblem
-from roll.utils.registry import Registry, UnknownNameError
-
-Formatter = Callable[[Any], str]
-"""``observation -> text``."""
-
-_ANSI_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-
-
-def _values(observation: Any) -> str:
-    """Numbers in reading order; ``name: numbers`` a line for a dictionary."""
-    if isinstance(observation, Mapping):
-        return "\n".join(f"{key}: {_values(value)}" for key, value in observation.items())
-    if isinstance(observation, tuple | list):
-        return " ".join(_values(value) for value in observation)
-    if isinstance(observation, np.ndarray) and observation.ndim:
-        return (" " if observation.ndim == 1 else "\n").join(_values(part) for part in observation)
-    if isinstance(observation, np.ndarray | np.generic):
-        observation = observation.item()
-    return f"{observation:.4g}" if isinstance(observation, float) else str(observation)
-
-
-FORMATTERS: Registry[Formatter] = Registry("formatter")
-FORMATTERS.register("values", _values)
+from roll.utils.registry import UnknownNameError
 
 
 def find_spec(env_id: str) -> EnvSpec:
@@ -63,8 +41,11 @@ class GymnasiumConfig(ActionEnvConfig):
     action_names: list[str] | None = Field(
         None, description="One name per action, in the order of their numbers; null uses the numbers."
     )
-    formatter: str = Field(
-        "ansi", description="Text of an observation: ansi (the environment's own), values, or package.module:function."
+    renderer: str | None = Field(
+        None,
+        description="Text of an observation: ansi (the environment's own, colours in brackets), values (its numbers), "
+        "package.module:function or folder/file.py:function. null: ansi where there is, else text or a number as it "
+        "is.",
     )
     success_key: str | None = Field(None, description="Key of the environment's info that is true on success.")
     success_return: float | None = Field(
@@ -78,15 +59,19 @@ class GymnasiumConfig(ActionEnvConfig):
             find_spec(self.env_id)
         except (gymnasium.error.Error, ImportError) as error:
             found.append(self.problem("env_id", "an environment of gymnasium", hint=str(error)))
-        if self.formatter != "ansi":
-            try:
-                FORMATTERS.get(self.formatter)
-            except UnknownNameError as error:
-                found.append(self.problem("formatter", "ansi, values or package.module:function", hint=str(error)))
+        try:
+            self.find_renderer()
+        except UnknownNameError as error:
+            expected = "ansi, values, package.module:function or folder/file.py:function"
+            found.append(self.problem("renderer", expected, hint=str(error)))
         if self.success_key is None and self.success_return is None:
             expected = "a number, or success_key, to define success"
             found.append(self.problem("success_return", expected, "success_key"))
         return [problem for problem in found if problem]
+
+    def find_renderer(self) -> Renderer | None:
+        """The function that ``renderer`` names; ``None`` where it names the environment's own text, or nothing."""
+        return None if self.renderer in (None, "ansi") else find_renderer(self.renderer)
 
 
 class GymnasiumEnv(TextEnv):
@@ -98,7 +83,8 @@ class GymnasiumEnv(TextEnv):
         env_config: the keys of ``GymnasiumConfig``.
 
     Raises:
-        ValueError: the actions are not discrete, ``action_names`` has the wrong length, or there is no ansi text.
+        ValueError: actions are neither discrete nor text, ``action_names`` has the wrong length, there is no ansi text,
+            or observations are neither text nor discrete and ``renderer`` is not given.
     """
 
     config_class = GymnasiumConfig
@@ -106,26 +92,25 @@ class GymnasiumEnv(TextEnv):
 
     def __init__(self, **env_config: Any) -> None:
         self.config = config = parse_config(GymnasiumConfig, env_config)
-        self._ansi = config.formatter == "ansi"
         self._inner = _make_inner(config)
-        space = self._inner.action_space
-        if not isinstance(space, Discrete):
-            raise ValueError(f"env_id: {config.env_id} has the action space {space}, expected Discrete")
-        names = config.action_names or [str(space.start + index) for index in range(space.n)]
-        if len(names) != space.n:
-            raise ValueError(f"action_names: got {len(names)} names, expected {space.n} for {config.env_id}")
-        self._numbers = {name: int(space.start) + index for index, name in enumerate(names)}
-        self.action_names = tuple(names)
-        self._parser = ActionParser(self._numbers, config.action_pattern)
+        self._renderer = config.find_renderer()
+        self._ansi = self._renderer is None and self._inner.render_mode == "ansi"
+        if self._renderer is None and not self._ansi:
+            self._renderer = _plain_renderer(config, self._inner.observation_space)
+        self._actions = _actions(config, self._inner.action_space)
+        self.action_names = tuple(self._actions or ())
+        names = {name: number for number, name in enumerate(self.action_names)}
+        self._parser = ActionParser(names, config.action_pattern)
         self._limit = StepLimit(config.max_steps)
         self._text = ""
         self._return = 0.0
-        self.env_instruction = (
-            f"You act in the environment {config.env_id}. Answer with one of the actions {', '.join(names)}, "
-            f"like this: <answer>{names[0]}</answer>"
-            if config.env_instruction is None
-            else config.env_instruction
-        )
+        self.env_instruction = config.env_instruction or ""
+        if config.env_instruction is None:
+            wanted = f"one of the actions {', '.join(names)}" if names else "an action"
+            self.env_instruction = (
+                f"You act in the environment {config.env_id}. Answer with {wanted}, "
+                f"like this: <answer>{self.action_names[0] if names else '…'}</answer>"
+            )
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Starts an episode of the inner environment, seeded alike."""
@@ -141,11 +126,11 @@ class GymnasiumEnv(TextEnv):
         """Plays the action that the text names; a text without one is not played."""
         limit_reached = self._limit.count()
         scale = self.config.reward_scale
-        name = self._parser.parse(action)
+        name = self._named(action)
         reward, terminated, truncated, success, before = 0.0, False, False, False, self._text
         if name is not None:
-            observation, raw_reward, terminated, truncated, info = self._inner.step(self._numbers[name])
-            reward = float(raw_reward)
+            played = name if self._actions is None else self._actions[name]
+            observation, reward, terminated, truncated, info = cast(Any, self._inner.step(played))
             self._return += reward
             self._text = self._describe(observation)
             success = self._succeeded(terminated, info)
@@ -172,15 +157,22 @@ class GymnasiumEnv(TextEnv):
         """Closes the inner environment."""
         self._inner.close()
 
+    def _named(self, text: str) -> str | None:
+        """The action in a text, if the inner environment takes it."""
+        if self._actions is not None:
+            return self._parser.parse(text)
+        answer = self._parser.answer(text)
+        return answer if answer is not None and self._inner.action_space.contains(answer) else None
+
     def _succeeded(self, terminated: bool, info: Mapping[str, Any]) -> bool:
         if self.config.success_key is not None:
             return bool(info.get(self.config.success_key, False))
         return terminated and self.config.success_return is not None and self._return >= self.config.success_return
 
     def _describe(self, observation: Any) -> str:
-        if self._ansi:
-            return _ANSI_COLOUR.sub("", str(self._inner.render())).strip("\n")
-        return FORMATTERS.get(self.config.formatter)(observation)
+        if self._renderer is not None:
+            return self._renderer(observation)
+        return tell_colours(str(self._inner.render())).strip("\n")
 
     def _key(self) -> str:
         return stable_hash(self._text.encode())
@@ -188,17 +180,50 @@ class GymnasiumEnv(TextEnv):
 
 def _make_inner(config: GymnasiumConfig) -> gymnasium.Env[Any, Any]:
     kwargs = dict(config.env_kwargs)
-    if config.formatter == "ansi":
+    modes = _render_modes(config.env_id)
+    if config.renderer == "ansi":
         kwargs["render_mode"] = "ansi"
-    elif "rgb_array" in _render_modes(config.env_id):
+    elif config.renderer is None and "ansi" in modes:
+        kwargs.setdefault("render_mode", "ansi")
+    elif "rgb_array" in modes:
         kwargs.setdefault("render_mode", "rgb_array")
     inner = cast("gymnasium.Env[Any, Any]", gymnasium.make(config.env_id, **kwargs))
     modes = inner.metadata.get("render_modes", [])
-    if config.formatter == "ansi" and "ansi" not in modes:
+    if config.renderer == "ansi" and "ansi" not in modes:
         raise ValueError(
-            f"formatter: got 'ansi', but {config.env_id} renders only {modes}; expected values or a function"
+            f"renderer: got 'ansi', but {config.env_id} renders only {modes}; expected values or a function"
         )
     return inner
+
+
+def _plain_renderer(config: GymnasiumConfig, space: Space[Any]) -> Renderer:
+    """Text or a number as it is.
+
+    Raises:
+        ValueError: observations are something else.
+    """
+    if isinstance(space, Text | Discrete):
+        return find_renderer("values")
+    raise ValueError(
+        f"renderer: got nothing, but the observations of {config.env_id} are {space}, neither text nor discrete; "
+        "expected values, package.module:function or folder/file.py:function, observation to text"
+    )
+
+
+def _actions(config: GymnasiumConfig, space: Space[Any]) -> dict[str, int] | None:
+    """Numbers of the actions by name; ``None`` where they are texts.
+
+    Raises:
+        ValueError: they are neither discrete nor text, or ``action_names`` does not fit.
+    """
+    if isinstance(space, Text) and config.action_names is None:
+        return None
+    if not isinstance(space, Discrete):
+        raise ValueError(f"env_id: {config.env_id} has the action space {space}, expected Discrete or Text")
+    names = config.action_names or [str(space.start + index) for index in range(space.n)]
+    if len(names) != space.n:
+        raise ValueError(f"action_names: got {len(names)} names, expected {space.n} for {config.env_id}")
+    return {name: int(space.start) + index for index, name in enumerate(names)}
 
 
 def _render_modes(env_id: str) -> Sequence[str]:

@@ -62,12 +62,12 @@ def test_a_recorded_picture_is_small_and_true_to_the_drawing() -> None:
 
 
 def test_a_gymnasium_environment_brings_its_own_picture() -> None:
-    env = envs.make("gymnasium", **CORRIDOR, formatter="values")
+    env = envs.make("gymnasium", **CORRIDOR, renderer="values")
     env.reset(seed=0)
     before = picture(env)
     env.step("<answer>1</answer>")
     assert before.shape == (20, 100, 3) and (picture(env) != before).any()
-    dark = envs.make("gymnasium", **CORRIDOR, formatter="values", env_kwargs={"render_mode": None})
+    dark = envs.make("gymnasium", **CORRIDOR, renderer="values", env_kwargs={"render_mode": None})
     dark.reset(seed=0)
     assert checked_frame(dark) is None, "asked for none"
 

@@ -95,7 +95,7 @@ BUILT_IN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {
             "env_id": "Taxi-v4",
             "env_kwargs": {"render_mode": None},
-            "formatter": "values",
+            "renderer": "values",
             "success_return": 0.0,
             "max_steps": 50,
         },
