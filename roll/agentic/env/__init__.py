@@ -40,6 +40,8 @@ _ENVS.register("hidden_word", "roll.agentic.env.hidden_word:HiddenWordEnv")
 _ENVS.register("adventure", "roll.agentic.env.adventure:AdventureEnv")
 _ENVS.register("single_turn", "roll.agentic.env.single_turn:SingleTurnEnv")
 _ENVS.register("gymnasium", "roll.agentic.env.gym_adapter:GymnasiumEnv")
+_ENVS.register("openenv", "roll.agentic.env.openenv_adapter:OpenEnvEnv")
+_ENVS.register("textarena", "roll.agentic.env.textarena_adapter:TextArenaEnv")
 
 
 def register(name: str, target: EnvFactory | str) -> None:

@@ -106,6 +106,11 @@ BUILT_IN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"env_id": "FrozenLake-v1", "success_return": 1, "action_names": ["Left", "Down", "Right", "Up"]},
         {},
     ),
+    (
+        "textarena",
+        {"env_id": "GuessTheNumber-v0", "max_steps": 12},
+        {"answers": [f"[{number}]" for number in range(1, 21)], "allow": ["seeds-alike"], "episodes": 2},
+    ),
 ]
 
 
@@ -116,11 +121,13 @@ def sum_of_two(seed: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize(("env_type", "env_config", "options"), BUILT_IN)
 def test_built_in_environments_pass(env_type: str, env_config: dict[str, Any], options: dict[str, Any]) -> None:
+    if env_type == "textarena":
+        pytest.importorskip("textarena", reason="pip install 'roll-rl[textarena]'")
     assert_env_ok(env_type, env_config, **options)
 
 
-def test_every_built_in_environment_is_checked_here() -> None:
-    assert {env_type for env_type, _, _ in BUILT_IN} == set(envs.registered())
+def test_every_built_in_environment_is_checked_here_or_where_there_is_a_server() -> None:
+    assert {env_type for env_type, _, _ in BUILT_IN} | {"openenv"} == set(envs.registered())
 
 
 def test_every_rule_is_caught_here_and_documented() -> None:
