@@ -65,6 +65,10 @@ class ControlText:
             return text
         return self._hidden.sub(lambda found: (*self._texts, "")[int(found[1])], text)
 
+    def count(self, text: str) -> int:
+        """How many control tokens a text of somebody's spells out."""
+        return len(self._control.findall(text))
+
     def hides(self, text: str) -> bool:
         """Whether there is a stand-in in it."""
         return self._nonce in text

@@ -18,6 +18,7 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigErrors, ConfigProblem
+from roll.data.control_text import ControlText
 from roll.data.templates import read_template
 from roll.rewards.batching import MicroBatcher
 from roll.rewards.types import RewardError, Sample, Verdict, Verifier
@@ -92,7 +93,7 @@ class RewardModelVerifier(Verifier):
     """Scores the conversation with the answer in it. Serves one event loop; the model runs in one thread.
 
     ``Verdict.parts`` has ``output`` (the logit or probability before scale and shift), ``truncated`` (1 where the
-    conversation was cut) and ``control_tokens`` (how many special tokens the answer had spelt out).
+    conversation was cut) and ``control_tokens`` (how many control tokens the answer spells out).
 
     Raises:
         ValueError: a wrong configuration, no such folder, nothing in it that can be loaded, no such label or device.
@@ -107,7 +108,7 @@ class RewardModelVerifier(Verifier):
         self._args = config
         self.tokenizer = _load_tokenizer(config.model_path)
         self._template = read_template(config.template)
-        self._control_tokens = _control_token_pattern(self.tokenizer)
+        self._control = ControlText(self.tokenizer)
         self._check_template()
         self._device = _resolve_device(config.device)
         self.model = _load_model(config).to(self._device)  # type: ignore[arg-type]
@@ -137,15 +138,14 @@ class RewardModelVerifier(Verifier):
         await self._batches.close()
 
     def render(self, sample: Sample) -> tuple[str, int]:
-        """The conversation as the reward model reads it, and how many special tokens were taken out of the answer.
+        """The conversation as the reward model reads it, and how many of its control tokens the answer spells out.
 
-        An answer that spells out this model's special tokens could close its own turn and add a friendlier one.
+        What messages contain is text (``ControlText``), of which stand-ins tell: an answer could else close its own
+        turn and add a friendlier one, and so could what a tool has said.
         """
-        answer, control_tokens = sample.response, 0
-        if self._control_tokens is not None:
-            answer, control_tokens = self._control_tokens.subn(" ", answer)
         asked = sample.messages or ({"role": "user", "content": sample.prompt},)
-        return self._apply_template([*(dict(message) for message in asked), _assistant(answer)]), control_tokens
+        messages = [*map(dict, asked), _assistant(sample.response)]
+        return self._apply_template(self._control.hide(messages)), self._control.count(sample.response)
 
     def forward(self, rows: list[list[int]]) -> list[list[float]]:
         """Logits of every label for every row of token ids, in one pass over a rectangle padded on the right."""
@@ -183,7 +183,7 @@ class RewardModelVerifier(Verifier):
 
     def _encode(self, text: str) -> tuple[list[int], bool]:
         """Token ids, and whether the beginning was cut off. A leading begin-of-text token stays."""
-        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        ids = self._control.encode(text)
         if not ids:
             raise RewardError("template: rendered to no tokens at all")
         if max(ids) >= self._text_config.vocab_size:
@@ -322,14 +322,6 @@ def _resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device: seen {name!r}, but this process sees {torch.cuda.device_count()} CUDA devices")
     return device
-
-
-def _control_token_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    special |= set(tokenizer.all_special_tokens)
-    if not special:
-        return None
-    return re.compile("|".join(re.escape(token) for token in sorted(special, key=len, reverse=True)))
 
 
 def _template_problem(template: str) -> ConfigProblem | None:
