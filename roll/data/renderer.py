@@ -183,6 +183,22 @@ class ChatRenderer:
             ends.add(self.turn_end()[1])
         return frozenset(index for index in ends if index in self._control.ids)
 
+    @cached_property
+    def stops(self) -> frozenset[int]:
+        """The ``ends`` at which an engine has to stop: a turn is over there, whether it calls tools or not.
+
+        Harmony's ``<|end|>`` is none: it also stands between what is thought and what is said.
+        """
+        from jinja2 import TemplateError
+
+        thought, said = f"{_SENTINEL}thought", f"{_SENTINEL}said"
+        turn: Message = {"role": "assistant", "content": said, "reasoning_content": thought, "thinking": thought}
+        within = ""
+        with suppress(TemplateError, TypeError, ValueError):
+            _, _, within = self.text([_OPENING, turn], open_assistant=False).partition(thought)
+        inside = set(self._encode(within.partition(said)[0]).tolist())
+        return frozenset(self.ends - inside | (self.ends & {self.tokenizer.eos_token_id}))
+
     @property
     def source(self) -> str:
         """The template's Jinja text."""

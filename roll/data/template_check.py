@@ -59,6 +59,11 @@ class TemplateReport:
         """Findings that are more than notes."""
         return tuple(finding for finding in self.findings if finding.level == "problem")
 
+    @property
+    def why_no_dialect(self) -> str:
+        """What stands against a dialect, where none is known."""
+        return next((each.text for each in self.findings if each.name in ("refuses-calls", "unknown-dialect")), "")
+
     def page(self) -> str:
         """The report as lines for a terminal."""
         kinds = ", ".join(f"{kind} {'yes' if kept else 'NO'}" for kind, kept in self.append_only.items())
@@ -86,7 +91,12 @@ def check_template(
     Raises:
         ValueError: there is no such template, or it cannot render a question and its answer.
     """
-    return _Check(ChatRenderer(tokenizer, template), parsers or {}).report()
+    return check_renderer(ChatRenderer(tokenizer, template), parsers)
+
+
+def check_renderer(renderer: ChatRenderer, parsers: Mapping[str, Parser] | None = None) -> TemplateReport:
+    """``check_template`` of a renderer's tokenizer and template."""
+    return _Check(renderer, parsers or {}).report()
 
 
 _WORDS, _THOUGHT, _RULES = "left then right", "walls are near", "play to win"
@@ -172,10 +182,10 @@ class _Check:
             return "", [Finding("problem", "no-turn-end", f"{error}")]
         text = str(self._tokenizer.convert_ids_to_tokens(index))
         if not closing:
-            then = self._control_names(self._renderer.ends - {index})
+            then = self._control_names(self._renderer.stops - {index})
             said = f"nothing closes a turn; it ends with {then or text}, at which an engine has to stop"
             return text, [Finding("note", "turn-not-closed", said)]
-        others = self._renderer.ends - {index}
+        others = self._renderer.stops - {index}
         if self._tokenizer.eos_token_id != index:
             said = f"a turn ends with {text}, and the tokenizer's last token is {self._tokenizer.eos_token}"
             return text, [Finding("note", "turn-end-is-not-eos", f"{said}: an engine has to stop at both")]

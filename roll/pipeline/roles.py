@@ -191,6 +191,7 @@ class Roles:
             l2=config.l2,
             sequence_length=config.sequence_length,
             max_running_requests=config.max_running_requests,
+            template=config.actor_train.data_args.template,
             recompute_kv=isinstance(config, RLConfig) and config.overlaps and config.kv_after_update == "recompute",
         )
 

@@ -84,6 +84,8 @@ class StrategyContext:
     """Longest prompt plus completion."""
     max_running_requests: int = 128
     """Most requests that a generating worker runs at once."""
+    template: str = "native"
+    """Chat template of the prompts, as ``ChatRenderer`` takes it: a generator stops where it ends a turn."""
     recompute_kv: bool = False
     """Keys and values of requests in flight are computed anew after an update of weights."""
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from roll.data.renderer import ChatRenderer
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.weights.adapters import check_adapter
 from roll.distributed.weights.buckets import WeightUpdate
@@ -39,8 +41,8 @@ class ModelOutline:
         """The language model's part of the configuration."""
         self.vocab_size: int = text.vocab_size
         self.max_positions: int | None = getattr(text, "max_position_embeddings", None)
-        self.eos_ids = eos_token_ids(
-            _generation_config(context.model_path, self._model), load_tokenizer(context.model_path)
+        self.stop_ids = stop_token_ids(
+            _generation_config(context.model_path, self._model), load_tokenizer(context.model_path), context.template
         )
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         self.head_size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -90,11 +92,22 @@ class ModelOutline:
         return check_adapter(self._model, spec, tensors)
 
 
-def eos_token_ids(generation_config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Every token that ends a completion: those of the generation defaults and the tokenizer's own."""
+def stop_token_ids(
+    generation_config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, template: str
+) -> list[int]:
+    """Every token that ends a completion: those of the generation defaults, of the tokenizer and of the chat template.
+
+    Args:
+        generation_config: the model's.
+        tokenizer: the model's.
+        template: as ``ChatRenderer`` takes it; where there is none, turns end as sequences do.
+    """
     stated = generation_config.eos_token_id if generation_config is not None else None
     ids = stated if isinstance(stated, list) else [stated]
-    return sorted({int(i) for i in [*ids, tokenizer.eos_token_id] if i is not None})
+    ends: frozenset[int] = frozenset()
+    with contextlib.suppress(ValueError):  # a model that nobody talks with has no template
+        ends = ChatRenderer(tokenizer, template).stops
+    return sorted({int(i) for i in [*ids, tokenizer.eos_token_id, *ends] if i is not None})
 
 
 def _generation_config(path: str, model: PreTrainedModel) -> GenerationConfig | None:

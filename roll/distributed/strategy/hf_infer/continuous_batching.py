@@ -108,7 +108,7 @@ class ContinuousBatching:
 
     Args:
         model: takes a ``Cache``, a 4D attention mask and ``position_ids``; its attention must be full and causal.
-        eos_ids: tokens that end a completion.
+        stop_ids: tokens that end a completion.
         stop_strings: finds stop strings.
         max_running: most sequences in one step.
         max_prefill_tokens: most prompt tokens admitted in one step (a longer prompt is admitted alone).
@@ -119,7 +119,7 @@ class ContinuousBatching:
         self,
         model: PreTrainedModel,
         *,
-        eos_ids: Sequence[int],
+        stop_ids: Sequence[int],
         stop_strings: StopStrings,
         max_running: int,
         max_prefill_tokens: int,
@@ -132,7 +132,7 @@ class ContinuousBatching:
         self.waiting: deque[RunningSequence] = deque()
         self.running: list[RunningSequence] = []
         self._model = model
-        self._eos_ids = frozenset(eos_ids)
+        self._stop_ids = frozenset(stop_ids)
         self._stop_strings = stop_strings
         self._max_running = max_running
         self._max_prefill_tokens = max_prefill_tokens
@@ -201,7 +201,7 @@ class ContinuousBatching:
 
     def _end(self, sequence: RunningSequence, token: int) -> FinishReason | None:
         stop = sequence.request.params.stop
-        if token in self._eos_ids:
+        if token in self._stop_ids:
             return FinishReason.STOP
         if stop and self._stop_strings.may_end(stop, token) and self._stop_strings.found(stop, sequence.tokens):
             return FinishReason.STOP

@@ -21,7 +21,7 @@ from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.generation.generator import Generator
-from roll.distributed.strategy.generation.model_outline import eos_token_ids
+from roll.distributed.strategy.generation.model_outline import stop_token_ids
 from roll.distributed.strategy.generation.requests import EngineStoppedError
 from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence
 from roll.distributed.strategy.hf_infer.engine_thread import EngineThread
@@ -78,7 +78,7 @@ class HfInfer(Generator[WeightUpdate]):
         self._scorer = TokenScorer(self._model, temperature=context.temperature, returns_hidden=context.returns_hidden)
         self._batching = ContinuousBatching(
             self._model,
-            eos_ids=eos_token_ids(self._model.generation_config, tokenizer),
+            stop_ids=stop_token_ids(self._model.generation_config, tokenizer, context.template),
             stop_strings=StopStrings(tokenizer),
             max_running=context.max_running_requests,
             max_prefill_tokens=self._config.max_prefill_tokens,

@@ -190,7 +190,7 @@ class SglangStrategy(Generator[dict[str, str]]):
         sampling = {
             "max_new_tokens": limit,
             "stop": list(params.stop) or None,
-            "stop_token_ids": self._outline.eos_ids,
+            "stop_token_ids": self._outline.stop_ids,
             "custom_params": ours,
         }
         return rid, request.prompt_ids.tolist(), sampling

@@ -160,7 +160,7 @@ class VllmStrategy(Generator[dict[str, str]]):
                 include_stop_str_in_output=True,
                 seed=None if params.seed is None else self.seed_of(request),
                 ignore_eos=True,  # stop_token_ids are all that end a completion, as in every generator
-                stop_token_ids=self._outline.eos_ids,
+                stop_token_ids=self._outline.stop_ids,
                 logprobs=0,  # of the sampled token alone
                 flat_logprobs=True,
                 detokenize=bool(params.stop),

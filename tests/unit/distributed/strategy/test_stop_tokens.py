@@ -1,0 +1,105 @@
+"""Where generation stops: what a turn of each model family ends with, with calls and without."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from roll.data.renderer import ChatRenderer, Message, Tool
+from roll.data.requests import FinishReason, GenerateRequest, SamplingParams
+from roll.distributed.strategy.generation.model_outline import stop_token_ids
+from roll.distributed.strategy.hf_infer.strategy import HfInfer
+from tests.support.chat_families import FAMILIES, family_tokenizer
+from tests.support.contract import context_of
+
+STOPS = {
+    "qwen2_5": {"<|im_end|>"},
+    "qwen3": {"<|im_end|>"},
+    "qwen3_coder": {"<|im_end|>"},
+    "llama3_1": {"<|eot_id|>"},
+    "mistral_nemo": {"</s>"},
+    "gemma2": {"<end_of_turn>", "<eos>"},
+    "gemma3": {"<end_of_turn>", "<eos>"},
+    "deepseek_v3": {"<｜end▁of▁sentence｜>"},
+    "deepseek_v3_1": {"<｜end▁of▁sentence｜>"},
+    "glm4_5": {"<|endoftext|>", "<|user|>", "<|observation|>"},
+    "gpt_oss": {"<|return|>", "<|call|>"},  # <|end|> stands between a thought and an answer
+}
+TOOL: Tool = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+ASKED: list[Message] = [{"role": "user", "content": "1+1?"}]
+CALLED: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+}
+RESULT: Message = {"role": "tool", "content": "2", "tool_call_id": "call00000", "name": "add"}
+SAID: Message = {"role": "assistant", "content": "left", "reasoning_content": "right", "thinking": "right"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_stops_where_the_template_ends_a_turn(family: str) -> None:
+    tokenizer = family_tokenizer(family)
+    assert set(tokenizer.convert_ids_to_tokens(stop_token_ids(None, tokenizer, "native"))) == STOPS[family]
+
+
+@pytest.mark.parametrize("kind", ["call", "answer"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_turn_as_the_template_writes_it_has_its_first_stop_at_its_end(family: str, kind: str) -> None:
+    renderer = ChatRenderer(family_tokenizer(family))
+    turn, after, tools, word = (CALLED, RESULT, [TOOL], "add") if kind == "call" else (SAID, ASKED[0], None, "left")
+    prompt, whole = renderer.prompt(ASKED, tools).tolist(), renderer.history([*ASKED, turn], tools)
+    same = next((i for i, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
+    said = [*whole[same:].tolist(), *renderer.continuation([after], whole, tools).tolist()]
+    first = next(index for index, token in enumerate(said) if token in renderer.stops)
+    assert word in renderer.tokenizer.decode(said[:first]), "the turn is whole"
+    assert word not in renderer.tokenizer.decode(said[first:]).replace("functions.add", ""), "and behind it is none"
+
+
+def random_model(path: Path, family: str) -> None:
+    tokenizer = family_tokenizer(family)
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    config = Qwen2Config(vocab_size=len(tokenizer), eos_token_id=None, bos_token_id=None, **shape, **heads)
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+@pytest.mark.parametrize("family", ["glm4_5", "gpt_oss"])
+def test_an_engine_stops_there_without_being_told(family: str, tmp_path: Path) -> None:
+    random_model(tmp_path, family)
+    tokenizer = family_tokenizer(family)
+    stops = set(tokenizer.convert_tokens_to_ids(sorted(STOPS[family])))
+    engine = HfInfer(context_of("hf_infer", str(tmp_path), sequence_length=256))
+    engine.setup()
+    try:
+
+        async def sample() -> list[Any]:
+            requests = [
+                GenerateRequest(str(n), np.array([n]), SamplingParams(max_new_tokens=200, seed=n)) for n in range(24)
+            ]
+            return await asyncio.gather(*map(engine.generate, requests))
+
+        completions = asyncio.run(sample())
+    finally:
+        engine.shutdown()
+    ended_by = set()
+    for completion in completions:
+        ids = completion.token_ids.tolist()
+        assert not stops.intersection(ids[:-1])
+        if completion.finish_reason is FinishReason.STOP:
+            ended_by.add(ids[-1])
+    assert ended_by == stops
