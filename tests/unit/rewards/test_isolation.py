@@ -181,7 +181,7 @@ def test_a_mathematical_bomb_is_answered():
         ("sys.exit", "SystemExit: 3"),
         ("raise me", "KeyError: 'me'"),
         ("number", "TypeError: check returned float, expected a Verdict"),
-        ("parts", "a verdict of [0-9]+ bytes, expected at most"),
+        ("parts", "a reply of [0-9]+ bytes, expected at most"),
     ],
 )
 def test_a_check_that_goes_wrong_is_an_error_and_the_next_one_works(response, message):
