@@ -9,6 +9,7 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.tools import AUTO_DIALECT, placed_files
 from roll.configs.worker import EnvironmentVariables
 
 _NEEDED = {"process": "command", "python": "path", "url": "url"}
@@ -86,9 +87,10 @@ class AgentConfig(Config):
         "scores what was sampled. `request`: requests choose.",
     )
     dialect: str = Field(
-        default="hermes",
+        default=AUTO_DIALECT,
         min_length=1,
-        description="How the model writes tool calls: the name of a dialect, or package.module:Class.",
+        description="How the model writes tool calls: auto for what its chat template speaks (hermes where that is "
+        "unknown), the name of a dialect, or package.module:Class.",
     )
     reward: Literal["task", "verify", "call"] = Field(
         default="task",
@@ -116,8 +118,8 @@ class AgentConfig(Config):
         )
         return self.model_copy(
             update={
-                "command": _placed(self.command),
-                "verify": _placed(self.verify),
+                "command": placed_files(self.command),
+                "verify": placed_files(self.verify),
                 "cwd": self.cwd and os.path.abspath(self.cwd),
                 "template": self.template and os.path.abspath(self.template),
                 "sandbox": sandbox,
@@ -164,11 +166,3 @@ class AgentConfig(Config):
             for key, value in beside.items()
             if value is not None
         ]
-
-
-def _placed(command: list[str]) -> list[str]:
-    """Program and arguments, files among them by whole paths; a program without a slash is one of ``PATH``."""
-    return [
-        os.path.abspath(part) if ("/" in part or (index and os.path.isfile(part))) and os.path.exists(part) else part
-        for index, part in enumerate(command)
-    ]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
 from roll.configs.schema import nearest
 from roll.configs.worker import EnvironmentVariables
+
+AUTO_DIALECT = "auto"
+"""The dialect that the chat template speaks."""
 
 
 class ToolConfig(Config):
@@ -26,6 +30,23 @@ class ToolConfig(Config):
         default=None, description="Tags of prompts or environments that have the tool; null: all."
     )
     timeout: float = Field(default=10.0, gt=0, description="Seconds that one call may take.")
+    isolation: Literal["none", "process"] = Field(
+        default="none",
+        description="process: each call has a process of its own, a fork of one that has built the tool, which is "
+        "killed at the end or the timeout with all that it has started. State between calls must then be JSON. none: "
+        "a thread or the event loop of the rollout worker.",
+    )
+    processes: int = Field(
+        default=2,
+        ge=1,
+        description="With isolation process: calls at the same time, of one rollout worker. Others wait; that is no "
+        "part of their timeout.",
+    )
+    memory_mb: int = Field(
+        default=1024,
+        ge=16,
+        description="With isolation process: memory that a call may use beside what its tool holds.",
+    )
     retries: int = Field(
         default=0, ge=0, description="New attempts at a call that raised something else than a ToolError."
     )
@@ -35,7 +56,9 @@ class McpServerConfig(Config):
     """A server of the Model Context Protocol: its tools under their own names."""
 
     command: list[str] | None = Field(
-        default=None, min_length=1, description="Program and arguments; it speaks the protocol on its pipes."
+        default=None,
+        min_length=1,
+        description="Program and arguments; it speaks the protocol on its pipes. python is the run's own.",
     )
     url: str | None = Field(default=None, min_length=1, description="Of a running server (streamable HTTP).")
     env: EnvironmentVariables = Field(
@@ -46,7 +69,10 @@ class McpServerConfig(Config):
     tags: list[str] | None = Field(
         default=None, description="Tags of prompts or environments that have the tools; null: all."
     )
-    timeout: float = Field(default=10.0, gt=0, description="Seconds that a call, or the start of the server, may take.")
+    timeout: float = Field(default=10.0, gt=0, description="Seconds that a call may take.")
+    start_timeout: float = Field(
+        default=60.0, gt=0, description="Seconds until the server has been reached and has told of its tools."
+    )
     retries: int = Field(default=0, ge=0, description="New attempts at a call that the server did not answer.")
 
     def problems(self) -> list[ConfigProblem]:
@@ -59,16 +85,19 @@ class ToolsConfig(Config):
     """The tools of an episode, and its limits."""
 
     use: dict[str, ToolConfig] = Field(
-        default_factory=dict, description="Tools by the name that the policy calls them by, functions included."
+        default_factory=dict,
+        description="Tools by the name that the policy calls them by, functions included; null takes away one of "
+        "an included file.",
     )
     servers: dict[str, McpServerConfig] = Field(
         default_factory=dict,
         description="Servers of the Model Context Protocol; each rollout worker has one connection to each.",
     )
     dialect: str = Field(
-        default="hermes",
+        default=AUTO_DIALECT,
         min_length=1,
-        description="How the model writes calls: the name of a dialect, or package.module:Class.",
+        description="How the model writes calls: auto for what its chat template speaks, the name of a dialect, or "
+        "package.module:Class.",
     )
     max_turns: int = Field(
         default=6,
@@ -89,6 +118,19 @@ class ToolsConfig(Config):
         default=0.0, le=0, description="Added to the reward of a turn for each call that cannot be read."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nothing(cls, data: Any) -> Any:
+        """Leaves out entries that are null, by which a file takes away what another one gives it."""
+        if not isinstance(data, dict):
+            return data
+        return {
+            key: {name: entry for name, entry in value.items() if entry is not None}
+            if isinstance(value, dict)
+            else value
+            for key, value in data.items()
+        }
+
     def problems(self) -> list[ConfigProblem]:
         expected = "letters, digits, _ and -, at most 64 of them"
         found = [
@@ -99,6 +141,20 @@ class ToolsConfig(Config):
         if not self.use and not self.servers:
             found.append(self.problem("use", "at least one tool, here or of servers", "servers"))
         return found
+
+    def placed(self) -> ToolsConfig:
+        """The section with paths that are the same in every folder, where files lie in this one."""
+        use = {name: entry.model_copy(update={"tool": _placed_path(entry.tool)}) for name, entry in self.use.items()}
+        servers = {
+            name: server.model_copy(
+                update={
+                    "command": server.command and placed_files(server.command),
+                    "cwd": server.cwd and os.path.abspath(server.cwd),
+                }
+            )
+            for name, server in self.servers.items()
+        }
+        return self.model_copy(update={"use": use, "servers": servers})
 
     def reaches(self, tag: str) -> bool:
         """Whether a prompt or environment of that tag has tools."""
@@ -127,3 +183,17 @@ def tool_tag_problems(tools: ToolsConfig | None, tags: Sequence[str], beside: st
                 expected = f"tags among {', '.join(tags) or 'none'}"
                 problems.append(ConfigProblem(f"tools.{key}.tags", tag, expected, hint, involves=(beside,)))
     return problems
+
+
+def placed_files(command: list[str]) -> list[str]:
+    """Program and arguments, files among them by whole paths; a program without a slash is one of ``PATH``."""
+    return [
+        os.path.abspath(part) if ("/" in part or (index and os.path.isfile(part))) and os.path.exists(part) else part
+        for index, part in enumerate(command)
+    ]
+
+
+def _placed_path(path: str) -> str:
+    """``folder/file.py:name`` with the file's whole path; any other as it is."""
+    file, colon, name = path.rpartition(":")
+    return f"{os.path.abspath(os.path.expanduser(file))}{colon}{name}" if file.endswith(".py") else path

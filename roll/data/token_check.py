@@ -11,11 +11,14 @@ if TYPE_CHECKING:
     from roll.data.renderer import ChatRenderer, Message, Tool
 
 TokenCheck: TypeAlias = Literal["strict", "ignore_strippable", "disable"]
-"""What counts: every difference, all but white space, or none."""
+"""What counts: every difference, differences of the text beyond white space, or none."""
 TokenDifference: TypeAlias = Literal["white space", "other tokens", "reasoning", "rewritten"]
 """Why ids differ: in white space alone; the same text in other tokens; the history lacks reasoning, or has an empty
 one; anything else, such as calls whose arguments are written anew."""
 
+_STRIPPABLE: tuple[TokenDifference, ...] = ("white space", "other tokens")
+_BEFORE, _BEHIND = 4, 12
+"""Tokens around a difference that are shown."""
 _REASONING = re.compile(r"<think>.*?</think>", re.DOTALL)
 _SPACE = re.compile(r"\s+")
 
@@ -42,7 +45,17 @@ def compare_tokens(
     if ids.tolist() == whole[: len(ids)].tolist():
         return None
     difference = _reason(*(str(renderer.tokenizer.decode(each.tolist())) for each in (ids, whole)))
-    return None if difference == "white space" and check == "ignore_strippable" else difference
+    return None if difference in _STRIPPABLE and check == "ignore_strippable" else difference
+
+
+def first_difference(
+    renderer: ChatRenderer, messages: Sequence[Message], ids: IntArray, tools: Sequence[Tool] | None = None
+) -> tuple[str, str]:
+    """The texts of a row and of its conversation from a little before the first token in which they differ."""
+    whole = renderer.history(messages, tools)
+    same = next((at for at, (a, b) in enumerate(zip(ids, whole, strict=False)) if a != b), min(len(ids), len(whole)))
+    around = slice(max(0, same - _BEFORE), same + _BEHIND)
+    return str(renderer.tokenizer.decode(ids[around].tolist())), str(renderer.tokenizer.decode(whole[around].tolist()))
 
 
 def _reason(grown: str, whole: str) -> TokenDifference:

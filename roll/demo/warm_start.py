@@ -165,7 +165,10 @@ class WarmStart(Untaught, Generic[RolesT]):
         return report
 
     def _measure(self, measurement: RolloutScheduler) -> dict[str, float]:
-        metrics = rollout_metrics(measurement.collect(self.settings.eval_episodes), "eval")
+        groups = measurement.collect(self.settings.eval_episodes)
+        if not any(group.trajectories for group in groups):
+            raise WarmStartError(f"no episode could be played: {groups[-1].errors[-1]}")
+        metrics = rollout_metrics(groups, "eval")
         return {"success": metrics["eval/success"], "valid_rate": metrics.get("eval/valid_rate", 0.0)}
 
     def _check(self, report: Mapping[str, float]) -> None:

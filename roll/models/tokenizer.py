@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from roll.configs.pipeline import TINY
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -41,6 +43,19 @@ def load_tokenizer(path: str, *, alone: bool = False) -> PreTrainedTokenizerBase
     except OSError as error:
         raise ValueError(f"model path {path!r}: no tokenizer in Hugging Face format ({error})") from error
     return tokenizer
+
+
+def policy_tokenizer(pretrain: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run's policy before there is a model: ``pretrain`` may be ``tiny``.
+
+    Raises:
+        ValueError: see ``load_tokenizer``.
+    """
+    if pretrain == TINY:
+        from roll.models.tiny import make_tokenizer
+
+        return make_tokenizer()
+    return load_tokenizer(pretrain)
 
 
 def _tokenizer_class(path: str, local: bool) -> Any:

@@ -25,6 +25,7 @@ from roll.pipeline.session import RunFailedError, RunSession
 from roll.pipeline.start import Start, start_of
 from roll.pipeline.workers import InferWorker, ScoreWorker, TrainWorker
 from roll.preflight.choices import role_requests
+from roll.preflight.templates import describe_template
 from roll.tracking.checkpointer import CheckpointError
 from roll.utils.collector import calm_collector
 from roll.utils.memory import keep_freed_memory
@@ -95,7 +96,9 @@ def launch(
             for line in notes:
                 session.display.note(line)
             with ExitStack() as stack:
-                start = stack.enter_context(ThreadPoolExecutor(1)).submit(start_of, config, program)
+                thread = stack.enter_context(ThreadPoolExecutor(1))
+                start = thread.submit(start_of, config, program)
+                template = thread.submit(describe_template, config)
                 # A stop waits until Ray is up: an exception in the middle of its start would leave processes behind.
                 with session.phase("start"), signals.deferred():
                     logs = session.folder.logs / "workers"
@@ -105,6 +108,8 @@ def launch(
                         )
                     )
                 clusters = stack.enter_context(start_clusters(config, session, workers))
+                for line in template.result():
+                    session.display.note(line)
                 calm_collector()  # finished groups wait in this process
                 keep_freed_memory()
                 body(config, session, signals, clusters, start.result())

@@ -21,11 +21,13 @@ from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import Rule, sections
 from roll.configs.schema import nearest
 from roll.configs.sft import SFTConfig
+from roll.configs.tools import AUTO_DIALECT
 from roll.configs.worker import WorkerConfig
 from roll.distributed.cluster.errors import PlacementError
 from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
 from roll.distributed.strategy import STRATEGIES
 from roll.preflight.models import MODEL_CHECKS
+from roll.preflight.templates import check_dialect
 from roll.rollout.schedule import Schedule
 from roll.tracking import TRACKERS
 from roll.tracking.trackers import tracker_options
@@ -277,8 +279,16 @@ _CHECKS: tuple[Rule, ...] = (
     check_replay,
 )
 CHECKS: dict[type[PipelineConfig], tuple[Rule, ...]] = {
-    AgenticConfig: (check_envs, check_tools, check_agents, *_CHECKS),
-    RLVRConfig: (check_verifiers, check_data_plugins, check_tools, check_told_tools, check_agents, *_CHECKS),
+    AgenticConfig: (check_envs, check_tools, check_dialect, check_agents, *_CHECKS),
+    RLVRConfig: (
+        check_verifiers,
+        check_data_plugins,
+        check_tools,
+        check_told_tools,
+        check_dialect,
+        check_agents,
+        *_CHECKS,
+    ),
     SFTConfig: (check_verifiers, check_data_plugins, *_CHECKS),
 }
 """By the class of the configuration, for ``load_config``."""
@@ -286,6 +296,8 @@ CHECKS: dict[type[PipelineConfig], tuple[Rule, ...]] = {
 
 def _dialect_problems(key: str, name: str) -> Iterator[ConfigProblem]:
     """A name that is no tool dialect."""
+    if name == AUTO_DIALECT:
+        return
     try:
         DIALECTS.get(name)
     except (UnknownNameError, ImportError, SyntaxError) as error:

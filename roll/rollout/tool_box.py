@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 from collections import Counter
@@ -10,16 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from roll.agentic.tools.dialects import dialect
+from roll.agentic.tools.dialects.spoken import dialect_for
 from roll.agentic.tools.mcp import McpServer
 from roll.agentic.tools.tool import Tool, ToolError, make_tool, text_of
 from roll.agentic.tools.types import AssistantTurn, ToolCall, ToolSchema
 from roll.configs.schema import nearest
 from roll.configs.tools import McpServerConfig, ToolConfig, ToolsConfig
 from roll.data.arrays import IntArray
-from roll.data.renderer import ChatRenderer
+from roll.data.renderer import ChatRenderer, Message
 from roll.rollout.call_threads import CallThreads, CallTimeoutError
 from roll.rollout.errors import describe_error
+from roll.rollout.tool_process import ProcessTool, ToolProcessError
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +53,11 @@ class ToolBox:
 
     def __init__(self, config: ToolsConfig, renderer: ChatRenderer, threads: CallThreads) -> None:
         self.config = config
-        self.dialect = dialect(config.dialect)
+        self.dialect = dialect_for(config.dialect, renderer)
         self._renderer = renderer
         self._threads = threads
         self._tools: dict[str, _Entry] | None = None
+        self._opened = contextlib.AsyncExitStack()
         self._lock = asyncio.Lock()
 
     async def schemas(self, tag: str) -> list[ToolSchema]:
@@ -65,12 +68,23 @@ class ToolBox:
         """
         async with self._lock:
             if self._tools is None:
-                self._tools = await make_tools(self.config)
+                async with contextlib.AsyncExitStack() as opened:
+                    self._tools = await make_tools(self.config, opened)
+                    self._opened = opened.pop_all()
         return _told(self._tools, tag)
+
+    async def close(self) -> None:
+        """Ends what the tools hold."""
+        await self._opened.aclose()
 
     def parse(self, ids: IntArray, schemas: Sequence[ToolSchema]) -> AssistantTurn:
         """Reads sampled ids in the model's dialect."""
         return self.dialect.parse(self._renderer.decode_raw(ids), schemas)
+
+    def message(self, turn: AssistantTurn, text: str) -> Message:
+        """A turn as a history has it: words and calls where the template can write them as the model does."""
+        written = self._renderer.writes_calls or self.dialect.name == "hermes"
+        return turn.as_openai() if written and not turn.errors else {"role": "assistant", "content": text}
 
     async def answer(self, turn: AssistantTurn, names: Sequence[str], states: dict[str, dict[str, Any]]) -> Answers:
         """Runs the calls of a turn side by side.
@@ -109,22 +123,25 @@ class ToolBox:
                 return text_of(await self._run(tool, entry, dict(call.arguments), state))
             except ToolError as error:
                 counts["failed_calls"] += 1
-                return f"error: {error}"
+                return f"error: {text_of(str(error))}"
             except (CallTimeoutError, TimeoutError):
                 counts["failed_calls"] += 1
                 counts["call_timeouts"] += 1
                 logger.warning("tool %s took longer than %g s", call.name, entry.timeout)
                 return f"error: {call.name} took longer than {entry.timeout:g} s"
             except Exception as error:  # a user's tool may raise anything
-                logger.warning("tool %s raised %s", call.name, describe_error(error))
+                words = text_of(str(error)) if isinstance(error, ToolProcessError) else describe_error(error)
+                logger.warning("tool %s raised %s", call.name, words)
                 if attempt == entry.retries:
                     counts["failed_calls"] += 1
-                    return f"error: {describe_error(error)}"
+                    return f"error: {words}"
         raise AssertionError("unreachable")
 
     async def _run(
         self, tool: Tool, entry: ToolConfig | McpServerConfig, arguments: dict[str, Any], state: dict[str, Any]
     ) -> Any:
+        if tool.times_itself:
+            return await tool.call(arguments, state)
         if inspect.iscoroutinefunction(tool.call):
             async with asyncio.timeout(entry.timeout):
                 return await tool.call(arguments, state)
@@ -168,23 +185,19 @@ def told_tools(config: ToolsConfig | None, tags: Sequence[str]) -> dict[str, lis
         return {}
 
     async def look() -> dict[str, _Entry]:
-        servers: list[McpServer] = []
-        try:
-            return await make_tools(config, servers)
-        finally:
-            for server in servers:
-                await server.close()
+        async with contextlib.AsyncExitStack() as opened:
+            return await make_tools(config, opened)
 
     tools = asyncio.run(look())
     return {tag: [schema.as_openai() for schema in _told(tools, tag)] for tag in tags}
 
 
-async def make_tools(config: ToolsConfig, servers: list[McpServer] | None = None) -> dict[str, _Entry]:
+async def make_tools(config: ToolsConfig, opened: contextlib.AsyncExitStack) -> dict[str, _Entry]:
     """The tools by name.
 
     Args:
         config: the section ``tools``.
-        servers: gets the connections, for whoever wants to close them.
+        opened: ends what the tools hold when it is closed.
 
     Raises:
         ValueError: a tool cannot be made, or two have the same name.
@@ -192,13 +205,16 @@ async def make_tools(config: ToolsConfig, servers: list[McpServer] | None = None
     made: dict[str, _Entry] = {}
     for name, entry in config.use.items():
         try:
-            made[name] = make_tool(name, entry.tool, entry.args), entry
+            tool = make_tool(name, entry.tool, entry.args)
         except Exception as error:  # a user's class may raise anything
             raise ValueError(f"tools.use.{name}: {describe_error(error)}") from error
+        if entry.isolation == "process":
+            tool = ProcessTool(name, entry, tool, 2 * _CHARS_PER_TOKEN * config.max_tool_response_tokens)
+            opened.push_async_callback(tool.close)
+        made[name] = tool, entry
     for name, settings in config.servers.items():
         server = McpServer(name, settings)
-        if servers is not None:
-            servers.append(server)
+        opened.push_async_callback(server.close)
         for offered, tool in (await server.tools()).items():
             if offered in made:
                 raise ValueError(f"tools.servers.{name}: {offered} is the name of another tool; see only")

@@ -51,7 +51,7 @@ class Registry(Generic[T]):
         return name in self._entries
 
     def check(self, name: str) -> None:
-        """Raises ``UnknownNameError`` unless ``name`` is registered or has the form ``module:attr``."""
+        """Raises ``UnknownNameError`` unless ``name`` is registered or a path: ``module:attr``, ``file.py:attr``."""
         if name in self._entries or _is_path(name):
             return
         near = difflib.get_close_matches(name, self._entries, n=1, cutoff=0.5)
@@ -111,4 +111,6 @@ def _import_file(name: str) -> ModuleType:
 
 def _is_path(name: str) -> bool:
     module_name, _, attr = name.partition(":") if ":" in name else name.rpartition(".")
-    return bool(module_name) and attr.isidentifier() and all(part.isidentifier() for part in module_name.split("."))
+    if not (module_name and attr.isidentifier()):
+        return False
+    return module_name.endswith(".py") or all(part.isidentifier() for part in module_name.split("."))

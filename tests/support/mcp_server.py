@@ -15,6 +15,12 @@ def add(a: int, b: int) -> int:
 
 
 @server.tool()
+def multiply(a: int, b: int) -> int:
+    """Multiplies two numbers."""
+    return a * b
+
+
+@server.tool()
 def fail(why: str) -> str:
     """Fails."""
     raise ValueError(why)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from roll.agentic.tools.tool import Tool, ToolError
@@ -28,10 +29,7 @@ class McpServer:
     def __init__(self, name: str, config: McpServerConfig) -> None:
         self.name = name
         self._config = config
-        self._client: Client | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._leave = asyncio.Event()
-        self._lock = asyncio.Lock()
+        self._connection: _Connection | None = None
 
     async def tools(self) -> dict[str, Tool]:
         """The server's tools by name.
@@ -40,8 +38,8 @@ class McpServer:
             ValueError: it cannot be reached, or has not what ``only`` asks for.
         """
         try:
-            async with asyncio.timeout(self._config.timeout):
-                listed = (await (await self._connected()).list_tools()).tools
+            async with asyncio.timeout(self._config.start_timeout):
+                listed = (await (await self._connect().client()).list_tools()).tools
         except Exception as error:  # the client, its transport and the program have many
             await self.close()
             reason = "it took too long" if isinstance(error, TimeoutError) else _first(error)
@@ -63,10 +61,11 @@ class McpServer:
             ToolError: the tool says that it failed.
             Exception: the server did not answer.
         """
+        connection = self._connect()
         try:
-            result = await (await self._connected()).call_tool(name, arguments)
+            result = await (await connection.client()).call_tool(name, arguments)
         except Exception:
-            await self.close()  # the next call finds a new connection
+            await connection.close()  # the next call finds a new one
             raise
         text = "\n".join(block.text if block.type == "text" else f"[{block.type}]" for block in result.content)
         if result.is_error:
@@ -74,40 +73,74 @@ class McpServer:
         return text
 
     async def close(self) -> None:
-        """Gives up the connection, and the program with it."""
-        task, self._task, self._client = self._task, None, None
-        if task is not None:
-            self._leave.set()
-            with contextlib.suppress(Exception):
-                await task
+        """Gives up the connection, also one that is still being made, and the program with it."""
+        if self._connection is not None:
+            await self._connection.close()
 
-    async def _connected(self) -> Client:
-        async with self._lock:
-            if self._client is None or self._task is None or self._task.done():
-                self._leave = asyncio.Event()
-                ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
-                self._task = asyncio.create_task(self._hold(ready, self._leave))
-                self._client = await ready
-            return self._client
+    def _connect(self) -> _Connection:
+        """The connection, a new one if there is none or it is over."""
+        if self._connection is None or self._connection.is_over:
+            self._connection = _Connection(self.name, self._config)
+        return self._connection
 
-    async def _hold(self, ready: asyncio.Future[Client], leave: asyncio.Event) -> None:
-        """Opens and closes the connection in one task, as its library wants it."""
-        from mcp import Client, StdioServerParameters
 
-        config = self._config
+class _Connection:
+    """A connection that a task of its own opens and closes, as the library wants it."""
+
+    def __init__(self, name: str, config: McpServerConfig) -> None:
+        self._name = name
+        self._config = config
+        self._leave = asyncio.Event()
+        self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._hold())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was left, could not be made, or has ended by itself."""
+        return self._leave.is_set() or self._task.done()
+
+    async def client(self) -> Client:
+        """What speaks with the server, once it is connected; whoever no longer waits for it leaves it to the others.
+
+        Raises:
+            Exception: the server cannot be reached.
+        """
+        return await asyncio.shield(self._ready)
+
+    async def close(self) -> None:
+        """Leaves the server, or gives up the attempt to reach it."""
+        self._leave.set()
+        if not self._ready.done():
+            self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _hold(self) -> None:
+        from mcp import Client
+
+        longest = max(self._config.timeout, self._config.start_timeout)
         try:
-            server: Any = config.url
-            if config.command is not None:
-                program, *arguments = config.command
-                server = StdioServerParameters(command=program, args=arguments, env=config.env or None, cwd=config.cwd)
-            async with Client(server, read_timeout_seconds=config.timeout) as client:
-                ready.set_result(client)
-                await leave.wait()
-        except BaseException as error:
-            if ready.done():
-                logger.warning("tools.servers.%s: the connection ended: %s", self.name, _first(error))
-            else:
-                ready.set_exception(error if isinstance(error, Exception) else ConnectionError(str(error)))
+            async with Client(_server(self._config), read_timeout_seconds=longest) as client:
+                self._ready.set_result(client)
+                await self._leave.wait()
+        except BaseException as error:  # a cancellation too ends the wait of others for the connection
+            if not self._ready.done():
+                self._ready.set_exception(error if isinstance(error, Exception) else ConnectionError("it was given up"))
+                self._ready.exception()  # nobody may be waiting
+            elif isinstance(error, Exception):
+                logger.warning("tools.servers.%s: the connection ended: %s", self._name, _first(error))
+            if not isinstance(error, Exception):
+                raise
+
+
+def _server(config: McpServerConfig) -> Any:
+    """Where the library finds the server; a program's ``python`` is this one."""
+    from mcp import StdioServerParameters
+
+    if config.command is None:
+        return config.url
+    program, *arguments = config.command
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    return StdioServerParameters(command=program, args=arguments, env={"PATH": path, **config.env}, cwd=config.cwd)
 
 
 class McpTool(Tool):

@@ -38,6 +38,9 @@ class Tool(ABC):
     """True: a call takes less than a millisecond or so and waits for nothing. It then runs in the event loop that plays
     all episodes, and ``timeout`` does not watch it."""
 
+    times_itself: ClassVar[bool] = False
+    """True: ``call`` is a coroutine function that raises ``TimeoutError`` at ``timeout`` by itself."""
+
     @abstractmethod
     def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> Any | Awaitable[Any]:
         """Answers a call; a coroutine function is awaited, any other runs in a thread.

@@ -6,22 +6,17 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from roll.configs.data import DataArguments
-from roll.configs.pipeline import TINY
 from roll.configs.prompts import DataGeneratorConfig, PromptsConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.data.prompts import PromptDataset, load_prompts
 from roll.data.renderer import ChatRenderer, Tool
-from roll.models.tiny import make_tokenizer
-from roll.models.tokenizer import load_tokenizer
+from roll.models.tokenizer import policy_tokenizer
 from roll.pipeline.prompt_roles import train_sampler
 from roll.rollout.tool_box import told_tools
 from roll.utils.registry import import_path
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _RECIPE = "made_from.json"
 
@@ -55,7 +50,7 @@ def make_data(generator: DataGeneratorConfig) -> None:
 
 def load_renderer(config: PromptsConfig) -> ChatRenderer:
     """The policy's tokenizer and chat template."""
-    return ChatRenderer(_tokenizer(config.pretrain), config.actor_train.data_args.template)
+    return ChatRenderer(policy_tokenizer(config.pretrain), config.actor_train.data_args.template)
 
 
 def load_datasets(config: RLVRConfig, renderer: ChatRenderer) -> Datasets:
@@ -90,9 +85,3 @@ def _load(
         seed=config.seed,
         tools=tools,
     )
-
-
-def _tokenizer(pretrain: str) -> PreTrainedTokenizerBase:
-    if pretrain == TINY:
-        return make_tokenizer()
-    return load_tokenizer(pretrain)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from roll.agentic.tools.dialects import dialect
+from roll.agentic.tools.dialects.spoken import dialect_for
 from roll.configs.agent import AgentConfig
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
@@ -20,6 +20,7 @@ from roll.rollout.endpoint.server import Endpoint
 from roll.rollout.endpoint.session import Policy, Session
 from roll.rollout.endpoint.step import Steps
 from roll.rollout.env_manager import AsyncEnv, EpisodeSpec, Limits
+from roll.rollout.token_watch import TokenWatch
 from roll.rollout.types import AGENT, VALID_UNKNOWN, EpisodeEnd, Trajectory, Turn
 
 PROGRAMS: Mapping[str, Callable[[AgentConfig], AgentProgram]] = {
@@ -40,6 +41,7 @@ class AgentPlayer:
         renderer: messages to token ids.
         limits: token budgets; of them the longest sequence bounds a conversation.
         rank: of the worker, whose endpoint listens at ``agent.port + rank``.
+        watch: compares what is trained with its conversations; ``None``: nobody does.
 
     Raises:
         PortTakenError: something else listens there.
@@ -47,9 +49,12 @@ class AgentPlayer:
         UnknownNameError: there is no such program or dialect.
     """
 
-    def __init__(self, config: AgentConfig, renderer: ChatRenderer, limits: Limits, rank: int) -> None:
+    def __init__(
+        self, config: AgentConfig, renderer: ChatRenderer, limits: Limits, rank: int, watch: TokenWatch | None = None
+    ) -> None:
         self._config = config
-        self._policy = Policy(renderer, dialect(config.dialect), limits)
+        self._policy = Policy(renderer, dialect_for(config.dialect, renderer, default="hermes"), limits)
+        self._watch = watch
         self._program = PROGRAMS[config.type](config)
         self._verification = Verification(config) if config.reward == "verify" else None
         self.endpoint = Endpoint(config.port + rank if config.port else 0)
@@ -63,6 +68,7 @@ class AgentPlayer:
         episode: EpisodeSpec,
         *,
         max_steps: int | None = None,
+        trains: bool = True,
     ) -> Trajectory:
         """Plays one episode.
 
@@ -75,6 +81,7 @@ class AgentPlayer:
             generate: the way to the engines.
             params: how answers are sampled.
             episode: which one it is.
+            trains: whether its rows are trained.
             max_steps: most steps that the program may take in ``env`` by ``/v1/step``; ``None``: it may take none.
 
         Raises:
@@ -120,8 +127,15 @@ class AgentPlayer:
             final_observation=(steps.taken[-1].observation if steps.taken else "") or answer or "",
             history=True,
             info={key: value for key, value in info.items() if isinstance(value, bool | int | float | str)}
-            | {f"{AGENT}{name}": count for name, count in counts.items()},
+            | {f"{AGENT}{name}": count for name, count in counts.items()}
+            | (self._compared(session, episode) if trains else {}),
         )
+
+    def _compared(self, session: Session, episode: EpisodeSpec) -> dict[str, int]:
+        if self._watch is None or not self._watch.watches(episode.member):
+            return {}
+        name = f"{episode.tag} group {episode.group_id} member {episode.member}"
+        return self._watch.compare(name, session.conversation_rows())
 
     async def _run(self, task: AgentTask, place: Workplace, session: Session) -> str | None:
         """The program, to its end or that of its time, of which the policy's answers take none."""

@@ -107,3 +107,10 @@ def test_a_python_file_is_imported_by_its_path(tmp_path):
         import_path(f"{tmp_path}/there_is_none.py:VALUE")
     with pytest.raises(UnknownNameError, match="did you mean 'VALUE'"):
         import_path(f"{tmp_path}/mine.py:VALUES")
+
+
+def test_a_file_is_a_path_too(tmp_path):
+    (tmp_path / "mine.py").write_text("def tool():\n    return 7\n")
+    assert Registry("tool").get(f"{tmp_path}/mine.py:tool")() == 7
+    with pytest.raises(UnknownNameError, match=r"other.py"):
+        Registry("tool").get(f"{tmp_path}/other.py:tool")

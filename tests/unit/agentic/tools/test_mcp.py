@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,27 +13,18 @@ import pytest
 from roll.agentic.tools.mcp import McpServer
 from roll.agentic.tools.tool import ToolError
 from roll.configs.tools import McpServerConfig
+from tests.support.mcp_http import SCRIPT, served
 
 pytest.importorskip("mcp", reason="mcp is not installed")
 
-SCRIPT = Path(__file__).parents[3] / "support" / "mcp_server.py"
+EXAMPLE = Path(__file__).parents[4] / "examples" / "mcp_calculator.py"
 COMMAND = [sys.executable, str(SCRIPT)]
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    process = subprocess.Popen([*COMMAND, str(port)], stderr=subprocess.DEVNULL)
-    for _ in range(300):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        time.sleep(0.1)
-    yield f"http://127.0.0.1:{port}/mcp"
-    process.terminate()
-    process.wait()
+    with served() as address:
+        yield address
 
 
 async def use(config: McpServerConfig) -> dict[str, Any]:
@@ -65,6 +53,24 @@ def test_the_tools_of_a_server_are_called(way: str, request: pytest.FixtureReque
     assert seen["variable"]["required"] == ["name"]
 
 
+def test_the_example_is_a_server() -> None:
+    config = McpServerConfig(command=["python", str(EXAMPLE)], timeout=60)
+
+    async def play() -> list[str]:
+        server = McpServer("sums", config)
+        try:
+            tool = (await server.tools())["calculator"]
+            assert tool.schema.parameters["required"] == ["expression"]
+            answers = [await tool.call({"expression": "12*34"}, {})]
+            with pytest.raises(ToolError, match="Error executing tool calculator"):
+                await tool.call({"expression": "12+34"}, {})
+            return answers
+        finally:
+            await server.close()
+
+    assert asyncio.run(play()) == ["408"]
+
+
 def test_a_server_that_died_is_started_again_and_gets_its_variables() -> None:
     async def play() -> list[Any]:
         server = McpServer("sums", McpServerConfig(command=COMMAND, env={"CITY": "Bern"}, timeout=60))
@@ -84,7 +90,7 @@ def test_a_server_that_died_is_started_again_and_gets_its_variables() -> None:
     [
         ({"command": ["/no/such/program"]}, "servers.sums: cannot be reached: FileNotFoundError"),
         ({"command": [sys.executable, "-c", "print('hello')"]}, "servers.sums: cannot be reached"),
-        ({"command": [sys.executable, "-c", "import time; time.sleep(60)"], "timeout": 0.5}, "it took too long"),
+        ({"command": [sys.executable, "-c", "import time; time.sleep(60)"], "start_timeout": 0.5}, "it took too long"),
         ({"url": "http://127.0.0.1:9/mcp"}, "servers.sums: cannot be reached"),
         ({"command": COMMAND, "only": ["add", "subtract"], "timeout": 60}, "only: seen subtract, expected tools of"),
     ],
@@ -92,3 +98,53 @@ def test_a_server_that_died_is_started_again_and_gets_its_variables() -> None:
 def test_a_server_that_is_none_says_so(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         asyncio.run(McpServer("sums", McpServerConfig(**config)).tools())
+
+
+SILENT = McpServerConfig(command=["python", "-c", "import time; time.sleep(600)"], start_timeout=600)
+
+
+def test_a_connection_that_is_being_made_is_given_up_at_once() -> None:
+    async def play() -> BaseException:
+        server = McpServer("sums", SILENT)
+        waiting = asyncio.create_task(server.call("add", {}))
+        await asyncio.sleep(0.2)
+        await asyncio.wait_for(server.close(), 60)
+        (outcome,) = await asyncio.gather(waiting, return_exceptions=True)
+        assert isinstance(outcome, BaseException)
+        return outcome
+
+    outcome = asyncio.run(play())
+    assert isinstance(outcome, ConnectionError) and "given up" in str(outcome)
+
+
+@pytest.mark.parametrize("config", [SILENT, McpServerConfig(command=COMMAND, timeout=60)], ids=["silent", "connected"])
+def test_a_connection_ends_as_cancelled_when_it_is_cancelled(config: McpServerConfig) -> None:
+    async def play() -> asyncio.Task[None]:
+        server = McpServer("sums", config)
+        waiting = asyncio.create_task(server.call("add", {"a": 1, "b": 2}))
+        if config is SILENT:
+            await asyncio.sleep(0.2)
+        else:
+            assert await waiting == "3"
+        (connection,) = (task for task in asyncio.all_tasks() if "_hold" in repr(task))
+        connection.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)  # nobody waits for ever
+        await asyncio.wait([connection])
+        return connection
+
+    assert asyncio.run(play()).cancelled()
+
+
+def test_a_call_that_is_given_up_leaves_the_connection_to_the_others() -> None:
+    async def play() -> list[Any]:
+        server = McpServer("sums", McpServerConfig(command=COMMAND, timeout=60))
+        first, second = (asyncio.create_task(server.call("add", {"a": n, "b": n})) for n in (1, 2))
+        await asyncio.sleep(0)
+        first.cancel()
+        try:
+            return await asyncio.gather(first, second, return_exceptions=True)
+        finally:
+            await server.close()
+
+    given_up, answered = asyncio.run(play())
+    assert isinstance(given_up, asyncio.CancelledError) and answered == "4"

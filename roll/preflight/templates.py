@@ -1,0 +1,82 @@
+"""What the chat template of a run does to conversations that grow: which tool dialect it speaks, what it rewrites."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from roll.agentic.tools.dialects import DIALECTS, parsers
+from roll.configs.agentic import MANAGERS, AgenticConfig
+from roll.configs.pipeline import TINY, PipelineConfig
+from roll.configs.problems import ConfigProblem
+from roll.configs.rl import RLConfig
+from roll.configs.tools import AUTO_DIALECT
+from roll.data.renderer import ChatRenderer
+from roll.data.template_check import TemplateReport, check_renderer
+from roll.models.tokenizer import policy_tokenizer
+
+
+def check_dialect(config: RLConfig) -> list[ConfigProblem]:
+    """``tools.dialect: auto`` can be found out, where the tokenizer is on this machine."""
+    if config.tools is None or config.tools.dialect != AUTO_DIALECT or not _is_here(config.pretrain):
+        return []
+    try:
+        report = _report(config)
+    except ValueError:  # no tokenizer or template, which others tell of
+        return []
+    if report.dialect is not None:
+        return []
+    expected = f"the model's tool dialect, one of {', '.join(DIALECTS.names())}, or package.module:Class"
+    involved = ("pretrain", "actor_train.data_args.template")
+    return [ConfigProblem("tools.dialect", AUTO_DIALECT, expected, report.why_no_dialect, involves=involved)]
+
+
+def describe_template(config: PipelineConfig) -> list[str]:
+    """What is worth knowing of the template, for runs whose conversations grow; a line each, warnings so marked.
+
+    Raises:
+        ValueError: there is no such tokenizer or template, or it cannot render a question and its answer.
+    """
+    if not _has_turns(config):
+        return []
+    report = _report(config)
+    rewritten = [kind for kind, kept in report.append_only.items() if not kept]
+    found = [f"rewrites the history of {', '.join(rewritten)}" if rewritten else "append-only"]
+    found += [finding.name for finding in report.problems if finding.name != "rewrites-history"]
+    found.append(f"speaks the tool dialect {report.dialect}" if report.dialect else "speaks no known tool dialect")
+    more = "; roll template check tells more" if report.problems else ""
+    return [f"chat template: {', '.join(found)}{more}", *_contradictions(config, report)]
+
+
+def _contradictions(config: PipelineConfig, report: TemplateReport) -> list[str]:
+    """A dialect that is named and is not what the prompts tell the model to write."""
+    assert isinstance(config, RLConfig), "others have no turns"
+    named = {f"{key}.dialect": agent.dialect for key, agent in config.agents.items()}
+    if config.tools is not None:
+        named["tools.dialect"] = config.tools.dialect
+    # A template that tells of tools and writes no calls leaves their notation to whoever has taught the model.
+    silent = any(finding.name == "no-calls" for finding in report.findings)
+    return [
+        f"warning: {key}: seen {name}, expected {report.dialect}, in which the chat template has tools called"
+        for key, name in named.items()
+        if name in DIALECTS.names() and report.dialect not in (None, name) and not silent
+    ]
+
+
+def _has_turns(config: PipelineConfig) -> bool:
+    if not isinstance(config, RLConfig):
+        return False
+    if config.tools is not None or config.agents:
+        return True
+    if not isinstance(config, AgenticConfig):
+        return False
+    envs = [env for name in MANAGERS for env in config.played_envs(getattr(config, name)).values()]
+    return any(env.env_manager_cls != "step" for env in envs)
+
+
+def _report(config: PipelineConfig) -> TemplateReport:
+    renderer = ChatRenderer(policy_tokenizer(config.pretrain), config.actor_train.data_args.template)
+    return check_renderer(renderer, parsers())
+
+
+def _is_here(pretrain: str) -> bool:
+    return pretrain == TINY or (Path(pretrain).expanduser() / "config.json").is_file()

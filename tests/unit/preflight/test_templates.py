@@ -1,0 +1,117 @@
+"""What a run says of its chat template before it starts, under the templates of published models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from roll.agentic.tools.dialects.spoken import dialect_for
+from roll.configs.agentic import AgenticConfig
+from roll.configs.compose import compose_config
+from roll.configs.loader import load_composed
+from roll.configs.pipeline import PipelineConfig
+from roll.configs.problems import ConfigErrors
+from roll.configs.rlvr import RLVRConfig
+from roll.configs.sft import SFTConfig
+from roll.data.renderer import ChatRenderer
+from roll.preflight.templates import check_dialect, describe_template
+from tests.support.chat_families import FAMILIES, family_tokenizer
+
+SHIPPED = Path(__file__).parents[3] / "examples" / "config"
+MUTE = (  # tells of tools and calls them in a notation of its own
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}!{{ c.function.name }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def load(name: str, *overrides: str) -> PipelineConfig:
+    kinds: dict[str, type[PipelineConfig]] = {"agentic": AgenticConfig, "sft": SFTConfig}
+    kind = kinds.get(name.partition("_")[0], RLVRConfig)
+    checks = () if kind is SFTConfig else (check_dialect,)
+    return load_composed(kind, name, compose_config(name, SHIPPED, list(overrides)), checks)
+
+
+def with_tools(folder: Path, family: str, *overrides: str, template: str | None = None) -> PipelineConfig:
+    """A run with tools of a model of that family."""
+    tokenizer = family_tokenizer(family)
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return load("rlvr_tools", f"pretrain={folder}", "actor_train.data_args.template=native", *overrides)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_auto_is_the_dialect_that_the_template_speaks(family: str) -> None:
+    assert dialect_for("auto", ChatRenderer(family_tokenizer(family))).name == (FAMILIES[family].dialect or "hermes")
+
+
+def test_a_template_whose_dialect_nobody_knows_asks_for_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigErrors) as raised:
+        with_tools(tmp_path, "qwen2_5", "tools.dialect=auto", template=MUTE)
+    (problem,) = raised.value.problems
+    assert problem.path == "tools.dialect" and "one of deepseek, glm, harmony" in problem.expected
+    assert "no known dialect reads a call as the template writes it: '!look_up" in problem.hint
+    renderer = ChatRenderer(family_tokenizer("qwen2_5"), MUTE)
+    with pytest.raises(
+        ValueError, match=r"tools.dialect: seen auto, expected one of deepseek.* no known dialect reads"
+    ):
+        dialect_for("auto", renderer)
+    assert dialect_for("auto", renderer, default="hermes").name == "hermes"
+    assert with_tools(tmp_path, "qwen2_5", "tools.dialect=glm", template=MUTE).pretrain == str(tmp_path)
+
+
+MORE = "; roll template check tells more"
+
+
+@pytest.mark.parametrize(
+    ("family", "dialect", "lines"),
+    [
+        ("qwen2_5", "auto", ["append-only, speaks the tool dialect hermes"]),
+        ("glm4_5", "auto", [f"append-only, drops-reasoning, speaks the tool dialect glm{MORE}"]),
+        (
+            "glm4_5",
+            "hermes",
+            [
+                f"append-only, drops-reasoning, speaks the tool dialect glm{MORE}",
+                "warning: tools.dialect: seen hermes, expected glm, in which the chat template has tools called",
+            ],
+        ),
+        (
+            "mistral_nemo",
+            "mistral",
+            [
+                "rewrites the history of answers, tool calls, answers after tools, drops-system, "
+                f"drops-words-before-calls, speaks the tool dialect mistral{MORE}"
+            ],
+        ),
+        ("gemma3", "hermes", ["append-only, speaks the tool dialect hermes"]),
+        (
+            "gemma3",
+            "glm",
+            [
+                "append-only, speaks the tool dialect hermes",
+                "warning: tools.dialect: seen glm, expected hermes, in which the chat template has tools called",
+            ],
+        ),
+    ],
+)
+def test_runs_with_tools_say_what_their_template_does(
+    family: str, dialect: str, lines: list[str], tmp_path: Path
+) -> None:
+    told = describe_template(with_tools(tmp_path, family, f"tools.dialect={dialect}"))
+    assert [line.removeprefix("chat template: ") for line in told] == lines
+
+
+def test_runs_whose_conversations_do_not_grow_say_nothing() -> None:
+    assert describe_template(load("rlvr_math")) == describe_template(load("sft_math")) == []
+    assert describe_template(load("agentic_sokoban")) == []
+    traj = load("agentic_sokoban", "custom_envs.SimpleSokoban.env_manager_cls=traj")
+    assert describe_template(traj) == ["chat template: append-only, speaks the tool dialect hermes"]
+
+
+def test_a_template_that_writes_no_calls_leaves_their_dialect_to_the_model() -> None:
+    assert describe_template(load("rlvr_tools")) == ["chat template: append-only, speaks the tool dialect hermes"]
