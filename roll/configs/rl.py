@@ -73,6 +73,14 @@ class RLConfig(AlgorithmConfig, PipelineConfig):
         "token by token, on CPUs bit for bit. It must have the same configuration; a worker that dies ends it.",
     )
 
+    tokenization_sanity_check: Literal["strict", "ignore_strippable", "disable"] = Field(
+        default="ignore_strippable",
+        description="Conversations of several turns (tools, traj environments, agents), one of each training group: "
+        "whether what is trained is compared with the same conversation tokenised at once. strict counts all "
+        "differences, ignore_strippable those beyond white space and other tokens for the same text. They are metrics, "
+        "rollout/tokens/*, and each kind is a warning once; sampled tokens stay as they are.",
+    )
+
     reference: WorkerConfig | None = Field(
         default=None, description="The frozen starting policy; needed by any KL term (use_kl_loss, add_token_level_kl)."
     )

@@ -129,6 +129,7 @@ def _worker_context(config: PromptsConfig, tokenizer_path: str) -> PromptWorkerC
         limits=Limits(config.prompt_length, config.sequence_length),
         domains=config.domains,
         spread=config.is_num_return_sequences_expand,
-        tools=config.tools if isinstance(config, RLVRConfig) else None,
+        tools=config.tools.placed() if isinstance(config, RLVRConfig) and config.tools else None,
+        token_check=config.tokenization_sanity_check if isinstance(config, RLVRConfig) else "disable",
         agent=config.agent.placed() if isinstance(config, RLVRConfig) and config.agent else None,
     )

@@ -17,12 +17,15 @@ from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import FinishReason, GenerateFn, GenerateRequest, Runs, SamplingParams
 from roll.rollout.errors import PromptTooLongError, ReplayError
 from roll.rollout.recorder import Recorder
+from roll.rollout.token_watch import Conversation, TokenWatch
 from roll.rollout.types import EpisodeEnd, Frame, Trajectory, Turn
 from roll.utils.registry import Registry
 from roll.utils.seeding import derive_seed
 
 TOOL_TURNS = "tool_turns"
 """Key of ``info``: turns so far that called tools; they do not count as steps of the environment."""
+SAID = "assistant_message"
+"""Key of ``info``: the policy's last turn as a history has it, where that is more than its text."""
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -79,6 +82,8 @@ class EnvManager(ABC):
 
     history: bool
     """True when an episode is one growing conversation, and so one training sample."""
+    watch: TokenWatch | None = None
+    """Compares what is trained with its conversation; ``None``: nobody does."""
 
     def __init__(self, config: CustomEnvConfig, renderer: ChatRenderer, params: SamplingParams, limits: Limits) -> None:
         self.config = config
@@ -99,6 +104,7 @@ class EnvManager(ABC):
         frames = [await env.render()] if spec.record else []
         recorder = Recorder()
         turns = recorder.turns
+        conversation = Conversation() if self.watch is not None and self.watch.watches(spec.member) else None
         end = EpisodeEnd.TRUNCATED
         while len(turns) - info.get(TOOL_TURNS, 0) < self.config.max_steps:
             prompt_ids = self.prompt(observation, info, turns)
@@ -108,7 +114,13 @@ class EnvManager(ABC):
             elif room < 1:
                 end = EpisodeEnd.CONTEXT_FULL
                 break
+            heard = self.said(observation, info, turns) if conversation is not None else None
             turn, observation, info, ended = await self._turn(env, generate, spec, turns, prompt_ids, observation, info)
+            if conversation is not None and heard is not None:
+                conversation.messages += [*heard, info.get(SAID) or {"role": "assistant", "content": turn.text}]
+                conversation.tools = info.get("tools")
+            else:
+                conversation = None
             recorder.add(turn) if self.history else turns.append(turn)
             if frames and frames[-1] is not None:  # where there was no picture, there will be none
                 frames.append(await env.render())
@@ -125,13 +137,22 @@ class EnvManager(ABC):
             success=bool(info.get("success", False)),
             final_observation=observation,
             history=self.history,
-            info=_scalars(info),
+            info=_scalars(info) | self._compared(spec, conversation, turns),
             frames=_complete(frames),
         )
 
     @abstractmethod
     def prompt(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
         """Token ids that the policy sees next."""
+
+    def said(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> Sequence[Message] | None:
+        """What has been said since the policy's last turn; ``None`` where prompts are no whole conversation."""
+        return None
+
+    def _compared(self, spec: EpisodeSpec, conversation: Conversation | None, turns: list[Turn]) -> dict[str, int]:
+        if self.watch is None or conversation is None:
+            return {}
+        return self.watch.compare(f"{spec.tag} group {spec.group_id} member {spec.member}", [(conversation, turns)])
 
     async def _turn(
         self,
@@ -230,12 +251,17 @@ class TrajEnvManager(EnvManager):
     history = True
 
     def prompt(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> IntArray:
+        said = self.said(observation, info, turns)
+        return self.continued(turns[-1], said, info) if turns else self.renderer.prompt(said, info.get("tools"))
+
+    def said(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> Sequence[Message]:
         if not turns:
-            return self.renderer.prompt(self.opening(observation, info, turns), info.get("tools"))
+            return self.opening(observation, info, turns)
         if "messages" in info:
-            return self.continued(turns[-1], info["messages"], info)
+            messages: Sequence[Message] = info["messages"]
+            return messages
         user = self._fill(_or(self.config.agent_template, "{observation}"), observation, info, turns)
-        return self.continued(turns[-1], [{"role": "user", "content": user}], info)
+        return [{"role": "user", "content": user}]
 
 
 def _scalars(info: Mapping[str, Any]) -> dict[str, Any]:

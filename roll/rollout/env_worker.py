@@ -15,11 +15,13 @@ from roll.configs.tools import ToolsConfig
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, SamplingParams
+from roll.data.token_check import TokenCheck
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeSpec, Limits
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.errors import EnvError
 from roll.rollout.plans import GroupPlan, GroupSpec
+from roll.rollout.token_watch import TokenWatch
 from roll.rollout.tool_box import ToolBox
 from roll.rollout.tool_env import with_tools
 from roll.rollout.types import Trajectory
@@ -69,6 +71,8 @@ class EnvWorkerContext:
     """Attempts at a failed episode before it is dropped, after the first."""
     tools: ToolsConfig | None = None
     """What the policy may call beside playing."""
+    token_check: TokenCheck = "disable"
+    """How rows that are trained are compared with their conversations."""
 
 
 class EnvironmentWorker(RolloutWorker):
@@ -84,6 +88,9 @@ class EnvironmentWorker(RolloutWorker):
             tag: ENV_MANAGERS.get(config.env_manager_cls)(config, renderer, context.params, context.limits)
             for tag, config in context.envs.items()
         }
+        self._watch = TokenWatch(renderer, context.token_check)
+        for manager in self.managers.values():
+            manager.watch = self._watch
         self._locks = {tag: threading.Lock() for tag, config in context.envs.items() if config.use_thread_lock}
         self._idle: defaultdict[str, list[EnvRunner]] = defaultdict(list)
         self._threads = CallThreads()
@@ -99,7 +106,7 @@ class EnvironmentWorker(RolloutWorker):
         from roll.rollout.agents.episode import AgentPlayer  # brings the HTTP server
 
         assert config.agent is not None
-        return AgentPlayer(config.agent, renderer, self.context.limits, self.rank)
+        return AgentPlayer(config.agent, renderer, self.context.limits, self.rank, self._watch)
 
     async def probe(self, envs: Mapping[str, CustomEnvConfig], retries: int, seed: int) -> list[str]:
         """Builds and resets one environment of each tag; returns what went wrong, a line each.

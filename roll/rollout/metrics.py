@@ -8,6 +8,7 @@ import torch
 
 from roll.data.batch import Batch
 from roll.rollout.admission import Admission
+from roll.rollout.token_watch import COMPARED, REASONS, TOKENS, key_of
 from roll.rollout.tool_env import COUNTS
 from roll.rollout.types import AGENT, EpisodeEnd, RolloutGroup, Trajectory
 
@@ -16,7 +17,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
     """Means over episodes (success, reward …) and over turns (valid_rate …), named ``prefix/what``.
 
     Without ``valid_rate`` where nobody looks for an action or answer. Episodes with tools add the means of what they
-    called (``COUNTS``), those of agent programs ``prefix/agent/what`` of their requests. With several environment tags,
+    called (``COUNTS``), those of agent programs ``prefix/agent/what`` of their requests; where rows were compared with
+    their conversations, ``prefix/tokens/why`` are the shares of those that differ. With several environment tags,
     ``prefix/<tag>/success`` and ``prefix/<tag>/reward`` are added.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -44,6 +46,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
         metrics[f"{prefix}/valid_rate"] = mean(turn.action is not None for turn in known)
     if infos := [t.info for t in trajectories if COUNTS[0] in t.info]:
         metrics |= {f"{prefix}/{name}": mean(info[name] for info in infos) for name in COUNTS}
+    metrics |= _token_metrics(trajectories, prefix)
     names = dict.fromkeys(name for t in trajectories for name in t.info if name.startswith(AGENT))
     metrics |= {
         f"{prefix}/agent/{name.removeprefix(AGENT)}": mean(t.info[name] for t in trajectories if name in t.info)
@@ -87,6 +90,17 @@ def overlap_metrics(batch: Batch, admission: Admission, version: int) -> dict[st
         "async/buffer_groups": float(len(admission.ready)),
         "async/running_groups": float(len(admission.running)),
     }
+
+
+def _token_metrics(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
+    """Shares of the rows that were compared with their conversations (``TokenWatch``), none if none were."""
+    infos = [trajectory.info for trajectory in trajectories if COMPARED in trajectory.info]
+    rows = sum(info[COMPARED] for info in infos)
+    if not rows:
+        return {}
+    keys = [key_of(reason) for reason in REASONS]
+    shares = {key.removeprefix(TOKENS): sum(info[key] for info in infos) / rows for key in keys}
+    return {f"{prefix}/tokens/{name}": share for name, share in {"differ": sum(shares.values()), **shares}.items()}
 
 
 def _episode_means(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:

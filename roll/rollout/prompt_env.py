@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from roll.agentic.env.base import StepResult, step_result
 from roll.configs.env import CustomEnvConfig
 from roll.data.arrays import IntArray
 from roll.data.prompts import Prompt
-from roll.data.renderer import ChatRenderer
+from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
 from roll.rewards.types import Sample, Verdict
 from roll.rollout.env_manager import EnvManager, Limits
@@ -109,3 +109,10 @@ class PromptManager(EnvManager):
         if prompt.prompt_ids is None:
             return self.renderer.prompt(prompt.messages, info.get("tools"))
         return prompt.prompt_ids
+
+    def said(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> Sequence[Message] | None:
+        if turns:
+            messages: Sequence[Message] = info["messages"]
+            return messages
+        prompt: Prompt = info["prompt"]
+        return prompt.messages if prompt.prompt_ids is None else None

@@ -12,6 +12,7 @@ from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, SamplingParams
+from roll.data.token_check import TokenCheck
 from roll.rewards.types import RewardError, Sample, Verdict
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import EpisodeSpec, Limits
@@ -20,6 +21,7 @@ from roll.rollout.plans import GroupSpec
 from roll.rollout.prompt_env import PromptEnv, PromptManager
 from roll.rollout.reward_client import RewardClient
 from roll.rollout.router import GenerationClient
+from roll.rollout.token_watch import TokenWatch
 from roll.rollout.tool_box import ToolBox
 from roll.rollout.tool_env import with_tools
 from roll.rollout.types import Trajectory
@@ -84,6 +86,8 @@ class PromptWorkerContext:
     """True: the answers to one prompt may come from different engines."""
     tools: ToolsConfig | None = None
     """What the policy may call while it answers."""
+    token_check: TokenCheck = "disable"
+    """How rows that are trained are compared with their conversations."""
     agent: AgentConfig | None = None
     """The program that plays the prompts, if the policy does not answer them itself."""
 
@@ -102,6 +106,9 @@ class PromptWorker(RolloutWorker):
         self.managers = {
             name: PromptManager(renderer, params, context.limits) for name, params in context.params.items()
         }
+        watch = TokenWatch(renderer, context.token_check)
+        if "train" in self.managers:
+            self.managers["train"].watch = watch
         self._tools: ToolBox | None = None
         if context.tools is not None:
             self._tools = ToolBox(context.tools, renderer, CallThreads())
@@ -110,7 +117,7 @@ class PromptWorker(RolloutWorker):
             from roll.rollout.agents.episode import AgentPlayer  # brings the HTTP server
 
             self.retries = context.agent.retries
-            self._agent = AgentPlayer(context.agent, renderer, context.limits, self.rank)
+            self._agent = AgentPlayer(context.agent, renderer, context.limits, self.rank, watch)
         calm_collector()
 
     async def set_engines(self, engines: Sequence[Any], evaluators: Sequence[Any] | None = None) -> None:
@@ -132,7 +139,8 @@ class PromptWorker(RolloutWorker):
         env = PromptEnv(spec.prompt, self._score)
         generate = env.watch(generate)
         if self._agent is not None:
-            return await self._agent.play(env, spec.prompt, generate, self.context.params[spec.sampling], episode)
+            params, trains = self.context.params[spec.sampling], spec.sampling == "train"
+            return await self._agent.play(env, spec.prompt, generate, params, episode, trains=trains)
         manager = self.managers[spec.sampling]
         partner, generate = await with_tools(env, spec.prompt.tag, self._tools, generate)
         return await manager.run_episode(partner, generate, episode)

@@ -10,7 +10,7 @@ from roll.agentic.env.base import StepResult
 from roll.agentic.tools.types import AssistantTurn, ToolSchema
 from roll.data.arrays import IntArray
 from roll.data.requests import Completion, GenerateFn, GenerateRequest
-from roll.rollout.env_manager import TOOL_TURNS, AsyncEnv
+from roll.rollout.env_manager import SAID, TOOL_TURNS, AsyncEnv
 from roll.rollout.errors import EnvError
 from roll.rollout.tool_box import ToolBox
 from roll.rollout.types import Frame
@@ -65,24 +65,26 @@ class ToolEnv:
         penalty = self._box.config.malformed_call_penalty * len(turn.errors)
         if (turn.calls or turn.errors) and self._turns < self._box.config.max_turns:
             self._turns += 1
-            return await self._answer(turn, penalty)
+            return await self._answer(turn, text, penalty)
+        said = {SAID: self._box.message(turn, text), "tools": self.tools}
         self._counts["malformed_calls"] += len(turn.errors)
         observation, reward, terminated, truncated, info = await self._env.step(text)
         self._info = info
         info = info | self._counts_so_far() | {"penalty": float(info.get("penalty", 0.0)) + penalty}
         info.setdefault("task_reward", float(reward) - float(self._info.get("penalty", 0.0)))
-        return observation, float(reward) + penalty, terminated, truncated, info | {"tools": self.tools}
+        return observation, float(reward) + penalty, terminated, truncated, info | said
 
     async def render(self) -> Frame | None:
         return await self._env.render()
 
-    async def _answer(self, turn: AssistantTurn, penalty: float) -> StepResult:
+    async def _answer(self, turn: AssistantTurn, text: str, penalty: float) -> StepResult:
         answers = await self._box.answer(turn, self._names, self._states)
         self._counts.update(answers.counts)
         info = {
             **self._info,
             **self._counts_so_far(),
             "messages": answers.messages,
+            SAID: self._box.message(turn, text),
             "tools": self.tools,
             "action": ", ".join(call.name for call in turn.calls) or None,
             "task_reward": 0.0,

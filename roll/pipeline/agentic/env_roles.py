@@ -114,5 +114,6 @@ def _worker_context(config: AgenticConfig, manager: EnvManagerConfig, tokenizer_
         params=sampling_params(config.sampling(manager)),
         limits=Limits(config.prompt_length, config.sequence_length),
         retries=manager.env_retries,
-        tools=config.tools,
+        tools=config.tools and config.tools.placed(),
+        token_check=config.tokenization_sanity_check if manager is config.train_env_manager else "disable",
     )

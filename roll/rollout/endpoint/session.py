@@ -31,6 +31,7 @@ from roll.rollout.endpoint.errors import ApiError
 from roll.rollout.env_manager import EpisodeAbortedError, EpisodeSpec, Limits
 from roll.rollout.errors import describe_error
 from roll.rollout.recorder import Recorder
+from roll.rollout.token_watch import Conversation
 from roll.rollout.types import EpisodeEnd, Turn
 from roll.utils.seeding import derive_seed
 
@@ -146,6 +147,8 @@ class Session:
         """By prompt and answer of plain completions."""
         self._asked: Counter[bytes] = Counter()
         self._call_ids: set[str] = set()
+        self._rows: dict[int, Conversation] = {}
+        """Of each row that is a chat, as it was at its last answer."""
         self.conversations: dict[str, tuple[Message, ...]] = {}
         """Up to an answer, by its id, for APIs in which a request names the answer that it goes on from."""
 
@@ -210,9 +213,17 @@ class Session:
             meaning = _meaning(turn.as_openai())
             self._said[_next(keys[-1], meaning)] = said
             self._seen |= {_next(bare, meaning), meaning}
-            self._record(prompt_ids, completion, str(messages[-1].get("content") or ""), turn)
+            row = self._record(prompt_ids, completion, str(messages[-1].get("content") or ""), turn)
+            self._rows[row] = Conversation([*messages, turn.as_openai()], tools or None)
             answers.append(Answer(turn, completion, len(prompt_ids), stop))
         return answers
+
+    def conversation_rows(self) -> list[tuple[Conversation, list[Turn]]]:
+        """Rows that are chats, with their turns."""
+        turns: dict[int, list[Turn]] = {}
+        for turn in self.turns:
+            turns.setdefault(turn.row, []).append(turn)
+        return [(conversation, turns[row]) for row, conversation in self._rows.items()]
 
     async def complete(self, prompt: str | IntArray, wanted: Wanted) -> list[Answer]:
         """Goes on with a text or token ids.
@@ -236,7 +247,7 @@ class Session:
                 ended = len(ids) > 0 and not self.policy.renderer.decode(ids[-1:])
                 kept = np.concatenate([prompt_ids, ids[: len(ids) - ended]])
                 self._texts[prompt + whole] = _Said(kept, ids)
-            self._record(prompt_ids, completion, prompt if isinstance(prompt, str) else "", turn)
+            self._rows.pop(self._record(prompt_ids, completion, prompt if isinstance(prompt, str) else "", turn), None)
             answers.append(Answer(turn, completion, len(prompt_ids), stop))
         return answers
 
@@ -381,8 +392,9 @@ class Session:
         self._call_ids.add(identity)
         return replace(call, id=identity)
 
-    def _record(self, prompt_ids: IntArray, completion: Completion, observation: str, turn: AssistantTurn) -> None:
-        self._recorder.add(
+    def _record(self, prompt_ids: IntArray, completion: Completion, observation: str, turn: AssistantTurn) -> int:
+        """Adds an answer to the record; returns its row."""
+        recorded = self._recorder.add(
             Turn(
                 prompt_ids=prompt_ids,
                 completion=completion,
@@ -394,6 +406,7 @@ class Session:
                 state_key=hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).hexdigest(),
             )
         )
+        return recorded.row
 
 
 def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:

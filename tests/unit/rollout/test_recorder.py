@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.data.requests import Completion, FinishReason
+from roll.agentic.env.base import StepResult
+from roll.configs.env import CustomEnvConfig
+from roll.data.renderer import ChatRenderer
+from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
+from roll.models.tiny import make_tokenizer
+from roll.rollout.env_manager import TOOL_TURNS, EnvManager, EpisodeSpec, Limits, StepEnvManager, TrajEnvManager
 from roll.rollout.flat_groups import FlatGroups
 from roll.rollout.recorder import Recorder
 from roll.rollout.trajectory import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 
+RENDERER = ChatRenderer(make_tokenizer())
 EngineLog = list[tuple[list[int], Completion]]
 
 
@@ -88,14 +96,12 @@ def play(seed: int) -> tuple[Trajectory, EngineLog]:
     return trajectory, engine.log
 
 
-@settings(max_examples=300)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_rows_are_the_engines_own_log(seed: int) -> None:
-    trajectory, log = play(seed)
+def assert_trained(trajectory: Trajectory, log: EngineLog) -> int:
+    """Each call of the engine is in one row once, behind what it was given; returns how many rows there are."""
     sampled = [(prompt, completion) for prompt, completion in log if len(completion.token_ids)]
     (sent,) = FlatGroups.of([RolloutGroup(0, "A", (trajectory,))])
     if not sampled:
-        return
+        return 0
     batch = groups_to_batch([sent], ["A"])
     assert batch.rollout_logprobs_T is not None and batch.rollout_versions_T is not None
     rows = []
@@ -120,10 +126,60 @@ def test_rows_are_the_engines_own_log(seed: int) -> None:
     if batch.share_B is not None:
         assert float(batch.share_B.sum()) == pytest.approx(1.0)
     else:
-        assert len(rows) == 1
+        assert len(rows) == 1 or not trajectory.history
     assert [turn.row for turn in next(iter(FlatGroups.of([sent]))).trajectories[0].turns] == [
         turn.row for turn in trajectory.turns
     ]
+    return len(rows)
+
+
+@settings(max_examples=300)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_rows_are_the_engines_own_log(seed: int) -> None:
+    assert_trained(*play(seed))
+
+
+@dataclass
+class Game:
+    """An environment that says, pays and ends by chance; now and then it answers as tools do."""
+
+    rng: np.random.Generator
+    tool_turns: int = 0
+
+    def info(self) -> dict[str, Any]:
+        calls = self.rng.random() < 0.3
+        self.tool_turns += calls
+        messages = [{"role": "tool", "content": str(self.rng.integers(9)), "name": "add"}]
+        return {TOOL_TURNS: self.tool_turns} | ({"messages": messages} if calls else {})
+
+    async def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+        return "begin", {}
+
+    async def step(self, text: str) -> StepResult:
+        ends, cut = (bool(self.rng.random() < 0.1) for _ in range(2))
+        return "a" * int(self.rng.integers(4)), float(self.rng.integers(3)), ends, cut, self.info()
+
+    async def render(self) -> None:
+        return None
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), manager_class=st.sampled_from([TrajEnvManager, StepEnvManager]))
+def test_the_environment_loop_trains_on_the_engines_own_log_too(seed: int, manager_class: type[EnvManager]) -> None:
+    rng = np.random.default_rng(seed)
+    engine = Engine(rng)
+
+    async def generate(request: GenerateRequest) -> Completion:
+        return engine.generate(request.prompt_ids.tolist())
+
+    config = CustomEnvConfig(env_type="frozen_lake", max_steps=6)
+    limits = Limits(prompt_length=500, sequence_length=int(rng.integers(80, 400)))
+    manager = manager_class(config, RENDERER, SamplingParams(), limits)
+    spec = EpisodeSpec("A", 0, 0, env_seed=1, sampling_seed=2)
+    trajectory = asyncio.run(manager.run_episode(Game(rng), generate, spec))
+    assert [(turn.prompt_ids.tolist(), turn.completion) for turn in trajectory.turns] == engine.log
+    rows = assert_trained(trajectory, engine.log)
+    assert rows <= 1 if trajectory.history else rows <= len(engine.log)
 
 
 def test_a_conversation_with_a_sub_agent_and_a_compaction_is_three_rows() -> None:

@@ -1,0 +1,176 @@
+"""``tokenization_sanity_check`` in episodes with tools, in environments and at the endpoint, under real templates."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roll.agentic.env import make
+from roll.agentic.tools.dialects.spoken import dialect_for
+from roll.configs.agent import AgentConfig
+from roll.configs.env import CustomEnvConfig
+from roll.configs.tools import ToolsConfig
+from roll.data.prompts import Prompt
+from roll.data.renderer import ChatRenderer
+from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
+from roll.data.token_check import TokenCheck
+from roll.rewards.types import Sample, Verdict
+from roll.rollout.call_threads import CallThreads
+from roll.rollout.endpoint.session import Policy, Session, Wanted
+from roll.rollout.env_manager import EpisodeSpec, Limits, TrajEnvManager
+from roll.rollout.env_runner import EnvRunner
+from roll.rollout.metrics import rollout_metrics
+from roll.rollout.prompt_env import PromptEnv, PromptManager
+from roll.rollout.token_watch import COMPARED, TokenWatch
+from roll.rollout.tool_box import ToolBox
+from roll.rollout.tool_env import with_tools
+from roll.rollout.types import RolloutGroup, Trajectory
+from tests.support.chat_families import family_tokenizer
+
+LIMITS = Limits(prompt_length=4000, sequence_length=6000)
+PARAMS = SamplingParams(max_new_tokens=400)
+ASKED = ({"role": "user", "content": "17*3="},)
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "17*3"}}\n</tool_call>'
+THOUGHT = "<think>\nleft\n</think>\n\n"
+
+
+class Engine:
+    """Says one text after the other, as the tokenizer writes it or letter by letter."""
+
+    def __init__(self, renderer: ChatRenderer, *texts: str, letters: bool = False) -> None:
+        self.tokenizer = renderer.tokenizer
+        self.end = renderer.turn_end()[1]
+        self.texts = list(texts)
+        self.letters = letters
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        text = self.texts.pop(0)
+        parts = text if self.letters else [text]
+        ids = [index for part in parts for index in self.tokenizer.encode(part, add_special_tokens=False)]
+        ids.append(self.end)
+        zeros = np.zeros(len(ids), dtype=np.int64)
+        return Completion(request.request_id, np.array(ids), zeros.astype(np.float32), FinishReason.STOP, zeros)
+
+
+async def judge(sample: Sample) -> Verdict:
+    return Verdict(1.0, True, sample.response)
+
+
+def episode(member: int = 0) -> EpisodeSpec:
+    return EpisodeSpec("sums", 5, member, env_seed=11, sampling_seed=13)
+
+
+def play(
+    family: str, *texts: str, check: TokenCheck = "strict", member: int = 0, cut: int = 0, letters: bool = False
+) -> Trajectory:
+    """An episode with tools."""
+    renderer = ChatRenderer(family_tokenizer(family))
+    engine = Engine(renderer, *texts, letters=letters)
+    box = ToolBox(ToolsConfig(use={"calculator": {"tool": "calculator"}}), renderer, CallThreads())
+    manager = PromptManager(renderer, PARAMS, LIMITS)
+    manager.watch = TokenWatch(renderer, check)
+
+    async def run() -> Trajectory:
+        tools = [schema.as_openai() for schema in await box.schemas("sums")]
+        prompt = Prompt("p1", "sums", ASKED, "51", prompt_ids=renderer.prompt(ASKED, tools)[cut:] if cut else None)
+        env = PromptEnv(prompt, judge)
+        partner, generate = await with_tools(env, "sums", box, env.watch(engine.generate))
+        return await manager.run_episode(partner, generate, episode(member))
+
+    return asyncio.run(run())
+
+
+def counts(info: Mapping[str, Any]) -> dict[str, int]:
+    """What was counted, without zeros."""
+    return {name.removeprefix("tokens_"): n for name, n in info.items() if name.startswith("tokens_") and n}
+
+
+@pytest.mark.parametrize(
+    ("family", "texts", "reason"),
+    [
+        ("qwen2_5", (CALL, "51"), None),
+        ("qwen2_5", (CALL.replace('": ', '":'), "51"), "white_space"),
+        ("qwen2_5", (CALL.replace("17*3", "17\\u002a3"), "51"), "rewritten"),
+        ("qwen2_5", (CALL + "<tool_call>{", "51"), None),  # what cannot be read stays as it was written
+        ("qwen3", (CALL, f"{THOUGHT}51"), None),  # thoughts since the last question stay
+        ("qwen3", (CALL, "51"), "reasoning"),  # a last answer without one is given an empty one
+        ("deepseek_v3", ("</think>" + CALL, "51"), "rewritten"),  # the prompt opens a thought, a history does not
+        ("gemma3", (CALL, "51"), None),
+    ],
+)
+def test_episodes_with_tools_are_compared_with_their_conversations(
+    family: str, texts: tuple[str, ...], reason: str | None
+) -> None:
+    expected = {"compared": 1} | ({reason: 1} if reason else {})
+    assert counts(play(family, *texts).info) == expected
+    lenient = {"compared": 1} if reason == "white_space" else expected
+    assert counts(play(family, *texts, check="ignore_strippable").info) == lenient
+
+
+def test_other_tokens_of_the_same_text_count_when_strict() -> None:
+    assert counts(play("qwen2_5", CALL, "another answer", letters=True).info) == {"compared": 1, "other_tokens": 1}
+    assert counts(
+        play("qwen2_5", CALL, "another answer", letters=True, check="ignore_strippable").info
+    ) == {"compared": 1}  # fmt: skip
+
+
+def test_what_is_not_compared() -> None:
+    assert COMPARED not in play("qwen3", CALL, "51", member=1).info, "one of a group is enough"
+    assert COMPARED not in play("qwen3", CALL, "51", check="disable").info
+    assert COMPARED not in play("qwen3", "51").info, "one turn has no history"
+    assert COMPARED not in play("qwen3", CALL, "51", cut=3).info, "its prompt has lost tokens"
+
+
+def test_an_environment_is_a_conversation_too() -> None:
+    renderer = ChatRenderer(family_tokenizer("qwen3"))
+    config = CustomEnvConfig(env_type="frozen_lake", env_manager_cls="traj", max_steps=2)
+    manager = TrajEnvManager(config, renderer, PARAMS, LIMITS)
+    manager.watch = TokenWatch(renderer, "ignore_strippable")
+    for thought, expected in ((THOUGHT, {"compared": 1, "reasoning": 1}), ("<think>\n\n</think>\n\n", None)):
+        runner = EnvRunner(lambda: make("frozen_lake"), 5.0, instant=True)
+        engine = Engine(renderer, f"{thought}<answer>Up</answer>", f"{thought}<answer>Up</answer>")
+        trajectory = asyncio.run(manager.run_episode(runner, engine.generate, episode()))
+        # An empty thought is in the last turn of a history alone, which is a difference too.
+        assert counts(trajectory.info) == (expected or {"compared": 1, "reasoning": 1})
+
+
+def test_rows_of_agents_are_compared_as_the_program_has_sent_them() -> None:
+    renderer = ChatRenderer(family_tokenizer("qwen3"))
+    engine = Engine(renderer, f"{THOUGHT}right", f"{THOUGHT}left", "in short", "more", "plain")
+    policy = Policy(renderer, dialect_for("auto", renderer), LIMITS)
+
+    async def run() -> dict[str, int]:
+        session = Session(AgentConfig(command=["true"]), policy, engine.generate, PARAMS, episode())
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "q"}]
+        for _ in range(2):
+            (answer,) = await session.chat(messages, [], Wanted())
+            messages += [answer.turn.as_openai(), {"role": "user", "content": "more"}]
+        await session.chat([{"role": "user", "content": "in short: q"}], [], Wanted())  # a row of one turn
+        await session.complete("left", Wanted())
+        return TokenWatch(renderer, "strict").compare("sums", session.conversation_rows())
+
+    assert counts(asyncio.run(run())) == {"compared": 1, "reasoning": 1}
+
+
+def test_differences_are_shares_of_rows_and_a_warning_once(caplog: pytest.LogCaptureFixture) -> None:
+    renderer = ChatRenderer(family_tokenizer("qwen3"))
+    config = CustomEnvConfig(env_type="frozen_lake", env_manager_cls="traj", max_steps=2)
+    manager = TrajEnvManager(config, renderer, PARAMS, LIMITS)
+    manager.watch = TokenWatch(renderer, "strict")
+    played = []
+    with caplog.at_level(logging.WARNING, "roll.rollout.token_watch"):
+        for _ in range(2):
+            runner = EnvRunner(lambda: make("frozen_lake"), 5.0, instant=True)
+            engine = Engine(renderer, f"{THOUGHT}Up", f"{THOUGHT}Up")
+            played.append(asyncio.run(manager.run_episode(runner, engine.generate, episode())))
+    (record,) = caplog.records
+    assert "sums group 5 member 0" in record.getMessage() and "(reasoning)" in record.getMessage()
+    played.append(play("qwen2_5", CALL, "51"))
+    metrics = rollout_metrics([RolloutGroup(5, "sums", tuple(played))], "rollout")
+    assert metrics["rollout/tokens/differ"] == metrics["rollout/tokens/reasoning"] == pytest.approx(2 / 3)
+    assert metrics["rollout/tokens/rewritten"] == metrics["rollout/tokens/white_space"] == 0
