@@ -48,7 +48,8 @@ def test_the_documents_have_commands():
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder and a home with the configuration that documents call the reader's own."""
+    """A folder with the examples, and a home with the configuration that documents call the reader's own."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     for folder in (tmp_path, tmp_path / "configs"):
         folder.mkdir(exist_ok=True)
         (folder / "mine.yaml").write_text("defaults: [agentic_sokoban, _self_]\n")
