@@ -298,8 +298,8 @@ def test_what_follows_from_other_keys_may_be_left_out(load, problems):
     heads = "tiny_num_heads=2"
     config = load(vllm, heads, "prompt_length=100", "response_length=28", "sequence_length=null", text=free)
     assert (config.sequence_length, config.num_nodes, config.actor_infer.num_gpus_per_worker) == (128, 2, 2)
-    config = load(vllm, heads, "actor_infer.num_gpus_per_worker=2", "num_nodes=3", "sequence_length=4096", text=free)
-    assert (config.sequence_length, config.num_nodes) == (4096, 3)
+    config = load(vllm, heads, "actor_infer.num_gpus_per_worker=2", "num_nodes=3", "sequence_length=2048", text=free)
+    assert (config.sequence_length, config.num_nodes) == (2048, 3)
     assert load("actor_infer.strategy_args.strategy_config=null").actor_infer.strategy_args.strategy_config == {}
     assert set(problems("prompt_length=many")) == {"prompt_length"}
     assert set(problems("num_gpus_per_node=0", text=free)) == {"num_gpus_per_node"}
