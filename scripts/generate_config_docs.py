@@ -15,17 +15,21 @@ from roll.configs.algorithm import AlgorithmConfig, OverlongBufferConfig, PfPpoC
 from roll.configs.base import Config
 from roll.configs.correction import IsWeightConfig, TrainInferCorrectionConfig, TrainInferFilterConfig
 from roll.configs.data import DataArguments, DatasetFilterConfig
+from roll.configs.dpo import DPOConfig
 from roll.configs.engines import cards
 from roll.configs.env import ALIASES, CustomEnvConfig, EnvManagerConfig
 from roll.configs.generating import GeneratingArguments
 from roll.configs.model import ModelArguments
+from roll.configs.offline import HeldOutConfig, OfflineConfig
 from roll.configs.pipeline import CheckpointConfig, PipelineConfig, RayInitConfig, RunConfig
+from roll.configs.preference import AnswerColumns, PairColumns, PreferenceConfig
 from roll.configs.prompts import DataGeneratorConfig, PromptsConfig, RolloutWorkersConfig, ValidationConfig
+from roll.configs.reward_training import RewardColumns, RewardLossConfig, RewardTrainingConfig
 from roll.configs.rewards import RewardConfig, RewardFilterConfig, VerifierConfig
 from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import is_section, range_text, section_of, type_text
-from roll.configs.sft import SFTConfig, SFTValidationConfig
+from roll.configs.sft import SFTConfig
 from roll.configs.strategy import StrategyArguments
 from roll.configs.tools import McpServerConfig, ToolConfig, ToolsConfig
 from roll.configs.training import TrainingArguments
@@ -69,9 +73,21 @@ RLVR: list[Group] = [
     ("Sandbox of an agent program", "`agent.sandbox`", AgentSandboxConfig),
     ("Warm start from a file", "`warm_start`", PromptWarmStartConfig),
 ]
-SFT: list[Group] = [
-    ("Conversations to imitate", "top level", SFTConfig),
-    ("Validation of an SFT run", "`validation`, beside the keys of RLVR's", SFTValidationConfig),
+OFFLINE: list[Group] = [
+    ("Samples and epochs", "top level", OfflineConfig),
+    ("Held-out samples", "`validation`, beside the keys of RLVR's", HeldOutConfig),
+]
+SFT: list[Group] = [("Conversations to imitate", "top level", SFTConfig)]
+REWARD_MODEL: list[Group] = [
+    ("Losses of reward models", "top level", RewardLossConfig),
+    ("Reward model", "top level", RewardTrainingConfig),
+    ("Columns of scored answers", "`answers`", RewardColumns),
+]
+DPO: list[Group] = [
+    ("Losses of preferences", "top level", PreferenceConfig),
+    ("Preferences and reference", "top level", DPOConfig),
+    ("Columns of pairs", "`preferences`, `answers`", PairColumns),
+    ("Columns of preferences", "`preferences`", AnswerColumns),
 ]
 PROMPTS: list[Group] = [
     ("Prompts and rewards", "top level", PromptsConfig),
@@ -138,9 +154,12 @@ def render() -> str:
     for title, groups in (
         ("Top level", TOP_LEVEL),
         ("Agentic pipeline", AGENTIC),
-        ("Prompts, rewards and held-out data (RLVR and SFT)", PROMPTS),
+        ("Prompts, rewards and held-out data (all but the agentic pipeline)", PROMPTS),
         ("RLVR pipeline", RLVR),
+        ("Data that is there before the run (SFT, preferences, reward models)", OFFLINE),
         ("SFT pipeline", SFT),
+        ("DPO pipeline", DPO),
+        ("Reward model pipeline", REWARD_MODEL),
         ("Roles", ROLES),
         ("Strategies", _strategies()),
         ("Verifiers", _verifiers()),
@@ -152,7 +171,7 @@ def render() -> str:
 
 
 def _section(heading: str, place: str, section: type[Config]) -> str:
-    shown = {each for _, _, each in [*TOP_LEVEL, *PROMPTS]} & set(section.__mro__[1:])
+    shown = {each for _, _, each in [*TOP_LEVEL, *PROMPTS, *OFFLINE, *DPO, *REWARD_MODEL]} & set(section.__mro__[1:])
     inherited = {name for each in shown for name in each.model_fields}
     lines = [f"### {heading}", "", f"{_first_line(section)} ({place})", ""]
     lines += ["| key | type | default | range | meaning |", "|---|---|---|---|---|"]

@@ -72,6 +72,8 @@ def layout_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def options(row: Mapping[str, Any]) -> str:
     """What the layout sets, in short."""
     given = flat(row["strategy_config"]) | row["model_args"] | row["worker"]
+    if row["task"] != "policy":
+        given["preference_loss"] = row["task"]
     if lora := row["lora"]:
         given |= {"lora_target": ",".join(lora["targets"]), "lora_rank": lora["rank"]}
     return ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in given.items()) or "–"

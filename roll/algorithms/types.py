@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from roll.data.batch import Batch, from_arrays, to_arrays
@@ -47,6 +48,12 @@ class LossContext:
     """Longest count of loss tokens in a sequence (the normaliser of seq-mean-token-sum-norm)."""
     optimizer_step: int = 0
     """Optimizer steps done before this one."""
+
+    @classmethod
+    def of(cls, batch: Batch) -> LossContext:
+        """The counts of a batch that is a whole optimizer step, or that is measured as one."""
+        tokens_B = torch.bincount(batch.rows_T[batch.loss_mask_T], minlength=batch.num_sequences)
+        return cls(float(tokens_B.sum()), float((tokens_B > 0).sum()), float(tokens_B.max()))
 
 
 @dataclass(frozen=True)

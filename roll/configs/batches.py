@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.env import EnvManagerConfig
+from roll.configs.offline import OfflineConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.sft import SFTConfig
 from roll.configs.worker import WorkerConfig
 
 
 def describe_batches(config: PipelineConfig) -> list[str]:
     """Sentences on how episodes are collected and how they become optimizer steps, one each."""
-    if isinstance(config, SFTConfig):
-        return list(_sft_lines(config))
+    if isinstance(config, OfflineConfig):
+        return list(_offline_lines(config))
     if isinstance(config, RLVRConfig):
         lines = list(_prompt_lines(config))
         if config.eval_only:
@@ -80,17 +80,21 @@ def _episodes_line(when: str, episodes: int, manager: EnvManagerConfig) -> str:
     )
 
 
-def _sft_lines(config: SFTConfig) -> Iterator[str]:
-    worker = config.actor_train
+def _offline_lines(config: OfflineConfig) -> Iterator[str]:
+    worker, samples = config.actor_train, f"{config.sample}s"
     if not config.eval_only:
         steps = f"{config.num_train_epochs} epochs" if config.num_train_epochs else f"{config.max_steps} steps"
         yield (
-            f"{steps}, each an optimizer step on {_global_batch(worker, 'conversations')} of at most "
-            f"{config.sequence_length} tokens; {_micro_batches(worker, 'conversations')}"
+            f"{steps}, each an optimizer step on {_global_batch(worker, samples)} of at most "
+            f"{_each(config)}{config.sequence_length} tokens; {_micro_batches(worker, samples)}"
         )
     if config.validation is not None:
         answers = f", and {_count(config.validation.num_answers, 'answer')}" if config.actor_infer else ""
-        yield f"each evaluation: at most {_count(config.val_batch_size, 'conversation')}{answers}"
+        yield f"each evaluation: at most {_count(config.val_batch_size, config.sample)}{answers}"
+
+
+def _each(config: OfflineConfig) -> str:
+    return "" if config.sequences_per_sample == 1 else f"{config.sequences_per_sample} × "
 
 
 def _global_batch(worker: WorkerConfig, noun: str) -> str:

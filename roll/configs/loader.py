@@ -12,6 +12,8 @@ from roll.configs.agentic_rules import AGENTIC_RULES
 from roll.configs.base import Config
 from roll.configs.compose import Composed, compose_config
 from roll.configs.derive import derive
+from roll.configs.dpo import DPOConfig
+from roll.configs.dpo_rules import DPO_RULES
 from roll.configs.engine_rules import ENGINE_RULES
 from roll.configs.engines import cards
 from roll.configs.env import ALIASES, CustomEnvConfig
@@ -19,6 +21,8 @@ from roll.configs.importers.table import advice
 from roll.configs.parsing import Advise, nearest_key, overlap, parse, rules_broken, section_problems
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
+from roll.configs.reward_training import RewardTrainingConfig
+from roll.configs.reward_training_rules import REWARD_TRAINING_RULES
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rlvr_rules import RLVR_RULES
 from roll.configs.rules import RL_RULES, RULES, Rule, sections
@@ -32,6 +36,8 @@ PIPELINE_RULES: dict[type[PipelineConfig], tuple[Rule, ...]] = {
     AgenticConfig: (*RL_RULES, *AGENTIC_RULES),
     RLVRConfig: (*RL_RULES, *RLVR_RULES),
     SFTConfig: SFT_RULES,
+    DPOConfig: DPO_RULES,
+    RewardTrainingConfig: REWARD_TRAINING_RULES,
 }
 """The rules of each pipeline, beside those of all; its keys are the configurations that there are."""
 

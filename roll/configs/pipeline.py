@@ -211,6 +211,16 @@ class PipelineConfig(RunConfig):
         return False
 
     @property
+    def uses_reference(self) -> bool:
+        """Tells whether the policy is compared with the one that it started from."""
+        return False
+
+    @property
+    def trains_scores(self) -> bool:
+        """Whether the trained model is a reward model: it gives scores, not tokens."""
+        return False
+
+    @property
     def uses_lora(self) -> bool:
         """The actor trains an adapter; without it, the actor is the reference."""
         return bool(self.actor_train.model_args.lora_targets)

@@ -82,6 +82,15 @@ class Batch:
     """float32: weight of each token's policy-gradient loss; ``None`` is 1 everywhere."""
     marked_T: Tensor | None = None
     """bool: the tokens that the policy's loss treats apart (``pg_variant: kl_cov``)."""
+    pair_B: Tensor | None = None
+    """int64: the pair that a row is one side of. The two sides are never on different ranks or in different
+    micro-batches."""
+    preferred_B: Tensor | None = None
+    """bool: the row is the better side of its pair; without pairs, an answer to encourage."""
+    target_B: Tensor | None = None
+    """float32: the score that a row should get; in pairs, by how much the better side should lead."""
+    anchor_B: Tensor | None = None
+    """float32: the point that a row's reward is compared with (``preference_loss: kto``)."""
 
     def __post_init__(self) -> None:
         num_tokens = int(self.lengths_B.sum())
@@ -103,6 +112,21 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return len(self.tokens_T)
+
+    @property
+    def samples(self) -> Tensor:
+        """int64 [samples, 1 or 2]: the rows of each sample: a pair, or a row alone.
+
+        Raises:
+            ValueError: a pair has more or fewer than two rows.
+        """
+        if self.pair_B is None:
+            return torch.arange(self.num_sequences)[:, None]
+        order = torch.argsort(self.pair_B, stable=True)
+        counts = torch.unique_consecutive(self.pair_B[order], return_counts=True)[1]
+        if not bool((counts == 2).all()):
+            raise ValueError(f"Batch.pair_B: a pair of {int(counts[counts != 2][0])} rows, expected two of each")
+        return order.view(-1, 2)
 
     @property
     def offsets_B(self) -> Tensor:
@@ -156,8 +180,10 @@ class Batch:
 
         Every part gets at least one sequence when there are enough, and no two differ by more than the longest
         sequence. Where that can be had with whole rollout groups they stay whole, since their members share a prompt;
-        use ``select`` on each.
+        use ``select`` on each. Pairs are always whole.
         """
+        if self.pair_B is not None:
+            return self._spread(self.pair_B, num_parts)[0]
         longest = int(self.lengths_B.max()) if self.num_sequences else 0
         if self.group_B is not None and num_parts > 1:
             parts, loads = self._spread(self.group_B, num_parts)

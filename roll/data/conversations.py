@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from roll.configs.data import DataArguments
 from roll.data.arrays import BoolArray, IntArray
 from roll.data.batch import Batch
-from roll.data.prompt_files import DataError, Problems
+from roll.data.prompt_files import DataError, Problems, Row
 from roll.data.prompt_rows import (
     Message,
     RowError,
@@ -58,7 +58,9 @@ class ConversationReport:
     tokens: int
     """Of all samples."""
     said: int
-    """Those of them that the assistant says."""
+    """Those of them that are learnt from."""
+    noun: str = "conversations"
+    purpose: str = "imitate"
 
     def __str__(self) -> str:
         words = [f"{self.rows:,} rows read", f"{self.filtered:,} left out by the filter"]
@@ -67,7 +69,8 @@ class ConversationReport:
         words.append(f"{self.overlong:,} over {self.limit:,} tokens{done}")
         if self.silent:
             words.append(f"{self.silent:,} of them without an answer then, left out")
-        return f"{self.samples:,} conversations, {self.said:,} of {self.tokens:,} tokens to imitate: {', '.join(words)}"
+        counts = f"{self.samples:,} {self.noun}, {self.said:,} of {self.tokens:,} tokens to {self.purpose}"
+        return f"{counts}: {', '.join(words)}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,9 +78,9 @@ class Conversations:
     """Conversations in the order of the files."""
 
     batch: Batch
-    """The loss mask is 1 on what the assistant says."""
+    """The loss mask is 1 on what is learnt from."""
     questions: tuple[Prompt, ...]
-    """What each last answer replies to."""
+    """What the last answer of each sample replies to."""
     report: ConversationReport
 
 
@@ -122,31 +125,19 @@ def load_conversations(
     counts: Counter[str] = Counter()
     samples, not_drawn = draw_samples(list(_read(args, scoring, seed, problems, counts)), args, seed)
     counts["filtered"] += not_drawn
-    rendered = _render(samples, renderer, tools, last_only, problems)
-    kept = list(_fit(rendered, max_tokens, overflow, problems, counts))
+    rendered = render(
+        samples,
+        lambda sample: renderer.conversation(sample.messages, last_only=last_only, tools=tools),
+        problems,
+    )
+    kept = list(fit(rendered, max_tokens, overflow, problems, counts))
     problems.raise_any()
     if not samples:
         raise DataError([no_rows(args, counts)])
     if not kept:
         raise DataError([f"no conversations: all {len(samples):,} are longer than sequence_length = {max_tokens}"])
-    batch = Batch(
-        lengths_B=torch.tensor([len(ids) for _, ids, _ in kept], dtype=torch.int64),
-        tokens_T=torch.from_numpy(np.concatenate([ids for _, ids, _ in kept])),
-        loss_mask_T=torch.from_numpy(np.concatenate([mask for _, _, mask in kept])),
-    )
-    report = ConversationReport(
-        rows=counts["rows"],
-        filtered=counts["filtered"],
-        overlong=counts["overlong"],
-        overflow=overflow,
-        limit=max_tokens,
-        silent=counts["silent"],
-        longest=counts["longest"],
-        samples=batch.num_sequences,
-        tokens=batch.num_tokens,
-        said=int(batch.loss_mask_T.sum()),
-    )
-    logger.info("%s", report)
+    batch = to_batch(kept)
+    report = report_of(batch, counts, overflow, max_tokens)
     return Conversations(batch, tuple(sample.question for sample, _, _ in kept), report)
 
 
@@ -171,12 +162,22 @@ def check_conversations(
 
 
 @dataclass(frozen=True, slots=True)
-class _Sample:
-    """A conversation, and where it was read."""
+class ReadConversation:
+    """A conversation as it was read, and where."""
 
     messages: tuple[Message, ...]
     question: Prompt
     place: str
+
+
+Rendered: TypeAlias = tuple[ReadConversation, IntArray, BoolArray]
+"""With its token ids, and True for those that are learnt from."""
+
+Encode: TypeAlias = Callable[[ReadConversation], tuple[IntArray, BoolArray]]
+"""The token ids of a conversation, and True for those that are learnt from.
+
+Raises ``ValueError`` or jinja2's ``TemplateError`` where the template refuses it.
+"""
 
 
 def _read(
@@ -186,38 +187,77 @@ def _read(
     problems: Problems,
     counts: Counter[str],
     head: int | None = None,
-) -> Iterator[_Sample]:
+) -> Iterator[ReadConversation]:
     """The rows that the filter keeps, as conversations."""
-    used = used_columns(args)
     for row in kept_rows(args, seed, problems, counts, head):
         try:
             messages = row_conversation(row.values, args)
-            question = Prompt(
-                id=row_id(row.values, args, row.name),
-                tag=UNSCORED if scoring is None else row_tag(row.values, args, scoring.tags),
-                messages=messages[:-1],
-                ground_truth=None if scoring is None else lookup(row.values, scoring.solution),
-                extra_info={} if scoring is None else other_columns(row.values, used),
-            )
+            question = row_question(row, args, messages[:-1], scoring)
         except RowError as error:
             problems.add(row.place, str(error))
         else:
-            yield _Sample(messages, question, row.place)
+            yield ReadConversation(messages, question, row.place)
 
 
-_Rendered: TypeAlias = tuple[_Sample, IntArray, BoolArray]
+def row_question(
+    row: Row, args: DataArguments, messages: tuple[Message, ...], scoring: Scoring | None, *read: str
+) -> Prompt:
+    """What a row asks, with all that a verifier of the answer wants to know.
+
+    Args:
+        row: of the dataset.
+        args: meaning of its columns.
+        messages: the question.
+        scoring: see ``load_conversations``.
+        read: further columns that have a place of their own.
+
+    Raises:
+        RowError: the row has no tag of a reward domain, or no solution.
+    """
+    if scoring is None:
+        return Prompt(row_id(row.values, args, row.name), UNSCORED, messages)
+    return Prompt(
+        row_id(row.values, args, row.name),
+        row_tag(row.values, args, scoring.tags),
+        messages,
+        ground_truth=lookup(row.values, scoring.solution),
+        extra_info=other_columns(row.values, (*used_columns(args), *read)),
+    )
 
 
-def _render(
-    samples: Sequence[_Sample],
-    renderer: ChatRenderer,
-    tools: Sequence[Tool] | None,
-    last_only: bool,
-    problems: Problems,
-) -> Iterator[_Rendered]:
+def to_batch(rendered: Sequence[Rendered]) -> Batch:
+    """The conversations end to end."""
+    return Batch(
+        lengths_B=torch.tensor([len(ids) for _, ids, _ in rendered], dtype=torch.int64),
+        tokens_T=torch.from_numpy(np.concatenate([ids for _, ids, _ in rendered])),
+        loss_mask_T=torch.from_numpy(np.concatenate([mask for _, _, mask in rendered])),
+    )
+
+
+def report_of(batch: Batch, counts: Counter[str], overflow: str, max_tokens: int, **words: str) -> ConversationReport:
+    """Account of what was read, which is also logged; ``words``: the report's ``noun`` and ``purpose``."""
+    report = ConversationReport(
+        rows=counts["rows"],
+        filtered=counts["filtered"],
+        overlong=counts["overlong"],
+        overflow=overflow,
+        limit=max_tokens,
+        silent=counts["silent"],
+        longest=counts["longest"],
+        samples=len(batch.samples),
+        tokens=batch.num_tokens,
+        said=int(batch.loss_mask_T.sum()),
+        **words,
+    )
+    logger.info("%s", report)
+    return report
+
+
+def render(samples: Iterable[ReadConversation], encode: Encode, problems: Problems) -> Iterator[Rendered]:
+    """Token ids of conversations; what a template refuses goes to ``problems``."""
     for sample in samples:
         try:
-            ids, mask = renderer.conversation(sample.messages, last_only=last_only, tools=tools)
+            ids, mask = encode(sample)
         except TemplateError as error:
             problems.add(sample.place, f"the chat template refuses the messages: {error}")
         except ValueError as error:
@@ -227,9 +267,9 @@ def _render(
             yield sample, ids, mask
 
 
-def _fit(
-    rendered: Iterable[_Rendered], max_tokens: int, overflow: str, problems: Problems, counts: Counter[str]
-) -> Iterator[_Rendered]:
+def fit(
+    rendered: Iterable[Rendered], max_tokens: int, overflow: str, problems: Problems, counts: Counter[str]
+) -> Iterator[Rendered]:
     """Those of at most ``max_tokens``; ``counts`` learns of ``longest``, ``overlong`` and ``silent``."""
     for sample, ids, mask in rendered:
         counts["longest"] = max(counts["longest"], len(ids))

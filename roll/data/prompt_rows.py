@@ -58,12 +58,17 @@ def passes(values: Mapping[str, Any], rules: DatasetFilterConfig) -> bool:
             return False
     if rules.min_difficulty is None and rules.max_difficulty is None:
         return True
-    difficulty = _number(lookup(values, rules.difficulty_column), rules.difficulty_column)
+    difficulty = number(lookup(values, rules.difficulty_column), rules.difficulty_column)
     above = rules.min_difficulty is None or difficulty >= rules.min_difficulty
     return above and (rules.max_difficulty is None or difficulty <= rules.max_difficulty)
 
 
-def _number(value: Any, column: str) -> float:
+def number(value: Any, column: str) -> float:
+    """A column's value as a finite or infinite number.
+
+    Raises:
+        RowError: it is none.
+    """
     try:
         number = float("nan") if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -142,7 +147,7 @@ def row_conversation(values: Mapping[str, Any], args: DataArguments) -> tuple[Me
         answer = lookup(values, args.response)
         if not isinstance(answer, str) or not answer.strip():
             raise RowError(f"column {args.response!r}: {_short(answer)}, expected the text of an answer")
-        _check_encodable(answer, f"column {args.response!r}")
+        check_encodable(answer, f"column {args.response!r}")
         messages = (_question(values, args), {"role": "assistant", "content": answer})
     return _with_system_prompt(messages, args)
 
@@ -165,7 +170,7 @@ def _text(value: Any, column: str) -> str:
         raise RowError(f"column {column!r}: {_short(value)}, expected text")
     if not value.strip():
         raise RowError(f"column {column!r}: empty, expected a question")
-    _check_encodable(value, f"column {column!r}")
+    check_encodable(value, f"column {column!r}")
     return value
 
 
@@ -200,11 +205,11 @@ def _message(entry: Any, place: str) -> Message:
     for key, text in message.items():
         if not isinstance(text, str):
             raise RowError(f"{place}.{key}: {_short(text)}, expected text")
-        _check_encodable(text, f"{place}.{key}")
+        check_encodable(text, f"{place}.{key}")
     return message
 
 
-def _check_encodable(text: str, place: str) -> None:
+def check_encodable(text: str, place: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -114,8 +114,8 @@ def make_shared_batches(
 
     Args:
         batch: the sequences.
-        max_sequences: most sequences per micro-batch.
-        max_tokens: most tokens of its row. A longer sequence gets a micro-batch of its own.
+        max_sequences: most samples per micro-batch: sequences, or pairs of them, which are never cut.
+        max_tokens: most tokens of its row. A longer sample gets a micro-batch of its own.
 
     Returns:
         Row indices per micro-batch.
@@ -125,16 +125,18 @@ def make_shared_batches(
     prompt, prompt_length = shared.prompt_B.tolist(), shared.lengths_G.tolist()
     groups: list[list[int]] = []
     present: set[int] = set()
-    load = 0
-    for row in sorted(range(batch.num_sequences), key=lambda row: (prompt[row], -own[row])):
-        cost = own[row] + (0 if prompt[row] in present else prompt_length[prompt[row]])
-        full = groups and len(groups[-1]) == max_sequences
-        if not groups or full or (max_tokens is not None and load + cost > max_tokens):
+    load = taken = 0
+    for rows in sorted(batch.samples.tolist(), key=lambda rows: (prompt[rows[0]], -own[rows[0]])):
+        prompts = {prompt[row] for row in rows}
+        new = sum(own[row] for row in rows)
+        cost = new + sum(prompt_length[each] for each in prompts - present)
+        if not groups or taken == max_sequences or (max_tokens is not None and load + cost > max_tokens):
             groups.append([])
-            present, load, cost = set(), 0, own[row] + prompt_length[prompt[row]]
-        groups[-1].append(row)
-        present.add(prompt[row])
+            present, load, taken, cost = set(), 0, 0, new + sum(prompt_length[each] for each in prompts)
+        groups[-1] += rows
+        present |= prompts
         load += cost
+        taken += 1
     return [torch.tensor(group, dtype=torch.int64) for group in groups]
 
 

@@ -17,8 +17,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from roll.algorithms.losses import build_sft_loss
 from roll.configs.agentic import AgenticConfig
 from roll.configs.data import DataArguments
+from roll.configs.dpo import DPOConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.tools import ToolConfig, ToolsConfig
@@ -29,12 +31,12 @@ from roll.data.conversations import load_conversations
 from roll.demo.scripted_play import ScriptedPlay
 from roll.models.tiny import RECIPE_VERSION, make_tiny_model
 from roll.pipeline.agentic.env_roles import EnvRoles
+from roll.pipeline.offline.training import OfflineTraining
 from roll.pipeline.prompt_roles import PromptRoles
 from roll.pipeline.rlvr.datasets import load_renderer
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_roles import RolloutRoles
 from roll.pipeline.session import RunFailedError, RunSession
-from roll.pipeline.sft.training import SupervisedTraining
 from roll.rollout.env_worker import PlayedPlan
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.scheduler import RolloutScheduler
@@ -81,7 +83,7 @@ class Untaught:
 class WarmStart(Untaught, Generic[RolesT]):
     """The tiny model after supervised training on demonstrations. Subclasses have them, and know how to measure."""
 
-    config: AgenticConfig | RLVRConfig
+    config: AgenticConfig | RLVRConfig | DPOConfig
 
     @property
     def settings(self) -> SupervisedStartConfig:
@@ -143,9 +145,10 @@ class WarmStart(Untaught, Generic[RolesT]):
         """Supervised steps until sampled success is in the middle of the window, measured on episodes of its own."""
         settings = self.settings
         measurement = self.measurement(rollouts)
-        training = SupervisedTraining(
+        training = OfflineTraining(
             roles.actor,
             demonstrations,
+            build_sft_loss,
             batch_size=settings.batch_size,
             max_steps=settings.max_steps,
             seed=derive_seed(self.config.seed, "warm start"),
@@ -226,7 +229,7 @@ class PlayStart(WarmStart[EnvRoles]):
 class AnswersStart(WarmStart[PromptRoles]):
     """Imitates a file's answers. The right format is part of a right answer."""
 
-    config: RLVRConfig
+    config: RLVRConfig | DPOConfig
 
     def recipe(self) -> Mapping[str, Any]:
         content = Path(self.config.warm_start.file_name).expanduser().read_bytes()
@@ -248,7 +251,8 @@ class AnswersStart(WarmStart[PromptRoles]):
             else settings.model_dump(include={"prompt", "response"})
         )
         own = {name.rpartition(":")[2]: ToolConfig(tool=name) for name in settings.tools}
-        (tools,) = told_tools(ToolsConfig(use=own) if own else config.tools, [""]).values() or [None]
+        run_tools = config.tools if isinstance(config, RLVRConfig) else None
+        (tools,) = told_tools(ToolsConfig(use=own) if own else run_tools, [""]).values() or [None]
         return load_conversations(
             DataArguments(file_name=settings.file_name, **told),
             renderer=load_renderer(config),
@@ -259,6 +263,22 @@ class AnswersStart(WarmStart[PromptRoles]):
     def measurement(self, rollouts: PromptRoles) -> RolloutScheduler:
         """One sampled answer to each of some training prompts."""
         return rollouts.measuring(self.settings.eval_episodes, derive_seed(self.config.seed, "warm start measurement"))
+
+
+class PreferencesStart(AnswersStart):
+    """Imitates a file's answers, where one is given, and is measured by answers to held-out questions."""
+
+    config: DPOConfig
+
+    @property
+    def _taught(self) -> bool:
+        return bool(self.config.warm_start.file_name)
+
+    def recipe(self) -> Mapping[str, Any]:
+        return super().recipe() if self._taught else {}
+
+    def weights(self, session: RunSession, roles: Roles, rollouts: PromptRoles) -> str:
+        return super().weights(session, roles, rollouts) if self._taught else self.model_path
 
 
 def _folder(config: PipelineConfig, recipe: Mapping[str, Any]) -> Path:

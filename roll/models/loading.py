@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Head = Literal["lm", "value"]
+Head = Literal["lm", "value", "score"]
+"""What sits on the trunk: the output layer, a critic's value head, or a reward model's, saved as a classifier's."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -129,16 +130,39 @@ def save_model(model: PreTrainedModel, path: Path) -> None:
     save_config(model, path, model.dtype)
 
 
-def save_config(model: PreTrainedModel, path: Path, dtype: torch.dtype) -> None:
-    """Writes what belongs beside the weights: ``config.json`` (naming ``dtype``) and ``generation_config.json``."""
+def save_config(model: PreTrainedModel, path: Path, dtype: torch.dtype, head: Head = "lm") -> None:
+    """Writes what belongs beside the weights: ``config.json`` (naming ``dtype``) and ``generation_config.json``.
+
+    With the head ``score`` it says that the folder holds a classifier with one output.
+
+    Raises:
+        ValueError: Transformers has no such classifier.
+    """
     model.config.save_pretrained(path)
     file = path / "config.json"
     content = json.loads(file.read_text())
     content["architectures"] = [type(model).__name__]
+    if head == "score":
+        content["architectures"] = [classifier_of(model.config)]
+        content |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
     content["dtype"] = str(dtype).removeprefix("torch.")
     file.write_text(json.dumps(content, indent=2) + "\n")
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(path)
+
+
+def classifier_of(config: PreTrainedConfig) -> str:
+    """Name of the class of a sequence classifier on this kind of model.
+
+    Raises:
+        ValueError: Transformers has none.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+
+    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    if name is None:
+        raise ValueError(f"{config.model_type}: Transformers has no sequence classifier of it; expected one that has")
+    return str(name)
 
 
 def copy_companions(source: Path, target: Path) -> None:

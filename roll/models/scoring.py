@@ -202,12 +202,20 @@ def split_batch(
     packing: bool = False,
     sharing: bool = False,
 ) -> list[Tensor]:
-    """Row indices per micro-batch, as shared rows where that saves enough, as rectangles or as packed rows."""
+    """Row indices per micro-batch, as shared rows where that saves enough, as rectangles or as packed rows.
+
+    ``max_sequences`` counts samples: pairs, where there are any, and these are never cut.
+    """
     if sharing and worth_sharing(batch):
         return make_shared_batches(batch, max_sequences=max_sequences, max_tokens=max_tokens)
+    samples = batch.samples
+    lengths, rows_each = batch.lengths_B[samples], samples.shape[1]
     if packing:
-        return make_packs(batch.lengths_B, max_sequences=max_sequences, max_tokens=max_tokens)
-    return make_micro_batches(batch.lengths_B, max_sequences=max_sequences, max_tokens=max_tokens, round_to=round_to)
+        groups = make_packs(lengths.sum(1), max_sequences=max_sequences, max_tokens=max_tokens)
+    else:
+        per_row = None if max_tokens is None else max(1, max_tokens // rows_each)
+        groups = make_micro_batches(lengths.amax(1), max_sequences=max_sequences, max_tokens=per_row, round_to=round_to)
+    return [samples[group].flatten() for group in groups]
 
 
 def layout(micro_batch: Batch, *, round_to: int = 1, packing: bool = False, sharing: bool = False) -> ModelInput:

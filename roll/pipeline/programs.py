@@ -53,7 +53,25 @@ SFT = Program(
     "roll.demo.warm_start:Untaught",
     ("train_on", "sample_overflow", "num_train_epochs"),
 )
-PROGRAMS = {"agentic": AGENTIC, "sft": SFT, "rlvr": RLVR}
+DPO = Program(
+    "roll.configs.dpo:DPOConfig",
+    "roll.pipeline.dpo.launch:run_dpo",
+    "Trains a language model on preferences: answers that are better or worse.",
+    "dpo_math",
+    "start_dpo_pipeline.py",
+    "roll.demo.warm_start:PreferencesStart",
+    ("preference_loss", "preferences", "precompute_reference", "reference_dir"),
+)
+REWARD_MODEL = Program(
+    "roll.configs.reward_training:RewardTrainingConfig",
+    "roll.pipeline.reward_model.launch:run_reward_model",
+    "Trains a reward model on answers that were compared or scored.",
+    "rm_math",
+    "start_rm_pipeline.py",
+    "roll.demo.warm_start:Untaught",
+    ("reward_loss", "answers", "center_coef"),
+)
+PROGRAMS = {"agentic": AGENTIC, "dpo": DPO, "reward_model": REWARD_MODEL, "sft": SFT, "rlvr": RLVR}
 """By name. The first whose ``sections`` a configuration has runs it."""
 
 

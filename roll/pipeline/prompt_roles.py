@@ -26,7 +26,7 @@ class PromptRoles(RolloutRoles):
         clusters: started clusters by name.
         roles: the model roles.
         tokenizer_path: folder with the policy's tokenizer.
-        train: the prompts to train on; ``None`` with ``eval_only``, and in SFT.
+        train: the prompts to train on; ``None`` with ``eval_only``, and where prompts are not trained on.
         val: the held-out ones.
         on_tick: see ``RolloutRoles``.
     """
@@ -74,10 +74,11 @@ class PromptRoles(RolloutRoles):
     def measuring(self, num_slots: int, seed: int) -> RolloutScheduler:
         """A scheduler over one sampled answer to each of some training prompts, drawn by a seed of its own.
 
-        With ``eval_only`` they are held-out ones.
+        Where there are none, they are held-out ones, sampled as at an evaluation where nothing says how to train.
         """
         assert self._prompts is not None, "RLVRConfig.problems"
-        plan = PromptPlan(PromptSampler(self._prompts, seed), 1, num_slots, seed, "train")
+        sampling = "train" if isinstance(self._config, RLVRConfig) else "val"
+        plan = PromptPlan(PromptSampler(self._prompts, seed), 1, num_slots, seed, sampling)
         return self.make_scheduler(plan, ROLLOUT_CLUSTER)
 
     def epoch_of(self, draw: int) -> float:

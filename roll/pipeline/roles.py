@@ -51,7 +51,7 @@ class Roles:
         self.reference: ModelCluster | WithoutAdapter | None = None
         if "reference" in clusters:
             self.reference = ModelCluster(clusters["reference"], self.offload_manager)
-        elif isinstance(config, RLConfig) and config.uses_reference and config.uses_lora:
+        elif config.uses_reference and config.uses_lora:
             self.reference = WithoutAdapter(self.actor)
 
     @property
@@ -182,6 +182,7 @@ class Roles:
             worker=worker,
             role=role,
             model_path=model_path,
+            head="score" if role == "actor_train" and config.trains_scores else "lm",
             returns_hidden=role == "reference" and config.uses_full_kl,
             marks_hits=role == "actor_train" and config.marks_hits,
             keeps_output_layer=role == "actor_train" and config.uses_full_kl,

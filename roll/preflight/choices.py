@@ -11,11 +11,13 @@ from roll.agentic.tools.dialects import DIALECTS
 from roll.agentic.tools.tool import check_tool
 from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.data import ATTRIBUTE_PATH
+from roll.configs.dpo import DPOConfig
 from roll.configs.engines import strategy_names
 from roll.configs.engines.card import task_of
 from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem, Words
 from roll.configs.prompts import PromptsConfig
+from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import Rule, sections
@@ -290,6 +292,8 @@ CHECKS: dict[type[PipelineConfig], tuple[Rule, ...]] = {
         *_CHECKS,
     ),
     SFTConfig: (check_verifiers, check_data_plugins, *_CHECKS),
+    DPOConfig: (check_verifiers, check_data_plugins, *_CHECKS),
+    RewardTrainingConfig: (check_data_plugins, *_CHECKS),
 }
 """By the class of the configuration, for ``load_config``."""
 

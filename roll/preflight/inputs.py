@@ -6,12 +6,15 @@ import glob
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 from roll.configs.data import DataArguments
+from roll.configs.dpo import DPOConfig
+from roll.configs.offline import OfflineConfig
 from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.prompts import PromptsConfig
-from roll.configs.sft import SFTConfig
+from roll.configs.reward_training import RewardTrainingConfig
 
 HEAD = 2000
 """Rows that are read of each data file."""
@@ -60,14 +63,27 @@ def _check_dataset(key: str, args: DataArguments, config: PromptsConfig) -> Find
     if len(absent) == len(args.file_names):
         return lines, []
     from roll.data.conversations import Scoring, check_conversations
+    from roll.data.preferences import check_preferences
     from roll.data.prompts import DataError, check_prompts
+    from roll.data.scored_answers import check_scored
 
     present = args.model_copy(update={"file_name": [name for name in args.file_names if name not in absent]})
     try:
-        if isinstance(config, SFTConfig):
+        if isinstance(config, OfflineConfig):
             scored = config.validation if key.startswith("validation") and config.rewards else None
             scoring = Scoring(tuple(config.domains), scored.solution) if scored else None
-            tags, whole = check_conversations(present, scoring=scoring, seed=config.seed, head=HEAD)
+            options: dict[str, Any] = {"scoring": scoring, "seed": config.seed, "head": HEAD}
+            if isinstance(config, DPOConfig):
+                label = None if config.in_pairs else config.preferences.label
+                tags, whole = check_preferences(present, config.preferences, label=label, **options)
+            elif isinstance(config, RewardTrainingConfig) and config.reward_loss == "bradley_terry":
+                tags, whole = check_preferences(present, config.answers, label=None, **options)
+            elif isinstance(config, RewardTrainingConfig):
+                del options["scoring"]
+                in_steps = config.reward_loss == "process"
+                tags, whole = check_scored(present, config.answers, in_steps=in_steps, **options)
+            else:
+                tags, whole = check_conversations(present, **options)
         else:
             tags, whole = check_prompts(present, allowed_tags=config.domains, seed=config.seed, head=HEAD)
     except DataError as error:

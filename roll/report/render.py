@@ -27,7 +27,12 @@ _ENDINGS = {
 _EPISODES_FILE = "episodes.jsonl"
 _TONES = {"completed": "good", "failed": "bad"}
 _SUCCESS = {"training": "rollout/success", "held-out": "eval/success"}
-_LOSS = {"training": "sft/loss", "held-out": "eval/loss"}
+_LOSSES = {
+    "loss_curve.svg": ("Loss by training step, nats per token", {"training": "sft/loss", "held-out": "eval/loss"}),
+    "reward_loss_curve.svg": ("Loss by training step", {"training": "rm/loss", "held-out": "eval/loss"}),
+    "preference_loss_curve.svg": ("Loss by training step", {"training": "dpo/loss", "held-out": "eval/loss"}),
+}
+"""By file: the title, and the metrics; drawn where the first of them was measured."""
 _SHOWN_METRICS = (
     "rollout/success",
     "rollout/reward",
@@ -176,12 +181,11 @@ def _curves(metrics: Sequence[Mapping[str, Any]], folder: Path) -> list[dict[str
     curves = []
     if success := _series(metrics, _SUCCESS):
         curves.append(("learning_curve.svg", partial(learning_curve_svg, success)))
-    if loss := _series(metrics, _LOSS):
-        top = _round_above(max(value for points in loss.values() for _, value in points))
-        title = "Loss by training step, nats per token"
-        curves.append(
-            ("loss_curve.svg", partial(learning_curve_svg, loss, title=title, y_range=(0.0, top), percent=False))
-        )
+    for name, (title, named) in _LOSSES.items():
+        if "training" in (loss := _series(metrics, named)):
+            top = _round_above(max(value for points in loss.values() for _, value in points))
+            drawn = partial(learning_curve_svg, loss, title=title, y_range=(0.0, top), percent=False)
+            curves.append((name, drawn))
     for name, draw in curves:
         write_atomic(folder / name, draw())
     return [{"wide": draw(), "narrow": draw(width=360, height=300)} for _, draw in curves]

@@ -12,16 +12,18 @@ import math
 import os
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from roll.algorithms.types import LossContext, LossOutput, TokenScores
+from roll.algorithms.preferences import build_preference_loss
+from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
+from roll.configs.preference import PreferenceConfig
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
@@ -68,6 +70,8 @@ class Layout:
     """Such as ``per_device_train_batch_size``; the optimizer's own stay as in ``TRAINING``."""
     model: str = "qwen2"
     """One of ``MODELS``."""
+    task: str = "policy"
+    """What is learnt: one of ``TASKS``."""
     lora: LoraSpec | None = None
     """Trains an adapter, whose weights are then those compared."""
     bounds: dict[str, float] = field(default_factory=dict)
@@ -176,6 +180,18 @@ def policy_loss(scores: TokenScores, batch: Batch, context: LossContext) -> Loss
     return LossOutput(-(gain_T * mask_T).sum() / context.num_tokens, {"actor/entropy": entropy})
 
 
+@dataclass(frozen=True)
+class Task:
+    """Something to learn, and what the oracle makes of it."""
+
+    batch: Callable[[int], Batch]
+    """The sequences of a step."""
+    loss: LossFn
+    oracle: Callable[[Any, Batch], tuple[Tensor, float]]
+    """The step's loss and the value of ``metric`` in float64, from the model's logits."""
+    metric: str
+
+
 @dataclass
 class Expected:
     """What the oracle found."""
@@ -183,18 +199,19 @@ class Expected:
     before_T: Tensor
     after_T: Tensor
     losses: list[float]
-    entropies: list[float]
+    measured: list[float]
     norms: list[float]
     weights: dict[str, Tensor]
 
 
 @cache
-def oracle(model_path: Path, lora: LoraSpec | None = None) -> Expected:
+def oracle(model_path: Path, lora: LoraSpec | None = None, task_name: str = "policy") -> Expected:
     """Three steps in float64."""
     from transformers import AutoModelForCausalLM
 
     from roll.distributed.strategy.training.optim import learning_rate
 
+    task = TASKS[task_name]
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}  # fused kernels have no float64
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, **options)
     model = model.double() if lora is None else with_adapter(model, lora)
@@ -206,11 +223,10 @@ def oracle(model_path: Path, lora: LoraSpec | None = None) -> Expected:
     ]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.999), eps=1e-6)
     args = WorkerConfig.model_validate({"training_args": TRAINING}).training_args
-    before_T = _oracle_logprobs(model, make_batch(0))
-    losses, entropies, norms = [], [], []
+    before_T = _oracle_logprobs(model, task.batch(0))
+    losses, measured, norms = [], [], []
     for step in range(NUM_STEPS):
-        batch = make_batch(step)
-        loss, entropy = _oracle_loss(model, batch)
+        loss, value = task.oracle(model, task.batch(step))
         optimizer.zero_grad()
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, MAX_GRAD_NORM)))
@@ -218,10 +234,10 @@ def oracle(model_path: Path, lora: LoraSpec | None = None) -> Expected:
             group["lr"] = learning_rate(args, step, TOTAL_STEPS)
         optimizer.step()
         losses.append(loss.item())
-        entropies.append(entropy)
-    after_T = _oracle_logprobs(model, make_batch(0))
+        measured.append(value)
+    after_T = _oracle_logprobs(model, task.batch(0))
     weights = checkpoint_weights(model) if lora is None else adapter_weights(model)
-    return Expected(before_T, after_T, losses, entropies, norms, weights)
+    return Expected(before_T, after_T, losses, measured, norms, weights)
 
 
 def with_adapter(model: Any, lora: LoraSpec) -> Any:
@@ -275,6 +291,93 @@ def _oracle_loss(model: Any, batch: Batch) -> tuple[Tensor, float]:
             entropies += entropy.item()
     count = batch.loss_mask_T.sum()
     return -gain / count, entropies / float(count)
+
+
+def make_preferences(step: int) -> Batch:
+    """Five pairs, two of them about one question; the answers' lengths differ."""
+    generator = torch.Generator().manual_seed(200 + step)
+
+    def tokens(count: int) -> Tensor:
+        return torch.randint(0, VOCABULARY, (count,), generator=generator)
+
+    questions = [tokens(count) for count in (6, 3, 9, 4)]
+    questions.append(questions[0])
+    answers = [tokens(count) for count in torch.randint(1, 13, (10,), generator=generator).tolist()]
+    rows = [torch.cat([questions[index // 2], answer]) for index, answer in enumerate(answers)]
+    masks = [torch.arange(len(row)) >= len(row) - len(answer) for row, answer in zip(rows, answers, strict=True)]
+    mask_T = torch.cat(masks)
+    ref_logprobs_T = -4 + torch.randn(len(mask_T), generator=generator)
+    return Batch(
+        torch.tensor([len(row) for row in rows]),
+        torch.cat(rows),
+        mask_T,
+        ref_logprobs_T=ref_logprobs_T * mask_T,
+        pair_B=torch.arange(10) // 2,
+        preferred_B=torch.rand(5, generator=generator).lt(0.5).repeat_interleave(2) ^ (torch.arange(10) % 2 == 0),
+        anchor_B=torch.full((10,), 1.5),
+    )
+
+
+def make_labelled(step: int) -> Batch:
+    """The same answers, good or bad by themselves."""
+    return make_preferences(step).replace(pair_B=None)
+
+
+PREFERENCES = {
+    "sigmoid": PreferenceConfig(preference_loss="sigmoid", beta=0.5, label_smoothing=0.1, nll_coef=0.3),
+    "ipo": PreferenceConfig(preference_loss="ipo", beta=0.4, length_normalized=True),
+    "simpo": PreferenceConfig(preference_loss="simpo", beta=2.0, target_margin=0.7),
+    "orpo": PreferenceConfig(preference_loss="orpo", beta=0.8, nll_coef=1.0),
+    "kto": PreferenceConfig(preference_loss="kto", beta=0.3, desirable_weight=1.5),
+}
+
+
+def _oracle_preferences(model: Any, batch: Batch, name: str) -> tuple[Tensor, float]:
+    """One sequence after the other; the formulas as their papers have them."""
+    sigma = torch.nn.functional.logsigmoid
+    logps, refs, counts = [], [], []
+    for _, one, logprobs in _oracle_rows(model, batch):
+        positions = one.loss_mask_T.nonzero().flatten()
+        logps.append(logprobs[positions - 1, one.tokens_T[positions]].sum())
+        refs.append(one.ref_logprobs_T.double().sum())
+        counts.append(len(positions))
+    ratios = [logp - ref for logp, ref in zip(logps, refs, strict=True)]
+    losses, right = [], []
+    if name == "kto":
+        for ratio, good in zip(ratios, batch.preferred_B.tolist(), strict=True):
+            value = 0.3 * (ratio - 1.5)
+            losses.append(1.5 * (1 - sigma(value).exp()) if good else 1 - sigma(-value).exp())
+            right.append(float(value > 0) == float(good))
+        return torch.stack(losses).mean(), sum(right) / len(right)
+    for first in range(0, len(logps), 2):
+        w, x = (first, first + 1) if batch.preferred_B[first] else (first + 1, first)
+        mean_w, mean_x = logps[w] / counts[w], logps[x] / counts[x]
+        if name == "sigmoid":
+            lead = 0.5 * (ratios[w] - ratios[x])
+            losses.append(-0.9 * sigma(lead) - 0.1 * sigma(-lead) - 0.3 * mean_w)
+        elif name == "ipo":
+            lead = ratios[w] / counts[w] - ratios[x] / counts[x]
+            losses.append((lead - 1 / (2 * 0.4)) ** 2)
+        elif name == "simpo":
+            lead = 2.0 * (mean_w - mean_x)
+            losses.append(-sigma(lead - 0.7))
+        else:
+            odds_w, odds_x = (mean.exp() / (1 - mean.exp()) for mean in (mean_w, mean_x))
+            lead = (odds_w / odds_x).log()
+            losses.append(-mean_w - 0.8 * sigma(lead))
+        right.append(float(lead > 0))
+    return torch.stack(losses).mean(), sum(right) / len(right)
+
+
+TASKS = {"policy": Task(make_batch, policy_loss, _oracle_loss, "actor/entropy")} | {
+    name: Task(
+        make_labelled if name == "kto" else make_preferences,
+        build_preference_loss(config),
+        partial(_oracle_preferences, name=name),
+        "dpo/accuracy",
+    )
+    for name, config in PREFERENCES.items()
+}
 
 
 @torch.no_grad()
@@ -347,27 +450,28 @@ def _run(layout: Layout, model_path: Path, rank: int) -> dict[str, Any]:
     strategy: Any = STRATEGIES.get(layout.strategy)(make_context(layout, model_path, rank))
     info = strategy.setup()
 
+    task = TASKS[layout.task]
+
     def scores() -> tuple[Tensor, Tensor]:
-        batch = make_batch(0)
+        batch = task.batch(0)
         part = batch.split(info.dp_size)[info.dp_rank]
         return batch.token_index(part), strategy.logprobs(batch.select(part)).logprobs_T
 
     result: dict[str, Any] = {"before": scores(), "metrics": []}
     for step in range(NUM_STEPS):
-        batch = make_batch(step)
+        batch = task.batch(step)
         share = batch.select(batch.split(info.dp_size)[info.dp_rank])
-        result["metrics"].append(strategy.train_step(share, policy_loss))
+        result["metrics"].append(strategy.train_step(share, task.loss))
     result["after"] = scores()
-    result["neighbour"] = _influence(strategy, info, result["after"][1])
+    result["neighbour"] = _influence(strategy, info, task.batch(0), result["after"][1])
     result["weights"] = exported(strategy) if layout.lora is None else exported_adapter(strategy)
     if hasattr(strategy, "shutdown"):
         strategy.shutdown()
     return result
 
 
-def _influence(strategy: Any, info: RankInfo, before_T: Tensor) -> float:
+def _influence(strategy: Any, info: RankInfo, batch: Batch, before_T: Tensor) -> float:
     """How much the scores of a share's other sequences move when its first gets other tokens."""
-    batch = make_batch(0)
     share = batch.select(batch.split(info.dp_size)[info.dp_rank])
     others_T = (share.rows_T > 0) & share.loss_mask_T
     tokens_T = torch.where(share.rows_T == 0, (share.tokens_T + 7) % VOCABULARY, share.tokens_T)
@@ -384,7 +488,7 @@ def _compare(layout: Layout, model_path: Path, folder: Path) -> Figures:
     if errors or not (folder / f"{layout.id}-0.pt").exists():
         return Figures(error="\n".join(f"rank {r}: {e}" for r, e in errors.items()) or "not run: an earlier one failed")
     found = torch.load(folder / f"{layout.id}-0.pt", weights_only=True)
-    expected = oracle(model_path, layout.lora)
+    expected = oracle(model_path, layout.lora, layout.task)
 
     def scored(name: str, reference_T: Tensor) -> float:
         index, logprobs_T = found[name]
@@ -393,7 +497,8 @@ def _compare(layout: Layout, model_path: Path, folder: Path) -> Figures:
     metrics = found["metrics"]
     assert found["weights"].keys() == expected.weights.keys(), found["weights"].keys() ^ expected.weights.keys()
     losses = [abs(m["actor/loss"] - x) for m, x in zip(metrics, expected.losses, strict=True)]
-    losses += [abs(m["actor/entropy"] - x) for m, x in zip(metrics, expected.entropies, strict=True)]
+    metric = TASKS[layout.task].metric
+    losses += [abs(m[metric] - x) for m, x in zip(metrics, expected.measured, strict=True)]
     return Figures(
         logprobs=max(scored("before", expected.before_T), scored("after", expected.after_T)),
         loss=max(losses),

@@ -61,8 +61,9 @@ class StrategyContext:
     rank: int = 0
     world_size: int = 1
     """Place in the role's process group; MASTER_ADDR and MASTER_PORT are set in the environment when world_size > 1."""
-    head: Literal["lm", "value"] = "lm"
-    """``value``: a scalar head on the same trunk (critic)."""
+    head: Literal["lm", "value", "score"] = "lm"
+    """``value``: a scalar head on the same trunk (critic). ``score``: one without bias, saved as a classifier's (reward
+    model)."""
     returns_hidden: bool = False
     """A language model's scores hold its final hidden states (a reference, with ``kl_penalty: full``)."""
     marks_hits: bool = False

@@ -9,6 +9,8 @@ import pytest
 
 from roll.algorithms.advantages import ADVANTAGES
 from roll.algorithms.policy_losses import POLICY_LOSSES
+from roll.algorithms.preferences import PREFERENCE_LOSSES
+from roll.algorithms.reward_models import REWARD_LOSSES
 from roll.configs.algorithm import (
     AlgorithmConfig,
     KlPenalty,
@@ -23,6 +25,8 @@ from roll.configs.correction import (
     TrainInferCorrectionConfig,
     TrainInferFilterConfig,
 )
+from roll.configs.preference import PreferenceConfig, PreferenceLoss
+from roll.configs.reward_training import RewardLossConfig
 
 DOCS = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 ELSEWHERE = {"ppo_epochs", "max_grad_norm", "l2", "critic_warmup", "enable_old_logprobs_recompute"}
@@ -34,6 +38,9 @@ ELSEWHERE = {"ppo_epochs", "max_grad_norm", "l2", "critic_warmup", "enable_old_l
     [
         *ADVANTAGES.names(),
         *POLICY_LOSSES.names(),
+        *PREFERENCE_LOSSES.names(),
+        *REWARD_LOSSES,
+        *PreferenceLoss.__args__,  # type: ignore[attr-defined]
         *KlPenalty.__args__,  # type: ignore[attr-defined]
         *AggregationLevel.__args__,  # type: ignore[attr-defined]
         *PfPpoConfig.model_fields["reweight_method"].annotation.__args__,  # type: ignore[union-attr]
@@ -50,6 +57,8 @@ SECTIONS = (
     AlgorithmConfig,
     OverlongBufferConfig,
     PfPpoConfig,
+    PreferenceConfig,
+    RewardLossConfig,
     TrainInferCorrectionConfig,
     IsWeightConfig,
     TrainInferFilterConfig,

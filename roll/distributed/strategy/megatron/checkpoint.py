@@ -24,11 +24,12 @@ from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import (
     ADAPTER,
     HEAD_PREFIX,
-    MODEL,
     MODEL_PREFIX,
     VALUE_HEAD,
     ModelFiles,
+    Tensors,
     adapter_tensors,
+    model_tensors,
 )
 from roll.distributed.strategy.training.optim import MASTER
 from roll.distributed.strategy.training.pieces import Piece
@@ -97,14 +98,14 @@ def megatron_files(gatherer: WeightGatherer, dtype: torch.dtype, context: Strate
             write_adapter_config(folder, lora, source)
             return
         with torch.device("meta"):
-            save_config(make_skeleton(head, source, dtype=dtype), folder, dtype)
+            save_config(make_skeleton(head, source, dtype=dtype), folder, dtype, head)
 
-    model = gatherer.pieces("trunk", dtype) if lora is None else []
-    tensors = {
-        MODEL: [piece.renamed(partial(_saved_name, head=head)) for piece in model],
-        ADAPTER: gatherer.pieces("adapter", torch.float32),
-        VALUE_HEAD: gatherer.pieces("head", torch.float32),
-    }
+    own_head = gatherer.pieces("head", torch.float32)
+    if lora is not None:
+        tensors: Tensors = {ADAPTER: gatherer.pieces("adapter", torch.float32), VALUE_HEAD: own_head}
+    else:
+        trunk = [piece.renamed(partial(_saved_name, head=head)) for piece in gatherer.pieces("trunk", dtype)]
+        tensors = model_tensors(trunk, own_head, head, MODEL_PREFIX.rstrip("."))
     return ModelFiles(tensors, write_config, source)
 
 
@@ -163,5 +164,5 @@ def _module_tensors(named: Iterable[tuple[str, Tensor]], num_experts: int) -> It
 
 
 def _saved_name(name: str, head: Head) -> str:
-    """A critic is saved as a trunk, whose names have no prefix."""
-    return name.removeprefix(MODEL_PREFIX) if head == "value" else name
+    """The name in the module: a trunk's have no prefix."""
+    return name if head == "lm" else name.removeprefix(MODEL_PREFIX)

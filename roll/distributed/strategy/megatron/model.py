@@ -188,7 +188,7 @@ def folder_reader(model: MegatronModel, path: Path) -> Reader:
     """
     read, saved = WeightFiles(str(path)).read, {}
     if model.value_head is not None:
-        head = load_value_head(model.config.hidden_size, path)
+        head = load_value_head(model.config.hidden_size, path, bias=model.value_head.linear.bias is not None)
         saved = {HEAD_PREFIX + name: parameter.detach() for name, parameter in head.named_parameters()}
     return lambda name: saved[name] if name in saved else read(name)
 
@@ -295,7 +295,7 @@ def _make_chunk(
     first: bool,
     last: bool,
 ) -> Any:
-    value = context.head == "value"
+    value = context.head != "lm"
     arguments = dict(converted.model)
     arguments["vocab_size"] = padded_vocab_size(converted.vocab_size, config.tensor_model_parallel_size)
     if value:
@@ -314,7 +314,7 @@ def _make_chunk(
     chunk.to(device, config.params_dtype)
     if value and last:
         del chunk.output_layer
-        chunk.value_head = ValueHead(config.hidden_size).to(device)
+        chunk.value_head = ValueHead(config.hidden_size, bias=context.head == "value").to(device)
     return chunk
 
 

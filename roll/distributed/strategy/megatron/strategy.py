@@ -204,7 +204,7 @@ class MegatronInfer(Scorer):
         return TokenScores(**columns)
 
     def _score_names(self, one: MegatronInput) -> list[str]:
-        if self.context.head == "value":
+        if self.context.head != "lm":
             return ["values_T"]
         wanted = {
             "hit_T": self.context.marks_hits,

@@ -47,8 +47,8 @@ from roll.distributed.strategy.training.tensor_files import (
     plan_files,
     write_index,
 )
-from roll.models.heads import VALUE_HEAD_FILE
-from roll.models.loading import copy_companions
+from roll.models.heads import SCORE_WEIGHT, VALUE_HEAD_FILE
+from roll.models.loading import Head, copy_companions
 from roll.models.lora import ADAPTER_FILE
 from roll.utils.checksums import WrittenFile
 from roll.utils.threads import in_background
@@ -161,6 +161,21 @@ class Contents:
         for stem, files in self.files.items():
             file_of = {id(piece): file for file in files for piece in file.pieces}
             yield from ((piece, file_of[id(piece)]) for piece in self.pieces[stem])
+
+
+def model_tensors(trunk: Sequence[Piece], head: Sequence[Piece], kind: Head, prefix: str) -> Tensors:
+    """A model's tensors, by the stems of their files.
+
+    Args:
+        trunk: the language model, or the trunk, whose names have no prefix.
+        head: a critic's or a reward model's; empty of a language model.
+        kind: of head. A reward model is one with its trunk, as a sequence classifier is.
+        prefix: before the trunk's names in a classifier.
+    """
+    if kind != "score":
+        return {MODEL: trunk, VALUE_HEAD: head}
+    named = [piece.renamed(lambda name: f"{prefix}.{name}") for piece in trunk]
+    return {MODEL: [*named, *(piece.renamed(lambda _: SCORE_WEIGHT) for piece in head)]}
 
 
 def model_contents(path: Path, files: ModelFiles) -> Contents:

@@ -41,11 +41,13 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
     if context.lora is not None:
         require_engine("peft", extra="lora", strategy=context.worker.strategy_args.strategy_name)
         inject_adapter(model, context.lora)
-    value = context.head == "value"
+    head = None
+    if context.head != "lm":
+        head = ValueHead(model.config.get_text_config().hidden_size, dtype, bias=context.head == "value")
     return TokenScorer(
         model,
         temperature=context.temperature,
-        value_head=ValueHead(model.config.get_text_config().hidden_size, dtype) if value else None,
+        value_head=head,
         returns_hidden=context.returns_hidden,
         marks_hits=context.marks_hits,
     )

@@ -20,16 +20,17 @@ from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import (
     ADAPTER,
     HEAD_PREFIX,
-    MODEL,
     MODEL_PREFIX,
     VALUE_HEAD,
     ModelFiles,
+    Tensors,
     adapter_tensors,
+    model_tensors,
 )
 from roll.distributed.strategy.training.optim import MASTER
 from roll.distributed.strategy.training.pieces import Piece, Spread, gather, piece_of, world_size
 from roll.distributed.strategy.training.tensor_files import Reader
-from roll.models.heads import load_value_head
+from roll.models.heads import ValueHead, load_value_head
 from roll.models.loading import converts_weights, load_causal_lm, load_trunk, save_config, to_hf_weights
 from roll.models.lora import adapter_name, base_name, initial_value, is_adapter, write_adapter_config
 from roll.models.scoring import OutputLayer, TokenScorer
@@ -103,7 +104,7 @@ def load_model(path: Path, weights: ModuleWeights, config_kwargs: Mapping[str, A
     whole: dict[str, Tensor] = {}
     with raise_on_all_ranks():
         if _rank() == 0:
-            whole = _read_model(path, weights.scorer.value_head is not None, config_kwargs)
+            whole = _read_model(path, weights.scorer.value_head, config_kwargs)
     names = [name for name in weights.parameters if not is_adapter(name)]
     _fill(weights, names, MASTER, lambda name: whole[base_name(name)])
 
@@ -173,26 +174,27 @@ def module_files(
 
     def write_config(folder: Path) -> None:
         if lora is None:
-            save_config(weights.scorer.model, folder, dtype)
+            save_config(weights.scorer.model, folder, dtype, context.head)
         else:
             write_adapter_config(folder, lora, context.model_path)
 
-    names = weights.parameters
-    tensors = {
-        MODEL: pieces if lora is None else [],
-        ADAPTER: [] if lora is None else pieces,
-        VALUE_HEAD: [_float32(weights, n, n.removeprefix(HEAD_PREFIX)) for n in names if n.startswith(HEAD_PREFIX)],
-    }
+    of_head = [name for name in weights.parameters if name.startswith(HEAD_PREFIX)]
+    head = [_float32(weights, name, name.removeprefix(HEAD_PREFIX)) for name in of_head]
+    if lora is not None:
+        tensors: Tensors = {ADAPTER: pieces, VALUE_HEAD: head}
+    else:
+        tensors = model_tensors(pieces, head, context.head, weights.scorer.model.base_model_prefix)
     return ModelFiles(tensors, write_config, context.model_path)
 
 
-def _read_model(path: Path, has_head: bool, config_kwargs: Mapping[str, Any] | None) -> dict[str, Tensor]:
-    load = load_trunk if has_head else load_causal_lm
+def _read_model(path: Path, head: ValueHead | None, config_kwargs: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    load = load_causal_lm if head is None else load_trunk
     model = load(str(path), dtype=torch.float32, config_kwargs=config_kwargs)
     whole = {MODEL_PREFIX + name: parameter.detach() for name, parameter in model.named_parameters()}
-    if has_head:
-        head = load_value_head(model.config.get_text_config().hidden_size, path)
-        whole |= {HEAD_PREFIX + name: parameter.detach() for name, parameter in head.named_parameters()}
+    if head is not None:
+        bias = head.linear.bias is not None
+        saved = load_value_head(model.config.get_text_config().hidden_size, path, bias=bias)
+        whole |= {HEAD_PREFIX + name: parameter.detach() for name, parameter in saved.named_parameters()}
     return whole
 
 

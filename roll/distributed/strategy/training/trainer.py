@@ -81,7 +81,7 @@ class Scorer(ABC):
 
     def __init__(self, context: StrategyContext) -> None:
         self.context = context
-        self.area = "critic" if context.head == "value" else "actor"
+        self.area = {"lm": "actor", "value": "critic", "score": "reward_model"}[context.head]
         self._resident = States.ALL
 
     @abstractmethod

@@ -1,0 +1,242 @@
+"""Losses of preferences: a chosen answer beside a rejected one, or answers that are good or bad by themselves.
+
+An answer is the tokens of a row with loss mask 1, and its reward is what the policy adds to the reference's
+log-probability of it. A loss is a sum over the pairs (KTO: answers) of a micro-batch, divided by their number in the
+whole optimizer step; so micro-batching, packing and data parallelism cannot change the gradient.
+
+Axes: B rows, P pairs, T tokens, M answer tokens of the micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from roll.algorithms.checks import require_columns
+from roll.algorithms.kl import k3
+from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
+from roll.configs.preference import PreferenceConfig
+from roll.data.batch import Batch
+from roll.utils.registry import Registry
+
+LOG_HALF = math.log(0.5)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers and how likely they are; one entry each, on the scores' device."""
+
+    logprob: Tensor
+    """Under the policy being trained; gradients flow through it."""
+    ref_logprob: Tensor | None
+    """Under the reference; ``None`` where the loss asks for none."""
+    length: Tensor
+    """Tokens, as a float."""
+
+    @classmethod
+    def of(cls, logprobs_T: Tensor, batch: Batch) -> Answers:
+        """The answer of every row, [B]; a row without one has length 0."""
+        token_M = batch.loss_mask_T.nonzero().squeeze(1)
+        row_M = batch.rows_T[token_M]
+
+        def total(column_T: Tensor) -> Tensor:
+            device = logprobs_T.device
+            values_M = column_T.to(device)[token_M.to(device)].to(logprobs_T.dtype)
+            return values_M.new_zeros(batch.num_sequences).index_add(0, row_M.to(device), values_M)
+
+        ref_logprob = None if batch.ref_logprobs_T is None else total(batch.ref_logprobs_T)
+        return cls(total(logprobs_T), ref_logprob, total(torch.ones(batch.num_tokens)))
+
+    def at(self, rows: Tensor) -> Answers:
+        """Those of the given rows."""
+        rows = rows.to(self.logprob.device)
+        ref_logprob = None if self.ref_logprob is None else self.ref_logprob[rows]
+        return Answers(self.logprob[rows], ref_logprob, self.length[rows])
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """Log-probability beyond the reference's."""
+        assert self.ref_logprob is not None, "the loss has asked for the reference"
+        return self.logprob - self.ref_logprob
+
+    @property
+    def mean_logprob(self) -> Tensor:
+        """Log-probability per token."""
+        return self.logprob / self.length
+
+
+PreferenceFn: TypeAlias = Callable[[Tensor, PreferenceConfig], Tensor]
+"""Gives the loss of each pair, [P], from the lead of the chosen answer's reward over the rejected one's."""
+
+
+def sigmoid(lead_P: Tensor, config: PreferenceConfig) -> Tensor:
+    """``-(1 - e) log s(lead - g) - e log s(g - lead)`` with ``label_smoothing`` e and ``target_margin`` g."""
+    beyond_P, smoothing = lead_P - config.target_margin, config.label_smoothing
+    return -(1 - smoothing) * logsigmoid(beyond_P) - smoothing * logsigmoid(-beyond_P)
+
+
+def ipo(lead_P: Tensor, config: PreferenceConfig) -> Tensor:
+    """``(lead / beta - 1 / (2 beta))^2``: the log ratios differ by ``1 / (2 beta)``, and by no more."""
+    return ((lead_P - 0.5) / config.beta).square()
+
+
+def hinge(lead_P: Tensor, config: PreferenceConfig) -> Tensor:
+    """``max(0, 1 - lead)``."""
+    return torch.relu(1 - lead_P)
+
+
+def orpo(lead_P: Tensor, config: PreferenceConfig) -> Tensor:
+    """``-beta log s(lead)``, the lead being that of the log odds."""
+    return -config.beta * logsigmoid(lead_P)
+
+
+PREFERENCE_LOSSES: Registry[PreferenceFn] = Registry("preference loss")
+for _loss in (sigmoid, ipo, hinge, orpo):
+    PREFERENCE_LOSSES.register(_loss.__name__, _loss)
+# SimPO is DPO's loss of other rewards, see ``rewards``.
+PREFERENCE_LOSSES.register("simpo", sigmoid)
+
+
+def rewards(answers: Answers, config: PreferenceConfig) -> Tensor:
+    """The implicit reward of each answer.
+
+    ``beta`` times the log ratio to the reference (sigmoid, ipo, hinge, kto; per token with ``length_normalized``) or
+    the mean log-probability (simpo); for orpo the log odds of the mean log-probability.
+    """
+    if config.preference_loss == "orpo":
+        mean = answers.mean_logprob
+        return mean - log_of_rest(mean)
+    if config.preference_loss == "simpo":
+        return config.beta * answers.mean_logprob
+    scaled = config.beta * answers.log_ratio
+    return scaled / answers.length if config.length_normalized else scaled
+
+
+def log_of_rest(logprob: Tensor) -> Tensor:
+    """``log(1 - exp(x))`` for x below 0, exact at both ends; x at 0 counts as the number next to it."""
+    below = logprob.clamp(max=-torch.finfo(logprob.dtype).tiny)
+    near_one = below > LOG_HALF
+    # Each branch gets arguments at which the other's gradient is finite too.
+    small = torch.log(-torch.expm1(torch.where(near_one, below, LOG_HALF)))
+    return torch.where(near_one, small, torch.log1p(-torch.exp(torch.where(near_one, LOG_HALF, below))))
+
+
+def preference_loss(scores: TokenScores, batch: Batch, ctx: LossContext, config: PreferenceConfig) -> LossOutput:
+    """Mean over pairs of the loss that ``config.preference_loss`` names, plus ``nll_coef`` times the chosen's NLL.
+
+    Args:
+        scores: ``logprobs_T``.
+        batch: One micro-batch with ``pair_B`` and ``preferred_B``, both sides of every pair in it; ``ref_logprobs_T``
+            where the loss compares with the reference.
+        ctx: Counts over the optimizer step.
+        config: Keys of the loss.
+
+    Raises:
+        ValueError: a column or score is missing, or the optimizer step has no pair.
+    """
+    answers = _answers(scores, batch, config, "pair_B", "preferred_B")
+    pairs = pairs_in_order(batch)
+    chosen, rejected = (answers.at(rows) for rows in pairs.unbind(1))
+    weight = 1.0 / _count(ctx.num_sequences / 2, "pair")
+
+    def share(values_P: Tensor) -> Tensor:
+        return values_P.sum() * weight
+
+    chosen_reward_P, rejected_reward_P = rewards(chosen, config), rewards(rejected, config)
+    lead_P = chosen_reward_P - rejected_reward_P
+    wanted_P = lead_P if batch.target_B is None else lead_P - batch.target_B[pairs[:, 0]].to(lead_P.device)
+    loss = share(PREFERENCE_LOSSES.get(config.preference_loss)(wanted_P, config))
+    nll = share(-chosen.mean_logprob)
+    if config.nll_coef:
+        loss = loss + config.nll_coef * nll
+    measured = {
+        "loss": loss,
+        "accuracy": share((lead_P > 0).to(lead_P.dtype)),
+        "margin": share(lead_P),
+        "chosen_reward": share(chosen_reward_P),
+        "rejected_reward": share(rejected_reward_P),
+        "chosen_logprob": share(chosen.logprob),
+        "rejected_logprob": share(rejected.logprob),
+        "chosen_nll": nll,
+    }
+    return LossOutput(loss, _named(measured | _divergence(scores, batch, ctx)))
+
+
+def kto_loss(scores: TokenScores, batch: Batch, ctx: LossContext, config: PreferenceConfig) -> LossOutput:
+    """Mean over answers of ``w (1 - s(reward - z))``, for those to discourage ``w (1 - s(z - reward))``.
+
+    ``z`` is ``beta`` times ``anchor_B``; ``w`` is ``desirable_weight`` or ``undesirable_weight``. Otherwise as
+    ``preference_loss``, with ``anchor_B`` in place of ``pair_B``.
+    """
+    answers = _answers(scores, batch, config, "anchor_B", "preferred_B")
+    assert batch.anchor_B is not None and batch.preferred_B is not None
+    rows = _answered(batch).nonzero().squeeze(1)
+    device = answers.logprob.device
+    good_B, anchor_B = batch.preferred_B[rows].to(device), batch.anchor_B[rows].to(device)
+    weight = 1.0 / _count(ctx.num_sequences, "answer")
+    beyond_B = rewards(answers.at(rows), config) - config.beta * anchor_B
+    lead_B = torch.where(good_B, beyond_B, -beyond_B)
+    worth_B = torch.where(good_B, config.desirable_weight, config.undesirable_weight).to(lead_B.dtype)
+    loss = (worth_B * torch.sigmoid(-lead_B)).sum() * weight
+    measured = {
+        "loss": loss,
+        "accuracy": (lead_B > 0).to(lead_B.dtype).sum() * weight,
+        "margin": lead_B.sum() * weight,
+        "anchor": anchor_B.sum() * weight,
+    }
+    return LossOutput(loss, _named(measured | _divergence(scores, batch, ctx)))
+
+
+def build_preference_loss(config: PreferenceConfig) -> LossFn:
+    """The loss with its settings; travels between processes."""
+    return partial(preference_loss if config.in_pairs else kto_loss, config=config)
+
+
+def _answers(scores: TokenScores, batch: Batch, config: PreferenceConfig, *columns: str) -> Answers:
+    needed = (*columns, "ref_logprobs_T") if config.compares_with_reference else columns
+    require_columns(batch, f"preference_loss {config.preference_loss!r}", *needed)
+    if scores.logprobs_T is None:
+        raise ValueError("a preference loss needs TokenScores.logprobs_T, which the strategy did not compute")
+    return Answers.of(scores.logprobs_T, batch)
+
+
+def _answered(batch: Batch) -> Tensor:
+    """bool [B]: rows with an answer; a placeholder for a rank that has nothing to do has none."""
+    return torch.bincount(batch.rows_T[batch.loss_mask_T], minlength=batch.num_sequences) > 0
+
+
+def pairs_in_order(batch: Batch) -> Tensor:
+    """int64 [P, 2]: the rows of every pair, the better one first; none of a placeholder for a rank without work."""
+    assert batch.preferred_B is not None
+    if not bool(batch.loss_mask_T.any()):
+        return torch.zeros(0, 2, dtype=torch.int64)
+    pairs_P2 = batch.samples
+    better_first = batch.preferred_B[pairs_P2].long().argsort(dim=1, descending=True, stable=True)
+    return pairs_P2.gather(1, better_first)
+
+
+def _count(number: float, noun: str) -> float:
+    if number <= 0:
+        raise ValueError(f"LossContext: {number:g} {noun}s, expected at least one {noun} in the optimizer step")
+    return number
+
+
+def _divergence(scores: TokenScores, batch: Batch, ctx: LossContext) -> dict[str, Tensor]:
+    """This micro-batch's share of k3 between policy and reference, a mean over the answers' tokens."""
+    if batch.ref_logprobs_T is None or scores.logprobs_T is None:
+        return {}
+    logprobs_T = scores.logprobs_T.detach()
+    mask_T = batch.loss_mask_T.to(logprobs_T.device)
+    kl_T = k3(logprobs_T - batch.ref_logprobs_T.to(logprobs_T.device))
+    return {"kl": (kl_T * mask_T).sum() / ctx.num_tokens}
+
+
+def _named(measured: dict[str, Tensor]) -> dict[str, Tensor | float]:
+    return {f"dpo/{name}": value.detach() for name, value in measured.items()}

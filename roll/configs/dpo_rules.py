@@ -1,0 +1,80 @@
+"""Rules between the sections of a configuration of preferences (see ``roll.configs.rules``)."""
+
+from __future__ import annotations
+
+from roll.configs.dpo import DPOConfig
+from roll.configs.offline_rules import OFFLINE_RULES
+from roll.configs.pipeline import TINY
+from roll.configs.preference import LOGISTIC, AnswerColumns
+from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.rules import Rule
+
+
+def check_reference(config: DPOConfig) -> list[ConfigProblem]:
+    """The reference is there where the loss asks for it, in one form, and nowhere else."""
+    loss, lora = config.preference_loss, ("actor_train.model_args.lora_target",)
+    problems = []
+    if not config.uses_reference:
+        expected = f"{{}} with {loss}, which compares the policy with no reference"
+        if config.reference is not None:
+            words = expected.format("no section")
+            problems.append(ConfigProblem("reference", "a section", words, involves=("preference_loss",)))
+        if config.precompute_reference:
+            words = expected.format("false")
+            problems.append(ConfigProblem("precompute_reference", True, words, involves=("preference_loss",)))
+    elif config.uses_lora and config.reference is not None:
+        expected = "no section: with lora_target the reference is the policy without its adapter"
+        problems.append(ConfigProblem("reference", "a section", expected, involves=lora))
+    elif config.reference is None and not config.uses_lora and not config.precompute_reference:
+        expected = f"a section with a scoring strategy, or precompute_reference: true, with {loss}"
+        involved = ("preference_loss", "precompute_reference", *lora)
+        problems.append(ConfigProblem("reference", NOTHING, expected, involves=involved))
+    if config.reference_dir is not None and not config.precompute_reference:
+        expected = "null, or precompute_reference: true, whose folder it is"
+        problems.append(
+            ConfigProblem("reference_dir", config.reference_dir, expected, involves=("precompute_reference",))
+        )
+    return problems
+
+
+def check_columns(config: DPOConfig) -> list[ConfigProblem]:
+    """No column is named that the loss does not read, and a pair is of two."""
+    columns, default = config.preferences, AnswerColumns()
+    unread = ["label"] if config.in_pairs else ["chosen", "rejected", "margin"]
+    if config.preference_loss not in LOGISTIC and config.in_pairs:
+        unread.append("margin")
+    problems = [
+        ConfigProblem(
+            f"preferences.{key}",
+            getattr(columns, key),
+            f"nothing: {config.preference_loss} does not read it",
+            involves=("preference_loss",),
+        )
+        for key in unread
+        if getattr(columns, key) != getattr(default, key)
+    ]
+    if config.in_pairs and columns.chosen == columns.rejected:
+        expected = "another column than preferences.chosen"
+        problems.append(
+            ConfigProblem("preferences.rejected", columns.rejected, expected, involves=("preferences.chosen",))
+        )
+    return problems
+
+
+def check_start(config: DPOConfig) -> list[ConfigProblem]:
+    """A warm start teaches the tiny model, and measures what it has learnt by its answers."""
+    if not config.warm_start.file_name:
+        return []
+    problems = []
+    if config.pretrain != TINY:
+        expected = "nothing: only pretrain tiny is taught"
+        seen = config.warm_start.file_name
+        problems.append(ConfigProblem("warm_start.file_name", seen, expected, involves=("pretrain",)))
+    if config.actor_infer is None or not config.rewards:
+        expected = "nothing without actor_infer and rewards: answers tell how far the start has come"
+        involved = ("actor_infer", "rewards")
+        problems.append(ConfigProblem("warm_start.file_name", config.warm_start.file_name, expected, involves=involved))
+    return problems
+
+
+DPO_RULES: tuple[Rule, ...] = (*OFFLINE_RULES, check_reference, check_columns, check_start)

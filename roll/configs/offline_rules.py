@@ -1,0 +1,65 @@
+"""Rules of the pipelines that train on a fixed set of samples (see ``roll.configs.rules``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from roll.configs.data import DataArguments
+from roll.configs.offline import OfflineConfig
+from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.prompt_rules import TRAIN_DATA, VAL_DATA, check_datasets, check_templates
+from roll.configs.rules import Rule, sections, too_many_tokens
+
+
+def datasets(config: OfflineConfig) -> Iterator[tuple[str, DataArguments]]:
+    """The datasets that the configuration speaks of, by key."""
+    yield TRAIN_DATA, config.actor_train.data_args
+    if config.validation is not None:
+        yield VAL_DATA, config.validation.data_args
+
+
+def check_data_keys(config: OfflineConfig) -> list[ConfigProblem]:
+    """No key is set that only prompts have."""
+    expected = "no such key in this pipeline"
+    unread = {
+        "prompt_overflow": f"{expected}: sample_overflow is about the whole conversation",
+        "domain_interleave_probs": f"{expected}: each {config.sample} comes once per epoch",
+        "preprocessing_num_workers": expected,
+    }
+    default = DataArguments()
+    return [
+        ConfigProblem(f"{path}.{key}", getattr(data, key), words)
+        for path, data in datasets(config)
+        for key, words in unread.items()
+        if getattr(data, key) != getattr(default, key)
+    ]
+
+
+def check_answers(config: OfflineConfig) -> list[ConfigProblem]:
+    """Answers are scored and sampled only where something generates."""
+    if config.actor_infer is None:
+        expected = "no section without actor_infer: nothing is answered that could be scored"
+        given = {f"rewards.{name}" for name in config.rewards}
+        return [ConfigProblem(key, "a section", expected, involves=("actor_infer",)) for key in sorted(given)]
+    if config.validation is None:
+        expected = "a section with held-out questions, which actor_infer answers; or no actor_infer"
+        return [ConfigProblem("validation", NOTHING, expected, involves=("actor_infer",))]
+    own = config.validation.generating_args
+    limit = {"validation.generating_args.max_new_tokens": own.max_new_tokens if own else None}
+    return too_many_tokens(config, limit)
+
+
+def check_budgets(config: OfflineConfig) -> list[ConfigProblem]:
+    """A token budget holds all sequences of the longest sample, which are never cut apart."""
+    problems, count = [], config.sequences_per_sample
+    for role, worker in sections(config):
+        for phase in ("train", "infer"):
+            budget = getattr(worker, key := f"max_tokens_per_microbatch_in_{phase}")
+            if config.sequence_length <= budget < count * config.sequence_length:
+                least = f"{count} × sequence_length = {count * config.sequence_length}"
+                expected = f"at least {least}, so that one {config.sample} fits"
+                problems.append(ConfigProblem(f"{role}.{key}", budget, expected, involves=("sequence_length",)))
+    return problems
+
+
+OFFLINE_RULES: tuple[Rule, ...] = (check_datasets, check_templates, check_data_keys, check_answers, check_budgets)

@@ -1,0 +1,220 @@
+"""Datasets of preferences: pairs of a chosen and a rejected answer, or answers that are labelled good or bad."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+
+from roll.configs.data import DataArguments
+from roll.configs.preference import PairColumns
+from roll.data.conversations import (
+    Conversations,
+    Encode,
+    ReadConversation,
+    Scoring,
+    fit,
+    render,
+    report_of,
+    row_question,
+    to_batch,
+)
+from roll.data.prompt_files import DataError, Problems
+from roll.data.prompt_rows import Message, RowError, check_encodable, lookup, number, row_conversation, row_messages
+from roll.data.prompts import draw_samples, kept_rows, no_rows
+
+
+@dataclass(frozen=True, slots=True)
+class _Judged:
+    """The answers of a row: the better one first, or one alone with its label."""
+
+    answers: tuple[ReadConversation, ...]
+    good: bool = True
+    """Of an answer alone."""
+    margin: float = 0.0
+    """Of a pair: by how much the better one is better."""
+
+
+def load_preferences(
+    args: DataArguments,
+    columns: PairColumns,
+    *,
+    label: str | None,
+    encode: Encode,
+    max_tokens: int,
+    overflow: Literal["error", "truncate", "drop"] = "error",
+    scoring: Scoring | None = None,
+    seed: int = 0,
+) -> Conversations:
+    """Reads, filters, renders and checks a dataset; the last answers of its conversations are what is compared.
+
+    Args:
+        args: where the rows are, and what their columns mean.
+        columns: those of a chosen and a rejected answer.
+        label: column of the label of the one answer that a row then has; ``None``: rows are pairs.
+        encode: messages to token ids, and those that the loss looks at.
+        max_tokens: of a conversation.
+        overflow: see ``load_conversations``; where one side of a pair goes, so does the other.
+        scoring: what the questions must bring to have answers of the policy scored; ``None``: they are not.
+        seed: of the run; it draws ``dataset_filter.num_samples`` and goes to ``dataset_cls``.
+
+    Returns:
+        With ``preferred_B`` and, in pairs, ``pair_B``, and ``target_B`` where a column has margins; the better side
+        stands before the other. One question per row of the dataset.
+
+    Raises:
+        DataError: everything that is wrong with the dataset, by file and line.
+        ValueError: ``dataset_cls`` cannot be imported.
+    """
+    problems = Problems()
+    counts: Counter[str] = Counter()
+    rows = list(_read(args, columns, label, scoring, seed, problems, counts))
+    rows, not_drawn = draw_samples(rows, args, seed)
+    counts["filtered"] += not_drawn
+    owners = {id(answer): index for index, row in enumerate(rows) for answer in row.answers}
+    rendered = render(chain.from_iterable(row.answers for row in rows), encode, problems)
+    fitting = list(fit(rendered, max_tokens, overflow, problems, counts))
+    problems.raise_any()
+    if not rows:
+        raise DataError([no_rows(args, counts)])
+    sides = Counter(owners[id(answer)] for answer, _, _ in fitting)
+    kept = [one for one in fitting if sides[owners[id(one[0])]] == (2 if label is None else 1)]
+    noun = "pairs" if label is None else "answers"
+    if not kept:
+        raise DataError([f"no {noun}: all {len(rows):,} are longer than sequence_length = {max_tokens}"])
+    row_B = torch.tensor([owners[id(answer)] for answer, _, _ in kept])
+    batch = to_batch(kept)
+    if label is None:
+        better_B = torch.arange(len(kept)) % 2 == 0
+        batch = batch.replace(pair_B=torch.unique(row_B, return_inverse=True)[1], preferred_B=better_B)
+        if columns.margin is not None:
+            batch = batch.replace(target_B=torch.tensor([rows[index].margin for index in row_B.tolist()]))
+    else:
+        batch = batch.replace(preferred_B=torch.tensor([rows[index].good for index in row_B.tolist()]))
+    questions = tuple(rows[index].answers[0].question for index in dict.fromkeys(row_B.tolist()))
+    return Conversations(batch, questions, report_of(batch, counts, overflow, max_tokens, noun=noun, purpose="compare"))
+
+
+def check_preferences(
+    args: DataArguments,
+    columns: PairColumns,
+    *,
+    label: str | None,
+    scoring: Scoring | None,
+    seed: int,
+    head: int,
+) -> tuple[Counter[str], bool]:
+    """Checks the first ``head`` rows of each file as ``load_preferences`` would, but for the template and lengths.
+
+    Returns:
+        Rows by tag, and whether these are all.
+
+    Raises:
+        DataError: everything that is wrong with them, by file and line.
+    """
+    problems = Problems()
+    counts: Counter[str] = Counter()
+    rows = _read(args, columns, label, scoring, seed, problems, counts, head)
+    tags = Counter(row.answers[0].question.tag for row in rows)
+    problems.raise_any()
+    if not tags:
+        raise DataError([no_rows(args, counts)])
+    return tags, counts["rows"] < head
+
+
+def _read(
+    args: DataArguments,
+    columns: PairColumns,
+    label: str | None,
+    scoring: Scoring | None,
+    seed: int,
+    problems: Problems,
+    counts: Counter[str],
+    head: int | None = None,
+) -> Iterator[_Judged]:
+    """The rows that the filter keeps."""
+    read = [columns.chosen, columns.rejected, columns.margin or columns.chosen] if label is None else [label]
+    for row in kept_rows(args, seed, problems, counts, head):
+        good, margin = True, 0.0
+        try:
+            if label is None:
+                talks: tuple[tuple[Message, ...], ...] = row_pair(row.values, args, columns)
+                margin = row_margin(row.values, columns.margin) if columns.margin else 0.0
+            else:
+                talks = (row_conversation(row.values, args),)
+                good = row_label(row.values, label)
+            question = row_question(row, args, talks[0][:-1], scoring, *read)
+        except RowError as error:
+            problems.add(row.place, str(error))
+        else:
+            yield _Judged(tuple(ReadConversation(talk, question, row.place) for talk in talks), good, margin)
+
+
+def row_pair(
+    values: Mapping[str, Any], args: DataArguments, columns: PairColumns
+) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """The conversations with the chosen and with the rejected answer at their ends.
+
+    Raises:
+        RowError: an answer is missing or no text, the two are the same, or reply to different questions.
+    """
+    if args.messages == columns.chosen:
+        sides = [args.model_copy(update={"messages": column}) for column in (columns.chosen, columns.rejected)]
+        chosen, rejected = (row_conversation(values, side) for side in sides)
+        if chosen[:-1] != rejected[:-1]:
+            raise RowError(
+                f"columns {columns.chosen!r} and {columns.rejected!r}: the conversations differ before their last "
+                "answers, expected two answers to one question"
+            )
+    else:
+        question = row_messages(values, args)
+        chosen, rejected = ((*question, _answer(values, each)) for each in (columns.chosen, columns.rejected))
+    if chosen[-1]["content"] == rejected[-1]["content"]:
+        raise RowError(f"columns {columns.chosen!r} and {columns.rejected!r}: the same answer, expected two")
+    return chosen, rejected
+
+
+def row_label(values: Mapping[str, Any], column: str) -> bool:
+    """Whether the row's answer is good.
+
+    Raises:
+        RowError: the label is neither true nor false, 1 nor 0.
+    """
+    label = lookup(values, column)
+    if isinstance(label, str):  # a CSV file has nothing else
+        label = {"true": True, "1": True, "false": False, "0": False}.get(label.lower(), label)
+    if label not in (True, False):
+        raise RowError(f"column {column!r}: {label!r:.60}, expected true or false")
+    return bool(label)
+
+
+def row_margin(values: Mapping[str, Any], column: str) -> float:
+    """By how much the row's better answer is better.
+
+    Raises:
+        RowError: it is no number, or below 0.
+    """
+    margin = number(lookup(values, column), column)
+    if margin < 0:
+        raise RowError(f"column {column!r}: {margin:g}, expected 0 or more: the chosen answer is the better one")
+    return margin
+
+
+def _answer(values: Mapping[str, Any], column: str) -> Message:
+    """The assistant's message: a text, or a list with that message alone."""
+    value = lookup(values, column)
+    if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 1:
+        (entry,) = value
+        if isinstance(entry, Mapping) and entry.get("role") == "assistant":
+            value = entry.get("content")
+    if not isinstance(value, str) or not value.strip():
+        raise RowError(
+            f"column {column!r}: {value!r:.60}, expected the text of an answer (data_args.messages: {column} for whole "
+            "conversations)"
+        )
+    check_encodable(value, f"column {column!r}")
+    return {"role": "assistant", "content": value}

@@ -1,0 +1,188 @@
+"""Datasets of a reward model: conversations as ``rewards`` gives them to one, and where their scores stand.
+
+A classifier reads its score at the last token of the conversation as its template writes it. In a batch the score of a
+position stands on the token behind it, so a row has one token more than the conversation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from roll.configs.data import DataArguments
+from roll.configs.reward_training import RewardColumns
+from roll.data.arrays import BoolArray, IntArray
+from roll.data.conversations import (
+    Conversations,
+    ReadConversation,
+    fit,
+    render,
+    report_of,
+    row_question,
+    to_batch,
+)
+from roll.data.prompt_files import DataError, Problems
+from roll.data.prompt_rows import Message, RowError, lookup, number, row_conversation, row_messages
+from roll.data.prompts import draw_samples, kept_rows, no_rows
+
+if TYPE_CHECKING:
+    from roll.data.renderer import ChatRenderer
+
+
+@dataclass(frozen=True, slots=True)
+class _Scored:
+    """An answer and what its ends are worth."""
+
+    talk: ReadConversation
+    targets: tuple[float, ...]
+    steps: tuple[str, ...]
+
+
+def encode_whole(renderer: ChatRenderer, messages: Sequence[Message]) -> tuple[IntArray, BoolArray]:
+    """Token ids of a conversation, whose score stands on one more token at the end."""
+    ids = renderer.history(messages)
+    return np.append(ids, ids[-1]), np.arange(len(ids) + 1) == len(ids)
+
+
+def encode_steps(
+    renderer: ChatRenderer, messages: Sequence[Message], steps: Sequence[str]
+) -> tuple[IntArray, BoolArray]:
+    """The same with a score at the end of each step; that of the last is the conversation's.
+
+    Raises:
+        ValueError: the template changes the answer.
+    """
+    whole = renderer.text(messages, open_assistant=False)
+    head = renderer.text(messages[:-1], open_assistant=True)
+    answer = "".join(steps)
+    if not whole.startswith(head + answer):
+        raise ValueError("the chat template rewrites the answer, expected its steps as they are")
+    texts = [head, *steps, whole[len(head) + len(answer) :]]
+    pieces = [renderer.words(text) for text in texts]
+    ids = np.concatenate([*pieces, pieces[-1][-1:] if len(pieces[-1]) else pieces[-2][-1:]])
+    ends = np.cumsum([len(piece) for piece in pieces])[1:-1]  # of the steps
+    mask = np.zeros(len(ids), dtype=np.bool_)
+    mask[ends[:-1]] = True
+    mask[-1] = True
+    return ids, mask
+
+
+def load_scored(
+    args: DataArguments,
+    columns: RewardColumns,
+    *,
+    in_steps: bool,
+    renderer: ChatRenderer,
+    max_tokens: int,
+    overflow: Literal["error", "drop"] = "error",
+    seed: int = 0,
+) -> Conversations:
+    """Reads, filters, renders and checks a dataset of answers with scores, or of steps with labels.
+
+    Args:
+        args: where the rows are, and what their columns mean.
+        columns: of the scores, or of the steps and their labels.
+        in_steps: the latter.
+        renderer: messages to token ids.
+        max_tokens: of a conversation.
+        overflow: a longer one is an error or left out.
+        seed: of the run; it draws ``dataset_filter.num_samples`` and goes to ``dataset_cls``.
+
+    Returns:
+        With ``returns_T``, what the score of each end should be.
+
+    Raises:
+        DataError: everything that is wrong with the dataset, by file and line.
+        ValueError: ``dataset_cls`` cannot be imported.
+    """
+    problems = Problems()
+    counts: Counter[str] = Counter()
+    rows, not_drawn = draw_samples(list(_read(args, columns, in_steps, seed, problems, counts)), args, seed)
+    counts["filtered"] += not_drawn
+    scored = {id(row.talk): row for row in rows}
+
+    def encode(talk: ReadConversation) -> tuple[IntArray, BoolArray]:
+        if in_steps:
+            return encode_steps(renderer, talk.messages, scored[id(talk)].steps)
+        return encode_whole(renderer, talk.messages)
+
+    kept = list(fit(render((row.talk for row in rows), encode, problems), max_tokens, overflow, problems, counts))
+    problems.raise_any()
+    if not rows:
+        raise DataError([no_rows(args, counts)])
+    if not kept:
+        raise DataError([f"no answers: all {len(rows):,} are longer than sequence_length = {max_tokens}"])
+    batch = to_batch(kept)
+    returns_T = torch.zeros(batch.num_tokens)
+    returns_T[batch.loss_mask_T] = torch.tensor([target for talk, _, _ in kept for target in scored[id(talk)].targets])
+    questions = tuple(talk.question for talk, _, _ in kept)
+    report = report_of(batch, counts, overflow, max_tokens, noun="answers", purpose="score")
+    return Conversations(batch.replace(returns_T=returns_T), questions, report)
+
+
+def check_scored(
+    args: DataArguments, columns: RewardColumns, *, in_steps: bool, seed: int, head: int
+) -> tuple[Counter[str], bool]:
+    """Checks the first ``head`` rows of each file as ``load_scored`` would, but for the template and lengths.
+
+    Returns:
+        Rows by tag, and whether these are all.
+
+    Raises:
+        DataError: everything that is wrong with them, by file and line.
+    """
+    problems = Problems()
+    counts: Counter[str] = Counter()
+    rows = _read(args, columns, in_steps, seed, problems, counts, head)
+    tags = Counter(row.talk.question.tag for row in rows)
+    problems.raise_any()
+    if not tags:
+        raise DataError([no_rows(args, counts)])
+    return tags, counts["rows"] < head
+
+
+def _read(
+    args: DataArguments,
+    columns: RewardColumns,
+    in_steps: bool,
+    seed: int,
+    problems: Problems,
+    counts: Counter[str],
+    head: int | None = None,
+) -> Iterator[_Scored]:
+    """The rows that the filter keeps."""
+    for row in kept_rows(args, seed, problems, counts, head):
+        try:
+            if in_steps:
+                steps, targets = row_steps(row.values, columns)
+                answer: Message = {"role": "assistant", "content": "".join(steps)}
+                messages: tuple[Message, ...] = (*row_messages(row.values, args), answer)
+            else:
+                messages, steps = row_conversation(row.values, args), ()
+                targets = (number(lookup(row.values, columns.score), columns.score),)
+            question = row_question(row, args, messages[:-1], None)
+        except RowError as error:
+            problems.add(row.place, str(error))
+        else:
+            yield _Scored(ReadConversation(messages, question, row.place), targets, steps)
+
+
+def row_steps(values: Mapping[str, Any], columns: RewardColumns) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """The steps of a row's answer and how right each is.
+
+    Raises:
+        RowError: there are none, one is no text, or the labels are not as many numbers from 0 to 1.
+    """
+    steps, labels = lookup(values, columns.steps), lookup(values, columns.step_labels)
+    if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step for step in steps):
+        raise RowError(f"column {columns.steps!r}: {steps!r:.60}, expected a list of texts")
+    if not isinstance(labels, list) or len(labels) != len(steps):
+        raise RowError(f"column {columns.step_labels!r}: {labels!r:.60}, expected a list of {len(steps)}, one per step")
+    if not all(isinstance(label, int | float) and 0 <= label <= 1 for label in labels):
+        raise RowError(f"column {columns.step_labels!r}: {labels!r:.60}, expected true, false or numbers from 0 to 1")
+    return tuple(steps), tuple(map(float, labels))

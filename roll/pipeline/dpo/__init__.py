@@ -1,0 +1,1 @@
+"""Preferences: answers that are better or worse."""

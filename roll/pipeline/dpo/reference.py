@@ -1,0 +1,123 @@
+"""What the policy is compared with: the reference's log-probabilities, and KTO's point of comparison."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from roll.data.batch import Batch
+from roll.pipeline.model_cluster import ModelCluster
+from roll.pipeline.roles import Roles
+
+logger = logging.getLogger(__name__)
+
+
+class ReferenceScores:
+    """The reference's opinion of answers.
+
+    A role of its own gives it, else the policy without its adapter, else, ahead of the first step, the policy itself.
+
+    Args:
+        roles: the model roles, set up with the starting weights.
+        model_path: folder of these.
+        folder: where ``ahead`` keeps what it finds; ``None``: nowhere.
+    """
+
+    def __init__(self, roles: Roles, model_path: str, folder: Path | None) -> None:
+        self._model = roles.reference or roles.actor
+        self._model_path = Path(model_path)
+        self._folder = folder
+
+    def score(self, batch: Batch) -> Batch:
+        """The batch with ``ref_logprobs_T``."""
+        found = self._model.gather_scores(batch, *self._model.submit_logprobs(batch)).logprobs_T
+        assert found is not None, "a language model scores"
+        return batch.replace(ref_logprobs_T=found)
+
+    def ahead(self, batch: Batch) -> Batch:
+        """The same of a whole dataset before the first step, read from disk where it has been kept.
+
+        Raises:
+            ValueError: a kept file cannot be read.
+        """
+        if self._folder is None:
+            return self.score(batch)
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file, save_file
+
+        file = self._folder / f"reference-{self._digest(batch)}.safetensors"
+        if file.is_file():
+            try:
+                found = load_file(file)["ref_logprobs_T"]
+            except (SafetensorError, KeyError) as error:
+                raise ValueError(f"{file}: no log-probabilities of a reference ({error}); delete it") from error
+            logger.info("the reference's log-probabilities: using %s", file)
+            return batch.replace(ref_logprobs_T=found)
+        scored = self.score(batch)
+        assert scored.ref_logprobs_T is not None
+        file.parent.mkdir(parents=True, exist_ok=True)
+        building = file.with_suffix(".building")
+        save_file({"ref_logprobs_T": scored.ref_logprobs_T}, building)
+        building.replace(file)
+        logger.info("the reference's log-probabilities: kept in %s", file)
+        return scored
+
+    def _digest(self, batch: Batch) -> str:
+        """Of the tokens, of what of them is an answer, and of the reference's weights as files."""
+        digest = hashlib.blake2b(digest_size=8)
+        for column in (batch.lengths_B, batch.tokens_T, batch.loss_mask_T):
+            digest.update(column.numpy().tobytes())
+        for file in sorted(self._model_path.glob("*.safetensors")):
+            known = file.stat()
+            digest.update(f"{file.resolve()} {known.st_size} {known.st_mtime_ns}".encode())
+        return digest.hexdigest()
+
+
+class Anchors:
+    """KTO's point of comparison: how far the policy has gone from the reference.
+
+    Ethayarajh et al. (2024) estimate their KL by answers to other questions. Here each question of the dataset gets the
+    answer of the row that follows it. The estimate is a constant of the optimizer step, and at least 0.
+
+    Args:
+        data: the dataset.
+        actor: the policy.
+        reference: scores the crossed rows.
+        max_tokens: of a crossed row, which loses its end.
+        ahead: all of them now, else those of each step.
+    """
+
+    def __init__(
+        self, data: Batch, actor: ModelCluster, reference: ReferenceScores, max_tokens: int, *, ahead: bool
+    ) -> None:
+        self._actor = actor
+        self._reference = reference
+        crossed = cross(data, max_tokens)
+        self._crossed = reference.ahead(crossed) if ahead else crossed
+
+    def anchored(self, batch: Batch, rows: Tensor) -> Batch:
+        """The batch, which is these rows of the dataset, with ``anchor_B``."""
+        crossed = self._crossed.select(rows)
+        if crossed.ref_logprobs_T is None:
+            crossed = self._reference.score(crossed)
+        logprobs_T, ref_logprobs_T = self._actor.logprobs(crossed).logprobs_T, crossed.ref_logprobs_T
+        assert logprobs_T is not None and ref_logprobs_T is not None, "a language model scores"
+        gone = (logprobs_T - ref_logprobs_T)[crossed.loss_mask_T].double().sum() / crossed.num_sequences
+        return batch.replace(anchor_B=torch.full((batch.num_sequences,), max(0.0, float(gone))))
+
+
+def cross(batch: Batch, max_tokens: int) -> Batch:
+    """Each row's question with the next row's answer; what it is of the last row is the first's."""
+    tokens, masks = (column.split(batch.lengths_B.tolist()) for column in (batch.tokens_T, batch.loss_mask_T))
+    cuts = [int(mask.to(torch.uint8).argmax()) for mask in masks]
+    rows, marks = [], []
+    for row, cut in enumerate(cuts):
+        other = (row + 1) % len(cuts)
+        question, answer, mark = tokens[row][:cut], tokens[other][cuts[other] :], masks[other][cuts[other] :]
+        rows.append(torch.cat([question, answer])[:max_tokens])
+        marks.append(torch.cat([torch.zeros(cut, dtype=torch.bool), mark])[:max_tokens])
+    return Batch(torch.tensor([len(row) for row in rows]), torch.cat(rows), torch.cat(marks))

@@ -1,0 +1,1 @@
+"""What the pipelines share that train on a fixed set of samples."""

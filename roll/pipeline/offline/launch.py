@@ -1,0 +1,146 @@
+"""Reads the samples, sets a pipeline up on its clusters and runs it: what SFT, preferences and reward models share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+from roll.configs.batches import describe_batches
+from roll.configs.data import DataArguments
+from roll.configs.offline import OfflineConfig
+from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER
+from roll.data.batch import Batch
+from roll.data.conversations import Conversations, Scoring
+from roll.data.prompts import Prompt
+from roll.data.renderer import ChatRenderer
+from roll.distributed.cluster.cluster import Cluster
+from roll.pipeline.launch import EXIT_USAGE, MODEL_WORKERS, WorkerClasses, launch
+from roll.pipeline.offline.pipeline import OfflinePipeline
+from roll.pipeline.offline.training import first_samples, steps_per_epoch
+from roll.pipeline.programs import Program
+from roll.pipeline.prompt_roles import PromptRoles
+from roll.pipeline.rlvr.datasets import load_renderer, make_data
+from roll.pipeline.roles import Roles
+from roll.pipeline.session import RunSession
+from roll.pipeline.start import Start
+from roll.rollout.prompt_worker import PromptWorker
+from roll.rollout.reward_worker import RewardWorker
+from roll.utils.signals import SignalGuard
+
+ConfigT = TypeVar("ConfigT", bound=OfflineConfig)
+Load = Callable[[ConfigT, DataArguments, ChatRenderer, "Scoring | None"], Conversations]
+"""Reads one dataset; with ``Scoring``, the questions in it bring what verifiers of answers want."""
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """What is learnt from and what is held out."""
+
+    train: Conversations | None
+    """``None`` with ``eval_only``."""
+    val: Conversations | None
+    questions: tuple[Prompt, ...] | None
+    """Held-out questions to answer, where something generates."""
+
+    def describe(self) -> list[str]:
+        """What was read, a line for each dataset."""
+        found = {"training data": self.train, "held-out data": self.val}
+        return [f"{name}: {data.report}" for name, data in found.items() if data is not None]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a pipeline is made of."""
+
+    session: RunSession
+    roles: Roles
+    """Set up with the starting weights."""
+    signals: SignalGuard
+    train: Batch | None
+    held_out: Batch | None
+    prompts: PromptRoles | None
+    model_path: str
+    """Folder of the starting weights."""
+
+
+class Build(Protocol[ConfigT]):
+    """Makes the pipeline once the models are there."""
+
+    def __call__(self, config: ConfigT, parts: Parts) -> OfflinePipeline: ...
+
+
+def run_offline(
+    config: ConfigT, program: Program, load: Load[ConfigT], build: Build[ConfigT], started: float | None
+) -> int:
+    """Runs a pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
+    try:
+        if config.data_generator is not None:
+            make_data(config.data_generator)
+        datasets = load_datasets(config, load_renderer(config), load)
+    except (OSError, ValueError) as error:  # a DataError is a ValueError
+        sys.stderr.write(f"{error}\n")
+        return EXIT_USAGE
+    if config.num_train_epochs is not None and datasets.train is not None:
+        per_epoch = steps_per_epoch(len(datasets.train.batch.samples), config.actor_train.global_train_batch_size)
+        config = config.model_copy(update={"max_steps": config.num_train_epochs * per_epoch})
+    workers: WorkerClasses = {
+        **MODEL_WORKERS,
+        ROLLOUT_CLUSTER: PromptWorker,
+        **{f"{REWARD_CLUSTER}{name}": RewardWorker for name in config.rewards},
+    }
+    notes = [*describe_batches(config), *datasets.describe()]
+    return launch(config, program, partial(_run, datasets=datasets, build=build), workers, notes=notes, started=started)
+
+
+def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) -> Datasets:
+    """The samples that the run needs.
+
+    Raises:
+        DataError: everything that is wrong in the files, by file and line.
+    """
+    train = None if config.eval_only else load(config, config.actor_train.data_args, renderer, None)
+    validation = config.validation
+    if validation is None:
+        return Datasets(train, None, None)
+    scoring = Scoring(tuple(config.domains), validation.solution) if config.rewards else None
+    val = load(config, validation.data_args, renderer, scoring)
+    if config.actor_infer is None:
+        return Datasets(train, val, None)
+    fitting = (p for p in val.questions if len(renderer.prompt(p.messages)) <= config.prompt_length)
+    questions = tuple(prompt for prompt, _ in zip(fitting, range(validation.num_answers), strict=False))
+    if not questions:
+        raise ValueError(
+            f"prompt_length: seen {config.prompt_length}, expected room for at least one of the held-out questions"
+        )
+    return Datasets(train, val, questions)
+
+
+def _run(
+    config: ConfigT,
+    session: RunSession,
+    signals: SignalGuard,
+    clusters: Mapping[str, Cluster],
+    start: Start,
+    *,
+    datasets: Datasets,
+    build: Build[ConfigT],
+) -> None:
+    roles = Roles(config, clusters)
+    prompts = None
+    if datasets.questions is not None:
+        prompts = PromptRoles(
+            config, clusters, roles, start.model_path, None, datasets.questions, on_tick=signals.check
+        )
+        prompts.begin_setup()
+    model_path = start.weights(session, roles, prompts)
+    train = None if datasets.train is None else datasets.train.batch
+    held_out = None if datasets.val is None else first_samples(datasets.val.batch, config.val_batch_size)
+    with session.phase("setup"):
+        roles.setup(model_path, model_path, config.total_optimizer_steps)
+        pipeline = build(config, Parts(session, roles, signals, train, held_out, prompts, model_path))
+        if prompts is not None:
+            prompts.wait_ready()
+    pipeline.run()

@@ -1,0 +1,1 @@
+"""Reward models: scores for answers, learnt from comparisons, scores or labelled steps."""

@@ -1,0 +1,58 @@
+"""Training of a reward model, and how well its scores agree with held-out judgements."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from roll.algorithms.preferences import pairs_in_order
+from roll.algorithms.reward_models import build_reward_loss, calibration_error, row_scores
+from roll.algorithms.types import LossContext
+from roll.configs.reward_training import RewardTrainingConfig
+from roll.data.batch import Batch
+from roll.distributed.strategy.base import Metrics
+from roll.pipeline.offline.pipeline import OfflinePipeline
+
+
+class RewardModelPipeline(OfflinePipeline):
+    """Trains a reward model (see ``OfflinePipeline``)."""
+
+    config: RewardTrainingConfig
+    area = "rm"
+    shown: ClassVar = {
+        "loss": "eval/loss",
+        "pairwise_accuracy": "eval/accuracy",
+        "calibration_error": "eval/calibration_error",
+        "correlation": "eval/correlation",
+    }
+
+    def measure_held_out(self, batch: Batch) -> Metrics:
+        """The training metrics of all held-out samples as one optimizer step, and how far the scores can be believed.
+
+        ``eval/calibration_error`` is that of the probabilities which the scores state: that one answer is better than
+        the other, that a step is right. ``eval/correlation`` is Pearson's, of scores with targets.
+        """
+        scores = self.roles.actor.logprobs(batch)
+        assert scores.values_T is not None, "a reward model scores"
+        values_T = scores.values_T.double()
+        found = build_reward_loss(self.config)(scores, batch, LossContext.of(batch)).metrics
+        metrics = {name.replace("rm/", "eval/"): float(value) for name, value in found.items()}
+        if self.config.reward_loss == "bradley_terry":
+            lead = row_scores(values_T, batch)[pairs_in_order(batch)].diff(dim=1)[:, 0].neg()
+            return metrics | {"eval/calibration_error": calibration_error(lead.abs().sigmoid(), lead > 0)}
+        assert batch.returns_T is not None, "the data brings targets"
+        value, target = values_T[batch.loss_mask_T], batch.returns_T[batch.loss_mask_T].double()
+        if self.config.reward_loss == "process":
+            return metrics | {"eval/calibration_error": calibration_error(value.sigmoid(), target)}
+        varied = min(float(value.std()), float(target.std())) > 0 if len(value) > 1 else False
+        return metrics | (
+            {"eval/correlation": float(torch.corrcoef(torch.stack([value, target]))[0, 1])} if varied else {}
+        )
+
+    def said(self, metrics: Metrics) -> str:
+        words = [f"loss {metrics['eval/loss']:.4f}"]
+        shown = {"accuracy": "accuracy {:.1%}", "calibration_error": "calibration error {:.3f}"}
+        shown |= {"correlation": "correlation {:.3f}"}
+        words += [text.format(metrics[f"eval/{name}"]) for name, text in shown.items() if f"eval/{name}" in metrics]
+        return ", ".join(words)

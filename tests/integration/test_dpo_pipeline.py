@@ -1,0 +1,173 @@
+"""Whole runs on preferences as a user starts them, on an untrained model."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from roll.pipeline.model_cluster import plan_optimizer_steps
+from roll.utils.seeding import derive_seed
+from tests.integration.conftest import ROOT, Launch, Run, assert_same_tensors
+from tests.support.imitation import Imitator, Talk
+
+Dpo = Callable[..., Run]
+BETA = 0.5
+RATES = (5e-4, 1e-3, 1e-3 * 2 / 3, 1e-3 / 3)
+"""Of the four optimizer steps: one of warm-up, then a straight line down."""
+
+
+def sides(number: int) -> tuple[str, str]:
+    return "Up" * (1 + number % 3), "Down and up"[: 3 + number % 5]
+
+
+def row(number: int) -> str:
+    chosen, rejected = sides(number)
+    return json.dumps({"ask": f"{number}?", "chosen": chosen, "rejected": rejected}) + "\n"
+
+
+def talks(number: int) -> list[Talk]:
+    return [[("user", f"{number}?"), ("assistant", answer)] for answer in sides(number)]
+
+
+def leads(imitator: Imitator, reference: Imitator, numbers: list[int]) -> Tensor:
+    """The chosen answers' rewards beyond the rejected ones'."""
+    found = []
+    for number in numbers:
+        ratios = []
+        for talk in talks(number):
+            with torch.no_grad():
+                ref = reference.logprobs(talk)[0].sum()
+            ratios.append(imitator.logprobs(talk)[0].sum() - ref)
+        found.append(BETA * (ratios[0] - ratios[1]))
+    return torch.stack(found)
+
+
+@pytest.fixture(scope="session")
+def expected(model: Path) -> dict[int, dict[str, float]]:
+    """Held-out loss, margin and accuracy by step: the run of ``config/dpo.yaml`` in float64, without the library."""
+    imitator, reference, held_out = Imitator(model), Imitator(model), list(range(10, 14))
+    optimizer = torch.optim.AdamW(imitator.model.parameters(), weight_decay=0.0)
+
+    def measure() -> dict[str, float]:
+        with torch.no_grad():
+            lead = leads(imitator, reference, held_out)
+        loss = -torch.nn.functional.logsigmoid(lead).mean()
+        return {"loss": loss.item(), "margin": lead.mean().item(), "accuracy": (lead > 0).double().mean().item()}
+
+    measured = {}
+    order = plan_optimizer_steps(10, steps_per_epoch=2, epochs=2, seed=derive_seed(7, "dpo"))
+    for step, (rows, rate) in enumerate(zip(order, RATES, strict=True), start=1):
+        optimizer.zero_grad()
+        (-torch.nn.functional.logsigmoid(leads(imitator, reference, rows.tolist()))).mean().backward()
+        torch.nn.utils.clip_grad_norm_(imitator.model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        measured[step] = measure()
+    return measured
+
+
+def assert_as_expected(run: Run, expected: dict[int, dict[str, float]]) -> None:
+    assert run.wait() == 0, run.output
+    assert run.metrics[0]["eval/loss"] == pytest.approx(0.693147, abs=1e-5), "the policy is its reference"
+    for step in (2, 4):
+        for name, value in expected[step].items():
+            assert run.metrics[step][f"eval/{name}"] == pytest.approx(value, rel=2e-3, abs=1e-4), (step, name)
+
+
+@pytest.fixture
+def dpo(launch: Launch, tmp_path: Path) -> Dpo:
+    """``launch`` of ``config/dpo.yaml``, with 10 pairs to learn from and 4 held out."""
+    for name, numbers in (("train", range(10)), ("val", range(10, 14))):
+        (tmp_path / f"{name}.jsonl").write_text("".join(map(row, numbers)))
+    script = ROOT / "examples" / "start_dpo_pipeline.py"
+
+    def start(*overrides: str, **options: Any) -> Run:
+        return launch(*overrides, config="dpo", script=script, **options)
+
+    return start
+
+
+@pytest.mark.timeout(600)
+def test_a_stopped_run_ends_where_an_undisturbed_one_does(dpo: Dpo, expected: dict[int, dict[str, float]]) -> None:
+    whole = dpo()
+    first = dpo(output="disturbed", orders=("hold-actor_train-0-train-2",))
+    first.pid_at("actor_train-0-train-2")  # SIGTERM in the second update, which is finished
+    first.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    first.release("hold-actor_train-0-train-2")
+    assert first.wait() == 143, first.output
+    assert_as_expected(whole, expected)
+    second = dpo("resume_from_checkpoint=true", output="disturbed")
+    assert second.wait() == 0, second.output
+    assert "using" in (second.path / "logs" / "roll.log").read_text(), "the reference's scores are read again"
+    assert second.repeatable_metrics() == whole.repeatable_metrics()
+    assert_same_tensors(second.tensors(4), whole.tensors(4))
+    after = whole.summary["eval"]["after"]
+    assert after["loss"] < whole.summary["eval"]["before"]["loss"] and after["margin"] > 0
+
+
+REFERENCES = {
+    "role": ("precompute_reference=false", "reference={strategy_args: {strategy_name: hf_infer}}"),
+    "megatron, role": (
+        "precompute_reference=false",
+        "train=megatron",
+        "reference={strategy_args: {strategy_name: megatron_infer}, device_mapping: [0], model_args: {dtype: fp32}}",
+    ),
+    "two ranks, packed": (
+        "actor_train.device_mapping=[0,1]",
+        "actor_train.training_args.gradient_accumulation_steps=1",
+        "actor_train.use_sequence_packing=true",
+        "actor_train.use_dynamic_batching_in_train=true",
+        "actor_train.max_tokens_per_microbatch_in_train=90",
+    ),
+    "deepspeed": ("train=deepspeed",),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reference", REFERENCES)
+def test_every_reference_and_engine_learns_as_float64_does(
+    dpo: Dpo, expected: dict[int, dict[str, float]], reference: str
+) -> None:
+    assert_as_expected(dpo(*REFERENCES[reference], "actor_infer=null", "save_steps=4"), expected)
+
+
+@pytest.mark.slow
+def test_an_adapter_and_answers_without_pairs(dpo: Dpo, tmp_path: Path) -> None:
+    lora = ("precompute_reference=false", "actor_train.model_args.lora_target=all-linear", "actor_infer=null")
+    adapter = dpo(*lora, "actor_train.training_args.learning_rate=0.01", output="adapter")
+    for name, numbers in (("train", range(10)), ("val", range(10, 14))):
+        lines = (
+            json.dumps({"ask": f"{number}?", "solution": sides(number)[number % 2], "label": number % 2 == 0}) + "\n"
+            for number in numbers
+        )
+        (tmp_path / f"kto_{name}.jsonl").write_text("".join(lines))
+    files = [
+        f"{key}.data_args.file_name=kto_{name}.jsonl" for key, name in (("actor_train", "train"), ("validation", "val"))
+    ]
+    kto = dpo("preference_loss=kto", "actor_infer=null", *files, output="kto")
+    assert adapter.wait() == 0, adapter.output
+    assert adapter.metrics[0]["eval/loss"] == pytest.approx(0.693147, abs=1e-5)
+    assert adapter.metrics[4]["eval/loss"] < 0.68
+    assert kto.wait() == 0, kto.output
+    assert kto.metrics[0]["eval/loss"] == pytest.approx(0.5, abs=1e-6) and kto.metrics[0]["eval/anchor"] == 0
+    assert kto.metrics[4]["eval/loss"] < kto.metrics[0]["eval/loss"]
+
+
+def test_what_is_wrong_is_told_before_ray_starts(dpo: Dpo, tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text('{"ask": "a", "chosen": "x", "rejected": "x"}\n')
+    rows = dpo("actor_train.data_args.file_name=bad.jsonl", output="rows")
+    keys = dpo("precompute_reference=false", "label_smoothing=0.9", "preferences.rejected=chosen", output="keys")
+    assert rows.wait() == 2 and "bad.jsonl:1: columns 'chosen' and 'rejected': the same answer" in rows.output
+    assert keys.wait() == 2, keys.output
+    for key in ("reference", "label_smoothing", "preferences.rejected"):
+        assert f". {key}\n" in keys.output, keys.output
+    assert not rows.path.exists() and not keys.path.exists(), "something was started"

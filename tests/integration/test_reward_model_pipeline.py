@@ -1,0 +1,131 @@
+"""Whole runs that train a reward model as a user starts them; what they save is what a verifier loads."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.rewards.reward_model import RewardModelConfig, RewardModelVerifier
+from roll.rewards.types import Sample
+from tests.integration.conftest import ROOT, Launch, Run, assert_same_tensors
+
+Rm = Callable[..., Run]
+RIGHT, WRONG = "Up Up", "Down"
+
+
+def row(number: int) -> str:
+    right = number % 2 == 0
+    content = {
+        "ask": f"{number}?",
+        "chosen": RIGHT,
+        "rejected": WRONG,
+        "answer": RIGHT if right else WRONG,
+        "score": 1.0 if right else -1.0,
+        "steps": ["Up ", "Up" if right else "Down"],
+        "step_labels": [True, right],
+    }
+    return json.dumps(content) + "\n"
+
+
+@pytest.fixture
+def rm(launch: Launch, tmp_path: Path) -> Rm:
+    """``launch`` of ``config/rm.yaml``, with 10 rows to learn from and 4 held out."""
+    for name, numbers in (("train", range(10)), ("val", range(10, 14))):
+        (tmp_path / f"{name}.jsonl").write_text("".join(map(row, numbers)))
+    script = ROOT / "examples" / "start_rm_pipeline.py"
+
+    def start(*overrides: str, **options: Any) -> Run:
+        return launch(*overrides, config="rm", script=script, **options)
+
+    return start
+
+
+def scores(folder: Path, answers: list[str]) -> list[float]:
+    """The verifier's, one event loop for all."""
+
+    async def judge() -> list[float]:
+        verifier = RewardModelVerifier(RewardModelConfig(model_path=str(folder)))
+        asked = {"ground_truth": None, "data_source": "", "extra_info": {}}
+        verdicts = [await verifier.score(Sample(prompt="12?", response=answer, **asked)) for answer in answers]
+        await verifier.close()
+        return [verdict.score for verdict in verdicts]
+
+    return asyncio.run(judge())
+
+
+@pytest.mark.timeout(600)
+def test_a_stopped_run_ends_where_an_undisturbed_one_does_and_is_a_verifier(rm: Rm) -> None:
+    whole = rm()
+    first = rm(output="disturbed", orders=("hold-actor_train-0-train-2",))
+    first.pid_at("actor_train-0-train-2")  # SIGTERM in the second update, which is finished
+    first.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    first.release("hold-actor_train-0-train-2")
+    assert first.wait() == 143, first.output
+    assert whole.wait() == 0, whole.output
+    second = rm("resume_from_checkpoint=true", output="disturbed")
+    assert second.wait() == 0, second.output
+    assert second.repeatable_metrics() == whole.repeatable_metrics()
+    assert_same_tensors(second.tensors(6), whole.tensors(6))
+    metrics = whole.metrics
+    assert metrics[0]["eval/loss"] == pytest.approx(0.693147, abs=1e-6), "an untrained head says nothing"
+    assert metrics[6]["eval/accuracy"] == 1 and metrics[6]["eval/loss"] < 0.5
+    assert 0 <= metrics[6]["eval/calibration_error"] <= 0.5
+
+    right, wrong = scores(whole.checkpoint(6) / "actor_train", [RIGHT, WRONG])
+    mean = {side: metrics[6][f"eval/{side}_score"] for side in ("chosen", "rejected")}
+    assert right > wrong
+    assert right == pytest.approx(mean["chosen"], abs=0.3) and wrong == pytest.approx(mean["rejected"], abs=0.3)
+    assert not (whole.checkpoint(6) / "actor_train" / "value_head.safetensors").exists()
+
+
+LAYOUTS = {
+    "deepspeed": ("train=deepspeed", "actor_train.strategy_args.strategy_config=${deepspeed_zero3}"),
+    "megatron": ("train=megatron",),
+    "two ranks, packed": (
+        "actor_train.device_mapping=[0,1]",
+        "actor_train.training_args.gradient_accumulation_steps=1",
+        "actor_train.use_sequence_packing=true",
+        "actor_train.use_dynamic_batching_in_train=true",
+        "actor_train.max_tokens_per_microbatch_in_train=90",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_engine_saves_the_same_classifier(rm: Rm, layout: str) -> None:
+    runs = [rm(), rm(*LAYOUTS[layout], output="other")]
+    answers = [RIGHT, WRONG, "Up", "x"]
+    found = []
+    for run in runs:
+        assert run.wait() == 0, run.output
+        found.append(scores(run.checkpoint(6) / "actor_train", answers))
+    assert found[1] == pytest.approx(found[0], rel=1e-2, abs=2e-3)
+
+
+@pytest.mark.slow
+def test_scores_and_steps_are_learnt_too(rm: Rm) -> None:
+    regression = rm("reward_loss=regression", "max_steps=8", output="regression")
+    process = rm("reward_loss=process", "max_steps=8", output="process")
+    for run in (regression, process):
+        assert run.wait() == 0, run.output
+        assert run.metrics[8]["eval/loss"] < 0.8 * run.metrics[0]["eval/loss"]
+    assert regression.metrics[8]["eval/correlation"] > 0.9
+    assert 0 <= process.metrics[8]["eval/calibration_error"] < 0.5
+    right, wrong = scores(regression.checkpoint(8) / "actor_train", [RIGHT, WRONG])
+    assert right > wrong
+
+
+def test_what_is_wrong_is_told_before_ray_starts(rm: Rm) -> None:
+    run = rm("reward_loss=process", "sample_overflow=truncate", "answers.score=worth", "center_coef=0.1")
+    assert run.wait() == 2, run.output
+    for key in ("sample_overflow", "answers.score", "center_coef"):
+        assert f". {key}\n" in run.output, run.output
