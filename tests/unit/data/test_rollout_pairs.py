@@ -1,0 +1,35 @@
+"""Pairs of an RL run's episodes: the best and the worst of each group whose scores differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.configs.data import DataArguments
+from roll.data.prompt_files import DataError
+from roll.data.rollout_pairs import best_and_worst
+
+
+def episode(group: int, score: float, text: str, turns: int = 1) -> dict[str, Any]:
+    turn = {"observation": f"{group}?", "text": text}
+    return {"tag": "sums", "group_id": group, "score": score, "info": {"ground_truth": "7"}, "turns": [turn] * turns}
+
+
+def pairs(path: Path, episodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    file = path / "eval-00000.jsonl"
+    file.write_text("".join(json.dumps(each) + "\n" for each in episodes))
+    return list(best_and_worst(DataArguments(file_name=str(file), prompt="prompt"), seed=0))
+
+
+def test_a_group_gives_its_best_and_its_worst(tmp_path: Path) -> None:
+    scored = [(0, 0.5, "b"), (0, 1.0, "a"), (0, 0.0, "c"), (1, 1.0, "x"), (1, 1.0, "y"), (2, 0.0, "z")]
+    expected = {"prompt": "0?", "tag": "sums", "solution": "7", "chosen": "a", "rejected": "c", "margin": 1.0}
+    assert pairs(tmp_path, [episode(*each) for each in scored]) == [expected]
+
+
+def test_what_is_no_answer_is_told(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"jsonl:2: an episode of 2 turns[\s\S]*jsonl:3: no episode of a run"):
+        pairs(tmp_path, [episode(0, 1.0, "a"), episode(0, 0.0, "b", turns=2), {"prompt": "x"}])
