@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import ray
 from torch import Tensor
 
@@ -109,7 +108,7 @@ class WeightSender:
         try:
             self._pool.abandon_unwritten()
             transfer.tell_all(Open(order.payload, order.version, self._pool.ids))
-            with packing_into(lambda num_bytes: self._allocate(num_bytes, order.bucket_bytes)):
+            with packing_into(lambda num_bytes: self._pool.allocate(num_bytes, at_least=order.bucket_bytes)):
                 buckets = iter(buckets)
                 bucket = next(buckets, None)  # packed while the receivers get ready
                 self._meet(transfer)
@@ -131,10 +130,6 @@ class WeightSender:
                 device_memory.collect()
         received = {rank: reply.digest or "" for rank, reply in replies.items() if rank not in transfer.lost}
         return Delivery(digest.hex(), received, transfer.lost, num_bytes, time.perf_counter() - started)
-
-    def _allocate(self, num_bytes: int, bucket_bytes: int) -> np.ndarray:
-        """Memory for one bucket; those of the usual size are interchangeable, and smaller ones do not take theirs."""
-        return self._pool.allocate(num_bytes, at_least=bucket_bytes if 2 * num_bytes > bucket_bytes else 0)
 
     def _pass_on(self, bucket: WeightBucket, number: int, transfer: _Transfer) -> None:
         """Starts the way of one bucket; ``transfer.wait`` ends it. A broadcast is over on return."""

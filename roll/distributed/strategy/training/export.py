@@ -21,8 +21,6 @@ from roll.utils.collector import paused_collector
 
 _PACKERS = 2
 """Buckets in host memory that are packed at once."""
-_GROWING = 3
-"""First buckets that are smaller, each twice as large as the one before: receivers begin while most is still packed."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,6 @@ class PlannedBucket:
 @paused_collector()
 def plan_buckets(pieces: Sequence[Piece], bucket_bytes: int) -> list[PlannedBucket]:
     """Buckets of at most ``bucket_bytes`` for tensors, in order; a larger tensor gets a bucket of its own.
-
-    The first ones are filled to an eighth, a quarter and half of that.
 
     Raises:
         ValueError: no positive number of bytes.
@@ -57,7 +53,7 @@ def plan_buckets(pieces: Sequence[Piece], bucket_bytes: int) -> list[PlannedBuck
     for piece in pieces:
         for number, (name, form) in enumerate(piece.outline.items()):
             num_bytes = aligned(form.nbytes)
-            if named and size + num_bytes > bucket_bytes >> max(0, _GROWING - len(planned)):
+            if named and size + num_bytes > bucket_bytes:
                 close()
                 named, begun, size = [], [], 0
             if number == 0:
