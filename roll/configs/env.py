@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from collections import Counter
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
@@ -14,6 +15,7 @@ from roll.configs.generating import GeneratingArguments
 from roll.configs.problems import ConfigProblem
 from roll.configs.schema import nearest
 from roll.configs.worker import EnvironmentVariables, WorkerConfig
+from roll.utils.mixture import Mixture
 
 PLACEHOLDERS = (
     "observation",
@@ -31,6 +33,9 @@ _PLACEHOLDER = re.compile(r"(?<![\w\\{])\{(\w+)\}(?!\})")  # not the braces of \
 
 ALIASES = {"num_env_groups": "env_groups", "num_groups_partition": "n_groups"}
 """Newer spellings of an environment manager's keys, by the name used here."""
+
+
+Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class CustomEnvConfig(Config):
@@ -127,6 +132,11 @@ class EnvManagerConfig(Config):
         default=None,
         description="Groups of each tag, in the order of tags (alias: num_groups_partition). null: spread evenly.",
     )
+    tag_weights: list[Weight] | None = Field(
+        default=None,
+        description="In place of n_groups: how often each tag is drawn, in the order of tags, in any unit; the share "
+        "of each in all groups so far is right to within one group.",
+    )
     max_traj_per_env: int = Field(
         default=-1, ge=-1, description="Most episodes that one environment plays per step; -1: any."
     )
@@ -176,9 +186,16 @@ class EnvManagerConfig(Config):
 
     @property
     def groups_per_tag(self) -> dict[str, int]:
-        """Groups of each tag: ``n_groups``, or an even spread with the remainder going to the first tags."""
+        """Groups of each tag: ``n_groups``, or an even spread with the remainder going to the first tags.
+
+        With ``tag_weights`` environments belong to no tag; these are the tags of the first groups.
+        """
         if self.n_groups is not None:
             return dict(zip(self.tags, self.n_groups, strict=True))
+        if self.tag_weights is not None:
+            mixture = Mixture(self.tag_weights)
+            first = Counter(mixture[index] for index in range(self.env_groups))
+            return {tag: first[i] for i, tag in enumerate(self.tags)}
         share, rest = divmod(self.env_groups, len(self.tags))
         return {tag: share + (i < rest) for i, tag in enumerate(self.tags)}
 
@@ -191,7 +208,13 @@ class EnvManagerConfig(Config):
         if self.max_traj_per_env == 0:
             found.append(self.problem("max_traj_per_env", "-1 or at least 1"))
         if len(set(self.tags)) != len(self.tags):
-            found.append(self.problem("tags", "every tag once; n_groups sets their shares"))
+            found.append(self.problem("tags", "every tag once; n_groups or tag_weights set their shares"))
+        if self.tag_weights is not None:
+            if len(self.tag_weights) != len(self.tags):
+                found.append(self.problem("tag_weights", f"{len(self.tags)} numbers, one for each of tags", "tags"))
+            if self.n_groups is not None:
+                found.append(self.problem("tag_weights", "null beside n_groups, one of the two", "n_groups"))
+            return found
         if self.n_groups is None:
             if len(self.tags) > self.env_groups:
                 expected = f"at most env_groups = {self.env_groups} tags, not {len(self.tags)}"

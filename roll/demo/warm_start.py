@@ -191,10 +191,11 @@ class PlayStart(WarmStart[EnvRoles]):
     config: AgenticConfig
 
     def recipe(self) -> Mapping[str, Any]:
-        config = self.config
+        config, manager = self.config, self.config.train_env_manager
         return {
             "warm_start": config.warm_start.model_dump(mode="json"),
-            "tags": {tag: config.custom_envs[tag].model_dump(mode="json") for tag in config.train_env_manager.tags},
+            "tags": {tag: config.custom_envs[tag].model_dump(mode="json") for tag in manager.tags},
+            **({} if manager.tag_weights is None else {"tag_weights": manager.tag_weights}),
         }
 
     @property

@@ -19,7 +19,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
     Without ``valid_rate`` where nobody looks for an action or answer. Episodes with tools add the means of what they
     called (``COUNTS``), those of agent programs ``prefix/agent/what`` of their requests; where rows were compared with
     their conversations, ``prefix/tokens/why`` are the shares of those that differ. With several environment tags,
-    ``prefix/<tag>/success`` and ``prefix/<tag>/reward`` are added.
+    ``episodes``, ``success``, ``reward``, ``turns`` and ``valid_rate`` of each are added as ``prefix/<tag>/what``.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     metrics = {
@@ -33,17 +33,14 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
     if not trajectories:
         return metrics
     turns = [turn for trajectory in trajectories for turn in trajectory.turns]
-    metrics |= _episode_means(trajectories, prefix)
+    metrics |= _means(trajectories, prefix)
     metrics |= {
         f"{prefix}/task_reward": mean(sum(turn.task_reward for turn in t.turns) for t in trajectories),
         f"{prefix}/penalty": mean(sum(turn.penalty for turn in t.turns) for t in trajectories),
-        f"{prefix}/turns": len(turns) / len(trajectories),
         f"{prefix}/response_tokens": mean(len(turn.completion.token_ids) for turn in turns),
         f"{prefix}/prompt_tokens": mean(len(turn.prompt_ids) for turn in turns),
         f"{prefix}/context_full": mean(t.end is EpisodeEnd.CONTEXT_FULL for t in trajectories),
     }
-    if known := [turn for t in trajectories if t.knows_actions for turn in t.turns]:
-        metrics[f"{prefix}/valid_rate"] = mean(turn.action is not None for turn in known)
     if infos := [t.info for t in trajectories if COUNTS[0] in t.info]:
         metrics |= {f"{prefix}/{name}": mean(info[name] for info in infos) for name in COUNTS}
     metrics |= _token_metrics(trajectories, prefix)
@@ -55,7 +52,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
     tags = sorted({trajectory.tag for trajectory in trajectories})
     if len(tags) > 1:
         for tag in tags:
-            metrics |= _episode_means([t for t in trajectories if t.tag == tag], f"{prefix}/{tag}")
+            of_tag = [trajectory for trajectory in trajectories if trajectory.tag == tag]
+            metrics |= {f"{prefix}/{tag}/episodes": float(len(of_tag))} | _means(of_tag, f"{prefix}/{tag}")
     return metrics
 
 
@@ -103,11 +101,15 @@ def _token_metrics(trajectories: Sequence[Trajectory], prefix: str) -> dict[str,
     return {f"{prefix}/tokens/{name}": share for name, share in {"differ": sum(shares.values()), **shares}.items()}
 
 
-def _episode_means(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
-    return {
+def _means(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
+    metrics = {
         f"{prefix}/success": mean(trajectory.success for trajectory in trajectories),
         f"{prefix}/reward": mean(trajectory.score for trajectory in trajectories),
+        f"{prefix}/turns": mean(len(trajectory.turns) for trajectory in trajectories),
     }
+    if known := [turn for t in trajectories if t.knows_actions for turn in t.turns]:
+        metrics[f"{prefix}/valid_rate"] = mean(turn.action is not None for turn in known)
+    return metrics
 
 
 def mean(values: Iterable[float]) -> float:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Protocol
 
 from roll.data.requests import Runs
+from roll.utils.mixture import Mixture
 from roll.utils.seeding import derive_seed
 
 
@@ -51,6 +53,8 @@ class GroupPlan:
     seed: int
     name: str
     """``train`` or ``val``: part of the seeds."""
+    weights: tuple[float, ...] | None = None
+    """How often each tag is drawn; slots then belong to no tag."""
     greedy: bool = False
     """Take the most likely token instead of sampling."""
     baseline: bool = False
@@ -62,15 +66,20 @@ class GroupPlan:
     def num_slots(self) -> int:
         return sum(self.slots_per_tag)
 
-    def spec(self, group_id: int) -> GroupSpec:
+    def tag(self, group_id: int) -> str:
+        """What a group plays."""
+        if self.weights is not None:
+            return self.tags[_mixture(self.weights, self.seed, self.name)[group_id]]
         slot = group_id % self.num_slots
-        tag = next(
+        return next(
             tag for tag, end in zip(self.tags, itertools.accumulate(self.slots_per_tag), strict=True) if slot < end
         )
+
+    def spec(self, group_id: int) -> GroupSpec:
         env_seed = derive_seed(self.seed, self.name, group_id)
         return GroupSpec(
             group_id,
-            tag,
+            self.tag(group_id),
             env_seed,
             self.group_size,
             self.redundancy,
@@ -78,3 +87,9 @@ class GroupPlan:
             self.baseline,
             record=group_id < self.num_recorded,
         )
+
+
+@lru_cache(maxsize=8)
+def _mixture(weights: tuple[float, ...], seed: int, name: str) -> Mixture:
+    """That of a plan, which grows with the groups that are asked for."""
+    return Mixture(weights, derive_seed(seed, name, "tags"))

@@ -94,6 +94,7 @@ class EnvRoles(RolloutRoles):
         plan = GroupPlan(
             tags=tuple(manager.tags),
             slots_per_tag=tuple(manager.groups_per_tag.values()),
+            weights=None if manager.tag_weights is None else tuple(manager.tag_weights),
             group_size=manager.group_size,
             redundancy=manager.group_size_redundancy,
             seed=self._config.seed,

@@ -344,6 +344,9 @@ def test_both_spellings_at_once_are_an_error(problems):
         (["train_env_manager.n_groups=[3]"], "train_env_manager.n_groups"),
         (["val_env_manager.n_groups=[8]"], "val_env_manager.n_groups"),
         (["val_env_manager.n_groups=[8,0]"], "val_env_manager.n_groups"),
+        (["val_env_manager.tag_weights=[1]"], "val_env_manager.tag_weights"),
+        (["val_env_manager.tag_weights=[1,0]"], "val_env_manager.tag_weights.1"),
+        (["train_env_manager.n_groups=[4]", "train_env_manager.tag_weights=[1]"], "train_env_manager.tag_weights"),
         (["val_env_manager.env_groups=1"], "val_env_manager.tags"),
         (["train_env_manager.tags=[Lake,Lake]"], "train_env_manager.tags"),
         (["train_env_manager.max_traj_per_env=0"], "train_env_manager.max_traj_per_env"),
@@ -565,6 +568,12 @@ def test_groups_are_spread_evenly_and_workers_hold_them_all(groups, per_worker):
     assert max(shares) - min(shares) <= 1
     assert manager.num_workers == (math.ceil(groups * 4 / per_worker) if per_worker else 1)
     assert manager.worker_config().num_workers == manager.num_workers
+
+
+def test_weights_spread_groups_and_are_told_in_words(load):
+    config = load("val_env_manager.tag_weights=[3,1]")
+    assert config.val_env_manager.groups_per_tag == {"Lake": 6, "Boxes": 2}
+    assert "(6 Lake, 2 Boxes)" in describe_batches(config)[1]
 
 
 def test_sampling_arguments_fall_back_to_the_actors_and_get_their_bound(load):

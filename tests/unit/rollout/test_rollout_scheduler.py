@@ -7,6 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,14 @@ def test_a_group_id_decides_tag_and_seed() -> None:
     again = GroupPlan(tags=("A", "B"), slots_per_tag=(2, 1), group_size=4, redundancy=1, seed=8, name="train")
     seeds = [{plan.spec(group_id).env_seed for group_id in range(300)} for plan in (PLAN, other, again)]
     assert len(set.union(*seeds)) == 900
+
+
+def test_weights_decide_how_many_groups_of_each_tag_are_played() -> None:
+    weighted = replace(PLAN, weights=(1.0, 3.0))
+    tags = [weighted.spec(group_id).tag for group_id in range(200)]
+    assert all(abs(tags[:n].count("A") - n / 4) < 1 for n in range(201))
+    assert tags == [replace(weighted).spec(group_id).tag for group_id in range(200)]
+    assert [weighted.spec(n).env_seed for n in range(9)] == [PLAN.spec(n).env_seed for n in range(9)]
 
 
 def test_greedy_validation_plays_the_boards_of_sampled_validation() -> None:

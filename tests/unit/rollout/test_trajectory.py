@@ -223,10 +223,16 @@ def test_metrics_are_means_over_episodes_and_turns() -> None:
         "rollout/response_tokens": 4 / 3,
         "rollout/prompt_tokens": 2.0,
         "rollout/context_full": 0.0,
+        "rollout/A/episodes": 1,
         "rollout/A/success": 1.0,
         "rollout/A/reward": 1.0,
+        "rollout/A/turns": 2.0,
+        "rollout/A/valid_rate": 1.0,
+        "rollout/B/episodes": 1,
         "rollout/B/success": 0.0,
         "rollout/B/reward": -1.5,
+        "rollout/B/turns": 1.0,
+        "rollout/B/valid_rate": 0.0,
     }
     assert "rollout/A/success" not in rollout_metrics(groups[:1], "rollout")
     assert rollout_metrics([RolloutGroup(0, "A", (), dropped=2)], "val") == {
