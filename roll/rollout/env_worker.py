@@ -163,7 +163,7 @@ def _runner(config: CustomEnvConfig, threads: CallThreads, lock: threading.Lock 
         lambda: make(config.env_type, **config.env_config),
         config.step_timeout,
         lock,
-        instant=is_instant(config.env_type),
+        instant=is_instant(config.env_type, config.env_config),
         own_thread=wants_own_thread(config.env_type),
         threads=threads,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from roll.agentic.env.base import TextEnv
@@ -33,11 +34,14 @@ __all__ = [
 
 EnvFactory = Callable[..., TextEnv]
 
+NO_KEYS: Mapping[str, Any] = MappingProxyType({})
+
 _ENVS: Registry[EnvFactory] = Registry("environment")
 _ENVS.register("sokoban", "roll.agentic.env.sokoban:SokobanEnv")
 _ENVS.register("frozen_lake", "roll.agentic.env.frozen_lake:FrozenLakeEnv")
 _ENVS.register("hidden_word", "roll.agentic.env.hidden_word:HiddenWordEnv")
 _ENVS.register("adventure", "roll.agentic.env.adventure:AdventureEnv")
+_ENVS.register("shop", "roll.agentic.env.shop:ShopEnv")
 _ENVS.register("single_turn", "roll.agentic.env.single_turn:SingleTurnEnv")
 _ENVS.register("gymnasium", "roll.agentic.env.gym_adapter:GymnasiumEnv")
 _ENVS.register("openenv", "roll.agentic.env.openenv_adapter:OpenEnvEnv")
@@ -92,9 +96,10 @@ def names_actions(env_type: str) -> bool:
     return bool(getattr(_ENVS.get(env_type), "action_names", ()))
 
 
-def is_instant(env_type: str) -> bool:
+def is_instant(env_type: str, env_config: Mapping[str, Any] = NO_KEYS) -> bool:
     """Whether the class itself, and not one that it inherits from, says ``instant`` (see ``TextEnv``)."""
-    return bool(getattr(_ENVS.get(env_type), "__dict__", {}).get("instant", False))
+    instant = getattr(_ENVS.get(env_type), "__dict__", {}).get("instant", False)
+    return bool(instant(env_config) if callable(instant) else instant)
 
 
 def wants_own_thread(env_type: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import gymnasium
@@ -43,10 +43,10 @@ class TextEnv(gymnasium.Env[str, str]):
     action_names: Sequence[str] = ()
     """The actions that a text may name, for scripted play; empty when any text is an answer."""
 
-    instant: ClassVar[bool] = False
+    instant: ClassVar[bool | staticmethod[[Mapping[str, Any]], bool]] = False
     """True: every call takes less than a millisecond or so and waits for nothing. It then runs in the event loop that
-    plays all episodes, which costs half as much as a thread, and ``step_timeout`` does not watch it. A subclass does
-    not inherit it: its own code may be slower."""
+    plays all episodes, which costs half as much as a thread, and ``step_timeout`` does not watch it. A static
+    method tells it from ``env_config``. A subclass does not inherit it: its own code may be slower."""
 
     own_thread: ClassVar[bool] = False
     """True: all calls of an environment run in the same thread, and those of no other environment there. It is for code

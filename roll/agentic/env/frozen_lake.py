@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, Literal
 
 from gymnasium.spaces import Text
 from pydantic import Field
@@ -40,10 +40,17 @@ class FrozenLakeConfig(ActionEnvConfig):
     step_penalty: float = Field(0.0, le=0, description="Task reward of every step.")
     goal_reward: float = Field(1.0, ge=0, description="Task reward of reaching the goal.")
     hole_reward: float = Field(0.0, le=0, description="Task reward of falling into a hole.")
+    show_coordinates: bool = Field(
+        False, description="Add a line such as P(0,0)G(3,3)O(1,2)O(2,2): (row,column) from 0 of player, goal, holes."
+    )
     grid_lookup: dict[int, str] | None = Field(
         None, description="Code -> symbol; 0 player, 1 floor, 2 hole, 3 goal, 4 player in hole, 5 player on goal."
     )
     grid_vocab: dict[str, str] | None = Field(None, description="Symbol -> meaning, for the instruction.")
+    split: Literal["train", "eval", "all"] = Field(
+        "all", description="Which lakes are drawn: train and eval never share one."
+    )
+    holdout_fraction: float = Field(0.2, gt=0, lt=1, description="Share of all lakes that belongs to the eval split.")
 
     def problems(self) -> list[ConfigProblem]:
         """Rules that pydantic cannot state."""
@@ -55,6 +62,11 @@ class FrozenLakeConfig(ActionEnvConfig):
         if self.max_steps < shortest:
             found.append(self.problem("max_steps", f"at least {shortest}, the shortest way across", "size"))
         return [problem for problem in found if problem]
+
+    def in_split(self, holes: frozenset[Cell]) -> bool:
+        """True for a lake of the asked split."""
+        held_out = int(stable_hash(repr((self.size, sorted(holes))).encode()), 16) < self.holdout_fraction * 2**64
+        return self.split == "all" or held_out == (self.split == "eval")
 
 
 class FrozenLakeEnv(TextEnv):
@@ -81,13 +93,13 @@ class FrozenLakeEnv(TextEnv):
         self._player = (0, 0)
         self._slips = random.Random(0)
         self.env_instruction = _instruction(vocabulary) if config.env_instruction is None else config.env_instruction
-        self.observation_space = Text(max_length=4096, charset="".join(vocabulary.symbols) + "\n")
+        self.observation_space = Text(max_length=4096, charset="".join(vocabulary.symbols) + "\n(,)0123456789PGO")
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Starts an episode on the seed's lake."""
         super().reset(seed=seed)
         rng = random.Random(seed if seed is not None else int(self.np_random.integers(2**62)))
-        self._holes = _draw_holes(rng, self.config.size, self.config.p)
+        self._holes = _draw_holes(rng, self.config)
         self._slips = rng
         self._player = (0, 0)
         self._limit.start()
@@ -140,7 +152,11 @@ class FrozenLakeEnv(TextEnv):
 
     def _observation(self) -> str:
         cells = range(self.config.size)
-        return "\n".join("".join(self._symbols[self._kind((row, column))] for column in cells) for row in cells)
+        lines = ["".join(self._symbols[self._kind((row, column))] for column in cells) for row in cells]
+        if self.config.show_coordinates:
+            places = [("P", self._player), ("G", self._goal), *(("O", hole) for hole in sorted(self._holes))]
+            lines.append("".join(f"{letter}({row},{column})" for letter, (row, column) in places))
+        return "\n".join(lines)
 
     def _kind(self, cell: Cell) -> str:
         if cell == self._player:
@@ -151,19 +167,22 @@ class FrozenLakeEnv(TextEnv):
         return stable_hash(repr((self.config.size, sorted(self._holes), self._player)).encode())
 
 
-def _draw_holes(rng: random.Random, size: int, p: float) -> frozenset[Cell]:
-    """Draws holes until the goal can be reached.
+def _draw_holes(rng: random.Random, config: FrozenLakeConfig) -> frozenset[Cell]:
+    """Draws holes until the goal can be reached and the lake is of the split.
 
     Raises:
-        ValueError: that did not happen (practically impossible for ``p`` of 0.5 and more).
+        ValueError: that did not happen (practically impossible for ``p`` from 0.5 to 0.9).
     """
+    size, p = config.size, config.p
     goal = (size - 1, size - 1)
     cells = [(row, column) for row in range(size) for column in range(size) if (row, column) not in ((0, 0), goal)]
     for _ in range(_MAX_MAPS):
         holes = frozenset(cell for cell in cells if rng.random() >= p)
-        if goal in _distances((0, 0), size, holes):
+        if goal in _distances((0, 0), size, holes) and config.in_split(holes):
             return holes
-    raise ValueError(f"p: got {p}, but none of {_MAX_MAPS} lakes of size {size} can be crossed; expected a higher p")
+    raise ValueError(
+        f"p: got {p}, but none of {_MAX_MAPS} lakes of size {size} can be crossed and is of the split {config.split}"
+    )
 
 
 def _distances(start: Cell, size: int, holes: frozenset[Cell]) -> dict[Cell, int]:

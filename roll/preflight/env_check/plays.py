@@ -54,7 +54,7 @@ class Subject:
 
     @property
     def instant(self) -> bool:
-        return envs.is_instant(self.env_type)
+        return envs.is_instant(self.env_type, self.env_config)
 
     @property
     def seeds(self) -> list[int]:

@@ -51,6 +51,23 @@ def test_every_lake_can_be_crossed_and_the_goal_pays(size, p):
         assert reward == pytest.approx(2.0 * (1.0 - 0.1))
 
 
+def test_the_splits_share_no_lake():
+    lakes = {
+        split: {FrozenLakeEnv(split=split).reset(seed=seed)[0] for seed in range(300)}
+        for split in ("train", "eval", "all")
+    }
+    assert not lakes["train"] & lakes["eval"]
+    assert lakes["all"] & lakes["train"] and lakes["all"] & lakes["eval"]
+
+
+def test_coordinates_are_those_of_the_map():
+    env = FrozenLakeEnv(size=5, p=0.7, show_coordinates=True)
+    text, _ = env.reset(seed=4)
+    for name in ("", *way_to(text.rpartition("\n")[0], "G")[:3]):
+        drawn, _, places = env.step(answer(name))[0].rpartition("\n")
+        assert places == "".join(f"{symbol}({r},{c})" for symbol in "PGO" for r, c in find(drawn, symbol))
+
+
 def test_a_hole_ends_the_episode_without_success():
     env = FrozenLakeEnv(hole_reward=-1.0, p=0.6)
     text, _ = env.reset(seed=1)

@@ -174,6 +174,8 @@ def test_an_instant_environment_plays_in_the_callers_thread_and_lets_others_in_b
 
 def test_a_class_says_for_itself_alone_that_it_is_instant() -> None:
     assert envs.is_instant("sokoban") and envs.is_instant("frozen_lake")
+    assert not envs.is_instant("sokoban", {"dim_room": [10, 10], "num_boxes": 4, "max_steps": 20})
+    assert not envs.is_instant("sokoban", {"num_boxes": "many"}), "it cannot even be made"
     assert not envs.is_instant("gymnasium")
     assert not envs.is_instant(f"{__name__}:SlowSokoban")
 

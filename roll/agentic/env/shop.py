@@ -1,0 +1,225 @@
+"""A shop: find what somebody wants in a catalogue, and buy it."""
+
+from __future__ import annotations
+
+import random
+import re
+import string
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from gymnasium.spaces import Text
+from pydantic import Field
+
+from roll.agentic.env.actions import ActionParser, pattern_problem
+from roll.agentic.env.base import StepLimit, StepResult, TextEnv, stable_hash, step_result
+from roll.agentic.env.catalogue import ATTRIBUTES, KINDS, Catalogue, Goal, Shelves, catalogue, titles
+from roll.agentic.env.config import ActionEnvConfig, parse_config
+from roll.agentic.env.shop_tools import ShopCalls
+from roll.configs.problems import ConfigProblem
+
+Words = Annotated[list[str], Field(min_length=2)]
+
+_COMMAND = re.compile(r"(search) (.+)|(view|buy) ([1-9][0-9]?)")
+_MAX_QUERY = 100
+
+
+class ShopConfig(ActionEnvConfig):
+    """Keys of ``env_config`` for ``env_type: shop``."""
+
+    max_steps: int = Field(8, ge=1, description="Steps after which the episode is truncated.")
+    kinds: Words = Field(list(KINDS), description="Kinds of products, a word each.")
+    attributes: dict[str, Words] = Field(
+        {name: list(values) for name, values in ATTRIBUTES.items()},
+        min_length=1,
+        description="Attributes of products and their values, a word each.",
+    )
+    num_shown: int = Field(
+        2, ge=0, description="Attributes, the first ones, that titles say and the search knows; view tells the others."
+    )
+    num_products: int = Field(800, ge=2, le=20_000, description="Products of the catalogue.")
+    num_results: int = Field(5, ge=1, le=20, description="Products on a page of results.")
+    max_price: int = Field(60, ge=2, description="Highest price, in francs.")
+    catalogue_seed: int = Field(0, ge=0, description="Draws the catalogue, which is the same in all episodes.")
+    split: Literal["train", "eval", "all"] = Field(
+        "all", description="Which goals are drawn: train and eval never want the same product."
+    )
+    holdout_fraction: float = Field(0.2, gt=0, lt=1, description="Share of the goals that belongs to the eval split.")
+    step_penalty: float = Field(0.0, le=0, description="Task reward of every step.")
+    goal_reward: float = Field(1.0, ge=0, description="Task reward of the right product; others earn a part of it.")
+    dialect: str | None = Field(
+        None, description="Tool dialect: commands are calls of tools, of which the chat template tells; null: text."
+    )
+
+    def problems(self) -> list[ConfigProblem]:
+        """Rules that pydantic cannot state."""
+        found = [pattern_problem(self.action_pattern), ShopCalls.problem(self.dialect)]
+        words = [*self.kinds, *(value for values in self.attributes.values() for value in values)]
+        odd = [word for word in words if not re.fullmatch("[a-z]{2,}", word)]
+        twice = [word for word in dict.fromkeys(words) if words.count(word) > 1]
+        if odd or twice:
+            seen = (odd or twice)[0]
+            expected = "words of at least two letters a to z" if odd else "every word once, in kinds and attributes"
+            found.append(self.problem("attributes", expected, "kinds", seen=seen))
+        if self.num_shown > len(self.attributes):
+            found.append(self.problem("num_shown", f"at most {len(self.attributes)}, the attributes", "attributes"))
+        return [problem for problem in found if problem]
+
+    def shelves(self) -> Shelves:
+        """What the catalogue is drawn from."""
+        return Shelves(
+            tuple(self.kinds),
+            tuple(map(tuple, self.attributes.values())),
+            self.num_shown,
+            self.num_products,
+            self.max_price,
+            self.num_results,
+            self.catalogue_seed,
+        )
+
+    def in_split(self, goal: Goal) -> bool:
+        """True for a goal of the asked split, which the wanted product decides."""
+        held_out = int(stable_hash(" ".join((goal.kind, *goal.values)).encode()), 16) < self.holdout_fraction * 2**64
+        return self.split == "all" or held_out == (self.split == "eval")
+
+
+class ShopEnv(TextEnv):
+    """One wish per seed. Three commands: ``search <words>``, ``view <number>`` of a result, ``buy <number>``.
+
+    What is bought ends the episode and is paid by the share of the demands that it meets.
+
+    Args:
+        env_config: the keys of ``ShopConfig``.
+
+    Raises:
+        ValueError: the catalogue has nothing to wish for in this split.
+    """
+
+    config_class = ShopConfig
+    action_names: Sequence[str] = ("view 1", "buy 1", *(f"search {kind}" for kind in KINDS))
+    instant = True
+
+    def __init__(self, **env_config: Any) -> None:
+        self.config = config = parse_config(ShopConfig, env_config)
+        self.catalogue: Catalogue = catalogue(config.shelves())
+        self._goals = [goal for goal in self.catalogue.goals if config.in_split(goal)]
+        if not self._goals:
+            raise ValueError(f"num_products: got {config.num_products}, too few for a goal of the split {config.split}")
+        numbers = [f"{verb} {number}" for verb in ("buy", "view") for number in range(1, config.num_results + 1)]
+        shown = list(config.attributes.values())[: config.num_shown]
+        self.action_names = [*numbers, *(f"search {title}" for title in titles(config.kinds, shown))]
+        self._parser = ActionParser({}, config.action_pattern)
+        self._calls = None if config.dialect is None else ShopCalls(config.dialect)
+        self._limit = StepLimit(config.max_steps)
+        self._goal = self._goals[0]
+        self._results: tuple[int, ...] = ()
+        self._viewed: set[int] = set()
+        self._news = ""
+        told = _INSTRUCTION if config.dialect is None else _TOOLS_INSTRUCTION
+        self.env_instruction = told if config.env_instruction is None else config.env_instruction
+        self.observation_space = Text(max_length=4096, charset=string.printable)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Starts an episode with the seed's wish."""
+        super().reset(seed=seed)
+        rng = random.Random(seed if seed is not None else int(self.np_random.integers(2**62)))
+        wish = rng.choice(self._goals)
+        self._goal = Goal(wish.kind, wish.values, wish.limit + rng.randint(0, self.config.max_price // 4))
+        self._results, self._viewed, self._news = (), set(), ""
+        self._limit.start()
+        return self._observation(), {"state_key": self._key(), "success": False, **self._tools()}
+
+    def step(self, action: str) -> StepResult:
+        """Does what the text says; what cannot be done, or is no command, changes nothing."""
+        limit_reached = self._limit.count()
+        config, before = self.config, self._key()
+        turn = None if self._calls is None else self._calls.read(action)
+        said = self._parser.answer(action) if turn is None else turn.command
+        command = _command(said or "")
+        bought = self._do(*command) if command else None
+        score = 0.0 if bought is None else self._goal.score(self.catalogue.products[bought])
+        if bought is not None or limit_reached:
+            self._limit.stop()
+        observation, reward, terminated, truncated, info = step_result(
+            self._observation(),
+            task_reward=config.reward_scale * (config.step_penalty + config.goal_reward * score),
+            penalty=0.0 if command else config.reward_scale * config.format_penalty,
+            terminated=bought is not None,
+            truncated=limit_reached and bought is None,
+            action=" ".join(command) if command else None,
+            action_is_effective=bought is not None or self._key() != before,
+            success=score == 1,
+            state_key=self._key(),
+        )
+        messages = {} if turn is None else {"messages": turn.answers(observation)}
+        return observation, reward, terminated, truncated, {**info, **self._tools(), **messages}
+
+    def expert_actions(self) -> list[str]:
+        """Buying what is known to be right; else looking at what may be; else searching for the title."""
+        products, shown = self.catalogue.products, self.config.num_shown
+        right, open_ones = [], []
+        for number, place in enumerate(self._results, 1):
+            product = products[place]
+            known = place in self._viewed or shown == len(self._goal.values)
+            if known and self._goal.score(product) == 1:
+                right.append(f"buy {number}")
+            in_title = product.kind == self._goal.kind and product.values[:shown] == self._goal.values[:shown]
+            if not known and in_title and product.price <= self._goal.limit:
+                open_ones.append(f"view {number}")
+        return right or open_ones or [f"search {self.catalogue.query(self._goal)}"]
+
+    def _do(self, verb: str, argument: str) -> int | None:
+        """Carries a command out; returns what was bought."""
+        self._news = ""
+        if verb == "search":
+            self._results = self.catalogue.search(argument)
+            self._news = "" if self._results else "Nothing found."
+            return None
+        if int(argument) > len(self._results):
+            self._news = f"There is no result {argument}."
+            return None
+        place = self._results[int(argument) - 1]
+        if verb == "view":
+            self._viewed.add(place)
+            return None
+        self._news = f"You bought: {self._line(place)}."
+        self._results = ()
+        return place
+
+    def _observation(self) -> str:
+        shown = self.config.num_shown
+        goal = self._goal
+        hidden = "".join(f", {value}" for value in goal.values[shown:])
+        lines = [f"Wanted: {self.catalogue.query(goal)}{hidden}, at most {goal.limit} francs."]
+        lines += [f"{number}. {self._line(place)}" for number, place in enumerate(self._results, 1)]
+        return "\n".join([*lines, *([self._news] if self._news else [])])
+
+    def _line(self, place: int) -> str:
+        product = self.catalogue.products[place]
+        details = product.values[self.config.num_shown :] if place in self._viewed else ()
+        return ", ".join((self.catalogue.title(place), f"{product.price} francs", *details))
+
+    def _tools(self) -> dict[str, Any]:
+        return {} if self._calls is None else {"tools": self._calls.told}
+
+    def _key(self) -> str:
+        return stable_hash(repr((self._goal, self._results, sorted(self._viewed))).encode())
+
+
+def _command(said: str) -> tuple[str, str] | None:
+    """Verb and argument, in small letters and with single spaces; ``None`` if there is none."""
+    match = _COMMAND.fullmatch(" ".join(said.lower().split()))
+    if match is None:
+        return None
+    return match[1] or match[3], (match[2] or match[4])[:_MAX_QUERY]
+
+
+_COMMANDS = "search <words> lists products, view <number> tells the details of one, buy <number> buys it and ends."
+_INSTRUCTION = (
+    "You buy in a shop for somebody. Find a product that has everything that is wanted and costs no more than it may. "
+    f"{_COMMANDS} Answer with one command, like this: <answer>search red wool scarf</answer>"
+)
+_TOOLS_INSTRUCTION = (
+    "You buy in a shop for somebody, with one call of a tool at a time. Find a product that has everything that is "
+    "wanted and costs no more than it may, and buy it."
+)
