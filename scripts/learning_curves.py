@@ -3,7 +3,8 @@
     python scripts/learning_curves.py output/agentic_sokoban output/seed1 output/seed2
 
 Writes ``learning_curve.svg`` and ``episode.gif`` into the first run's ``renders/curves``, or with ``--docs`` over the
-tracked pictures in ``docs/images``, and prints the rows of the README's table.
+tracked pictures in ``docs/images``, and prints the rows of the README's table. With ``--worlds`` the lines and rows are
+of different tasks, named after the folders of their runs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import yaml
 
 from roll.report.curve import learning_curve_svg
+from roll.tracking.display import difference_interval
 from roll.tracking.files import read_json_lines, write_atomic
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "images"
@@ -67,6 +69,16 @@ class Run:
         greedy = f"{before[f'{self.measure}_greedy']:.1%} → {after[f'{self.measure}_greedy']:.1%}"
         return f"| {self.seed} | {before[self.measure]:.1%} | {self.after:.1%} | {greedy} | {minutes:.1f} |"
 
+    def gain_row(self) -> str:
+        """Sampled success before and after, the 95% interval of the gain in points, steps and minutes in all."""
+        before, after = self.summary["eval"]["before"], self.summary["eval"]["after"]
+        size = after.get("prompts") or after["episodes"]
+        low, high = difference_interval(before[self.measure], size, self.after, size)
+        gain = f"{100 * low:+.0f} to {100 * high:+.0f}"
+        shares = f"{before[self.measure]:.1%} → {self.after:.1%}"
+        steps, minutes = self.summary["steps"], self.summary["wall_s"] / 60
+        return f"| `{self.path.name}` | {shares} | {gain} | {size} | {steps} | {minutes:.1f} |"
+
     @property
     def measure(self) -> str:
         """Name of what the evaluations measure."""
@@ -82,6 +94,11 @@ def named(runs: list[Run]) -> dict[str, Run]:
     """Runs by the name of their line: their seed, or their folder where a seed occurs twice."""
     seeds = [run.seed for run in runs]
     return {f"seed {run.seed}" if seeds.count(run.seed) == 1 else run.path.name: run for run in runs}
+
+
+def worlds(runs: list[Run]) -> dict[str, Run]:
+    """Runs by the tasks that their folders are named after."""
+    return {run.path.name.removeprefix("agentic_").removeprefix("rlvr_").removeprefix("tiny_"): run for run in runs}
 
 
 def longest_solved_episode(run: Run) -> Path:
@@ -106,6 +123,7 @@ def main() -> int:
     parser.add_argument("--episode", type=Path, help="GIF to copy (default: a solved episode of the first run)")
     parser.add_argument("--name", default="learning_curve", help="of the picture, without .svg (default: %(default)s)")
     parser.add_argument("--no-episode", action="store_true", help="copy no GIF: answers to prompts do not move")
+    parser.add_argument("--worlds", action="store_true", help="a line and a row for each task instead of each seed")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--out", type=Path, help="folder of the pictures (default: renders/curves of the first run)")
     place.add_argument("--docs", action="store_true", help=f"replace the tracked pictures in {IMAGES}")
@@ -113,8 +131,11 @@ def main() -> int:
     out = IMAGES if options.docs else options.out or options.runs[0] / "renders" / "curves"
     try:
         runs = [Run.read(path.resolve()) for path in options.runs]
+        lines = worlds(runs) if options.worlds else named(runs)
         curve = learning_curve_svg(
-            {name: run.points(options.metric) for name, run in named(runs).items()}, title=options.title
+            {name: run.points(options.metric) for name, run in lines.items()},
+            title=options.title,
+            width=960 if options.worlds else 760,  # longer names
         )
         out.mkdir(parents=True, exist_ok=True)
         write_atomic(out / f"{options.name}.svg", curve)
@@ -123,7 +144,8 @@ def main() -> int:
     except (OSError, ValueError) as error:
         parser.exit(1, f"{error}\n")
     print(f"pictures in {out}", file=sys.stderr)
-    print(*(run.row() for run in sorted(runs, key=lambda run: run.seed)), sep="\n")
+    by_seed = (run.row() for run in sorted(runs, key=lambda run: run.seed))
+    print(*((run.gain_row() for run in runs) if options.worlds else by_seed), sep="\n")
     return 0
 
 

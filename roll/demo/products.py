@@ -1,10 +1,14 @@
-"""Products of numbers, which a small policy cannot compute and a calculator can: the data of the tool demonstration.
+"""Products of numbers, which a small policy cannot compute and a tool can: the data of the tool demonstrations.
 
 The teacher of the demonstrations calls the calculator now and then. Otherwise it guesses, or writes a call that nobody
-can read, and guesses then::
+can read::
 
     347*285=   [calculator(expression="347*285")]   (tool: 98895)   <answer>98895</answer>
     632*481=   <answer>310022</answer>
+
+With Python it forgets to print, and then mends its program or guesses after all::
+
+    347*285=   [python(code="347*285")]   (tool: (it printed nothing))   [python(code="print(347*285)")]   …
 
 Who imitates it can do everything that the task needs, and seldom does.
 """
@@ -14,12 +18,16 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from roll.demo.arithmetic import DEMONSTRATIONS, TRAIN, VAL, is_held_out, write_together
 from roll.utils.seeding import derive_seed
 
 TAG = "products"
+PRINTED_NOTHING = "(it printed nothing)"
+"""What the Python tool says then."""
+
+Message: TypeAlias = dict[str, str]
 
 
 def write_dataset(
@@ -31,6 +39,7 @@ def write_dataset(
     held_out_share: float = 0.1,
     call_rate: float = 0.4,
     slip_rate: float = 0.15,
+    tool: Literal["calculator", "python"] = "calculator",
     num_train: int = 8192,
     num_val: int = 1024,
     num_demonstrations: int = 8000,
@@ -45,8 +54,9 @@ def write_dataset(
         min_operand: smallest operand.
         max_operand: largest operand.
         held_out_share: part of all operand pairs from which ``val.jsonl`` is drawn.
-        call_rate: how often the teacher calls the calculator.
-        slip_rate: how often it writes a call that cannot be read.
+        call_rate: how often the teacher calls the tool as it should.
+        slip_rate: how often it writes a call that cannot be read, or a program that prints nothing.
+        tool: what it calls.
         num_train: rows of ``train.jsonl``.
         num_val: rows of ``val.jsonl``.
         num_demonstrations: rows of ``demonstrations.jsonl``, conversations.
@@ -72,14 +82,16 @@ def write_dataset(
                 found.append((x, y))
         return found
 
-    rng = random.Random(derive_seed(seed, TAG, "teacher"))
+    if tool not in _TEACHERS:
+        raise ValueError(f"tool: seen {tool!r}, expected one of {', '.join(_TEACHERS)}")
+    rng, teach = random.Random(derive_seed(seed, TAG, "teacher")), _TEACHERS[tool]
     write_together(
         folder,
         {
             TRAIN: (_row("train", *item) for item in enumerate(draw("train", num_train, held_out=False))),
             VAL: (_row("val", *item) for item in enumerate(draw("val", num_val, held_out=True))),
             DEMONSTRATIONS: (
-                {"id": f"{TAG}-demonstration-{index}", "messages": _demonstration(rng, x, y, call_rate, slip_rate)}
+                {"id": f"{TAG}-demonstration-{index}", "messages": teach(rng, x, y, call_rate, slip_rate)}
                 for index, (x, y) in enumerate(draw("demonstrations", num_demonstrations, held_out=False))
             ),
         },
@@ -91,18 +103,43 @@ def _row(split: str, index: int, operands: Sequence[int]) -> dict[str, Any]:
     return {"id": f"{TAG}-{split}-{index}", "tag": TAG, "prompt": f"{x}*{y}=", "solution": str(x * y)}
 
 
-def _demonstration(rng: random.Random, x: int, y: int, call_rate: float, slip_rate: float) -> list[dict[str, str]]:
-    """A conversation; the tool's message is what the calculator says, or how a malformed call is answered."""
-    asked = {"role": "user", "content": f"{x}*{y}="}
+def _with_calculator(rng: random.Random, x: int, y: int, call_rate: float, slip_rate: float) -> list[Message]:
+    """A conversation; a slip is a call without its closing parenthesis."""
     called, drawn = f'[calculator(expression="{x}*{y}")]', rng.random()
     if drawn < call_rate:
-        return [
-            asked,
-            {"role": "assistant", "content": called},
-            {"role": "tool", "content": str(x * y)},
-            {"role": "assistant", "content": f"<answer>{x * y}</answer>"},
-        ]
-    guess = {"role": "assistant", "content": f"<answer>{rng.randint(x * y // 2, x * y * 2)}</answer>"}
+        return [_asked(x, y), *_call(called, str(x * y)), _answer(x * y)]
+    guess = _answer(rng.randint(x * y // 2, x * y * 2))
     if drawn < call_rate + slip_rate:
-        return [asked, {"role": "assistant", "content": called.replace('")]', '"]')}]
-    return [asked, guess]
+        return [_asked(x, y), _said(called.replace('")]', '"]'))]
+    return [_asked(x, y), guess]
+
+
+def _with_python(rng: random.Random, x: int, y: int, call_rate: float, slip_rate: float) -> list[Message]:
+    """A conversation; a slip is a program that prints nothing, of which every second one is mended."""
+    solved = [*_call(f'[python(code="print({x}*{y})")]', str(x * y)), _answer(x * y)]
+    guess, drawn = _answer(rng.randint(x * y // 2, x * y * 2)), rng.random()
+    if drawn < call_rate:
+        return [_asked(x, y), *solved]
+    if drawn < call_rate + slip_rate:
+        slip = _call(f'[python(code="{x}*{y}")]', PRINTED_NOTHING)
+        return [_asked(x, y), *slip, *(solved if rng.random() < 0.5 else [guess])]
+    return [_asked(x, y), guess]
+
+
+_TEACHERS = {"calculator": _with_calculator, "python": _with_python}
+
+
+def _asked(x: int, y: int) -> Message:
+    return {"role": "user", "content": f"{x}*{y}="}
+
+
+def _said(words: str) -> Message:
+    return {"role": "assistant", "content": words}
+
+
+def _answer(number: int) -> Message:
+    return _said(f"<answer>{number}</answer>")
+
+
+def _call(words: str, result: str) -> list[Message]:
+    return [_said(words), {"role": "tool", "content": result}]

@@ -158,6 +158,21 @@ def test_learning_curves_draws_a_line_per_seed_and_copies_the_longest_solved_epi
     assert (tmp_path / "images" / "episode.gif").read_bytes() == b"step 2, 5 turns"
 
 
+def test_learning_curves_of_worlds_are_named_after_their_folders(tmp_path):
+    for name in ("agentic_tiny_pond", "rlvr_sums"):
+        fake_run(tmp_path / name, 0)
+    runs = [tmp_path / "agentic_tiny_pond", tmp_path / "rlvr_sums"]
+    done = draw(*runs, "--worlds", "--no-episode", "--name", "worlds", "--out", tmp_path / "images")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "| `agentic_tiny_pond` | 25.0% → 75.0% | +41 to +58 | 200 | 2 | 1.7 |",
+        "| `rlvr_sums` | 25.0% → 75.0% | +41 to +58 | 200 | 2 | 1.7 |",
+    ]
+    curve = (tmp_path / "images" / "worlds.svg").read_text(encoding="utf-8")
+    assert ">pond<" in curve and ">sums<" in curve
+    assert [path.name for path in (tmp_path / "images").iterdir()] == ["worlds.svg"]
+
+
 def test_learning_curves_leaves_tracked_pictures_alone_unless_asked(tmp_path):
     fake_run(tmp_path / "run", 0)
     tracked = [ROOT / "docs" / "images" / name for name in ("learning_curve.svg", "episode.gif")]
@@ -220,7 +235,8 @@ def fake_run(path: Path, seed: int, status: str = "completed", success: float = 
     """The files of a run that ``learning_curves.py`` reads."""
     (path / "renders").mkdir(parents=True)
     evals = {"before": {"success": 0.25, "success_greedy": 0.2}, "after": {"success": success, "success_greedy": 0.8}}
-    summary = {"status": status, "eval": evals, "wall_s": 100.0, "first_rollout_s": 10.0}
+    evals["after"]["episodes"] = 200
+    summary = {"status": status, "eval": evals, "steps": 2, "wall_s": 100.0, "first_rollout_s": 10.0}
     (path / "summary.json").write_text(json.dumps(summary))
     (path / "config.yaml").write_text(f"seed: {seed}\n")
     records: list[dict[str, float]] = [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,9 @@ import pytest
 from roll.agentic.tools.calculator import calculator
 from roll.agentic.tools.dialects import dialect
 from roll.demo.products import write_dataset
+from roll.rollout.python_tool import PythonTool
 
-COUNTS = {"num_train": 300, "num_val": 100, "num_demonstrations": 1000}
+COUNTS: dict[str, Any] = {"num_train": 300, "num_val": 100, "num_demonstrations": 1000}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -39,6 +42,28 @@ def test_the_teacher_calls_as_often_as_it_is_told_and_the_answers_are_the_calcul
     assert [round(kinds[kind] / len(rows), 1) for kind in kinds] == [0.5, 0.2, 0.3]
 
 
+def test_the_teacher_of_python_forgets_to_print_and_mends_every_second_program(tmp_path: Path) -> None:
+    write_dataset(tmp_path, tool="python", call_rate=0.3, slip_rate=0.4, **COUNTS)
+    rows = [row["messages"] for row in read(tmp_path / "demonstrations.jsonl")]
+    programs: dict[str, str] = {}
+    kinds: Counter[tuple[bool, ...]] = Counter()
+    for messages in rows:
+        calls = [
+            dialect("llama_pythonic").parse(one["content"]).calls for one in messages if one["role"] == "assistant"
+        ]
+        codes = [call.arguments["code"] for (call,) in calls[:-1]]
+        assert not calls[-1] and "<answer>" in messages[-1]["content"]
+        programs |= zip(codes, (one["content"] for one in messages if one["role"] == "tool"), strict=True)
+        kinds[tuple(code.startswith("print(") for code in codes)] += 1
+    shares = {kind: round(count / len(rows), 1) for kind, count in kinds.items()}
+    assert shares == {(): 0.3, (True,): 0.3, (False,): 0.2, (False, True): 0.2}
+    silent = next(code for code in programs if not code.startswith("print("))
+    loud = next(code for code in programs if code.startswith("print("))
+    tool = PythonTool()
+    for code in (silent, loud):
+        assert asyncio.run(tool.call({"code": code}, {})) == programs[code]
+
+
 def test_equal_arguments_give_equal_files_and_held_out_pairs_are_nowhere_else(tmp_path: Path) -> None:
     for name in "ab":
         write_dataset(tmp_path / name, **COUNTS)
@@ -57,6 +82,7 @@ def test_equal_arguments_give_equal_files_and_held_out_pairs_are_nowhere_else(tm
         ({"min_operand": 9, "max_operand": 9}, "min_operand, max_operand"),
         ({"held_out_share": 1.0}, "held_out_share"),
         ({"call_rate": 0.9, "slip_rate": 0.2}, "call_rate, slip_rate"),
+        ({"tool": "abacus"}, "tool: seen 'abacus', expected one of calculator, python"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
