@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roll import __version__
-from roll.configs.importers.table import SYSTEMS
+from roll.configs.importers import SYSTEMS
 from roll.configs.shipped import SHIPPED, config_groups
 from roll.pipeline.cli import EXIT_CONFIG, perform, refuse
 from roll.pipeline.programs import PROGRAMS, configurations

@@ -7,7 +7,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from roll.configs.importers.table import DERIVE, DROP, IMPOSSIBLE, SECTION, SYSTEMS, Row, rows, yaml_text
+from roll.configs.importers import SYSTEMS
+from roll.configs.importers.table import DERIVE, DROP, IMPOSSIBLE, SECTION, Row, rows, yaml_text
 from roll.configs.problems import NOTHING
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "migrating.md"

@@ -21,7 +21,7 @@ class Start(Protocol):
     def model_path(self) -> str:
         """A model with the policy's tokenizer and sizes, to be read before any worker is set up."""
 
-    def weights(self, session: RunSession, roles: Roles, rollouts: RolloutRoles) -> str:
+    def weights(self, session: RunSession, roles: Roles, rollouts: RolloutRoles | None) -> str:
         """The model whose weights the policy starts from; whatever it did with the roles, they are set up after it."""
 
 
@@ -31,7 +31,7 @@ class Pretrained:
 
     model_path: str
 
-    def weights(self, session: RunSession, roles: Roles, rollouts: RolloutRoles) -> str:
+    def weights(self, session: RunSession, roles: Roles, rollouts: RolloutRoles | None) -> str:
         return self.model_path
 
 

@@ -11,11 +11,10 @@ from typing import Any
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compose import compose_config
-from roll.configs.importers import chatlearn, mindspeed, roll, verl
+from roll.configs.importers import SYSTEMS, chatlearn, mindspeed, roll, verl
 from roll.configs.importers.common import drop_nulls
 from roll.configs.importers.draft import Draft, Kind, Outcome
 from roll.configs.importers.reading import read
-from roll.configs.importers.table import SYSTEMS
 from roll.configs.importers.writing import shorten, text_of
 from roll.configs.loader import load_composed
 from roll.configs.pipeline import PipelineConfig

@@ -50,7 +50,7 @@ class Draft:
     """Takes the keys of a foreign configuration one by one, by the rows of its system's table.
 
     Args:
-        system: a key of ``table.SYSTEMS``.
+        system: a key of ``SYSTEMS``.
         given: what the files say.
     """
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import yaml
 
+from roll.configs.importers import SYSTEMS
 from roll.configs.importers.shell import ENTRIES
-from roll.configs.importers.table import SYSTEMS
 
 _SECTIONS = {
     "actor_rollout_ref": "verl",

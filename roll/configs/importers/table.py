@@ -12,13 +12,11 @@ from typing import Any
 
 import yaml
 
+from roll.configs.importers import SYSTEMS
 from roll.configs.importers.transforms import TRANSFORMS
 from roll.configs.problems import NOTHING
 
 FOLDER = Path(__file__).parent / "tables"
-
-SYSTEMS = {"roll": "ROLL", "verl": "verl", "chatlearn": "ChatLearn", "mindspeed": "MindSpeed RL"}
-"""Their names in print, by the name of the table."""
 
 ROLES = ("actor_train", "actor_infer", "critic", "reference")
 _ROLE, _REST = "<role>", "**"

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeAlias, TypeVar
 
 from roll.configs.batches import describe_batches
 from roll.configs.data import DataArguments
@@ -66,10 +66,8 @@ class Parts:
     """Folder of the starting weights."""
 
 
-class Build(Protocol[ConfigT]):
-    """Makes the pipeline once the models are there."""
-
-    def __call__(self, config: ConfigT, parts: Parts) -> OfflinePipeline: ...
+Build: TypeAlias = Callable[[ConfigT, Parts], OfflinePipeline]
+"""Makes the pipeline once the models are there."""
 
 
 def run_offline(

@@ -11,7 +11,8 @@ import pytest
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.engines import cards
-from roll.configs.importers.table import ROLES, SYSTEMS, advice, find, rows
+from roll.configs.importers import SYSTEMS
+from roll.configs.importers.table import ROLES, advice, find, rows
 from roll.configs.importers.transforms import NEVER, TRANSFORMS, Omitted, Partial, Untranslatable
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import locate
