@@ -22,7 +22,7 @@ from roll.configs.problems import ConfigProblem
 from roll.utils.registry import UnknownNameError
 
 if TYPE_CHECKING:
-    from websockets.sync.client import ClientConnection
+    from websockets.sync.connection import Connection
 
 INSTALL = "pip install 'roll-rl[openenv]'"
 
@@ -100,7 +100,7 @@ class _Session:
     def __init__(self, url: str, timeout: float) -> None:
         self._url = re.sub("^http", "ws", url).rstrip("/") + "/ws"
         self._timeout = timeout
-        self._connection: ClientConnection | None = None
+        self._connection: Connection | None = None
         self._open = contextlib.ExitStack()
 
     def ask(self, kind: str, data: Mapping[str, Any]) -> _Seen:
