@@ -20,6 +20,8 @@ FOLDER = Path(__file__).parent / "tables"
 
 ROLES = ("actor_train", "actor_infer", "critic", "reference")
 _ROLE, _REST = "<role>", "**"
+_MOST_MEANINGS = 3
+"""A name with more of them, such as ``enable``, says nothing without the sections around it."""
 
 SECTION, DERIVE, DROP, IMPOSSIBLE = "section", "derive", "drop", "impossible"
 _VERBS = (SECTION, DERIVE, DROP, IMPOSSIBLE)
@@ -155,6 +157,9 @@ def advice(path: Sequence[str]) -> str | None:
     if not candidates:
         return None
     best = max(candidates, key=lambda row: (_alike(row.parts, path), bool(row.ours)))
+    meanings = {row.ours.rpartition(".")[2] for row in candidates if row.ours}
+    if len(meanings) > _MOST_MEANINGS and _alike(best.parts, path) == 1:
+        return None
     role = path[0] if path[0] in ROLES and len(path) > 1 else None
     words = best.advice
     if role is not None and re.search(r"\b(actor_train|actor_infer|reference|critic)\.", words):
