@@ -62,9 +62,10 @@ Keys in the tables below, by what becomes of them.
 
 DIFFERENCES: dict[str, tuple[str, ...]] = {
     "roll": (
-        "`sequence_length` is `prompt_length + response_length` where it is not given, `num_nodes` follows from the "
-        "devices, `num_gpus_per_worker` from a generator's tensor-parallel size, and held-out data has the columns of "
-        "the training data. That holds for every configuration, not for imported ones alone.",
+        "`sequence_length` is `prompt_length + response_length` where it is not given, `num_gpus_per_worker` "
+        "follows from a generator's tensor-parallel size, and held-out data has the columns of the training data. That "
+        "holds for every configuration, not for imported ones alone; `num_nodes` follows from the devices where it is "
+        "null.",
         "A prompt that is too long is left out of the data (`prompt_overflow: drop`).",
         "An optimizer step is a whole share of a rollout. Where theirs is not, the nearest is taken, and the report "
         "says so.",

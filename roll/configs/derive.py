@@ -18,9 +18,9 @@ _DEVICES_PER_NODE = 8
 def derive(values: Mapping[str, Any]) -> dict[str, Any]:
     """Completes a configuration before it is checked.
 
-    ``sequence_length`` is the sum of prompt and response, ``num_nodes`` holds the largest device of a role,
-    ``num_gpus_per_worker`` is a generator's tensor-parallel size, and held-out data has the columns of the training
-    data. What is given stays, and so does what is wrong: the check finds it.
+    ``sequence_length`` is the sum of prompt and response, ``num_nodes``, where it is null, holds the largest device of
+    a role, ``num_gpus_per_worker`` is a generator's tensor-parallel size, and held-out data has the columns of the
+    training data. What is given stays, and so does what is wrong: the check finds it.
 
     Args:
         values: plain values by top-level key; not changed.
@@ -35,10 +35,8 @@ def derive(values: Mapping[str, Any]) -> dict[str, Any]:
             whole["sequence_length"] = sum(lengths)
         else:
             whole.pop("sequence_length", None)
-    if whole.get("num_nodes") is None:
-        whole.pop("num_nodes", None)
-        if (nodes := _nodes(whole)) > 1:
-            whole["num_nodes"] = nodes
+    if "num_nodes" in whole and whole["num_nodes"] is None:
+        whole["num_nodes"] = _nodes(whole)
     _columns(whole)
     return whole
 

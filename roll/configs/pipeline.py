@@ -129,7 +129,7 @@ class RunConfig(Config):
     num_nodes: int = Field(
         default=1,
         ge=1,
-        description="Machines of the run. null or no such key: as many as the largest device of a role needs.",
+        description="Machines of the run. null: as many as the largest device of a role needs.",
     )
     num_gpus_per_node: int = Field(
         default=8, ge=1, description="GPUs (or CPU slots where there is none) of each machine."

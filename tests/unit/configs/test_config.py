@@ -294,7 +294,7 @@ def test_what_follows_from_other_keys_may_be_left_out(load, problems):
     vllm = (
         "actor_infer={strategy_args:{strategy_name:vllm,strategy_config:{tensor_parallel_size:2}},device_mapping:[8,9]}"
     )
-    free = MINIMAL.replace("num_nodes: 1\n", "")
+    free = MINIMAL.replace("num_nodes: 1\n", "num_nodes: null\n")
     heads = "tiny_num_heads=2"
     config = load(vllm, heads, "prompt_length=100", "response_length=28", "sequence_length=null", text=free)
     assert (config.sequence_length, config.num_nodes, config.actor_infer.num_gpus_per_worker) == (128, 2, 2)
