@@ -262,7 +262,8 @@ def closing_line(summary: Mapping[str, Any], run_dir: Path) -> str:
         bounds = f", 95% interval {100 * low:+.1f} to {100 * high:+.1f}" if min(sizes) else ""
         said = f"{word}: {measure} {before:.1%} → {after:.1%} ({100 * (after - before):+.1f} points{bounds}){where}"
     elif "loss" in first and "loss" in last:
-        said = f"Held-out loss {first['loss']:.4f} → {last['loss']:.4f} nats per token"
+        unit = " nats per token" if "perplexity" in last else ""
+        said = f"Held-out loss {first['loss']:.4f} → {last['loss']:.4f}{unit}"
     elif before is not None and summary.get("steps"):
         said = f"Not evaluated after training; {measure} before was {before:.1%}{where}"
     elif after is not None:
