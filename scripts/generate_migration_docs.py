@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from pathlib import Path
+
+from generated import write_or_check
 
 from roll.configs.importers import SYSTEMS
 from roll.configs.importers.table import DERIVE, DROP, IMPOSSIBLE, SECTION, Row, rows, yaml_text
@@ -158,16 +159,5 @@ def _code(value: object) -> str:
     return f"`{yaml_text(value)}`"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="only compare; exit code 1 when the file is out of date")
-    if parser.parse_args().check:
-        current = TARGET.is_file() and TARGET.read_text(encoding="utf-8") == render()
-        sys.stdout.write(f"{TARGET} is {'current' if current else 'out of date'}\n")
-        return 0 if current else 1
-    TARGET.write_text(render(), encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write_or_check(TARGET, render, __doc__))

@@ -26,7 +26,7 @@ from roll.data.prompt_rows import (
     row_tag,
     used_columns,
 )
-from roll.data.prompts import Prompt, draw_samples, kept_rows, no_rows
+from roll.data.prompts import Prompt, checked, draw_samples, kept_rows, no_rows
 
 if TYPE_CHECKING:
     from roll.data.renderer import ChatRenderer, Tool
@@ -155,10 +155,7 @@ def check_conversations(
     problems = Problems()
     counts: Counter[str] = Counter()
     tags = Counter(sample.question.tag for sample in _read(args, scoring, seed, problems, counts, head))
-    problems.raise_any()
-    if not tags:
-        raise DataError([no_rows(args, counts)])
-    return tags, counts["rows"] < head
+    return checked(tags, args, problems, counts, head)
 
 
 @dataclass(frozen=True, slots=True)

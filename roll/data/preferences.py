@@ -25,7 +25,7 @@ from roll.data.conversations import (
 )
 from roll.data.prompt_files import DataError, Problems
 from roll.data.prompt_rows import Message, RowError, check_encodable, lookup, number, row_conversation, row_messages
-from roll.data.prompts import draw_samples, kept_rows, no_rows
+from roll.data.prompts import checked, draw_samples, kept_rows, no_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,10 +120,7 @@ def check_preferences(
     counts: Counter[str] = Counter()
     rows = _read(args, columns, label, scoring, seed, problems, counts, head)
     tags = Counter(row.answers[0].question.tag for row in rows)
-    problems.raise_any()
-    if not tags:
-        raise DataError([no_rows(args, counts)])
-    return tags, counts["rows"] < head
+    return checked(tags, args, problems, counts, head)
 
 
 def _read(

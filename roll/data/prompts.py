@@ -271,6 +271,20 @@ def no_rows(args: DataArguments, counts: Counter[str]) -> str:
     return f"{where}: dataset_filter left out all {counts['rows']:,} rows"
 
 
+def checked(
+    tags: Counter[str], args: DataArguments, problems: Problems, counts: Counter[str], head: int
+) -> tuple[Counter[str], bool]:
+    """What a check of the first ``head`` rows of each file has found: samples by tag, and whether these are all.
+
+    Raises:
+        DataError: everything that is wrong with them, by file and line, or that there are none.
+    """
+    problems.raise_any()
+    if not tags:
+        raise DataError([no_rows(args, counts)])
+    return tags, counts["rows"] < head
+
+
 def draw_samples(samples: list[T], args: DataArguments, seed: int) -> tuple[list[T], int]:
     """``num_samples`` of them, in their order; also how many are left out."""
     wanted = args.dataset_filter.num_samples

@@ -28,7 +28,7 @@ from roll.data.conversations import (
 )
 from roll.data.prompt_files import DataError, Problems
 from roll.data.prompt_rows import Message, RowError, lookup, number, row_conversation, row_messages
-from roll.data.prompts import draw_samples, kept_rows, no_rows
+from roll.data.prompts import checked, draw_samples, kept_rows, no_rows
 
 if TYPE_CHECKING:
     from roll.data.renderer import ChatRenderer
@@ -140,10 +140,7 @@ def check_scored(
     counts: Counter[str] = Counter()
     rows = _read(args, columns, in_steps, seed, problems, counts, head)
     tags = Counter(row.talk.question.tag for row in rows)
-    problems.raise_any()
-    if not tags:
-        raise DataError([no_rows(args, counts)])
-    return tags, counts["rows"] < head
+    return checked(tags, args, problems, counts, head)
 
 
 def _read(
