@@ -102,8 +102,8 @@ def policy_loss(
     """``rl_loss_coef * PG + kl_loss_coef * KL + sft_loss_coef * SFT - entropy coefficient * entropy``.
 
     PG is the loss that ``pg_variant`` names in ``POLICY_LOSSES``, times ``weights_T`` where the batch has them.
-    Without ``old_logprobs_T`` the old policy is the current one (the first step on fresh samples): ratios are 1 and
-    PPO's gradient is that of REINFORCE.
+    Without ``old_logprobs_T``, and in the rows of ``fresh_B``, the old policy is the current one (the first step on
+    fresh samples): ratios are 1 and PPO's gradient is that of REINFORCE.
 
     Args:
         scores: ``logprobs_T``; ``entropy_T`` if there is an entropy bonus; ``kl_T`` if ``use_kl_loss`` takes the KL
@@ -123,6 +123,8 @@ def policy_loss(
     tokens = SampledTokens.of(batch, batch.loss_mask_T, config.loss_agg_mode, ctx, logprobs_T)
     logprobs_M = tokens.take(logprobs_T)
     old_M = logprobs_M.detach() if batch.old_logprobs_T is None else tokens.take(batch.old_logprobs_T)
+    if batch.fresh_B is not None:
+        old_M = torch.where(tokens.take_rows(batch.fresh_B), logprobs_M.detach(), old_M)
     policy = PolicyTokens(
         logprobs_M,
         old_M,

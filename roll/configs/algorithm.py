@@ -285,8 +285,8 @@ class AlgorithmConfig(Config):
     pf_ppo: PfPpoConfig = Field(default_factory=PfPpoConfig, description="How PF-PPO redraws.")
     enable_old_logprobs_recompute: bool = Field(
         False,
-        description="Recompute the old log-probabilities with the training engine even when one optimizer step per "
-        "rollout would not need them.",
+        description="Recompute the old log-probabilities of all rows with the training engine; else rows that only the "
+        "first optimizer step of a rollout trains go without, as their old policy is the one that trains.",
     )
 
     # Value loss
@@ -328,6 +328,11 @@ class AlgorithmConfig(Config):
             or self.add_token_level_kl
             or self.train_infer_correction.uses_old_logprobs
         )
+
+    @property
+    def mixes_rows(self) -> bool:
+        """Tells whether rows are compared or exchanged, by which no row belongs to the first optimizer step alone."""
+        return self.use_pf_ppo or self.policy_loss in ("clip_cov", "kl_cov")
 
     def problems(self) -> list[ConfigProblem]:
         return [

@@ -65,6 +65,9 @@ class Batch:
     """int64: the weight version that sampled each token; 0 where the mask is 0."""
     old_logprobs_T: Tensor | None = None
     """float32: log-probabilities under the training engine before the update (PPO's old policy)."""
+    fresh_B: Tensor | None = None
+    """bool: the row is trained in the first optimizer step alone: its old policy is the one that trains, and its
+    ``old_logprobs_T`` are 0, as nobody computed them."""
     ref_logprobs_T: Tensor | None = None
     """float32: log-probabilities under the reference model."""
     ref_hidden_TH: Tensor | None = None

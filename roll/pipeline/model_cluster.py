@@ -37,6 +37,11 @@ def plan_optimizer_steps(num_rows: int, steps_per_epoch: int, epochs: int, seed:
     ]
 
 
+def rows_trained_later(steps: Sequence[Tensor]) -> Tensor:
+    """int64: the rows of all optimizer steps but the first: those whose policy has moved before they are trained."""
+    return torch.cat([torch.empty(0, dtype=torch.int64), *steps[1:]]).unique()
+
+
 class ModelCluster:
     """The cluster of one scoring or training role, with its data-parallel layout.
 
@@ -81,14 +86,19 @@ class ModelCluster:
         """Scores the batch, its rows spread over the data-parallel ranks."""
         return self.gather_scores(batch, *self.submit_logprobs(batch))
 
-    def submit_logprobs(self, batch: Batch, adapter: bool = True) -> tuple[list[Tensor], list[ray.ObjectRef]]:
+    def submit_logprobs(
+        self, batch: Batch, rows: Tensor | None = None, adapter: bool = True
+    ) -> tuple[list[Tensor], list[ray.ObjectRef]]:
         """Starts scoring and returns at once, so that roles on other devices can work meanwhile.
 
         Args:
             batch: what to score.
+            rows: those to score; ``None`` is all. The others' scores are 0.
             adapter: with LoRA, whether the adapter counts.
         """
         parts = batch.split(self.dp_size)
+        if rows is not None:
+            parts = [rows[part] for part in batch.select(rows).split(self.dp_size)]
         scored = _what_scores_depend_on(batch)
         shares = [ray.put(scored.select(part)) for part in parts]
         self.load_states(States.WEIGHTS)
@@ -175,8 +185,8 @@ class WithoutAdapter:
         self._actor = actor
         self.gather_scores = actor.gather_scores
 
-    def submit_logprobs(self, batch: Batch) -> tuple[list[Tensor], list[ray.ObjectRef]]:
-        return self._actor.submit_logprobs(batch, adapter=False)
+    def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> tuple[list[Tensor], list[ray.ObjectRef]]:
+        return self._actor.submit_logprobs(batch, rows, adapter=False)
 
 
 def _what_scores_depend_on(batch: Batch) -> Batch:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from roll.algorithms.advantages import advantage_metrics, compute_advantages, value_mask
@@ -26,7 +27,7 @@ from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.idleness import Idleness
 from roll.pipeline.loop import TrainingLoop, mean_metrics
-from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter, plan_optimizer_steps
+from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter, plan_optimizer_steps, rows_trained_later
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollouts import take
 from roll.pipeline.session import RunFailedError, RunSession
@@ -117,7 +118,7 @@ class RLPipeline(TrainingLoop):
         metrics |= self.roles.offload_manager.memory("rollout")
         with phase("logprobs") as span:
             steps = self.plan_training(batch, step)
-            batch = self.score(batch, needs_old_logprobs=len(steps) > 1)
+            batch = self.score(batch, self.rows_with_old_logprobs(batch, steps))
             span.tokens = batch.num_tokens
         with self.signals.deferred():  # a stop in here waits: half an update cannot be saved
             with phase("advantage"):
@@ -139,33 +140,43 @@ class RLPipeline(TrainingLoop):
             seed=derive_seed(self.config.seed, "minibatches", step),
         )
 
-    def score(self, batch: Batch, needs_old_logprobs: bool) -> Batch:
+    def rows_with_old_logprobs(self, batch: Batch, steps: list[Tensor]) -> Tensor:
+        """int64: the rows that the actor scores before the update; in the others the old policy is the current one."""
+        if self.config.wants_old_logprobs or (len(steps) > 1 and self.config.mixes_rows):
+            return torch.arange(batch.num_sequences)
+        return rows_trained_later(steps)
+
+    def score(self, batch: Batch, old_rows: Tensor) -> Batch:
         """Adds the log-probabilities of the training engine and the reference, and the critic's values.
 
         Roles on different devices work at the same time, but for the KL over the vocabulary the actor needs what the
         reference returns.
         """
         config, roles = self.config, self.roles
-        recompute = needs_old_logprobs or config.wants_old_logprobs
-        actor = {"old_logprobs_T": roles.actor if recompute else None}
+        actor = {"old_logprobs_T": roles.actor if len(old_rows) else None}
         others = {"ref_logprobs_T": roles.reference, "values_T": roles.critic}
+        if 0 < len(old_rows) < batch.num_sequences:
+            batch = batch.replace(
+                fresh_B=torch.ones(batch.num_sequences, dtype=torch.bool).index_fill(0, old_rows, False)
+            )
         if not config.uses_full_kl:
-            return _with_scores(batch, actor | others)
-        batch = _with_scores(batch, others)
+            return _with_scores(batch, actor | others, old_rows)
+        batch = _with_scores(batch, others, old_rows)
         if batch.ref_hidden_TH is None:
             raise ValueError(
                 "kl_penalty: 'full', but the reference's strategy returns no hidden states; expected hf_infer or an "
                 "fsdp2, deepspeed or megatron strategy, or an estimator such as k3"
             )
-        batch = _with_scores(batch, actor)
+        batch = _with_scores(batch, actor, old_rows)
         # Hidden states are large: they travel on to the trainer only if its loss reads them.
         return batch if config.use_kl_loss else batch.replace(ref_hidden_TH=None)
 
     def shape(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Normalises rewards, adds the KL penalty, computes advantages."""
-        metrics = mismatch_metrics(batch)
+        scored = batch if batch.fresh_B is None else batch.select((~batch.fresh_B).nonzero()[:, 0])
+        metrics = mismatch_metrics(scored)
         if self.config.overlaps:
-            metrics |= mismatch_by_lag(batch, self.admission.step - 1, self.config.train_infer_correction)
+            metrics |= mismatch_by_lag(scored, self.admission.step - 1, self.config.train_infer_correction)
         batch, mask_metrics = drop_masked_episodes(batch, self.config)
         metrics |= mask_metrics
         batch, reward_metrics = shape_rewards(batch, self.config, self.score_stats)
@@ -242,9 +253,13 @@ def set_losses(roles: Roles, config: RLConfig) -> None:
         roles.critic.call("set_loss", build_value_loss, config)
 
 
-def _with_scores(batch: Batch, roles: Mapping[str, ModelCluster | WithoutAdapter | None]) -> Batch:
+def _with_scores(batch: Batch, roles: Mapping[str, ModelCluster | WithoutAdapter | None], old_rows: Tensor) -> Batch:
     """The batch with the columns that each role computes, named by the first of them; the roles work side by side."""
-    pending = {name: (role, role.submit_logprobs(batch)) for name, role in roles.items() if role is not None}
+    pending = {
+        name: (role, role.submit_logprobs(batch, old_rows if name == "old_logprobs_T" else None))
+        for name, role in roles.items()
+        if role is not None
+    }
     columns: dict[str, Tensor | None] = {}
     for name, (role, submitted) in pending.items():
         scores = role.gather_scores(batch, *submitted)

@@ -194,6 +194,26 @@ def test_gradient_does_not_depend_on_how_the_step_is_cut(model: Path, cutting: s
     assert metrics["actor/num_tokens"] == batch.num_tokens
 
 
+@pytest.mark.parametrize("cutting", CUTTINGS)
+def test_the_training_pass_gives_the_old_logprobs_of_a_scoring_pass(model: Path, cutting: str) -> None:
+    """To the bit, since both see the same micro-batches here."""
+    batch = make_batch()
+    options = json.loads(json.dumps(CUTTINGS[cutting]))
+    worker = options.get("worker", {})
+    alike = {name.replace("_in_train", "_in_infer"): value for name, value in worker.items()}
+    per_pass = options.get("training_args", {}).get("per_device_train_batch_size", 2)
+    options["worker"] = worker | alike | {"infer_batch_size": per_pass}
+    gradients = []
+    for fresh in (True, False):
+        trainer = make_trainer(model, **json.loads(json.dumps(options)))
+        old_T = torch.zeros(batch.num_tokens) if fresh else trainer.logprobs(batch).logprobs_T
+        known = batch.replace(old_logprobs_T=old_T, fresh_B=torch.full((batch.num_sequences,), fresh))
+        trainer.train_step(known, build_policy_loss(AlgorithmConfig()))
+        gradients.append(trainer.gradient)
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
 def with_common_prompts(batch: Batch) -> Batch:
     """Three groups of three sequences that begin with the same six tokens, and sample the rest."""
     tokens = [row.clone() for row in batch.tokens_T.split(batch.lengths_B.tolist())]

@@ -170,6 +170,19 @@ def test_on_fresh_samples_the_gradient_is_that_of_reinforce() -> None:
     torch.testing.assert_close(got[0], -batch.advantages_T / batch.loss_mask_T.sum())
 
 
+def test_the_old_policy_of_fresh_rows_is_the_current_one() -> None:
+    batch, scores = make_batch(4, max_episodes=20)
+    fresh_B = torch.arange(batch.num_sequences) % 2 == 0
+    fresh_T = fresh_B[batch.rows_T]
+    as_scored = torch.where(fresh_T, scores.logprobs_T.float(), batch.old_logprobs_T)
+    unscored = batch.replace(old_logprobs_T=batch.old_logprobs_T.masked_fill(fresh_T, 0.0), fresh_B=fresh_B)
+    loss_fn = build_policy_loss(AlgorithmConfig(pg_clip=0.05))
+    wanted = gradient(loss_fn, scores, batch.replace(old_logprobs_T=as_scored), context(batch))
+    got = gradient(loss_fn, scores, unscored, context(batch))
+    torch.testing.assert_close(got[0].loss, wanted[0].loss, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(got[1], wanted[1], rtol=1e-6, atol=1e-6)
+
+
 def loss_of(batch: Batch, scores: TokenScores, **keys: Any) -> float:
     return build_policy_loss(AlgorithmConfig(**keys))(scores, batch, context(batch)).loss.item()
 

@@ -22,7 +22,7 @@ from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics, RankInfo, StrategyContext
-from roll.pipeline.model_cluster import ModelCluster, plan_optimizer_steps
+from roll.pipeline.model_cluster import ModelCluster, plan_optimizer_steps, rows_trained_later
 from roll.pipeline.workers import TrainWorker
 
 
@@ -143,6 +143,26 @@ def test_scores_come_back_in_the_order_of_the_batch(
     shares = [strategy.scored for strategy in strategies]
     assert all(shares[rank] == shares[rank - rank % copies] for rank in range(model.size))
     assert sorted(row for share in shares[::copies] for row in share) == list(range(len(lengths)))
+
+
+@given(lengths_strategy, st.integers(1, 5), st.data())
+def test_only_the_rows_that_are_asked_for_are_scored(lengths: list[int], dp_size: int, data: st.DataObject) -> None:
+    batch = make_batch(lengths)
+    rows = sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1), min_size=1)))
+    model, strategies = make_model(dp_size)
+    scores = model.gather_scores(batch, *model.submit_logprobs(batch, torch.tensor(rows)))
+    asked_T = torch.isin(batch.rows_T, torch.tensor(rows))
+    assert scores.logprobs_T is not None
+    assert torch.equal(scores.logprobs_T, -batch.tokens_T.float() * asked_T)
+    assert sorted(row for strategy in strategies for row in strategy.scored) == rows
+
+
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 4))
+def test_rows_of_the_first_optimizer_step_alone_are_not_trained_later(num_rows: int, steps: int, epochs: int) -> None:
+    first, *later = plan_optimizer_steps(num_rows, steps, epochs, seed=0)
+    found = rows_trained_later([first, *later]).tolist()
+    assert found == sorted({row for rows in later for row in rows.tolist()})
+    assert len(found) == (num_rows if epochs > 1 else num_rows - len(first))
 
 
 @given(lengths_strategy, st.integers(1, 5), st.integers(1, 2), st.integers(1, 6), st.integers(1, 2))
