@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from roll.data.batch import Batch
     from roll.distributed.cluster.cluster import Cluster
     from roll.pipeline.rlvr.pipeline import RLVRPipeline
+    from roll.pipeline.session import RunSession
+    from roll.utils.signals import SignalGuard
 
 VOCABULARY, NUM_BYTES = 2048, 256
 PAD, END = "<pad>", "<end>"
@@ -164,9 +166,10 @@ class Rival:
         work: file with the work and the contestant's settings; its name tells contestants of one kind apart.
         processes: data-parallel ranks.
         threads: torch threads of each.
+        script: that they run.
     """
 
-    def __init__(self, python: str, kind: str, work: Path, processes: int, threads: int) -> None:
+    def __init__(self, python: str, kind: str, work: Path, processes: int, threads: int, script: Path = RIVALS) -> None:
         common = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "0"}
         port = _free_port()
         self._processes = []
@@ -176,7 +179,7 @@ class Rival:
             log = work.with_name(f"{work.stem}-{rank}.log")
             self._processes.append(
                 subprocess.Popen(
-                    [python, str(RIVALS), kind, str(work)],
+                    [python, str(script), kind, str(work)],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log.open("w"),
@@ -331,30 +334,38 @@ def roll_config(
 
 
 @contextmanager
-def roll_pipeline(config: RLVRConfig) -> Iterator[Roll]:
-    """Starts Ray, the workers and the pipeline, as ``roll.pipeline.rlvr.launch`` does."""
-    from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER
+def started(config: Any, workers: Mapping[str, Any]) -> Iterator[tuple[RunSession, SignalGuard, Mapping[str, Cluster]]]:
+    """Starts Ray and a run's workers, as ``roll.pipeline.launch`` does, without its display."""
     from roll.distributed.cluster.ray_session import ray_session
-    from roll.pipeline.launch import MODEL_WORKERS, ray_options, start_clusters
-    from roll.pipeline.prompt_roles import PromptRoles
-    from roll.pipeline.rl import set_losses
-    from roll.pipeline.rlvr.datasets import load_datasets, load_renderer
-    from roll.pipeline.rlvr.pipeline import RLVRPipeline
-    from roll.pipeline.roles import Roles
+    from roll.pipeline.launch import ray_options, start_clusters
     from roll.pipeline.session import RunSession
-    from roll.rollout.prompt_worker import PromptWorker
-    from roll.rollout.reward_worker import RewardWorker
     from roll.utils.signals import SignalGuard
 
-    workers = {**MODEL_WORKERS, ROLLOUT_CLUSTER: PromptWorker, f"{REWARD_CLUSTER}rule": RewardWorker}
-    datasets = load_datasets(config, load_renderer(config))
     with ExitStack() as stack:
         signals = stack.enter_context(SignalGuard())
         with redirect_stdout(stack.enter_context(open(os.devnull, "w"))):  # the display keeps the stream it finds
             session = RunSession(config, time.time())
         stack.enter_context(session)
         stack.enter_context(ray_session(ray_options(config), config.system_envs))
-        clusters: Mapping[str, Cluster] = stack.enter_context(start_clusters(config, session, workers))
+        yield session, signals, stack.enter_context(start_clusters(config, session, workers))
+
+
+@contextmanager
+def roll_pipeline(config: RLVRConfig) -> Iterator[Roll]:
+    """Starts Ray, the workers and the pipeline, as ``roll.pipeline.rlvr.launch`` does."""
+    from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER
+    from roll.pipeline.launch import MODEL_WORKERS
+    from roll.pipeline.prompt_roles import PromptRoles
+    from roll.pipeline.rl import set_losses
+    from roll.pipeline.rlvr.datasets import load_datasets, load_renderer
+    from roll.pipeline.rlvr.pipeline import RLVRPipeline
+    from roll.pipeline.roles import Roles
+    from roll.rollout.prompt_worker import PromptWorker
+    from roll.rollout.reward_worker import RewardWorker
+
+    workers = {**MODEL_WORKERS, ROLLOUT_CLUSTER: PromptWorker, f"{REWARD_CLUSTER}rule": RewardWorker}
+    datasets = load_datasets(config, load_renderer(config))
+    with started(config, workers) as (session, signals, clusters):
         roles = Roles(config, clusters)
         prompts = PromptRoles(
             config, clusters, roles, config.pretrain, datasets.train, datasets.val, on_tick=signals.check
