@@ -11,10 +11,11 @@ counts, after one that warms up. Tokens are those of both conversations of every
 
 ROLL's steps are those of its pipelines (``OfflineTraining``), on real Ray workers: ``fsdp2_train``, two with a thread
 each (``--layout``). TRL is there as one process with two threads and as two with one, in float32 and under bfloat16
-autocast, and its fastest variant is what ROLL is compared with; ROLL trains in ``--precision``. The losses of the first
-steps are compared, in float32. Both libraries define these two losses alike.
+autocast, and its fastest variant is what ROLL is compared with; ROLL trains in ``--precision``. Losses are
+compared in float32. Both libraries define these two alike.
 
     python benchmarks/stages.py --trl-python /path/to/a/python/with/trl     (TRL 1.16.0 was measured)
+    python benchmarks/stages.py --trl-python … --precision fp32 --trl-precisions fp32
 
 Exit code 1 if a loss differs by more than 1e-5 or ROLL is less than 1.3 times as fast; 0 where TRL cannot be imported.
 """
@@ -268,7 +269,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6, help="timed steps of each contestant")
     parser.add_argument("--pairs", type=int, default=32, help="of an optimizer step")
     parser.add_argument("--layout", default="2x1", help="ROLL's workers x threads of each")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="in which ROLL trains")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="in which ROLL trains")
     parser.add_argument("--trl-python", default=sys.executable, help="interpreter that can import trl")
     parser.add_argument("--trl-layouts", nargs="+", default=["1x2", "2x1"], help="TRL's processes x threads of each")
     parser.add_argument("--trl-precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
