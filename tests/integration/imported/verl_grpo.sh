@@ -1,0 +1,36 @@
+#!/bin/bash
+# GRPO with a KL loss, as launch scripts of verl write it, in the sizes of a test.
+set -x
+max_response=8
+python3 -m verl.trainer.main_ppo \
+    algorithm.adv_estimator=grpo \
+    data.train_files=$DATA/train.parquet \
+    data.val_files=$DATA/val.parquet \
+    data.train_batch_size=4 \
+    data.max_prompt_length=64 \
+    data.max_response_length=$max_response \
+    data.shuffle=False \
+    actor_rollout_ref.model.path=$MODEL \
+    actor_rollout_ref.model.enable_gradient_checkpointing=False \
+    actor_rollout_ref.actor.optim.lr=1e-3 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=2 \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2 \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_coef=0.01 \
+    actor_rollout_ref.actor.clip_ratio_high=0.28 \
+    actor_rollout_ref.actor.fsdp_config.model_dtype=fp32 \
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4 \
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4 \
+    actor_rollout_ref.rollout.name=vllm \
+    actor_rollout_ref.rollout.dtype=float32 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1 \
+    actor_rollout_ref.rollout.n=4 \
+    trainer.logger='["console"]' \
+    trainer.experiment_name=imported \
+    trainer.n_gpus_per_node=1 \
+    trainer.nnodes=1 \
+    trainer.save_freq=-1 \
+    trainer.test_freq=-1 \
+    trainer.val_before_train=False \
+    trainer.total_training_steps=2 \
+    trainer.total_epochs=1 $@

@@ -1,0 +1,91 @@
+"""Runs of the four systems: imported, they are what one would write here, and go to the end on the tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from roll.__main__ import main
+from roll.configs.compose import compose_config
+from roll.configs.engines import packages
+from roll.configs.loader import load_composed
+from roll.configs.rlvr import RLVRConfig
+from tests.integration.conftest import RLVR_LAUNCHER, Launch
+
+HERE = Path(__file__).parent / "imported"
+RUNS = ("verl_grpo.sh", "verl_ppo.sh", "roll.yaml", "chatlearn.yaml", "mindspeed.yaml")
+OTHERS_DATA = {"gsm8k", "math_rule", "math"}
+"""Domains that the rows below belong to; an import names more, for whatever else may be in the files."""
+
+
+@pytest.fixture
+def data(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Files as the four systems document them, of sums; where they and the model are, the environment says."""
+    for name, count, shift in (("train", 12, 1), ("val", 4, 3)):
+        rows: list[dict[str, Any]] = []
+        for number in range(count):
+            question, answer = f"what is {number} + {number + shift}?", str(2 * number + shift)
+            messages = [{"role": "user", "content": question}]
+            rows.append(
+                {
+                    "data_source": "openai/gsm8k",
+                    "prompt": messages,
+                    "ability": "math",
+                    "reward_model": {"style": "rule", "ground_truth": answer},
+                    "extra_info": {"split": name, "index": number},
+                }
+            )
+            rows[-1] |= {"id": str(number), "tag": "math_rule", "messages": messages, "ground_truth": answer}
+            rows[-1] |= {"problem": question, "answer": answer}
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / f"{name}.parquet")
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        problems = [{key: row[key] for key in ("problem", "answer")} for row in rows]
+        (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
+    monkeypatch.setenv("DATA", str(tmp_path))
+    monkeypatch.setenv("MODEL", str(model))
+    return tmp_path
+
+
+def import_run(file: str, folder: Path) -> None:
+    """``roll import`` of a file to ``mine.yaml``, with nothing left to edit."""
+    system = file.partition(".")[0].partition("_")[0]
+    assert main(["import", system, str(HERE / file), "-o", str(folder / "mine.yaml")]) == 0
+
+
+def load(name: str, folder: Path) -> dict[str, Any]:
+    """The whole configuration, with the rewards that the data asks for."""
+    config = load_composed(RLVRConfig, name, compose_config(name, folder, ()))
+    values = config.model_dump()
+    rewards = values.pop("rewards")
+    del values["reward_pretrain"]
+    return values | {"rewards": {domain: rewards[domain] for domain in rewards if domain in OTHERS_DATA}}
+
+
+@pytest.mark.parametrize("file", RUNS)
+def test_what_is_imported_is_what_one_would_write(file: str, data: Path) -> None:
+    import_run(file, data)
+    found, own = load("mine", data), load(Path(file).stem, HERE / "ours")
+    if file.endswith(".sh") or file == "chatlearn.yaml":  # no row is of these
+        found["rewards"].pop("math")
+    assert found == own
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("file", RUNS)
+def test_an_imported_run_goes_to_the_end(file: str, data: Path, launch: Launch) -> None:
+    import_run(file, data)
+    engine = load("mine", data)["actor_train"]["strategy_args"]["strategy_name"]
+    package = packages().get(engine)
+    if package is not None and not package.installed:
+        pytest.skip(f"{package.module} is not installed (extra {package.extra})")
+    run = launch("infer=hf", "exp_name=run", config="mine", folder=data, script=RLVR_LAUNCHER)
+    assert run.wait() == 0, run.output
+    assert run.summary["status"] == "completed" and run.summary["steps"] == 2
+    assert all(run.metrics[step]["rollout/dropped"] == 0 for step in (1, 2))
+    assert all("actor/grad_norm" in run.metrics[step] for step in (1, 2))
+    run.assert_nothing_left()
