@@ -233,10 +233,13 @@ class AnswersStart(WarmStart[PromptRoles]):
     config: RLVRConfig | DPOConfig
 
     def recipe(self) -> Mapping[str, Any]:
-        content = Path(self.config.warm_start.file_name).expanduser().read_bytes()
+        config = self.config
+        content = Path(config.warm_start.file_name).expanduser().read_bytes()
+        tools = config.tools if isinstance(config, RLVRConfig) else None
         return {
-            "warm_start": self.config.warm_start.model_dump(mode="json"),
+            "warm_start": config.warm_start.model_dump(mode="json"),
             "demonstrations": hashlib.blake2b(content, digest_size=8).hexdigest(),
+            **({} if tools is None else {"tools": tools.model_dump(mode="json")}),
         }
 
     def demonstrations(self, rollouts: PromptRoles) -> Batch:
