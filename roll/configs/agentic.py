@@ -17,6 +17,7 @@ MANAGERS = ("train_env_manager", "val_env_manager")
 class AgenticConfig(RLConfig):
     """Everything that ``examples/start_agentic_pipeline.py`` reads."""
 
+    val_batch_size: int = Field(default=128, ge=1, description="Episodes of an evaluation.")
     warm_start: WarmStartConfig = Field(
         default_factory=WarmStartConfig, description="Supervised start of the tiny model; read when pretrain is tiny."
     )

@@ -47,20 +47,21 @@ def describe_batches(config: PipelineConfig) -> list[str]:
 
 
 def _prompt_lines(config: RLVRConfig) -> Iterator[str]:
-    prompts, answers = config.rollout_batch_size, config.num_return_sequences_in_group
+    prompts, num_answers = config.rollout_batch_size, config.num_return_sequences_in_group
     if not config.eval_only:
         yield (
-            f"each step: {_count(prompts, 'prompt')} × {_count(answers, 'answer')} = "
+            f"each step: {_count(prompts, 'prompt')} × {_count(num_answers, 'answer')} = "
             f"{_count(config.samples_per_step, 'sample')} of at most {config.prompt_length} prompt + "
             f"{config.train_sampling.max_new_tokens} answer tokens: at most "
             f"{config.samples_per_step * _longest(config):,} tokens"
         )
     if config.validation is not None:
-        samples = config.val_batch_size * config.num_val_samples
-        yield (
-            f"each evaluation: at most {_count(config.val_batch_size, 'prompt')} × "
-            f"{_count(config.num_val_samples, 'answer')} = {_count(samples, 'sample')}"
-        )
+        answers = _count(config.num_val_samples, "answer")
+        if config.val_batch_size is None:
+            yield f"each evaluation: every held-out prompt × {answers}"
+        else:
+            samples = _count(config.val_batch_size * config.num_val_samples, "sample")
+            yield f"each evaluation: at most {_count(config.val_batch_size, 'prompt')} × {answers} = {samples}"
 
 
 def _longest(config: RLVRConfig) -> int:
@@ -90,7 +91,9 @@ def _offline_lines(config: OfflineConfig) -> Iterator[str]:
         )
     if config.validation is not None:
         answers = f", and {_count(config.validation.num_answers, 'answer')}" if config.actor_infer else ""
-        yield f"each evaluation: at most {_count(config.val_batch_size, config.sample)}{answers}"
+        most = config.val_batch_size
+        samples = f"every held-out {config.sample}" if most is None else f"at most {_count(most, config.sample)}"
+        yield f"each evaluation: {samples}{answers}"
 
 
 def _each(config: OfflineConfig) -> str:

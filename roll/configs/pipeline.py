@@ -86,8 +86,11 @@ class RunConfig(Config):
     max_steps: int = Field(
         default=500, ge=1, description="Steps of the run: a rollout and its updates (RL), or one optimizer step (SFT)."
     )
-    save_steps: int = Field(
-        default=50, ge=1, description="Steps between two checkpoints; the last step is always saved."
+    save_steps: int | None = Field(
+        default=50,
+        ge=1,
+        description="Steps between two checkpoints; the last step is always saved. null: nothing is ever saved, and a "
+        "run that ends early is lost.",
     )
     async_save: bool = Field(
         default=False,
@@ -98,9 +101,13 @@ class RunConfig(Config):
     eval_steps: int = Field(
         default=10,
         ge=0,
-        description="Steps between two evaluations; 0: only before the first (val_before_train) and after the last.",
+        description="Steps between two evaluations; 0: only before the first (val_before_train) and after the last "
+        "(val_after_train).",
     )
     val_before_train: bool = Field(default=True, description="Evaluate before the first step.")
+    val_after_train: bool = Field(
+        default=True, description="Evaluate after the last step, also where eval_steps does not ask for it."
+    )
     eval_only: bool = Field(default=False, description="Evaluate the model and stop; nothing is trained.")
     max_bad_steps: int = Field(
         default=3, ge=1, description="Steps in a row skipped for a NaN or infinite loss before the run stops."
@@ -109,8 +116,11 @@ class RunConfig(Config):
         default=2, ge=0, description="Dead workers that are replaced before the run stops."
     )
 
-    val_batch_size: int = Field(
-        default=128, ge=1, description="Episodes (agentic), prompts (RLVR) or samples (SFT) of an evaluation, at most."
+    val_batch_size: int | None = Field(
+        default=128,
+        ge=1,
+        description="Episodes (agentic), prompts (RLVR) or samples (SFT) of an evaluation, at most. null: all prompts "
+        "or samples that are held out.",
     )
     prompt_length: int = Field(
         default=1024,

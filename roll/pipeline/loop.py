@@ -85,7 +85,11 @@ class TrainingLoop(ABC):
                 return
             config = self.config
             self.session.display.start(
-                config.max_steps, done_steps=self.done_steps, eval_steps=config.eval_steps, save_steps=config.save_steps
+                config.max_steps,
+                done_steps=self.done_steps,
+                eval_steps=config.eval_steps,
+                save_steps=config.save_steps,
+                evaluates_last=config.val_after_train,
             )
             for step in range(self.done_steps + 1, self.config.max_steps + 1):
                 Cluster.current_step = step
@@ -129,19 +133,19 @@ class TrainingLoop(ABC):
         step, config = self.done_steps, self.config
         self.session.checkpointer.check()
         last = step == config.max_steps
-        if last or (config.eval_steps and step % config.eval_steps == 0):
+        if (last and config.val_after_train) or (config.eval_steps and step % config.eval_steps == 0):
             self.unreported |= self.measure("after" if last else "step", step)
         with self.signals.deferred():  # each step is reported once, also by a run that is stopped here and resumed
             self.session.log_step(step, self.unreported | self.session.timer.step_metrics())
             self.unreported = {}
         self._check_divergence()
-        if last or step % config.save_steps == 0:
+        if last or (config.save_steps and step % config.save_steps == 0):
             self.save_checkpoint()
         self.session.write_summary()
 
     def save_checkpoint(self) -> None:
-        """Saves the state after the last finished step, unless that was saved already."""
-        if self.saved_steps == self.done_steps:
+        """Saves the state after the last finished step, unless that was saved already or nothing is to be saved."""
+        if self.saved_steps == self.done_steps or self.config.save_steps is None:
             return
         with self.session.phase("checkpoint"), self.signals.deferred():
             write, state = self.snapshot()

@@ -66,7 +66,7 @@ class PromptRoles(RolloutRoles):
         self.val: RolloutScheduler | None = None
         self.val_greedy: RolloutScheduler | None = None
         if val is not None:
-            self.num_val_prompts = min(config.val_batch_size, len(val))
+            self.num_val_prompts = min(config.val_batch_size or len(val), len(val))
             held_out = PromptSampler(val, seed=config.seed, shuffle=False)
             self.val = self._val_scheduler(held_out, config.num_val_samples, greedy=False)
             self.val_greedy = self._val_scheduler(held_out, 1, greedy=True)

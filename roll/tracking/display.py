@@ -74,7 +74,9 @@ class Display:
         self._phase_seconds: dict[str, float] = {}
         """By name, how long a phase took the last time."""
         self._in_phase = self._aside = 0.0
-        self._eval_steps = self._save_steps = 0
+        self._eval_steps = 0
+        self._save_steps: int | None = 0
+        self._evaluates_last = True
         self._unsaved = False
         self._started = self._last_step = self._last_line = self._phase_mark = time.monotonic()
         self._announced: set[str] = set()
@@ -91,17 +93,27 @@ class Display:
     ) -> None:
         self._stop()
 
-    def start(self, total_steps: int, *, done_steps: int = 0, eval_steps: int = 0, save_steps: int = 0) -> None:
+    def start(
+        self,
+        total_steps: int,
+        *,
+        done_steps: int = 0,
+        eval_steps: int = 0,
+        save_steps: int | None = 0,
+        evaluates_last: bool = True,
+    ) -> None:
         """The training loop begins (anew). The clock of a step starts.
 
         Args:
             total_steps: of the whole run.
             done_steps: finished before a resume.
             eval_steps: an evaluation every so many steps and after the last; 0: after the last alone.
-            save_steps: a checkpoint every so many steps and after the last; 0: after the last alone.
+            save_steps: a checkpoint every so many steps and after the last; 0: after the last alone; ``None``: none.
+            evaluates_last: false: no evaluation after the last step but for ``eval_steps``.
         """
         self._total_steps, self._step = total_steps, done_steps
         self._eval_steps, self._save_steps = eval_steps, save_steps
+        self._evaluates_last = evaluates_last
         self._leave_phase()
         self._last_step, self._aside = time.monotonic(), 0.0
         self._step_seconds.clear()
@@ -180,20 +192,25 @@ class Display:
         if not self._step_seconds or not self._total_steps:
             return "–"
         ahead = statistics.median(self._step_seconds) * max(0, self._total_steps - self._step)
-        ahead += self._took("eval") * self._times(self._step, self._eval_steps)
-        ahead += self._took("eval greedy") * (self._step < self._total_steps)  # before and after the run only
+        ahead += self._took("eval") * self._times(self._step, self._eval_steps, self._evaluates_last)
+        ahead += self._took("eval greedy") * (
+            self._step < self._total_steps and self._evaluates_last
+        )  # before and after the run only
         ahead += self._took("checkpoint") * (self._times(self._step, self._save_steps) + self._unsaved)
         return _duration(max(0.0, ahead - (time.monotonic() - self._last_step)))
 
     def _took(self, phase: str) -> float:
         return self._phase_seconds.get(phase, 0.0)
 
-    def _times(self, step: int, every: int) -> int:
-        """Number of times after ``step`` that something happens every so many steps and after the last one."""
+    def _times(self, step: int, every: int | None, with_last: bool = True) -> int:
+        """Number of times after ``step`` that something happens every so many steps and, perhaps, after the last one.
+
+        ``every`` is 0 for the last step alone and ``None`` for never.
+        """
         last = self._total_steps
-        if step >= last:
+        if step >= last or every is None:
             return 0
-        return (last // every - step // every if every else 0) + bool(not every or last % every)
+        return (last // every - step // every if every else 0) + (with_last and bool(not every or last % every))
 
     def _leave_phase(self) -> None:
         """Notes the time of the present phase so far; a step may end within one."""

@@ -159,7 +159,9 @@ def _validation(draft: Draft) -> None:
         if draft.remove("validation") and draft.has(f"{RUN}.eval_data_path"):
             draft.tell(Kind.DROPPED, f"{RUN}.eval_data_path", None, note="it names no file")
         return
-    draft.derive(f"{RUN}.eval_data_path", "val_batch_size", 1_000_000, "all of the held-out prompts")
+    if not draft.theirs(f"{RUN}.eval_episode_interval"):
+        draft.derive(f"{RUN}.eval_episode_interval", "val_after_train", False)
+    draft.derive(f"{RUN}.eval_data_path", "val_batch_size", None, "all of the held-out prompts")
 
 
 def _batches(draft: Draft) -> None:

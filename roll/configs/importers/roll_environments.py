@@ -38,6 +38,8 @@ def set_environments(draft: Draft) -> None:
             draft.tell(Kind.IMPOSSIBLE, f"{manager}.worker_cls", worker, note="a class of another library's interface")
         elif worker:
             draft.tell(Kind.DROPPED, f"{manager}.worker_cls", worker, note="the manager's own class does it")
+        if draft.get(episodes, 128) is None:
+            draft.drop_ours(episodes, "environments have no end: give a number of episodes")
         size = draft.get(f"{manager}.group_size", 1)
         slots = draft.get(f"{manager}.env_groups", 8) * size
         most, needed = draft.theirs(f"{manager}.max_traj_per_env", -1), draft.get(episodes, 128)

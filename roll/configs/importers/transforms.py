@@ -49,11 +49,7 @@ def _switch(value: Any) -> Any:
 
 def _never(value: Any) -> Any:
     """A period in steps, -1 or 0 for never."""
-    return value if value and value > 0 else NEVER
-
-
-NEVER = 1_000_000
-"""Steps between two things that shall not happen; what follows the last step does."""
+    return value if value and value > 0 else None
 
 
 def _period(value: Any) -> Any:
@@ -63,7 +59,7 @@ def _period(value: Any) -> Any:
 
 def _all_of_them(value: Any) -> Any:
     """A bound that none stands for as null."""
-    return NEVER if value is None or value < 0 else value
+    return None if value is None or value < 0 else value
 
 
 def _first_of(value: Any) -> Any:

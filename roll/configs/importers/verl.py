@@ -45,6 +45,8 @@ def _run(draft: Draft) -> None:
         draft.derive(["trainer.total_training_steps", "trainer.total_epochs"], "max_steps", int(steps))
     else:
         draft.derive("trainer.total_epochs", "total_epochs", int(epochs))
+    if int(draft.theirs("trainer.test_freq") or 0) <= 0:
+        draft.derive("trainer.test_freq", "val_after_train", False)
     try:
         draft.derive("trainer.logger", "track_with", TRANSFORMS["trackers"](draft.theirs("trainer.logger")))
     except Partial as some:
@@ -108,8 +110,8 @@ def _validation(draft: Draft) -> None:
         draft.derive(f"{theirs}.{key}", f"{base}.{key}", kind(draft.theirs(f"{theirs}.{key}")))
     most = draft.theirs("data.val_max_samples", -1)
     words = "all of the held-out prompts"
-    bound = int(most) if most and int(most) > 0 else 1_000_000
-    draft.derive("data.val_max_samples", "val_batch_size", bound, words if bound == 1_000_000 else "")
+    bound = int(most) if most and int(most) > 0 else None
+    draft.derive("data.val_max_samples", "val_batch_size", bound, "" if bound else words)
 
 
 def _batches(draft: Draft) -> None:

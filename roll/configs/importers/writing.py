@@ -36,6 +36,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
         "total_epochs",
         "eval_steps",
         "val_before_train",
+        "val_after_train",
         "eval_only",
         "save_steps",
         "logging_steps",

@@ -22,8 +22,8 @@ def steps_per_epoch(num_samples: int, batch_size: int) -> int:
     return max(1, num_samples // batch_size)
 
 
-def first_samples(batch: Batch, count: int) -> Batch:
-    """At most ``count`` samples from the start."""
+def first_samples(batch: Batch, count: int | None) -> Batch:
+    """At most ``count`` samples from the start; ``None``: all."""
     return batch.select(batch.samples[:count].flatten())
 
 

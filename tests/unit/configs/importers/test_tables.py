@@ -13,7 +13,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.engines import cards
 from roll.configs.importers import SYSTEMS
 from roll.configs.importers.table import ROLES, advice, find, rows
-from roll.configs.importers.transforms import NEVER, TRANSFORMS, Omitted, Partial, Untranslatable
+from roll.configs.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import locate
 
@@ -100,7 +100,7 @@ def test_no_hint_where_no_system_has_the_name() -> None:
 def test_values_are_carried_over() -> None:
     assert TRANSFORMS["opposite"](True) is False
     assert TRANSFORMS["commas"](["q_proj", "v_proj"]) == "q_proj,v_proj"
-    assert TRANSFORMS["never"](-1) == NEVER and TRANSFORMS["never"](20) == 20
+    assert TRANSFORMS["never"](-1) is None and TRANSFORMS["never"](20) == 20
     assert TRANSFORMS["attention"]("disabled") == "eager"
     assert TRANSFORMS["trackers"](["console", "tensorboard"]) == ["stdout", "tensorboard"]
     with pytest.raises(Untranslatable, match="inverse-square-root has no counterpart"):

@@ -1,0 +1,59 @@
+"""The loop of a run: when it evaluates, and when it saves."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from roll.configs.pipeline import PipelineConfig
+from roll.distributed.strategy.base import Metrics
+from roll.pipeline.loop import TrainingLoop
+from roll.pipeline.session import RunSession
+from roll.utils.signals import SignalGuard
+
+
+class Counting(TrainingLoop):
+    """A run without a model: its steps change nothing."""
+
+    evaluated: list[tuple[str, int]]
+
+    def step(self, step: int) -> None:
+        with self.update(step):
+            self.unreported = {"step": float(step)}
+
+    def evaluate(self, name: str, step: int) -> Metrics:
+        self.evaluated.append((name, step))
+        return {"eval/success": 0.5}
+
+
+def write(path: Path) -> None:
+    (path / "weights").write_text("none")
+
+
+@pytest.mark.parametrize(
+    ("keys", "evaluated", "saved"),
+    [
+        ({}, [("before", 0), ("step", 2), ("step", 4), ("after", 5)], [3, 5]),
+        ({"val_after_train": False}, [("before", 0), ("step", 2), ("step", 4)], [3, 5]),
+        ({"val_after_train": False, "eval_steps": 5}, [("before", 0), ("after", 5)], [3, 5]),
+        ({"val_before_train": False, "val_after_train": False, "eval_steps": 0, "save_steps": None}, [], []),
+    ],
+)
+def test_evaluations_and_checkpoints_are_those_that_were_asked_for(
+    tmp_path: Path, keys: dict[str, Any], evaluated: list[tuple[str, int]], saved: list[int]
+) -> None:
+    values = {"max_steps": 5, "eval_steps": 2, "save_steps": 3, "track_with": [], **keys}
+    config = PipelineConfig(output_dir=str(tmp_path), exp_name="loop", **values)
+    roles: Any = SimpleNamespace(generator=None, evaluator=None, sync_weights=lambda version: None, save=write)
+    with SignalGuard() as signals, RunSession(config, time.time()) as session:
+        loop = Counting(config, session, roles, signals)
+        loop.evaluated = []
+        loop.run()
+    assert loop.evaluated == evaluated
+    folders = tmp_path / "loop" / "checkpoints"
+    assert sorted(path.name for path in folders.glob("checkpoint-*")) == [f"checkpoint-{step}" for step in saved]
+    assert session.summary["steps"] == 5
