@@ -158,7 +158,7 @@ def check_one_answer(config: AgenticConfig) -> list[ConfigProblem]:
 def check_no_dataset(config: AgenticConfig) -> list[ConfigProblem]:
     """The environments are the data."""
     data = config.actor_train.data_args
-    default = type(data)(template=data.template)
+    default = type(data)(template=data.template, chat_template_kwargs=data.chat_template_kwargs)
     unread = [key for key in type(data).model_fields if getattr(data, key) != getattr(default, key)]
     expected = "no such key in the agentic pipeline: the environments are the data"
     return [ConfigProblem(f"actor_train.data_args.{key}", getattr(data, key), expected) for key in unread]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -12,6 +12,27 @@ from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
 
 ATTRIBUTE_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+RENDERED = frozenset(
+    {
+        "messages",
+        "conversation",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenizer_kwargs",
+    }
+)
+"""Arguments of ``apply_chat_template`` that are no variables of a template's own."""
 
 
 class DatasetFilterConfig(Config):
@@ -51,6 +72,10 @@ class DataArguments(Config):
         min_length=1,
         description="Chat template: native takes the tokenizer's own, else a name (chatml, qwen2, qwen2_5, llama3, "
         "gemma, plain), a path to a Jinja file or the template itself.",
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Variables that the chat template reads, such as enable_thinking: false, wherever it is used.",
     )
     file_name: str | list[str] | None = Field(
         default=None,
@@ -112,6 +137,10 @@ class DataArguments(Config):
 
     def problems(self) -> list[ConfigProblem]:
         found = []
+        if taken := sorted(RENDERED.intersection(self.chat_template_kwargs)):
+            key = f"chat_template_kwargs.{taken[0]}"
+            expected = "variables of the template alone: this one is set wherever a conversation is rendered"
+            found.append(ConfigProblem(key, self.chat_template_kwargs[taken[0]], expected))
         if self.file_name == [] or "" in self.file_names:
             found.append(self.problem("file_name", "null, a path or a list of paths"))
         if self.prompt is not None and self.messages is not None:

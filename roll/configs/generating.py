@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from roll.configs.base import Config
+from roll.configs.problems import ConfigProblem
 
 
 class GeneratingArguments(Config):
@@ -20,6 +21,22 @@ class GeneratingArguments(Config):
         default=1.0, gt=0, le=1, description="Sample only from the most likely tokens of this total mass."
     )
     top_k: int = Field(default=0, ge=-1, description="Sample only from the k most likely tokens; 0 or -1 keeps all.")
+    min_p: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Sample only from tokens of at least this share of the likeliest one's probability; 0 is off.",
+    )
+    first_token_temperature: float | None = Field(
+        default=None,
+        gt=0,
+        description="Temperature of an answer's first token alone, so that answers begin differently (FIRE, Chen et "
+        "al. 2024); its log-probability is that of this temperature. null: `temperature`. Not with vllm.",
+    )
+    ignore_eos: bool = Field(
+        default=False,
+        description="Answers go on to max_new_tokens or a stop string, whatever token ends a turn: for measuring.",
+    )
     num_beams: int = Field(default=1, ge=1, le=1, description="Accepted for compatibility; beam search is no sampling.")
     num_return_sequences: int = Field(
         default=1,
@@ -41,3 +58,9 @@ class GeneratingArguments(Config):
     def is_greedy(self) -> bool:
         """The most likely token is taken: equal prompts get equal answers."""
         return not self.do_sample or self.temperature == 0
+
+    def problems(self) -> list[ConfigProblem]:
+        if self.first_token_temperature is None or not self.is_greedy:
+            return []
+        key = "temperature" if self.do_sample else "do_sample"
+        return [self.problem("first_token_temperature", f"null with {key} {getattr(self, key)}: greedy", key)]

@@ -188,6 +188,12 @@ class PipelineConfig(RunConfig):
         description="Model to train: a folder in Hugging Face format, an org/name on the hub, or tiny, which makes a "
         "small one and, for RL, warm-starts it.",
     )
+    tokenizer_path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder or org/name of the tokenizer, with its chat template; checkpoints get its files. null: "
+        "that of pretrain.",
+    )
     tiny_num_heads: Literal[1, 2, 4] = Field(
         default=4,
         description="Attention heads of the tiny model, which share 64 units. vLLM takes heads of at least 32: 2.",

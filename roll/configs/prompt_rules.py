@@ -22,9 +22,12 @@ def check_datasets(config: PromptsConfig) -> list[ConfigProblem]:
 
 def check_templates(config: PromptsConfig) -> list[ConfigProblem]:
     """Held-out data is rendered like that of training."""
-    trained = config.actor_train.data_args.template
-    held_out = config.validation.data_args.template if config.validation else trained
-    if held_out in ("native", trained):
+    if config.validation is None:
         return []
-    expected = f"the same as {TRAIN_DATA}.template = {trained}, or nothing"
-    return [ConfigProblem(f"{VAL_DATA}.template", held_out, expected, involves=(f"{TRAIN_DATA}.template",))]
+    problems = []
+    for key, unset in (("template", "native"), ("chat_template_kwargs", {})):
+        trained = getattr(config.actor_train.data_args, key)
+        if (held_out := getattr(config.validation.data_args, key)) not in (unset, trained):
+            expected = f"the same as {TRAIN_DATA}.{key} = {trained}, or nothing"
+            problems.append(ConfigProblem(f"{VAL_DATA}.{key}", held_out, expected, involves=(f"{TRAIN_DATA}.{key}",)))
+    return problems

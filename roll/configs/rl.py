@@ -27,6 +27,10 @@ class RLConfig(AlgorithmConfig, PipelineConfig):
         default=16, ge=0, description="Most groups started beyond the step's need (with is_use_additional_prompts)."
     )
     reward_pretrain: str | None = Field(default=None, description="Model that the critic starts from. null: pretrain.")
+    reference_pretrain: str | None = Field(
+        default=None,
+        description="Model that the KL is taken to, of pretrain's vocabulary. null: the policy's starting weights.",
+    )
 
     tools: ToolsConfig | None = Field(
         default=None, description="What the policy may call in its episodes. null: nothing; a prompt is answered once."
@@ -168,12 +172,21 @@ class RLConfig(AlgorithmConfig, PipelineConfig):
 
     @property
     def models(self) -> dict[str, str]:
-        if self.reward_pretrain is None or not self.uses_critic:
-            return super().models
-        return {**super().models, "reward_pretrain": self.reward_pretrain}
+        models = super().models
+        if self.reward_pretrain is not None and self.uses_critic:
+            models["reward_pretrain"] = self.reward_pretrain
+        if self.reference_pretrain is not None:
+            models["reference_pretrain"] = self.reference_pretrain
+        return models
 
     def model_of(self, role: str) -> str:
-        return self.reward_pretrain if role == "critic" and self.reward_pretrain else self.pretrain
+        own = {"critic": self.reward_pretrain, "reference": self.reference_pretrain}
+        return own.get(role) or self.pretrain
+
+    @property
+    def refers_to_actor(self) -> bool:
+        """Whether the reference is the actor without its adapter."""
+        return self.uses_lora and self.reference_pretrain is None
 
     @property
     def roles(self) -> dict[str, WorkerConfig]:
@@ -181,7 +194,7 @@ class RLConfig(AlgorithmConfig, PipelineConfig):
         roles = super().roles
         if self.uses_critic and self.critic is not None:
             roles["critic"] = self.critic
-        if self.uses_reference and self.reference is not None and not self.uses_lora:
+        if self.uses_reference and self.reference is not None and not self.refers_to_actor:
             roles["reference"] = self.reference
         return roles
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from roll.configs.agentic import MANAGERS
 from roll.configs.data import DataArguments
 from roll.configs.engines import cards
 from roll.configs.engines.card import EngineCard
@@ -65,14 +66,20 @@ def check_rl_roles(config: RLConfig) -> list[ConfigProblem]:
     if config.uses_critic and config.critic is None:
         expected = f"a section like actor_train, since adv_estimator {config.adv_estimator} needs values"
         problems.append(ConfigProblem("critic", NOTHING, expected, involves=("adv_estimator",)))
-    if config.uses_lora and config.reference is not None:
+    if config.refers_to_actor and config.reference is not None:
         expected = "no section: with lora_target the reference is the actor without its adapter"
         lora = ("actor_train.model_args.lora_target",)
         problems.append(ConfigProblem("reference", "a section", expected, involves=lora))
-    if config.uses_reference and config.reference is None and not config.uses_lora:
+    if config.uses_reference and config.reference is None and not config.refers_to_actor:
         expected = "a section with a scoring strategy, since a KL term is switched on"
         involved = ("add_token_level_kl", "use_kl_loss", "kl_loss_coef")
         problems.append(ConfigProblem("reference", NOTHING, expected, involves=involved))
+    if (other := config.reference_pretrain) is not None and not config.uses_reference:
+        expected = "null, since no KL term is switched on"
+        problems.append(ConfigProblem("reference_pretrain", other, expected, involves=("use_kl_loss",)))
+    if other is not None and config.uses_full_kl:
+        expected = "an estimator such as k3: hidden states of another model fit no output layer of the policy"
+        problems.append(ConfigProblem("kl_penalty", config.kl_penalty, expected, involves=("reference_pretrain",)))
     if config.uses_lora and config.uses_full_kl:
         expected = "an estimator such as k3: with lora_target no reference sends hidden states"
         problems.append(
@@ -92,7 +99,7 @@ def check_roles(config: PipelineConfig) -> list[ConfigProblem]:
                 _unread(role, "generating_args", "move it to actor_infer; its temperature holds everywhere")
             )
         own, actor = (args.model_config_kwargs for args in (worker.model_args, config.actor_train.model_args))
-        if role in ("actor_infer", "reference") and own != actor:
+        if role in ("actor_infer", "reference") and own != actor and config.model_of(role) == config.pretrain:
             key, expected = "model_args.model_config_kwargs", "the same as actor_train's, whose model it is"
             problems.append(
                 ConfigProblem(f"{role}.{key}", own, f"{expected}: {actor}", involves=(f"actor_train.{key}",))
@@ -112,6 +119,30 @@ def check_sampling(path: str, arguments: GeneratingArguments) -> list[ConfigProb
     expected = "do_sample true and a temperature above 0: greedy rollouts have nothing to compare"
     seen = {"do_sample": arguments.do_sample, "temperature": arguments.temperature}
     return [ConfigProblem(path, seen, expected)]
+
+
+def sampling_arguments(config: PipelineConfig) -> dict[str, GeneratingArguments]:
+    """What the run samples with, by key."""
+    holders = {key: getattr(config, key, None) for key in ("actor_infer", "validation", *MANAGERS)}
+    found = {key: getattr(holder, "generating_args", None) for key, holder in holders.items()}
+    return {f"{key}.generating_args": arguments for key, arguments in found.items() if arguments is not None}
+
+
+def check_first_token(config: PipelineConfig) -> list[ConfigProblem]:
+    """The engine can sample a first token at a temperature of its own, if that is asked for."""
+    worker = config.actor_infer
+    card = worker.strategy_args.card if worker else None
+    if worker is None or card is None or card.heats_first_token:
+        return []
+    able = [each.strategies.items() for each in cards() if each.heats_first_token]
+    having = ", ".join(name for strategies in able for name, strategy in strategies if strategy.generates)
+    name, involved = worker.strategy_args.strategy_name, ("actor_infer.strategy_args.strategy_name",)
+    expected = f"null with {name}, which samples all tokens at one temperature; those that have it: {having}"
+    return [
+        ConfigProblem(f"{key}.first_token_temperature", seen, expected, involves=involved)
+        for key, arguments in sampling_arguments(config).items()
+        if (seen := arguments.first_token_temperature) is not None
+    ]
 
 
 def check_parallelism(config: PipelineConfig) -> list[ConfigProblem]:
@@ -288,7 +319,14 @@ def _adapter(args: ModelArguments) -> dict[str, object]:
     return {key: getattr(args, key) for key in ("lora_target", "lora_rank", "lora_alpha")}
 
 
-RULES: tuple[Rule, ...] = (check_lengths, check_roles, check_parallelism, check_lora, check_engines)
+RULES: tuple[Rule, ...] = (
+    check_lengths,
+    check_roles,
+    check_first_token,
+    check_parallelism,
+    check_lora,
+    check_engines,
+)
 RL_RULES: tuple[Rule, ...] = (check_rl_roles, check_batches, check_overlap, check_val_infer)
 
 

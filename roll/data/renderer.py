@@ -12,7 +12,7 @@ import numpy as np
 
 from roll.data.arrays import BoolArray, IntArray
 from roll.data.control_text import ControlText
-from roll.data.templates import read_template
+from roll.data.templates import ChatTemplate, read_template
 from roll.data.tool_messages import Message, Tool, calls_answered_by, calls_in_words, is_plain, tidy, without_tools
 
 if TYPE_CHECKING:
@@ -42,22 +42,27 @@ class ChatRenderer:
     Args:
         tokenizer: any Hugging Face tokenizer.
         template: ``native`` for the tokenizer's own chat template, or a name (``roll.data.templates``), or a path to a
-            Jinja file, or the Jinja text itself.
+            Jinja file, or the Jinja text itself; with variables, a ``ChatTemplate``.
 
     Raises:
-        ValueError: ``native`` was asked for and the tokenizer has no chat template, or there is no such template.
+        ValueError: ``native`` was asked for and the tokenizer has no chat template, or there is no such template, or
+            one of the variables is not in its text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str = "native") -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, template: str | ChatTemplate = "native") -> None:
         self.tokenizer = tokenizer
+        chosen = ChatTemplate(template) if isinstance(template, str) else template
+        self._variables = dict(chosen.variables)
         try:
-            self._template = read_template(template)
+            self._template = read_template(chosen.template)
         except ValueError as error:
             raise ValueError(f"data_args.{error}") from error
         if self._template is None and not getattr(tokenizer, "chat_template", None):
             raise ValueError(
                 "data_args.template is 'native', but the tokenizer has no chat template; give one or its path"
             )
+        if unread := [name for name in self._variables if name not in self.source]:
+            raise ValueError(f"data_args.chat_template_kwargs: the chat template reads no {', '.join(unread)}")
         self._cache: OrderedDict[tuple[str, ...], IntArray] = OrderedDict()
         self._control = ControlText(tokenizer)
         self._end: tuple[str, int] | None = None
@@ -219,6 +224,7 @@ class ChatRenderer:
                 chat_template=self._template,
                 tokenize=False,
                 add_generation_prompt=open_assistant,
+                **self._variables,
             )
         )
 

@@ -35,6 +35,12 @@ class SamplingParams:
     """Nucleus mass; 1 keeps everything."""
     top_k: int = 0
     """Keep the k most likely tokens; 0 or less keeps everything."""
+    min_p: float = 0.0
+    """Keep tokens of at least this share of the largest probability; 0 keeps everything."""
+    first_token_temperature: float | None = None
+    """Softmax temperature of the first token; ``None``: as of the others."""
+    ignore_eos: bool = False
+    """No token ends the completion."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens already seen (CTRL, Keskar et al. 2019); 1 is off."""
     stop: tuple[str, ...] = ()

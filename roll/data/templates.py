@@ -7,7 +7,12 @@ text over ``messages``, ``add_generation_prompt`` and the tokenizer's special to
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from roll.configs.data import DataArguments
 
 _CHATML_TURNS = (
     "{% for message in messages %}"
@@ -63,6 +68,21 @@ TEMPLATES: dict[str, str] = {
     # The texts end to end and nothing else, for base models: separators are the dataset's.
     "plain": "{% for message in messages %}{{ message['content'] }}{% endfor %}",
 }
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The chat template of a run and the variables that it is rendered with, as plain data."""
+
+    template: str = "native"
+    """``native``, a name, Jinja text or a path, as ``read_template`` takes it."""
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Those of ``chat_template_kwargs``."""
+
+    @classmethod
+    def of(cls, data_args: DataArguments) -> ChatTemplate:
+        """The template that a role's data is rendered with."""
+        return cls(data_args.template, data_args.chat_template_kwargs)
 
 
 def read_template(template: str) -> str | None:

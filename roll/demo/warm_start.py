@@ -292,6 +292,7 @@ def _folder(config: PipelineConfig, recipe: Mapping[str, Any]) -> Path:
         "seed": config.seed,
         "heads": config.tiny_num_heads,
         "template": config.actor_train.data_args.template,
+        **({"variables": variables} if (variables := config.actor_train.data_args.chat_template_kwargs) else {}),
         "temperature": config.scoring_temperature,
         **recipe,
     }

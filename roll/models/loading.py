@@ -165,17 +165,22 @@ def classifier_of(config: PreTrainedConfig) -> str:
     return str(name)
 
 
-def copy_companions(source: Path, target: Path) -> None:
+def copy_companions(source: Path, target: Path, tokenizer: Path | None = None) -> None:
     """Copies what stands beside the weights of a model folder into one that is made from it.
 
     Tokenizer files, and ``generation_config.json`` in place of the one that ``save_config`` wrote: a model with unset
     weights knows its configuration alone, not which other tokens end a completion. A hub name as ``source`` has none.
+
+    Args:
+        source: the model folder.
+        target: the new one.
+        tokenizer: folder of the tokenizer, if it is not the model's.
     """
-    if not source.is_dir() or source.resolve() == target.resolve():
-        return
     defaults = [GENERATION_FILE] if (target / GENERATION_FILE).is_file() else []
-    for pattern in (*TOKENIZER_FILES, *defaults):
-        for file in source.glob(pattern):
+    for folder, patterns in ((tokenizer or source, TOKENIZER_FILES), (source, defaults)):
+        if not folder.is_dir() or folder.resolve() == target.resolve():
+            continue
+        for file in (file for pattern in patterns for file in folder.glob(pattern)):
             if file.is_file():
                 shutil.copy2(file, target / file.name)
 

@@ -40,10 +40,14 @@ class SamplerRows:
     """float32; 1 for greedy rows. ``None``: all 1."""
     greedy_B: Tensor | None
     """bool: take the most likely token."""
+    first_temperature_B: Tensor | None
+    """float32: temperature of the first token. ``None``: that of the others."""
     truncated_R: Tensor | None
-    """int64: the rows with a top-k or a top-p."""
+    """int64: the rows with a top-k, a top-p or a min-p."""
     top_k_R: Tensor | None
     top_p_R: Tensor | None
+    min_p_R: Tensor | None
+    """``None``: all 0."""
     penalty_B: Tensor | None
     """float32: repetition penalty."""
 
@@ -54,28 +58,49 @@ class SamplerRows:
         top_p: Sequence[float],
         penalty: Sequence[float],
         device: torch.device,
+        *,
+        min_p: Sequence[float] | None = None,
+        first_temperature: Sequence[float | None] | None = None,
     ) -> SamplerRows:
-        """From one value per row; temperature 0 is greedy, top_k <= 0 and top_p >= 1 keep everything."""
+        """From one value per row; temperature 0 is greedy, top_k <= 0, top_p >= 1 and min_p 0 keep everything."""
+        least = [0.0] * len(temperature) if min_p is None else min_p
+        first = list(temperature)
+        if first_temperature is not None:
+            first = [t if hot is None else hot for t, hot in zip(temperature, first_temperature, strict=True)]
 
         def tensor(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
         # A greedy row takes the maximum, which no truncation removes.
-        rows = [i for i, t in enumerate(temperature) if t > 0 and (top_k[i] > 0 or top_p[i] < 1)]
+        rows = [i for i, t in enumerate(temperature) if t > 0 and (top_k[i] > 0 or top_p[i] < 1 or least[i] > 0)]
         return SamplerRows(
             temperature_B=tensor([t or 1.0 for t in temperature])
             if any(t not in (0, 1) for t in temperature)
             else None,
             greedy_B=tensor([t == 0 for t in temperature], torch.bool) if 0 in temperature else None,
+            first_temperature_B=tensor([t or 1.0 for t in first]) if first != list(temperature) else None,
             truncated_R=tensor(rows, torch.int64) if rows else None,
             top_k_R=tensor([top_k[i] if top_k[i] > 0 else 1 << 40 for i in rows], torch.int64) if rows else None,
             top_p_R=tensor([top_p[i] for i in rows]) if rows else None,
+            min_p_R=tensor([least[i] for i in rows]) if any(least[i] > 0 for i in rows) else None,
             penalty_B=tensor(penalty) if any(p != 1 for p in penalty) else None,
         )
 
+    def temperature(self, index_B: Tensor | None) -> Tensor | None:
+        """float32 [B]: temperature of each row's token of this index; ``None``: all 1."""
+        if self.first_temperature_B is None:
+            return self.temperature_B
+        assert index_B is not None
+        later_B = torch.ones_like(self.first_temperature_B) if self.temperature_B is None else self.temperature_B
+        return torch.where(index_B == 0, self.first_temperature_B, later_B)
+
 
 def sample(
-    logits_BV: Tensor, rows: SamplerRows, uniform_B: Tensor, seen_BV: Tensor | None = None
+    logits_BV: Tensor,
+    rows: SamplerRows,
+    uniform_B: Tensor,
+    seen_BV: Tensor | None = None,
+    index_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draws one token per row.
 
@@ -84,19 +109,20 @@ def sample(
         rows: the rows' parameters.
         uniform_B: float32 in (0, 1), one per row.
         seen_BV: bool, tokens of the prompt and the completion so far; needed when ``rows.penalty_B`` is set.
+        index_B: how many tokens of the completion each row has; needed when ``rows.first_temperature_B`` is set.
 
     Returns:
         tokens_B (int64) and logprobs_B (float32): log-softmax of logits / temperature at the token, before repetition
-        penalty, top-k and top-p, which is what a trainer computes again.
+        penalty, top-k, top-p and min-p, which is what a trainer computes again.
     """
-    logits_BV = logits_BV.float()
-    logprobs_BV = _log_softmax(logits_BV, rows.temperature_B)
+    logits_BV, temperature_B = logits_BV.float(), rows.temperature(index_B)
+    logprobs_BV = _log_softmax(logits_BV, temperature_B)
     choice_BV = logprobs_BV
     if rows.penalty_B is not None:
         assert seen_BV is not None
         penalty_B1 = rows.penalty_B[:, None]
         penalised_BV = torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
-        choice_BV = _log_softmax(torch.where(seen_BV, penalised_BV, logits_BV), rows.temperature_B)
+        choice_BV = _log_softmax(torch.where(seen_BV, penalised_BV, logits_BV), temperature_B)
     tokens_B = _invert_cdf(choice_BV.exp(), uniform_B)
     if rows.truncated_R is not None:
         drawn_R = _draw_truncated(choice_BV[rows.truncated_R], rows, uniform_B[rows.truncated_R])
@@ -119,11 +145,13 @@ def _invert_cdf(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 
 def _draw_truncated(logprobs_RV: Tensor, rows: SamplerRows, uniform_R: Tensor) -> Tensor:
-    """Top-k first, then top-p of what is left (the order of Hugging Face and vLLM)."""
+    """Min-p and top-k first, then top-p of what is left (the order of vLLM)."""
     assert rows.top_k_R is not None and rows.top_p_R is not None
     sorted_RV, token_RV = logprobs_RV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(sorted_RV.shape[1], device=sorted_RV.device)
     probs_RV = sorted_RV.exp() * (rank_V < rows.top_k_R[:, None])
+    if rows.min_p_R is not None:
+        probs_RV = probs_RV * (probs_RV >= rows.min_p_R[:, None] * probs_RV[:, :1])
     probs_RV = probs_RV / probs_RV.sum(-1, keepdim=True)
     more_likely_RV = probs_RV.cumsum(-1) - probs_RV
     keep_RV = (more_likely_RV < rows.top_p_R[:, None]) | (rank_V == 0)

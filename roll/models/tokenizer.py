@@ -45,12 +45,18 @@ def load_tokenizer(path: str, *, alone: bool = False) -> PreTrainedTokenizerBase
     return tokenizer
 
 
-def policy_tokenizer(pretrain: str) -> PreTrainedTokenizerBase:
+def policy_tokenizer(pretrain: str, tokenizer_path: str | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a run's policy before there is a model: ``pretrain`` may be ``tiny``.
+
+    Args:
+        pretrain: the model.
+        tokenizer_path: where the tokenizer is, if it is not the model's.
 
     Raises:
         ValueError: see ``load_tokenizer``.
     """
+    if tokenizer_path is not None:
+        return load_tokenizer(tokenizer_path, alone=True)
     if pretrain == TINY:
         from roll.models.tiny import make_tokenizer
 

@@ -9,6 +9,7 @@ from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER, PromptsConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import Prompt
+from roll.data.templates import ChatTemplate
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.pipeline.roles import Roles
@@ -125,7 +126,7 @@ def _worker_context(config: PromptsConfig, tokenizer_path: str) -> PromptWorkerC
         params["train"] = sampling_params(config.train_sampling)
     return PromptWorkerContext(
         tokenizer_path=tokenizer_path,
-        template=config.actor_train.data_args.template,
+        template=ChatTemplate.of(config.actor_train.data_args),
         params=params,
         limits=Limits(config.prompt_length, config.sequence_length),
         domains=config.domains,

@@ -12,6 +12,7 @@ from roll.configs.rl import RLConfig
 from roll.configs.training import TrainingArguments
 from roll.configs.val_infer import VAL_INFER
 from roll.configs.worker import WorkerConfig
+from roll.data.templates import ChatTemplate
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.models.lora import LoraSpec
@@ -70,19 +71,18 @@ class Roles:
         """The generating workers of the rollouts."""
         return self.rollout_replicas.cluster
 
-    def setup(self, model_path: str, critic_path: str, total_optimizer_steps: int) -> None:
-        """Loads the policy everywhere, the same weights in all its roles.
+    def setup(self, model_path: str, total_optimizer_steps: int) -> None:
+        """Loads the policy everywhere, the same weights in all its roles but those with models of their own.
 
         Args:
-            model_path: Hugging Face folder of the policy and the reference.
-            critic_path: Hugging Face folder whose trunk the critic starts from.
+            model_path: Hugging Face folder of the policy.
             total_optimizer_steps: horizon of the learning-rate schedules.
         """
         loading = []
         if isinstance(self.reference, ModelCluster):
-            loading.append((self.reference, self.reference.submit_setup(self._context("reference", model_path))))
+            loading.append((self.reference, self.reference.submit_setup(self._own_context("reference", model_path))))
         if self.critic is not None:
-            critic = replace(self._context("critic", critic_path), head="value")
+            critic = replace(self._own_context("critic", model_path), head="value")
             critic = replace(critic, total_optimizer_steps=total_optimizer_steps)
             loading.append((self.critic, self.critic.submit_setup(critic)))
         lora = _lora(self.config.actor_train.model_args)
@@ -175,6 +175,11 @@ class Roles:
         if self.critic is not None:
             self.critic.load(path)
 
+    def _own_context(self, role: str, policy: str) -> StrategyContext:
+        """Of a role that may start from another model than the policy."""
+        own = self.config.model_of(role)
+        return self._context(role, policy if own == self.config.pretrain else own)
+
     def _context(self, role: str, model_path: str) -> StrategyContext:
         config = self.config
         worker: WorkerConfig = config.clusters[VAL_INFER] if role == VAL_INFER else getattr(config, role)
@@ -182,6 +187,7 @@ class Roles:
             worker=worker,
             role=role,
             model_path=model_path,
+            tokenizer_path=config.tokenizer_path,
             head="score" if role == "actor_train" and config.trains_scores else "lm",
             returns_hidden=role == "reference" and config.uses_full_kl,
             marks_hits=role == "actor_train" and config.marks_hits,
@@ -192,7 +198,7 @@ class Roles:
             l2=config.l2,
             sequence_length=config.sequence_length,
             max_running_requests=config.max_running_requests,
-            template=config.actor_train.data_args.template,
+            template=ChatTemplate.of(config.actor_train.data_args),
             recompute_kv=isinstance(config, RLConfig) and config.overlaps and config.kv_after_update == "recompute",
         )
 

@@ -138,6 +138,9 @@ def sampling_params(arguments: GeneratingArguments) -> SamplingParams:
         temperature=arguments.temperature if arguments.do_sample else 0.0,
         top_p=arguments.top_p,
         top_k=arguments.top_k,
+        min_p=arguments.min_p,
+        first_token_temperature=arguments.first_token_temperature,
+        ignore_eos=arguments.ignore_eos,
         repetition_penalty=arguments.repetition_penalty,
         stop=tuple(arguments.stop_strings or ()),
     )

@@ -17,6 +17,7 @@ from roll.configs.rules import TRAINED, Rule, sections
 from roll.configs.schema import nearest
 from roll.configs.worker import WorkerConfig
 from roll.models.tiny import MAX_POSITIONS
+from roll.models.tokenizer import load_tokenizer
 from roll.utils.registry import import_path
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -45,6 +46,27 @@ def check_models(config: PipelineConfig) -> list[ConfigProblem]:
         seen = config.resume_from_checkpoint
         problems.append(ConfigProblem("resume_from_checkpoint", seen, "true, false or an existing checkpoint folder"))
     return problems
+
+
+def check_tokenizer(config: PipelineConfig) -> list[ConfigProblem]:
+    """A tokenizer of its own is one, and the model has a row for each of its tokens."""
+    key, path = "tokenizer_path", config.tokenizer_path
+    if path is None:
+        return []
+    if config.pretrain == TINY:
+        return [ConfigProblem(key, path, "null with pretrain tiny, which has its own", involves=("pretrain",))]
+    folder = Path(path).expanduser()
+    if not folder.exists() and _HUB_ID.fullmatch(path):
+        return []
+    try:
+        tokenizer = load_tokenizer(path, alone=True)
+    except ValueError as error:
+        return [ConfigProblem(key, path, "a tokenizer's folder, or an org/name on the hub", str(error))]
+    sizes = _model_config(config, "actor_train")
+    if sizes is None or len(tokenizer) <= sizes.vocab_size:
+        return []
+    expected = f"at most {sizes.vocab_size} tokens, the vocabulary of pretrain; this one has {len(tokenizer)}"
+    return [ConfigProblem(key, path, expected, involves=("pretrain",))]
 
 
 def check_fit(config: PipelineConfig) -> list[ConfigProblem]:
@@ -172,6 +194,7 @@ def check_adapted_layers(config: PipelineConfig) -> list[ConfigProblem]:
 
 MODEL_CHECKS: tuple[Rule, ...] = (
     check_models,
+    check_tokenizer,
     check_model_kwargs,
     check_fit,
     check_positions,

@@ -12,12 +12,13 @@ from roll.configs.rl import RLConfig
 from roll.configs.tools import AUTO_DIALECT
 from roll.data.renderer import ChatRenderer
 from roll.data.template_check import TemplateReport, check_renderer
+from roll.data.templates import ChatTemplate
 from roll.models.tokenizer import policy_tokenizer
 
 
 def check_dialect(config: RLConfig) -> list[ConfigProblem]:
     """``tools.dialect: auto`` can be found out, where the tokenizer is on this machine."""
-    if config.tools is None or config.tools.dialect != AUTO_DIALECT or not _is_here(config.pretrain):
+    if config.tools is None or config.tools.dialect != AUTO_DIALECT or not _is_here(config):
         return []
     try:
         report = _report(config)
@@ -74,9 +75,11 @@ def _has_turns(config: PipelineConfig) -> bool:
 
 
 def _report(config: PipelineConfig) -> TemplateReport:
-    renderer = ChatRenderer(policy_tokenizer(config.pretrain), config.actor_train.data_args.template)
-    return check_renderer(renderer, parsers())
+    tokenizer = policy_tokenizer(config.pretrain, config.tokenizer_path)
+    return check_renderer(ChatRenderer(tokenizer, ChatTemplate.of(config.actor_train.data_args)), parsers())
 
 
-def _is_here(pretrain: str) -> bool:
-    return pretrain == TINY or (Path(pretrain).expanduser() / "config.json").is_file()
+def _is_here(config: PipelineConfig) -> bool:
+    if config.tokenizer_path is not None:
+        return Path(config.tokenizer_path).expanduser().is_dir()
+    return config.pretrain == TINY or (Path(config.pretrain).expanduser() / "config.json").is_file()

@@ -169,6 +169,7 @@ class EnvManager(ABC):
             self.params,
             max_new_tokens=min(self.params.max_new_tokens, room),
             temperature=0.0 if spec.greedy else self.params.temperature,
+            first_token_temperature=None if spec.greedy else self.params.first_token_temperature,
             seed=derive_seed(spec.sampling_seed, len(turns)),
         )
         request_id = f"{spec.tag}-{spec.group_id}-{spec.member}-{len(turns)}"

@@ -15,6 +15,7 @@ from roll.configs.tools import ToolsConfig
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, SamplingParams
+from roll.data.templates import ChatTemplate
 from roll.data.token_check import TokenCheck
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeSpec, Limits
@@ -64,7 +65,7 @@ class EnvWorkerContext:
     envs: Mapping[str, CustomEnvConfig]
     """The tags that this manager plays."""
     tokenizer_path: str
-    template: str
+    template: str | ChatTemplate
     params: SamplingParams
     limits: Limits
     retries: int
@@ -83,7 +84,7 @@ class EnvironmentWorker(RolloutWorker):
 
         self.context = context
         self.retries = context.retries
-        renderer = ChatRenderer(load_tokenizer(context.tokenizer_path), context.template)
+        renderer = ChatRenderer(load_tokenizer(context.tokenizer_path, alone=True), context.template)
         self.managers: dict[str, EnvManager] = {
             tag: ENV_MANAGERS.get(config.env_manager_cls)(config, renderer, context.params, context.limits)
             for tag, config in context.envs.items()

@@ -12,6 +12,7 @@ from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import GenerateFn, SamplingParams
+from roll.data.templates import ChatTemplate
 from roll.data.token_check import TokenCheck
 from roll.rewards.types import RewardError, Sample, Verdict
 from roll.rollout.call_threads import CallThreads
@@ -77,7 +78,7 @@ class PromptWorkerContext:
     """Everything that a rollout worker needs, as plain data."""
 
     tokenizer_path: str
-    template: str
+    template: str | ChatTemplate
     params: Mapping[str, SamplingParams]
     limits: Limits
     domains: Mapping[str, str]
@@ -102,7 +103,7 @@ class PromptWorker(RolloutWorker):
         from roll.models.tokenizer import load_tokenizer  # brings transformers
 
         self.context = context
-        renderer = ChatRenderer(load_tokenizer(context.tokenizer_path), context.template)
+        renderer = ChatRenderer(load_tokenizer(context.tokenizer_path, alone=True), context.template)
         self.managers = {
             name: PromptManager(renderer, params, context.limits) for name, params in context.params.items()
         }

@@ -94,7 +94,7 @@ def test_requests_with_different_parameters_do_not_disturb_each_other(engine: An
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-6}], ids=["top_k", "top_p"])
+@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=["top_k", "top_p", "min_p"])
 def test_truncation_to_one_token_is_greedy(engine: Any, oracle: PreTrainedModel, params: dict[str, float]) -> None:
     prompt_list = prompts(6, seed=4)
     completions = asyncio.run(burst(engine, requests_of(prompt_list, max_new_tokens=12, temperature=1.0, **params)))
@@ -262,6 +262,7 @@ BAD = {
     "no token wanted": (np.array([1]), {"max_new_tokens": 0}),
     "a negative temperature": (np.array([1]), {"temperature": -0.1}),
     "top_p of zero": (np.array([1]), {"top_p": 0.0}),
+    "a min_p above 1": (np.array([1]), {"min_p": 1.1}),
     "a penalty of zero": (np.array([1]), {"repetition_penalty": 0.0}),
     "an empty stop string": (np.array([1]), {"stop": ("",)}),
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.rewards.types import Sample
 from roll.tracking.checkpointer import find_damage
 from tests.integration.conftest import Rlvr, Run, assert_same_tensors, position, rows, write
@@ -110,9 +111,12 @@ def test_two_domains_are_trained_and_evaluated_to_the_end(rlvr: Rlvr, tmp_path: 
         f"rewards.digits={{tag_included: [digits], verifiers: {verifiers}}}",
         "validation.generating_args={num_return_sequences: 4, max_new_tokens: 3}",
         "rollout_batch_size=8",
-        "val_batch_size=6",
+        "val_batch_size=null",
+        *another_reference_and_tokenizer(tmp_path),
     )
     assert run.wait() == 0, run.output
+    assert run.metrics[1]["reward/kl"] > 0.01, "before the first update the policy is not its reference"
+    assert (run.checkpoint(2) / "actor_train" / "chat_template.jinja").read_text() == BANGS
     assert "each step: 8 prompts × 4 answers = 32 samples" in words(run)
     assert "training data: 16 prompts (digits 8, letters 8)" in words(run)
     assert "held-out data: 6 prompts (digits 3, letters 3)" in words(run)
@@ -128,6 +132,23 @@ def test_two_domains_are_trained_and_evaluated_to_the_end(rlvr: Rlvr, tmp_path: 
         assert metrics["reward/digits/score"] == pytest.approx(weighted)
         assert metrics["reward/digits/Letters/letters"] > 0, "the verifier's own number"
     check_evaluations(run)
+
+
+BANGS = "{% for message in messages %}{{ message['content'] }}{% endfor %}{{ '!' * bangs }}"
+
+
+def another_reference_and_tokenizer(folder: Path) -> tuple[str, ...]:
+    """Keys for a reference of other weights, and for a tokenizer whose chat template writes three more tokens."""
+    make_tiny_model(folder / "other", seed=5)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = BANGS
+    tokenizer.save_pretrained(folder / "tokenizer")
+    return (
+        f"tokenizer_path={folder / 'tokenizer'}",
+        "actor_train.data_args.chat_template_kwargs={bangs: 3}",
+        f"reference_pretrain={folder / 'other'}",
+        "add_token_level_kl=true",
+    )
 
 
 def check_evaluations(run: Run) -> None:
@@ -148,6 +169,7 @@ def check_evaluations(run: Run) -> None:
         for episode in episodes:
             (turn,) = episode["turns"]
             row = held_out[episode["info"]["prompt_id"]]
+            assert turn["prompt_tokens"] == len(row["prompt"]) + 3
             assert episode["info"]["ground_truth"] == row["solution"] and turn["observation"] == row["prompt"]
             assert turn["completion_tokens"] <= 3
             cut_off = turn["finish_reason"] == "length"

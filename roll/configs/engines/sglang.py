@@ -49,7 +49,7 @@ class SglangConfig(PassedOnOptions):
 
 OWNED_OPTIONS = {
     "model_path": "pretrain",
-    "tokenizer_path": "pretrain",
+    "tokenizer_path": "tokenizer_path",
     "skip_tokenizer_init": "no such key, since stop strings need the tokenizer",
     "dtype": "model_args.dtype",
     "json_model_override_args": "model_args.model_config_kwargs",

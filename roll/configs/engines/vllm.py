@@ -53,7 +53,7 @@ class VllmConfig(PassedOnOptions):
 
 OWNED_OPTIONS = {
     "model": "pretrain",
-    "tokenizer": "pretrain",
+    "tokenizer": "tokenizer_path",
     "dtype": "model_args.dtype",
     "hf_overrides": "model_args.model_config_kwargs",
     "seed": "seed",
@@ -97,6 +97,7 @@ class VllmCard(EngineCard):
         "vLLM", Path(__file__).with_suffix(".json"), {"engine/arg_utils.py": ("EngineArgs", "AsyncEngineArgs")}
     )
     own_attention = True
+    heats_first_token = False
     size_key = "tensor_parallel_size"
 
     def option_problems(self, options: Mapping[str, Any]) -> list[ConfigProblem]:

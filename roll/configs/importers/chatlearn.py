@@ -120,9 +120,14 @@ def _roles(draft: Draft) -> None:
     pretrain = draft.get("pretrain") or draft.theirs(f"{TRAINER}.load") or draft.theirs(f"{TRAINER}.tokenizer_model")
     if pretrain:
         draft.derive([f"{POLICY}.load", f"{TRAINER}.load"], "pretrain", pretrain)
+    tokenizer = draft.theirs(f"{TRAINER}.tokenizer_model")
+    if tokenizer and tokenizer != pretrain:
+        draft.derive(f"{TRAINER}.tokenizer_model", "tokenizer_path", tokenizer)
     for other in (TRAINER, REF):
         path = draft.theirs(f"{other}.load")
-        if path and path != pretrain:
+        if path and path != pretrain and other == REF and trainer.startswith("fsdp2"):
+            draft.derive(f"{other}.load", "reference_pretrain", path)
+        elif path and path != pretrain:
             to_do(draft, f"{other}.load", f"all copies of the policy start from pretrain, {pretrain}", path)
 
 

@@ -70,7 +70,12 @@ def drop_unread(draft: Draft) -> None:
     uses_kl = draft.get("add_token_level_kl") or (draft.get("use_kl_loss") and draft.get("kl_loss_coef", 0) > 0)
     if not uses_kl and "reference" in draft.ours:
         draft.drop_ours("reference", "no KL term is switched on")
-    if draft.get("actor_train.model_args.lora_target") and "reference" in draft.ours:
+    if draft.get("reference_pretrain") == draft.get("pretrain"):
+        draft.drop_ours("reference_pretrain", "it is pretrain")
+    elif not uses_kl:
+        draft.drop_ours("reference_pretrain", "no KL term is switched on")
+    own_reference = draft.get("reference_pretrain") is not None
+    if draft.get("actor_train.model_args.lora_target") and "reference" in draft.ours and not own_reference:
         draft.drop_ours("reference", "with an adapter the reference is the actor without it")
     for role, section in list(draft.roles()):
         for key in _UNREAD[role]:

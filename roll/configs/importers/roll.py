@@ -77,6 +77,8 @@ def _roles(draft: Draft) -> None:
         model = draft.theirs(f"{role}.model_args.model_name_or_path")
         if model:
             key = "reward_pretrain" if role == "critic" else "pretrain"
+            if role == "reference" and draft.get(key) not in (None, model):
+                key = "reference_pretrain"
             if not draft.get(key):
                 draft.derive(f"{role}.model_args.model_name_or_path", key, model)
             elif draft.get(key) != model:

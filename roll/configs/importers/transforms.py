@@ -40,6 +40,13 @@ def _bf16(value: Any) -> Any:
     return "bf16" if value else "fp32"
 
 
+def _unless_true(value: Any) -> Any:
+    """A switch of the chat template, which is on where it is not given."""
+    if value is None or value is True:
+        raise Omitted("templates do so by themselves")
+    return value
+
+
 def _switch(value: Any) -> Any:
     """A coefficient that is only read when it is above 0."""
     if not value:
@@ -128,6 +135,7 @@ TRANSFORMS: dict[str, Transform] = {
     "commas": _commas,
     "bf16-or-fp32": _bf16,
     "above-zero": _switch,
+    "unless-true": _unless_true,
     "never": _never,
     "period": _period,
     "all": _all_of_them,

@@ -54,7 +54,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
         "max_running_requests",
         "async_generation_ratio",
     ),
-    ("pretrain", "reward_pretrain"),
+    ("pretrain", "tokenizer_path", "reward_pretrain", "reference_pretrain"),
     ("rewards",),
     ("adv_estimator",),  # and the other keys of the algorithm
     ("custom_envs",),

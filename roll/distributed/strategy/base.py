@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 from roll.algorithms.types import LossFn, TokenScores
 from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest
+from roll.data.templates import ChatTemplate
 from roll.distributed.weights.contents import WeightBucket
 from roll.models.lora import LoraSpec
 from roll.utils.checksums import WrittenFile
@@ -58,6 +59,8 @@ class StrategyContext:
     """Cluster name, for messages: ``actor_train``, ``critic`` …"""
     model_path: str
     """Folder in Hugging Face format."""
+    tokenizer_path: str | None = None
+    """Folder of the tokenizer; ``None``: the model's."""
     rank: int = 0
     world_size: int = 1
     """Place in the role's process group; MASTER_ADDR and MASTER_PORT are set in the environment when world_size > 1."""
@@ -85,7 +88,7 @@ class StrategyContext:
     """Longest prompt plus completion."""
     max_running_requests: int = 128
     """Most requests that a generating worker runs at once."""
-    template: str = "native"
+    template: str | ChatTemplate = "native"
     """Chat template of the prompts, as ``ChatRenderer`` takes it: a generator stops where it ends a turn."""
     recompute_kv: bool = False
     """Keys and values of requests in flight are computed anew after an update of weights."""

@@ -9,6 +9,7 @@ from typing import Any
 from roll.agentic.env import path_of
 from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.env import EnvManagerConfig
+from roll.data.templates import ChatTemplate
 from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_roles import RolloutRoles, sampling_params
@@ -111,7 +112,7 @@ def _worker_context(config: AgenticConfig, manager: EnvManagerConfig, tokenizer_
             for tag, env in config.played_envs(manager).items()
         },
         tokenizer_path=tokenizer_path,
-        template=config.actor_train.data_args.template,
+        template=ChatTemplate.of(config.actor_train.data_args),
         params=sampling_params(config.sampling(manager)),
         limits=Limits(config.prompt_length, config.sequence_length),
         retries=manager.env_retries,

@@ -29,12 +29,12 @@ def _run(
     config: AgenticConfig, session: RunSession, signals: SignalGuard, clusters: Mapping[str, Cluster], start: Start
 ) -> None:
     roles = Roles(config, clusters)
-    envs = EnvRoles(config, clusters, roles, start.model_path, on_tick=signals.check)
+    envs = EnvRoles(config, clusters, roles, config.tokenizer_path or start.model_path, on_tick=signals.check)
     envs.probe()
     envs.begin_setup()
     model_path = start.weights(session, roles, envs)
     with session.phase("setup"):
-        roles.setup(model_path, config.reward_pretrain or model_path, config.total_optimizer_steps)
+        roles.setup(model_path, config.total_optimizer_steps)
         set_losses(roles, config)
         envs.wait_ready()
     AgenticPipeline(config, session, roles, signals, envs).run()

@@ -129,15 +129,14 @@ def _run(
     roles = Roles(config, clusters)
     prompts = None
     if datasets.questions is not None:
-        prompts = PromptRoles(
-            config, clusters, roles, start.model_path, None, datasets.questions, on_tick=signals.check
-        )
+        tokenizer = config.tokenizer_path or start.model_path
+        prompts = PromptRoles(config, clusters, roles, tokenizer, None, datasets.questions, on_tick=signals.check)
         prompts.begin_setup()
     model_path = start.weights(session, roles, prompts)
     train = None if datasets.train is None else datasets.train.batch
     held_out = None if datasets.val is None else first_samples(datasets.val.batch, config.val_batch_size)
     with session.phase("setup"):
-        roles.setup(model_path, model_path, config.total_optimizer_steps)
+        roles.setup(model_path, config.total_optimizer_steps)
         pipeline = build(config, Parts(session, roles, signals, train, held_out, prompts, model_path))
         if prompts is not None:
             prompts.wait_ready()

@@ -13,6 +13,7 @@ from roll.configs.prompts import DataGeneratorConfig, PromptsConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.data.prompts import PromptDataset, load_prompts
 from roll.data.renderer import ChatRenderer, Tool
+from roll.data.templates import ChatTemplate
 from roll.models.tokenizer import policy_tokenizer
 from roll.pipeline.prompt_roles import train_sampler
 from roll.rollout.tool_box import told_tools
@@ -50,7 +51,8 @@ def make_data(generator: DataGeneratorConfig) -> None:
 
 def load_renderer(config: PromptsConfig) -> ChatRenderer:
     """The policy's tokenizer and chat template."""
-    return ChatRenderer(policy_tokenizer(config.pretrain), config.actor_train.data_args.template)
+    tokenizer = policy_tokenizer(config.pretrain, config.tokenizer_path)
+    return ChatRenderer(tokenizer, ChatTemplate.of(config.actor_train.data_args))
 
 
 def load_datasets(config: RLVRConfig, renderer: ChatRenderer) -> Datasets:

@@ -53,13 +53,12 @@ def _run(
     datasets: Datasets,
 ) -> None:
     roles = Roles(config, clusters)
-    prompts = PromptRoles(
-        config, clusters, roles, start.model_path, datasets.train, datasets.val, on_tick=signals.check
-    )
+    tokenizer = config.tokenizer_path or start.model_path
+    prompts = PromptRoles(config, clusters, roles, tokenizer, datasets.train, datasets.val, on_tick=signals.check)
     prompts.begin_setup()
     model_path = start.weights(session, roles, prompts)
     with session.phase("setup"):
-        roles.setup(model_path, config.reward_pretrain or model_path, config.total_optimizer_steps)
+        roles.setup(model_path, config.total_optimizer_steps)
         set_losses(roles, config)
         prompts.wait_ready()
     RLVRPipeline(config, session, roles, signals, prompts).run()

@@ -364,6 +364,7 @@ class Session:
             run,
             max_new_tokens=min(run.max_new_tokens, room, wanted.max_new_tokens or room),
             temperature=0.0 if self._episode.greedy else temperature,
+            first_token_temperature=None if self._episode.greedy else run.first_token_temperature,
             top_p=wanted.top_p if free and wanted.top_p is not None else run.top_p,
             stop=self._stops(wanted.stop),
             seed=seed,

@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from roll.data.arrays import IntArray
 from roll.data.renderer import _SENTINEL, ChatRenderer, Message
-from roll.data.templates import TEMPLATES
+from roll.data.templates import TEMPLATES, ChatTemplate
 from roll.models.tiny import make_tokenizer
+from tests.support.chat_families import family_tokenizer
 
 # ChatML with a system message of its own, as Qwen2.5 writes it.
 QWEN_LIKE = (
@@ -56,6 +57,28 @@ TOKENIZERS = {
         LLAMA_LIKE, ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "<|eot_id|>"
     ),
 }
+
+
+def test_variables_reach_the_template_wherever_it_is_used() -> None:
+    thinking, silent = (
+        ChatRenderer(family_tokenizer("qwen3"), ChatTemplate("native", {"enable_thinking": value}))
+        for value in (True, False)
+    )
+    asked: list[Message] = [{"role": "user", "content": "left?"}]
+    plain = ChatRenderer(family_tokenizer("qwen3"))
+    assert thinking.text(asked, open_assistant=True) == plain.text(asked, open_assistant=True)
+    closed = "<think>\n\n</think>\n\n"
+    for text in (
+        silent.decode_raw(silent.prompt(asked)),
+        silent.decode_raw(silent.prompts([asked])[0]),
+        silent.decode_raw(silent.continuation(asked, silent.words("right"))),
+    ):
+        assert text.endswith(f"assistant\n{closed}")
+    assert not plain.decode_raw(plain.prompt(asked)).endswith(closed)
+    with pytest.raises(ValueError, match=r"chat_template_kwargs: .* reads no enable_thoughts"):
+        ChatRenderer(family_tokenizer("qwen3"), ChatTemplate("native", {"enable_thoughts": True}))
+
+
 FAMILIES = pytest.mark.parametrize("family", sorted(TOKENIZERS))
 # Words whose ends a template does not trim, and which hold no chat marker.
 words = st.text(st.characters(exclude_categories=["Cs", "Cc", "Z"]), min_size=1, max_size=6)

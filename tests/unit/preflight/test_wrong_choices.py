@@ -132,12 +132,29 @@ def args(**options):
     return {f"actor_train.model_args.{key}": value for key, value in options.items()}
 
 
+DATA, SAMPLING = "actor_train.data_args.chat_template_kwargs", "actor_infer.generating_args"
 REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
 
 
 @pytest.mark.parametrize(
     ("changes", "path", "words"),
     [
+        # models and tokenizers of their own
+        ({"tokenizer_path": "."}, "tokenizer_path", "null with pretrain tiny"),
+        ({"tokenizer_path": "/nowhere", "pretrain": "dense"}, "tokenizer_path", "no such folder"),
+        ({"reference_pretrain": "tiny"}, "reference_pretrain", "no KL term"),
+        (
+            {**REFERENCE, "reference_pretrain": "tiny", "kl_penalty": "full"},
+            "kl_penalty",
+            "fit no output layer of the policy",
+        ),
+        ({"actor_train.data_args.chat_template_kwargs": {"tools": []}}, f"{DATA}.tools", "variables of the template"),
+        ({**vllm(), f"{SAMPLING}.first_token_temperature": 9.0}, f"{SAMPLING}.first_token_temperature", "those that"),
+        (
+            {f"{SAMPLING}.first_token_temperature": 9.0, f"{SAMPLING}.temperature": 0},
+            f"{SAMPLING}.first_token_temperature",
+            "null with temperature 0",
+        ),
         # Megatron: sizes
         (megatron("dense", 4, **{TP: 4}), f"{TRAIN}.{TP}", "num_key_value_heads 3"),
         (megatron("dense", 4, **{PP: 4}), f"{TRAIN}.{PP}", "num_hidden_layers 6 (nearest: 3)"),

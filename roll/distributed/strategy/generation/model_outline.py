@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from roll.data.renderer import ChatRenderer
+from roll.data.templates import ChatTemplate
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.weights.adapters import check_adapter
 from roll.distributed.weights.buckets import WeightUpdate
@@ -42,7 +43,9 @@ class ModelOutline:
         self.vocab_size: int = text.vocab_size
         self.max_positions: int | None = getattr(text, "max_position_embeddings", None)
         self.stop_ids = stop_token_ids(
-            _generation_config(context.model_path, self._model), load_tokenizer(context.model_path), context.template
+            _generation_config(context.model_path, self._model),
+            load_tokenizer(context.tokenizer_path or context.model_path, alone=True),
+            context.template,
         )
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         self.head_size: int = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -93,13 +96,13 @@ class ModelOutline:
 
 
 def stop_token_ids(
-    generation_config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, template: str
+    generation_config: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase, template: str | ChatTemplate
 ) -> list[int]:
     """Every token that ends a completion: those of the generation defaults, of the tokenizer and of the chat template.
 
     Args:
         generation_config: the model's.
-        tokenizer: the model's.
+        tokenizer: the policy's.
         template: as ``ChatRenderer`` takes it; where there is none, turns end as sequences do.
     """
     stated = generation_config.eos_token_id if generation_config is not None else None

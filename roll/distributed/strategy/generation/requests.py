@@ -73,6 +73,7 @@ def check_request(request: GenerateRequest, *, vocab_size: int, sequence_length:
             out of range.
     """
     prompt, params = request.prompt_ids, request.params
+    first = params.first_token_temperature
     where = f"request {request.request_id!r}"
     if prompt.ndim != 1 or len(prompt) == 0:
         raise ValueError(f"{where}: prompt_ids has shape {prompt.shape}, expected [prompt_len] with at least 1")
@@ -87,6 +88,8 @@ def check_request(request: GenerateRequest, *, vocab_size: int, sequence_length:
         ("max_new_tokens", params.max_new_tokens, params.max_new_tokens >= 1, "at least 1"),
         ("temperature", params.temperature, 0 <= params.temperature < float("inf"), "0 (greedy) or more"),
         ("top_p", params.top_p, 0 < params.top_p <= 1, "above 0 and at most 1"),
+        ("min_p", params.min_p, 0 <= params.min_p <= 1, "at least 0 and at most 1"),
+        ("first_token_temperature", first, first is None or 0 < first < float("inf"), "None, or above 0"),
         ("repetition_penalty", params.repetition_penalty, params.repetition_penalty > 0, "above 0"),
         ("stop", params.stop, all(params.stop), "strings that are not empty"),
     ):

@@ -201,7 +201,7 @@ class ContinuousBatching:
 
     def _end(self, sequence: RunningSequence, token: int) -> FinishReason | None:
         stop = sequence.request.params.stop
-        if token in self._stop_ids:
+        if token in self._stop_ids and not sequence.request.params.ignore_eos:
             return FinishReason.STOP
         if stop and self._stop_strings.may_end(stop, token) and self._stop_strings.found(stop, sequence.tokens):
             return FinishReason.STOP
@@ -322,6 +322,8 @@ class _RunningRows:
             [p.top_p for p in params],
             [p.repetition_penalty for p in params],
             device,
+            min_p=[p.min_p for p in params],
+            first_temperature=[p.first_token_temperature for p in params],
         )
         self._seen_BV: Tensor | None = None
 
@@ -334,7 +336,10 @@ class _RunningRows:
         if self._sampler.penalty_B is not None and self._seen_BV is None:
             self._seen_BV = self._seen(logits_BV.shape[-1])
         uniform_B = torch.from_numpy(uniforms(self._seeds_B, self._num_sampled_B)).to(self._device)
-        tokens_B, logprobs_B = sample(logits_BV, self._sampler, uniform_B, self._seen_BV)
+        index_B = None
+        if self._sampler.first_temperature_B is not None:
+            index_B = torch.from_numpy(self._num_sampled_B.astype(np.int64)).to(self._device)
+        tokens_B, logprobs_B = sample(logits_BV, self._sampler, uniform_B, self._seen_BV, index_B)
         if self._seen_BV is not None:
             self._seen_BV[torch.arange(len(tokens_B), device=self._device), tokens_B] = True
         logprobs = logprobs_B.cpu().numpy()

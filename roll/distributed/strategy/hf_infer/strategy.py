@@ -72,7 +72,7 @@ class HfInfer(Generator[WeightUpdate]):
             config_kwargs=model_args.model_config_kwargs,
         )
         _check_model(self._model, context.sequence_length)
-        tokenizer = load_tokenizer(context.model_path)
+        tokenizer = load_tokenizer(context.tokenizer_path or context.model_path, alone=True)
         self._adapter = MergedAdapter(self._model, context.lora) if context.lora is not None else None
         self.vocab_size = self._model.config.get_text_config().vocab_size
         self._scorer = TokenScorer(self._model, temperature=context.temperature, returns_hidden=context.returns_hidden)

@@ -106,7 +106,7 @@ def megatron_files(gatherer: WeightGatherer, dtype: torch.dtype, context: Strate
     else:
         trunk = [piece.renamed(partial(_saved_name, head=head)) for piece in gatherer.pieces("trunk", dtype)]
         tensors = model_tensors(trunk, own_head, head, MODEL_PREFIX.rstrip("."))
-    return ModelFiles(tensors, write_config, source)
+    return ModelFiles(tensors, write_config, source, context.tokenizer_path)
 
 
 def _checkpoint_reader(read: Reader, head: Head) -> Reader:

@@ -90,8 +90,8 @@ class SampledBatch:
     the one before.
 
     Args:
-        params: of each request ``seed`` (unsigned 64 bits), ``prompt_len``, ``temperature``, ``top_k``, ``top_p`` and
-            ``repetition_penalty``, and SGLang's own ``__req__``.
+        params: of each request ``seed`` (unsigned 64 bits), ``prompt_len``, ``temperature``, ``top_k``, ``top_p``,
+            ``min_p``, ``first_token_temperature`` and ``repetition_penalty``, and SGLang's own ``__req__``.
         device: where the logits are.
         vocab_size: V.
     """
@@ -104,6 +104,8 @@ class SampledBatch:
             [p["top_p"] for p in params],
             [p["repetition_penalty"] for p in params],
             device,
+            min_p=[p["min_p"] for p in params],
+            first_temperature=[p["first_token_temperature"] for p in params],
         )
         self._seed_B = torch.tensor([_signed(p["seed"]) for p in params], device=device)
         self._last_prompt_position_B = torch.tensor([p["prompt_len"] - 1 for p in params], device=device)
@@ -120,7 +122,8 @@ class SampledBatch:
             position_B: of the last token that the model has seen.
         """
         index_B = position_B.to(torch.int64) - self._last_prompt_position_B
-        tokens_B, logprobs_B = sample(logits_BV, self._rows, uniforms(self._seed_B, index_B), self._seen_BV)
+        uniform_B = uniforms(self._seed_B, index_B)
+        tokens_B, logprobs_B = sample(logits_BV, self._rows, uniform_B, self._seen_BV, index_B)
         if self._seen_BV is not None:
             # A prompt that is prefilled in parts has a negative index until its last; what is drawn then is no token.
             seen_B1 = self._seen_BV.gather(1, tokens_B[:, None]) | (index_B >= 0)[:, None]

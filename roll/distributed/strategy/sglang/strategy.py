@@ -185,12 +185,15 @@ class SglangStrategy(Generator[dict[str, str]]):
             "temperature": float(params.temperature),
             "top_k": params.top_k,
             "top_p": float(params.top_p),
+            "min_p": float(params.min_p),
+            "first_token_temperature": params.first_token_temperature,
             "repetition_penalty": float(params.repetition_penalty),
         }
         sampling = {
             "max_new_tokens": limit,
             "stop": list(params.stop) or None,
-            "stop_token_ids": self._outline.stop_ids,
+            "stop_token_ids": None if params.ignore_eos else self._outline.stop_ids,
+            "ignore_eos": params.ignore_eos,
             "custom_params": ours,
         }
         return rid, request.prompt_ids.tolist(), sampling
@@ -236,6 +239,7 @@ def engine_arguments(
     """The arguments of ``ServerArgs``, for this role, model and machine."""
     arguments: dict[str, Any] = {
         "model_path": locate_model(context.model_path)[0],
+        "tokenizer_path": locate_model(context.tokenizer_path or context.model_path, tokenizer_alone=True)[0],
         "dtype": str(outline.dtype).removeprefix("torch."),
         "json_model_override_args": json.dumps(context.worker.model_args.model_config_kwargs),
         "context_length": context.sequence_length + CONTEXT_MARGIN,

@@ -127,6 +127,8 @@ class ModelFiles:
     """Writes ``config.json`` and its like into the folder; called on rank 0."""
     source: str
     """Model folder from which tokenizer files and generation defaults are copied."""
+    tokenizer: str | None = None
+    """Where the tokenizer files are, if not there."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ def model_contents(path: Path, files: ModelFiles) -> Contents:
 
     def write_rest() -> None:
         files.write_config(path)
-        copy_companions(Path(files.source), path)
+        copy_companions(Path(files.source), path, None if files.tokenizer is None else Path(files.tokenizer))
 
     return Contents(path, files.tensors, write_rest)
 

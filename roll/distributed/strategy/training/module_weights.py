@@ -184,7 +184,7 @@ def module_files(
         tensors: Tensors = {ADAPTER: pieces, VALUE_HEAD: head}
     else:
         tensors = model_tensors(pieces, head, context.head, weights.scorer.model.base_model_prefix)
-    return ModelFiles(tensors, write_config, context.model_path)
+    return ModelFiles(tensors, write_config, context.model_path, context.tokenizer_path)
 
 
 def _read_model(path: Path, head: ValueHead | None, config_kwargs: Mapping[str, Any] | None) -> dict[str, Tensor]:

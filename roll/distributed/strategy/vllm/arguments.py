@@ -43,6 +43,7 @@ def engine_arguments(
     devices = config.tensor_parallel_size or context.worker.num_gpus_per_worker
     arguments: dict[str, Any] = {
         "model": locate_model(context.model_path)[0],
+        "tokenizer": locate_model(context.tokenizer_path or context.model_path, tokenizer_alone=True)[0],
         "dtype": str(outline.dtype).removeprefix("torch."),
         "hf_overrides": dict(context.worker.model_args.model_config_kwargs),
         "generation_config": "vllm",

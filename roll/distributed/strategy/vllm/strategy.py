@@ -149,18 +149,22 @@ class VllmStrategy(Generator[dict[str, str]]):
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         params = request.params
+        if params.first_token_temperature is not None:
+            reason = "params.first_token_temperature is set, expected None: vllm has one temperature for all tokens"
+            raise ValueError(f"request {request.request_id!r}: {reason}")
         try:
             return SamplingParams(
                 max_tokens=limit,
                 temperature=params.temperature,
                 top_p=params.top_p,
                 top_k=max(0, params.top_k),
+                min_p=params.min_p,
                 repetition_penalty=params.repetition_penalty,
                 stop=list(params.stop),
                 include_stop_str_in_output=True,
                 seed=None if params.seed is None else self.seed_of(request),
                 ignore_eos=True,  # stop_token_ids are all that end a completion, as in every generator
-                stop_token_ids=self._outline.stop_ids,
+                stop_token_ids=[] if params.ignore_eos else self._outline.stop_ids,
                 logprobs=0,  # of the sampled token alone
                 flat_logprobs=True,
                 detokenize=bool(params.stop),

@@ -20,7 +20,7 @@ from roll.configs.schema import locate
 DOCUMENTED = [line.split() for line in (Path(__file__).parent / "documented.txt").read_text().splitlines()]
 OPTIONS = "strategy_args.strategy_config."
 ENGINE = ("actor_rollout_ref", "rollout", "engine_kwargs", "vllm")
-OPEN = ("tracker_kwargs.", "system_envs.", "pf_ppo.")
+OPEN = ("actor_train.data_args.chat_template_kwargs.", "tracker_kwargs.", "system_envs.", "pf_ppo.")
 """Sections whose keys are others' to check, or any."""
 
 

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from roll.models.sampling import SamplerRows, sample, uniforms
 from roll.models.stop_strings import StopStrings
@@ -19,9 +25,11 @@ CPU = torch.device("cpu")
 
 
 def rows_of(
-    count: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, penalty: float = 1.0
+    count: int, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, penalty: float = 1.0, min_p: float = 0.0
 ) -> SamplerRows:
-    return SamplerRows.build([temperature] * count, [top_k] * count, [top_p] * count, [penalty] * count, CPU)
+    return SamplerRows.build(
+        [temperature] * count, [top_k] * count, [top_p] * count, [penalty] * count, CPU, min_p=[min_p] * count
+    )
 
 
 def draws_uniform(count: int) -> Tensor:
@@ -43,11 +51,19 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> tuple[float, fl
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p", "penalty"),
-    [(1.0, 0, 1.0, 1.0), (0.6, 0, 1.0, 1.0), (1.7, 4, 1.0, 1.0), (1.0, 0, 0.7, 1.0), (0.9, 6, 0.8, 1.3)],
+    ("temperature", "top_k", "top_p", "penalty", "min_p"),
+    [
+        (1.0, 0, 1.0, 1.0, 0.0),
+        (0.6, 0, 1.0, 1.0, 0.0),
+        (1.7, 4, 1.0, 1.0, 0.0),
+        (1.0, 0, 0.7, 1.0, 0.0),
+        (0.9, 6, 0.8, 1.3, 0.0),
+        (1.2, 0, 1.0, 1.0, 0.3),
+        (1.2, 6, 0.9, 1.0, 0.1),
+    ],
 )
 def test_tokens_follow_the_distribution_of_transformers_warpers(
-    temperature: float, top_k: int, top_p: float, penalty: float
+    temperature: float, top_k: int, top_p: float, penalty: float, min_p: float
 ) -> None:
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, 0.3, 1.2])
     seen = torch.tensor([[0, 3, 6]])
@@ -55,6 +71,8 @@ def test_tokens_follow_the_distribution_of_transformers_warpers(
     if penalty != 1:
         warped = RepetitionPenaltyLogitsProcessor(penalty)(seen, warped)
     warped = TemperatureLogitsWarper(temperature)(seen, warped)
+    if min_p:
+        warped = MinPLogitsWarper(min_p)(seen, warped)
     if top_k:
         warped = TopKLogitsWarper(top_k)(seen, warped)
     if top_p < 1:
@@ -62,7 +80,7 @@ def test_tokens_follow_the_distribution_of_transformers_warpers(
     seen_BV = torch.zeros(NUM_DRAWS, 10, dtype=torch.bool)
     seen_BV[:, seen[0]] = True
 
-    rows = rows_of(NUM_DRAWS, temperature, top_k, top_p, penalty)
+    rows = rows_of(NUM_DRAWS, temperature, top_k, top_p, penalty, min_p)
     tokens_B, logprobs_B = sample(logits.expand(NUM_DRAWS, -1), rows, draws_uniform(NUM_DRAWS), seen_BV)
 
     counts = torch.bincount(tokens_B, minlength=10).numpy()
@@ -92,6 +110,24 @@ def test_rows_with_different_parameters_do_not_disturb_each_other() -> None:
         part = slice(row, row + 1)
         alone, _ = sample(logits[part], rows_of(1, temperature, top_k, top_p, penalty), uniform[part], seen[part])
         assert together[row] == alone[0]
+
+
+def test_a_first_token_has_a_temperature_of_its_own_and_the_others_theirs() -> None:
+    logits = torch.tensor([2.0, 1.5, 1.0, -3.0])
+    same, none = [0.5] * NUM_DRAWS, [0] * NUM_DRAWS
+    ones = [1.0] * NUM_DRAWS
+    rows = SamplerRows.build(same, none, ones, ones, CPU, first_temperature=[30.0, None] * (NUM_DRAWS // 2))
+    hot_B = torch.arange(NUM_DRAWS) % 2 == 0
+    for index in (0, 1):
+        index_B = torch.full((NUM_DRAWS,), index)
+        uniform = torch.from_numpy(uniforms(np.arange(NUM_DRAWS, dtype=np.uint64), np.full(NUM_DRAWS, 0, np.uint64)))
+        tokens_B, logprobs_B = sample(logits.expand(NUM_DRAWS, -1), rows, uniform, None, index_B)
+        for chosen_B, temperature in ((hot_B, 30.0 if index == 0 else 0.5), (~hot_B, 0.5)):
+            full = torch.log_softmax(logits.double() / temperature, -1)
+            counts = torch.bincount(tokens_B[chosen_B], minlength=4).numpy()
+            statistic, bound = chi_square(counts, full.exp().numpy())
+            assert statistic < bound
+            torch.testing.assert_close(logprobs_B[chosen_B].double(), full[tokens_B[chosen_B]], atol=1e-6, rtol=0)
 
 
 def test_greedy_takes_the_maximum_and_reports_temperature_one() -> None:

@@ -29,6 +29,7 @@ VOCAB = 50
 
 def params_of(seed: int, prompt: list[int], **changes: Any) -> dict[str, Any]:
     defaults = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    defaults |= {"min_p": 0.0, "first_token_temperature": None}
     request = SimpleNamespace(origin_input_ids=prompt, output_ids=[])
     return {**defaults, **changes, "seed": seed, "prompt_len": len(prompt), "__req__": request}
 

@@ -91,9 +91,11 @@ def test_an_engine_stops_there_without_being_told(family: str, tmp_path: Path) -
             requests = [
                 GenerateRequest(str(n), np.array([n]), SamplingParams(max_new_tokens=200, seed=n)) for n in range(24)
             ]
+            endless = SamplingParams(max_new_tokens=200, seed=0, ignore_eos=True)
+            requests.append(GenerateRequest("endless", np.array([0]), endless))
             return await asyncio.gather(*map(engine.generate, requests))
 
-        completions = asyncio.run(sample())
+        *completions, on_and_on = asyncio.run(sample())
     finally:
         engine.shutdown()
     ended_by = set()
@@ -103,3 +105,4 @@ def test_an_engine_stops_there_without_being_told(family: str, tmp_path: Path) -
         if completion.finish_reason is FinishReason.STOP:
             ended_by.add(ids[-1])
     assert ended_by == stops
+    assert len(on_and_on.token_ids) == 200 and on_and_on.finish_reason is FinishReason.LENGTH
