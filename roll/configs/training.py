@@ -9,12 +9,26 @@ from pydantic import Field
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
 
+_ONLY_OF: dict[str, tuple[str, ...]] = {
+    "lr_decay_steps": ("linear", "cosine", "wsd"),
+    "num_cycles": ("cosine",),
+    "lr_wsd_decay_steps": ("wsd",),
+    "lr_wsd_decay_style": ("wsd",),
+}
+"""Keys that some schedules alone read."""
+
 
 class TrainingArguments(Config):
     """AdamW, its schedule, and how many samples make one optimizer step."""
 
     learning_rate: float = Field(default=1e-6, gt=0, description="Peak learning rate, reached after the warm-up.")
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of AdamW.")
+    weight_decay_end: float | None = Field(
+        default=None, ge=0, description="Weight decay that is reached at the run's end; null: it is constant."
+    )
+    weight_decay_incr_style: Literal["linear", "cosine"] = Field(
+        default="linear", description="Course from weight_decay to weight_decay_end: a line, or half a cosine."
+    )
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the gradient's running mean.")
     adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="Decay of the squared gradient's running mean.")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="Added to AdamW's denominator.")
@@ -33,13 +47,33 @@ class TrainingArguments(Config):
         le=1,
         description="The warm-up as a share of all optimizer steps; used when warmup_steps is 0.",
     )
-    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine"] = Field(
+    warmup_init_ratio: float = Field(
+        default=0.0, ge=0, le=1, description="Learning rate that the warm-up rises from, as a share of the peak."
+    )
+    lr_scheduler_type: Literal["constant", "constant_with_warmup", "linear", "cosine", "inverse_sqrt", "wsd"] = Field(
         default="linear",
         description="Course after the warm-up: level (constant has no warm-up at all), a straight line or half a "
-        "cosine down to min_lr_ratio.",
+        "cosine down to min_lr_ratio; inverse_sqrt falls as 1 / sqrt(steps since the start), in units of the warm-up; "
+        "wsd (warm-up, stable, decay; Hu et al. 2024) is level and falls in the last lr_wsd_decay_steps.",
     )
     min_lr_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="Final learning rate as a share of the peak (linear and cosine)."
+        default=0.0, ge=0, le=1, description="Least learning rate after the warm-up, as a share of the peak."
+    )
+    lr_decay_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Optimizer steps, those of the warm-up included, after which min_lr_ratio is reached, and stays. "
+        "null: all of the run.",
+    )
+    num_cycles: float = Field(
+        default=0.5, gt=0, description="Periods of the cosine: 0.5 falls once, 1.5 falls, rises and falls again."
+    )
+    lr_wsd_decay_steps: int | None = Field(
+        default=None, ge=1, description="Optimizer steps of wsd's fall. null: a tenth of all, rounded up."
+    )
+    lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = Field(
+        default="linear",
+        description="wsd's fall, r from 0 to 1: 1 - r, half a cosine, 2 / 2^r - 1, or 1 - sqrt(r).",
     )
 
     def problems(self) -> list[ConfigProblem]:
@@ -50,4 +84,17 @@ class TrainingArguments(Config):
         if self.lr_scheduler_type == "constant" and (self.warmup_steps or self.warmup_ratio):
             expected = "constant_with_warmup, since there is a warm-up"
             found.append(self.problem("lr_scheduler_type", expected, "warmup_steps", "warmup_ratio"))
+        if self.warmup_init_ratio and not (self.warmup_steps or self.warmup_ratio):
+            found.append(self.problem("warmup_init_ratio", "0 without a warm-up", "warmup_steps", "warmup_ratio"))
+        for key, schedules in _ONLY_OF.items():
+            given = getattr(self, key) != type(self).model_fields[key].default
+            if given and self.lr_scheduler_type not in schedules:
+                expected = (
+                    f"no such key with lr_scheduler_type {self.lr_scheduler_type}: read by {', '.join(schedules)}"
+                )
+                found.append(self.problem(key, expected, "lr_scheduler_type"))
+        if self.weight_decay_incr_style != "linear" and self.weight_decay_end is None:
+            found.append(
+                self.problem("weight_decay_incr_style", "nothing without weight_decay_end", "weight_decay_end")
+            )
         return found

@@ -120,6 +120,12 @@ def _schedule(value: Any) -> Any:
             "linear": "linear",
             "cosine": "cosine",
             "cosine_with_min_lr": "cosine",
+            "inverse_sqrt": "inverse_sqrt",
+            "inverse_square_root": "inverse_sqrt",
+            "inverse-square-root": "inverse_sqrt",
+            "warmup_stable_decay": "wsd",
+            "wsd": "wsd",
+            "WSD": "wsd",
             None: "constant_with_warmup",
         },
         "no such schedule",
@@ -145,6 +151,7 @@ TRANSFORMS: dict[str, Transform] = {
     "schedule": _schedule,
     "resume": _resume,
     "first": _first_of,
+    "wsd-fall": _choice({"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}),
     "dtype": _choice(
         {
             "bf16": "bf16",

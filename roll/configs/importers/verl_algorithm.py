@@ -101,8 +101,20 @@ def set_optimizer(draft: Draft, theirs: str, role: str) -> None:
         )
     except Untranslatable as error:
         draft.tell(Kind.IMPOSSIBLE, f"{theirs}.lr_scheduler_type", style, f"{base}.lr_scheduler_type", note=str(error))
+    schedule, rate = draft.get(f"{base}.lr_scheduler_type"), draft.get(f"{base}.learning_rate")
     if least := draft.theirs(f"{theirs}.min_lr_ratio"):
         draft.derive(f"{theirs}.min_lr_ratio", f"{base}.min_lr_ratio", float(least))
+    for key, ours in (("min_lr", "min_lr_ratio"), ("lr_warmup_init", "warmup_init_ratio")):
+        if (value := draft.theirs(f"{theirs}.{key}")) and rate:
+            draft.derive([f"{theirs}.{key}", f"{theirs}.lr"], f"{base}.{ours}", min(1.0, float(value) / float(rate)))
+    for key, readers in (
+        ("num_cycles", ("cosine",)),
+        ("lr_decay_steps", ("linear", "cosine", "wsd")),
+        ("lr_wsd_decay_steps", ("wsd",)),
+        ("lr_wsd_decay_style", ("wsd",)),
+    ):
+        if schedule in readers and (value := draft.theirs(f"{theirs}.{key}")) is not None:
+            draft.derive(f"{theirs}.{key}", f"{base}.{key}", value)
     betas = draft.theirs(f"{theirs}.betas")
     if isinstance(betas, list) and len(betas) == 2:
         for number, beta in enumerate(betas, 1):

@@ -23,6 +23,7 @@ from roll.distributed.strategy.engines import ignore_renamed_collectives, requir
 from roll.distributed.strategy.training.checkpoint import TrainerState
 from roll.distributed.strategy.training.hf_scorer import rank_info, recompute_activations
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
+from roll.distributed.strategy.training.optim import DECAYS, set_rates
 from roll.distributed.strategy.training.trainer import join_group, local_device
 from roll.models.scoring import TokenScorer
 
@@ -115,8 +116,7 @@ class DeepSpeedTrain(ModuleTrainer[EngineWeights], DeepSpeedInfer):
 
     def apply_gradients(self, rate: float, norm: float) -> None:
         engine = self.weights.engine
-        for group in engine.basic_optimizer.param_groups:
-            group["lr"] = rate
+        set_rates(engine.basic_optimizer.param_groups, rate, self.weight_decay)
         engine.step()
 
     def drop_gradients(self) -> None:
@@ -143,7 +143,7 @@ class DeepSpeedTrain(ModuleTrainer[EngineWeights], DeepSpeedInfer):
         trained = [p for p in scorer.parameters() if p.requires_grad]
         decay = self.context.worker.training_args.weight_decay
         groups = [
-            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": decay},
+            {"params": [p for p in trained if p.ndim >= 2], "weight_decay": decay, DECAYS: True},
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ]
         return [group for group in groups if group["params"]]

@@ -26,7 +26,7 @@ from roll.distributed.strategy.fsdp2.weights import ReplicatedWeights, ShardedWe
 from roll.distributed.strategy.training.checkpoint import Contents, TrainerState, restore_checkpoint, resume_folder
 from roll.distributed.strategy.training.hf_scorer import rank_info, recompute_activations
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
-from roll.distributed.strategy.training.optim import ADAM_STATE, make_adamw
+from roll.distributed.strategy.training.optim import ADAM_STATE, make_adamw, set_rates
 from roll.distributed.strategy.training.trainer import Limits, join_group, local_device
 from roll.models.scoring import TokenScorer
 
@@ -119,8 +119,7 @@ class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
         if 0 < limit < norm:
             torch._foreach_mul_(self._gradients, limit / norm)
         optimizer = self.weights.optimizer
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        set_rates(optimizer.param_groups, rate, self.weight_decay)
         optimizer.step()
 
     def drop_gradients(self) -> None:

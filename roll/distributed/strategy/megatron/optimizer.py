@@ -95,9 +95,8 @@ class MegatronAdam:
         self._chained = optimizer_module.get_megatron_optimizer(config, model.wrapped, use_gloo_process_groups=False)
         self._parts = [part for part in self._chained.chained_optimizers if not part.is_stub_optimizer]
         self._distributed = bool(config.use_distributed_optimizer)
-        for group in self.groups:
-            # Without Megatron's own scheduler, every group would decay by the default.
-            group["weight_decay"] = args.weight_decay * group["wd_mult"]
+        # Without Megatron's own scheduler, every group would decay by the default.
+        self._set_rates(args.learning_rate, args.weight_decay)
         self.allocate()
 
     @property
@@ -154,15 +153,18 @@ class MegatronAdam:
         return coefficient * total
 
     @torch.no_grad()
-    def step(self, rate: float, scale: float) -> None:
+    def step(self, rate: float, decay: float, scale: float) -> None:
         """Takes a step with gradients multiplied by ``scale``; the new weights are on all ranks when it returns."""
-        for group in self.groups:
-            group["lr"] = rate
+        self._set_rates(rate, decay)
         for part in self._parts:
             gradients = [share.grad for share in part.get_parameters() if share.grad is not None]
             if gradients and scale != 1.0:
                 torch._foreach_mul_(gradients, scale)
         self._chained.step_with_ready_grads()
+
+    def _set_rates(self, rate: float, decay: float) -> None:
+        for group in self.groups:
+            group["lr"], group["weight_decay"] = rate, decay * group["wd_mult"]
 
     def drop_gradients(self) -> None:
         for chunk in self._chunks:

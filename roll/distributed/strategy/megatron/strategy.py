@@ -293,7 +293,7 @@ class MegatronTrain(MegatronInfer, Trainer):
 
     def apply_gradients(self, rate: float, norm: float) -> None:
         limit = self.context.max_grad_norm
-        self._optimizer.step(rate, limit / norm if 0 < limit < norm else 1.0)
+        self._optimizer.step(rate, self.weight_decay, limit / norm if 0 < limit < norm else 1.0)
 
     def drop_gradients(self) -> None:
         self._optimizer.drop_gradients()

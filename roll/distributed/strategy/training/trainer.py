@@ -45,7 +45,7 @@ from roll.distributed.strategy.training.checkpoint import (
     write_contents,
 )
 from roll.distributed.strategy.training.export import PlannedBucket, export, plan_buckets
-from roll.distributed.strategy.training.optim import learning_rate
+from roll.distributed.strategy.training.optim import learning_rate, weight_decay
 from roll.distributed.strategy.training.pieces import Piece
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import Payload
@@ -389,6 +389,11 @@ class Trainer(Scorer):
     @property
     def _loss_name(self) -> str:
         return f"{self.area}/loss"
+
+    @property
+    def weight_decay(self) -> float:
+        """Of the next optimizer step, for what decays."""
+        return weight_decay(self.context.worker.training_args, self._state.optimizer_steps, self._horizon)
 
     @property
     def _horizon(self) -> int:

@@ -103,8 +103,9 @@ def test_values_are_carried_over() -> None:
     assert TRANSFORMS["never"](-1) is None and TRANSFORMS["never"](20) == 20
     assert TRANSFORMS["attention"]("disabled") == "eager"
     assert TRANSFORMS["trackers"](["console", "tensorboard"]) == ["stdout", "tensorboard"]
-    with pytest.raises(Untranslatable, match="inverse-square-root has no counterpart"):
-        TRANSFORMS["schedule"]("inverse-square-root")
+    assert TRANSFORMS["schedule"]("inverse-square-root") == "inverse_sqrt"
+    with pytest.raises(Untranslatable, match="polynomial has no counterpart"):
+        TRANSFORMS["schedule"]("polynomial")
     with pytest.raises(Omitted, match="no tracker mlflow"):
         TRANSFORMS["trackers"]("mlflow")
     with pytest.raises(Partial, match="no tracker swanlab") as some:

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 from torch import nn
+from transformers import get_inverse_sqrt_schedule
 
 from roll.configs.training import TrainingArguments
-from roll.distributed.strategy.training.optim import learning_rate, make_adamw
+from roll.distributed.strategy.training.optim import learning_rate, make_adamw, set_rates, weight_decay
 
 
 def rates(total_steps: int, **kwargs: object) -> list[float]:
@@ -35,6 +36,70 @@ def test_linear_falls_to_the_minimum_after_the_last_step() -> None:
 def test_cosine_is_half_a_cosine() -> None:
     expected = [8 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / 4))) for step in range(5)]
     assert rates(4, lr_scheduler_type="cosine", min_lr_ratio=0.1) == pytest.approx([*expected, 0.8])
+
+
+def test_a_schedule_may_end_before_the_run_and_stays_there() -> None:
+    assert rates(6, lr_scheduler_type="linear", lr_decay_steps=4) == [8, 6, 4, 2, 0, 0, 0, 0]
+    args = TrainingArguments(lr_scheduler_type="constant", lr_decay_steps=4, num_cycles=2)
+    assert [problem.path for problem in args.problems()] == ["lr_decay_steps", "num_cycles"]
+
+
+def test_a_cosine_of_one_and_a_half_periods_falls_rises_and_falls() -> None:
+    expected = [4 * (1 + math.cos(math.pi * 3 * step / 6)) for step in range(7)]
+    assert rates(6, lr_scheduler_type="cosine", num_cycles=1.5) == pytest.approx([*expected, expected[-1]])
+    assert expected[2] == pytest.approx(0) and expected[4] == pytest.approx(8)
+
+
+def test_inverse_square_root_is_that_of_transformers() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=8.0)
+    theirs = get_inverse_sqrt_schedule(optimizer, num_warmup_steps=4)
+    found = rates(20, lr_scheduler_type="inverse_sqrt", warmup_steps=4, min_lr_ratio=0.5)
+    for step in range(4, 20):
+        theirs.last_epoch = step
+        assert found[step] == pytest.approx(max(4.0, 8.0 * theirs.lr_lambdas[0](step)))
+    assert found[:5] == pytest.approx([1.6, 3.2, 4.8, 6.4, 8.0])
+
+
+def test_wsd_is_level_and_falls_at_the_end() -> None:
+    falls = {
+        "linear": [1, 0.75, 0.5, 0.25, 0],
+        "cosine": [1, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5, 0],
+        "exponential": [1, 2**0.75 - 1, 2**0.5 - 1, 2**0.25 - 1, 0],
+        "minus_sqrt": [1, 0.5, 1 - 0.5**0.5, 1 - 0.75**0.5, 0],
+    }
+    for style, fall in falls.items():
+        keys = {"lr_scheduler_type": "wsd", "lr_wsd_decay_steps": 4, "lr_wsd_decay_style": style}
+        expected = [4, 8, 8, *(8 * (0.5 + 0.5 * left) for left in fall), 4]
+        assert rates(7, **keys, warmup_steps=1, min_lr_ratio=0.5) == pytest.approx(expected)
+    assert rates(20, lr_scheduler_type="wsd")[17:21] == pytest.approx([8, 8, 4, 0]), "a tenth"
+
+
+def test_a_warm_up_may_begin_above_zero() -> None:
+    keys = {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3, "warmup_init_ratio": 0.5}
+    assert rates(5, **keys) == [5, 6, 7, 8, 8, 8, 8]
+
+
+def test_weight_decay_goes_to_its_end() -> None:
+    def decays(**keys: object) -> list[float]:
+        args = TrainingArguments.model_validate({"weight_decay": 0.1, **keys})
+        return [weight_decay(args, step, 5) for step in range(6)]
+
+    assert decays() == [0.1] * 6
+    assert decays(weight_decay_end=0.5) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
+    rising = [0.1, 0.1 + 0.2 * (1 - 0.5**0.5), 0.3, 0.1 + 0.2 * (1 + 0.5**0.5), 0.5, 0.5]
+    assert decays(weight_decay_end=0.5, weight_decay_incr_style="cosine") == pytest.approx(rising)
+
+
+def test_a_changed_weight_decay_is_that_of_the_next_step_on_matrices_alone() -> None:
+    local = {"matrix": nn.Parameter(torch.ones(2, 2)), "norm": nn.Parameter(torch.ones(3))}
+    optimizer = make_adamw(local, local, TrainingArguments())
+    set_rates(optimizer.param_groups, 0.1, 0.5)
+    for parameter in local.values():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.allclose(local["matrix"], torch.full((2, 2), 0.95))
+    assert torch.equal(local["norm"], torch.ones(3))
 
 
 def test_warmup_ratio_counts_all_optimizer_steps() -> None:
