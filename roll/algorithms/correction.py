@@ -48,10 +48,21 @@ class Levels:
         """[M]: the value itself, its mean over the segment or the row, or its sum over the row; differentiable."""
         if level == "token":
             return values_M
-        index_M = self.segment_M if level == "segment" else self.row_M
+        index_M = self._units(level)
         count_N = torch.bincount(index_M)
         sum_N = torch.zeros(len(count_N), dtype=values_M.dtype, device=values_M.device).index_add(0, index_M, values_M)
         return sum_N[index_M] if level == "sequence" else (sum_N / count_N.clamp(min=1))[index_M]
+
+    def mean(self, values_M: Tensor, level: AggregationLevel) -> Tensor:
+        """Scalar: mean over tokens, segments or rows of values that the tokens of each share."""
+        if level == "token":
+            return values_M.mean()
+        index_M = self._units(level)
+        count_N = torch.bincount(index_M)
+        return (values_M / count_N[index_M]).sum() / (count_N > 0).sum()
+
+    def _units(self, level: AggregationLevel) -> Tensor:
+        return self.segment_M if level == "segment" else self.row_M
 
 
 def importance_ratio(log_ratio_M: Tensor, levels: Levels, level: AggregationLevel) -> Tensor:

@@ -47,6 +47,16 @@ def k3(d: Tensor) -> Tensor:
     return (ratio - 1 + d).clamp(-K3_BOUND, K3_BOUND)
 
 
+def straight_through(estimator: KlFn) -> KlFn:
+    """The estimator's value with the gradient of k2, whose expectation is that of the KL (Tang & Munos 2025)."""
+
+    def value_and_gradient(d: Tensor) -> Tensor:
+        guide = k2(d)
+        return estimator(d).detach() + (guide - guide.detach())
+
+    return value_and_gradient
+
+
 KL_ESTIMATORS: Registry[KlFn] = Registry("KL estimator")
 for _name, _estimator in {
     "kl": k1,
@@ -58,6 +68,8 @@ for _name, _estimator in {
     "k3": k3,
 }.items():
     KL_ESTIMATORS.register(_name, _estimator)
+    if _estimator is not k2:
+        KL_ESTIMATORS.register(f"{_name}+", straight_through(_estimator))
 
 
 def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
@@ -72,7 +84,7 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 
 
 class KlController:
-    """The coefficient of the KL in the reward: fixed, or steered to a target (Ziegler et al. 2019, section 2.2).
+    """The coefficient of a KL: fixed, or steered to a target (Ziegler et al. 2019, section 2.2).
 
     Adaptive: ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * sequences / horizon`` after each step.
     """
@@ -84,7 +96,13 @@ class KlController:
 
     @classmethod
     def from_config(cls, config: AlgorithmConfig) -> KlController:
+        """Of the KL in the reward."""
         return cls(config.init_kl_coef, config.target_kl, config.kl_horizon)
+
+    @classmethod
+    def of_loss(cls, config: AlgorithmConfig) -> KlController:
+        """Of the KL in the loss."""
+        return cls(config.kl_loss_coef, config.kl_loss_target, config.kl_horizon)
 
     def update(self, kl: float, num_sequences: int) -> None:
         """Adapts the coefficient to the KL that ``num_sequences`` sequences had on average; no-op when fixed."""

@@ -40,17 +40,27 @@ class SampledTokens:
     """Weights of the chosen ``loss_agg_mode``."""
 
     @classmethod
-    def of(cls, batch: Batch, mask_T: Tensor, mode: LossAggMode, ctx: LossContext, like: Tensor) -> SampledTokens:
+    def of(
+        cls,
+        batch: Batch,
+        mask_T: Tensor,
+        mode: LossAggMode,
+        ctx: LossContext,
+        like: Tensor,
+        norm: float | None = None,
+    ) -> SampledTokens:
         """Finds the tokens and weighs them.
 
         Args:
             batch: One micro-batch, on the CPU.
             mask_T: The tokens that count.
-            mode: ``token-mean``: sum / tokens. ``seq-mean-token-sum``: sum / sequences. ``seq-mean-token-mean``: mean
-                over sequences of their mean. ``seq-mean-token-sum-norm``: sum / (sequences * longest). A sequence is a
-                row of the batch, or all rows of an episode that branched (``share_B``).
+            mode: ``token-mean``: sum / tokens. ``token-sum``: sum / norm. ``seq-mean-token-sum``: sum / sequences.
+                ``seq-mean-token-mean``: mean over sequences of their mean. ``seq-mean-token-sum-norm``: sum /
+                (sequences * longest). A sequence is a row of the batch, or all rows of an episode that branched
+                (``share_B``).
             ctx: Counts over the optimizer step.
             like: Scores; gives device and dtype.
+            norm: Divisor of ``token-sum`` (else 1), and of ``seq-mean-token-sum-norm`` in place of the longest.
 
         Raises:
             ValueError: the optimizer step has no token or no sequence to divide by.
@@ -70,8 +80,10 @@ class SampledTokens:
             if batch.share_B is not None:
                 count_B = count_B / batch.share_B  # those of the whole sequence
             loss_M = 1.0 / (ctx.num_sequences * count_B[row_M].to(like.dtype))
+        elif mode == "token-sum":
+            loss_M = torch.full_like(mean_M, 1.0 / (norm or 1.0))
         else:
-            longest = ctx.max_length if mode == "seq-mean-token-sum-norm" else 1.0
+            longest = (norm or ctx.max_length) if mode == "seq-mean-token-sum-norm" else 1.0
             loss_M = torch.full_like(mean_M, 1.0 / (ctx.num_sequences * longest))
         return cls(*(t.to(like.device) for t in (token_M, row_M, mean_M, loss_M)))
 
@@ -120,7 +132,7 @@ def policy_loss(
     require_columns(batch, "policy_loss", "advantages_T")
     assert batch.advantages_T is not None
     logprobs_T = _require_scores(scores.logprobs_T, "policy_loss", "logprobs_T")
-    tokens = SampledTokens.of(batch, batch.loss_mask_T, config.loss_agg_mode, ctx, logprobs_T)
+    tokens = SampledTokens.of(batch, batch.loss_mask_T, config.loss_agg_mode, ctx, logprobs_T, config.loss_agg_norm)
     logprobs_M = tokens.take(logprobs_T)
     old_M = logprobs_M.detach() if batch.old_logprobs_T is None else tokens.take(batch.old_logprobs_T)
     if batch.fresh_B is not None:
@@ -181,7 +193,8 @@ def value_loss(scores: TokenScores, batch: Batch, ctx: LossContext, config: Algo
     require_columns(batch, "value_loss", "returns_T")
     assert batch.returns_T is not None
     values_T = _require_scores(scores.values_T, "value_loss", "values_T")
-    tokens = SampledTokens.of(batch, value_mask(batch, config), config.loss_agg_mode, ctx, values_T)
+    mode, norm = config.loss_agg_mode, config.loss_agg_norm
+    tokens = SampledTokens.of(batch, value_mask(batch, config), mode, ctx, values_T, norm)
     value_M, return_M = tokens.take(values_T), tokens.take(batch.returns_T)
     error_M = (value_M - return_M).square()
     metrics: dict[str, Tensor | float] = {"critic/value_error": tokens.mean(error_M)}
@@ -268,12 +281,12 @@ def _auxiliary_terms(
 def _kl_to_reference(
     scores: TokenScores, batch: Batch, config: AlgorithmConfig, tokens: SampledTokens, logprobs_M: Tensor
 ) -> Tensor:
-    """[M]: the estimate of ``kl_penalty``, or the KL over the vocabulary as the strategy computed it."""
-    if config.kl_penalty == "full":
-        return tokens.take(_require_scores(scores.kl_T, "kl_penalty 'full' in use_kl_loss", "kl_T"))
+    """[M]: the estimate of ``loss_kl_penalty``, or the KL over the vocabulary as the strategy computed it."""
+    if config.loss_kl_penalty == "full":
+        return tokens.take(_require_scores(scores.kl_T, "the KL 'full' in use_kl_loss", "kl_T"))
     require_columns(batch, "use_kl_loss", "ref_logprobs_T")
     assert batch.ref_logprobs_T is not None
-    return kl_divergence(logprobs_M, tokens.take(batch.ref_logprobs_T), config.kl_penalty)
+    return kl_divergence(logprobs_M, tokens.take(batch.ref_logprobs_T), config.loss_kl_penalty)
 
 
 def _require_scores(column_T: Tensor | None, user: str, name: str) -> Tensor:

@@ -97,7 +97,37 @@ def ppo(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
         ceiling_M = -config.dual_clip_c * tokens.advantage_M
         capped_M = (tokens.advantage_M < 0) & (ceiling_M < loss_M)
         loss_M, clipped_M = torch.where(capped_M, ceiling_M, loss_M), clipped_M | capped_M
+    if config.pg_loss_cap is not None:
+        clipped_M = clipped_M | (loss_M > config.pg_loss_cap)
+        loss_M = loss_M.clamp(max=config.pg_loss_cap)
     return loss_M, clipped_M
+
+
+def dppo_tv(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """DPPO (Qi et al. 2026) with the total variation of "this token or another": ``|p - p_old|``."""
+    return _dppo(tokens, config, (tokens.logprobs_M.detach().exp() - tokens.old_M.exp()).abs())
+
+
+def dppo_kl(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """DPPO (Qi et al. 2026) with the KL of "this token or another", of the old policy to the new."""
+    new_M, old_M = tokens.logprobs_M.detach(), tokens.old_M
+    other_M = _log_of_another(old_M) - _log_of_another(new_M)
+    return _dppo(tokens, config, old_M.exp() * (old_M - new_M) - torch.expm1(old_M) * other_M)
+
+
+def _dppo(tokens: PolicyTokens, config: AlgorithmConfig, divergence_M: Tensor) -> tuple[Tensor, Tensor]:
+    """``-A * ratio``, and 0 for tokens that have gone too far the way that they would go on, by the clip range."""
+    low, high = clip_range(config)
+    ratio_M = tokens.ratio(config)
+    too_far_M = torch.where(
+        tokens.advantage_M > 0, (ratio_M > 1) & (divergence_M > high), (ratio_M < 1) & (divergence_M > low)
+    )
+    return (-tokens.advantage_M * ratio_M).masked_fill(too_far_M, 0.0), too_far_M
+
+
+def _log_of_another(logprobs_M: Tensor) -> Tensor:
+    """log (1 - p), finite where p rounds to 1."""
+    return torch.log(-torch.expm1(logprobs_M.clamp(max=-1e-7)))
 
 
 def kl_cov(tokens: PolicyTokens, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
@@ -176,7 +206,7 @@ def _nowhere(tokens: PolicyTokens) -> Tensor:
     return torch.zeros_like(tokens.advantage_M, dtype=torch.bool)
 
 
-for _loss in (cispo, gmpo, kimi15, kl_cov, ppo, sapo, tis, topr, vanilla):
+for _loss in (cispo, dppo_kl, dppo_tv, gmpo, kimi15, kl_cov, ppo, sapo, tis, topr, vanilla):
     POLICY_LOSSES.register(_loss.__name__, _loss)
 # Clip-Cov is PPO's loss without the tokens that ``roll.algorithms.selection`` picks, over the whole rollout.
 POLICY_LOSSES.register("clip_cov", ppo)

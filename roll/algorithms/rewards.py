@@ -21,7 +21,7 @@ from roll.algorithms.checks import require_columns, require_finite, require_rewa
 from roll.algorithms.episodes import Episodes, find_episodes
 from roll.algorithms.kl import kl_divergence
 from roll.algorithms.statistics import STD_EPS, RunningStats, group_moments, whiten
-from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.algorithm import AlgorithmConfig, KlPenalty
 from roll.data.batch import Batch
 
 Scope: TypeAlias = Literal["batch", "group", "tag", "running"]
@@ -218,28 +218,45 @@ def apply_kl_penalty(batch: Batch, config: AlgorithmConfig, coef: float) -> tupl
     require_columns(batch, "add_token_level_kl", "rewards_T")
     require_finite(batch, "rewards_T")
     assert batch.rewards_T is not None
-    kl_T = _old_kl(batch, config)
-    kl_T = torch.where(batch.loss_mask_T, kl_T, torch.zeros_like(kl_T))
-    zeros_B = torch.zeros(batch.num_sequences, dtype=torch.float64)
-    sums_B = zeros_B.index_add(0, batch.rows_T, kl_T)
-    counts_B = zeros_B.index_add(0, batch.rows_T, batch.loss_mask_T.double())
-    means_B = (sums_B / counts_B)[counts_B > 0]
+    kl_T = _old_kl(batch, config.kl_penalty)
     rewards_T = (batch.rewards_T.double() - coef * kl_T).float()
-    return batch.replace(rewards_T=rewards_T), {"reward/kl": _mean(means_B), "reward/kl_coef": coef}
+    return batch.replace(rewards_T=rewards_T), {"reward/kl": _sequence_mean(kl_T, batch), "reward/kl_coef": coef}
 
 
-def _old_kl(batch: Batch, config: AlgorithmConfig) -> Tensor:
-    """float64 [T]: KL of the policy before the update to the reference."""
-    if config.kl_penalty == "full":
+def mean_kl(batch: Batch, kind: KlPenalty) -> float:
+    """KL of the policy before the update to the reference: the mean over sequences of their mean over sampled tokens.
+
+    Args:
+        batch: With ``ref_logprobs_T`` and ``old_logprobs_T`` (else ``rollout_logprobs_T``); ``full``: ``kl_T``.
+        kind: The estimator.
+    """
+    return _sequence_mean(_old_kl(batch, kind), batch)
+
+
+def _sequence_mean(values_T: Tensor, batch: Batch) -> float:
+    zeros_B = torch.zeros(batch.num_sequences, dtype=torch.float64)
+    sums_B = zeros_B.index_add(0, batch.rows_T, values_T)
+    counts_B = zeros_B.index_add(0, batch.rows_T, batch.loss_mask_T.double())
+    return _mean((sums_B / counts_B)[counts_B > 0])
+
+
+def _old_kl(batch: Batch, kind: KlPenalty) -> Tensor:
+    """float64 [T]: KL of the policy before the update to the reference; 0 where nothing was sampled."""
+    kl_T = _old_kl_everywhere(batch, kind)
+    return torch.where(batch.loss_mask_T, kl_T, torch.zeros_like(kl_T))
+
+
+def _old_kl_everywhere(batch: Batch, kind: KlPenalty) -> Tensor:
+    if kind == "full":
         require_columns(batch, "add_token_level_kl with kl_penalty 'full'", "kl_T")
         require_finite(batch, "kl_T")
         assert batch.kl_T is not None
         return batch.kl_T.double()
     policy = "rollout_logprobs_T" if batch.old_logprobs_T is None else "old_logprobs_T"
-    require_columns(batch, "add_token_level_kl", "ref_logprobs_T", policy)
+    require_columns(batch, "the KL before the update", "ref_logprobs_T", policy)
     require_finite(batch, "ref_logprobs_T", policy)
     assert batch.ref_logprobs_T is not None
-    return kl_divergence(getattr(batch, policy).double(), batch.ref_logprobs_T.double(), config.kl_penalty)
+    return kl_divergence(getattr(batch, policy).double(), batch.ref_logprobs_T.double(), kind)
 
 
 def whiten_token_rewards(batch: Batch) -> Batch:

@@ -92,6 +92,8 @@ def _token_weights(
         capped_M = weight_M == (torch.inf if is_weight.upper_bound is None else is_weight.upper_bound)
         metrics["mismatch/is_weight_mean"] = _mean(weight_M)
         metrics["mismatch/is_weight_capped_frac"] = _mean(capped_M)
+        if is_weight.batch_normalize:
+            weight_M = weight_M / levels.mean(weight_M, is_weight.weight_type)
         factors.append(weight_M)
     if config.difficulty_loss_weight:
         factors.append(difficulty_weights(batch)[batch.rows_T[mask_T]])

@@ -34,6 +34,8 @@ STATE_ESTIMATORS: tuple[str, ...] = ("gigpo", "step_reinforce")
 PG_VARIANTS: tuple[str, ...] = (
     "cispo",
     "clip_cov",
+    "dppo_kl",
+    "dppo_tv",
     "gmpo",
     "kimi15",
     "kl_cov",
@@ -44,6 +46,9 @@ PG_VARIANTS: tuple[str, ...] = (
     "vanilla",
 )
 """Names that ``pg_variant`` accepts besides ``package.module:function``."""
+
+_PER_TOKEN = ("dppo_kl", "dppo_tv", "gmpo", "kimi15", "vanilla")
+"""Policy losses without a ratio of whole sequences."""
 
 SWITCHES: dict[str, str] = {
     "difficulty_high_threshold": "difficulty_mask",
@@ -58,9 +63,13 @@ SWITCHES: dict[str, str] = {
 }
 """Keys that are read only when another one is true."""
 
-KlPenalty = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full"]
+KlPenalty = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+", "full"
+]
 NormType = Literal["batch", "group", "running"]
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+NORMED = ("token-sum", "seq-mean-token-sum-norm")
+"""Aggregations that ``loss_agg_norm`` divides."""
 
 
 class RewardNormalizationConfig(Config):
@@ -181,8 +190,11 @@ class AlgorithmConfig(Config):
     kl_penalty: KlPenalty = Field(
         "kl",
         description="KL estimator: `kl` (= `k1`) log ratio, `abs` its absolute value, `mse` (= `k2`) half its square, "
-        "`low_var_kl` (= `k3`) ratio - 1 - log ratio. `full` is no estimate: it sums over the vocabulary, and the "
-        "reference sends its final hidden states for it.",
+        "`low_var_kl` (= `k3`) ratio - 1 - log ratio; with a `+` behind it, the gradient is that of `k2`. `full` is no "
+        "estimate: it sums over the vocabulary, and the reference sends its final hidden states for it.",
+    )
+    kl_loss_penalty: KlPenalty | None = Field(
+        None, description="KL estimator of the loss, where it is another than the reward's. null: `kl_penalty`."
     )
     add_token_level_kl: bool = Field(False, description="Subtract KL to the reference from each token's reward.")
     init_kl_coef: float = Field(0.2, ge=0, description="Coefficient of the KL in the reward (its start if adaptive).")
@@ -193,7 +205,10 @@ class AlgorithmConfig(Config):
         10000, ge=1, description="Sequences over which the adaptive coefficient changes by at most 20 %."
     )
     use_kl_loss: bool = Field(False, description="Add KL to the reference to the policy loss.")
-    kl_loss_coef: float = Field(0.0, ge=0, description="Coefficient of the KL loss.")
+    kl_loss_coef: float = Field(0.0, ge=0, description="Coefficient of the KL loss (its start if adaptive).")
+    kl_loss_target: float | None = Field(
+        None, gt=0, description="KL that `kl_loss_coef` is steered to, as `target_kl` steers the reward's; null: fixed."
+    )
 
     # Policy loss
     rl_loss_coef: float = Field(1.0, ge=0, description="Coefficient of the policy-gradient term.")
@@ -210,6 +225,9 @@ class AlgorithmConfig(Config):
     pg_clip_high: float = Field(0.2, gt=0, description="Upper clip range: the ratio stays below 1 + x.")
     dual_clip_loss: bool = Field(False, description="Bound the loss of negative advantages by `dual_clip_c`.")
     dual_clip_c: float = Field(3.0, gt=1, description="Dual clip: the loss is at most -c * advantage.")
+    pg_loss_cap: float | None = Field(
+        None, gt=0, description="The loss of a token (`ppo`, `clip_cov`) is at most this; null is off."
+    )
     topr_positive_weight: float = Field(1.0, ge=0, description="TOPR's weight of tokens with positive advantage.")
     topr_negative_weight: float = Field(1.0, ge=0, description="TOPR's weight of the other tokens.")
     tis_lower_bound: float = Field(0.0, ge=0, description="TIS keeps the ratio at or above this.")
@@ -240,6 +258,12 @@ class AlgorithmConfig(Config):
     )
     loss_agg_mode: LossAggMode = Field(
         "seq-mean-token-mean", description="How token losses become one number, over the whole optimizer step."
+    )
+    loss_agg_norm: float | None = Field(
+        None,
+        gt=0,
+        description="Constant divisor of `token-sum` (null: 1) and `seq-mean-token-sum-norm` (null: the longest "
+        "sequence of the step); the length limit is Dr. GRPO's.",
     )
     difficulty_loss_weight: bool = Field(
         False,
@@ -313,7 +337,18 @@ class AlgorithmConfig(Config):
     @property
     def uses_full_kl(self) -> bool:
         """Tells whether the KL over the vocabulary is computed, for which the reference's hidden states travel."""
-        return self.kl_penalty == "full" and (self.add_token_level_kl or self.use_kl_loss)
+        in_reward = self.add_token_level_kl and self.kl_penalty == "full"
+        return in_reward or (self.use_kl_loss and self.loss_kl_penalty == "full")
+
+    @property
+    def loss_kl_penalty(self) -> KlPenalty:
+        """The KL of the loss."""
+        return self.kl_loss_penalty or self.kl_penalty
+
+    @property
+    def bypasses_old_logprobs(self) -> bool:
+        """Whether the old policy of the loss is the one that sampled."""
+        return self.train_infer_correction.bypass
 
     @property
     def overlong_max_length(self) -> int | None:
@@ -323,7 +358,7 @@ class AlgorithmConfig(Config):
     @property
     def wants_old_logprobs(self) -> bool:
         """Tells whether the training engine must score rollouts even where a first optimizer step could do without."""
-        return (
+        return not self.bypasses_old_logprobs and (
             self.enable_old_logprobs_recompute
             or self.add_token_level_kl
             or self.train_infer_correction.uses_old_logprobs
@@ -389,10 +424,27 @@ class AlgorithmConfig(Config):
         yield from self._name_problems("pg_variant", PG_VARIANTS)
         if self.use_topr_loss and self.pg_variant not in ("ppo", "topr"):
             yield self.problem("pg_variant", "topr or nothing beside use_topr_loss: true", "use_topr_loss")
-        if self.importance_sampling == "seq" and self.policy_loss in ("gmpo", "kimi15", "vanilla"):
+        if self.importance_sampling == "seq" and self.policy_loss in _PER_TOKEN:
             yield self.problem("importance_sampling", f"token {loss}, which does not read it", *chosen)
         if self.dual_clip_loss and self.policy_loss in set(PG_VARIANTS) - {"ppo", "clip_cov"}:
             yield self.problem("dual_clip_loss", f"false {loss}", *chosen)
+        if self.pg_loss_cap is not None and self.policy_loss in set(PG_VARIANTS) - {"ppo", "clip_cov"}:
+            yield self.problem("pg_loss_cap", f"null {loss}", *chosen)
+        if self.loss_agg_norm is not None and self.loss_agg_mode not in NORMED:
+            expected = f"null with loss_agg_mode {self.loss_agg_mode}; {' and '.join(NORMED)} have a divisor"
+            yield self.problem("loss_agg_norm", expected, "loss_agg_mode")
+        for key in ("kl_loss_penalty", "kl_loss_target"):
+            if getattr(self, key) is not None and not self.use_kl_loss:
+                yield self.problem(key, "null unless use_kl_loss is true", "use_kl_loss")
+        if self.kl_loss_target is not None and self.loss_kl_penalty == "full":
+            expected = "null with the KL over the vocabulary, which is known after the update only"
+            yield self.problem("kl_loss_target", expected, "kl_penalty", "kl_loss_penalty")
+        if self.bypasses_old_logprobs and self.enable_old_logprobs_recompute:
+            expected = "false with train_infer_correction.bypass: nothing reads them"
+            yield self.problem("enable_old_logprobs_recompute", expected, "train_infer_correction.bypass")
+        if self.bypasses_old_logprobs and self.add_token_level_kl and self.kl_penalty == "full":
+            expected = "an estimator with train_infer_correction.bypass: the trainer does not score what it trains on"
+            yield self.problem("kl_penalty", expected, "train_infer_correction.bypass")
         unset = AlgorithmConfig.model_fields
         for key, switch in SWITCHES.items():
             if getattr(self, key) != unset[key].default and not getattr(self, switch):

@@ -26,6 +26,10 @@ class IsWeightConfig(Config):
         description=f"The weight is the exponential of the log ratio, training to generating engine, {_LEVELS}.",
     )
     upper_bound: float | None = Field(default=1.2, gt=0, description="Weights are cut to this; null: not cut.")
+    batch_normalize: bool = Field(
+        default=False,
+        description="Divide the weights, once cut, by their mean over the batch (each token, turn or sequence once).",
+    )
     detach: bool = Field(
         default=True,
         description="The weight is a constant, from the old log-probabilities. false: from the policy being trained, "
@@ -64,10 +68,28 @@ class TrainInferFilterConfig(Config):
 class TrainInferCorrectionConfig(Config):
     """Correction of the mismatch between the training and the generating engine."""
 
+    bypass: bool = Field(
+        default=False,
+        description="The old policy of the loss is the one that sampled, by the log-probabilities of the generating "
+        "engine: the trainer does not score rollouts before it trains on them, and the loss's own clip bounds the "
+        "mismatch too.",
+    )
     is_weight: IsWeightConfig = Field(default_factory=IsWeightConfig, description="Importance weights.")
     filters: list[TrainInferFilterConfig] = Field(
         default_factory=list, description="Rejections; a token must pass all that are enabled."
     )
+
+    def problems(self) -> list[ConfigProblem]:
+        found, weight = super().problems(), self.is_weight
+        if weight.batch_normalize and not (weight.enabled and weight.detach):
+            expected = "false unless is_weight is enabled and detached"
+            found.append(self.problem("is_weight.batch_normalize", expected, "is_weight.enabled", "is_weight.detach"))
+        if self.bypass and weight.enabled:
+            found.append(self.problem("is_weight.enabled", "false with bypass: the loss's ratio is it", "bypass"))
+        if self.bypass and any(each.enabled for each in self.filters):
+            expected = "none that is enabled with bypass: there is nothing to compare"
+            found.append(ConfigProblem("filters", "a filter", expected, involves=("bypass",)))
+        return found
 
     @property
     def uses_old_logprobs(self) -> bool:

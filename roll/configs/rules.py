@@ -231,7 +231,8 @@ def check_overlap(config: RLConfig) -> list[ConfigProblem]:
                 found.append(ConfigProblem(key, seen, expected.format(ratio), involves=(ratio,)))
         return found
     weights = config.train_infer_correction.is_weight
-    if not weights.enabled:
+    bounded = config.bypasses_old_logprobs and config.policy_loss not in ("kimi15", "vanilla")
+    if not (weights.enabled or bounded):
         key = "train_infer_correction.is_weight.enabled"
         expected = f"true with {ratio} {config.async_generation_ratio:g}"
         hint = f"rollouts are up to {config.max_lag} steps old then; their losses need importance weights"

@@ -19,7 +19,7 @@ from roll.algorithms.advantages import advantage_metrics, compute_advantages, va
 from roll.algorithms.correction import mismatch_by_lag, mismatch_metrics
 from roll.algorithms.kl import KlController
 from roll.algorithms.losses import build_policy_loss, build_value_loss
-from roll.algorithms.rewards import apply_kl_penalty, shape_rewards, whiten_token_rewards
+from roll.algorithms.rewards import apply_kl_penalty, mean_kl, shape_rewards, whiten_token_rewards
 from roll.algorithms.selection import drop_masked_episodes, select_for_policy
 from roll.algorithms.statistics import RunningStats
 from roll.configs.rl import RLConfig
@@ -59,6 +59,7 @@ class RLPipeline(TrainingLoop):
         super().__init__(config, session, roles, signals)
         self.score_stats = RunningStats()
         self.kl_controller = KlController.from_config(config)
+        self.kl_loss_controller = KlController.of_loss(config)
         self.admission = Admission(
             config.groups_per_step,
             config.groups_ahead,
@@ -142,6 +143,8 @@ class RLPipeline(TrainingLoop):
 
     def rows_with_old_logprobs(self, batch: Batch, steps: list[Tensor]) -> Tensor:
         """int64: the rows that the actor scores before the update; in the others the old policy is the current one."""
+        if self.config.bypasses_old_logprobs:
+            return torch.empty(0, dtype=torch.int64)
         if self.config.wants_old_logprobs or (len(steps) > 1 and self.config.mixes_rows):
             return torch.arange(batch.num_sequences)
         return rows_trained_later(steps)
@@ -153,6 +156,8 @@ class RLPipeline(TrainingLoop):
         reference returns.
         """
         config, roles = self.config, self.roles
+        if config.bypasses_old_logprobs:
+            batch = batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
         actor = {"old_logprobs_T": roles.actor if len(old_rows) else None}
         others = {"ref_logprobs_T": roles.reference, "values_T": roles.critic}
         if 0 < len(old_rows) < batch.num_sequences:
@@ -169,13 +174,15 @@ class RLPipeline(TrainingLoop):
             )
         batch = _with_scores(batch, actor, old_rows)
         # Hidden states are large: they travel on to the trainer only if its loss reads them.
-        return batch if config.use_kl_loss else batch.replace(ref_hidden_TH=None)
+        in_loss = config.use_kl_loss and config.loss_kl_penalty == "full"
+        return batch if in_loss else batch.replace(ref_hidden_TH=None)
 
     def shape(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Normalises rewards, adds the KL penalty, computes advantages."""
         scored = batch if batch.fresh_B is None else batch.select((~batch.fresh_B).nonzero()[:, 0])
-        metrics = mismatch_metrics(scored)
-        if self.config.overlaps:
+        bypass = self.config.bypasses_old_logprobs  # both columns are then the sampler's
+        metrics = {} if bypass else mismatch_metrics(scored)
+        if self.config.overlaps and not bypass:
             metrics |= mismatch_by_lag(scored, self.admission.step - 1, self.config.train_infer_correction)
         batch, mask_metrics = drop_masked_episodes(batch, self.config)
         metrics |= mask_metrics
@@ -197,6 +204,8 @@ class RLPipeline(TrainingLoop):
         )
         # Masks may leave nothing, e.g. when every group is solved: that is no failed step.
         trains_actor = step > self.config.critic_warmup and bool(policy_batch.loss_mask_T.any())
+        if self.config.kl_loss_target is not None:
+            selection_metrics |= self._steer_kl_loss(batch)
         actor_refs = self.roles.actor.submit_train(policy_batch, steps) if trains_actor else []
         value_batch = batch.replace(loss_mask_T=value_mask(batch, self.config), ref_hidden_TH=None)
         critic = self.roles.critic if value_batch.loss_mask_T.any() else None
@@ -205,6 +214,16 @@ class RLPipeline(TrainingLoop):
         critic_history = critic.gather_train(critic_refs) if critic else []
         self.count_bad_steps(history, critic_history)
         return mean_metrics(history) | mean_metrics(critic_history) | selection_metrics
+
+    def _steer_kl_loss(self, batch: Batch) -> Metrics:
+        """Trains this step with the coefficient as it is, and adapts it to the KL before the step."""
+        config, controller = self.config, self.kl_loss_controller
+        kl = mean_kl(batch, config.loss_kl_penalty)
+        metrics = {"actor/kl": kl, "actor/kl_loss_coef": controller.coef}
+        current = config.model_copy(update={"kl_loss_coef": controller.coef})
+        self.roles.actor.call("set_loss", build_policy_loss, current, config.total_optimizer_steps)
+        controller.update(kl, batch.num_sequences)
+        return metrics
 
     def snapshot(self) -> tuple[Write, dict[str, Any]]:
         with self.rollouts.halted():  # one cut through all draws
@@ -236,6 +255,7 @@ class RLPipeline(TrainingLoop):
         return super().state_dict() | {
             "score_stats": self.score_stats.state_dict(),
             "kl_controller": self.kl_controller.state_dict(),
+            "kl_loss_controller": self.kl_loss_controller.state_dict(),
             "rollouts": self.admission.state_dict(keeps_groups=self.config.overlaps),
         }
 
@@ -243,6 +263,7 @@ class RLPipeline(TrainingLoop):
         super().load_state_dict(state)
         self.score_stats.load_state_dict(state["score_stats"])
         self.kl_controller.load_state_dict(state["kl_controller"])
+        self.kl_loss_controller.load_state_dict(state.get("kl_loss_controller", self.kl_loss_controller.state_dict()))
         self.admission.load_state_dict(state["rollouts"], keeps_groups=self.config.overlaps)
 
 

@@ -176,6 +176,8 @@ def aggregate(per_token: dict[int, float], rows: list[list[int]], mode: str) -> 
     num_tokens, num_rows, longest = sum(n for _, n in sums), len(sums), max(n for _, n in sums)
     if mode == "token-mean":
         return sum(s for s, _ in sums) / num_tokens
+    if mode == "token-sum":
+        return sum(s for s, _ in sums)
     if mode == "seq-mean-token-sum":
         return sum(s for s, _ in sums) / num_rows
     if mode == "seq-mean-token-mean":

@@ -73,8 +73,15 @@ def _algorithm(draft: Draft) -> None:
     draft.derive(f"{RL}.init_kl_coef", "kl_loss_coef", coefficient, "a loss there; the same name is the reward's here")
     draft.derive(f"{RL}.init_kl_coef", "use_kl_loss", coefficient > 0)
     if (kind := draft.theirs(f"{RL}.kl_ctrl_type")) != "fixed" and coefficient > 0:
-        note = "the coefficient of the KL loss is constant"
-        draft.tell(Kind.IMPOSSIBLE, f"{RL}.kl_ctrl_type", kind, note=note)
+        target = draft.theirs(f"{RL}.kl_target")
+        if kind == "adaptive" and target:
+            draft.derive([f"{RL}.kl_target", f"{RL}.kl_ctrl_type"], "kl_loss_target", float(target))
+            if horizon := draft.theirs(f"{RL}.kl_horizon"):
+                draft.derive(f"{RL}.kl_horizon", "kl_horizon", int(horizon))
+        else:
+            draft.tell(
+                Kind.IMPOSSIBLE, f"{RL}.kl_ctrl_type", kind, note="adaptive needs a target: write kl_loss_target"
+            )
     if draft.has(f"{RL}.clip_ratio_low") and not draft.theirs(f"{RL}.clip_higher_enable", True):
         draft.remove("use_pg_clip_range")
 

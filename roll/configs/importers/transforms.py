@@ -204,6 +204,8 @@ TRANSFORMS: dict[str, Transform] = {
             "geo_mean": "gmpo",
             "cispo": "cispo",
             "sapo": "sapo",
+            "dppo_tv": "dppo_tv",
+            "dppo_kl": "dppo_kl",
         }
     ),
     "truncation": _choice({"error": "error", "left": "left", "right": "right"}, "prompts are cut at one end"),

@@ -51,14 +51,10 @@ def set_algorithm(draft: Draft) -> None:
     kinds = [draft.theirs(f"{ACTOR}.kl_loss_type")] if in_loss else []
     kinds += [draft.theirs("algorithm.kl_penalty")] if in_reward else []
     if kinds:
-        kind = str(kinds[0]).removesuffix("+")
-        draft.derive([f"{ACTOR}.kl_loss_type", "algorithm.kl_penalty"], "kl_penalty", kind)
-        if len({str(each) for each in kinds}) > 1:
-            note = "one kl_penalty for the loss and the reward: that of the loss is taken"
-            draft.tell(Kind.IMPOSSIBLE, "algorithm.kl_penalty", kinds[-1], "kl_penalty", note=note)
-        if str(kinds[0]).endswith("+"):
-            note = "its gradient is that of k2 there: the plain estimator is taken"
-            draft.tell(Kind.IMPOSSIBLE, f"{ACTOR}.kl_loss_type", kinds[0], "kl_penalty", note=note)
+        where = "algorithm.kl_penalty" if in_reward else f"{ACTOR}.kl_loss_type"
+        draft.derive(where, "kl_penalty", _kl(kinds[-1]))
+        if len({_kl(each) for each in kinds}) > 1:
+            draft.derive(f"{ACTOR}.kl_loss_type", "kl_loss_penalty", _kl(kinds[0]))
     if in_reward and draft.theirs("algorithm.kl_ctrl.type") == "adaptive":
         draft.derive("algorithm.kl_ctrl.target_kl", "target_kl", float(draft.theirs("algorithm.kl_ctrl.target_kl")))
         draft.derive("algorithm.kl_ctrl.horizon", "kl_horizon", int(draft.theirs("algorithm.kl_ctrl.horizon")))
@@ -76,6 +72,20 @@ def set_algorithm(draft: Draft) -> None:
         draft.derive(f"{correction}.rollout_is", f"{weight}.weight_type", level)
         bound = float(draft.theirs(f"{correction}.rollout_is_threshold", 2.0))
         draft.derive(f"{correction}.rollout_is_threshold", f"{weight}.upper_bound", bound)
+        if draft.theirs(f"{correction}.rollout_is_batch_normalize"):
+            draft.derive(f"{correction}.rollout_is_batch_normalize", f"{weight}.batch_normalize", True)
+    if any(draft.theirs(key := f"{correction}.{name}") for name in ("bypass_mode", "bypass_old_logprob_for_rollout")):
+        draft.derive(key, "train_infer_correction.bypass", True)
+        draft.drop_ours("train_infer_correction.is_weight", "with bypass the loss's ratio is to the sampler")
+    if draft.get("loss_agg_mode") == "seq-mean-token-sum-norm" and (
+        scale := draft.theirs(f"{ACTOR}.loss_scale_factor")
+    ):
+        draft.derive(f"{ACTOR}.loss_scale_factor", "loss_agg_norm", float(scale))
+
+
+def _kl(kind: object) -> str:
+    """Our name of an estimator; that of k2 has its own gradient already."""
+    return {"mse+": "mse", "k2+": "k2"}.get(str(kind), str(kind))
 
 
 def set_optimizer(draft: Draft, theirs: str, role: str) -> None:

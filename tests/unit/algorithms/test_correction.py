@@ -74,6 +74,41 @@ def test_importance_weights_are_their_definition(seed: int, history: bool, level
         assert metrics["mismatch/is_weight_capped_frac"] == pytest.approx(capped)
 
 
+@settings(max_examples=30)
+@given(seed=seeds, history=st.booleans(), level=levels)
+def test_normalised_weights_have_mean_one_over_what_they_are_of(seed: int, history: bool, level: str) -> None:
+    episodes = random_episodes(seed)
+    batch = to_batch(episodes, history, seed)
+    if not batch.loss_mask_T.any():
+        return
+    keys = {"enabled": True, "weight_type": level}
+    plain, _ = select_for_policy(batch, corrected(is_weight=keys), seed=0)
+    scaled, _ = select_for_policy(batch, corrected(is_weight={**keys, "batch_normalize": True}), seed=0)
+    weights = by_token(plain, plain.weights_T)
+    units: list[list[Token]] = []
+    for episode in episodes:
+        rows = [episode.turns] if history else [[turn] for turn in episode.turns]
+        if level in ("geometric", "sequence"):
+            units += [[token for turn in row for token in turn.sampled] for row in rows]
+        else:
+            turns = [turn.sampled for row in rows for turn in row]
+            units += [[token] for turn in turns for token in turn] if level == "token" else turns
+    means = [sum(weights[token.id] for token in unit) / len(unit) for unit in units if unit]
+    mean = sum(means) / len(means)
+    got = by_token(scaled, scaled.weights_T)
+    assert got == pytest.approx({i: weight / mean for i, weight in weights.items()}, rel=1e-4)
+
+
+def test_a_bypass_wants_no_scores_of_the_trainer() -> None:
+    config = corrected(bypass=True)
+    assert not config.wants_old_logprobs and config.bypasses_old_logprobs
+    config.add_token_level_kl = True
+    assert not config.wants_old_logprobs
+    for other in ({"is_weight": {"enabled": True}}, {"filters": [{"enabled": True}]}):
+        (problem,) = AlgorithmConfig(train_infer_correction={"bypass": True, **other}).train_infer_correction.problems()
+        assert "with bypass" in problem.expected
+
+
 @settings(max_examples=60)
 @given(seed=seeds, history=st.booleans(), level=levels, ratio=st.booleans(), other=levels)
 def test_filters_keep_what_lies_within_all_their_bounds(

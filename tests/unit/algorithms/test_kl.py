@@ -14,6 +14,7 @@ from tests.support.algorithms_batches import random_episodes, to_batch
 
 
 def oracle(kind: str, d: float) -> float:
+    kind = kind.removesuffix("+")
     if kind in ("kl", "k1"):
         return d
     if kind == "abs":
@@ -30,7 +31,15 @@ def test_estimators_follow_their_formula_also_far_out(kind: str) -> None:
     assert got.tolist() == pytest.approx([oracle(kind, x) for x in d.tolist()], rel=1e-9, abs=1e-9)
 
 
-@pytest.mark.parametrize("kind", KL_ESTIMATORS.names())
+@pytest.mark.parametrize("kind", [kind for kind in KL_ESTIMATORS.names() if kind.endswith("+")])
+def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(kind: str) -> None:
+    logprobs = torch.tensor([-0.3, -1.0, -2.0], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([-0.5, -0.4, -9.5], dtype=torch.float64)
+    kl_divergence(logprobs, ref, kind).sum().backward()
+    torch.testing.assert_close(logprobs.grad, logprobs.detach() - ref)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KL_ESTIMATORS.names() if not kind.endswith("+")])
 def test_gradients_flow_to_the_policy(kind: str) -> None:
     logprobs = torch.tensor([-0.3, -1.0, -2.0], dtype=torch.float64, requires_grad=True)
     ref = torch.tensor([-0.5, -0.4, -2.5], dtype=torch.float64)
@@ -68,6 +77,16 @@ def test_an_adaptive_coefficient_moves_towards_the_target_by_bounded_steps() -> 
     restored = KlController.from_config(config)
     restored.load_state_dict(controller.state_dict())
     assert restored.coef == controller.coef
+
+
+def test_the_coefficient_of_the_loss_is_steered_by_its_own_target() -> None:
+    config = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1, kl_loss_target=2.0, kl_horizon=100)
+    controller = KlController.of_loss(config)
+    controller.update(2.2, 50)
+    assert controller.coef == pytest.approx(0.1 * (1 + 0.1 * 0.5))
+    fixed = KlController.from_config(config)
+    fixed.update(2.2, 50)
+    assert fixed.coef == config.init_kl_coef
 
 
 def test_mismatch_compares_the_two_engines_on_sampled_tokens() -> None:

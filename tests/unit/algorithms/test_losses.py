@@ -202,6 +202,10 @@ def loss_of(batch: Batch, scores: TokenScores, **keys: Any) -> float:
             {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_penalty": kind}
             for kind in ("abs", "mse", "low_var_kl", "full")
         ],
+        *[
+            {"use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_penalty": kind}
+            for kind in ("abs", "mse", "low_var_kl", "full")
+        ],
         *[{"loss_agg_mode": mode} for mode in MODES if mode != "seq-mean-token-mean"],
     ],
     ids=str,
@@ -210,6 +214,41 @@ def test_each_option_changes_the_loss(keys: dict[str, Any]) -> None:
     batch, scores = make_batch(0, max_episodes=20)
     assert (batch.scores_B > 0).any() and batch.num_sequences > 4
     assert abs(loss_of(batch, scores, **keys) - loss_of(batch, scores)) > 1e-4
+
+
+@pytest.mark.parametrize("mode", ["token-sum", "seq-mean-token-sum-norm"])
+def test_a_constant_divides_in_place_of_the_longest(mode: LossAggMode) -> None:
+    batch, scores = make_batch(0, max_episodes=20)
+    undivided = loss_of(batch, scores, loss_agg_mode={"token-sum": mode}.get(mode, "seq-mean-token-sum"))
+    assert loss_of(batch, scores, loss_agg_mode=mode, loss_agg_norm=40) == pytest.approx(undivided / 40)
+
+
+def test_the_loss_has_its_own_estimator_beside_that_of_the_reward() -> None:
+    batch, scores = make_batch(0, max_episodes=20)
+    on = {"use_kl_loss": True, "kl_loss_coef": 0.5}
+    assert loss_of(batch, scores, **on, kl_loss_penalty="k3", kl_penalty="full") == loss_of(
+        batch, scores, **on, kl_penalty="k3"
+    )
+    full = AlgorithmConfig(**on, kl_loss_penalty="full", add_token_level_kl=True)
+    assert full.uses_full_kl and not AlgorithmConfig(**on, kl_penalty="full", kl_loss_penalty="k3").uses_full_kl
+
+
+def test_the_cap_bounds_every_token_of_ppo_from_above() -> None:
+    batch, scores = make_batch(0, max_episodes=20)
+    keys = {"loss_agg_mode": "token-sum", "pg_loss_cap": 0.6}
+    oracle = AlgorithmConfig(pg_clip=0.2)
+    bounded = 0.0
+    for i in batch.loss_mask_T.nonzero().squeeze(1).tolist():
+        adv = batch.advantages_T[i].item()
+        ratio = math.exp(scores.logprobs_T[i].item() - batch.old_logprobs_T[i].item())
+        low, high = 1 - oracle.pg_clip, 1 + oracle.pg_clip
+        bounded += min(0.6, max(-adv * ratio, -adv * min(max(ratio, low), high)))
+    assert loss_of(batch, scores, **keys) == pytest.approx(bounded)
+    out = build_policy_loss(AlgorithmConfig(**keys))(scores, batch, context(batch))
+    assert (
+        out.metrics["actor/clip_frac"]
+        > build_policy_loss(oracle)(scores, batch, context(batch)).metrics["actor/clip_frac"]
+    )
 
 
 def test_dual_clip_bounds_only_the_loss_of_bad_actions() -> None:

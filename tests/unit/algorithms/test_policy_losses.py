@@ -24,6 +24,8 @@ MODES = list(LossAggMode.__args__)  # type: ignore[attr-defined]
 PARAMETERS: dict[str, dict[str, Any]] = {
     "cispo": {"cispo_epsilon_low": 0.3, "cispo_epsilon_high": 0.2, "cispo_use_unified_mask": True},
     "clip_cov": {"pg_clip": 0.3, "dual_clip_loss": True, "dual_clip_c": 1.5},
+    "dppo_kl": {"use_pg_clip_range": True, "pg_clip_low": 0.05, "pg_clip_high": 0.1},
+    "dppo_tv": {"use_pg_clip_range": True, "pg_clip_low": 0.1, "pg_clip_high": 0.3},
     "gmpo": {"use_pg_clip_range": True, "pg_clip_low": 0.3, "pg_clip_high": 0.5},
     "kimi15": {"kimi15_tau": 0.7},
     "kl_cov": {"ppo_kl_coef": 0.3},
@@ -62,6 +64,16 @@ def oracle_token(name: str, lp: float, old: float, adv: float, ratio: float) -> 
         return -weight * adv * lp, -weight * adv
     if name == "kimi15":
         return -adv * lp + 0.35 * (lp - old) ** 2, -adv + 0.7 * (lp - old)
+    if name.startswith("dppo"):
+        p, q = math.exp(lp), math.exp(old)
+        if name == "dppo_tv":
+            distance, low, high = abs(p - q), 0.1, 0.3
+        else:
+            other_p, other_q = -math.expm1(min(lp, -1e-7)), -math.expm1(min(old, -1e-7))
+            distance = q * (old - lp) + (1 - q) * math.log(other_q / other_p)
+            low, high = 0.05, 0.1
+        too_far = (ratio > 1 and distance > high) if adv > 0 else (ratio < 1 and distance > low)
+        return (0.0, 0.0) if too_far else (-adv * ratio, -adv * ratio)
     if name == "sapo":
         tau = 0.8 if adv > 0 else 1.7
         gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
@@ -194,6 +206,8 @@ def loss_of(batch: Batch, scores: TokenScores, **keys: Any) -> float:
         ("kl_cov", "ppo_kl_coef", 0.5),
         ("gmpo", "pg_clip", 0.5),
         ("clip_cov", "pg_clip", 0.5),
+        ("dppo_tv", "pg_clip", 0.5),
+        ("dppo_kl", "pg_clip", 0.5),
         *((name, "importance_sampling", "seq") for name in WITH_RATIO),
     ],
 )
