@@ -18,6 +18,16 @@ class ModelArguments(Config):
         """The names in ``lora_target``; none without LoRA."""
         return tuple(name.strip() for name in (self.lora_target or "").split(",") if name.strip())
 
+    @property
+    def lora_excluded(self) -> tuple[str, ...]:
+        """The names in ``lora_exclude``."""
+        return tuple(name.strip() for name in (self.lora_exclude or "").split(",") if name.strip())
+
+    @property
+    def adapter_alpha(self) -> int:
+        """``lora_alpha``, given or not."""
+        return self.lora_alpha or 2 * self.lora_rank
+
     dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
         default=None, description="Number format of the weights. null takes the one the checkpoint names."
     )
@@ -40,6 +50,14 @@ class ModelArguments(Config):
         description="Layers that get a LoRA adapter (Hu et al. 2021), the rest is frozen: names separated by commas, "
         "all-linear, or null for full training. Read from actor_train, and holds for every copy of the actor.",
     )
+    lora_exclude: str | None = Field(
+        default=None, description="Layers that all-linear leaves out: names separated by commas."
+    )
+    adapter_name_or_path: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of an adapter, as peft saves one, that actor_train starts from. null: a new one.",
+    )
     ulysses_size: int = Field(
         default=1,
         ge=1,
@@ -61,12 +79,15 @@ class ModelArguments(Config):
             if value and ("dropout" in key or key.endswith("pdrop"))
         ]
         if self.lora_targets:
+            if self.lora_exclude is not None and "all-linear" not in self.lora_targets:
+                expected = "null where lora_target names its layers: it leaves some of all-linear out"
+                return [*inert, self.problem("lora_exclude", expected, "lora_target")]
             return inert
         if self.lora_target is not None:
             return [*inert, self.problem("lora_target", "names of layers, all-linear, or null")]
         unset = ModelArguments()
         return inert + [
             self.problem(key, "lora_target (all-linear …) beside it, or no such key", "lora_target")
-            for key in ("lora_rank", "lora_alpha", "lora_dropout")
+            for key in ("lora_rank", "lora_alpha", "lora_dropout", "lora_exclude", "adapter_name_or_path")
             if getattr(self, key) != getattr(unset, key)
         ]

@@ -31,13 +31,40 @@ class RayInitConfig(Config):
     )
 
 
+Part = Literal["model", "optimizer", "rng"]
+PARTS: tuple[Part, ...] = ("model", "optimizer", "rng")
+"""Parts of a checkpoint."""
+
+
 class CheckpointConfig(Config):
-    """Where checkpoints are written."""
+    """Where checkpoints are written, and what they hold."""
 
     type: Literal["file_system"] = Field(default="file_system", description="Kind of storage.")
     output_dir: str | None = Field(
         default=None, description="Folder for this run's checkpoints. null: output_dir/<exp_name>/checkpoints."
     )
+    save_contents: list[Part] = Field(
+        default_factory=lambda: list(PARTS),
+        description="What is saved: the model always; optimizer, Adam's moments and the float32 weights behind a "
+        "16-bit model; rng, the states of the random generators.",
+    )
+    load_contents: list[Part] = Field(
+        default_factory=lambda: list(PARTS),
+        description="What a resumed run takes of it. Without optimizer the moments start anew, at the same place of "
+        "the data and of the learning-rate schedule.",
+    )
+    post_save_hook: list[str] = Field(
+        default_factory=list,
+        description="Program and arguments that are run once a checkpoint is in place, with its folder as one more "
+        "argument. The save ends with it; that it failed is a warning.",
+    )
+
+    def problems(self) -> list[ConfigProblem]:
+        return [
+            self.problem(key, "model among them, and each once")
+            for key in ("save_contents", "load_contents")
+            if "model" not in (parts := getattr(self, key)) or len(set(parts)) != len(parts)
+        ]
 
 
 class RunConfig(Config):

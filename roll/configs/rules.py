@@ -317,7 +317,7 @@ def check_lora(config: PipelineConfig) -> list[ConfigProblem]:
 
 def _adapter(args: ModelArguments) -> dict[str, object]:
     """Arguments that must be the same of every copy of an adapter."""
-    return {key: getattr(args, key) for key in ("lora_target", "lora_rank", "lora_alpha")}
+    return {key: getattr(args, key) for key in ("lora_target", "lora_exclude", "lora_rank", "lora_alpha")}
 
 
 RULES: tuple[Rule, ...] = (

@@ -39,6 +39,10 @@ class LoraSpec:
     targets: tuple[str, ...]
     """Names of the linear layers that have one, e.g. ``q_proj``; ``("all-linear",)``: all but the output layer."""
     dropout: float = 0.0
+    excluded: tuple[str, ...] = ()
+    """Names of linear layers that have none although ``all-linear`` means them."""
+    start: str | None = None
+    """Folder of the adapter that training starts from, as peft keeps one; ``None``: a new one."""
 
 
 def inject_adapter(model: PreTrainedModel, shape: LoraSpec) -> None:
@@ -50,7 +54,7 @@ def inject_adapter(model: PreTrainedModel, shape: LoraSpec) -> None:
     from peft import inject_adapter_in_model
 
     inject_adapter_in_model(
-        _peft_config(shape, list(adapted_layers(model, shape.targets))), model, adapter_name=_ADAPTER
+        _peft_config(shape, list(adapted_layers(model, shape.targets, shape.excluded))), model, adapter_name=_ADAPTER
     )
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
@@ -60,32 +64,37 @@ def inject_adapter(model: PreTrainedModel, shape: LoraSpec) -> None:
 
 
 class UnknownLayerError(ValueError):
-    """A name in ``lora_target`` that no linear layer has."""
+    """A name in ``lora_target`` or ``lora_exclude`` that no linear layer has."""
 
-    def __init__(self, reason: str, expected: str) -> None:
-        self.reason, self.expected = reason, expected
-        super().__init__(f"model_args.lora_target: {reason}, expected {expected}")
+    def __init__(self, key: str, reason: str, expected: str) -> None:
+        self.key, self.reason, self.expected = key, reason, expected
+        super().__init__(f"model_args.{key}: {reason}, expected {expected}")
 
 
-def adapted_layers(model: PreTrainedModel, targets: tuple[str, ...]) -> dict[str, nn.Linear]:
+def adapted_layers(
+    model: PreTrainedModel, targets: tuple[str, ...], excluded: tuple[str, ...] = ()
+) -> dict[str, nn.Linear]:
     """The linear layers that the targets mean, by name: those whose last part it is, never the output layer.
 
     Raises:
-        UnknownLayerError: a target that matches none.
+        UnknownLayerError: a target, or an excluded name, that matches none.
     """
     output = model.get_output_embeddings() if model.can_generate() else None
     linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and m is not output}
-    if ALL_LINEAR in targets:
-        return linear
     known = sorted({name.rpartition(".")[2] for name in linear})
-    for target in targets:
-        if target not in known:
-            near = difflib.get_close_matches(target, known, n=3, cutoff=0.5) or known
-            raise UnknownLayerError(
-                f"{target!r} matches no linear layer of {type(model).__name__}",
-                f"{ALL_LINEAR} or some of {', '.join(known)}; the nearest: {', '.join(near)}",
-            )
-    return {name: layer for name, layer in linear.items() if name.rpartition(".")[2] in targets}
+    for key, names in (("lora_target", targets), ("lora_exclude", excluded)):
+        for target in names:
+            if target not in known and not (key == "lora_target" and target == ALL_LINEAR):
+                near = difflib.get_close_matches(target, known, n=3, cutoff=0.5) or known
+                beside = f"{ALL_LINEAR} or " if key == "lora_target" else ""
+                raise UnknownLayerError(
+                    key,
+                    f"{target!r} matches no linear layer of {type(model).__name__}",
+                    f"{beside}some of {', '.join(known)}; the nearest: {', '.join(near)}",
+                )
+    chosen = known if ALL_LINEAR in targets else targets
+    wanted = set(chosen) - set(excluded)
+    return {name: layer for name, layer in linear.items() if name.rpartition(".")[2] in wanted}
 
 
 def is_adapter(name: str) -> bool:
@@ -111,7 +120,7 @@ def matrix_name(layer: str, matrix: str) -> str:
 def matrix_shapes(model: PreTrainedModel, shape: LoraSpec) -> dict[str, tuple[int, int]]:
     """All of an adapter's matrices, under their names in a peft folder."""
     shapes = {}
-    for name, layer in adapted_layers(model, shape.targets).items():
+    for name, layer in adapted_layers(model, shape.targets, shape.excluded).items():
         shapes[matrix_name(name, "A")] = (shape.rank, layer.in_features)
         shapes[matrix_name(name, "B")] = (layer.out_features, shape.rank)
     return shapes
@@ -165,6 +174,7 @@ def adapter_dropout(model: nn.Module) -> Iterator[None]:
 def write_adapter_config(folder: Path, shape: LoraSpec, base_model: str) -> None:
     """Writes ``adapter_config.json``, which makes a folder with ``ADAPTER_FILE`` one that peft loads."""
     config = _peft_config(shape, ALL_LINEAR if ALL_LINEAR in shape.targets else list(shape.targets))
+    config.exclude_modules = list(shape.excluded) or None
     config.base_model_name_or_path = base_model
     config.task_type = "CAUSAL_LM"
     config.inference_mode = True

@@ -196,7 +196,7 @@ class TrainingLoop(ABC):
             "step": self.done_steps,
             "unreported": self.unreported,
             "bad_steps": self.bad_steps,
-            "rng": rng_state(),
+            "rng": rng_state() if "rng" in self.config.checkpoint_config.save_contents else None,
             "eval": self.session.summary["eval"],
         }
 
@@ -204,7 +204,8 @@ class TrainingLoop(ABC):
         self.done_steps = state["step"]
         self.unreported = state["unreported"]
         self.bad_steps = state["bad_steps"]
-        restore_rng_state(state["rng"])
+        if "rng" in self.config.checkpoint_config.load_contents and state["rng"] is not None:
+            restore_rng_state(state["rng"])
         self.session.summary["eval"] = state["eval"]
         self.session.summary["steps"] = self.done_steps
 

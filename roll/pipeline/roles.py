@@ -199,6 +199,8 @@ class Roles:
             sequence_length=config.sequence_length,
             max_running_requests=config.max_running_requests,
             template=ChatTemplate.of(config.actor_train.data_args),
+            saves=frozenset(config.checkpoint_config.save_contents),
+            loads=frozenset(config.checkpoint_config.load_contents),
             recompute_kv=isinstance(config, RLConfig) and config.overlaps and config.kv_after_update == "recompute",
         )
 
@@ -207,4 +209,11 @@ def _lora(args: ModelArguments) -> LoraSpec | None:
     """The actor's adapter, if it trains one."""
     if not args.lora_targets:
         return None
-    return LoraSpec(args.lora_rank, args.lora_alpha or 2 * args.lora_rank, args.lora_targets, args.lora_dropout)
+    return LoraSpec(
+        args.lora_rank,
+        args.adapter_alpha,
+        args.lora_targets,
+        args.lora_dropout,
+        args.lora_excluded,
+        None if args.adapter_name_or_path is None else str(Path(args.adapter_name_or_path).expanduser()),
+    )

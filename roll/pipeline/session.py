@@ -44,6 +44,7 @@ class RunSession:
             config.checkpoint_config.output_dir or self.folder.checkpoints,
             config.max_ckpt_to_keep,
             background=config.async_save,
+            hook=config.checkpoint_config.post_save_hook,
         )
         self.renders = Path(config.render_save_dir) if config.render_save_dir else self.folder.renders
         self.resume_path = self.checkpointer.resolve(config.resume_from_checkpoint)

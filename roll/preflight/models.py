@@ -171,7 +171,7 @@ def check_adapted_layers(config: PipelineConfig) -> list[ConfigProblem]:
     worker = config.actor_train
     args, card = worker.model_args, worker.strategy_args.card
     targets, adapter_fit = args.lora_targets, card.adapter_fit if card else None
-    named = targets and (adapter_fit or targets != ("all-linear",))
+    named = targets and (adapter_fit or args.lora_excluded or targets != ("all-linear",))
     sizes = _model_config(config, "actor_train") if named else None
     if sizes is None:
         return []
@@ -184,12 +184,31 @@ def check_adapted_layers(config: PipelineConfig) -> list[ConfigProblem]:
     with torch.device("meta"), no_init_weights():
         model = AutoModelForCausalLM.from_config(sizes, trust_remote_code=False)
     try:
-        layers = adapted_layers(model, targets)
+        layers = adapted_layers(model, targets, args.lora_excluded)
     except UnknownLayerError as error:
-        key = "actor_train.model_args.lora_target"
-        return [ConfigProblem(key, args.lora_target, error.expected, error.reason, involves=("pretrain",))]
+        key = f"actor_train.model_args.{error.key}"
+        return [ConfigProblem(key, getattr(args, error.key), error.expected, error.reason, involves=("pretrain",))]
     found = _import(adapter_fit)(worker, sizes, layers) if adapter_fit else ()
     return [problem.under("actor_train") for problem in found]
+
+
+def check_adapter_start(config: PipelineConfig) -> list[ConfigProblem]:
+    """The adapter to start from is one of the shape that is trained."""
+    args = config.actor_train.model_args
+    if (path := args.adapter_name_or_path) is None:
+        return []
+    key, folder = "actor_train.model_args.adapter_name_or_path", Path(path).expanduser()
+    try:
+        stored = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        rank, alpha = stored["r"], stored["lora_alpha"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return [ConfigProblem(key, path, "a folder that peft has saved an adapter in", str(error))]
+    problems = []
+    for name, own, theirs in (("lora_rank", args.lora_rank, rank), ("lora_alpha", args.adapter_alpha, alpha)):
+        if own != theirs:
+            expected = f"{theirs}, as the adapter in {path} has it"
+            problems.append(ConfigProblem(f"actor_train.model_args.{name}", own, expected, involves=(key,)))
+    return problems
 
 
 MODEL_CHECKS: tuple[Rule, ...] = (
@@ -200,6 +219,7 @@ MODEL_CHECKS: tuple[Rule, ...] = (
     check_positions,
     check_trained_format,
     check_adapted_layers,
+    check_adapter_start,
 )
 
 

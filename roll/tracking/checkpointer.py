@@ -13,8 +13,9 @@ import logging
 import os
 import re
 import shutil
+import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,13 +60,21 @@ class Checkpointer:
     those its predecessor left behind.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], max_to_keep: int = 0, *, background: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        max_to_keep: int = 0,
+        *,
+        background: bool = False,
+        hook: Sequence[str] = (),
+    ) -> None:
         """Nothing is read or written yet.
 
         Args:
             folder: made when the first checkpoint is saved.
             max_to_keep: 0 keeps everything; the newest checkpoint is never removed.
             background: ``save`` returns before all is written; ``wait`` and ``check`` tell how it ended.
+            hook: program and arguments that are run with each checkpoint's folder, before older ones are removed.
         """
         if max_to_keep < 0:
             raise ValueError(f"max_ckpt_to_keep: got {max_to_keep}, expected 0 (keep all) or more")
@@ -74,6 +83,7 @@ class Checkpointer:
         self.saved: Path | None = None
         """Checkpoint that this object has saved last, whole and in place."""
         self._background = background
+        self._hook = tuple(hook)
         self._running: Future[None] | None = None
 
     def save(self, step: int, write: Write, state: Mapping[str, Any]) -> Path:
@@ -107,6 +117,7 @@ class Checkpointer:
                 _write_manifest(temporary, step, self._next_timestamp(), files)
                 final = self._publish(temporary, step)
             logger.info("saved %s in %.1f s", final, time.monotonic() - started)
+            self._call_hook(final)
             self._prune(keep=final)
             self.saved = final
 
@@ -207,6 +218,22 @@ class Checkpointer:
         _sync_folder(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
         return final
+
+    def _call_hook(self, path: Path) -> None:
+        if not self._hook:
+            return
+        try:
+            done = subprocess.run(
+                [*self._hook, str(path)], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+            )
+        except OSError as error:
+            logger.warning("checkpoint_config.post_save_hook after %s: %s", path.name, error)
+            return
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip()[-2000:]
+            logger.warning(
+                "checkpoint_config.post_save_hook after %s ended with %d: %s", path.name, done.returncode, said
+            )
 
     def _remove_leftovers(self) -> None:
         """Deletes temporary folders of processes that are gone, and replaced ones whose successor is in place."""

@@ -95,6 +95,13 @@ class Fsdp2Card(EngineCard):
                 expected += ", those of one tensor-parallel group counted once"
             devices = (f"{role}.device_mapping", f"{role}.world_size", f"{base}.tensor_parallel_size")
             yield ConfigProblem(f"{base}.fsdp_size", options.fsdp_size, expected, involves=devices)
+        for key in ("save_contents", "load_contents") if options.checkpoint == "sharded" else ():
+            if "optimizer" not in (seen := getattr(config.checkpoint_config, key)):
+                path, expected = (
+                    f"checkpoint_config.{key}",
+                    f"the optimizer too with {base}.checkpoint sharded: one file",
+                )
+                yield ConfigProblem(path, seen, expected, involves=(f"{base}.checkpoint",))
         if role == "actor_train" and config.uses_lora and options.tensor_parallel_size > 1:
             expected = f"1 with {role}.model_args.lora_target, whose layers are not split"
             key, involved = f"{base}.tensor_parallel_size", (f"{role}.model_args.lora_target",)

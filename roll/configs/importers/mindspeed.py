@@ -6,6 +6,7 @@ from typing import Any
 
 from roll.configs.importers.common import devices, drop_unread, set_batch, set_budget, tidy_engines, to_do
 from roll.configs.importers.draft import Draft, Kind
+from roll.configs.pipeline import PARTS
 
 MEGATRON, ACTOR, RL, GENERATE = "megatron_training", "actor_config", "rl_config", "generate_config"
 _OPTIONS = "strategy_args.strategy_config"
@@ -28,6 +29,7 @@ def derive(draft: Draft) -> None:
     draft.set("actor_infer.strategy_args.strategy_name", "vllm")
     _model_and_data(draft)
     _algorithm(draft)
+    _checkpoints(draft)
     _trackers(draft)
     _roles(draft)
     _rewards(draft)
@@ -84,6 +86,15 @@ def _algorithm(draft: Draft) -> None:
             )
     if draft.has(f"{RL}.clip_ratio_low") and not draft.theirs(f"{RL}.clip_higher_enable", True):
         draft.remove("use_pg_clip_range")
+
+
+def _checkpoints(draft: Draft) -> None:
+    for verb in ("save", "load"):
+        keys = {f"{ACTOR}.no_{verb}_optim": "optimizer", f"{ACTOR}.no_{verb}_rng": "rng"}
+        without = {part for key, part in keys.items() if draft.theirs(key)}
+        if without:
+            parts = [part for part in PARTS if part not in without]
+            draft.derive(list(keys), f"checkpoint_config.{verb}_contents", parts)
 
 
 def _trackers(draft: Draft) -> None:

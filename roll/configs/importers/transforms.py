@@ -40,6 +40,15 @@ def _bf16(value: Any) -> Any:
     return "bf16" if value else "fp32"
 
 
+def _parts(value: Any) -> Any:
+    """Parts of a checkpoint."""
+    names = {"model": "model", "hf_model": "model", "optimizer": "optimizer", "extra": "rng"}
+    given = [names[name] for name in value or () if name in names]
+    if "model" not in given:
+        raise Untranslatable("a checkpoint holds the model at least")
+    return list(dict.fromkeys(given))
+
+
 def _unless_true(value: Any) -> Any:
     """A switch of the chat template, which is on where it is not given."""
     if value is None or value is True:
@@ -141,6 +150,7 @@ TRANSFORMS: dict[str, Transform] = {
     "commas": _commas,
     "bf16-or-fp32": _bf16,
     "above-zero": _switch,
+    "parts": _parts,
     "unless-true": _unless_true,
     "never": _never,
     "period": _period,

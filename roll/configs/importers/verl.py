@@ -45,6 +45,8 @@ def _run(draft: Draft) -> None:
         draft.derive(["trainer.total_training_steps", "trainer.total_epochs"], "max_steps", int(steps))
     else:
         draft.derive("trainer.total_epochs", "total_epochs", int(epochs))
+    if (saved := draft.get("checkpoint_config.save_contents")) and not draft.get("checkpoint_config.load_contents"):
+        draft.derive(f"{ACTOR}.checkpoint.save_contents", "checkpoint_config.load_contents", saved, "as it is saved")
     if int(draft.theirs("trainer.test_freq") or 0) <= 0:
         draft.derive("trainer.test_freq", "val_after_train", False)
     try:

@@ -49,6 +49,15 @@ def set_roles(draft: Draft) -> None:
         alpha, layers = draft.theirs(f"{MODEL}.lora_alpha", 16), draft.theirs(f"{MODEL}.target_modules", "all-linear")
         draft.derive(f"{MODEL}.lora_alpha", "actor_train.model_args.lora_alpha", int(alpha))
         draft.derive(f"{MODEL}.target_modules", "actor_train.model_args.lora_target", TRANSFORMS["commas"](layers))
+        if excluded := draft.theirs(f"{MODEL}.exclude_modules"):
+            draft.derive(
+                f"{MODEL}.exclude_modules", "actor_train.model_args.lora_exclude", TRANSFORMS["commas"](excluded)
+            )
+        if path := draft.theirs(f"{MODEL}.lora_adapter_path"):
+            draft.derive(f"{MODEL}.lora_adapter_path", "actor_train.model_args.adapter_name_or_path", path)
+    elif path := draft.theirs(f"{MODEL}.lora_adapter_path"):
+        note = "write lora_target, lora_rank and lora_alpha of the adapter beside adapter_name_or_path"
+        draft.tell(Kind.IMPOSSIBLE, f"{MODEL}.lora_adapter_path", path, note=note)
     _generator(draft)
 
 

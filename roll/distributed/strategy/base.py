@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from roll.algorithms.types import LossFn, TokenScores
+from roll.configs.pipeline import PARTS
 from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest
 from roll.data.templates import ChatTemplate
@@ -90,6 +91,10 @@ class StrategyContext:
     """Most requests that a generating worker runs at once."""
     template: str | ChatTemplate = "native"
     """Chat template of the prompts, as ``ChatRenderer`` takes it: a generator stops where it ends a turn."""
+    saves: frozenset[str] = frozenset(PARTS)
+    """Parts of a checkpoint that a trainer writes."""
+    loads: frozenset[str] = frozenset(PARTS)
+    """Parts that it takes up."""
     recompute_kv: bool = False
     """Keys and values of requests in flight are computed anew after an update of weights."""
 

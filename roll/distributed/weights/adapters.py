@@ -70,7 +70,7 @@ class MergedAdapter:
 
     def __init__(self, model: PreTrainedModel, spec: LoraSpec) -> None:
         self._spec = spec
-        self._layers = adapted_layers(model, spec.targets)
+        self._layers = adapted_layers(model, spec.targets, spec.excluded)
         self._base: dict[str, Tensor] = {}
 
     @torch.no_grad()

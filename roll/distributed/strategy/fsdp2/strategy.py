@@ -142,7 +142,7 @@ class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
             super().load(path)
             return
         self._require(States.WEIGHTS | States.OPTIMIZER)
-        state = restore_checkpoint(path, self.context.role, self.trained, tensors=False)
+        state = restore_checkpoint(path, self.context.role, self.trained, self.context.loads, tensors=False)
         load_shards(shards, self.weights)
         self._continue_from(state, path)
 

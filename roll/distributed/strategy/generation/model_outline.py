@@ -84,7 +84,7 @@ class ModelOutline:
                 f"{self.max_positions}"
             )
         if context.lora is not None:
-            adapted_layers(self._model, context.lora.targets)
+            adapted_layers(self._model, context.lora.targets, context.lora.excluded)
 
     def empty_adapter(self, spec: LoraSpec) -> dict[str, Tensor]:
         """An adapter that changes nothing: all zeros."""

@@ -38,7 +38,8 @@ def add_adapter(model: MegatronModel, context: StrategyContext, spec: LoraSpec, 
     with raise_on_all_ranks():
         with torch.device("meta"):
             hf_model = make_skeleton(context.head, context.model_path, dtype=torch.float32, config_kwargs=kwargs)
-        layers, adapted = (adapted_layers(hf_model, targets) for targets in ((ALL_LINEAR,), spec.targets))
+        layers = adapted_layers(hf_model, (ALL_LINEAR,))
+        adapted = adapted_layers(hf_model, spec.targets, spec.excluded)
         if problems := check_adapter_fit(hf_model.config, options, adapted, dropout=spec.dropout):
             raise ValueError("; ".join(f"{context.role}.{problem}" for problem in problems))
     for chunk, layout in zip(model.chunks, model.layouts, strict=True):

@@ -227,6 +227,8 @@ class MegatronTrain(MegatronInfer, Trainer):
         if self._model_dtype != torch.float32 and self.context.lora is None:
             # The optimizer's weights start from those in the files, which may be more exact than the model's.
             self.trained.load(Path(self.context.model_path))
+        if self.context.lora is not None and self.context.lora.start is not None:
+            self.trained.load(Path(self.context.lora.start))
         self._state = TrainerState(total_optimizer_steps=self.context.total_optimizer_steps)
         return info
 

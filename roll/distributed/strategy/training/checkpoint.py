@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from roll.configs.pipeline import PARTS
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.distributed.strategy.training.pieces import (
@@ -190,21 +191,24 @@ def model_contents(path: Path, files: ModelFiles) -> Contents:
     return Contents(path, files.tensors, write_rest)
 
 
-def resume_contents(path: Path, optimizer: Sequence[Piece], state: TrainerState, device: torch.device) -> Contents:
+def resume_contents(
+    path: Path, optimizer: Sequence[Piece], state: TrainerState, device: torch.device | None
+) -> Contents:
     """Contents of the folder that resumes training.
 
     Args:
         path: folder.
         optimizer: see ``optimizer_tensors``.
         state: the counters.
-        device: whose generator states are kept beside the CPU's.
+        device: whose generator states are kept beside the CPU's; ``None``: none are.
     """
     counters = json.dumps(asdict(state), indent=2) + "\n"
 
     def write_rest() -> None:
         (path / TRAINER_FILE).write_text(counters)
 
-    return Contents(path, {OPTIMIZER: optimizer, Path(RNG_FILE).stem: _rng_states(device)}, write_rest)
+    generators = [] if device is None else _rng_states(device)
+    return Contents(path, {OPTIMIZER: optimizer, Path(RNG_FILE).stem: generators}, write_rest)
 
 
 def write_contents(
@@ -279,13 +283,16 @@ def optimizer_tensors(trained: Trained, *, masters: bool) -> list[Piece]:
     ]
 
 
-def restore_checkpoint(path: Path, role: str, trained: Trained, *, tensors: bool = True) -> TrainerState:
+def restore_checkpoint(
+    path: Path, role: str, trained: Trained, parts: Collection[str] = PARTS, *, tensors: bool = True
+) -> TrainerState:
     """Restores what a trainer saved, whatever its ranks and engine (collective).
 
     Args:
         path: the checkpoint's folder.
         role: whose folders in it.
         trained: what is set.
+        parts: of the checkpoint that are taken; moments that are not stay as they are, in their first step.
         tensors: False leaves weights and moments as they are, which an engine then reads in a way of its own.
 
     Raises:
@@ -295,13 +302,19 @@ def restore_checkpoint(path: Path, role: str, trained: Trained, *, tensors: bool
     try:
         with raise_on_all_ranks():
             state = _read_state(model, resume)
+            files = {"rng": resume / RNG_FILE} | ({"optimizer": (resume / OPTIMIZER).parent} if tensors else {})
+            if absent := [part for part, file in files.items() if part in parts and not file.exists()]:
+                rest = ", ".join(part for part in PARTS if part in parts and part not in absent)
+                words = f"it was saved without {' and '.join(absent)}"
+                raise ValueError(f"{words}; expected checkpoint_config.load_contents: [{rest}]")
         if tensors:
-            _restore_tensors(model, resume, trained)
+            _restore_tensors(model, resume, trained, optimizer="optimizer" in parts)
     except ValueError as error:
         raise ValueError(f"checkpoint {path}: {error}") from error
-    trained.set_steps(state.optimizer_steps)
-    with raise_on_all_ranks():
-        _restore_rng(resume, trained.device)
+    trained.set_steps(state.optimizer_steps if "optimizer" in parts else 0)
+    if "rng" in parts:
+        with raise_on_all_ranks():
+            _restore_rng(resume, trained.device)
     return state
 
 
@@ -316,7 +329,10 @@ def adapter_tensors(path: Path) -> StoredTensors:
     return StoredTensors(path)
 
 
-def _restore_tensors(model: Path, resume: Path, trained: Trained) -> None:
+def _restore_tensors(model: Path, resume: Path, trained: Trained, *, optimizer: bool) -> None:
+    if not optimizer:
+        trained.load(model)
+        return
     with raise_on_all_ranks():
         stored = StoredTensors((resume / OPTIMIZER).parent)
     if MASTER in stored.kinds:

@@ -89,6 +89,8 @@ class ModuleScorer(Scorer, Generic[W]):
         load_model(Path(path), weights, args.model_config_kwargs)
         if context.lora is not None:
             start_adapter(weights, context.seed)
+            if context.lora.start is not None:
+                TrainedModule(weights).load(Path(context.lora.start))
         if context.keeps_output_layer:
             scorer.reference_layer = copy_output_layer(weights, compute)
         return weights

@@ -257,7 +257,7 @@ class Trainer(Scorer):
     def load(self, path: Path) -> None:
         """Continues from a checkpoint that any number of ranks and any trainer has written (collective)."""
         self._require(States.WEIGHTS | States.OPTIMIZER)
-        self._continue_from(restore_checkpoint(path, self.context.role, self.trained), path)
+        self._continue_from(restore_checkpoint(path, self.context.role, self.trained, self.context.loads), path)
 
     def contents(self, path: Path, *, copied: bool = False) -> list[Contents]:
         """The role's part of a checkpoint (collective).
@@ -269,10 +269,13 @@ class Trainer(Scorer):
         self._require(States.WEIGHTS | States.OPTIMIZER)
         model = model_contents(model_folder(path, self.context.role), self.model_files())
         masters = self.context.lora is None and self._model_dtype != torch.float32
-        return [model, self._resume_contents(path, optimizer_tensors(self.trained, masters=masters))]
+        saved = "optimizer" in self.context.saves
+        optimizer = optimizer_tensors(self.trained, masters=masters) if saved else ()
+        return [model, self._resume_contents(path, optimizer)]
 
     def _resume_contents(self, path: Path, optimizer: Sequence[Piece]) -> Contents:
-        return resume_contents(resume_folder(path, self.context.role), optimizer, self._state, self.device)
+        folder, generators = resume_folder(path, self.context.role), "rng" in self.context.saves
+        return resume_contents(folder, optimizer, self._state, self.device if generators else None)
 
     def _finish(self, path: Path, written: Future[list[WrittenFile]]) -> list[WrittenFile]:
         """Waits until all ranks have written; returns what this one has (collective)."""
