@@ -71,6 +71,20 @@ def check_groups(config: AgenticConfig) -> list[ConfigProblem]:
     return problems
 
 
+def check_filter(config: AgenticConfig) -> list[ConfigProblem]:
+    """Training groups alone are filtered, and have a spread where that is asked for."""
+    problems, key = [], "query_filter_config.type"
+    if (seen := config.val_env_manager.query_filter_config.type) != "no_filter":
+        expected = "no_filter: an evaluation counts all of its episodes"
+        problems.append(ConfigProblem(f"val_env_manager.{key}", seen, expected))
+    manager = config.train_env_manager
+    if manager.group_size == 1 and manager.query_filter_config.type == "std_filter":
+        expected = "another filter: one episode has no spread, so every group would be dropped"
+        involved = ("train_env_manager.group_size",)
+        problems.append(ConfigProblem(f"train_env_manager.{key}", "std_filter", expected, involves=involved))
+    return problems
+
+
 def check_samples(config: AgenticConfig) -> list[ConfigProblem]:
     """Estimators that compare states need one state per sample."""
     if config.adv_estimator not in STATE_ESTIMATORS:
@@ -180,6 +194,7 @@ def check_temperature(config: AgenticConfig) -> list[ConfigProblem]:
 AGENTIC_RULES: tuple[Rule, ...] = (
     check_tags,
     check_groups,
+    check_filter,
     check_samples,
     check_tool_managers,
     check_agents,

@@ -13,6 +13,7 @@ from roll.configs.agent import AgentConfig
 from roll.configs.base import Config
 from roll.configs.generating import GeneratingArguments
 from roll.configs.problems import ConfigProblem
+from roll.configs.rewards import RewardFilterConfig
 from roll.configs.schema import nearest
 from roll.configs.worker import EnvironmentVariables, WorkerConfig
 from roll.utils.mixture import Mixture
@@ -156,6 +157,11 @@ class EnvManagerConfig(Config):
         default=1,
         ge=0,
         description="New attempts at an episode whose environment failed, before it is dropped and counted.",
+    )
+    query_filter_config: RewardFilterConfig = Field(
+        default_factory=RewardFilterConfig,
+        description="Dynamic sampling: groups worth training on, by their scores; the others are replaced "
+        "(train_env_manager).",
     )
     generating_args: GeneratingArguments | None = Field(
         default=None, description="Sampling of these episodes. null: actor_infer.generating_args."

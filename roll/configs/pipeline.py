@@ -90,6 +90,11 @@ class RunConfig(Config):
         default=None, description="Folder of the episodes one can watch. null: output_dir/<exp_name>/renders."
     )
     num_renders: int = Field(default=4, ge=0, description="Episodes rendered at each evaluation; 0 is none.")
+    num_written_episodes: int | None = Field(
+        default=64,
+        ge=0,
+        description="Episodes of each evaluation that are written in full, trajectories/eval-<step>.jsonl. null: all.",
+    )
     system_envs: EnvironmentVariables = Field(
         default_factory=dict, description="Environment variables of all worker processes."
     )

@@ -26,6 +26,23 @@ class RLConfig(AlgorithmConfig, PipelineConfig):
     max_additional_running_prompts: int = Field(
         default=16, ge=0, description="Most groups started beyond the step's need (with is_use_additional_prompts)."
     )
+    max_filtered_batches: int = Field(
+        default=8,
+        ge=1,
+        description="Dynamic sampling (query_filter_config) gives up after this many times the step's groups.",
+    )
+    rollout_dump_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder that every step's training rollouts are written to: step-<n>/episodes.jsonl to read, and "
+        "all of their tokens, for rollout_replay_dir. null: they are not kept.",
+    )
+    rollout_replay_dir: str | None = Field(
+        default=None,
+        min_length=1,
+        description="rollout_dump_dir of a run with the same batches, whose rollouts are taken step by step in place "
+        "of playing: to look for an error, or to compare settings of training alone.",
+    )
     reward_pretrain: str | None = Field(default=None, description="Model that the critic starts from. null: pretrain.")
     reference_pretrain: str | None = Field(
         default=None,

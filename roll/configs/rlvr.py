@@ -23,11 +23,6 @@ class RLVRConfig(RLConfig, PromptsConfig):
         ge=1,
         description="Passes over the training prompts, in place of max_steps: as many whole rollouts as they make.",
     )
-    max_filtered_batches: int = Field(
-        default=8,
-        ge=1,
-        description="Dynamic sampling (query_filter_config) gives up after this many times the step's prompts.",
-    )
     agent: AgentConfig | None = Field(
         default=None,
         description="A program that plays the prompts through an endpoint. null: the policy answers them itself.",

@@ -254,6 +254,21 @@ def check_overlap(config: RLConfig) -> list[ConfigProblem]:
     return found
 
 
+def check_found_rollouts(config: RLConfig) -> list[ConfigProblem]:
+    """Rollouts of another run are taken in the order of the steps."""
+    key, seen = "rollout_replay_dir", config.rollout_replay_dir
+    if seen is None:
+        return []
+    for other, on in (
+        ("async_generation_ratio", config.overlaps),
+        ("is_use_additional_prompts", config.is_use_additional_prompts),
+    ):
+        if on:
+            expected = f"null with {other} {getattr(config, other)}: steps take groups as they finish then"
+            return [ConfigProblem(key, seen, expected, involves=(other,))]
+    return []
+
+
 def check_val_infer(config: RLConfig) -> list[ConfigProblem]:
     """Replicas that evaluate hold whole copies of the policy, beside those of the rollouts."""
     if config.val_infer is None:
@@ -328,7 +343,7 @@ RULES: tuple[Rule, ...] = (
     check_lora,
     check_engines,
 )
-RL_RULES: tuple[Rule, ...] = (check_rl_roles, check_batches, check_overlap, check_val_infer)
+RL_RULES: tuple[Rule, ...] = (check_rl_roles, check_batches, check_overlap, check_found_rollouts, check_val_infer)
 
 
 def _undivided(role: str, worker: WorkerConfig, involves: tuple[str, ...]) -> ConfigProblem:

@@ -29,7 +29,7 @@ from roll.pipeline.idleness import Idleness
 from roll.pipeline.loop import TrainingLoop, mean_metrics
 from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter, plan_optimizer_steps, rows_trained_later
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollouts import take
+from roll.pipeline.rollouts import read_rollouts, take, write_rollouts
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import overlap_metrics
@@ -80,7 +80,12 @@ class RLPipeline(TrainingLoop):
 
     def take(self, step: int, **options: Any) -> Collected:
         """Takes the step's groups, see ``roll.pipeline.rollouts.take``, and notes which they were."""
-        collected = take(self.session, self.rollouts, self.admission, step, "train on", **options)
+        if (source := self.config.rollout_replay_dir) is not None:
+            collected = self.rollouts.take_found(self.admission, step, read_rollouts(source, step))
+        else:
+            collected = take(self.session, self.rollouts, self.admission, step, "train on", **options)
+        if self.config.rollout_dump_dir is not None:
+            write_rollouts(self.config.rollout_dump_dir, step, collected)
         if self.config.overlaps:
             self.session.folder.log_schedule(step_record(self.admission, collected))
         return collected

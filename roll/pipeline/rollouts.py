@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import itertools
 import logging
+import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from roll.pipeline.session import RunSession
-from roll.report.trajectories import write_trajectories
+from roll.configs.rewards import RewardFilterConfig
+from roll.pipeline.session import RunFailedError, RunSession
+from roll.report.trajectories import trajectory_record, write_trajectories
 from roll.rollout.admission import Admission
+from roll.rollout.saved_groups import load_groups, save_groups
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import Collected, RolloutGroup, Trajectory
+from roll.tracking.files import to_json, write_atomic
 
 logger = logging.getLogger(__name__)
 
-MAX_WRITTEN = 64
-"""Episodes of an evaluation that are written in full."""
+MAX_SHOWN = 64
+"""Answers of an evaluation that a page shows."""
 
 
 def collect(
@@ -88,8 +93,46 @@ def take(
     return collected
 
 
+def passes_filter(group: RolloutGroup, limits: RewardFilterConfig) -> bool:
+    """Tells whether a group's scores lie within the bounds of dynamic sampling; one without any answer never does."""
+    if limits.type == "no_filter":
+        return True
+    scores = [trajectory.score for trajectory in group.trajectories]
+    if not scores:
+        return False
+    # Exact: rounding would give equal scores a spread above 0.
+    value = statistics.pstdev(scores) if limits.type == "std_filter" else statistics.mean(scores)
+    return limits.low < value and (limits.high is None or value < limits.high)
+
+
 def keep_episodes(session: RunSession, step: int, groups: Sequence[RolloutGroup]) -> list[Trajectory]:
-    """Writes some episodes of an evaluation in full, for whoever wants to look; returns all of them."""
+    """Writes episodes of an evaluation in full (``num_written_episodes``), for whoever wants to look; returns all."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    write_trajectories(session.folder, f"eval-{step:05d}", trajectories[:MAX_WRITTEN])
+    write_trajectories(session.folder, f"eval-{step:05d}", trajectories[: session.config.num_written_episodes])
     return trajectories
+
+
+def write_rollouts(folder: str, step: int, collected: Collected) -> None:
+    """Keeps a step's groups, those that were turned down too: ``episodes.jsonl`` to read, the rest to take again."""
+    path = _of_step(folder, step)
+    save_groups(path, collected)
+    episodes = (trajectory for group in collected.groups for trajectory in group.trajectories)
+    write_atomic(path / "episodes.jsonl", "".join(to_json(trajectory_record(each)) + "\n" for each in episodes))
+
+
+def read_rollouts(folder: str, step: int) -> Collected:
+    """What ``write_rollouts`` has kept of a step.
+
+    Raises:
+        RunFailedError: there is nothing.
+    """
+    collected = load_groups(_of_step(folder, step))
+    if not collected.groups:
+        raise RunFailedError(
+            f"rollout_replay_dir: no rollouts of step {step} in {folder}; write it with rollout_dump_dir"
+        )
+    return collected
+
+
+def _of_step(folder: str, step: int) -> Path:
+    return Path(folder).expanduser() / f"step-{step:05d}"

@@ -154,6 +154,33 @@ class RolloutScheduler:
             self._cancel(admission)
         return collected
 
+    def take_found(self, admission: Admission, step: int, found: Collected) -> Collected:
+        """The batch of a step out of groups that were played before; nothing is played.
+
+        Args:
+            admission: see ``take``.
+            step: see there.
+            found: what ``take`` returned then, synchronous and with nothing ahead.
+
+        Raises:
+            ValueError: they are not the groups that this run would play now.
+        """
+        admission.open(step)
+        rejected = {group.group_id for group in found.rejected}
+        expected: int | None = None
+        for draw in sorted([*rejected, *(group.group_id for group in found.groups)]):
+            expected = admission.start() if admission.may_start else None
+            if expected != draw:
+                break
+            (admission.settle if draw in rejected else admission.finish)(draw)
+        if expected is None or admission.running or admission.take() is None:
+            there = sorted(group.group_id for group in found.groups)
+            raise ValueError(
+                f"the rollouts of step {step} are of the groups {there}, expected {admission.batch_size} from "
+                f"{admission.next_draw - len(admission.running)} on: they are of a run with other batches"
+            )
+        return found
+
     def commit(self, admission: Admission) -> dict[str, int]:
         """The step is done that took the last batch: it was trained on. Returns what became of all draws so far."""
         with self.halted():

@@ -529,6 +529,24 @@ def test_saved_model_loads_in_transformers_and_continues_exactly(model: Path, tm
     assert resumed.optimizer_steps == 2
 
 
+def test_a_checkpoint_of_the_model_alone_starts_the_moments_anew(model: Path, tmp_path: Path) -> None:
+    trainer = ProbedTrain(replace(make_context(model), saves=frozenset({"model"})))
+    trainer.setup()
+    trainer.train_step(make_batch(), policy_loss)
+    trainer.save(tmp_path)
+    assert [file.name for file in (tmp_path / "resume" / "actor_train").iterdir()] == ["trainer.json"]
+    with pytest.raises(ValueError, match=r"saved without rng and optimizer; .*load_contents: \[model\]"):
+        trainer.load(tmp_path)
+
+    resumed = ProbedTrain(replace(make_context(model), loads=frozenset({"model"})))
+    resumed.setup()
+    resumed.load(tmp_path)
+    assert_near(exported(resumed), exported(trainer), 0.0)
+    assert resumed.optimizer_steps == 1, "the place in the schedule"
+    for state in resumed.weights.optimizer.state.values():
+        assert state["step"] == 0 and not state["exp_avg"].any() and not state["exp_avg_sq"].any()
+
+
 def test_loading_restores_the_generator(model: Path, tmp_path: Path) -> None:
     trainer = make_trainer(model)
     trainer.save(tmp_path)

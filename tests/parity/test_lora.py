@@ -185,6 +185,26 @@ def test_all_linear_means_all_but_the_output_layer(model: Path) -> None:
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
+def test_excluded_layers_have_no_adapter(model: Path) -> None:
+    spec = replace(ADAPTER, targets=("all-linear",), excluded=("o_proj", "gate_proj"))
+    trainer = make_trainer(ALONE, model, spec=spec)
+    assert adapted_names(exported_adapter(trainer)) == {"q_proj", "k_proj", "v_proj", "up_proj", "down_proj"}
+    with pytest.raises(ValueError, match=r"lora_exclude: 'oproj' matches no linear layer.*the nearest: o_proj"):
+        inject_adapter(load_causal_lm(str(model)), replace(spec, excluded=("oproj",)))
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2_train", "megatron_train"])
+def test_training_starts_from_an_adapter_that_is_there(model: Path, tmp_path: Path, strategy: str) -> None:
+    if strategy in PACKAGES and not PACKAGES[strategy].installed:
+        pytest.skip(f"{PACKAGES[strategy].module} is not installed")
+    first = make_trainer(ALONE, model)
+    trained = train(first, FIRST)
+    first.save_model(tmp_path)
+    second = make_trainer(replace(ALONE, strategy=strategy), model, spec=replace(ADAPTER, start=str(tmp_path)))
+    assert_near(exported_adapter(second), trained, 0.0)
+    assert not torch.equal(scores(second, True), scores(second, False))
+
+
 def test_dropout_acts_in_training_only(model: Path) -> None:
     trainer = make_trainer(ALONE, model, spec=replace(ADAPTER, dropout=0.5))
     scorer = trainer.weights.scorer

@@ -10,13 +10,13 @@ from roll.distributed.strategy.base import Metrics
 from roll.pipeline.agentic.env_roles import EnvRoles
 from roll.pipeline.rl import RLPipeline
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollouts import collect, keep_episodes
-from roll.pipeline.session import RunSession
+from roll.pipeline.rollouts import collect, keep_episodes, passes_filter
+from roll.pipeline.session import RunFailedError, RunSession
 from roll.report.render import save_renders
 from roll.rollout.metrics import rollout_metrics
-from roll.rollout.scheduler import RolloutScheduler
+from roll.rollout.scheduler import RolloutScheduler, TooManyRejectedError
 from roll.rollout.trajectory import groups_to_batch
-from roll.rollout.types import RolloutGroup
+from roll.rollout.types import Collected, RolloutGroup
 from roll.utils.signals import SignalGuard
 
 
@@ -41,8 +41,34 @@ class AgenticPipeline(RLPipeline):
 
     def rollout(self, step: int) -> tuple[Batch, Metrics]:
         self.session.first_rollout()
-        groups = self.take(step).groups
-        return groups_to_batch(groups, list(self.config.custom_envs)), rollout_metrics(groups, "rollout")
+        collected = self._take(step)
+        metrics = rollout_metrics(collected.groups, "rollout")
+        if self._filters:
+            metrics["rollout/filtered"] = float(len(collected.rejected))
+        return groups_to_batch(collected.groups, list(self.config.custom_envs)), metrics
+
+    @property
+    def _filters(self) -> bool:
+        return self.config.train_env_manager.query_filter_config.type != "no_filter"
+
+    def _take(self, step: int) -> Collected:
+        """The step's groups.
+
+        Raises:
+            RunFailedError: dynamic sampling found too few groups worth training on.
+        """
+        config = self.config
+        if not self._filters:
+            return self.take(step)
+        limits, most = config.train_env_manager.query_filter_config, config.max_filtered_batches
+        try:
+            accept = partial(passes_filter, limits=limits)
+            return self.take(step, accept=accept, max_groups=config.groups_per_step * most)
+        except TooManyRejectedError as error:
+            raise RunFailedError(
+                f"dynamic sampling: {error} (max_filtered_batches={most}); the environments are too easy or too hard "
+                "for the policy: loosen train_env_manager.query_filter_config, or change them"
+            ) from error
 
     def evaluate(self, name: str, step: int) -> Metrics:
         """Plays the validation episodes: the same boards each time, sampled; and greedily before and after."""

@@ -9,9 +9,9 @@ from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.prompt_roles import PromptRoles
 from roll.pipeline.rl import RLPipeline
-from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates, passes_filter, reward_metrics
+from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates, reward_metrics
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollouts import MAX_WRITTEN, collect, keep_episodes
+from roll.pipeline.rollouts import MAX_SHOWN, collect, keep_episodes, passes_filter
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.report.answers import save_answers
 from roll.rollout.metrics import rollout_metrics
@@ -69,7 +69,7 @@ class RLVRPipeline(RLPipeline):
                 "prompts": len(groups),
                 "episodes": int(metrics["eval/episodes"]),
             } | {key.removeprefix("eval/"): value for key, value in metrics.items() if "@" in key}
-        save_answers(keep_episodes(self.session, step, groups)[:MAX_WRITTEN], self.session.renders, step)
+        save_answers(keep_episodes(self.session, step, groups)[:MAX_SHOWN], self.session.renders, step)
         valid = metrics.get("eval/valid_rate")
         found = "" if valid is None else f"an answer found in {valid:.1%} of "
         self.session.display.note(

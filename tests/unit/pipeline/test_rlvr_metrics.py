@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
-from statistics import mean
+from statistics import mean, pstdev
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,14 @@ from roll.data.requests import Completion, FinishReason
 from roll.pipeline.rlvr.metrics import (
     RewardFailureError,
     accuracy_metrics,
+    best_of_k,
     check_error_rates,
     majority_correct,
+    majority_of_k,
     pass_at_k,
-    passes_filter,
     reward_metrics,
 )
+from roll.pipeline.rollouts import passes_filter
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 
 COMPLETION = Completion("r", np.arange(1), np.zeros(1, dtype=np.float32), FinishReason.STOP, np.zeros(1, np.int64))
@@ -77,7 +80,26 @@ VOTES = [
 
 @pytest.mark.parametrize(("votes", "expected"), VOTES)
 def test_the_majority_decides_and_ties_share_the_vote(votes: list[tuple[str | None, bool]], expected: float) -> None:
-    assert majority_correct(group(*(answer(0, correct, text) for text, correct in votes))) == pytest.approx(expected)
+    answers = [answer(0, correct, text) for text, correct in votes]
+    assert majority_correct(answers) == majority_of_k(group(*answers), 9) == pytest.approx(expected)
+
+
+@given(scores=st.lists(st.floats(-2, 2), min_size=1, max_size=7), data=st.data())
+def test_best_of_k_is_the_mean_over_all_choices(scores: list[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(scores)))
+    assert best_of_k(scores, k) == pytest.approx(mean(map(max, itertools.combinations(scores, k))), abs=1e-12)
+    assert best_of_k(scores, len(scores)) == max(scores)
+
+
+def test_the_majority_of_k_is_the_mean_over_all_choices_or_near_it() -> None:
+    answers = [answer(0, text == "1", text) for text in "1112233"]
+    for k, choices in ((2, 21), (3, 35)):
+        exact = mean(map(majority_correct, itertools.combinations(answers, k)))
+        assert math.comb(7, k) == choices and majority_of_k(group(*answers), k) == pytest.approx(exact)
+    many = answers * 2
+    exact = mean(map(majority_correct, itertools.combinations(many, 4)))
+    assert majority_of_k(group(*many), 4) == pytest.approx(exact, abs=0.15)  # 100 of 1,001: three standard errors
+    assert majority_of_k(group(*many), 4) == majority_of_k(group(*many), 4)
 
 
 def test_accuracy_over_several_samples_by_prompt_and_by_tag() -> None:
@@ -93,7 +115,15 @@ def test_accuracy_over_several_samples_by_prompt_and_by_tag() -> None:
             "eval/pass@2": (1 / 2 + 1) / 2,
             "eval/pass@4": 1.0,
             "eval/best@4": (1.0 + 0.75) / 2,
+            "eval/best@2": (4.25 / 6 + 0.75) / 2,
+            "eval/worst@4": (0.0 + 0.5) / 2,
+            "eval/worst@2": (1.0 / 6 + 0.5) / 2,
+            "eval/std@4": (pstdev([1.0, 0.25, 0.5, 0.0]) + 0.125) / 2,
             "eval/maj@4": (0.0 + 1.0) / 2,
+            "eval/maj@2": (2.0 / 6 + 1.0) / 2,
+            **{"eval/a/best@2": 4.25 / 6, "eval/a/worst@4": 0.0, "eval/a/worst@2": 1.0 / 6, "eval/a/maj@2": 2 / 6},
+            **{"eval/b/best@2": 0.75, "eval/b/worst@4": 0.5, "eval/b/worst@2": 0.5, "eval/b/maj@2": 1.0},
+            **{"eval/a/std@4": pstdev([1.0, 0.25, 0.5, 0.0]), "eval/b/std@4": 0.125},
             **{"eval/a/mean@4": 1 / 4, "eval/a/pass@1": 1 / 4, "eval/a/pass@2": 1 / 2, "eval/a/pass@4": 1.0},
             **{"eval/a/best@4": 1.0, "eval/a/maj@4": 0.0},
             **{f"eval/b/{name}": 1.0 for name in ("mean@4", "pass@1", "pass@2", "pass@4", "maj@4")},

@@ -155,6 +155,18 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
             f"{SAMPLING}.first_token_temperature",
             "null with temperature 0",
         ),
+        (
+            args(lora_target="all-linear", adapter_name_or_path="/nowhere"),
+            "actor_train.model_args.adapter_name_or_path",
+            "that peft has saved",
+        ),
+        (args(lora_target="q_proj", lora_exclude="k_proj"), "actor_train.model_args.lora_exclude", "all-linear out"),
+        ({"checkpoint_config.save_contents": ["optimizer"]}, "checkpoint_config.save_contents", "model among them"),
+        (
+            {"checkpoint_config.save_contents": ["model"], **engine("fsdp2_train", checkpoint="sharded")},
+            "checkpoint_config.save_contents",
+            "the optimizer too",
+        ),
         # Megatron: sizes
         (megatron("dense", 4, **{TP: 4}), f"{TRAIN}.{TP}", "num_key_value_heads 3"),
         (megatron("dense", 4, **{PP: 4}), f"{TRAIN}.{PP}", "num_hidden_layers 6 (nearest: 3)"),

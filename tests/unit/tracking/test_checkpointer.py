@@ -61,6 +61,21 @@ def test_old_checkpoints_are_pruned_but_never_the_newest(tmp_path: Path) -> None
     assert checkpointer.latest() == tmp_path / "checkpoint-4"
 
 
+HOOK = "import pathlib, sys; path = pathlib.Path(sys.argv[2]); (path.parent / sys.argv[1]).write_text(path.name)"
+
+
+def test_a_hook_is_run_with_each_checkpoint_and_may_fail(tmp_path: Path, caplog) -> None:
+    folder = tmp_path / "checkpoints"
+    Checkpointer(folder, hook=[sys.executable, "-c", HOOK, "last"]).save(3, write_weights(), {})
+    assert (folder / "last").read_text() == "checkpoint-3"
+    for step, hook in ((4, [sys.executable, "-c", "raise SystemExit('no room')"]), (5, ["/no/such/program"])):
+        checkpointer = Checkpointer(folder, hook=hook)
+        checkpointer.save(step, write_weights(), {})
+        assert checkpointer.latest() == folder / f"checkpoint-{step}"
+    assert "post_save_hook after checkpoint-4 ended with 1: no room" in caplog.text
+    assert "post_save_hook after checkpoint-5" in caplog.text and "/no/such/program" in caplog.text
+
+
 def test_zero_keeps_all_and_a_negative_limit_is_refused(tmp_path: Path) -> None:
     checkpointer = Checkpointer(tmp_path, max_to_keep=0)
     for step in range(5):
