@@ -48,6 +48,12 @@ class RewardConfig(Config):
     tag_included: list[str] = Field(min_length=1, description="Tags of the prompts that this domain scores.")
     verifiers: list[VerifierConfig] = Field(min_length=1, description="The reward is the weighted sum of their scores.")
     timeout: float = Field(default=30.0, gt=0, description="Seconds that one verifier may take for one sample.")
+    timeout_score: float | None = Field(
+        default=None,
+        allow_inf_nan=False,
+        description="Score that a verifier counts with where it took longer in every attempt, as not solved; the share "
+        "of such samples is reward/<name>/<verifier>/timeout. null: the sample has no reward.",
+    )
     retries: int = Field(default=1, ge=0, description="New attempts at a verifier that failed or timed out.")
     max_concurrency: int = Field(default=64, ge=1, description="Samples that one worker scores at the same time.")
     num_processes: int = Field(

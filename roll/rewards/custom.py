@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from numbers import Real
 from typing import Any, ClassVar, cast
 
@@ -22,8 +23,8 @@ class CustomConfig(Config):
     path: str = Field(
         min_length=1,
         description="package.module:function or folder/file.py:function, called as `compute_score(data_source=…, "
-        "solution_str=…, ground_truth=…, extra_info=…)`. Returns a number, or a mapping with `score`, optionally "
-        "`correct` (or `acc`) and `answer` (or `pred`); further numbers become metrics, texts are kept beside the "
+        "solution_str=…, ground_truth=…, extra_info=…)`, and awaited if it is asynchronous. Returns a number, or a "
+        "mapping with `score`, optionally `correct` (or `acc`) and `answer` (or `pred`); further numbers become metrics, texts are kept beside the "
         "answer.",
     )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments.")
@@ -37,8 +38,8 @@ class CustomConfig(Config):
         except (UnknownNameError, ImportError, SyntaxError) as error:
             expected = "package.module:function or folder/file.py:function that can be imported"
             return [self.problem("path", expected, hint=str(error))]
-        if not callable(function) or inspect.iscoroutinefunction(function):
-            return [self.problem("path", "a plain function", hint=f"it is {_kind(function)}")]
+        if not callable(function):
+            return [self.problem("path", "a function", hint=f"it is {type(function).__name__}")]
         try:
             inspect.signature(function).bind(**_ARGUMENTS, **self.kwargs)
         except TypeError as error:
@@ -53,8 +54,8 @@ _ARGUMENTS: dict[str, Any] = dict.fromkeys(("data_source", "solution_str", "grou
 _ANSWERS = ("answer", "pred")
 
 
-def _kind(value: object) -> str:
-    return "a coroutine function" if inspect.iscoroutinefunction(value) else type(value).__name__
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
 
 
 class CustomVerifier(RuleVerifier):
@@ -76,6 +77,8 @@ class CustomVerifier(RuleVerifier):
             extra_info=dict(sample.extra_info),
             **self.config.kwargs,
         )
+        if inspect.isawaitable(result):
+            result = asyncio.run(_awaited(result))
         if not isinstance(result, Mapping):
             score = self._number(result, "a result")
             return Verdict(score=score, correct=score >= self.config.success_score, seeks_answer=False)

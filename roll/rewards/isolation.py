@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, cast
 
-from roll.rewards.types import RewardError, RuleVerifier, Sample, Verdict
-from roll.utils.children import ChildError, ChildPool, serve
+from roll.rewards.types import RewardError, RewardTimeoutError, RuleVerifier, Sample, Verdict
+from roll.utils.children import ChildError, ChildPool, ChildTimeoutError, serve
 from roll.utils.registry import import_path
 
 MAX_ANSWER_CHARS = 1000
@@ -82,6 +82,8 @@ class RulePool:
         """
         try:
             reply = await self._pool.ask({"verifier": verifier, "sample": _sample_json(sample)}, timeout)
+        except ChildTimeoutError as error:
+            raise RewardTimeoutError(str(error)) from error
         except ChildError as error:
             raise RewardError(str(error)) from error
         if "error" in reply:

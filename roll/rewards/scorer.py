@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tenacity
@@ -17,7 +17,7 @@ from roll.configs.rewards import RewardConfig, VerifierConfig
 from roll.configs.schema import nearest
 from roll.rewards import VERIFIERS
 from roll.rewards.isolation import RulePool, RuleSpec, rule_spec
-from roll.rewards.types import RewardError, RuleVerifier, Sample, Verdict, Verifier
+from roll.rewards.types import RewardError, RewardTimeoutError, RuleVerifier, Sample, Verdict, Verifier
 from roll.utils.registry import UnknownNameError
 
 RETRY_WAIT = 0.1
@@ -185,11 +185,15 @@ class DomainScorer:
             before_sleep=self._count_retry,
             reraise=True,
         )
+        instead = self.config.timeout_score
         try:
-            return await retrying(self._judge, i, sample)
+            verdict = await retrying(self._judge, i, sample)
+            return verdict if instead is None else replace(verdict, parts={**verdict.parts, "timeout": 0.0})
         # A verifier may raise anything; the sample has no reward then, which the caller counts.
         except Exception as error:
             reason = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
+            if instead is not None and isinstance(error, RewardTimeoutError):
+                return Verdict(instead, correct=False, parts={"timeout": 1.0}, seeks_answer=False)
             counted = "1 attempt" if attempts == 1 else f"{attempts} attempts"
             raise RewardError(f"rewards.{self.name}: {self._labels[i]} failed after {counted}: {reason}") from error
 
@@ -207,7 +211,7 @@ class DomainScorer:
         except TimeoutError as error:
             if not limit.expired():
                 raise  # the verifier's own
-            raise RewardError(f"took longer than {timeout:g} s") from error
+            raise RewardTimeoutError(f"took longer than {timeout:g} s") from error
         return finite(verdict)
 
     def _combine(self, verdicts: Sequence[Verdict]) -> Verdict:

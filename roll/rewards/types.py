@@ -65,6 +65,10 @@ class RewardError(RuntimeError):
     """A verifier could not tell: it failed, timed out or returned no finite number. The sample has no reward."""
 
 
+class RewardTimeoutError(RewardError):
+    """It took too long."""
+
+
 class Verifier(ABC):
     """Scores the answers of one kind of task. One instance serves many concurrent calls in a reward worker.
 

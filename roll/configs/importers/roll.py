@@ -57,7 +57,9 @@ def _run(draft: Draft) -> None:
         ours = "rollout_replay_dir" if mode in ("mock", "replay") else "rollout_dump_dir"
         draft.derive(["rollout_mock.dump_dir", "rollout_mock.mode", "rollout_mock.enable"], ours, folder)
         if ours == "rollout_replay_dir":
-            to_do(draft, "rollout_mock.dump_dir", "its dumps are not read: write them anew with rollout_dump_dir", folder)
+            to_do(
+                draft, "rollout_mock.dump_dir", "its dumps are not read: write them anew with rollout_dump_dir", folder
+            )
     if draft.has("system_envs.USE_MODELSCOPE") or draft.theirs("model_download_type"):
         key = "system_envs.USE_MODELSCOPE" if draft.has("system_envs.USE_MODELSCOPE") else "model_download_type"
         to_do(draft, key, "models come from the Hugging Face hub: see that pretrain is a name there, or a folder")

@@ -202,6 +202,19 @@ def test_one_slow_sample_fails_alone():
     assert counts == ScoreCounts(samples=10, errors=1, retries=1)
 
 
+def test_what_took_too_long_may_have_a_score_that_is_counted():
+    custom = {"name": "custom", "args": {"path": f"{__name__}:slow_score"}, "weight": 2.0}
+
+    async def run():
+        async with scorer_of(custom, fake(seconds=5), timeout=0.3, retries=0, timeout_score=-1.0) as scorer:
+            return await asyncio.gather(scorer.score(sample("abc")), scorer.score(sample("slow", seconds=60)))
+
+    quick, slow = asyncio.run(run())
+    assert (quick.score, quick.correct) == (2 * 3.0 - 1.0, True)
+    assert (quick.parts["custom/timeout"], quick.parts["Fake/timeout"]) == (0.0, 1.0)
+    assert (slow.score, slow.correct, slow.parts["custom/timeout"]) == (2 * -1.0 - 1.0, False, 1.0)
+
+
 def test_an_awaited_verifier_has_the_timeout_too():
     with pytest.raises(RewardError, match=r"Fake failed after 1 attempt: took longer than 0\.1 s"):
         score(sample(), fake(seconds=5), timeout=0.1, retries=0)
