@@ -24,8 +24,8 @@ class CustomConfig(Config):
         min_length=1,
         description="package.module:function or folder/file.py:function, called as `compute_score(data_source=…, "
         "solution_str=…, ground_truth=…, extra_info=…)`, and awaited if it is asynchronous. Returns a number, or a "
-        "mapping with `score`, optionally `correct` (or `acc`) and `answer` (or `pred`); further numbers become metrics, texts are kept beside the "
-        "answer.",
+        "mapping with `score`, optionally `correct` (or `acc`) and `answer` (or `pred`); further numbers become "
+        "metrics, texts are kept beside the answer.",
     )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments.")
     success_score: float = Field(
