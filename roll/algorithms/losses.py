@@ -283,7 +283,7 @@ def _kl_to_reference(
 ) -> Tensor:
     """[M]: the estimate of ``loss_kl_penalty``, or the KL over the vocabulary as the strategy computed it."""
     if config.loss_kl_penalty == "full":
-        return tokens.take(_require_scores(scores.kl_T, "the KL 'full' in use_kl_loss", "kl_T"))
+        return tokens.take(_require_scores(scores.kl_T, "kl_penalty 'full' in use_kl_loss", "kl_T"))
     require_columns(batch, "use_kl_loss", "ref_logprobs_T")
     assert batch.ref_logprobs_T is not None
     return kl_divergence(logprobs_M, tokens.take(batch.ref_logprobs_T), config.loss_kl_penalty)
