@@ -68,8 +68,10 @@ class Draft:
         """Applies the rows; keys that are to be derived wait for ``theirs``."""
         self._settle_variables(self.given.values, ())
         self._take_section(self.given.values, ())
+        told = {outcome.ours for outcome in self.outcomes if outcome.ours}
         for row in table.rows(self.system):
-            if row.default is not NOTHING and "<" not in row.key and not self.has(row.key):
+            silent = row.default is not NOTHING and "<" not in row.key and not self.has(row.key)
+            if silent and (row.ours or row.key) not in told:  # another spelling of theirs may have said it
                 self._apply(row, {}, row.key, row.default, Kind.THEIRS)
 
     def _settle_variables(self, values: dict[str, Any], path: tuple[str, ...]) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.engines import cards
@@ -35,7 +36,6 @@ SAMPLES: dict[str, Any] = {
     "commas": ["q_proj", "v_proj"],
     "bf16-or-fp32": True,
     "unless-true": False,
-    "above-zero": 3,
     "never": 20,
     "period": 20,
     "all": 20,
@@ -60,7 +60,7 @@ SAMPLES: dict[str, Any] = {
     "seq-if": True,
     "policy-loss": "geo_mean",
     "truncation": "left",
-    "text-none": "text",
+    "text-none": "batch",
     "aggregation": "token-mean",
 }
 """Values that mean something to each transformation."""
@@ -83,19 +83,21 @@ def field_of(key: str) -> tuple[Any, Any] | None:
 
 def value_of(row: Row, ours: str) -> Any:
     """What a user may write there: a value of the kind that the key here takes, where nothing is known."""
-    if row.how:
+    if row.how and row.how != "above-zero":
         return SAMPLES[row.how]
-    if row.default is not NOTHING and row.default is not None:
-        return row.default
     field = field_of(ours)
-    annotation = field[0] if field else str
-    kinds = [kind for kind in get_args(annotation) or (annotation,) if kind is not type(None)]
-    if get_origin(annotation) is Literal:
-        return get_args(annotation)[-1]
-    if get_origin(kinds[0]) is Literal:
-        return get_args(kinds[0])[-1]
-    simple = {bool: True, int: 3, float: 0.5, str: "text", dict: {"a": 1}, list: ["text"], Any: 3}
-    return simple.get(get_origin(kinds[0]) or kinds[0], {})
+    if field is None:
+        return "text"
+    annotation, metadata = field
+    kinds = [annotation, *get_args(annotation)]
+    choices = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    adapter = TypeAdapter(Annotated[annotation, *metadata] if metadata else annotation)
+    for value in [row.default, *choices, True, 3, 1, 0.5, 0, -0.5, "text", ["text"], [3], {"a": 1}, {"a": "1"}]:
+        with suppress(ValidationError):
+            if value is not NOTHING and value is not None and (value or not row.how):
+                adapter.validate_python(value, strict=True)
+                return value
+    return {}
 
 
 def nested(key: str, value: Any) -> dict[str, Any]:
@@ -113,7 +115,7 @@ TRANSLATED = [
 
 
 def test_every_transformation_has_a_sample() -> None:
-    assert SAMPLES.keys() == TRANSFORMS.keys()
+    assert SAMPLES.keys() | {"above-zero"} == TRANSFORMS.keys()
 
 
 @pytest.mark.parametrize(("system", "row"), TRANSLATED)
@@ -147,8 +149,9 @@ def test_of_what_is_read_together_nothing_goes_without_a_word(system: str) -> No
         *above, last = row.key.split(".")
         for part in above:
             value = value.setdefault(part, {}) if isinstance(value.get(part, {}), dict) else {}
-        if last not in value:
-            value[last] = None if row.default is NOTHING else row.default
+        if last not in value and row.default is NOTHING:
+            continue  # nothing says what a user would write there
+        value.setdefault(last, row.default)
         draft = Draft(system, given)
         draft.take_all()
         DERIVE[system](draft)
