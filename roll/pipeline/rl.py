@@ -184,7 +184,7 @@ class RLPipeline(TrainingLoop):
 
     def shape(self, batch: Batch) -> tuple[Batch, Metrics]:
         """Normalises rewards, adds the KL penalty, computes advantages."""
-        scored = batch if batch.fresh_B is None else batch.select((~batch.fresh_B).nonzero()[:, 0])
+        scored = _with_old_policy(batch)
         bypass = self.config.bypasses_old_logprobs  # both columns are then the sampler's
         metrics = {} if bypass else mismatch_metrics(scored)
         if self.config.overlaps and not bypass:
@@ -223,7 +223,7 @@ class RLPipeline(TrainingLoop):
     def _steer_kl_loss(self, batch: Batch) -> Metrics:
         """Trains this step with the coefficient as it is, and adapts it to the KL before the step."""
         config, controller = self.config, self.kl_loss_controller
-        kl = mean_kl(batch, config.loss_kl_penalty)
+        kl = mean_kl(_with_old_policy(batch), config.loss_kl_penalty)
         metrics = {"actor/kl": kl, "actor/kl_loss_coef": controller.coef}
         current = config.model_copy(update={"kl_loss_coef": controller.coef})
         self.roles.actor.call("set_loss", build_policy_loss, current, config.total_optimizer_steps)

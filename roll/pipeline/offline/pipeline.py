@@ -14,7 +14,7 @@ from roll.pipeline.offline.training import OfflineTraining
 from roll.pipeline.prompt_roles import PromptRoles
 from roll.pipeline.rlvr.metrics import accuracy_metrics, check_error_rates
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollouts import MAX_WRITTEN, collect, keep_episodes
+from roll.pipeline.rollouts import MAX_SHOWN, collect, keep_episodes
 from roll.pipeline.session import RunSession
 from roll.report.answers import save_answers
 from roll.rollout.metrics import rollout_metrics
@@ -100,7 +100,7 @@ class OfflinePipeline(TrainingLoop):
         scored = bool(config.rewards)
         groups = collect(self.session, prompts.val, prompts.num_val_prompts, step)
         episodes = keep_episodes(self.session, step, groups)
-        save_answers(episodes[:MAX_WRITTEN], self.session.renders, step, scored=scored)
+        save_answers(episodes[:MAX_SHOWN], self.session.renders, step, scored=scored)
         metrics = rollout_metrics(groups, "eval")
         if scored:
             check_error_rates(groups, config)
