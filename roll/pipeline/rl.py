@@ -279,6 +279,11 @@ def set_losses(roles: Roles, config: RLConfig) -> None:
         roles.critic.call("set_loss", build_value_loss, config)
 
 
+def _with_old_policy(batch: Batch) -> Batch:
+    """The rows whose ``old_logprobs_T`` are known."""
+    return batch if batch.fresh_B is None else batch.select((~batch.fresh_B).nonzero()[:, 0])
+
+
 def _with_scores(batch: Batch, roles: Mapping[str, ModelCluster | WithoutAdapter | None], old_rows: Tensor) -> Batch:
     """The batch with the columns that each role computes, named by the first of them; the roles work side by side."""
     pending = {
