@@ -133,6 +133,9 @@ CASES: list[tuple[str, str, str]] = [
     *(("policy", KL_LOSS, f"kl_penalty={x}") for x in ("abs", "mse", "k2", "low_var_kl", "k3")),
     ("policy", "", KL_LOSS),
     ("policy", KL_LOSS, "kl_loss_coef=0.4"),
+    *(("policy", KL_LOSS, f"kl_penalty={x}") for x in ("kl+", "k1+", "abs+", "low_var_kl+", "k3+")),
+    ("policy", KL_LOSS, "kl_loss_penalty=abs"),
+    ("run", KL_LOSS, "kl_loss_target=0.01"),
     # What the policy's loss counts
     ("selection", "", "max_len_mask=true"),
     ("episodes", "max_len_mask=true", "mask_type=all"),
@@ -165,6 +168,8 @@ CASES: list[tuple[str, str, str]] = [
     ("selection", WEIGHT, "train_infer_correction.is_weight.upper_bound=0.8"),
     ("run", WEIGHT, "train_infer_correction.is_weight.detach=false"),
     ("policy", LIVE, "train_infer_correction.is_weight.upper_bound=0.8"),
+    ("selection", WEIGHT, "train_infer_correction.is_weight.batch_normalize=true"),
+    ("run", "", "train_infer_correction.bypass=true"),
     ("run", "", filters()),
     *(("selection", filters(), filters(agg_type=x)) for x in ("segment", "geometric", "sequence")),
     ("selection", filters(agg_type="sequence"), filters(agg_type="token")),
@@ -216,6 +221,8 @@ CASES: list[tuple[str, str, str]] = [
     ("policy", "", "sft_loss_coef=0.1"),
     *(("policy", "", f"loss_agg_mode={x}") for x in LossAggMode.__args__ if x != "seq-mean-token-mean"),  # type: ignore[attr-defined]
     ("policy", "loss_agg_mode=token-mean", "loss_agg_mode=seq-mean-token-mean"),
+    ("policy", "loss_agg_mode=seq-mean-token-sum-norm", "loss_agg_norm=7"),
+    ("policy", "", "pg_loss_cap=0.01"),
     # The critic's loss
     ("value", "", "value_clip=0.5"),
     ("value", "", "value_loss_coef=0.5"),
@@ -231,6 +238,9 @@ class Recorder:
         self.trained = True
         return [None]
 
+    def call(self, method: str, *args: Any) -> None:
+        assert method == "set_loss"
+
     def gather_train(self, refs: list[None]) -> list[dict[str, float]]:
         return [{}]
 
@@ -238,6 +248,7 @@ class Recorder:
 class Pipeline(RLPipeline):
     def __init__(self, config: AgenticConfig, roles: Any) -> None:
         self.config, self.roles, self.bad_steps = config, roles, 0
+        self.kl_loss_controller = KlController.of_loss(config)
 
     def rollouts(self) -> Any:
         raise AssertionError
@@ -279,10 +290,13 @@ def run_properties(config: AgenticConfig, batch: Batch) -> list[float]:
     contexts = [roles._context(role, "") for role in ("actor_train", "reference")]
     recorders = SimpleNamespace(actor=Recorder(), critic=Recorder())
     shaped = batch.replace(advantages_T=torch.zeros(batch.num_tokens))
-    Pipeline(config, recorders).train(shaped, [], step=2)
+    pipeline = Pipeline(config, recorders)
+    pipeline.train(shaped, [], step=2)
     return [
         config.total_optimizer_steps,
         config.wants_old_logprobs,
+        config.bypasses_old_logprobs,
+        pipeline.kl_loss_controller.coef != config.kl_loss_coef,
         config.needs_greedy_baseline,
         recorders.actor.trained,
         *(x for c in contexts for x in (c.max_grad_norm, c.l2, c.returns_hidden, c.keeps_output_layer)),
