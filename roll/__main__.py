@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     config = _group(commands, "config", "configurations: list, print")
     _add(config, "list", "the configurations, their pipelines, the groups to choose from", _list_configs)
     _add_run(config, "print", "show a configuration resolved, secrets removed")
+    _add_doctor(commands)
     _add_import(commands)
     env = _group(commands, "env", "environments: list, check", "envs")
     _add(env, "list", "the values of env_type", _list_envs)
@@ -90,15 +91,32 @@ def _add(commands: Any, name: str, text: str, do: Any = None, aliases: Sequence[
     return parser  # type: ignore[no-any-return]
 
 
-def _add_run(commands: Any, action: str, text: str) -> None:
-    """A command on one configuration."""
-    parser = _add(commands, action, text, _perform)
+def _add_run(commands: Any, action: str, text: str, do: Any = None) -> argparse.ArgumentParser:
+    """A command on one configuration; ``_perform`` does it, if nothing else is given."""
+    parser = _add(commands, action, text, do or _perform)
     parser.set_defaults(action=action)
     name = parser.add_argument("config", metavar="NAME", help="a configuration of `roll config list`, or a YAML file")
     name.completer = _complete_names  # type: ignore[attr-defined]
     parser.add_argument("--config-path", "--config_path", default=str(SHIPPED), help="folder to look for NAME in")
     changes = parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
     changes.completer = _complete_overrides  # type: ignore[attr-defined]
+    return parser
+
+
+def _add_doctor(commands: Any) -> None:
+    """The command that examines machines."""
+    text = "examine this machine, or a Ray cluster: versions, GPUs, limits, disks, clocks; 1 if a run would fail"
+    parser = _add(commands, "doctor", text, _doctor)
+    parser.add_argument("--address", metavar="HOST:PORT", help="a running Ray cluster, all machines of it; or auto")
+    parser.add_argument("--model", metavar="FOLDER", help="a model or tokenizer whose chat template is tried")
+    parser.add_argument("--output-dir", default="./output", metavar="FOLDER", help="where runs write (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from roll.preflight.doctor.command import doctor
+
+    return doctor(options.address, options.model, Path(options.output_dir), json=options.json)
 
 
 def _add_import(commands: Any) -> None:

@@ -108,8 +108,8 @@ def check_hub(config: PipelineConfig) -> Findings:
     for key, model in config.models.items():
         if model == TINY or Path(model).expanduser().exists():
             continue
-        offline = os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
-        status = None if offline else _ask_hub(model)
+        offline = hub_is_off()
+        status = None if offline else ask_hub(f"models/{model}", HUB_SECONDS)
         if status in (401, 403, 404):
             expected = "a folder, or a model on the Hugging Face hub that may be read from here"
             hint = f"the hub answers {status}: there is no such name, or it needs a token (HF_TOKEN)"
@@ -121,25 +121,39 @@ def check_hub(config: PipelineConfig) -> Findings:
     return lines, problems
 
 
-def _ask_hub(model: str) -> int | None:
-    """Status of the model's page; ``None`` without an answer within ``HUB_SECONDS``."""
+def hub_is_off() -> bool:
+    """Tells whether the environment says that the hub must not be asked."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on")
+
+
+def hub_endpoint() -> str:
+    """Address of the hub."""
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+
+
+def ask_hub(what: str, seconds: float) -> int | None:
+    """Status of an answer of the hub, within ``seconds``; ``None`` without one.
+
+    Args:
+        what: path below ``/api/``.
+        seconds: patience.
+    """
     answers: list[int] = []
 
     def ask() -> None:
         import httpx
         from huggingface_hub import get_token
 
-        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
         token = get_token()
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
-            url = f"{endpoint}/api/models/{model}"
-            answers.append(httpx.get(url, headers=headers, timeout=HUB_SECONDS, follow_redirects=True).status_code)
+            url = f"{hub_endpoint()}/api/{what}"
+            answers.append(httpx.get(url, headers=headers, timeout=seconds, follow_redirects=True).status_code)
         except httpx.HTTPError:
             return
 
     # A thread that may be left behind: the system's look-up of a host knows no time limit.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(HUB_SECONDS)
+    thread.join(seconds)
     return answers[0] if answers else None

@@ -1,0 +1,61 @@
+"""The command ``roll doctor``: all checks side by side, a page or JSON, and the exit code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from roll.preflight.doctor import accelerators, limits, packages, services, storage
+from roll.preflight.doctor.findings import Check, Finding, as_json, examine, exit_code, page
+from roll.tracking.redact import redact
+
+
+def doctor(address: str | None, model: str | None, output_dir: Path, *, json: bool = False) -> int:
+    """Examines this machine, and what is asked for beside it; writes what was found.
+
+    Args:
+        address: of a running Ray cluster whose machines are examined too.
+        model: folder or hub name whose chat template is tried.
+        output_dir: where runs will write.
+        json: machine-readable.
+
+    Returns:
+        1 where something would make a run fail, else 0.
+    """
+    checks: dict[str, Check] = {"hub": services.check_hub}
+    if model is not None:
+        checks["template"] = partial(services.check_chat_template, model)
+    findings = machine_findings(output_dir, checks)
+    if address is not None:
+        from roll.preflight.doctor.nodes import check_cluster
+
+        findings += examine("cluster", partial(check_cluster, address, output_dir))
+    findings = [Finding(**redact(_fields(finding))) for finding in findings]
+    sys.stdout.write(as_json(findings) if json else page(findings))
+    return exit_code(findings)
+
+
+def machine_findings(output_dir: Path, more: Mapping[str, Check] | None = None) -> list[Finding]:
+    """What is found on the machine that this process runs on.
+
+    Args:
+        output_dir: where runs will write.
+        more: further checks by name.
+    """
+    checks: dict[str, Check] = {
+        "packages": packages.check_packages,
+        "gpus": accelerators.check_accelerators,
+        "limits": limits.check_limits,
+        "disk": partial(storage.check_disk, output_dir),
+        "sandbox": services.check_sandbox,
+        **(more or {}),
+    }
+    with ThreadPoolExecutor(len(checks)) as pool:
+        return [finding for found in pool.map(examine, checks, checks.values()) for finding in found]
+
+
+def _fields(finding: Finding) -> dict[str, str]:
+    return {name: getattr(finding, name) for name in finding.__slots__}

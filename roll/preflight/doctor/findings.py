@@ -1,0 +1,81 @@
+"""What an examination of a machine finds, as text for a terminal and as JSON."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal, TypeAlias
+
+Level = Literal["ok", "warning", "error"]
+"""``error``: a run fails, or cannot save. ``warning``: it is slower, or fails in some configurations."""
+WIDTH = 110
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    level: Level
+    name: str
+    seen: str
+    fix: str = ""
+    """What to do, where the level is not ``ok``."""
+    node: str = ""
+    """Machine of a cluster; empty for this one."""
+
+
+Check: TypeAlias = Callable[[], Iterable[Finding]]
+
+
+def judged(name: str, seen: str, *, error: bool = False, warning: bool = False, fix: str = "") -> Finding:
+    """A finding whose level is the worst that holds; the fix is dropped where nothing is wrong."""
+    level: Level = "error" if error else "warning" if warning else "ok"
+    return Finding(level, name, seen, fix if level != "ok" else "")
+
+
+def examine(name: str, check: Check) -> list[Finding]:
+    """Runs a check; one that fails itself is a warning, so that the others are still heard."""
+    try:
+        return list(check())
+    except Exception as error:
+        return [
+            Finding("warning", name, f"could not be checked: {type(error).__name__}: {error}", "Look at it by hand.")
+        ]
+
+
+def on_node(node: str, findings: Iterable[Finding]) -> list[Finding]:
+    """The same findings as those of a machine of a cluster."""
+    return [replace(finding, node=node) for finding in findings]
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """1 where there is an error, else 0."""
+    return int(any(finding.level == "error" for finding in findings))
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """All findings, machine-readable, with a line end."""
+    content = {"healthy": exit_code(findings) == 0, "findings": [asdict(finding) for finding in findings]}
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def page(findings: Sequence[Finding]) -> str:
+    """A line per finding, its fix below it, machines one after the other, and a last line that counts."""
+    wide = max((len(finding.name) for finding in findings), default=0)
+    lines: list[str] = []
+    node = ""
+    for finding in findings:
+        if finding.node != node:
+            node = finding.node
+            lines += ["", f"node {node}"]
+        lines += _wrapped(f"{finding.level:<8} {finding.name:<{wide}}  ", finding.seen)
+        lines += _wrapped(" " * (9 + wide + 2) + "fix: ", finding.fix) if finding.fix else []
+    counts = {level: sum(finding.level == level for finding in findings) for level in ("error", "warning", "ok")}
+    told = f"{counts['error']} errors, {counts['warning']} warnings, {counts['ok']} ok"
+    return "\n".join([*lines, "", told]) + "\n"
+
+
+def _wrapped(first: str, text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first)) or [first.rstrip()]
