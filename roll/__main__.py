@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     config = _group(commands, "config", "configurations: list, print")
     _add(config, "list", "the configurations, their pipelines, the groups to choose from", _list_configs)
     _add_run(config, "print", "show a configuration resolved, secrets removed")
+    _add_plan(commands)
     _add_doctor(commands)
     _add_import(commands)
     env = _group(commands, "env", "environments: list, check", "envs")
@@ -101,6 +102,27 @@ def _add_run(commands: Any, action: str, text: str, do: Any = None) -> argparse.
     changes = parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
     changes.completer = _complete_overrides  # type: ignore[attr-defined]
     return parser
+
+
+def _add_plan(commands: Any) -> None:
+    """The command that says what a configuration takes, without running it."""
+    text = "say where a configuration's parts would stand, what memory and time they take, and what to change"
+    parser = _add_run(commands, "plan", text, _plan)
+    parser.add_argument(
+        "--devices", metavar="NAME[,key=value]", help="kind of device, such as H100 or CPU (this one's)"
+    )
+    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument("--write", choices=["slurm", "kuberay"], help="write a launcher for the plan instead")
+    parser.add_argument("-o", "--output", metavar="FILE", help="where the launcher goes (standard output)")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from roll.pipeline.planning import plan
+
+    sys.path.insert(0, os.getcwd())
+    name, folder = _locate(options)
+    choices = {key: getattr(options, key) for key in ("devices", "json", "write", "output")}
+    return plan(name, folder, options.overrides, **choices)
 
 
 def _add_doctor(commands: Any) -> None:

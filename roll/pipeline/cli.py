@@ -81,11 +81,8 @@ def perform(
         The exit code, see ``main``.
     """
     # Imported here: --help answers at once, and neither torch nor Ray is loaded for a configuration that is wrong.
-    from roll.configs.compose import compose_config
     from roll.configs.importers.recognise import command_for, system_of
-    from roll.configs.loader import load_composed
     from roll.configs.problems import ConfigErrors
-    from roll.preflight.choices import CHECKS
     from roll.preflight.inputs import check_inputs
     from roll.preflight.machine import check_machine
     from roll.utils.collector import start_calmly
@@ -98,10 +95,7 @@ def perform(
         sys.stderr.write(f"{config_name}: {command_for(file)}\n")
         return EXIT_CONFIG
     try:
-        composed = compose_config(config_name, folder, overrides)
-        program = _program_of(composed, program)
-        schema = cast("type[PipelineConfig]", import_path(program.schema))
-        config = load_composed(schema, config_name, composed, CHECKS[schema])
+        config, program = read_config(config_name, folder, overrides, program)
         lines, problems = check_inputs(config) if action == "validate" else ([], [])
         if action == "train":
             problems = check_machine(config)
@@ -120,6 +114,25 @@ def perform(
         return 0
     run = cast("Callable[[PipelineConfig, float], int]", import_path(program.run))
     return run(config, started)
+
+
+def read_config(
+    config_name: str, folder: Path, overrides: Sequence[str] = (), program: Program | None = None
+) -> tuple[PipelineConfig, Program]:
+    """A configuration that has been checked, and its pipeline; arguments as ``perform``.
+
+    Raises:
+        ConfigErrors: everything that is wrong with it.
+    """
+    from roll.configs.compose import compose_config
+    from roll.configs.loader import load_composed
+    from roll.preflight.choices import CHECKS
+    from roll.utils.registry import import_path
+
+    composed = compose_config(config_name, folder, overrides)
+    program = _program_of(composed, program)
+    schema = cast("type[PipelineConfig]", import_path(program.schema))
+    return load_composed(schema, config_name, composed, CHECKS[schema]), program
 
 
 def _program_of(composed: Composed, asked: Program | None) -> Program:

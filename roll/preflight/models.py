@@ -62,7 +62,7 @@ def check_tokenizer(config: PipelineConfig) -> list[ConfigProblem]:
         tokenizer = load_tokenizer(path, alone=True)
     except ValueError as error:
         return [ConfigProblem(key, path, "a tokenizer's folder, or an org/name on the hub", str(error))]
-    sizes = _model_config(config, "actor_train")
+    sizes = model_config(config, "actor_train")
     if sizes is None or len(tokenizer) <= sizes.vocab_size:
         return []
     expected = f"at most {sizes.vocab_size} tokens, the vocabulary of pretrain; this one has {len(tokenizer)}"
@@ -78,7 +78,7 @@ def check_fit(config: PipelineConfig) -> list[ConfigProblem]:
             continue
         # The tiny model is made to fit what does not split it; reading its sizes takes seconds of imports.
         whole = card.splits_heads and _devices_per_sequence(worker, card) == 1
-        sizes = None if whole and config.model_of(role) == TINY else _model_config(config, role)
+        sizes = None if whole and config.model_of(role) == TINY else model_config(config, role)
         if sizes is None:
             continue
         found = list(_import(card.fit)(role, worker, sizes, config)) if card.fit else []
@@ -127,7 +127,7 @@ def check_positions(config: PipelineConfig) -> list[ConfigProblem]:
     if path == TINY:
         most = MAX_POSITIONS
     else:
-        sizes = _model_config(config, "actor_train")
+        sizes = model_config(config, "actor_train")
         most = getattr(sizes, "max_position_embeddings", None) or config.sequence_length
     if config.sequence_length <= most:
         return []
@@ -142,7 +142,7 @@ def check_trained_format(config: PipelineConfig) -> list[ConfigProblem]:
         worker = getattr(config, role, None)
         if worker is None or compute_dtype(role, worker)[1] is not None:
             continue
-        sizes = None if config.pretrain == TINY else _model_config(config, role)
+        sizes = None if config.pretrain == TINY else model_config(config, role)
         if str(getattr(sizes, "dtype", None)) == "torch.float16":
             expected = "bf16 or fp32: the model is in fp16, and training in that would need loss scaling"
             problems.append(ConfigProblem(f"{role}.model_args.dtype", None, expected, involves=("pretrain",)))
@@ -172,7 +172,7 @@ def check_adapted_layers(config: PipelineConfig) -> list[ConfigProblem]:
     args, card = worker.model_args, worker.strategy_args.card
     targets, adapter_fit = args.lora_targets, card.adapter_fit if card else None
     named = targets and (adapter_fit or args.lora_excluded or targets != ("all-linear",))
-    sizes = _model_config(config, "actor_train") if named else None
+    sizes = model_config(config, "actor_train") if named else None
     if sizes is None:
         return []
     import torch
@@ -223,7 +223,7 @@ MODEL_CHECKS: tuple[Rule, ...] = (
 )
 
 
-def _model_config(config: PipelineConfig, role: str) -> Any:
+def model_config(config: PipelineConfig, role: str) -> Any:
     """A role's model as its text part is configured, ``model_config_kwargs`` included; ``None`` if it is not on this
     machine or wrong, which is reported elsewhere."""
     sizes, _ = _read_config(config.model_of(role), config.tiny_num_heads)

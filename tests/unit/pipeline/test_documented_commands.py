@@ -70,7 +70,7 @@ def test_a_documented_command_is_one_that_works(command: str) -> None:
     if tool == "roll" and len(arguments) > 1:  # `roll validate` alone is a name in a sentence
         assert roll(["validate", *arguments[1:]] if arguments[0] == "train" else arguments) == 0
     elif tool == "roll":
-        assert arguments[0] in ("train", "validate", "import")
+        assert arguments[0] in ("train", "validate", "import", "plan", "doctor")
     elif tool == "make":
         check_make(arguments)
     elif tool == "pip":

@@ -1,0 +1,121 @@
+"""The command ``roll plan``: a configuration, planned for a kind of device, as a page, JSON or a launcher."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from roll.pipeline.cli import EXIT_CONFIG, read_config, report
+
+if TYPE_CHECKING:
+    from roll.configs.pipeline import PipelineConfig
+    from roll.preflight.plan.plan import Plan
+    from roll.preflight.plan.shapes import ModelShape
+
+
+def plan(
+    config_name: str,
+    folder: Path,
+    overrides: Sequence[str] = (),
+    *,
+    devices: str | None = None,
+    json: bool = False,
+    write: str | None = None,
+    output: str | None = None,
+) -> int:
+    """Says what a configuration takes, or writes its launcher.
+
+    Args:
+        config_name: its name in ``folder``.
+        folder: folder of configurations.
+        overrides: ``key=value`` texts.
+        devices: kind of device, see ``parse_devices``; that of this machine, if not given.
+        json: machine-readable.
+        write: ``slurm`` or ``kuberay``: the launcher goes where the page would.
+        output: file for it.
+
+    Returns:
+        0 where it fits, 1 where it does not, 2 for a wrong configuration or command line.
+    """
+    from roll.configs.problems import ConfigErrors
+    from roll.preflight.plan.advice import advise
+    from roll.preflight.plan.devices import parse_devices, this_device
+    from roll.preflight.plan.launchers import launcher
+    from roll.preflight.plan.page import page, values
+    from roll.preflight.plan.plan import make_plan
+
+    if output is not None and write is None:
+        sys.stderr.write("roll plan: -o/--output: expected --write slurm or --write kuberay beside it\n")
+        return EXIT_CONFIG
+    try:
+        device = parse_devices(devices) if devices else this_device()
+    except ValueError as error:
+        sys.stderr.write(f"roll plan: {error}\n")
+        return EXIT_CONFIG
+
+    def replan(more: Sequence[str]) -> Plan:
+        config, _ = read_config(config_name, folder, [*overrides, *more])
+        return make_plan(config, device, model_shapes(config))
+
+    try:
+        found = replan(())
+    except ConfigErrors as errors:
+        sys.stderr.write(report(errors, config_name))
+        return EXIT_CONFIG
+    if write is not None:
+        text = launcher(write, found, _command(config_name, folder, overrides))
+        if output is None:
+            sys.stdout.write(text)
+        else:
+            Path(output).write_text(text, encoding="utf-8")
+            sys.stderr.write(f"{output}: written\n")
+        return 0
+    advice = advise(found, replan)
+    if json:
+        sys.stdout.write(jsonlib.dumps(values(found, advice, config_name), indent=2) + "\n")
+    else:
+        sys.stdout.write(page(found, advice, config_name))
+    return 0 if found.fits else 1
+
+
+def model_shapes(config: PipelineConfig) -> dict[str, ModelShape]:
+    """Sizes of every role's model.
+
+    Raises:
+        ConfigErrors: a model whose ``config.json`` is neither on this machine nor given by the hub.
+    """
+    from roll.configs.problems import ConfigErrors, ConfigProblem
+    from roll.configs.val_infer import VAL_INFER
+    from roll.models.loading import load_config
+    from roll.preflight.models import model_config
+    from roll.preflight.plan.plan import model_workers
+    from roll.preflight.plan.shapes import ModelShape
+
+    shapes: dict[str, ModelShape] = {}
+    problems: dict[str, ConfigProblem] = {}
+    for role, worker in model_workers(config).items():
+        model = config.model_of(role)
+        try:
+            sizes = model_config(config, "actor_infer" if role == VAL_INFER else role)
+            if sizes is None:
+                sizes = load_config(model, worker.model_args.model_config_kwargs).get_text_config()
+            shapes[role] = ModelShape.of(sizes.to_dict())
+        except (OSError, ValueError) as error:
+            key = next((key for key, name in config.models.items() if name == model), "pretrain")
+            hint = f"a folder with nothing but its config.json is enough for a plan; {str(error).splitlines()[0]}"
+            problems[key] = ConfigProblem(key, model, "a model whose config.json can be read from here", hint)
+    if problems:
+        raise ConfigErrors(list(problems.values()))
+    return shapes
+
+
+def _command(config_name: str, folder: Path, overrides: Sequence[str]) -> list[str]:
+    """The command line of the run."""
+    from roll.configs.shipped import SHIPPED
+
+    shipped = folder.resolve() == Path(SHIPPED).resolve()
+    name = config_name if shipped else str(folder.resolve() / f"{config_name.removesuffix('.yaml')}.yaml")
+    return ["roll", "train", name, *overrides]

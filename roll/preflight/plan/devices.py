@@ -1,0 +1,136 @@
+"""Kinds of devices that a plan may be made for: their memory and their rates, by name or as found on this machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+from roll.preflight.doctor.limits import cores, memory_bytes
+from roll.preflight.plan import probe
+
+GB, GIB, TERA = 1e9, 2**30, 1e12
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU, or the whole machine where devices are CPU slots."""
+
+    name: str
+    kind: str
+    """``gpu`` or ``cpu``."""
+    memory: int
+    """Bytes of a GPU; of a machine, for all of its CPU slots together."""
+    flops: float
+    """Multiplications and additions per second in 16 bits (``gpu``), in float32 by one core (``cpu``)."""
+    fp32_flops: float
+    bandwidth: float
+    """Bytes per second that its memory gives; of a machine, to one core, which is taken to be all of it."""
+    link: float
+    """Bytes per second to another device of its machine, in one direction."""
+    efficiency: float = 0.4
+    """Share of ``flops`` that training and scoring reach: the model FLOPs utilisation."""
+    cores: int = 0
+    """Of a machine with CPU slots."""
+
+    def rate(self, number_bytes: int) -> float:
+        """Operations per second that matrix products in this format reach."""
+        return self.efficiency * (self.flops if number_bytes == 2 else self.fp32_flops)
+
+
+def _gpu(name: str, memory_gb: float, tflops: float, fp32: float, bandwidth_gb: float, link_gb: float) -> Device:
+    sizes = (int(memory_gb * GB), tflops * TERA, fp32 * TERA, bandwidth_gb * GB, link_gb * GB)
+    return Device(name, "gpu", *sizes)
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("A100", 80, 312, 19.5, 2039, 300),
+        _gpu("A100-40GB", 40, 312, 19.5, 1555, 300),
+        _gpu("H100", 80, 989, 67, 3350, 450),
+        _gpu("H200", 141, 989, 67, 4800, 450),
+        _gpu("B200", 180, 2250, 75, 8000, 900),
+        _gpu("L4", 24, 121, 30.3, 300, 32),
+        _gpu("L40S", 48, 362, 91.6, 864, 32),
+        _gpu("RTX4090", 24, 165, 82.6, 1008, 32),
+        _gpu("MI300X", 192, 1307, 163.4, 5300, 448),
+    )
+}
+"""Dense rates in bfloat16 and float32, memory and links as the vendors' data sheets state them."""
+CPU = "CPU"
+_FIELDS = {"memory": GIB, "tflops": TERA, "bandwidth": GB, "link": GB, "efficiency": 1}
+"""What ``--devices NAME,key=value`` may change, and its unit: GiB, TFLOP/s, GB/s, GB/s, a share."""
+
+
+def parse_devices(text: str) -> Device:
+    """A kind of device, such as ``H100`` or ``H100,memory=94,efficiency=0.5``.
+
+    Raises:
+        ValueError: no such name, key or number.
+    """
+    name, *changes = (part.strip() for part in text.split(","))
+    known = {each.lower(): device for each, device in GPUS.items()}
+    if name.upper() == CPU:
+        device = this_cpu()
+    elif name.lower() in known:
+        device = known[name.lower()]
+    else:
+        raise ValueError(f"--devices: seen {name!r}, expected one of {CPU}, {', '.join(GPUS)}")
+    for change in changes:
+        key, _, value = change.partition("=")
+        try:
+            number = float(value) * _FIELDS[key]
+        except (KeyError, ValueError):
+            expected = f"{', '.join(_FIELDS)}, each with a number"
+            raise ValueError(f"--devices: seen {change!r}, expected {expected}") from None
+        if number <= 0:
+            raise ValueError(f"--devices: seen {change!r}, expected a positive number")
+        device = _changed(device, key, number)
+    return device
+
+
+def _changed(device: Device, key: str, number: float) -> Device:
+    if key == "memory":
+        return replace(device, memory=int(number))
+    if key == "tflops":
+        return replace(device, flops=number, fp32_flops=number if device.kind == "cpu" else device.fp32_flops)
+    if key == "bandwidth":
+        return replace(device, bandwidth=number)
+    return replace(device, link=number) if key == "link" else replace(device, efficiency=number)
+
+
+def this_device() -> Device:
+    """What this machine has: its first GPU, if PyTorch sees one, else its cores."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return this_cpu()
+    seen = torch.cuda.get_device_properties(0)
+    plain = seen.name.replace(" ", "").lower()
+    found = next((gpu for name, gpu in reversed(GPUS.items()) if name.lower() in plain), None)
+    return replace(found or GPUS["A100"], name=seen.name, memory=seen.total_memory)
+
+
+def this_cpu() -> Device:
+    """The machine that this process is on; its rates are tried out, which takes about a quarter of a second."""
+    flops, bandwidth = _measured()
+    number = cores()
+    return Device(
+        CPU,
+        "cpu",
+        memory_bytes(),
+        flops,
+        flops,
+        bandwidth,
+        bandwidth / 2,
+        efficiency=0.5,
+        cores=number,
+    )
+
+
+def _measured() -> tuple[float, float]:
+    """Operations per second of float32 products on one core, and bytes per second of a copy."""
+    told = subprocess.run([sys.executable, probe.__file__], capture_output=True, text=True, check=True).stdout
+    flops, bandwidth = map(float, told.split())
+    return flops, bandwidth

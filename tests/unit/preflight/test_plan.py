@@ -1,0 +1,227 @@
+"""What ``roll plan`` computes, beside what PyTorch and the engines do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from roll.__main__ import main
+from roll.configs.worker import WorkerConfig
+from roll.models import scoring
+from roll.models.lora import LoraSpec, inject_adapter
+from roll.models.slot_cache import SlotCache
+from roll.preflight.plan.activations import CHUNK_LOGITS, kept_per_token
+from roll.preflight.plan.devices import GPUS, parse_devices
+from roll.preflight.plan.memory import Surroundings, hf_generator_memory, trainer_memory
+from roll.preflight.plan.shapes import KNOWN, ModelShape
+from roll.preflight.plan.timing import Samples, rollout_time, training_time
+from roll.preflight.plan.work import Layout, Lengths, Role
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+MIXTURE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": True,
+}
+QWEN_7B = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
+
+def make_role(config: dict[str, Any], lora: tuple[str, ...] = (), trained: bool = True, **section: Any) -> Role:
+    worker = WorkerConfig.model_validate(section)
+    return Role("actor_train", worker, ModelShape.of(config), "lm", trained, (8, lora) if lora else None)
+
+
+@pytest.mark.parametrize("kind", KNOWN)
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_those_of_the_model(kind: str, tied: bool) -> None:
+    mixture = MIXTURE if kind.endswith("_moe") else {}
+    config = AutoConfig.for_model(kind, **SIZES, **mixture, tie_word_embeddings=tied, pad_token_id=None)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = ModelShape.of(config.to_dict())
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert shape.trunk == sum(parameter.numel() for parameter in model.base_model.parameters())
+    assert shape.exact and shape.active < shape.parameters
+
+
+def test_a_shape_without_sizes_is_refused() -> None:
+    with pytest.raises(ValueError, match="no vocab_size, hidden_size"):
+        ModelShape.of({"model_type": "qwen2", "num_hidden_layers": 2, "num_attention_heads": 1, "intermediate_size": 4})
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj")])
+def test_an_adapter_has_the_parameters_of_peft(targets: tuple[str, ...]) -> None:
+    config = AutoConfig.for_model("qwen2", **SIZES)
+    model = AutoModelForCausalLM.from_config(config)
+    inject_adapter(model, LoraSpec(8, 16, targets))
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert ModelShape.of(config.to_dict()).adapter(8, targets) == trained
+
+
+def saved_bytes(kind: str, layers: int, tokens: int, dtype: torch.dtype, autocast: bool, lora: tuple[str, ...]) -> int:
+    """Memory that autograd keeps of a forward pass, beside parameters; copies of weights in autocast included."""
+    config = AutoConfig.for_model(kind, **(SIZES | {"num_hidden_layers": layers}))
+    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    if lora:
+        inject_adapter(model, LoraSpec(8, 16, lora))
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
+    found: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            found[storage.data_ptr()] = storage.nbytes(), tensor  # held, so that no other takes its place
+        return tensor
+
+    ids = torch.zeros(4, tokens // 4, dtype=torch.int64)
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model.base_model(input_ids=ids, use_cache=False)
+    return sum(size for size, _ in found.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "autocast", "lora"),
+    [
+        ("qwen2", "fp32", False, ()),
+        ("qwen3", "fp32", False, ()),
+        ("qwen3", "bf16", False, ()),
+        ("qwen2", "bf16", False, ()),
+        ("qwen2", "bf16", True, ()),
+        ("qwen2", "fp32", False, ("all-linear",)),
+        ("qwen2", "fp32", False, ("q_proj", "v_proj")),
+        ("qwen2", "bf16", False, ("all-linear",)),
+        ("qwen2", "bf16", False, ("q_proj", "v_proj")),
+    ],
+)
+def test_activations_are_what_autograd_keeps(kind: str, dtype: str, autocast: bool, lora: tuple[str, ...]) -> None:
+    tokens, stored = 512, torch.bfloat16 if dtype == "bf16" and not autocast else torch.float32
+    two, three = (saved_bytes(kind, layers, tokens, stored, autocast, lora) for layers in (2, 3))
+    config = AutoConfig.for_model(kind, **SIZES)
+    role = make_role(config.to_dict(), lora, model_args={"dtype": dtype})
+    copies = 2 * role.shape.layer if autocast else 0
+    assert (three - two - copies) / tokens == pytest.approx(kept_per_token(role, Layout(autocast=autocast)), rel=2e-3)
+
+
+def test_the_output_layer_is_cut_as_the_scorer_cuts_it() -> None:
+    assert CHUNK_LOGITS == scoring.MAX_CHUNK_LOGITS
+
+
+def test_the_cache_is_as_large_as_hf_infer_makes_it() -> None:
+    shape = ModelShape.of(SIZES | {"model_type": "qwen2"})
+    cache = SlotCache(shape.layers)
+    cache.reserve(37, 150)
+    cache.plan_prefill(0, None)
+    states = torch.zeros(1, shape.kv_heads, 4, shape.head_size)
+    for layer in range(shape.layers):
+        cache.update(states, states, layer)
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    role = replace(make_role(SIZES | {"model_type": "qwen2"}), name="actor_infer")
+    memory = hf_generator_memory(role, Surroundings(0, Lengths(150, 8), max_running=37, requests=64))
+    assert memory.resident["kv cache"] == held
+
+
+AROUND = Surroundings(process=0, lengths=Lengths(1024, 512))
+
+
+def trained(**section: Any) -> dict[str, int]:
+    return trainer_memory(make_role(QWEN_7B, **section), AROUND).phases["train"]
+
+
+def test_what_saves_memory_saves_it_in_its_part() -> None:
+    args: dict[str, Any] = {"disable_gradient_checkpointing": True}
+    plain = trained(model_args=args, world_size=4, strategy_args={"strategy_config": {"fsdp_size": 1}})
+    sharded = trained(model_args=args, world_size=4)
+    recomputed = trained(world_size=4)
+    lora = trained(model_args=args | {"lora_target": "all-linear"}, lora=("all-linear",))
+    larger = trained(model_args=args, world_size=4, training_args={"per_device_train_batch_size": 2})
+    assert sharded["moments"] * 4 == plain["moments"] == 8 * ModelShape.of(QWEN_7B).parameters
+    assert recomputed["activations"] < sharded["activations"] / 5 and recomputed["moments"] == sharded["moments"]
+    assert lora["moments"] < plain["moments"] / 100 and lora["weights"] < plain["weights"]
+    assert larger["activations"] == 2 * sharded["activations"]
+
+
+def test_times_follow_from_counts_and_rates() -> None:
+    role, device = make_role(QWEN_7B), GPUS["H100"]
+    samples = Samples(rows=64, prompt=512, answer=512, group=8)
+    train = training_time(role, samples, device, 8)
+    parameters, tokens = role.shape.parameters, samples.tokens
+    assert train.seconds == pytest.approx(8 * parameters * tokens / (8 * 989e12 * 0.4), rel=0.2)  # one forward more
+    assert training_time(role, samples, device, 16).seconds == pytest.approx(train.seconds / 2)
+    slow = rollout_time(role, samples, replace(device, bandwidth=device.bandwidth / 2), 8, 1, 128)
+    fast = rollout_time(role, samples, device, 8, 1, 128)
+    assert fast.seconds < slow.seconds < 2.01 * fast.seconds and "bandwidth" in fast.why
+    least = 512 * 2 * (parameters - role.shape.embedding) / (0.6 * 3350e9)  # every token reads all weights
+    assert least < fast.seconds < 1.5 * least
+
+
+@pytest.mark.parametrize("text", ["H100,memory", "H100,memory=-1", "H100,colour=3", "X9"])
+def test_devices_that_cannot_be_understood_are_named(text: str) -> None:
+    with pytest.raises(ValueError, match=r"--devices: seen .*, expected"):
+        parse_devices(text)
+    assert parse_devices("h100,memory=94,efficiency=0.5").memory == 94 * 2**30
+
+
+@pytest.fixture
+def seven_billion(tmp_path: Path) -> str:
+    """A folder with nothing but a configuration."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B | {"architectures": ["Qwen2ForCausalLM"]}))
+    return f"pretrain={tmp_path}"
+
+
+def test_a_plan_that_fits(seven_billion: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "rlvr_math", seven_billion, "actor_train.model_args.dtype=bf16", "--devices", "H200"]) == 0
+    told = capsys.readouterr().out
+    assert "it fits" in told and "GPU 0 and 1 like it" in told and "512 samples" in told and "GiB" in told
+
+
+def test_advice_is_what_the_plan_with_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "rlvr_math", "--devices", "A100,memory=1.5", "--json"]
+    assert main(command) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert not told["fits"] and told["advice"]
+    last = told["advice"][-1]
+    code = main([*command, *last["overrides"]])
+    again = json.loads(capsys.readouterr().out)
+    assert max(place["needed"] for place in again["places"]) == last["needed"] and code == int(not last["fits"])
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["rlvr_math", "--devices", "X9"], "expected one of CPU"),
+        (["rlvr_math", "-o", "file"], "--write"),
+        (["rlvr_math", "max_stepz=3"], "did you mean max_steps?"),
+        (["rlvr_math", "pretrain=nobody/nothing", "--devices", "H100"], "a folder with nothing but its config.json"),
+    ],
+)
+def test_a_wrong_command_line_is_told(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words]) == 2
+    assert expected in " ".join(capsys.readouterr().err.split())
