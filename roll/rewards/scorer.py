@@ -187,7 +187,7 @@ class DomainScorer:
         )
         instead = self.config.timeout_score
         try:
-            verdict = await retrying(self._judge, i, sample)
+            verdict: Verdict = await retrying(self._judge, i, sample)
             return verdict if instead is None else replace(verdict, parts={**verdict.parts, "timeout": 0.0})
         # A verifier may raise anything; the sample has no reward then, which the caller counts.
         except Exception as error:

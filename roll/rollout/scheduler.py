@@ -166,7 +166,7 @@ class RolloutScheduler:
             ValueError: they are not the groups that this run would play now.
         """
         admission.open(step)
-        rejected = {group.group_id for group in found.rejected}
+        first, rejected = admission.next_draw, {group.group_id for group in found.rejected}
         expected: int | None = None
         for draw in sorted([*rejected, *(group.group_id for group in found.groups)]):
             expected = admission.start() if admission.may_start else None
@@ -176,8 +176,8 @@ class RolloutScheduler:
         if expected is None or admission.running or admission.take() is None:
             there = sorted(group.group_id for group in found.groups)
             raise ValueError(
-                f"the rollouts of step {step} are of the groups {there}, expected {admission.batch_size} from "
-                f"{admission.next_draw - len(admission.running)} on: they are of a run with other batches"
+                f"the rollouts of step {step} are of the groups {there}, expected {admission.batch_size} from {first} "
+                "on: they are of a run with other batches, or with another position in the data"
             )
         return found
 
