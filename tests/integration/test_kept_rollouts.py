@@ -1,0 +1,42 @@
+"""An agentic run that filters and keeps its rollouts, and one that trains on them again without playing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Launch, assert_same_tensors
+
+KEYS = (
+    "max_steps=2",
+    "save_steps=2",
+    "val_before_train=false",
+    "val_after_train=false",
+    "train_env_manager.query_filter_config={type: mean_filter, low: -0.5}",
+    "use_kl_loss=true",
+    "kl_loss_coef=0.1",
+    "kl_loss_penalty=k3+",
+    "kl_loss_target=0.0001",
+    "train_infer_correction.bypass=true",
+    "ppo_epochs=2",
+)
+
+
+@pytest.mark.slow
+def test_a_run_on_kept_rollouts_is_the_run_that_kept_them(launch: Launch, tmp_path: Path) -> None:
+    first = launch(*KEYS, f"rollout_dump_dir={tmp_path / 'kept'}")
+    assert first.wait() == 0, first.output
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["step-00001", "step-00002"]
+    assert sum(first.metrics[step]["rollout/filtered"] for step in (1, 2)) > 0
+    assert not any(name.startswith(("eval/", "mismatch/")) for step in (0, 1, 2) for name in first.metrics[step])
+    assert first.metrics[1]["actor/kl"] == pytest.approx(0, abs=1e-6), "the policy is its reference"
+    assert first.metrics[1]["actor/kl_loss_coef"] == 0.1
+    assert first.metrics[2]["actor/kl_loss_coef"] == pytest.approx(0.1 * (1 - 0.2 * 24 / 10_000), rel=1e-9)
+    assert first.metrics[2]["actor/ratio_mean"] != 1.0
+
+    second = launch(*KEYS, f"rollout_replay_dir={tmp_path / 'kept'}", output="again")
+    assert second.wait() == 0, second.output
+    assert (first.faults / "turns.jsonl").exists() and not (second.faults / "turns.jsonl").exists(), "nobody played"
+    assert second.repeatable_metrics() == first.repeatable_metrics()
+    assert_same_tensors(second.tensors(2), first.tensors(2))
