@@ -162,6 +162,21 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
             "checkpoint_config.save_contents",
             "the optimizer too",
         ),
+        (
+            {"val_env_manager.query_filter_config.type": "std_filter"},
+            "val_env_manager.query_filter_config.type",
+            "counts all of its episodes",
+        ),
+        (
+            {"train_env_manager.query_filter_config.type": "std_filter", "train_env_manager.group_size": 1},
+            "train_env_manager.query_filter_config.type",
+            "one episode has no spread",
+        ),
+        (
+            {"rollout_replay_dir": "kept", "is_use_additional_prompts": True},
+            "rollout_replay_dir",
+            "null with is_use_additional_prompts",
+        ),
         # Megatron: sizes
         (megatron("dense", 4, **{TP: 4}), f"{TRAIN}.{TP}", "num_key_value_heads 3"),
         (megatron("dense", 4, **{PP: 4}), f"{TRAIN}.{PP}", "num_hidden_layers 6 (nearest: 3)"),
