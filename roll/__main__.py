@@ -15,6 +15,7 @@ from roll import __version__
 from roll.configs.importers import SYSTEMS
 from roll.configs.shipped import SHIPPED, config_groups
 from roll.pipeline.cli import EXIT_CONFIG, perform, refuse
+from roll.pipeline.commands.arguments import add_commands
 from roll.pipeline.programs import PROGRAMS, configurations
 
 EXAMPLES = """\
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_env_check(env)
     _add_template_check(_group(commands, "template", "chat templates: check"))
     _add(_group(commands, "verifiers", "verifiers: list"), "list", "the values of verifiers.name", _list_verifiers)
+    add_commands(commands, _add)
     return parser
 
 
@@ -269,10 +271,10 @@ def _complete_names(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
     return list(configurations(Path(parsed_args.config_path).expanduser()))
 
 
-def _complete_overrides(parsed_args: argparse.Namespace, **_: Any) -> Iterator[str]:
-    """Groups with their choices, and every key of the configuration's pipeline."""
+def _complete_overrides(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> Iterator[str]:
+    """Groups with their choices, every key of the configuration's pipeline, and behind ``key=`` its choices."""
     from roll.configs.base import Config
-    from roll.configs.schema import leaf_paths
+    from roll.configs.schema import choices, leaf_paths
     from roll.utils.registry import import_path
 
     name, folder = _locate(parsed_args)
@@ -281,7 +283,12 @@ def _complete_overrides(parsed_args: argparse.Namespace, **_: Any) -> Iterator[s
     if pipeline is not None:
         schema = import_path(PROGRAMS[pipeline].schema)
         assert isinstance(schema, type) and issubclass(schema, Config), "an entry of PROGRAMS"
-        yield from (f"{path}=" for path, _field in leaf_paths(schema))
+        key, given, _value = prefix.partition("=")
+        for path, field in leaf_paths(schema):
+            if not given:
+                yield f"{path}="
+            elif path == key:
+                yield from (f"{path}={choice}" for choice in choices(field.annotation))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from roll.configs.reward_training import RewardColumns, RewardLossConfig, Reward
 from roll.configs.rewards import RewardConfig, RewardFilterConfig, VerifierConfig
 from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
-from roll.configs.schema import is_section, range_text, section_of, type_text
+from roll.configs.schema import default_text, range_text, type_text
 from roll.configs.sft import SFTConfig
 from roll.configs.strategy import StrategyArguments
 from roll.configs.tools import McpServerConfig, ToolConfig, ToolsConfig
@@ -187,11 +186,8 @@ def _row(name: str, field: FieldInfo) -> str:
 
 
 def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    if is_section(section_of(field.annotation)) and field.default_factory is not None:
-        return "its own"
-    return f"`{json.dumps(field.get_default(call_default_factory=True, validated_data={}), ensure_ascii=False)}`"
+    text = default_text(field)
+    return text if text in ("required", "its own") else f"`{text}`"
 
 
 def _first_line(section: type[Config]) -> str:

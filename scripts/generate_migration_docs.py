@@ -9,7 +9,7 @@ from pathlib import Path
 from generated import write_or_check
 
 from roll.configs.importers import SYSTEMS
-from roll.configs.importers.table import DERIVE, DROP, IMPOSSIBLE, SECTION, Row, rows, yaml_text
+from roll.configs.importers.table import SECTION, Row, rows, yaml_text
 from roll.configs.problems import NOTHING
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "migrating.md"
@@ -111,20 +111,9 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
 """What a reader should know beyond single keys."""
 
 
-def verdict(row: Row) -> str:
-    """One word for what becomes of a key."""
-    if row.how == IMPOSSIBLE:
-        return "impossible"
-    if row.how in (DROP, DERIVE):
-        return "dropped" if row.how == DROP else "derived"
-    if row.how == "":
-        return "same" if row.ours in ("", row.key) and not row.beside else "renamed"
-    return "section" if row.how == SECTION else "translated"
-
-
 def render() -> str:
     """The whole page."""
-    counts = {system: Counter(verdict(row) for row in rows(system)) for system in SYSTEMS}
+    counts = {system: Counter(row.verdict for row in rows(system)) for system in SYSTEMS}
     words = ("same", "renamed", "translated", "derived", "dropped", "impossible")
     figures = [
         f"| {SYSTEMS[system]} | {' | '.join(str(found[word]) for word in words)} | {sum(found[w] for w in words)} |"
@@ -144,15 +133,16 @@ def _section(system: str) -> str:
 
 
 def _line(row: Row) -> str:
-    ours = row.ours or (row.key if verdict(row) == "same" else "")
-    here = ", ".join([f"`{ours}`" if ours else "", *(f"`{each.key}: {yaml_text(each.value)}`" for each in row.beside)])
+    here = ", ".join(
+        [f"`{row.here}`" if row.here else "", *(f"`{each.key}: {yaml_text(each.value)}`" for each in row.beside)]
+    )
     notes = [row.note] if row.note else []
     if row.default is not NOTHING:
         notes.append(f"there {_code(row.default)} by default")
     if row.harmless:
         notes.append(f"nothing is lost with {', '.join(map(_code, row.harmless))}")
     text = "; ".join(notes).replace("|", "\\|").replace("<", "&lt;")
-    return f"| `{row.key}` | {here} | {verdict(row)} | {text} |"
+    return f"| `{row.key}` | {here} | {row.verdict} | {text} |"
 
 
 def _code(value: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -70,9 +71,33 @@ def range_text(metadata: Sequence[Any]) -> str:
     return ", ".join(words)
 
 
+def default_text(field: FieldInfo) -> str:
+    """The default as JSON; ``required``, or ``its own`` for a section that has defaults inside."""
+    if field.is_required():
+        return "required"
+    if section_of(field.annotation) is not None and field.default_factory is not None:
+        return "its own"
+    return json.dumps(field.get_default(call_default_factory=True, validated_data={}), ensure_ascii=False)
+
+
 def expectation(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     """Type and range together, as an error message says them."""
     return ", ".join(text for text in (type_text(annotation, metadata), range_text(metadata)) if text)
+
+
+def choices(annotation: Any) -> list[str]:
+    """The values that may be written for a key, as YAML has them; none where they are not counted."""
+    if annotation is bool:
+        return ["true", "false"]
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return [str(argument) for argument in arguments]
+    if origin is Annotated:
+        return choices(arguments[0])
+    if origin in (Union, types.UnionType):
+        found = [choice for argument in arguments for choice in choices(argument)]
+        return [*found, "null"] if found and type(None) in arguments else found
+    return []
 
 
 def is_section(annotation: Any) -> bool:

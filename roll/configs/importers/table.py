@@ -84,6 +84,19 @@ class Row:
         return found
 
     @property
+    def verdict(self) -> str:
+        """One word for what becomes of the key: same, renamed, translated, derived, dropped, impossible or section."""
+        if self.how == "":
+            return "same" if self.ours in ("", self.key) and not self.beside else "renamed"
+        known = {SECTION: "section", DERIVE: "derived", DROP: "dropped", IMPOSSIBLE: "impossible"}
+        return known.get(self.how, "translated")
+
+    @property
+    def here(self) -> str:
+        """The key here, also where it is the same; empty as ``ours``."""
+        return self.ours or (self.key if self.verdict == "same" else "")
+
+    @property
     def advice(self) -> str:
         """The hint for a configuration that has the key where it is not known."""
         if not self.ours:

@@ -1,0 +1,217 @@
+"""What there is to know of a key, by the configuration classes, the engines' cards and the tables of other systems."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pydantic.fields import FieldInfo
+
+from roll.configs.base import Config
+from roll.configs.engines import cards
+from roll.configs.env import ALIASES
+from roll.configs.importers import SYSTEMS
+from roll.configs.importers.table import ROLES, SECTION, Row, rows
+from roll.configs.schema import default_text, element_of, range_text, section_of, type_text
+
+Schemas = Mapping[str, type[Config]]
+"""The pipelines' configurations, by the name of the pipeline."""
+
+OPTIONS = "strategy_args.strategy_config"
+_NEAR = 3
+_PLACEHOLDERS = {"rewards": "<domain>", "custom_envs": "<Tag>", "tools": "<name>", "servers": "<name>", "use": "<name>"}
+
+
+@dataclass
+class Key:
+    """A key of a section, in all the places where that section stands."""
+
+    name: str
+    info: FieldInfo
+    places: list[str] = field(default_factory=list)
+    """Dotted paths; a part in angle brackets stands for any name, or the number in a list."""
+    defaults: dict[str, list[str]] = field(default_factory=dict)
+    """The pipelines and engines that have it, by the default that it has there."""
+    pipelines: list[str] = field(default_factory=list)
+    """Those that have it."""
+    engines: list[str] = field(default_factory=list)
+    """Those that read it, of the options of engines."""
+
+    @property
+    def type(self) -> str:
+        """Type and choices in words."""
+        return type_text(self.info.annotation, self.info.metadata)
+
+    @property
+    def range(self) -> str:
+        """The bounds in words."""
+        return range_text(self.info.metadata)
+
+    @property
+    def inside(self) -> list[str]:
+        """The keys of the section that it holds."""
+        section = section_of(self.info.annotation) or section_of(element_of(self.info.annotation))
+        return list(section.model_fields) if section else []
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What another system calls a key, or calls by its name."""
+
+    system: str
+    row: Row
+
+
+@dataclass(frozen=True)
+class Passed:
+    """An argument that is handed on to an engine as it is."""
+
+    engine: str
+    name: str
+    type: str
+    """Its annotation; empty where it is not made of plain types."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """All that a word means."""
+
+    keys: list[Key]
+    foreign: list[Foreign]
+    """Keys of other systems that are called so."""
+    passed: list[Passed]
+    near: list[str]
+    """Names that are alike, where nothing is called so."""
+
+    def __bool__(self) -> bool:
+        return bool(self.keys or self.foreign or self.passed)
+
+
+def explain(word: str, schemas: Schemas) -> Explanation:
+    """Everything that is called so, here or in another system.
+
+    Args:
+        word: a key, or the last parts of one; what stands behind ``=`` is left out.
+        schemas: of all pipelines.
+    """
+    path = tuple(ALIASES.get(part, part) for part in word.partition("=")[0].split("."))
+    known = all_keys(schemas)
+    exact = [key for key in known if any(_is(place, path) for place in key.places)]
+    keys = exact or [key for key in known if any(_ends(place, path) for place in key.places)]
+    foreign = [Foreign(system, row) for system in SYSTEMS for row in rows(system) if _calls(row, path)]
+    passed = [] if keys else list(_passed_on(path[-1]))
+    if not keys:  # those that they mean
+        targets = {each.row.here for each in foreign if each.row.here}
+        keys = [key for key in known if any(_means(target, key.places) for target in targets)]
+    if keys or foreign or passed:
+        return Explanation(keys, foreign, passed, [])
+    return Explanation([], [], [], _alike(path, known))
+
+
+def elsewhere(key: Key) -> list[Foreign]:
+    """What other systems call a key."""
+    return [Foreign(system, row) for system in SYSTEMS for row in rows(system) if _means(row.here, key.places)]
+
+
+@functools.cache
+def _keys(schemas: tuple[tuple[str, type[Config]], ...]) -> tuple[Key, ...]:
+    found: dict[tuple[type[Config], str], Key] = {}
+    for pipeline, schema in schemas:
+        for place, section, name in _walk(schema):
+            _add(pipeline, _note(found, section, name, place, pipeline).pipelines)
+    for card in cards():
+        for place, section, name in _walk(card.options, f"<role>.{OPTIONS}."):
+            _add(card.name, _note(found, section, name, place, card.name).engines)
+    return tuple(found.values())
+
+
+def all_keys(schemas: Schemas) -> tuple[Key, ...]:
+    """Every key of every pipeline and engine, those in lists and mappings included."""
+    return _keys(tuple(schemas.items()))
+
+
+def _note(found: dict[tuple[type[Config], str], Key], section: type[Config], name: str, place: str, who: str) -> Key:
+    origin = [base for base in section.__mro__ if name in getattr(base, "model_fields", {})][-1]
+    key = found.setdefault((origin, name), Key(name, section.model_fields[name]))
+    _add(place, key.places)
+    _add(who, key.defaults.setdefault(default_text(section.model_fields[name]), []))
+    return key
+
+
+def _add(name: str, names: list[str]) -> None:
+    if name not in names:
+        names.append(name)
+
+
+def _walk(
+    section: type[Config], prefix: str = "", above: tuple[type[Config], ...] = ()
+) -> Iterator[tuple[str, type[Config], str]]:
+    """Path, section and name of every key, sections themselves too."""
+    for name, each in section.model_fields.items():
+        path = f"{prefix}{name}"
+        yield path, section, name
+        inner, part = section_of(each.annotation), ""
+        if inner is None and (element := element_of(each.annotation)) is not None:
+            inner = section_of(element)
+            part = ".<number>" if "list" in type_text(each.annotation) else f".{_PLACEHOLDERS.get(name, '<name>')}"
+        if inner is not None and inner not in above:
+            yield from _walk(inner, f"{path}{part}.", (*above, section))
+
+
+def _same(part: str, name: str) -> bool:
+    return part == name or (part == "<role>" and name in ROLES) or (part.startswith("<") and part != "<role>")
+
+
+def _ends(place: str, path: Sequence[str]) -> bool:
+    """Whether a path ends as another does, which says at least the key's own name."""
+    parts = place.split(".")
+    if len(path) > len(parts) or parts[-1] != path[-1]:
+        return False
+    return all(_same(part, name) for part, name in zip(parts[-len(path) :], path, strict=True))
+
+
+def _is(place: str, path: Sequence[str]) -> bool:
+    return _ends(place, path) and place.count(".") + 1 == len(path)
+
+
+def _calls(row: Row, path: Sequence[str]) -> bool:
+    if row.how == SECTION and not row.note:
+        return False
+    return row.match(path) is not None or (row.parts[-1] == path[-1] and _ends(row.key, path))
+
+
+def _means(target: str, places: Sequence[str]) -> bool:
+    """Whether a key, as the tables write it, is one of these places; not one that stands for all below a section."""
+    if not target or target.endswith("**"):
+        return False
+    row = _pattern(target)
+    return any(row.match(_concrete(place)) is not None or target == place for place in places)
+
+
+@functools.cache
+def _pattern(target: str) -> Row:
+    return Row(target, None, "", (), "", (), "")
+
+
+def _concrete(place: str) -> list[str]:
+    return place.replace("<role>", ROLES[0]).split(".")
+
+
+def _passed_on(name: str) -> Iterator[Passed]:
+    for card in cards():
+        if card.source is not None:
+            arguments = card.source.signature(None).arguments
+            if name in arguments:
+                yield Passed(card.source.engine, name, arguments[name])
+
+
+def _alike(path: Sequence[str], known: Sequence[Key]) -> list[str]:
+    theirs = {row.name for system in SYSTEMS for row in rows(system) if not row.name.startswith("<")}
+    names = [*dict.fromkeys([*(key.name for key in known), *sorted(theirs)])]
+    wanted = path[-1].lower()
+    near = difflib.get_close_matches(wanted, names, n=_NEAR, cutoff=0.6)
+    holding = [name for name in names if len(wanted) > 3 and wanted in re.split(r"[_\W]+", name.lower())]
+    return [*dict.fromkeys([*near, *holding])][:_NEAR]

@@ -1,0 +1,112 @@
+"""``roll explain``: what a key means, here and in other systems."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from typing import cast
+
+from roll.configs.base import Config
+from roll.configs.explain import Explanation, Foreign, Key, Passed, all_keys, elsewhere, explain
+from roll.configs.importers import SYSTEMS
+from roll.configs.importers.table import ROLES
+from roll.pipeline.programs import PROGRAMS
+from roll.utils.registry import import_path
+
+EXIT_UNKNOWN = 2
+WIDTH = 110
+MOST_SHOWN = 6
+"""Keys of one name that are told in full."""
+
+
+@functools.cache
+def schemas() -> dict[str, type[Config]]:
+    """The configurations of all pipelines."""
+    return {name: cast("type[Config]", import_path(program.schema)) for name, program in PROGRAMS.items()}
+
+
+def run(word: str) -> int:
+    """Prints what a key means; 2 for a word that nothing is called by."""
+    found = explain(word, schemas())
+    if not found:
+        hint = f"; did you mean {' or '.join(found.near)}?" if found.near else "; see docs/configuration.md"
+        sys.stderr.write(f"roll explain: no key is called {word!r}{hint}\n")
+        return EXIT_UNKNOWN
+    sys.stdout.write(page(found))
+    return 0
+
+
+def names() -> list[str]:
+    """Every key, for completion."""
+    return [place for key in all_keys(schemas()) for place in key.places]
+
+
+def page(found: Explanation) -> str:
+    """An explanation as text for a terminal."""
+    shown, more = found.keys[:MOST_SHOWN], found.keys[MOST_SHOWN:]
+    parts = [_key(key) for key in shown]
+    if more:
+        parts.append(f"and {len(more)} more: {', '.join(key.places[0] for key in more)}\n")
+    parts += [_passed(each) for each in found.passed]
+    told = {(each.system, each.row.key) for key in shown for each in elsewhere(key)}
+    others = [each for each in found.foreign if (each.system, each.row.key) not in told]
+    if others:
+        parts.append("".join(_lines("called so", map(_theirs, others))))
+    return "\n".join(parts)
+
+
+def _key(key: Key) -> str:
+    lines = [f"{key.name}\n", *_lines("key", _places(key)), *_lines("type", [key.type])]
+    lines += _lines("range", [key.range] if key.range else [])
+    if key.inside:
+        lines += _lines("holds", [", ".join(key.inside)])
+    else:
+        lines += _lines("default", _defaults(key))
+    lines += _lines("meaning", [str(key.info.description)])
+    lines += _lines("pipelines", ["all" if len(key.pipelines) == len(PROGRAMS) else ", ".join(key.pipelines)])
+    lines += _lines("read by", [", ".join(key.engines)])
+    return "".join([*lines, *_lines("elsewhere", (_theirs(each, told=True) for each in elsewhere(key)))])
+
+
+def _places(key: Key) -> Iterator[str]:
+    """The paths, those of all model roles as one."""
+    of_roles = Counter(place.partition(".")[2] for place in key.places if place.partition(".")[0] in ROLES)
+    joined = {place for place, count in of_roles.items() if count == len(ROLES)}
+    for place in key.places:
+        role, _, rest = place.partition(".")
+        if role not in ROLES or rest not in joined:
+            yield place
+        elif role == ROLES[0]:
+            yield f"<role>.{rest}"
+
+
+def _defaults(key: Key) -> Iterator[str]:
+    for default, having in key.defaults.items():
+        yield default if len(key.defaults) == 1 else f"{default} ({', '.join(having)})"
+
+
+def _theirs(foreign: Foreign, *, told: bool = False) -> str:
+    """A line about a key of another system; ``told``: the key here stands above it."""
+    row = foreign.row
+    became = row.verdict if told or row.here in ("", row.key) else f"{row.verdict}: {row.here}"
+    return f"{SYSTEMS[foreign.system]}: {row.key} ({became}){f'; {row.note}' if row.note else ''}"
+
+
+def _passed(argument: Passed) -> str:
+    key = f"<role>.strategy_args.strategy_config.{argument.name}"
+    lines = [
+        f"{argument.name}\n",
+        *_lines("key", [key]),
+        *_lines("type", [argument.type or f"{argument.engine}'s own"]),
+    ]
+    return "".join([*lines, *_lines("meaning", [f"handed on to {argument.engine} as it is; its documentation has it"])])
+
+
+def _lines(label: str, texts: Iterator[str] | list[str]) -> Iterator[str]:
+    for text in filter(None, texts):
+        head = f"  {label:<10} "
+        yield textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head)) + "\n"
+        label = ""

@@ -1,0 +1,82 @@
+"""``roll explain``: every key by any of its names, without anything heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from roll.__main__ import main
+from roll.configs.explain import all_keys, elsewhere, explain
+from roll.configs.importers import SYSTEMS
+from roll.configs.importers.table import SECTION, rows
+from roll.configs.schema import leaf_paths
+from roll.pipeline.commands.explaining import schemas
+
+
+def told(capsys: pytest.CaptureFixture[str], word: str) -> str:
+    assert main(["explain", word]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_key_is_told_with_its_type_range_default_places_and_other_names(capsys):
+    out = told(capsys, "training_args.learning_rate")
+    assert "key <role>.training_args.learning_rate" in out
+    assert "type float range more than 0 default 1e-06 meaning Peak learning rate" in out
+    assert "pipelines all" in out and "verl: actor_rollout_ref.actor.optim.lr (renamed)" in out
+    assert "MindSpeed RL: actor_config.lr (renamed)" in out and "warm_start" not in out
+    assert "one of: kl, k1, abs" in told(capsys, "kl_penalty")
+    assert "holds tag_included, verifiers" in told(capsys, "rewards")
+
+
+def test_a_key_of_another_system_leads_to_ours_or_to_the_reason(capsys):
+    assert "pg_clip key pg_clip" in told(capsys, "clip_ratio")
+    assert "(impossible" in told(capsys, "data.tokenizer") and "put its files" in told(capsys, "data.tokenizer")
+    # The same name for something else.
+    assert "MindSpeed RL: rl_config.init_kl_coef (derived: kl_loss_coef)" in told(capsys, "init_kl_coef")
+    assert "env_groups" in told(capsys, "num_env_groups")
+
+
+def test_options_of_engines_are_told_with_who_reads_them(capsys):
+    out = told(capsys, "tensor_parallel_size")
+    assert "read by vllm" in out and "read by fsdp2" in out
+    assert "handed on to vLLM" in told(capsys, "enable_chunked_prefill")
+
+
+def test_keys_inside_lists_and_mappings_are_found_by_a_path(capsys):
+    for word in ("rewards.math.verifiers.0.weight", "verifiers.0.weight=2", "rewards.<domain>.verifiers.<number>.weight"):
+        assert "key rewards.<domain>.verifiers.<number>.weight" in told(capsys, word)
+
+
+def test_a_misspelt_key_is_told_the_nearest(capsys):
+    assert main(["explain", "max_stepss"]) == 2
+    assert "did you mean max_steps" in capsys.readouterr().err
+    assert main(["explain", "qqqqqqqq"]) == 2
+    assert "docs/configuration.md" in capsys.readouterr().err
+
+
+def test_everything_that_the_documents_list_is_explained():
+    places = {place for key in all_keys(schemas()) for place in key.places}
+    assert {path for schema in schemas().values() for path, _ in leaf_paths(schema)} <= places
+    silent = [
+        (system, row.key)
+        for system in SYSTEMS
+        for row in rows(system)
+        if row.how != SECTION and not explain(row.key, schemas())
+    ]
+    assert silent == []
+    lost = {row.here for row in rows("verl") if row.verdict == "renamed" and not row.here.endswith("**")} - {
+        each.row.here for key in all_keys(schemas()) for each in elsewhere(key)
+    }
+    assert all(name.startswith(("tracker_kwargs.", "pf_ppo.")) or "strategy_config." in name for name in lost), lost
+
+
+def test_nothing_heavy_is_imported():
+    code = (
+        "import sys; from roll.__main__ import main; code = main(['explain', 'learning_rate']);"
+        "bad = {'torch', 'ray', 'transformers', 'numpy', 'hydra', 'sympy'} & set(sys.modules);"
+        "sys.exit(code or repr(bad) if bad else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
