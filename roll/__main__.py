@@ -14,7 +14,7 @@ from typing import Any
 from roll import __version__
 from roll.configs.importers import SYSTEMS
 from roll.configs.shipped import SHIPPED, config_groups
-from roll.pipeline.cli import EXIT_CONFIG, perform, refuse
+from roll.pipeline.cli import EXIT_CONFIG, locate, perform, refuse
 from roll.pipeline.commands.arguments import add_commands
 from roll.pipeline.programs import PROGRAMS, configurations
 
@@ -222,16 +222,8 @@ def _check_template(options: argparse.Namespace) -> int:
 
 def _perform(options: argparse.Namespace) -> int:
     sys.path.insert(0, os.getcwd())  # a user's own environments and rewards, as beside a start script
-    name, folder = _locate(options)
+    name, folder = locate(options.config, options.config_path)
     return perform(options.action, name, folder, options.overrides, started=options.started)
-
-
-def _locate(options: argparse.Namespace) -> tuple[str, Path]:
-    """Name and folder of the configuration; ``./mine.yaml`` is a file, ``mine`` a name in ``--config-path``."""
-    file = Path(options.config).expanduser()
-    if file.suffix == ".yaml" or len(file.parts) > 1:
-        return file.stem if file.suffix == ".yaml" else file.name, file.parent
-    return options.config, Path(options.config_path).expanduser()
 
 
 def _list_configs(_: argparse.Namespace) -> int:
@@ -277,7 +269,7 @@ def _complete_overrides(prefix: str, parsed_args: argparse.Namespace, **_: Any) 
     from roll.configs.schema import choices, leaf_paths
     from roll.utils.registry import import_path
 
-    name, folder = _locate(parsed_args)
+    name, folder = locate(parsed_args.config, parsed_args.config_path)
     yield from (f"{group}={choice}" for group, choices in config_groups(folder).items() for choice in choices)
     pipeline, _comment = configurations(folder).get(name, (None, ""))
     if pipeline is not None:

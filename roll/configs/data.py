@@ -79,8 +79,8 @@ class DataArguments(Config):
     )
     file_name: str | list[str] | None = Field(
         default=None,
-        description="Files of the dataset: json, jsonl, csv, parquet, arrow; a folder of them or one that Hugging "
-        "Face datasets saved; globs. Relative to the working directory.",
+        description="Files of the dataset: json, jsonl, csv, parquet, arrow, txt (a line is the column `prompt`); a "
+        "folder of them or one that Hugging Face datasets saved; globs. Relative to the working directory.",
     )
     dataset_cls: str | None = Field(
         default=None,

@@ -1,6 +1,7 @@
 """Dataset files to rows of plain values, with the place of every row and of everything that is wrong.
 
-JSON and CSV are read by the standard library; parquet and arrow by pyarrow, which is imported only for them.
+A line of a text file is a row. JSON and CSV are read by the standard library; parquet and arrow by pyarrow, which is
+imported only for them.
 """
 
 from __future__ import annotations
@@ -205,6 +206,20 @@ def _json_lines(path: Path, lines: Iterator[bytes] | io.BufferedIOBase, problems
                 yield Row(place, place, values)
             else:
                 problems.add(place, f"{_kind(values)}, expected an object")
+
+
+def _read_txt(path: Path, problems: Problems) -> Iterator[Row]:
+    """Lines of text, each a row with the column ``prompt``; blank ones are none."""
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            place = f"{path}:{number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                problems.add(place, f"invalid UTF-8 at byte {error.start + 1} of the line")
+                continue
+            if text.strip():
+                yield Row(place, place, {"prompt": text})
 
 
 def _read_json(path: Path, problems: Problems) -> Iterator[Row]:
@@ -432,4 +447,5 @@ _READERS: dict[str, Callable[[Path, Problems], Iterator[Row]]] = {
     ".csv": _read_csv,
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
+    ".txt": _read_txt,
 }

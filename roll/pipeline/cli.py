@@ -157,6 +157,19 @@ def _program_of(composed: Composed, asked: Program | None) -> Program:
     raise ConfigErrors([*composed.problems, ConfigProblem("", Words(", ".join(foreign)), expected, hint)])
 
 
+def locate(config: str, folder: str) -> tuple[str, Path]:
+    """Name and folder of a configuration.
+
+    Args:
+        config: ``./mine.yaml`` is a file, ``mine`` a name.
+        folder: where names are looked for.
+    """
+    file = Path(config).expanduser()
+    if file.suffix == ".yaml" or len(file.parts) > 1:
+        return file.stem if file.suffix == ".yaml" else file.name, file.parent
+    return config, Path(folder).expanduser()
+
+
 def refuse(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
     """Ends with code 2 where words of the command line are left over; one may be a key, given as ``--max_steps=3``."""
     if not words:

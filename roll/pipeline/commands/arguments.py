@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
+
+from roll.configs.shipped import SHIPPED
+from roll.pipeline.cli import locate
 
 
 class Add(Protocol):
@@ -17,7 +23,68 @@ class Add(Protocol):
 
 def add_commands(commands: Any, add: Add) -> None:
     """Adds all of them to the ``roll`` command."""
+    _add_score(commands, add)
     _add_explain(commands, add)
+
+
+def _add_score(commands: Any, add: Add) -> None:
+    parser = add(
+        commands, "score", "score answers that are there: by a configuration's rewards, or one verifier", _score
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="+",
+        metavar="FILE|key=value",
+        help="answers: what `roll generate` writes, episodes of a run, or rows with a column of answers; "
+        "key=value: of the configuration, or arguments of the verifier",
+    )
+    by = parser.add_mutually_exclusive_group(required=True)
+    by.add_argument("--config", metavar="NAME", help="the configuration, file or run folder whose rewards score")
+    by.add_argument("--verifier", metavar="NAME", help="one of `roll verifiers list`, or package.module:Class")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the rows with their scores, as JSON lines")
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="the figures as JSON")
+    parser.add_argument("--answer-key", metavar="COLUMN", help="of the answers (answers)")
+    parser.add_argument("--prompt-key", metavar="COLUMN", help="of the question (messages or prompt, if there is one)")
+    truth = parser.add_mutually_exclusive_group()
+    truth.add_argument("--truth-key", metavar="COLUMN", default="solution", help="of the reference answer (solution)")
+    truth.add_argument("--no-truth", action="store_true", help="there is no reference answer")
+    parser.add_argument("--tag-key", metavar="COLUMN", default="tag", help="that says which domain scores a row (tag)")
+    parser.add_argument("--score-key", metavar="COLUMN", default="scores", help="to write (scores)")
+    parser.add_argument("--processes", type=int, metavar="N", help="child processes of each domain's rules")
+
+
+def _score(options: argparse.Namespace) -> int:
+    from roll.configs.problems import ConfigErrors
+    from roll.data.answered import AnswerColumns
+    from roll.pipeline.cli import EXIT_CONFIG, report
+    from roll.pipeline.commands.scoring import Job, rewards_of, run
+
+    files, words = _files_and_words(options, "score")
+    config = None if options.config is None else _locate(options.config)
+    try:
+        rewards = rewards_of(config, options.verifier, words)
+    except ConfigErrors as errors:
+        sys.stderr.write(report(errors, options.config or "roll score"))
+        return EXIT_CONFIG
+    truth = None if options.no_truth else options.truth_key
+    columns = AnswerColumns(options.answer_key, options.prompt_key, truth, options.tag_key)
+    job = Job(files, columns, rewards, options.output, options.score_key, options.summary, options.processes)
+    return run(job)
+
+
+def _locate(config: str) -> tuple[str, Path]:
+    """Name and folder of a configuration; that of a run is in its folder."""
+    saved = Path(config).expanduser() / "config.yaml"
+    return locate(str(saved) if saved.is_file() else config, str(SHIPPED))
+
+
+def _files_and_words(options: argparse.Namespace, command: str) -> tuple[list[str], list[str]]:
+    """Files and ``key=value`` words; the working directory is where a user's own modules are looked for."""
+    sys.path.insert(0, os.getcwd())
+    files = [word for word in options.overrides if "=" not in word]
+    if not files:
+        options.parser.error(f"{command}: no file is named")
+    return files, [word for word in options.overrides if "=" in word]
 
 
 def _add_explain(commands: Any, add: Add) -> None:

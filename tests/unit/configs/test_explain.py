@@ -45,7 +45,11 @@ def test_options_of_engines_are_told_with_who_reads_them(capsys):
 
 
 def test_keys_inside_lists_and_mappings_are_found_by_a_path(capsys):
-    for word in ("rewards.math.verifiers.0.weight", "verifiers.0.weight=2", "rewards.<domain>.verifiers.<number>.weight"):
+    for word in (
+        "rewards.math.verifiers.0.weight",
+        "verifiers.0.weight=2",
+        "rewards.<domain>.verifiers.<number>.weight",
+    ):
         assert "key rewards.<domain>.verifiers.<number>.weight" in told(capsys, word)
 
 

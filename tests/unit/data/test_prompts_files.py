@@ -179,7 +179,7 @@ def test_names_that_lead_nowhere(tmp_path: Path) -> None:
         f"{tmp_path}/fol*: the pattern matches only folders ({tmp_path}/folder), expected files",
     ]
     assert complaints(tmp_path / "train.*") == [
-        f"{tmp_path}/train.xlsx: suffix '.xlsx', expected one of .json, .jsonl, .csv, .parquet, .arrow"
+        f"{tmp_path}/train.xlsx: suffix '.xlsx', expected one of .json, .jsonl, .csv, .parquet, .arrow, .txt"
     ]
 
 

@@ -19,14 +19,11 @@ from roll.data.requests import Completion, FinishReason
 from roll.pipeline.rlvr.metrics import (
     RewardFailureError,
     accuracy_metrics,
-    best_of_k,
     check_error_rates,
-    majority_correct,
-    majority_of_k,
-    pass_at_k,
     reward_metrics,
 )
 from roll.pipeline.rollouts import passes_filter
+from roll.rewards.accuracy import Judged, best_of_k, majority_correct, majority_of_k, pass_at_k
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 
 COMPLETION = Completion("r", np.arange(1), np.zeros(1, dtype=np.float32), FinishReason.STOP, np.zeros(1, np.int64))
@@ -80,8 +77,8 @@ VOTES = [
 
 @pytest.mark.parametrize(("votes", "expected"), VOTES)
 def test_the_majority_decides_and_ties_share_the_vote(votes: list[tuple[str | None, bool]], expected: float) -> None:
-    answers = [answer(0, correct, text) for text, correct in votes]
-    assert majority_correct(answers) == majority_of_k(group(*answers), 9) == pytest.approx(expected)
+    answers = [Judged(0, correct, text) for text, correct in votes]
+    assert majority_correct(answers) == majority_of_k(answers, 9) == pytest.approx(expected)
 
 
 @given(scores=st.lists(st.floats(-2, 2), min_size=1, max_size=7), data=st.data())
@@ -92,14 +89,14 @@ def test_best_of_k_is_the_mean_over_all_choices(scores: list[float], data: st.Da
 
 
 def test_the_majority_of_k_is_the_mean_over_all_choices_or_near_it() -> None:
-    answers = [answer(0, text == "1", text) for text in "1112233"]
+    answers = [Judged(0, text == "1", text) for text in "1112233"]
     for k, choices in ((2, 21), (3, 35)):
         exact = mean(map(majority_correct, itertools.combinations(answers, k)))
-        assert math.comb(7, k) == choices and majority_of_k(group(*answers), k) == pytest.approx(exact)
+        assert math.comb(7, k) == choices and majority_of_k(answers, k) == pytest.approx(exact)
     many = answers * 2
     exact = mean(map(majority_correct, itertools.combinations(many, 4)))
-    assert majority_of_k(group(*many), 4) == pytest.approx(exact, abs=0.15)  # 100 of 1,001: three standard errors
-    assert majority_of_k(group(*many), 4) == majority_of_k(group(*many), 4)
+    assert majority_of_k(many, 4) == pytest.approx(exact, abs=0.15)  # 100 of 1,001: three standard errors
+    assert majority_of_k(many, 4) == majority_of_k(many, 4)
 
 
 def test_accuracy_over_several_samples_by_prompt_and_by_tag() -> None:

@@ -1,0 +1,174 @@
+"""Rows of files that hold answers: what was asked, what was said, and what is known about it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll.data.asked import ANSWERS, PROMPTS, asked
+from roll.data.prompt_files import Problems, Row, read_rows
+from roll.data.prompt_rows import Message, RowError, check_encodable, lookup
+
+TURNS = "turns"
+"""Column of the episodes that a run writes."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was said."""
+
+    text: str
+    num_tokens: int = 0
+    """Sampled tokens; 0 where that is not known."""
+    truncated: bool = False
+    """It was cut off by a limit of length."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A question with its answers."""
+
+    row: Row
+    prompt: str
+    """Text of the last message before the answers; empty where the row has no question."""
+    messages: tuple[Message, ...]
+    answers: tuple[Answer | None, ...]
+    """``None``: the row says that there is none, as generating it failed."""
+    truth: Any
+    tag: str | None
+    extra: Mapping[str, Any]
+    """The other columns."""
+    group: str
+    """Equal for answers to the same question."""
+
+
+@dataclass(frozen=True)
+class AnswerColumns:
+    """Where a row's parts stand. ``None``: wherever they usually are."""
+
+    answers: str | None = None
+    prompt: str | None = None
+    truth: str | None = "solution"
+    """``None``: there is no reference answer."""
+    tag: str = "tag"
+
+
+def read_answered(
+    files: Sequence[str], columns: AnswerColumns, problems: Problems, *, without: str
+) -> Iterator[Answered]:
+    """The answers in files, in order; what is wrong goes to ``problems``.
+
+    Args:
+        files: see ``read_rows``: what ``roll generate`` writes, a run's episodes, or any rows with a column of answers.
+        columns: their names.
+        problems: learns what is wrong.
+        without: a column that the rows must not have, as it will be written.
+    """
+    for row in read_rows(files, problems):
+        try:
+            if without in row.values:
+                raise RowError(f"column {without!r} is there already; expected a name that is free: --score-key NAME")
+            if columns.answers is None and isinstance(row.values.get(TURNS), list):
+                yield _episode(row, columns)
+            else:
+                yield _answered(row, columns)
+        except RowError as error:
+            problems.add(row.place, str(error))
+
+
+def _answered(row: Row, columns: AnswerColumns) -> Answered:
+    values = row.values
+    column = columns.answers or ANSWERS
+    try:
+        said = lookup(values, column)
+    except RowError as error:
+        raise RowError(f"{error}; name the answers' column: --answer-key") from error
+    question = None
+    if columns.prompt is not None or any(name in values for name in PROMPTS):
+        question = asked(values, columns.prompt)
+    messages = () if question is None else question.messages
+    used = {column, columns.truth, columns.tag, columns.prompt, *PROMPTS}
+    return Answered(
+        row,
+        prompt="" if question is None else question.text,
+        messages=messages,
+        answers=_answers(said, column),
+        truth=_truth(values, columns.truth),
+        tag=_tag(values.get(columns.tag)),
+        extra={name: value for name, value in values.items() if name not in used},
+        group=str(values["id"]) if "id" in values else _digest(messages) if messages else row.name,
+    )
+
+
+def _answers(said: Any, column: str) -> tuple[Answer | None, ...]:
+    """The answers in a cell: a text, or a list of texts, or of objects with ``text`` or ``error``."""
+    found = tuple(_answer(each, column) for each in (said if isinstance(said, list) else [said]))
+    if not found:
+        raise RowError(f"column {column!r}: no answer in it")
+    return found
+
+
+def _answer(said: Any, column: str) -> Answer | None:
+    told = said if isinstance(said, Mapping) else {"text": said}
+    text = told.get("text")
+    if text is None and told.get("error"):
+        return None
+    if not isinstance(text, str):
+        raise RowError(f"column {column!r}: {str(said)[:60]!r}, expected a text, or a list of texts or answers")
+    check_encodable(text, f"column {column!r}")
+    return Answer(text, int(told.get("num_tokens") or 0), told.get("finish_reason") == "length")
+
+
+def _truth(values: Mapping[str, Any], column: str | None) -> Any:
+    if column is None:
+        return None
+    try:
+        return lookup(values, column)
+    except RowError as error:
+        raise RowError(
+            f"{error}; --truth-key names the reference answers, --no-truth says that there are none"
+        ) from error
+
+
+def _tag(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _digest(messages: Sequence[Message]) -> str:
+    text = "\x1e".join(f"{message['role']}\x1f{message['content']}" for message in messages)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _episode(row: Row, columns: AnswerColumns) -> Answered:
+    """An episode that a run has written: its last turn is the answer, what went before is the conversation."""
+    values = row.values
+    turns, info = values[TURNS], values.get("info")
+    info = info if isinstance(info, Mapping) else {}
+    try:
+        said = [(turn["observation"], turn["text"]) for turn in turns]
+        last, text = said[-1]
+    except (KeyError, TypeError, IndexError) as error:
+        raise RowError(f"column {TURNS!r}: not the turns of an episode, as a run writes them ({error!r})") from error
+    messages: list[Message] = []
+    for observation, words in said:
+        messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": words}]
+    end = turns[-1]
+    answer = {
+        "text": text,
+        "num_tokens": end.get("completion_tokens"),
+        "finish_reason": end.get("finish_reason"),
+    }
+    tag = _tag(values.get("tag"))
+    return Answered(
+        row,
+        prompt=last,
+        messages=tuple(messages[:-1]),
+        answers=_answers(answer, TURNS),
+        truth=info.get("ground_truth") if columns.truth is not None else None,
+        tag=tag,
+        extra=info,
+        group=f"{Path(row.name).name.rpartition(':')[0]}/{tag}/{values.get('group_id', row.name)}",
+    )

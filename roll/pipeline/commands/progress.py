@@ -1,0 +1,50 @@
+"""How far a command is: a bar on a terminal, a line from time to time elsewhere; on standard error."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+QUIET_SECONDS = 20.0
+"""Off a terminal, between two lines."""
+
+
+@contextmanager
+def progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[str], None]]:
+    """Counts what is finished.
+
+    Args:
+        what: what is counted, in the plural.
+        total: how many there are.
+        done: how many of them were finished before.
+
+    Yields:
+        A function to call for each, with what else is worth saying (tokens per second, failures).
+    """
+    if sys.stderr.isatty():
+        beside = TextColumn("{task.fields[beside]}")
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), beside)
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=total, completed=done, beside="")
+
+            def move(beside: str = "") -> None:
+                bar.update(task, advance=1, beside=beside)
+
+            yield move
+        return
+    last = time.monotonic()
+    count = done
+
+    def advance(beside: str = "") -> None:
+        nonlocal count, last
+        count += 1
+        if time.monotonic() - last > QUIET_SECONDS:
+            last = time.monotonic()
+            sys.stderr.write(f"{what}: {count:,} of {total:,}{f', {beside}' if beside else ''}\n")
+
+    yield advance

@@ -1,0 +1,174 @@
+"""``roll score``: answers in, scores out. Rules need neither Ray nor torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from roll.configs.compose import compose_config, parse_overrides
+from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
+from roll.configs.rewards import RewardConfig
+from roll.data.answered import AnswerColumns, Answered, read_answered
+from roll.data.prompt_files import DataError, Problems
+from roll.pipeline.cli import report
+from roll.pipeline.commands.progress import progress
+from roll.rewards.accuracy import Tally
+from roll.rewards.scoring import Scoring, domain_of, parse_rewards
+from roll.rewards.types import RewardError, Verdict
+from roll.tracking.files import to_json, write_atomic
+from roll.utils.ordered import in_order
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+SHOWN_ERRORS = 3
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be scored, and by what."""
+
+    files: Sequence[str]
+    columns: AnswerColumns
+    rewards: Mapping[str, Any]
+    """A ``rewards`` section, unchecked."""
+    output: Path | None
+    score_key: str
+    summary: Path | None
+    num_processes: int | None
+
+
+def rewards_of(config: tuple[str, Path] | None, verifier: str | None, words: Sequence[str]) -> dict[str, Any]:
+    """The ``rewards`` section of a configuration, or one of a single verifier.
+
+    Args:
+        config: name and folder.
+        verifier: its name, if there is no configuration.
+        words: ``key=value``: of the configuration, or arguments of the verifier.
+
+    Raises:
+        ConfigErrors: the configuration cannot be read, or has no such section.
+    """
+    if config is not None:
+        composed = compose_config(*config, words)
+        rewards = composed.values.get("rewards")
+        problems = list(composed.problems)
+        if not isinstance(rewards, Mapping) or not rewards:
+            problems.append(ConfigProblem("rewards", rewards or NOTHING, "domains with verifiers"))
+        if problems:
+            raise ConfigErrors(problems)
+        assert isinstance(rewards, Mapping)
+        return dict(rewards)
+    parsed, problems = parse_overrides(words)
+    if problems:
+        raise ConfigErrors(problems)
+    args = {override.key_or_group: value for override, value in parsed}
+    return {str(verifier): {"tag_included": ["any"], "verifiers": [{"name": verifier, "args": args}]}}
+
+
+def run(job: Job) -> int:
+    """Scores answers and prints the figures.
+
+    Returns:
+        0; 1 when some answer could not be scored; 2 for a wrong command line, configuration or file.
+    """
+    try:
+        domains = parse_rewards(job.rewards)
+        total = _check(job, domains)
+        tally, errors = asyncio.run(_score(job, domains, total))
+    except ConfigErrors as problems:
+        sys.stderr.write(report(problems, "roll score"))
+        return EXIT_USAGE
+    except (DataError, OSError, RewardError) as error:
+        sys.stderr.write(f"roll score: {error}\n")
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    figures = tally.summary()
+    if job.summary is not None:
+        write_atomic(job.summary, to_json(figures, indent=2) + "\n")
+    sys.stdout.write(page(figures))
+    for reason in errors:
+        sys.stderr.write(f"not scored: {reason}\n")
+    if tally.failed > len(errors):
+        sys.stderr.write(f"… and {tally.failed - len(errors):,} more that could not be scored\n")
+    return EXIT_FAILED if tally.failed else 0
+
+
+def page(figures: Mapping[str, float | None]) -> str:
+    """The figures as text, a standard error beside its mean."""
+    width = max(map(len, figures))
+    lines = []
+    for name, value in figures.items():
+        if name.endswith("_error") or value is None:
+            continue
+        beside = figures.get(f"{name}_error")
+        shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+        lines.append(f"{name:<{width}}  {shown}{'' if beside is None else f' ± {beside:.4f}'}\n")
+    return "".join(lines)
+
+
+def _check(job: Job, domains: Mapping[str, RewardConfig]) -> int:
+    """Reads all rows once, before anything is scored.
+
+    Returns:
+        How many there are.
+
+    Raises:
+        DataError: everything that is wrong in them.
+    """
+    problems, count = Problems(), 0
+    for row in read_answered(job.files, job.columns, problems, without=job.score_key):
+        count += 1
+        try:
+            domain_of(domains, row.tag)
+        except ValueError as error:
+            problems.add(row.row.place, str(error))
+    problems.raise_any()
+    if not count:
+        raise DataError([f"{', '.join(job.files)}: no rows"])
+    return count
+
+
+async def _score(job: Job, domains: Mapping[str, RewardConfig], total: int) -> tuple[Tally, list[str]]:
+    tally, errors = Tally(), list[str]()
+    rows = read_answered(job.files, job.columns, Problems(), without=job.score_key)
+    async with Scoring(domains, job.num_processes) as scoring:
+        with _written(job.output) as file, progress("rows scored", total) as advance:
+            async with contextlib.aclosing(in_order(rows, scoring.score, 2 * scoring.concurrency)) as done:
+                async for row, verdicts in done:
+                    for verdict in verdicts:
+                        if isinstance(verdict, RewardError) and len(errors) < SHOWN_ERRORS:
+                            errors.append(f"{row.row.place}: {verdict}")
+                        tally.add(row.group, verdict if isinstance(verdict, Verdict) else None)
+                    if file is not None:
+                        file.write(_line(row, verdicts, job.score_key))
+                    advance(f"{tally.failed:,} failed" if tally.failed else "")
+    return tally, errors
+
+
+@contextlib.contextmanager
+def _written(path: Path | None) -> Iterator[IO[str] | None]:
+    """The file, in place when it is whole."""
+    if path is None:
+        yield None
+        return
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
+        yield file
+    unfinished.replace(path)
+
+
+def _line(row: Answered, verdicts: Sequence[Verdict | RewardError], key: str) -> str:
+    return to_json({**row.row.values, key: [_record(verdict) for verdict in verdicts]}) + "\n"
+
+
+def _record(verdict: Verdict | RewardError) -> dict[str, Any]:
+    """A score; one that is missing has its reason and no number."""
+    if isinstance(verdict, RewardError):
+        return {"error": str(verdict)}
+    record: dict[str, Any] = {"score": verdict.score, "correct": verdict.correct, "answer": verdict.answer}
+    return record | {name: dict(part) for name, part in (("parts", verdict.parts), ("notes", verdict.notes)) if part}
