@@ -137,7 +137,7 @@ class RunSession:
         self.folder.log_metrics(step, metrics)
         if self._tracker is not None and (step % self.config.logging_steps == 0 or step == self.config.max_steps):
             self._tracker.log(metrics, step)
-        if step:
+        if step and not self.config.eval_only:
             self.display.step(step, metrics)
 
     def write_summary(self) -> None:

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 from roll.configs.shipped import SHIPPED
 from roll.pipeline.cli import locate
 
+MODEL = "a run's folder, a checkpoint, a model's folder, or a name on the hub"
+
 
 class Add(Protocol):
     """Adds a command to others: its name, a line about it, and what performs it."""
@@ -23,8 +25,122 @@ class Add(Protocol):
 
 def add_commands(commands: Any, add: Add) -> None:
     """Adds all of them to the ``roll`` command."""
+    _add_eval(commands, add)
+    _add_generate(commands, add)
     _add_score(commands, add)
+    _add_chat(commands, add)
     _add_explain(commands, add)
+
+
+def _add_eval(commands: Any, add: Add) -> None:
+    parser = add(commands, "eval", "evaluate a saved model on held-out data, as its run would", _eval)
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    parser.add_argument("--config", metavar="NAME", help="a configuration or file in place of the run's own")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from roll.pipeline.commands.evaluating import run
+
+    sys.path.insert(0, os.getcwd())
+    config = None if options.config is None else _locate(options.config)
+    return run(options.model, config, options.overrides, options.started)
+
+
+def _add_generate(commands: Any, add: Add) -> None:
+    parser = add(commands, "generate", "have a saved model answer the prompts of files", _generate)
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    parser.add_argument(
+        "overrides",
+        nargs="+",
+        metavar="FILE|key=value",
+        help="prompts: jsonl, json, parquet, csv, arrow, txt; key=value: of the section actor_infer, such as "
+        "model_args.dtype=bf16",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="FILE", help="JSON lines, a line for each row"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="begin anew where there are answers already")
+    parser.add_argument("--prompt-key", metavar="COLUMN", help="texts or lists of messages (messages, else prompt)")
+    parser.add_argument("--answer-key", metavar="COLUMN", default="answers", help="to write (answers)")
+    parser.add_argument("--chat", action="store_true", help="ask texts as messages, by the chat template")
+    parser.add_argument("-n", type=int, default=1, metavar="N", help="answers to each prompt (1)")
+    parser.add_argument("--concurrency", type=int, default=128, metavar="N", help="requests at the same time (128)")
+    _add_sampling(parser)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from roll.configs.problems import ConfigErrors
+    from roll.pipeline.cli import EXIT_CONFIG, report
+    from roll.pipeline.commands.engine import generator_section
+    from roll.pipeline.commands.generating import Job, run
+
+    files, words = _files_and_words(options, "generate")
+    try:
+        worker = generator_section(options.engine, _sampling(options), words)
+    except ConfigErrors as errors:
+        sys.stderr.write(report(errors, "roll generate"))
+        return EXIT_CONFIG
+    for option, value in (("-n", options.n), ("--concurrency", options.concurrency)):
+        if value < 1:
+            options.parser.error(f"generate: {option}: seen {value}, expected at least 1")
+    job = Job(
+        options.model,
+        files,
+        options.output,
+        worker,
+        num_answers=options.n,
+        prompt_key=options.prompt_key,
+        answer_key=options.answer_key,
+        system=options.system,
+        chats=options.chat,
+        sequence_length=options.max_length,
+        max_running_requests=options.concurrency,
+        seed=options.seed,
+        overwrite=options.overwrite,
+    )
+    return run(job)
+
+
+def _add_chat(commands: Any, add: Add) -> None:
+    parser = add(commands, "chat", "talk with a saved model on the terminal", _chat)
+    parser.add_argument("model", metavar="MODEL", help=MODEL)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the section actor_infer")
+    _add_sampling(parser, engines=False)
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from roll.configs.problems import ConfigErrors
+    from roll.pipeline.cli import EXIT_CONFIG, report
+    from roll.pipeline.commands.chatting import Job, run
+    from roll.pipeline.commands.engine import generator_section
+
+    try:
+        worker = generator_section("hf_infer", _sampling(options), options.overrides)
+    except ConfigErrors as errors:
+        sys.stderr.write(report(errors, "roll chat"))
+        return EXIT_CONFIG
+    return run(Job(options.model, worker, options.system, options.max_length, options.seed))
+
+
+def _add_sampling(parser: argparse.ArgumentParser, *, engines: bool = True) -> None:
+    """Options of everything that samples; ``generating_args`` has the others."""
+    if engines:
+        parser.add_argument("--engine", default="hf_infer", metavar="NAME", help="hf_infer, vllm or sglang (hf_infer)")
+    parser.add_argument("--system", metavar="TEXT", help="message of the system, where a conversation has none")
+    parser.add_argument("--temperature", type=float, help="0 is greedy (1)")
+    parser.add_argument("--top-p", type=float, help="mass of the most likely tokens (1)")
+    parser.add_argument("--top-k", type=int, help="most likely tokens; 0: all (0)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer (512)")
+    parser.add_argument(
+        "--max-length", type=int, metavar="N", help="most tokens of prompt and answer (the model's, to 8192)"
+    )
+    parser.add_argument("--seed", type=int, default=42, help="(42)")
+
+
+def _sampling(options: argparse.Namespace) -> dict[str, Any]:
+    named = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
+    return {**named, "max_new_tokens": options.max_tokens}
 
 
 def _add_score(commands: Any, add: Add) -> None:

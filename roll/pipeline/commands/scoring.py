@@ -16,6 +16,7 @@ from roll.configs.rewards import RewardConfig
 from roll.data.answered import AnswerColumns, Answered, read_answered
 from roll.data.prompt_files import DataError, Problems
 from roll.pipeline.cli import report
+from roll.pipeline.commands.figures import page
 from roll.pipeline.commands.progress import progress
 from roll.rewards.accuracy import Tally
 from roll.rewards.scoring import Scoring, domain_of, parse_rewards
@@ -96,19 +97,6 @@ def run(job: Job) -> int:
     if tally.failed > len(errors):
         sys.stderr.write(f"… and {tally.failed - len(errors):,} more that could not be scored\n")
     return EXIT_FAILED if tally.failed else 0
-
-
-def page(figures: Mapping[str, float | None]) -> str:
-    """The figures as text, a standard error beside its mean."""
-    width = max(map(len, figures))
-    lines = []
-    for name, value in figures.items():
-        if name.endswith("_error") or value is None:
-            continue
-        beside = figures.get(f"{name}_error")
-        shown = f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
-        lines.append(f"{name:<{width}}  {shown}{'' if beside is None else f' ± {beside:.4f}'}\n")
-    return "".join(lines)
 
 
 def _check(job: Job, domains: Mapping[str, RewardConfig]) -> int:

@@ -56,6 +56,7 @@ class HfInfer(Generator[WeightUpdate]):
         super().__init__(context)
         self._config = HfInferConfig.model_validate(context.worker.strategy_args.strategy_config)
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._running: dict[str, RunningSequence] = {}
 
     def start(self) -> None:
         """Loads the model and starts the engine's thread.
@@ -93,12 +94,20 @@ class HfInfer(Generator[WeightUpdate]):
 
     async def sample(self, request: GenerateRequest, limit: int) -> Completion:
         sequence = RunningSequence(request, self.seed_of(request), limit)
+        self._running[request.request_id] = sequence
         try:
             return await self._engine.submit(sequence)
         except asyncio.CancelledError:
             with contextlib.suppress(EngineStoppedError):
                 self._engine.drop(sequence)
             raise
+        finally:
+            del self._running[request.request_id]
+
+    def sampled(self, request_id: str) -> list[int]:
+        """The ids so far of a request in flight, from any thread; none of another."""
+        sequence = self._running.get(request_id)
+        return [] if sequence is None else sequence.tokens.copy()
 
     def end(self, request_id: str) -> Future[None]:
         return self._engine.abort(request_id)

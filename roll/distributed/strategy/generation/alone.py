@@ -1,0 +1,87 @@
+"""A generator in this process, for commands that are no run: no Ray, no weights that change."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from roll.configs.worker import WorkerConfig
+from roll.distributed.strategy import strategy_class
+from roll.distributed.strategy.base import StrategyContext
+from roll.distributed.strategy.generation.generator import Generator
+from roll.distributed.weights.buckets import pack_buckets
+from roll.distributed.weights.contents import WeightBucket
+from roll.models.loading import load_config
+from roll.models.lora import ADAPTER_FILE, LoraSpec
+
+MOST_POSITIONS = 8192
+"""Longest sample where nobody says, of a model that has more."""
+_ADAPTER_CONFIG = "adapter_config.json"
+_BUCKET_BYTES = 256 << 20
+
+
+def base_of(model: str) -> tuple[str, LoraSpec | None]:
+    """The model that a folder of peft adapts, and its adapter; another model is its own."""
+    file = Path(model).expanduser() / _ADAPTER_CONFIG
+    if not file.is_file():
+        return model, None
+    config = json.loads(file.read_text(encoding="utf-8"))
+    targets = config["target_modules"]
+    names = (targets,) if isinstance(targets, str) else tuple(targets)
+    return config["base_model_name_or_path"], LoraSpec(config["r"], config["lora_alpha"], names)
+
+
+@contextmanager
+def generator_of(
+    model: str, worker: WorkerConfig, *, sequence_length: int | None, max_running_requests: int, seed: int
+) -> Iterator[Generator[Any]]:
+    """Starts a generator, and stops it when the block is left.
+
+    Args:
+        model: a folder in Hugging Face format, that of a LoRA adapter, or a name on the hub.
+        worker: the engine and how it loads the model.
+        sequence_length: longest prompt plus completion; ``None``: as many as the model has, to ``MOST_POSITIONS``.
+        max_running_requests: at the same time.
+        seed: for requests that bring none.
+
+    Raises:
+        ValueError: the model cannot be loaded, or an option does not fit it.
+        MissingEngineError: the engine's package is not installed.
+    """
+    base, lora = base_of(model)
+    if sequence_length is None:
+        text = load_config(base, worker.model_args.model_config_kwargs).get_text_config()
+        sequence_length = min(MOST_POSITIONS, getattr(text, "max_position_embeddings", None) or MOST_POSITIONS)
+    context = StrategyContext(
+        worker,
+        role="actor_infer",
+        model_path=base,
+        lora=lora,
+        seed=seed,
+        sequence_length=sequence_length,
+        max_running_requests=max_running_requests,
+        template=worker.data_args.template,
+    )
+    strategy = strategy_class(worker.strategy_args.strategy_name)
+    engine = cast("Generator[Any]", strategy(context))
+    try:
+        engine.setup()
+        if lora is not None:
+            asyncio.run(engine.update_adapter(_buckets(Path(model).expanduser()), version=0))
+        yield engine
+    finally:
+        engine.shutdown()
+
+
+async def _buckets(adapter: Path) -> AsyncIterator[WeightBucket]:
+    from safetensors.torch import load_file
+
+    tensors: Mapping[str, Tensor] = load_file(adapter / ADAPTER_FILE)
+    for bucket in pack_buckets(tensors.items(), _BUCKET_BYTES):
+        yield bucket

@@ -1,0 +1,98 @@
+"""``roll chat``: a conversation with a saved model, on a terminal or through pipes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from roll.configs.worker import WorkerConfig
+from roll.tracking.checkpointer import CheckpointError
+from roll.tracking.saved import find_saved
+
+if TYPE_CHECKING:
+    from roll.rollout.conversation import Conversation, StreamingEngine
+
+EXIT_OK, EXIT_USAGE, EXIT_INTERRUPTED = 0, 2, 130
+HELP = "/reset begins anew, /quit ends (so does the end of the input), Ctrl-C stops an answer\n"
+
+
+@dataclass(frozen=True)
+class Job:
+    """Who is talked with, and how."""
+
+    model: str
+    worker: WorkerConfig
+    system: str | None = None
+    sequence_length: int | None = None
+    seed: int = 42
+
+
+def run(job: Job) -> int:
+    """Answers line by line until ``/quit`` or the end of the input; 2 for a model that cannot be talked with."""
+    from roll.data.renderer import ChatRenderer
+    from roll.distributed.strategy.generation.alone import base_of, generator_of
+    from roll.models.tokenizer import load_tokenizer
+    from roll.pipeline.rollout_roles import sampling_params
+    from roll.rollout.conversation import Conversation
+
+    worker = job.worker
+    try:
+        model = find_saved(job.model).model
+        renderer = ChatRenderer(load_tokenizer(base_of(model)[0]), worker.data_args.template)
+        engine = generator_of(model, worker, sequence_length=job.sequence_length, max_running_requests=1, seed=job.seed)
+        with engine as generator:
+            params = sampling_params(worker.generating_args)
+            streaming = cast("StreamingEngine", generator)
+            _talk(Conversation(streaming, renderer, params, job.system, job.seed))
+    except (CheckpointError, ValueError, OSError) as error:
+        sys.stderr.write(f"roll chat: {error}\n")
+        return EXIT_USAGE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return EXIT_OK
+
+
+def _talk(conversation: Conversation) -> None:
+    if sys.stdin.isatty():
+        sys.stderr.write(HELP)
+    for line in _lines():
+        words = line.strip()
+        if words == "/quit":
+            return
+        if words == "/reset":
+            conversation.reset()
+        elif words.startswith("/"):
+            sys.stderr.write(f"{words}: no such command; {HELP}")
+        elif words:
+            try:
+                asyncio.run(_answer(conversation, words))
+            except KeyboardInterrupt:  # it stops the answer, not the conversation
+                sys.stdout.write("\n")
+            except ValueError as error:
+                sys.stderr.write(f"{error}; /reset begins anew\n")
+
+
+def _lines() -> Iterator[str]:
+    """What is typed, with a prompt and the line editing of a terminal; or the lines of a pipe."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # input() edits lines where it is there
+    with contextlib.suppress(EOFError, KeyboardInterrupt):
+        while True:
+            yield input("> ")
+    sys.stdout.write("\n")
+
+
+async def _answer(conversation: Conversation, words: str) -> None:
+    async with contextlib.aclosing(conversation.answer(words)) as pieces:
+        async for piece in pieces:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()

@@ -1,0 +1,90 @@
+"""``roll eval``: the held-out evaluation of a saved model, as the run that saved it would make it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from roll.configs.compose import compose_config
+from roll.configs.problems import ConfigErrors
+from roll.pipeline.cli import EXIT_CONFIG, perform, report
+from roll.pipeline.commands.figures import page
+from roll.tracking.checkpointer import Checkpointer, CheckpointError
+from roll.tracking.files import read_json_lines
+from roll.tracking.redact import REDACTED
+from roll.tracking.saved import CONFIG_FILE, Saved, find_saved
+
+
+def run(path: str, config: tuple[str, Path] | None, words: Sequence[str], started: float) -> int:
+    """Evaluates, and prints the figures.
+
+    Args:
+        path: a run's folder, a checkpoint, or a model's folder; see ``find_saved``.
+        config: name and folder; ``None``: the configuration of the run that saved the model.
+        words: ``key=value`` changes.
+        started: ``time.time()`` at launch.
+
+    Returns:
+        That of the run; 2 where nothing says how to evaluate.
+    """
+    try:
+        saved = find_saved(path)
+    except CheckpointError as error:
+        sys.stderr.write(f"roll eval: {error}\n")
+        return EXIT_CONFIG
+    if config is None and saved.run is None:
+        sys.stderr.write(f"roll eval: {path}: no {CONFIG_FILE} of a run beside it; --config says how to evaluate it\n")
+        return EXIT_CONFIG
+    name, folder = config or (Path(CONFIG_FILE).stem, saved.run or Path())
+    overrides = [*changes(saved, folder if config is None else None), *words]
+    try:
+        values = compose_config(name, folder, overrides).values
+    except ConfigErrors as errors:
+        sys.stderr.write(report(errors, name))
+        return EXIT_CONFIG
+    for key in redacted(values):
+        sys.stderr.write(f"{key} was not saved, as it is a secret: give it as {key}=… if the evaluation needs it\n")
+    code = perform("train", name, folder, overrides, started=started)
+    if code == 0:
+        target = Path(values.get("output_dir", "output")).expanduser() / values["exp_name"]
+        sys.stdout.write(f"\n{page(_figures(target / 'metrics.jsonl'))}in {target}\n")
+    return code
+
+
+def changes(saved: Saved, run: Path | None) -> list[str]:
+    """What makes a run's configuration one that evaluates a saved model, as ``key=value``.
+
+    Args:
+        saved: the model.
+        run: the folder of the run, beside which the evaluation's is made; ``None``: where the configuration says.
+    """
+    values: dict[str, str] = {}
+    if saved.checkpoint is not None:
+        values["resume_from_checkpoint"] = str(saved.checkpoint)
+        label = (
+            f"{run.name if run else saved.checkpoint.parent.parent.name}_eval_{Checkpointer.step_of(saved.checkpoint)}"
+        )
+    else:
+        values["pretrain"] = saved.model
+        label = f"{Path(saved.model).name}_eval"
+    values["exp_name"] = label
+    if run is not None:
+        values["output_dir"] = str(run.parent)
+    quoted = [f"{key}='{value.replace(chr(39), chr(92) + chr(39))}'" for key, value in values.items()]
+    return ["eval_only=true", "logging_dir=null", "render_save_dir=null", *quoted]
+
+
+def redacted(values: Any, path: str = "") -> Iterator[str]:
+    """The keys whose values a run has not saved."""
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from redacted(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(values, str) and REDACTED in values:
+        yield path
+
+
+def _figures(metrics: Path) -> dict[str, float | None]:
+    last = read_json_lines(metrics)[-1]
+    return {name: value for name, value in last.items() if name.startswith("eval")}

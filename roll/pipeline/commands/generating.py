@@ -1,0 +1,243 @@
+"""``roll generate``: prompts in, answers out, in the same order; goes on where it was interrupted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll.configs.worker import WorkerConfig
+from roll.data.asked import Asked, read_asked
+from roll.data.prompt_files import DataError, Problems, Row, find_files
+from roll.pipeline.commands.progress import progress
+from roll.tracking.checkpointer import CheckpointError
+from roll.tracking.files import to_json, write_atomic
+from roll.tracking.saved import find_saved
+from roll.utils.checksums import checksum_of
+from roll.utils.ordered import in_order
+
+if TYPE_CHECKING:
+    from roll.data.requests import Completion
+    from roll.rollout.answering import Answerer
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+AHEAD = 4
+"""Requests that are under way or wait for a slower one before them, in multiples of those that run at once."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be answered, and how."""
+
+    model: str
+    """A folder, see ``find_saved``, or a name on the hub."""
+    files: Sequence[str]
+    output: Path
+    worker: WorkerConfig
+    num_answers: int = 1
+    prompt_key: str | None = None
+    answer_key: str = "answers"
+    system: str | None = None
+    chats: bool = False
+    """Texts are asked as messages."""
+    sequence_length: int | None = None
+    max_running_requests: int = 128
+    seed: int = 42
+    overwrite: bool = False
+
+    @property
+    def notes(self) -> Path:
+        """The file beside the answers that says how they were made."""
+        return self.output.with_name(f"{self.output.name}.settings.json")
+
+    def settings(self) -> dict[str, Any]:
+        """All that the answers depend on."""
+        problems = Problems()
+        files = {str(path): checksum_of(path) for path in find_files(self.files, problems)}
+        problems.raise_any()
+        names = ("model", "num_answers", "prompt_key", "answer_key", "system", "chats", "sequence_length", "seed")
+        parts = {"model_args", "generating_args", "strategy_args"}
+        section = self.worker.model_dump(mode="json", include={*parts, "data_args"}, exclude_defaults=True)
+        return {"files": files, **{name: getattr(self, name) for name in names}, "generator": section}
+
+
+class UnlikeError(ValueError):
+    """The answers that are there were made otherwise."""
+
+
+@dataclass
+class Totals:
+    """Of this call, not of those before it."""
+
+    rows: int = 0
+    tokens: int = 0
+    failed: int = 0
+
+
+def run(job: Job) -> int:
+    """Answers the prompts and writes a line for each row.
+
+    Returns:
+        0; 1 when some prompt could not be answered, or the engine failed; 2 for a wrong command line, model or file;
+        130 when it was interrupted: the same command goes on.
+    """
+    from roll.distributed.strategy.engines import MissingEngineError
+    from roll.distributed.strategy.generation.requests import EngineStoppedError
+
+    totals = Totals()
+    started = time.monotonic()
+    try:
+        job = replace(job, model=find_saved(job.model).model)
+        total, done = _check(job), _continue(job)
+        if done == total:
+            sys.stderr.write(f"{job.output}: all {total:,} rows are answered already\n")
+            return EXIT_OK
+        if done:
+            sys.stderr.write(f"{job.output}: {done:,} of {total:,} rows are there, going on\n")
+        _generate(job, total, done, totals)
+    except (ValueError, OSError, CheckpointError, MissingEngineError) as error:  # a DataError is a ValueError
+        sys.stderr.write(f"roll generate: {error}\n")
+        return EXIT_USAGE
+    except EngineStoppedError as error:
+        sys.stderr.write(f"roll generate: {error}; the same command goes on where it stopped\n")
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        sys.stderr.write(f"stopped after {totals.rows:,} rows; the same command goes on\n")
+        return EXIT_INTERRUPTED
+    seconds = time.monotonic() - started
+    failed = f", {totals.failed:,} answers failed" if totals.failed else ""
+    sys.stderr.write(
+        f"{job.output}: {totals.rows:,} rows, {totals.tokens:,} tokens in {seconds:.1f} s with the start{failed}\n"
+    )
+    return EXIT_FAILED if totals.failed else EXIT_OK
+
+
+def _check(job: Job) -> int:
+    """Reads all rows once, before a model is loaded.
+
+    Returns:
+        How many there are.
+
+    Raises:
+        DataError: everything that is wrong in them.
+    """
+    problems = Problems()
+    total = sum(1 for _ in _rows(job, problems))
+    problems.raise_any()
+    if not total:
+        raise DataError([f"{', '.join(job.files)}: no rows"])
+    return total
+
+
+def _rows(job: Job, problems: Problems) -> Any:
+    return read_asked(job.files, job.prompt_key, problems, system=job.system, without=job.answer_key)
+
+
+def _continue(job: Job) -> int:
+    """Rows that an earlier call has answered; a line that it could not finish is removed.
+
+    Raises:
+        UnlikeError: it was called with other settings.
+    """
+    settings = json.loads(to_json(job.settings()))
+    if job.output.exists() and not job.overwrite:
+        if not job.notes.is_file():
+            raise UnlikeError(f"{job.output} is there already; expected another --output, or --overwrite")
+        before = json.loads(job.notes.read_text(encoding="utf-8"))
+        other = [name for name in {**before, **settings} if before.get(name) != settings.get(name)]
+        if other:
+            raise UnlikeError(
+                f"{job.output} was begun with another {', '.join(other)} (see {job.notes}); expected the same, another "
+                "--output, or --overwrite"
+            )
+        return _whole_lines(job.output)
+    job.output.parent.mkdir(parents=True, exist_ok=True)
+    job.output.write_bytes(b"")
+    write_atomic(job.notes, to_json(settings, indent=2) + "\n")
+    return 0
+
+
+def _whole_lines(path: Path) -> int:
+    count, end = 0, 0
+    with path.open("rb+") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                count, end = count + 1, end + len(line)
+        file.truncate(end)
+    return count
+
+
+def _generate(job: Job, total: int, done: int, totals: Totals) -> None:
+    from roll.data.renderer import ChatRenderer
+    from roll.distributed.strategy.generation.alone import base_of, generator_of
+    from roll.models.tokenizer import load_tokenizer
+    from roll.pipeline.rollout_roles import sampling_params
+    from roll.rollout.answering import Answerer
+
+    worker = job.worker
+    tokenizer = load_tokenizer(base_of(job.model)[0])
+    try:
+        renderer = ChatRenderer(tokenizer, worker.data_args.template)
+    except ValueError as error:
+        if job.chats or any(not question.is_text for _, question in _rows(job, Problems())):
+            raise ValueError(f"{error}; there are messages to render") from error
+        renderer = None
+    else:
+        if not job.chats and any(question.is_text for _, question in itertools.islice(_rows(job, Problems()), 1)):
+            sys.stderr.write(
+                "the prompts are texts, which the model continues as they are; --chat asks them as messages\n"
+            )
+    engine = generator_of(
+        job.model,
+        worker,
+        sequence_length=job.sequence_length,
+        max_running_requests=job.max_running_requests,
+        seed=job.seed,
+    )
+    with engine as generator:
+        params = sampling_params(worker.generating_args)
+        answerer = Answerer(generator.generate, tokenizer, renderer, params, job.num_answers, job.seed, job.chats)
+        asyncio.run(_write(job, answerer, total, done, totals))
+
+
+async def _write(job: Job, answerer: Answerer, total: int, done: int, totals: Totals) -> None:
+    rows = itertools.islice(enumerate(_rows(job, Problems())), done, None)
+
+    async def work(item: tuple[int, tuple[Row, Asked]]) -> Sequence[Completion | ValueError]:
+        index, (_, question) = item
+        return await answerer.answer(index, question)
+
+    window = max(1, AHEAD * job.max_running_requests // job.num_answers)
+    started = time.monotonic()
+    with (
+        job.output.open("a", encoding="utf-8", errors="backslashreplace") as file,
+        progress("rows answered", total, done) as advance,
+    ):
+        async with contextlib.aclosing(in_order(rows, work, window)) as results:
+            async for (_, (row, _)), completions in results:
+                said = [_record(answerer, completion) for completion in completions]
+                file.write(to_json({**row.values, job.answer_key: said}) + "\n")
+                file.flush()
+                totals.rows += 1
+                totals.tokens += sum(answer.get("num_tokens", 0) for answer in said)
+                totals.failed += sum("error" in answer for answer in said)
+                failed = f", {totals.failed:,} failed" if totals.failed else ""
+                advance(f"{totals.tokens / (time.monotonic() - started):,.0f} tokens/s{failed}")
+
+
+def _record(answerer: Answerer, completion: Completion | ValueError) -> dict[str, Any]:
+    """An answer; one that is missing has its reason and no text."""
+    if isinstance(completion, ValueError):
+        return {"error": str(completion)}
+    return {
+        "text": answerer.text(completion),
+        "finish_reason": completion.finish_reason,
+        "num_tokens": len(completion.token_ids),
+    }

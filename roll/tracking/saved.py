@@ -1,0 +1,61 @@
+"""Where a saved model is: a run's folder, a checkpoint in it, the folder of a role in that, or a model by itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from roll.tracking.checkpointer import MANIFEST_FILE, Checkpointer, CheckpointError
+
+CONFIG_FILE = "config.yaml"
+POLICY = "actor_train"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a path of a user's means."""
+
+    model: str
+    """Folder in Hugging Face format, or a name on the hub."""
+    checkpoint: Path | None = None
+    """The checkpoint that the model is in."""
+    run: Path | None = None
+    """The folder of the run that saved it, where its configuration is."""
+
+
+def find_saved(path: str) -> Saved:
+    """The model that is meant by a path.
+
+    Args:
+        path: a run's folder (its newest whole checkpoint), a checkpoint, a model's folder, or a name on the hub.
+
+    Raises:
+        CheckpointError: the folder of a run without a whole checkpoint.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return Saved(path)
+    if (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file():
+        checkpoint = _newest(folder)
+        return Saved(str(checkpoint / POLICY), checkpoint, folder.resolve())
+    if (folder / MANIFEST_FILE).is_file():
+        return Saved(str(folder / POLICY), folder.resolve(), _run_of(folder))
+    if (folder.parent / MANIFEST_FILE).is_file():
+        return Saved(str(folder), folder.parent.resolve(), _run_of(folder.parent))
+    return Saved(str(folder))
+
+
+def _newest(run: Path) -> Path:
+    if (found := Checkpointer(run / "checkpoints").latest()) is not None:
+        return found
+    summary = run / "summary.json"  # they may be kept elsewhere
+    named = json.loads(summary.read_text(encoding="utf-8")).get("checkpoint") if summary.is_file() else None
+    if named is not None and (Path(named) / MANIFEST_FILE).is_file():
+        return Path(named)
+    raise CheckpointError(f"{run}: no whole checkpoint in it; expected one in {run / 'checkpoints'}")
+
+
+def _run_of(checkpoint: Path) -> Path | None:
+    run = checkpoint.resolve().parent.parent
+    return run if (run / CONFIG_FILE).is_file() else None
