@@ -26,6 +26,7 @@ examples:
   roll train ./mine.yaml
   roll config print my_model > mine.yaml
   roll import verl run_grpo.sh -o mine.yaml
+  roll generate output/rlvr_math prompts.jsonl -o answers.jsonl
 
 completion in bash and zsh:  eval "$(register-python-argcomplete roll)"
 """
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code: 2 for a wrong one or a wrong configuration."""
     started = time.time()
     argv = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
+    parser = command_line()
     if "_ARGCOMPLETE" in os.environ:
         import argcomplete
 
@@ -52,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(options.do(options))
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="roll",
         description="Trains large language models with reinforcement learning.",
@@ -122,7 +124,7 @@ def _plan(options: argparse.Namespace) -> int:
     from roll.pipeline.planning import plan
 
     sys.path.insert(0, os.getcwd())
-    name, folder = _locate(options)
+    name, folder = locate(options.config, options.config_path)
     choices = {key: getattr(options, key) for key in ("devices", "json", "write", "output")}
     return plan(name, folder, options.overrides, **choices)
 

@@ -1,4 +1,4 @@
-"""What there is to know of a key, by the configuration classes, the engines' cards and the tables of other systems."""
+"""What there is to know of a key, by the configuration classes and the tables of other systems."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from roll.configs.schema import default_text, element_of, range_text, section_of
 Schemas = Mapping[str, type[Config]]
 """The pipelines' configurations, by the name of the pipeline."""
 
-OPTIONS = "strategy_args.strategy_config"
+Part = tuple[str, str, type[Config]]
+"""A section that one plug-in reads: its name, the path of the section, its class."""
 _NEAR = 3
 _PLACEHOLDERS = {"rewards": "<domain>", "custom_envs": "<Tag>", "tools": "<name>", "servers": "<name>", "use": "<name>"}
 
@@ -34,11 +35,11 @@ class Key:
     places: list[str] = field(default_factory=list)
     """Dotted paths; a part in angle brackets stands for any name, or the number in a list."""
     defaults: dict[str, list[str]] = field(default_factory=dict)
-    """The pipelines and engines that have it, by the default that it has there."""
+    """The pipelines and plug-ins that have it, by the default that it has there."""
     pipelines: list[str] = field(default_factory=list)
     """Those that have it."""
-    engines: list[str] = field(default_factory=list)
-    """Those that read it, of the options of engines."""
+    readers: list[str] = field(default_factory=list)
+    """The engines and verifiers that read it, of the options of those."""
 
     @property
     def type(self) -> str:
@@ -90,15 +91,21 @@ class Explanation:
         return bool(self.keys or self.foreign or self.passed)
 
 
-def explain(word: str, schemas: Schemas) -> Explanation:
+def engine_options() -> tuple[Part, ...]:
+    """The options of engines."""
+    return tuple((card.name, "<role>.strategy_args.strategy_config", card.options) for card in cards())
+
+
+def explain(word: str, schemas: Schemas, parts: Sequence[Part]) -> Explanation:
     """Everything that is called so, here or in another system.
 
     Args:
         word: a key, or the last parts of one; what stands behind ``=`` is left out.
         schemas: of all pipelines.
+        parts: options of plug-ins.
     """
     path = tuple(ALIASES.get(part, part) for part in word.partition("=")[0].split("."))
-    known = all_keys(schemas)
+    known = all_keys(schemas, parts)
     exact = [key for key in known if any(_is(place, path) for place in key.places)]
     keys = exact or [key for key in known if any(_ends(place, path) for place in key.places)]
     foreign = [Foreign(system, row) for system in SYSTEMS for row in rows(system) if _calls(row, path)]
@@ -117,20 +124,20 @@ def elsewhere(key: Key) -> list[Foreign]:
 
 
 @functools.cache
-def _keys(schemas: tuple[tuple[str, type[Config]], ...]) -> tuple[Key, ...]:
+def _keys(schemas: tuple[tuple[str, type[Config]], ...], parts: tuple[Part, ...]) -> tuple[Key, ...]:
     found: dict[tuple[type[Config], str], Key] = {}
     for pipeline, schema in schemas:
         for place, section, name in _walk(schema):
             _add(pipeline, _note(found, section, name, place, pipeline).pipelines)
-    for card in cards():
-        for place, section, name in _walk(card.options, f"<role>.{OPTIONS}."):
-            _add(card.name, _note(found, section, name, place, card.name).engines)
+    for reader, path, options in parts:
+        for place, section, name in _walk(options, f"{path}."):
+            _add(reader, _note(found, section, name, place, reader).readers)
     return tuple(found.values())
 
 
-def all_keys(schemas: Schemas) -> tuple[Key, ...]:
-    """Every key of every pipeline and engine, those in lists and mappings included."""
-    return _keys(tuple(schemas.items()))
+def all_keys(schemas: Schemas, parts: Sequence[Part]) -> tuple[Key, ...]:
+    """Every key of every pipeline and plug-in, those in lists and mappings included."""
+    return _keys(tuple(schemas.items()), tuple(parts))
 
 
 def _note(found: dict[tuple[type[Config], str], Key], section: type[Config], name: str, place: str, who: str) -> Key:

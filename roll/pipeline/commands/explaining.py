@@ -10,7 +10,17 @@ from collections.abc import Iterator
 from typing import cast
 
 from roll.configs.base import Config
-from roll.configs.explain import Explanation, Foreign, Key, Passed, all_keys, elsewhere, explain
+from roll.configs.explain import (
+    Explanation,
+    Foreign,
+    Key,
+    Part,
+    Passed,
+    all_keys,
+    elsewhere,
+    engine_options,
+    explain,
+)
 from roll.configs.importers import SYSTEMS
 from roll.configs.importers.table import ROLES
 from roll.pipeline.programs import PROGRAMS
@@ -30,7 +40,7 @@ def schemas() -> dict[str, type[Config]]:
 
 def run(word: str) -> int:
     """Prints what a key means; 2 for a word that nothing is called by."""
-    found = explain(word, schemas())
+    found = explain(word, schemas(), engine_options()) or explain(word, schemas(), verifier_options())
     if not found:
         hint = f"; did you mean {' or '.join(found.near)}?" if found.near else "; see docs/configuration.md"
         sys.stderr.write(f"roll explain: no key is called {word!r}{hint}\n")
@@ -39,9 +49,17 @@ def run(word: str) -> int:
     return 0
 
 
+def verifier_options() -> tuple[Part, ...]:
+    """The arguments of verifiers, whose modules take a while to import."""
+    from roll.rewards import VERIFIERS
+
+    path = "rewards.<domain>.verifiers.<number>.args"
+    return tuple((name, path, VERIFIERS.get(name).config_class) for name in VERIFIERS.names())
+
+
 def names() -> list[str]:
-    """Every key, for completion."""
-    return [place for key in all_keys(schemas()) for place in key.places]
+    """Every key of pipelines and engines, for completion."""
+    return [place for key in all_keys(schemas(), engine_options()) for place in key.places]
 
 
 def page(found: Explanation) -> str:
@@ -67,7 +85,7 @@ def _key(key: Key) -> str:
         lines += _lines("default", _defaults(key))
     lines += _lines("meaning", [str(key.info.description)])
     lines += _lines("pipelines", ["all" if len(key.pipelines) == len(PROGRAMS) else ", ".join(key.pipelines)])
-    lines += _lines("read by", [", ".join(key.engines)])
+    lines += _lines("read by", [", ".join(key.readers)])
     return "".join([*lines, *_lines("elsewhere", (_theirs(each, told=True) for each in elsewhere(key)))])
 
 

@@ -147,7 +147,7 @@ def _continue(job: Job) -> int:
         UnlikeError: it was called with other settings.
     """
     settings = json.loads(to_json(job.settings()))
-    if job.output.exists() and not job.overwrite:
+    if job.output.exists() and job.output.stat().st_size and not job.overwrite:
         if not job.notes.is_file():
             raise UnlikeError(f"{job.output} is there already; expected another --output, or --overwrite")
         before = json.loads(job.notes.read_text(encoding="utf-8"))

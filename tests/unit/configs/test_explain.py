@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from roll.__main__ import main
-from roll.configs.explain import all_keys, elsewhere, explain
+from roll.configs.explain import all_keys, elsewhere, engine_options, explain
 from roll.configs.importers import SYSTEMS
 from roll.configs.importers.table import SECTION, rows
 from roll.configs.schema import leaf_paths
@@ -42,6 +42,7 @@ def test_options_of_engines_are_told_with_who_reads_them(capsys):
     out = told(capsys, "tensor_parallel_size")
     assert "read by vllm" in out and "read by fsdp2" in out
     assert "handed on to vLLM" in told(capsys, "enable_chunked_prefill")
+    assert "read by math" in told(capsys, "strict_boxed")
 
 
 def test_keys_inside_lists_and_mappings_are_found_by_a_path(capsys):
@@ -61,17 +62,17 @@ def test_a_misspelt_key_is_told_the_nearest(capsys):
 
 
 def test_everything_that_the_documents_list_is_explained():
-    places = {place for key in all_keys(schemas()) for place in key.places}
+    places = {place for key in all_keys(schemas(), engine_options()) for place in key.places}
     assert {path for schema in schemas().values() for path, _ in leaf_paths(schema)} <= places
     silent = [
         (system, row.key)
         for system in SYSTEMS
         for row in rows(system)
-        if row.how != SECTION and not explain(row.key, schemas())
+        if row.how != SECTION and not explain(row.key, schemas(), engine_options())
     ]
     assert silent == []
     lost = {row.here for row in rows("verl") if row.verdict == "renamed" and not row.here.endswith("**")} - {
-        each.row.here for key in all_keys(schemas()) for each in elsewhere(key)
+        each.row.here for key in all_keys(schemas(), engine_options()) for each in elsewhere(key)
     }
     assert all(name.startswith(("tracker_kwargs.", "pf_ppo.")) or "strategy_config." in name for name in lost), lost
 

@@ -1,0 +1,74 @@
+"""``roll chat`` through pipes, and the conversation behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+
+import numpy as np
+import pytest
+
+from roll.__main__ import main
+from roll.configs.worker import WorkerConfig
+from roll.data.renderer import ChatRenderer
+from roll.data.requests import SamplingParams
+from roll.distributed.strategy.generation.alone import generator_of
+from roll.models.tiny import make_tokenizer
+from roll.pipeline.commands.engine import generator_section
+from roll.rollout import conversation
+from roll.rollout.conversation import Conversation
+from tests.support.contract import greedy_oracle, load
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SYSTEM = {"role": "system", "content": "Short."}
+
+
+def said(words: str) -> dict[str, str]:
+    return {"role": "user", "content": words}
+
+
+def test_a_conversation_through_pipes(model, monkeypatch, capsys) -> None:
+    renderer, oracle = ChatRenderer(make_tokenizer()), load(model)
+    first_prompt = renderer.prompt([SYSTEM, said("Up?")])
+    first = np.array(greedy_oracle(oracle, first_prompt, 6))
+    second_prompt = np.concatenate([first_prompt, first, renderer.continuation([said("Down?")], first)])
+    second = np.array(greedy_oracle(oracle, second_prompt, 6))
+    again = np.array(greedy_oracle(oracle, renderer.prompt([SYSTEM, said("Down?")]), 6))
+    monkeypatch.setattr("sys.stdin", io.StringIO("Up?\n\nDown?\n/reset\nDown?\n/what\n/quit\nnever\n"))
+    assert main(["chat", model, "--system", "Short.", "--temperature", "0", "--max-tokens", "6"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "".join(renderer.decode(ids) + "\n" for ids in (first, second, again))
+    assert "/what: no such command" in err and "/reset begins anew" in err
+
+
+def test_words_come_as_they_are_sampled_and_what_was_said_counts_when_one_stops_listening(model, monkeypatch) -> None:
+    monkeypatch.setattr(conversation, "POLL_S", 0.0)
+    worker: WorkerConfig = generator_section("hf_infer", {})
+    renderer = ChatRenderer(make_tokenizer())
+    with generator_of(model, worker, sequence_length=600, max_running_requests=1, seed=0) as engine:
+        # The tokens that end a completion are met soon at this temperature: so none does.
+        params = SamplingParams(max_new_tokens=200, temperature=1.5)
+        talk = Conversation(engine, renderer, params, None, seed=1)
+
+        async def listen(words: str, most: int) -> list[str]:
+            pieces = []
+            async for piece in talk.answer(words):
+                pieces.append(piece)
+                if len(pieces) == most:
+                    break
+            return pieces
+
+        lengths = [len(asyncio.run(listen(words, 1000))) for words in "abcdefgh"]
+        assert max(lengths) > 1
+        asyncio.run(listen("i", 1))
+        assert asyncio.run(listen("j", 1000))
+        with pytest.raises(ValueError, match="sequence_length is 600"):
+            asyncio.run(listen("long " * 200, 1000))
+        assert asyncio.run(listen("k", 1000))
+
+
+def test_a_model_that_cannot_be_talked_with_is_code_2(tmp_path, capsys) -> None:
+    assert main(["chat", str(tmp_path)]) == 2
+    assert "config.json" in capsys.readouterr().err
+    assert main(["chat", str(tmp_path), "generating_args.temprature=1"]) == 2
+    assert "did you mean temperature?" in capsys.readouterr().err

@@ -1,0 +1,116 @@
+"""``roll generate``: order, seeds, going on, what cannot be answered, and the forms that prompts come in."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from roll.__main__ import main
+from roll.data.renderer import ChatRenderer
+from roll.models.lora import ADAPTER_FILE, write_adapter_config
+from roll.models.tiny import make_tokenizer
+from tests.support.contract import LORA, greedy_oracle, load, make_adapter
+from tests.unit.pipeline.commands.conftest import Write, read
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+GREEDY = ("--temperature", "0", "--max-tokens", "8")
+
+
+def oracle(model: str, ids: list[int], max_new_tokens: int = 8) -> str:
+    tokens = greedy_oracle(load(model), np.array(ids), max_new_tokens)
+    return make_tokenizer().decode(tokens, skip_special_tokens=True)
+
+
+def test_texts_are_continued_and_messages_rendered(model: str, rows: Write, tmp_path: Path, capsys) -> None:
+    tokenizer = make_tokenizer()
+    talk = [{"role": "system", "content": "Short."}, {"role": "user", "content": "Up or Down?"}]
+    files = [rows("a.jsonl", [{"prompt": "one two", "k": [1]}]), rows("b.jsonl", [{"messages": talk}])]
+    (tmp_path / "c.txt").write_text("three\n\n four\r\n")
+    parquet.write_table(pyarrow.table({"question": ["five"]}), tmp_path / "d.parquet")
+    out = tmp_path / "out.jsonl"
+    assert main(["generate", model, *files, str(tmp_path / "c.txt"), "-o", str(out), *GREEDY]) == 0
+    assert "--chat asks them" in capsys.readouterr().err
+    expected = [oracle(model, tokenizer(text)["input_ids"]) for text in ("one two", "three", " four")]
+    expected.insert(1, oracle(model, ChatRenderer(tokenizer).prompt(talk).tolist()))
+    lines = read(out)
+    assert [line["answers"][0]["text"] for line in lines] == expected
+    assert lines[0]["k"] == [1] and lines[1]["messages"] == talk
+    assert all(1 <= line["answers"][0]["num_tokens"] <= 8 for line in lines)
+    assert {line["answers"][0]["finish_reason"] for line in lines} <= {"stop", "length"}
+
+    asked = ["generate", model, str(tmp_path / "d.parquet"), "-o", str(tmp_path / "five.jsonl"), *GREEDY]
+    assert main([*asked, "--prompt-key", "question", "--chat", "--system", "Short.", "--answer-key", "said"]) == 0
+    prompt = ChatRenderer(tokenizer).prompt([talk[0], {"role": "user", "content": "five"}])
+    assert read(tmp_path / "five.jsonl")[0]["said"][0]["text"] == oracle(model, prompt.tolist())
+
+
+def test_an_interrupted_output_is_finished_as_if_nothing_had_happened(model, rows, tmp_path, capsys) -> None:
+    prompts = rows("prompts.jsonl", [{"prompt": f"prompt {n} " * (1 + n % 3)} for n in range(12)])
+    whole, other = tmp_path / "whole.jsonl", tmp_path / "other.jsonl"
+    command = ["generate", model, prompts, "-n", "2", "--max-tokens", "6", "--seed", "3", "--concurrency", "4"]
+    assert main([*command, "-o", str(whole)]) == 0
+    texts = [answer["text"] for line in read(whole) for answer in line["answers"]]
+    assert len(texts) == 24 and len(set(texts)) > 12  # seeds of their own
+    lines = whole.read_bytes().splitlines(keepends=True)
+    other.write_bytes(b"".join(lines[:5]) + lines[5][:20])
+    shutil.copy(f"{whole}.settings.json", f"{other}.settings.json")
+    capsys.readouterr()
+    assert main([*command, "-o", str(other)]) == 0
+    assert "5 of 12 rows are there" in capsys.readouterr().err
+    assert other.read_bytes() == whole.read_bytes()
+    assert main([*command, "-o", str(other)]) == 0
+    assert "answered already" in capsys.readouterr().err
+    # Answers that were made otherwise are neither mixed nor lost.
+    assert main([*command, "-o", str(other), "--temperature", "0.5", "seed_of_mine=1"]) == 2
+    assert main([*command, "-o", str(other), "--temperature", "0.5"]) == 2
+    assert "begun with another generator" in capsys.readouterr().err
+    Path(f"{other}.settings.json").unlink()
+    assert main([*command, "-o", str(other)]) == 2
+    assert other.read_bytes() == whole.read_bytes()
+    assert main([*command, "-o", str(other), "--overwrite"]) == 0
+    assert other.read_bytes() == whole.read_bytes()
+
+
+def test_a_prompt_that_cannot_be_answered_is_told_in_its_row(model, rows, tmp_path, capsys) -> None:
+    prompts = rows("prompts.jsonl", [{"prompt": "a"}, {"prompt": "word " * 40}, {"prompt": "b"}])
+    out = tmp_path / "out.jsonl"
+    assert main(["generate", model, prompts, "-o", str(out), "-n", "2", "--max-length", "32", *GREEDY]) == 1
+    assert "2 answers failed" in capsys.readouterr().err
+    lines = read(out)
+    assert [["text" in answer for answer in line["answers"]] for line in lines] == [[True] * 2, [False] * 2, [True] * 2]
+    assert "sequence_length is 32" in lines[1]["answers"][0]["error"]
+
+
+def test_everything_that_is_wrong_is_told_before_a_model_loads(rows, tmp_path, capsys) -> None:
+    wrong = rows("wrong.jsonl", [{"question": "?"}, {"prompt": 3}, {"prompt": "x", "answers": "y"}])
+    out = str(tmp_path / "out.jsonl")
+    assert main(["generate", "/nowhere", wrong, "-o", out]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "3 problems" in told and "--prompt-key" in told and "--answer-key" in told and "3, expected text" in told
+    assert not Path(out).exists()
+    command = ["generate", "/nowhere", rows("right.jsonl", [{"prompt": "x"}]), "-o", out]
+    assert main([*command, "--engine", "fsdp2_train", "--top-p", "2", "model_args.dtyp=bf16"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "3 problems" in told and "did you mean dtype?" in told and "hf_infer, sglang, vllm" in told
+    assert main(command) == 2
+    assert "/nowhere" in capsys.readouterr().err
+
+
+def test_an_adapter_is_put_on_the_model_that_it_names(model, rows, tmp_path) -> None:
+    from safetensors.torch import save_file
+
+    tensors, merged = make_adapter(model, seed=3)
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    save_file(tensors, folder / ADAPTER_FILE)
+    write_adapter_config(folder, LORA, model)
+    out = tmp_path / "out.jsonl"
+    assert main(["generate", str(folder), rows("p.jsonl", [{"prompt": "one two"}]), "-o", str(out), *GREEDY]) == 0
+    ids = np.array(make_tokenizer()("one two")["input_ids"])
+    expected = make_tokenizer().decode(greedy_oracle(merged, ids, 8), skip_special_tokens=True)
+    assert read(out)[0]["answers"][0]["text"] == expected != oracle(model, ids.tolist())

@@ -1,0 +1,138 @@
+"""``roll score``: any answers, any verifiers, nothing heavy for rules, and no failure that looks like a 0."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from roll.__main__ import main
+from roll.pipeline.rlvr.metrics import accuracy_metrics
+from roll.report.trajectories import trajectory_record
+from roll.rewards.accuracy import Tally
+from roll.rewards.types import Verdict
+from roll.rollout.types import RolloutGroup
+from roll.tracking.files import to_json
+from tests.unit.pipeline.commands.conftest import Write, read
+from tests.unit.pipeline.test_rlvr_metrics import answer, group
+
+LETTERS = "tests.support.scoring:Letters"
+SUMS = [
+    {"id": 1, "prompt": "1+1", "solution": "2", "answers": [{"text": r"\boxed{2}"}, {"text": r"so \boxed{2.0}"}]},
+    {"id": 2, "prompt": "2+2", "solution": "4", "answers": [{"text": r"\boxed{5}"}, {"text": r"\boxed{4}"}]},
+    {"id": 3, "prompt": "3+3", "solution": "6", "answers": [{"text": "I give up"}, {"error": "too long"}]},
+]
+
+
+def test_answers_are_scored_by_a_rule_and_failures_are_told(rows: Write, tmp_path: Path, capsys) -> None:
+    out, figures = tmp_path / "scores.jsonl", tmp_path / "figures.json"
+    command = ["score", rows("sums.jsonl", SUMS), "--verifier", "math", "-o", str(out), "--summary", str(figures)]
+    assert main(command) == 1  # an answer has no score
+    printed, err = capsys.readouterr()
+    assert "sums.jsonl:3: there is no answer" in err
+    lines = read(out)
+    assert [{key: line[key] for key in SUMS[0]} for line in lines] == SUMS
+    scores = [[each.get("score") for each in line["scores"]] for line in lines]
+    assert scores == [[1.0, 1.0], [0.0, 1.0], [0.0, None]]
+    assert lines[0]["scores"][1]["answer"] == "2" and "error" in lines[2]["scores"][1]
+    found = json.loads(figures.read_text())
+    # Prompts have means 1, 1/2 and 0: their standard error is 0.5 / sqrt(3).
+    assert (found["prompts"], found["answers"], found["failed"]) == (3, 6, 1)
+    assert found["accuracy"] == found["score"] == 0.5
+    assert found["score_error"] == pytest.approx(0.5 / 3**0.5)
+    assert (found["pass@1"], found["pass@2"], found["found"]) == (0.5, pytest.approx(2 / 3), 0.8)
+    assert "accuracy        0.5000 ± 0.2887" in printed and "failed          1\n" in printed
+
+
+def test_texts_and_several_rows_of_one_prompt_are_answers_too(rows, capsys) -> None:
+    question = [{"role": "user", "content": "1+1"}]
+    lines = [{"messages": question, "truth": {"value": "2"}, "said": rf"\boxed{{{n}}}"} for n in (2, 3)]
+    command = ["score", rows("a.jsonl", lines), "--verifier", "math", "--answer-key", "said"]
+    assert main([*command, "--truth-key", "truth.value"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "prompts 1 answers 2" in out and "pass@2 1.0" in out
+    command = ["score", rows("b.jsonl", [{"said": ["no tag"]}]), "--verifier", "format", "--answer-key", "said"]
+    assert main([*command, "--no-truth", "score=3", "pattern=no.*"]) == 0
+    assert "score 3.0" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_runs_episodes_are_scored_with_their_reference_answers(tmp_path, capsys) -> None:
+    episodes = [answer(text=rf"\boxed{{{n}}}", ground_truth="7") for n in (7, 8)]
+    path = tmp_path / "eval-00003.jsonl"
+    path.write_text("".join(to_json(trajectory_record(episode)) + "\n" for episode in episodes))
+    assert main(["score", str(path), "--verifier", "math"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "prompts 1 answers 2 failed 0 score 0.5000" in out
+
+
+def test_the_rewards_of_a_configuration_score_by_tag(rows, tmp_path, capsys) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "rewards:\n"
+        "  sums:\n"
+        "    tag_included: [sum]\n"
+        "    verifiers: [{name: math}, {name: format, weight: 0.5, args: {pattern: 'so.*'}}]\n"
+        f"  words: {{tag_included: [word], retries: 0, timeout: 1.0, verifiers: [{{name: '{LETTERS}'}}]}}\n"
+    )
+    config = ["--config", str(tmp_path / "mine.yaml")]
+    tagged = [{**line, "tag": "sum"} for line in SUMS[:2]]
+    words = [{"tag": "word", "solution": order, "answers": ["word"]} for order in ("", "raise", "hang")]
+    out = tmp_path / "out.jsonl"
+    assert main(["score", rows("a.jsonl", [*tagged, *words]), *config, "-o", str(out)]) == 1
+    lines = read(out)
+    parts = {"math/score": 1.0, "format/score": 1.0}
+    assert lines[0]["scores"][1] == {"score": 1.5, "correct": True, "answer": "2", "parts": parts}
+    assert lines[2]["scores"][0]["parts"] == {"Letters/score": sum(map(ord, "word")) % 64 / 64, "Letters/letters": 4.0}
+    assert "ArithmeticError" in lines[3]["scores"][0]["error"] and "took longer" in lines[4]["scores"][0]["error"]
+    assert main(["score", rows("b.jsonl", tagged), *config, "rewards.sums.verifiers.1.weight=5", "-o", str(out)]) == 0
+    assert read(out)[0]["scores"][1]["score"] == 6.0
+    capsys.readouterr()
+    assert main(["score", rows("c.jsonl", SUMS), *config]) == 2
+    assert "tag None, expected one of sum, word" in capsys.readouterr().err
+
+
+def test_everything_that_is_wrong_is_told_at_once(rows, tmp_path, capsys) -> None:
+    file = rows("a.jsonl", [{"answers": ["x"]}, {"solution": 1}, {"solution": 1, "answers": [3]}])
+    assert main(["score", file, "--verifier", "math"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "3 problems" in told and "--no-truth" in told and "--answer-key" in told and "'3', expected a text" in told
+    wrong = "{a: {tag_included: [a], verifiers: [{name: maths}], retry: 3}, b: 3}"
+    (tmp_path / "bad.yaml").write_text(f"rewards: {wrong}\n")
+    assert main(["score", file, "--config", str(tmp_path / "bad.yaml")]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "did you mean retries?" in told and "rewards.b" in told
+    (tmp_path / "none.yaml").write_text("seed: 3\n")
+    assert main(["score", file, "--config", str(tmp_path / "none.yaml")]) == 2
+    assert "domains with verifiers" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["score", file])
+    assert main(["score", rows("empty.jsonl", []), "--verifier", "math"]) == 2
+
+
+def test_figures_are_those_of_a_runs_evaluation() -> None:
+    groups: list[RolloutGroup] = [
+        group(answer(0.25, True, "1"), answer(0.5, False, "2"), answer(1.0, True, "1"), answer(0.0, False, None)),
+        group(answer(0.0, False, "1"), answer(0.75, False, "2"), answer(0.0, True, "3"), answer(0.1, True, "3")),
+    ]
+    tally = Tally()
+    for number, each in enumerate(groups):
+        for episode in each.trajectories:
+            tally.add(number, Verdict(episode.score, episode.success, episode.turns[-1].action))
+    found = tally.summary()
+    expected = accuracy_metrics(groups, 4, "x")
+    assert {f"x/{name}": found[name] for name in ("pass@1", "pass@2", "pass@4", "best@4", "maj@4")} == pytest.approx(
+        {name: value for name, value in expected.items() if name != "x/mean@4"}
+    )
+    assert found["accuracy"] == pytest.approx(expected["x/mean@4"])
+
+
+def test_rules_load_neither_ray_nor_torch(rows) -> None:
+    code = (
+        "import sys; from roll.__main__ import main; code = main(sys.argv[1:]);"
+        "bad = {'torch', 'ray', 'transformers'} & set(sys.modules); sys.exit(repr(bad) if bad else code)"
+    )
+    command = [sys.executable, "-c", code, "score", rows("a.jsonl", SUMS[:2]), "--config", "rlvr_math"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
