@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from roll.rewards.types import Verdict
 
-
 MAX_CHOICES = 100
 """Choices of k answers that ``maj@k`` looks at."""
 

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from roll.__main__ import main as roll
 from roll.models.tiny import make_tiny_model, make_tokenizer
 from roll.rewards.types import Sample
 from roll.tracking.checkpointer import find_damage
-from tests.integration.conftest import Rlvr, Run, assert_same_tensors, position, rows, write
+from tests.integration.conftest import (
+    AUTHENTICATED,
+    ROOT,
+    RayCluster,
+    Rlvr,
+    Run,
+    assert_same_tensors,
+    position,
+    rows,
+    write,
+)
 from tests.support.scoring import Brief, Letters
 
 FILTER = "rewards.letters.query_filter_config={type: std_filter}"
@@ -101,7 +115,9 @@ def test_a_run_that_stops_at_the_edge_of_an_epoch_goes_on_with_the_next(rlvr: Rl
     assert [second.metrics[step]["rollout/epoch"] for step in (1, 2)] == [1, 2], "how often all data has been met"
 
 
-def test_two_domains_are_trained_and_evaluated_to_the_end(rlvr: Rlvr, tmp_path: Path) -> None:
+def test_two_domains_are_trained_and_evaluated_to_the_end(
+    rlvr: Rlvr, tmp_path: Path, ray_cluster: RayCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
     write(tmp_path / "train.jsonl", rows("t", [""] * 8) + rows("u", [""] * 8, "digits"))
     write(tmp_path / "val.jsonl", rows("v", ["", "equal", "x"]) + rows("w", [""] * 3, "digits"))
     verifiers = (
@@ -132,6 +148,31 @@ def test_two_domains_are_trained_and_evaluated_to_the_end(rlvr: Rlvr, tmp_path: 
         assert metrics["reward/digits/score"] == pytest.approx(weighted)
         assert metrics["reward/digits/Letters/letters"] > 0, "the verifier's own number"
     check_evaluations(run)
+    check_commands(run, ray_cluster, tmp_path, capsys)
+
+
+def check_commands(run: Run, cluster: RayCluster, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``roll eval`` measures what the run has measured, ``roll score`` gives its episodes the same scores."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_ADDRESS": cluster.address, **AUTHENTICATED}
+    command = [sys.executable, "-m", "roll", "eval", str(run.path), "num_renders=0"]
+    done = subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = Run(run.path.with_name("run_eval_2"), run.faults, run.process)
+    expected = {name: value for name, value in run.metrics[2].items() if name.startswith("eval")}
+    assert {name: again.metrics[2][name] for name in expected} == expected and list(again.metrics) == [2]
+    assert again.summary["eval"]["after"] == run.summary["eval"]["after"]
+    assert f"eval/maj@4{expected['eval/maj@4']:.4f}" in "".join(done.stdout.split())
+
+    episodes = run.path / "trajectories" / "eval-00002.jsonl"
+    scored = folder / "scored.jsonl"
+    assert roll(["score", str(episodes), "--config", str(run.path), "-o", str(scored)]) == 0
+    lines = [json.loads(line) for line in scored.read_text().splitlines()]
+    assert [line["scores"][0]["score"] for line in lines] == pytest.approx([line["score"] for line in lines])
+    out = "".join(capsys.readouterr().out.split())
+    for name in ("pass@1", "pass@2", "best@4", "maj@4"):
+        assert f"{name}{expected[f'eval/{name}']:.4f}" in out
 
 
 BANGS = "{% for message in messages %}{{ message['content'] }}{% endfor %}{{ '!' * bangs }}"

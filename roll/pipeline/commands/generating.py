@@ -74,11 +74,12 @@ class UnlikeError(ValueError):
 
 @dataclass
 class Totals:
-    """Of this call, not of those before it."""
+    """Counts of this call, but for what failed."""
 
     rows: int = 0
     tokens: int = 0
     failed: int = 0
+    """Answers that there are not, those of earlier calls included."""
 
 
 def run(job: Job) -> int:
@@ -95,13 +96,11 @@ def run(job: Job) -> int:
     started = time.monotonic()
     try:
         job = replace(job, model=find_saved(job.model).model)
-        total, done = _check(job), _continue(job)
-        if done == total:
-            sys.stderr.write(f"{job.output}: all {total:,} rows are answered already\n")
-            return EXIT_OK
+        total, done = _check(job), _continue(job, totals)
         if done:
-            sys.stderr.write(f"{job.output}: {done:,} of {total:,} rows are there, going on\n")
-        _generate(job, total, done, totals)
+            sys.stderr.write(f"{job.output}: {done:,} of {total:,} rows are there\n")
+        if done < total:
+            _generate(job, total, done, totals)
     except (ValueError, OSError, CheckpointError, MissingEngineError) as error:  # a DataError is a ValueError
         sys.stderr.write(f"roll generate: {error}\n")
         return EXIT_USAGE
@@ -140,7 +139,7 @@ def _rows(job: Job, problems: Problems) -> Any:
     return read_asked(job.files, job.prompt_key, problems, system=job.system, without=job.answer_key)
 
 
-def _continue(job: Job) -> int:
+def _continue(job: Job, totals: Totals) -> int:
     """Rows that an earlier call has answered; a line that it could not finish is removed.
 
     Raises:
@@ -157,19 +156,20 @@ def _continue(job: Job) -> int:
                 f"{job.output} was begun with another {', '.join(other)} (see {job.notes}); expected the same, another "
                 "--output, or --overwrite"
             )
-        return _whole_lines(job.output)
+        return _whole_lines(job, totals)
     job.output.parent.mkdir(parents=True, exist_ok=True)
     job.output.write_bytes(b"")
     write_atomic(job.notes, to_json(settings, indent=2) + "\n")
     return 0
 
 
-def _whole_lines(path: Path) -> int:
+def _whole_lines(job: Job, totals: Totals) -> int:
     count, end = 0, 0
-    with path.open("rb+") as file:
+    with job.output.open("rb+") as file:
         for line in file:
             if line.endswith(b"\n"):
                 count, end = count + 1, end + len(line)
+                totals.failed += sum("error" in answer for answer in json.loads(line)[job.answer_key])
         file.truncate(end)
     return count
 
