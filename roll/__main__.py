@@ -73,12 +73,12 @@ def command_line() -> argparse.ArgumentParser:
     _add_plan(commands)
     _add_doctor(commands)
     _add_import(commands)
+    add_commands(commands, _add)
     env = _group(commands, "env", "environments: list, check", "envs")
     _add(env, "list", "the values of env_type", _list_envs)
     _add_env_check(env)
     _add_template_check(_group(commands, "template", "chat templates: check"))
     _add(_group(commands, "verifiers", "verifiers: list"), "list", "the values of verifiers.name", _list_verifiers)
-    add_commands(commands, _add)
     return parser
 
 

@@ -54,8 +54,7 @@ def _add_generate(commands: Any, add: Add) -> None:
         "overrides",
         nargs="+",
         metavar="FILE|key=value",
-        help="prompts: jsonl, json, parquet, csv, arrow, txt; key=value: of the section actor_infer, such as "
-        "model_args.dtype=bf16",
+        help="prompts: jsonl, json, parquet, csv, arrow, txt; key=value: of actor_infer, such as model_args.dtype=bf16",
     )
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FILE", help="JSON lines, a line for each row"
@@ -105,7 +104,9 @@ def _generate(options: argparse.Namespace) -> int:
 def _add_chat(commands: Any, add: Add) -> None:
     parser = add(commands, "chat", "talk with a saved model on the terminal", _chat)
     parser.add_argument("model", metavar="MODEL", help=MODEL)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the section actor_infer")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="of actor_infer, such as model_args.dtype=bf16"
+    )
     _add_sampling(parser, engines=False)
 
 

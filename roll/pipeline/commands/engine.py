@@ -1,4 +1,4 @@
-"""The generator of a command: a section like ``actor_infer``, from options and ``key=value`` words."""
+"""The generator of a command: what of ``actor_infer`` it reads, from options and ``key=value`` words."""
 
 from __future__ import annotations
 
@@ -6,15 +6,44 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
+from pydantic import Field
 
+from roll.configs.base import Config
 from roll.configs.compose import apply_override, parse_overrides
-from roll.configs.engines import card_of, strategy_names
+from roll.configs.data import DataArguments
+from roll.configs.engines import strategy_names
+from roll.configs.generating import GeneratingArguments
+from roll.configs.model import ModelArguments
 from roll.configs.parsing import section_problems
 from roll.configs.problems import ConfigErrors, ConfigProblem
+from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 
 MAX_NEW_TOKENS = 512
 """Of an answer, where nobody says."""
+
+
+class GeneratorSection(Config):
+    """What a generator outside of a run reads."""
+
+    model_args: ModelArguments = Field(default_factory=ModelArguments, description="How the model is loaded.")
+    generating_args: GeneratingArguments = Field(default_factory=GeneratingArguments, description="How it samples.")
+    strategy_args: StrategyArguments = Field(default_factory=StrategyArguments, description="The engine.")
+    template: str = Field(default="native", min_length=1, description="Chat template, as data_args.template.")
+
+    def problems(self) -> list[ConfigProblem]:
+        found = []
+        if self.generating_args.num_return_sequences > 1:
+            found.append(self.problem("generating_args.num_return_sequences", "-n, which says how many answers"))
+        strategy, key = self.strategy_args, "strategy_args.strategy_name"
+        card = strategy.card
+        if card is None and ":" in strategy.strategy_name:
+            return found
+        if card is None or not card.strategy(strategy.strategy_name).generates:
+            return [*found, self.problem(key, f"one of {', '.join(strategy_names('generates'))}")]
+        options = strategy.strategy_config
+        wrong = [*section_problems(card.options, options), *card.option_problems(options)]
+        return found + [problem.under("strategy_args.strategy_config") for problem in wrong]
 
 
 def generator_section(engine: str, sampling: Mapping[str, Any], words: Sequence[str] = ()) -> WorkerConfig:
@@ -22,8 +51,8 @@ def generator_section(engine: str, sampling: Mapping[str, Any], words: Sequence[
 
     Args:
         engine: ``strategy_name``.
-        sampling: keys of ``generating_args`` that are given; ``None`` is not given.
-        words: ``key=value``, keys of the section: ``model_args.dtype=bf16``, ``strategy_args.strategy_config.…``.
+        sampling: keys of ``generating_args``; ``None`` is not given.
+        words: ``key=value``, keys of ``GeneratorSection``.
 
     Raises:
         ConfigErrors: everything that is wrong.
@@ -35,21 +64,13 @@ def generator_section(engine: str, sampling: Mapping[str, Any], words: Sequence[
     for override in overrides:
         problems += apply_override(tree, override)
     values: Any = OmegaConf.to_container(tree, resolve=False)
-    problems += section_problems(WorkerConfig, values)
-    problems += _engine_problems(values["strategy_args"])
+    problems += section_problems(GeneratorSection, values)
     if problems:
         raise ConfigErrors(problems)
-    return WorkerConfig.model_validate(values)
-
-
-def _engine_problems(strategy: Mapping[str, Any]) -> list[ConfigProblem]:
-    name, options = strategy.get("strategy_name"), strategy.get("strategy_config", {})
-    card = card_of(name) if isinstance(name, str) else None
-    if card is None:
-        if isinstance(name, str) and ":" in name:
-            return []
-        return [ConfigProblem("strategy_args.strategy_name", name, f"one of {', '.join(strategy_names('generates'))}")]
-    if not card.strategy(str(name)).generates:
-        return [ConfigProblem("strategy_args.strategy_name", name, f"one of {', '.join(strategy_names('generates'))}")]
-    found = [*section_problems(card.options, options), *card.option_problems(options)]
-    return [problem.under("strategy_args.strategy_config") for problem in found]
+    section = GeneratorSection.model_validate(values)
+    return WorkerConfig(
+        model_args=section.model_args,
+        generating_args=section.generating_args,
+        strategy_args=section.strategy_args,
+        data_args=DataArguments(template=section.template),
+    )

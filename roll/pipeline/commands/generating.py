@@ -8,7 +8,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,8 +63,8 @@ class Job:
         files = {str(path): checksum_of(path) for path in find_files(self.files, problems)}
         problems.raise_any()
         names = ("model", "num_answers", "prompt_key", "answer_key", "system", "chats", "sequence_length", "seed")
-        parts = {"model_args", "generating_args", "strategy_args"}
-        section = self.worker.model_dump(mode="json", include={*parts, "data_args"}, exclude_defaults=True)
+        parts = {"model_args", "generating_args", "strategy_args", "data_args"}
+        section = self.worker.model_dump(mode="json", include=parts, exclude_defaults=True)
         return {"files": files, **{name: getattr(self, name) for name in names}, "generator": section}
 
 
@@ -127,15 +127,18 @@ def _check(job: Job) -> int:
     Raises:
         DataError: everything that is wrong in them.
     """
-    problems = Problems()
-    total = sum(1 for _ in _rows(job, problems))
+    problems, total = Problems(), 0
+    for row, question in _rows(job, problems):
+        total += 1
+        if question.is_text and job.system is not None and not job.chats:
+            problems.add(row.place, "a text, which has no system's message; --chat asks it as a message")
     problems.raise_any()
     if not total:
         raise DataError([f"{', '.join(job.files)}: no rows"])
     return total
 
 
-def _rows(job: Job, problems: Problems) -> Any:
+def _rows(job: Job, problems: Problems) -> Iterator[tuple[Row, Asked]]:
     return read_asked(job.files, job.prompt_key, problems, system=job.system, without=job.answer_key)
 
 

@@ -99,6 +99,11 @@ def test_everything_that_is_wrong_is_told_before_a_model_loads(rows, tmp_path, c
     assert main([*command, "--engine", "fsdp2_train", "--top-p", "2", "model_args.dtyp=bf16"]) == 2
     told = " ".join(capsys.readouterr().err.split())
     assert "3 problems" in told and "did you mean dtype?" in told and "hf_infer, sglang, vllm" in told
+    assert main([*command, "--system", "x", "world_size=2", "generating_args.num_return_sequences=2"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "world_size" in told and "-n, which says" in told
+    assert main([*command, "--system", "x"]) == 2
+    assert "--chat asks it" in capsys.readouterr().err
     assert main(command) == 2
     assert "/nowhere" in capsys.readouterr().err
 
