@@ -106,13 +106,14 @@ def explain(word: str, schemas: Schemas, parts: Sequence[Part]) -> Explanation:
     """
     path = tuple(ALIASES.get(part, part) for part in word.partition("=")[0].split("."))
     known = all_keys(schemas, parts)
-    exact = [key for key in known if any(_is(place, path) for place in key.places)]
-    keys = exact or [key for key in known if any(_ends(place, path) for place in key.places)]
+    named = [key for key in known if key.name == path[-1]]
+    exact = [key for key in named if any(_is(place, path) for place in key.places)]
+    keys = exact or [key for key in named if any(_ends(place, path) for place in key.places)]
     foreign = [Foreign(system, row) for system in SYSTEMS for row in rows(system) if _calls(row, path)]
     passed = [] if keys else list(_passed_on(path[-1]))
     if not keys:  # those that they mean
         targets = {each.row.here for each in foreign if each.row.here}
-        keys = [key for key in known if any(_means(target, key.places) for target in targets)]
+        keys = [key for key in known if any(_means(target, key) for target in targets)]
     if keys or foreign or passed:
         return Explanation(keys, foreign, passed, [])
     return Explanation([], [], [], _alike(path, known))
@@ -120,7 +121,7 @@ def explain(word: str, schemas: Schemas, parts: Sequence[Part]) -> Explanation:
 
 def elsewhere(key: Key) -> list[Foreign]:
     """What other systems call a key."""
-    return [Foreign(system, row) for system in SYSTEMS for row in rows(system) if _means(row.here, key.places)]
+    return [Foreign(system, row) for system in SYSTEMS for row in rows(system) if _means(row.here, key)]
 
 
 @functools.cache
@@ -185,17 +186,17 @@ def _is(place: str, path: Sequence[str]) -> bool:
 
 
 def _calls(row: Row, path: Sequence[str]) -> bool:
-    if row.how == SECTION and not row.note:
+    if (row.how == SECTION and not row.note) or not _same(row.parts[-1].replace("**", "<"), path[-1]):
         return False
     return row.match(path) is not None or (row.parts[-1] == path[-1] and _ends(row.key, path))
 
 
-def _means(target: str, places: Sequence[str]) -> bool:
-    """Whether a key, as the tables write it, is one of these places; not one that stands for all below a section."""
-    if not target or target.endswith("**"):
+def _means(target: str, key: Key) -> bool:
+    """Whether the tables mean a key by what they write; not by what stands for all below a section."""
+    last = target.rpartition(".")[2]
+    if last == "**" or (last != key.name and not last.startswith("<")):
         return False
-    row = _pattern(target)
-    return any(row.match(_concrete(place)) is not None or target == place for place in places)
+    return any(target == place or _pattern(target).match(_concrete(place)) is not None for place in key.places)
 
 
 @functools.cache

@@ -46,7 +46,6 @@ def test_words_come_as_they_are_sampled_and_what_was_said_counts_when_one_stops_
     worker: WorkerConfig = generator_section("hf_infer", {})
     renderer = ChatRenderer(make_tokenizer())
     with generator_of(model, worker, sequence_length=600, max_running_requests=1, seed=0) as engine:
-        # The tokens that end a completion are met soon at this temperature: so none does.
         params = SamplingParams(max_new_tokens=200, temperature=1.5)
         talk = Conversation(engine, renderer, params, None, seed=1)
 
