@@ -245,6 +245,8 @@ class RLPipeline(TrainingLoop):
 
     def restore(self, path: Path) -> None:
         super().restore(path)
+        if self.config.eval_only:
+            return
         if self.config.overlaps:
             self.rollouts.restore(load_groups(path / "resume"))
         if (replay := self.rollouts.replay) is not None:
