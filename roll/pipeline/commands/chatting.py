@@ -34,6 +34,7 @@ class Job:
 def run(job: Job) -> int:
     """Answers line by line until ``/quit`` or the end of the input; 2 for a model that cannot be talked with."""
     from roll.data.renderer import ChatRenderer
+    from roll.data.templates import ChatTemplate
     from roll.distributed.strategy.generation.alone import base_of, generator_of
     from roll.models.tokenizer import load_tokenizer
     from roll.pipeline.rollout_roles import sampling_params
@@ -42,7 +43,7 @@ def run(job: Job) -> int:
     worker = job.worker
     try:
         model = find_saved(job.model).model
-        renderer = ChatRenderer(load_tokenizer(base_of(model)[0]), worker.data_args.template)
+        renderer = ChatRenderer(load_tokenizer(base_of(model)[0]), ChatTemplate.of(worker.data_args))
         engine = generator_of(model, worker, sequence_length=job.sequence_length, max_running_requests=1, seed=job.seed)
         with engine as generator:
             params = sampling_params(worker.generating_args)

@@ -30,6 +30,7 @@ class GeneratorSection(Config):
     generating_args: GeneratingArguments = Field(default_factory=GeneratingArguments, description="How it samples.")
     strategy_args: StrategyArguments = Field(default_factory=StrategyArguments, description="The engine.")
     template: str = Field(default="native", min_length=1, description="Chat template, as data_args.template.")
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Variables that it reads.")
 
     def problems(self) -> list[ConfigProblem]:
         found = []
@@ -72,5 +73,5 @@ def generator_section(engine: str, sampling: Mapping[str, Any], words: Sequence[
         model_args=section.model_args,
         generating_args=section.generating_args,
         strategy_args=section.strategy_args,
-        data_args=DataArguments(template=section.template),
+        data_args=DataArguments(template=section.template, chat_template_kwargs=section.chat_template_kwargs),
     )

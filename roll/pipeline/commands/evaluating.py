@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -69,11 +70,12 @@ def changes(saved: Saved, run: Path | None) -> list[str]:
     else:
         values["pretrain"] = saved.model
         label = f"{Path(saved.model).name}_eval"
-    values["exp_name"] = label
+    values["exp_name"] = re.sub(r"[^\w.+-]", "_", label)
     if run is not None:
         values["output_dir"] = str(run.parent)
     quoted = [f"{key}='{value.replace(chr(39), chr(92) + chr(39))}'" for key, value in values.items()]
-    return ["eval_only=true", "logging_dir=null", "render_save_dir=null", *quoted]
+    fixed = ["eval_only=true", "checkpoint_config.load_contents=[model]", "logging_dir=null", "render_save_dir=null"]
+    return [*fixed, *quoted]
 
 
 def redacted(values: Any, path: str = "") -> Iterator[str]:

@@ -179,6 +179,7 @@ def _whole_lines(job: Job, totals: Totals) -> int:
 
 def _generate(job: Job, total: int, done: int, totals: Totals) -> None:
     from roll.data.renderer import ChatRenderer
+    from roll.data.templates import ChatTemplate
     from roll.distributed.strategy.generation.alone import base_of, generator_of
     from roll.models.tokenizer import load_tokenizer
     from roll.pipeline.rollout_roles import sampling_params
@@ -187,7 +188,7 @@ def _generate(job: Job, total: int, done: int, totals: Totals) -> None:
     worker = job.worker
     tokenizer = load_tokenizer(base_of(job.model)[0])
     try:
-        renderer = ChatRenderer(tokenizer, worker.data_args.template)
+        renderer = ChatRenderer(tokenizer, ChatTemplate.of(worker.data_args))
     except ValueError as error:
         if job.chats or any(not question.is_text for _, question in _rows(job, Problems())):
             raise ValueError(f"{error}; there are messages to render") from error

@@ -12,6 +12,7 @@ from typing import Any, cast
 from torch import Tensor
 
 from roll.configs.worker import WorkerConfig
+from roll.data.templates import ChatTemplate
 from roll.distributed.strategy import strategy_class
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.generation.generator import Generator
@@ -34,7 +35,8 @@ def base_of(model: str) -> tuple[str, LoraSpec | None]:
     config = json.loads(file.read_text(encoding="utf-8"))
     targets = config["target_modules"]
     names = (targets,) if isinstance(targets, str) else tuple(targets)
-    return config["base_model_name_or_path"], LoraSpec(config["r"], config["lora_alpha"], names)
+    excluded = tuple(config.get("exclude_modules") or ())
+    return config["base_model_name_or_path"], LoraSpec(config["r"], config["lora_alpha"], names, excluded=excluded)
 
 
 @contextmanager
@@ -66,7 +68,7 @@ def generator_of(
         seed=seed,
         sequence_length=sequence_length,
         max_running_requests=max_running_requests,
-        template=worker.data_args.template,
+        template=ChatTemplate.of(worker.data_args),
     )
     strategy = strategy_class(worker.strategy_args.strategy_name)
     engine = cast("Generator[Any]", strategy(context))
