@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -33,10 +33,17 @@ def base_of(model: str) -> tuple[str, LoraSpec | None]:
     if not file.is_file():
         return model, None
     config = json.loads(file.read_text(encoding="utf-8"))
-    targets = config["target_modules"]
-    names = (targets,) if isinstance(targets, str) else tuple(targets)
-    excluded = tuple(config.get("exclude_modules") or ())
-    return config["base_model_name_or_path"], LoraSpec(config["r"], config["lora_alpha"], names, excluded=excluded)
+    spec = LoraSpec(
+        config["r"],
+        config["lora_alpha"],
+        _names(config["target_modules"]),
+        excluded=_names(config.get("exclude_modules") or ()),
+    )
+    return config["base_model_name_or_path"], spec
+
+
+def _names(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 @contextmanager

@@ -42,11 +42,11 @@ def test_a_conversation_through_pipes(model, monkeypatch, capsys) -> None:
 
 
 def test_words_come_as_they_are_sampled_and_what_was_said_counts_when_one_stops_listening(model, monkeypatch) -> None:
-    monkeypatch.setattr(conversation, "POLL_S", 0.0)
+    monkeypatch.setattr(conversation, "POLL_S", 0.002)
     worker: WorkerConfig = generator_section("hf_infer", {})
     renderer = ChatRenderer(make_tokenizer())
     with generator_of(model, worker, sequence_length=600, max_running_requests=1, seed=0) as engine:
-        params = SamplingParams(max_new_tokens=200, temperature=1.5)
+        params = SamplingParams(max_new_tokens=80, temperature=1.5)
         talk = Conversation(engine, renderer, params, None, seed=1)
 
         async def listen(words: str, most: int) -> list[str]:
@@ -57,7 +57,7 @@ def test_words_come_as_they_are_sampled_and_what_was_said_counts_when_one_stops_
                     break
             return pieces
 
-        lengths = [len(asyncio.run(listen(words, 1000))) for words in "abcdefgh"]
+        lengths = [len(asyncio.run(listen(words, 1000))) for words in "abcd"]
         assert max(lengths) > 1
         asyncio.run(listen("i", 1))
         assert asyncio.run(listen("j", 1000))
