@@ -110,7 +110,8 @@ def explain(word: str, schemas: Schemas, parts: Sequence[Part]) -> Explanation:
     exact = [key for key in named if any(_is(place, path) for place in key.places)]
     keys = exact or [key for key in named if any(_ends(place, path) for place in key.places)]
     foreign = [Foreign(system, row) for system in SYSTEMS for row in rows(system) if _calls(row, path)]
-    passed = [] if keys else list(_passed_on(path[-1]))
+    passes = not keys and (len(path) == 1 or "strategy_config" in path)
+    passed = list(_passed_on(path[-1])) if passes else []
     if not keys:  # those that they mean
         targets = {each.row.here for each in foreign if each.row.here}
         keys = [key for key in known if any(_means(target, key) for target in targets)]
