@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 TOOLS = {".", "eval", "export", "openssl", "python3", "ray"}
 """Commands of others, which are not checked."""
+BESIDE = ("eval", "generate", "score", "chat")
+"""Commands on files that a reader has."""
 PLACEHOLDERS = ("NAME", "KEY", "…", "<")
 
 
@@ -68,12 +70,12 @@ def test_a_documented_command_is_one_that_works(command: str) -> None:
         assert roll(["validate", "rlvr_math", *settings]) == 0
         return
     tool, arguments = words[0].removeprefix(".venv/bin/"), words[1:]
-    if tool == "roll" and arguments[0] in ("eval", "generate", "score", "chat"):  # their files are a reader's own
+    if tool == "roll" and len(arguments) > 1 and arguments[0] in BESIDE:  # their files are a reader's own
         assert not [word for word in command_line().parse_known_args(arguments)[1] if word.startswith("-")]
     elif tool == "roll" and len(arguments) > 1:  # `roll validate` alone is a name in a sentence
         assert roll(["validate", *arguments[1:]] if arguments[0] == "train" else arguments) == 0
     elif tool == "roll":
-        assert arguments[0] in ("train", "validate", "import", "plan", "doctor")
+        assert arguments[0] in ("train", "validate", "import", "plan", "doctor", *BESIDE)
     elif tool == "make":
         check_make(arguments)
     elif tool == "pip":
