@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,9 @@ from torch import Tensor
 
 from roll.pipeline.model_cluster import plan_optimizer_steps
 from roll.utils.seeding import derive_seed
-from tests.integration.conftest import ROOT, Launch, Run, assert_same_tensors
+from tests.integration.conftest import ROOT, Launch, Run
 from tests.support.imitation import Imitator, Talk
+from tests.support.resuming import stop_and_resume
 
 Dpo = Callable[..., Run]
 BETA = 0.5
@@ -97,19 +96,9 @@ def dpo(launch: Launch, tmp_path: Path) -> Dpo:
 
 @pytest.mark.timeout(600)
 def test_a_stopped_run_ends_where_an_undisturbed_one_does(dpo: Dpo, expected: dict[int, dict[str, float]]) -> None:
-    whole = dpo()
-    first = dpo(output="disturbed", orders=("hold-actor_train-0-train-2",))
-    first.pid_at("actor_train-0-train-2")  # SIGTERM in the second update, which is finished
-    first.process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    first.release("hold-actor_train-0-train-2")
-    assert first.wait() == 143, first.output
+    whole, second = stop_and_resume(dpo, last_step=4)
     assert_as_expected(whole, expected)
-    second = dpo("resume_from_checkpoint=true", output="disturbed")
-    assert second.wait() == 0, second.output
     assert "using" in (second.path / "logs" / "roll.log").read_text(), "the reference's scores are read again"
-    assert second.repeatable_metrics() == whole.repeatable_metrics()
-    assert_same_tensors(second.tensors(4), whole.tensors(4))
     after = whole.summary["eval"]["after"]
     assert after["loss"] < whole.summary["eval"]["before"]["loss"] and after["margin"] > 0
 

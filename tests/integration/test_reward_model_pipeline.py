@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,8 @@ import pytest
 
 from roll.rewards.reward_model import RewardModelConfig, RewardModelVerifier
 from roll.rewards.types import Sample
-from tests.integration.conftest import ROOT, Launch, Run, assert_same_tensors
+from tests.integration.conftest import ROOT, Launch, Run
+from tests.support.resuming import stop_and_resume
 
 Rm = Callable[..., Run]
 RIGHT, WRONG = "Up Up", "Down"
@@ -62,18 +61,7 @@ def scores(folder: Path, answers: list[str]) -> list[float]:
 
 @pytest.mark.timeout(600)
 def test_a_stopped_run_ends_where_an_undisturbed_one_does_and_is_a_verifier(rm: Rm) -> None:
-    whole = rm()
-    first = rm(output="disturbed", orders=("hold-actor_train-0-train-2",))
-    first.pid_at("actor_train-0-train-2")  # SIGTERM in the second update, which is finished
-    first.process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    first.release("hold-actor_train-0-train-2")
-    assert first.wait() == 143, first.output
-    assert whole.wait() == 0, whole.output
-    second = rm("resume_from_checkpoint=true", output="disturbed")
-    assert second.wait() == 0, second.output
-    assert second.repeatable_metrics() == whole.repeatable_metrics()
-    assert_same_tensors(second.tensors(6), whole.tensors(6))
+    whole, _ = stop_and_resume(rm, last_step=6)
     metrics = whole.metrics
     assert metrics[0]["eval/loss"] == pytest.approx(0.693147, abs=1e-6), "an untrained head says nothing"
     assert metrics[6]["eval/accuracy"] == 1 and metrics[6]["eval/loss"] < 0.5

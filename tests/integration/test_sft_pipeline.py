@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,9 @@ import torch
 
 from roll.pipeline.model_cluster import plan_optimizer_steps
 from roll.utils.seeding import derive_seed
-from tests.integration.conftest import ROOT, Launch, Run, assert_same_tensors
+from tests.integration.conftest import ROOT, Launch, Run
 from tests.support.imitation import Imitator, Talk
+from tests.support.resuming import stop_and_resume
 
 Sft = Callable[..., Run]
 
@@ -77,21 +76,8 @@ def sft(launch: Launch, tmp_path: Path) -> Sft:
 
 @pytest.mark.timeout(600)
 def test_a_stopped_run_ends_where_an_undisturbed_one_does(sft: Sft, expected: dict[int, dict[str, float]]) -> None:
-    whole = sft()
-    first = sft(output="disturbed", orders=("hold-actor_train-0-train-2",))
-    first.pid_at("actor_train-0-train-2")  # SIGTERM in the second update, which is finished
-    first.process.send_signal(signal.SIGTERM)
-    time.sleep(0.5)
-    first.release("hold-actor_train-0-train-2")
-    assert first.wait() == 143, first.output
-    assert first.summary["status"] == "interrupted" and first.summary["steps"] == 2
+    whole, _ = stop_and_resume(sft, last_step=4)
     assert_as_expected(whole, expected)
-
-    second = sft("resume_from_checkpoint=true", output="disturbed")
-    assert second.wait() == 0, second.output
-    assert second.repeatable_metrics() == whole.repeatable_metrics()
-    assert_same_tensors(second.tensors(4), whole.tensors(4))
-    assert second.summary["eval"] == whole.summary["eval"]
     before, after = whole.summary["eval"]["before"], whole.summary["eval"]["after"]
     assert after["loss"] < before["loss"]
     assert before["perplexity"] == pytest.approx(math.exp(before["loss"]))
