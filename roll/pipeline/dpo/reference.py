@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
 from pathlib import Path
 
 import torch
@@ -11,9 +9,10 @@ from torch import Tensor
 
 from roll.data.batch import Batch
 from roll.pipeline.model_cluster import ModelCluster
+from roll.pipeline.offline.kept import digest_of, kept, weight_files
 from roll.pipeline.roles import Roles
 
-logger = logging.getLogger(__name__)
+_COLUMN = "ref_logprobs_T"
 
 
 class ReferenceScores:
@@ -46,35 +45,14 @@ class ReferenceScores:
         """
         if self._folder is None:
             return self.score(batch)
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file, save_file
+        file = self._folder / f"reference-{digest_of(batch, weight_files(self._model_path))}.safetensors"
 
-        file = self._folder / f"reference-{self._digest(batch)}.safetensors"
-        if file.is_file():
-            try:
-                found = load_file(file)["ref_logprobs_T"]
-            except (SafetensorError, KeyError) as error:
-                raise ValueError(f"{file}: no log-probabilities of a reference ({error}); delete it") from error
-            logger.info("the reference's log-probabilities: using %s", file)
-            return batch.replace(ref_logprobs_T=found)
-        scored = self.score(batch)
-        assert scored.ref_logprobs_T is not None
-        file.parent.mkdir(parents=True, exist_ok=True)
-        building = file.with_suffix(".building")
-        save_file({"ref_logprobs_T": scored.ref_logprobs_T}, building)
-        building.replace(file)
-        logger.info("the reference's log-probabilities: kept in %s", file)
-        return scored
+        def compute() -> dict[str, Tensor]:
+            scores_T = self.score(batch).ref_logprobs_T
+            assert scores_T is not None
+            return {_COLUMN: scores_T}
 
-    def _digest(self, batch: Batch) -> str:
-        """Of the tokens, of what of them is an answer, and of the reference's weights as files."""
-        digest = hashlib.blake2b(digest_size=8)
-        for column in (batch.lengths_B, batch.tokens_T, batch.loss_mask_T):
-            digest.update(column.numpy().tobytes())
-        for file in sorted(self._model_path.glob("*.safetensors")):
-            known = file.stat()
-            digest.update(f"{file.resolve()} {known.st_size} {known.st_mtime_ns}".encode())
-        return digest.hexdigest()
+        return batch.replace(**kept(file, [_COLUMN], "log-probabilities of a reference", compute))
 
 
 class Anchors:

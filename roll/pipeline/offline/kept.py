@@ -1,0 +1,86 @@
+"""Columns of a dataset that take a model to compute, kept on disk under what they depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from roll.data.batch import Batch
+
+logger = logging.getLogger(__name__)
+
+
+def digest_of(batch: Batch, more: Iterable[str] = ()) -> str:
+    """Of the tokens, of what of them is an answer, and of further texts."""
+    digest = hashlib.blake2b(digest_size=8)
+    for column in (batch.lengths_B, batch.tokens_T, batch.loss_mask_T):
+        digest.update(column.numpy().tobytes())
+    for text in more:
+        digest.update(text.encode())
+    return digest.hexdigest()
+
+
+def weight_files(folder: Path) -> list[str]:
+    """What tells the weights in a model folder from others without reading them: path, size and time of each file."""
+    found = []
+    for file in sorted(folder.glob("*.safetensors")):
+        known = file.stat()
+        found.append(f"{file.resolve()} {known.st_size} {known.st_mtime_ns}")
+    return found
+
+
+def read_kept(
+    file: Path, names: Sequence[str], what: str, about: Mapping[str, str] | None = None
+) -> dict[str, Tensor] | None:
+    """The columns of a file; ``None`` where there is none.
+
+    Args:
+        file: the file.
+        names: the columns.
+        what: words for what they are.
+        about: what the file must say of their making.
+
+    Raises:
+        ValueError: the file cannot be read, or was made in another way.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not file.is_file():
+        return None
+    try:
+        with safe_open(str(file), framework="pt") as tensors:
+            said = tensors.metadata() or {}
+            found = {name: tensors.get_tensor(name) for name in names}
+    except SafetensorError as error:
+        raise ValueError(f"{file}: no {what} ({error}); delete it") from error
+    for key, expected in (about or {}).items():
+        if said.get(key) != expected:
+            seen = said.get(key)
+            raise ValueError(f"{file}: {key}: seen {seen!r}, expected {expected!r}; delete it or name another folder")
+    logger.info("%s: using %s", what, file)
+    return found
+
+
+def kept(
+    file: Path,
+    names: Sequence[str],
+    what: str,
+    compute: Callable[[], Mapping[str, Tensor]],
+    about: Mapping[str, str] | None = None,
+) -> Mapping[str, Tensor]:
+    """The columns of a file, which are computed and written where there is none (arguments as ``read_kept``)."""
+    from safetensors.torch import save_file
+
+    if (found := read_kept(file, names, what, about)) is not None:
+        return found
+    computed = compute()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    building = file.with_suffix(".building")
+    save_file(dict(computed), building, metadata=dict(about) if about else None)
+    building.replace(file)
+    logger.info("%s: kept in %s", what, file)
+    return computed

@@ -1,0 +1,48 @@
+"""Columns that are kept on disk: computed once, and only for what they were made for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from roll.data.batch import Batch
+from roll.pipeline.offline.kept import digest_of, kept, read_kept, weight_files
+
+BATCH = Batch(torch.tensor([2, 1]), torch.tensor([5, 6, 7]), torch.tensor([False, True, False]))
+
+
+def test_they_are_computed_once(tmp_path: Path) -> None:
+    file, calls = tmp_path / "new" / "x.safetensors", []
+
+    def compute() -> dict[str, torch.Tensor]:
+        calls.append(1)
+        return {"a": torch.tensor([1.5, 2.5])}
+
+    found = [kept(file, ["a"], "numbers", compute, {"by": "me"}) for _ in range(2)]
+    assert torch.equal(found[0]["a"], found[1]["a"]) and len(calls) == 1
+    assert [path.name for path in file.parent.iterdir()] == ["x.safetensors"]
+    assert read_kept(tmp_path / "y.safetensors", ["a"], "numbers") is None
+    with pytest.raises(ValueError, match="by: seen 'me', expected 'you'"):
+        kept(file, ["a"], "numbers", compute, {"by": "you"})
+    with pytest.raises(ValueError, match="no numbers"):
+        read_kept(file, ["b"], "numbers")
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="delete it"):
+        read_kept(file, ["a"], "numbers")
+
+
+def test_their_names_say_what_they_depend_on(tmp_path: Path) -> None:
+    digests = {
+        digest_of(BATCH),
+        digest_of(BATCH, ["top 5"]),
+        digest_of(BATCH.replace(tokens_T=BATCH.tokens_T + 1)),
+        digest_of(BATCH.replace(loss_mask_T=~BATCH.loss_mask_T)),
+        digest_of(BATCH.replace(lengths_B=torch.tensor([1, 2]))),
+    }
+    assert len(digests) == 5 and digest_of(BATCH.replace(scores_B=torch.zeros(2))) in digests
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    first = weight_files(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"xy")
+    assert len(first) == 1 and weight_files(tmp_path) != first
