@@ -14,6 +14,8 @@ from roll.configs.algorithm import AlgorithmConfig, OverlongBufferConfig, PfPpoC
 from roll.configs.base import Config
 from roll.configs.correction import IsWeightConfig, TrainInferCorrectionConfig, TrainInferFilterConfig
 from roll.configs.data import DataArguments, DatasetFilterConfig
+from roll.configs.distill import DistillConfig, DistillLossConfig
+from roll.configs.divergence import DivergenceConfig
 from roll.configs.dpo import DPOConfig
 from roll.configs.engines import cards
 from roll.configs.env import ALIASES, CustomEnvConfig, EnvManagerConfig
@@ -30,6 +32,7 @@ from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import default_text, range_text, type_text
 from roll.configs.sft import SFTConfig
 from roll.configs.strategy import StrategyArguments
+from roll.configs.teacher import OnPolicyDistillationConfig, TeacherConfig
 from roll.configs.tools import McpServerConfig, ToolConfig, ToolsConfig
 from roll.configs.training import TrainingArguments
 from roll.configs.val_infer import ValInferConfig
@@ -48,6 +51,9 @@ TOP_LEVEL: list[Group] = [
     ("Checkpoint folder", "`checkpoint_config`", CheckpointConfig),
     ("Policy", "top level", PipelineConfig),
     ("Rollouts, critic and reference", "top level of an RL run", RLConfig),
+    ("Teacher", "top level of an RL run or a distillation", TeacherConfig),
+    ("On-policy distillation", "top level of an RL run", OnPolicyDistillationConfig),
+    ("Distance from the teacher", "top level of a distillation; of an RL run with `opd_form: loss`", DivergenceConfig),
     ("Replicas that evaluate", "`val_infer`", ValInferConfig),
     ("Tools", "`tools`", ToolsConfig),
     ("One tool", "`tools.use.<name>`", ToolConfig),
@@ -70,7 +76,7 @@ RLVR: list[Group] = [
     ("Answers to prompts", "top level", RLVRConfig),
     ("Agent program", "`agent`, `custom_envs.<Tag>.agent`", AgentConfig),
     ("Sandbox of an agent program", "`agent.sandbox`", AgentSandboxConfig),
-    ("Warm start from a file", "`warm_start`", PromptWarmStartConfig),
+    ("Warm start from a file", "`warm_start`, `teacher_warm_start`", PromptWarmStartConfig),
 ]
 OFFLINE: list[Group] = [
     ("Samples and epochs", "top level", OfflineConfig),
@@ -88,6 +94,10 @@ DPO: list[Group] = [
     ("Columns of pairs", "`preferences`, `answers`", PairColumns),
     ("Columns of preferences", "`preferences`", AnswerColumns),
 ]
+DISTILL: list[Group] = [
+    ("Loss of a distillation", "top level", DistillLossConfig),
+    ("Distillation", "top level", DistillConfig),
+]
 PROMPTS: list[Group] = [
     ("Prompts and rewards", "top level", PromptsConfig),
     ("Reward domain", "`rewards.<name>`", RewardConfig),
@@ -98,7 +108,7 @@ PROMPTS: list[Group] = [
     ("Data generator", "`data_generator`", DataGeneratorConfig),
 ]
 ROLES: list[Group] = [
-    ("Worker", "`actor_train`, `actor_infer`, `critic`, `reference`", WorkerConfig),
+    ("Worker", "`actor_train`, `actor_infer`, `critic`, `reference`, `teacher`", WorkerConfig),
     ("Model", "`<role>.model_args`", ModelArguments),
     ("Training", "`actor_train.training_args`, `critic.training_args`", TrainingArguments),
     ("Data", "`actor_train.data_args`, `validation.data_args`", DataArguments),
@@ -155,8 +165,9 @@ def render() -> str:
         ("Agentic pipeline", AGENTIC),
         ("Prompts, rewards and held-out data (all but the agentic pipeline)", PROMPTS),
         ("RLVR pipeline", RLVR),
-        ("Data that is there before the run (SFT, preferences, reward models)", OFFLINE),
+        ("Data that is there before the run (SFT, distillation, preferences, reward models)", OFFLINE),
         ("SFT pipeline", SFT),
+        ("Distillation pipeline", DISTILL),
         ("DPO pipeline", DPO),
         ("Reward model pipeline", REWARD_MODEL),
         ("Roles", ROLES),
@@ -170,7 +181,9 @@ def render() -> str:
 
 
 def _section(heading: str, place: str, section: type[Config]) -> str:
-    shown = {each for _, _, each in [*TOP_LEVEL, *PROMPTS, *OFFLINE, *DPO, *REWARD_MODEL]} & set(section.__mro__[1:])
+    shown = {each for _, _, each in [*TOP_LEVEL, *PROMPTS, *OFFLINE, *DISTILL, *DPO, *REWARD_MODEL]} & set(
+        section.__mro__[1:]
+    )
     inherited = {name for each in shown for name in each.model_fields}
     lines = [f"### {heading}", "", f"{_first_line(section)} ({place})", ""]
     lines += ["| key | type | default | range | meaning |", "|---|---|---|---|---|"]

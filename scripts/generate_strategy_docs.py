@@ -15,7 +15,9 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from roll.configs.preference import PreferenceLoss
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "strategies.md"
@@ -73,7 +75,7 @@ def options(row: Mapping[str, Any]) -> str:
     """What the layout sets, in short."""
     given = flat(row["strategy_config"]) | row["model_args"] | row["worker"]
     if row["task"] != "policy":
-        given["preference_loss"] = row["task"]
+        given["preference_loss" if row["task"] in get_args(PreferenceLoss) else "kd_objective"] = row["task"]
     if lora := row["lora"]:
         given |= {"lora_target": ",".join(lora["targets"]), "lora_rank": lora["rank"]}
     return ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in given.items()) or "–"

@@ -111,7 +111,9 @@ def policy_loss(
     config: AlgorithmConfig,
     total_optimizer_steps: int | None = None,
 ) -> LossOutput:
-    """``rl_loss_coef * PG + kl_loss_coef * KL + sft_loss_coef * SFT - entropy coefficient * entropy``.
+    """``rl_loss_coef * PG + kl_loss_coef * KL + sft_loss_coef * SFT - entropy_coef * entropy + opd_kl_coef * D``.
+
+    D is the divergence from a teacher (``opd_form: loss``).
 
     PG is the loss that ``pg_variant`` names in ``POLICY_LOSSES``, times ``weights_T`` where the batch has them.
     Without ``old_logprobs_T``, and in the rows of ``fresh_B``, the old policy is the current one (the first step on
@@ -119,7 +121,7 @@ def policy_loss(
 
     Args:
         scores: ``logprobs_T``; ``entropy_T`` if there is an entropy bonus; ``kl_T`` if ``use_kl_loss`` takes the KL
-            over the vocabulary.
+            over the vocabulary; ``divergence_T`` (D) with ``opd_form: loss``.
         batch: One micro-batch with ``advantages_T``; ``ref_logprobs_T`` with ``use_kl_loss`` by an estimator;
             ``scores_B`` with ``sft_loss_coef``; ``marked_T`` with ``pg_variant: kl_cov``.
         ctx: Counts over the optimizer step.
@@ -272,6 +274,9 @@ def _auxiliary_terms(
         assert batch.scores_B is not None
         positive_M = tokens.take_rows(batch.scores_B > 0)
         terms.append(("actor/sft_loss", config.sft_loss_coef, tokens.loss(-logprobs_M * positive_M)))
+    if config.teacher_loss_coef:
+        divergence_T = _require_scores(scores.divergence_T, "opd_form 'loss'", "divergence_T")
+        terms.append(("actor/distill_loss", config.teacher_loss_coef, tokens.loss(tokens.take(divergence_T))))
     if coef := entropy_coef(config, ctx.optimizer_step, total_optimizer_steps):
         entropy_T = _require_scores(scores.entropy_T, "entropy_loss_coef", "entropy_T")
         terms.append(("actor/entropy_loss", coef, -tokens.loss(tokens.take(entropy_T))))

@@ -27,6 +27,15 @@ class TokenScores:
     is 0."""
     hit_T: Tensor | None = None
     """float32 1 where the model finds no token likelier than this one, else 0; 0 where the loss mask is 0."""
+    divergence_T: Tensor | None = None
+    """float32 divergence (nats) of the model from its teacher, see ``roll.algorithms.divergences``; 0 where the loss
+    mask is 0."""
+    top_ids_TK: Tensor | None = None
+    """int32 [T, K] the likeliest tokens (a teacher's), descending."""
+    top_logprobs_TK: Tensor | None = None
+    """float32 [T, K] their log-probabilities."""
+    tail_T: Tensor | None = None
+    """float32 log of the probability of all other tokens together."""
     hidden_TH: Tensor | None = None
     """float32 [T, H] final hidden state that predicts the token (a reference's); 0 where the loss mask is 0."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from roll.configs.agentic import AgenticConfig
 from roll.configs.algorithm import STATE_ESTIMATORS
 from roll.configs.env import EnvManagerConfig
+from roll.configs.pipeline import TINY
 from roll.configs.problems import ConfigProblem
 from roll.configs.rules import Rule, check_sampling, too_many_tokens
 from roll.configs.schema import nearest
@@ -191,6 +192,14 @@ def check_temperature(config: AgenticConfig) -> list[ConfigProblem]:
     return problems + check_sampling(path, arguments or general)
 
 
+def check_teacher(config: AgenticConfig) -> list[ConfigProblem]:
+    """Nothing teaches a tiny teacher here."""
+    if config.teacher_pretrain != TINY:
+        return []
+    expected = "a model folder or a name on the hub: a tiny teacher is made in RLVR and in the distillation pipeline"
+    return [ConfigProblem("teacher_pretrain", TINY, expected)]
+
+
 AGENTIC_RULES: tuple[Rule, ...] = (
     check_tags,
     check_groups,
@@ -202,6 +211,7 @@ AGENTIC_RULES: tuple[Rule, ...] = (
     check_one_answer,
     check_no_dataset,
     check_temperature,
+    check_teacher,
 )
 
 

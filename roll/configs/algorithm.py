@@ -356,6 +356,11 @@ class AlgorithmConfig(Config):
         return self.overlong_buffer.max_length
 
     @property
+    def teacher_loss_coef(self) -> float:
+        """Coefficient of the divergence from a teacher in the policy's loss."""
+        return 0.0
+
+    @property
     def wants_old_logprobs(self) -> bool:
         """Tells whether the training engine must score rollouts even where a first optimizer step could do without."""
         return not self.bypasses_old_logprobs and (

@@ -9,7 +9,7 @@ from roll.configs.devices import parse_device_mapping
 from roll.configs.engines import card_of
 from roll.configs.rules import TRAINED
 
-_ROLES = (*TRAINED, "actor_infer", "reference")
+_ROLES = (*TRAINED, "actor_infer", "reference", "teacher")
 _COLUMNS = ("prompt", "messages", "response", "tag", "id", "default_tag", "system_prompt")
 _LENGTH = 1024
 _DEVICES_PER_NODE = 8

@@ -23,6 +23,7 @@ _SCORING = (
 _UNREAD = {
     "actor_infer": (_TRAINING + _SCORING + _UPDATES, "actor_infer generates; set it in actor_train"),
     "reference": (_TRAINING + _UPDATES, "reference only scores; set it in actor_train"),
+    "teacher": (_TRAINING + _UPDATES, "teacher only scores; set it in actor_train"),
     "critic": (_UPDATES, "weights go from actor_train to actor_infer; set it in actor_train"),
 }
 """By role: keys that it never reads, and where they are read."""

@@ -12,6 +12,8 @@ from roll.configs.agentic_rules import AGENTIC_RULES
 from roll.configs.base import Config
 from roll.configs.compose import Composed, compose_config
 from roll.configs.derive import derive
+from roll.configs.distill import DistillConfig
+from roll.configs.distill_rules import DISTILL_RULES
 from roll.configs.dpo import DPOConfig
 from roll.configs.dpo_rules import DPO_RULES
 from roll.configs.engine_rules import ENGINE_RULES
@@ -37,6 +39,7 @@ PIPELINE_RULES: dict[type[PipelineConfig], tuple[Rule, ...]] = {
     RLVRConfig: (*RL_RULES, *RLVR_RULES),
     SFTConfig: SFT_RULES,
     DPOConfig: DPO_RULES,
+    DistillConfig: DISTILL_RULES,
     RewardTrainingConfig: REWARD_TRAINING_RULES,
 }
 """The rules of each pipeline, beside those of all; its keys are the configurations that there are."""

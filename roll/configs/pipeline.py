@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import Field
 
 from roll.configs.base import Config
+from roll.configs.divergence import DivergenceConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.worker import EnvironmentVariables, WorkerConfig
 
@@ -254,6 +255,16 @@ class PipelineConfig(RunConfig):
         return False
 
     @property
+    def divergence(self) -> DivergenceConfig | None:
+        """How the policy is compared with a teacher over the vocabulary; ``None``: it is not."""
+        return None
+
+    @property
+    def teacher_temperature(self) -> float:
+        """Temperature by which the teacher's logits, and those compared with them, are divided."""
+        return self.scoring_temperature
+
+    @property
     def marks_hits(self) -> bool:
         """Whether the trained model tells which tokens are its first choice: the accuracy of imitation."""
         return False
@@ -297,6 +308,14 @@ class PipelineConfig(RunConfig):
     def model_of(self, role: str) -> str:
         """The model that a role starts from."""
         return self.pretrain
+
+    def of_teacher(self) -> Self:
+        """The configuration of the start of a tiny teacher.
+
+        Raises:
+            ValueError: this pipeline teaches none.
+        """
+        raise ValueError(f"teacher_pretrain: seen {TINY!r}, expected a model folder or a name on the hub")
 
     def key_of(self, cluster: str) -> str:
         """The configuration key of a cluster's section."""

@@ -11,12 +11,13 @@ from roll.configs.agent import AgentConfig
 from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.strategy import StrategyArguments
+from roll.configs.teacher import OnPolicyDistillationConfig
 from roll.configs.tools import ToolsConfig
 from roll.configs.val_infer import VAL_INFER, ValInferConfig
 from roll.configs.worker import WorkerConfig
 
 
-class RLConfig(AlgorithmConfig, PipelineConfig):
+class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
     """The rollouts, the critic and the reference; pipelines add where their rollouts come from."""
 
     rollout_batch_size: int = Field(default=128, ge=1, description="Episodes (agentic) or prompts (RLVR) of a step.")
@@ -176,7 +177,8 @@ class RLConfig(AlgorithmConfig, PipelineConfig):
 
     @property
     def uses_critic(self) -> bool:
-        return self.adv_estimator == "gae" or (self.critic is not None and ":" in self.adv_estimator)
+        chosen = self.adv_estimator == "gae" or (self.critic is not None and ":" in self.adv_estimator)
+        return chosen and self.estimates_advantages
 
     @property
     def overlong_max_length(self) -> int:
@@ -188,16 +190,24 @@ class RLConfig(AlgorithmConfig, PipelineConfig):
         return self.add_token_level_kl or (self.use_kl_loss and self.kl_loss_coef > 0)
 
     @property
+    def teacher_loss_coef(self) -> float:
+        return 0.0 if self.divergence is None else self.opd_kl_coef
+
+    @property
     def models(self) -> dict[str, str]:
         models = super().models
         if self.reward_pretrain is not None and self.uses_critic:
             models["reward_pretrain"] = self.reward_pretrain
         if self.reference_pretrain is not None:
             models["reference_pretrain"] = self.reference_pretrain
-        return models
+        return {**models, **self.teacher_models}
 
     def model_of(self, role: str) -> str:
-        own = {"critic": self.reward_pretrain, "reference": self.reference_pretrain}
+        own = {
+            "critic": self.reward_pretrain,
+            "reference": self.reference_pretrain,
+            "teacher": self.teacher_pretrain,
+        }
         return own.get(role) or self.pretrain
 
     @property
@@ -213,7 +223,7 @@ class RLConfig(AlgorithmConfig, PipelineConfig):
             roles["critic"] = self.critic
         if self.uses_reference and self.reference is not None and not self.refers_to_actor:
             roles["reference"] = self.reference
-        return roles
+        return {**roles, **self.teacher_roles}
 
     @property
     def clusters(self) -> dict[str, WorkerConfig]:

@@ -36,6 +36,14 @@ def check_demonstrations(config: RLVRConfig) -> list[ConfigProblem]:
     return [ConfigProblem("warm_start.file_name", NOTHING, expected, involves=("pretrain",))]
 
 
+def check_teacher(config: RLVRConfig) -> list[ConfigProblem]:
+    """A teacher that is made on the spot has something to imitate."""
+    if config.teacher_pretrain != TINY or config.teacher_warm_start.file_name:
+        return []
+    expected = "demonstrations to teach a tiny teacher with"
+    return [ConfigProblem("teacher_warm_start.file_name", NOTHING, expected, involves=("teacher_pretrain",))]
+
+
 def check_answers(config: RLVRConfig) -> list[ConfigProblem]:
     """Rules on the number of answers, their length, and their sampling."""
     path = "actor_infer.generating_args"
@@ -103,6 +111,7 @@ RLVR_RULES: tuple[Rule, ...] = (
     check_shares,
     check_templates,
     check_demonstrations,
+    check_teacher,
     check_answers,
     check_estimator,
     check_evaluation,

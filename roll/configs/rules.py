@@ -29,7 +29,7 @@ TRAINED = ("actor_train", "critic")
 
 def sections(config: PipelineConfig) -> Iterator[tuple[str, WorkerConfig]]:
     """The role sections that are present, used or not."""
-    for role in ("actor_train", "actor_infer", "critic", "reference"):
+    for role in ("actor_train", "actor_infer", "critic", "reference", "teacher"):
         worker = getattr(config, role, None)
         if worker is not None:
             yield role, worker

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from roll.configs.offline import OfflineConfig
 from roll.configs.offline_rules import OFFLINE_RULES, datasets
 from roll.configs.problems import ConfigProblem
 from roll.configs.rules import Rule
-from roll.configs.sft import SFTConfig
 
 
-def check_responses(config: SFTConfig) -> list[ConfigProblem]:
+def check_responses(config: OfflineConfig) -> list[ConfigProblem]:
     """The column of the answer to imitate is known."""
     return [
         ConfigProblem(f"{path}.response", None, "the column of the answer to imitate")

@@ -70,6 +70,16 @@ class Batch:
     ``old_logprobs_T`` are 0, as nobody computed them."""
     ref_logprobs_T: Tensor | None = None
     """float32: log-probabilities under the reference model."""
+    teacher_logprobs_T: Tensor | None = None
+    """float32: log-probabilities under the teacher of a distillation."""
+    teacher_hidden_TH: Tensor | None = None
+    """float32: the teacher's final hidden state in front of each token to learn, as ``ref_hidden_TH``."""
+    teacher_ids_TK: Tensor | None = None
+    """int32 [T, K]: the tokens that the teacher finds likeliest in the place of each token to learn."""
+    teacher_top_TK: Tensor | None = None
+    """float32 [T, K]: their log-probabilities under the teacher."""
+    teacher_tail_T: Tensor | None = None
+    """float32: log of the teacher's probability of all other tokens together."""
     ref_hidden_TH: Tensor | None = None
     """float32: the reference's final hidden state in front of each sampled token, from which its output layer predicts
     that token; 0 elsewhere. Only where the KL is taken over the whole vocabulary."""
@@ -102,10 +112,11 @@ class Batch:
             if value is None:
                 continue
             expected = num_tokens if _is_per_token(f.name) else len(self.lengths_B)
-            if value.ndim == 2 and f.name.endswith("H") and len(value) == expected:
+            wide = f.name.endswith(("_TH", "_TK"))
+            if value.ndim == 2 and wide and len(value) == expected:
                 continue
             if value.shape != (expected,):
-                width = " hidden size" if f.name.endswith("H") else ""
+                width = (" hidden size" if f.name.endswith("H") else " tokens") if wide else ""
                 raise ValueError(f"Batch.{f.name}: shape {tuple(value.shape)}, expected ({expected},{width})")
 
     @property
@@ -251,4 +262,4 @@ def from_arrays(kind: type[Columns], arrays: dict[str, np.ndarray]) -> Columns:
 
 
 def _is_per_token(name: str) -> bool:
-    return name.endswith(("_T", "_TH"))
+    return name.endswith(("_T", "_TH", "_TK"))

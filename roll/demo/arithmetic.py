@@ -26,6 +26,7 @@ from roll.utils.seeding import derive_seed
 
 TAG = "arithmetic"
 TRAIN, VAL, DEMONSTRATIONS = "train.jsonl", "val.jsonl", "demonstrations.jsonl"
+WORKED = "worked.jsonl"
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,11 @@ def write_dataset(
     num_train: int = 8192,
     num_val: int = 1024,
     num_demonstrations: int = 16000,
+    num_worked: int = 0,
 ) -> None:
     """Writes ``train.jsonl``, ``val.jsonl`` and ``demonstrations.jsonl``; equal arguments give equal bytes.
+
+    With ``num_worked`` there is ``worked.jsonl`` too, whose teacher forgets nothing.
 
     Problems within a file are distinct. A pair of operands in ``val.jsonl`` occurs in neither of the other files, under
     no operation and in no order. Existing files are replaced when all three are complete.
@@ -132,6 +136,7 @@ def write_dataset(
         num_train: rows of ``train.jsonl``.
         num_val: rows of ``val.jsonl``.
         num_demonstrations: rows of ``demonstrations.jsonl``.
+        num_worked: rows of ``worked.jsonl``; 0 writes none.
 
     Raises:
         ValueError: an argument is out of its range, or there are fewer problems than rows.
@@ -158,14 +163,15 @@ def write_dataset(
         (problem, {column for column in range(problem.num_columns) if rng.random() < forget_rate})
         for problem in draw("demonstrations", num_demonstrations, held_out=False)
     ]
-    write_together(
-        folder,
-        {
-            TRAIN: (_row("train", *item) for item in enumerate(draw("train", num_train, held_out=False))),
-            VAL: (_held_out(*item) for item in enumerate(draw("val", num_val, held_out=True))),
-            DEMONSTRATIONS: (_demonstration(index, *item) for index, item in enumerate(taught)),
-        },
-    )
+    files = {
+        TRAIN: (_row("train", *item) for item in enumerate(draw("train", num_train, held_out=False))),
+        VAL: (_held_out(*item) for item in enumerate(draw("val", num_val, held_out=True))),
+        DEMONSTRATIONS: (_demonstration(index, *item) for index, item in enumerate(taught)),
+    }
+    if num_worked:
+        worked = draw("worked", num_worked, held_out=False)
+        files[WORKED] = (_demonstration(index, problem, ()) for index, problem in enumerate(worked))
+    write_together(folder, files)
 
 
 def _check(

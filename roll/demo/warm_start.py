@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 from roll.algorithms.losses import build_sft_loss
 from roll.configs.agentic import AgenticConfig
 from roll.configs.data import DataArguments
+from roll.configs.distill import DistillConfig
 from roll.configs.dpo import DPOConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.rlvr import RLVRConfig
@@ -83,7 +84,7 @@ class Untaught:
 class WarmStart(Untaught, Generic[RolesT]):
     """The tiny model after supervised training on demonstrations. Subclasses have them, and know how to measure."""
 
-    config: AgenticConfig | RLVRConfig | DPOConfig
+    config: AgenticConfig | RLVRConfig | DistillConfig | DPOConfig
 
     @property
     def settings(self) -> SupervisedStartConfig:
@@ -230,7 +231,7 @@ class PlayStart(WarmStart[EnvRoles]):
 class AnswersStart(WarmStart[PromptRoles]):
     """Imitates a file's answers. The right format is part of a right answer."""
 
-    config: RLVRConfig | DPOConfig
+    config: RLVRConfig | DistillConfig | DPOConfig
 
     def recipe(self) -> Mapping[str, Any]:
         config = self.config
@@ -269,10 +270,10 @@ class AnswersStart(WarmStart[PromptRoles]):
         return rollouts.measuring(self.settings.eval_episodes, derive_seed(self.config.seed, "warm start measurement"))
 
 
-class PreferencesStart(AnswersStart):
+class TaughtStart(AnswersStart):
     """Imitates a file's answers, where one is given, and is measured by answers to held-out questions."""
 
-    config: DPOConfig
+    config: DistillConfig | DPOConfig
 
     @property
     def _taught(self) -> bool:

@@ -29,6 +29,7 @@ from roll.data.packing import (
 )
 from roll.data.shared_prompts import AttentionPlan, make_shared_batches, worth_sharing
 from roll.models import planned_attention
+from roll.models.comparison import Comparison, TeacherView, WholeVocabulary, top_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 
 MAX_CHUNK_LOGITS = 2**25
 """Logits held at a time (128 MiB in float32); a micro-batch with more goes through the output layer in chunks."""
+
+TOP_COLUMNS = ("top_ids_TK", "top_logprobs_TK", "tail_T")
+"""Names of what ``top_tokens`` finds in ``TokenScores``."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ class TokenScorer(nn.Module):
         value_head: makes this a critic.
         returns_hidden: also gives the hidden states that the tokens are predicted from.
         marks_hits: also tells which tokens are the model's first choice.
+        top_k: also tells so many of the likeliest tokens in each place (a teacher).
+        num_ids: with ``top_k``, only ids below this count; ``None``: all.
     """
 
     def __init__(
@@ -74,19 +80,25 @@ class TokenScorer(nn.Module):
         value_head: ValueHead | None = None,
         returns_hidden: bool = False,
         marks_hits: bool = False,
+        top_k: int = 0,
+        num_ids: int | None = None,
     ) -> None:
         super().__init__()
         self._takes_plans = planned_attention.enable(model)
         self.returns_hidden = returns_hidden
         self.marks_hits = marks_hits
+        self.top_k = top_k
+        self.num_ids = num_ids
         self.reference_layer: OutputLayer | None = None
         """The reference's, where the KL to it is wanted: it makes a distribution of the reference's hidden states."""
+        self.comparison: Comparison | None = None
+        """What measures the model beside its teacher, where it has one."""
         self.model = model
         self.value_head = value_head
         self.inverse_temperature = 1.0 / temperature if temperature > 0 else 1.0
         if value_head is None and model.get_output_embeddings() is None:
             raise ValueError(f"{type(model).__name__} has no output layer; expected a causal language model")
-        self._finish_logits = _logit_transform(model.config)
+        self._finish_logits = logit_transform(model.config)
 
     @property
     def device(self) -> torch.device:
@@ -100,6 +112,7 @@ class TokenScorer(nn.Module):
         target_K: Tensor,
         ref_hidden_KH: Tensor | None = None,
         attention: AttentionPlan | PackedSequences | None = None,
+        teacher: TeacherView | None = None,
     ) -> dict[str, Tensor]:
         """Scores one ``ModelInput``.
 
@@ -111,14 +124,16 @@ class TokenScorer(nn.Module):
             ref_hidden_KH: the reference's hidden states for the same tokens.
             attention: see ``ModelInput``; for a shared row the model must be prepared
                 (``planned_attention.enable_sharing``).
+            teacher: what a teacher says of the same tokens.
 
         Returns:
             float32 [K] (hidden states [K, H]) under their names in ``TokenScores``: of a critic the values, else
-            log-probabilities and entropies, and, where wanted, the KL to the reference, the hits or the hidden states.
+            log-probabilities and entropies, and, where wanted, the KL to the reference, the divergence from the
+            teacher, the hits, the hidden states or the top tokens.
             A plain dictionary, because FSDP2 finds the tensors to hook in it.
 
         Raises:
-            ValueError: ``ref_hidden_KH`` without the reference's output layer.
+            ValueError: ``ref_hidden_KH`` without the reference's output layer, ``teacher`` without a ``comparison``.
         """
         trunk = self.model if self.value_head is not None else self.model.base_model
         if isinstance(attention, PackedSequences) and not (self._takes_plans and input_ids_RC.device.type == "cpu"):
@@ -129,21 +144,22 @@ class TokenScorer(nn.Module):
         hidden_KH = output.last_hidden_state.flatten(0, 1).index_select(0, source_K)
         if self.value_head is not None:
             return {"values_T": self.value_head(hidden_KH)}
-        scores = self._score(hidden_KH, target_K, ref_hidden_KH)
+        scores = self._score(hidden_KH, target_K, ref_hidden_KH, teacher)
         return scores | {"hidden_TH": hidden_KH.float()} if self.returns_hidden else scores
 
-    def _score(self, hidden_KH: Tensor, target_K: Tensor, ref_hidden_KH: Tensor | None) -> dict[str, Tensor]:
-        columns = [hidden_KH, target_K] if ref_hidden_KH is None else [hidden_KH, target_K, ref_hidden_KH]
+    def _score(
+        self,
+        hidden_KH: Tensor,
+        target_K: Tensor,
+        ref_hidden_KH: Tensor | None = None,
+        teacher: TeacherView | None = None,
+    ) -> dict[str, Tensor]:
         vocabulary = self.model.get_output_embeddings().weight.shape[0]
-        rows = max(1, MAX_CHUNK_LOGITS // (vocabulary * (len(columns) - 1)))
-        if len(target_K) <= rows:
-            return self._score_chunk(*columns)
-        chunks = zip(*(column.split(rows) for column in columns), strict=True)
-        parts = [checkpoint(self._score_chunk, *chunk, use_reentrant=False) for chunk in chunks]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        score = in_chunks(self._score_chunk, vocabulary)
+        return score(hidden_KH, target_K, ref_hidden_KH, teacher)
 
     def _score_chunk(
-        self, hidden_KH: Tensor, target_K: Tensor, ref_hidden_KH: Tensor | None = None
+        self, hidden_KH: Tensor, target_K: Tensor, ref_hidden_KH: Tensor | None, teacher: TeacherView | None
     ) -> dict[str, Tensor]:
         all_logprobs_KV = self._all_logprobs(self.model.get_output_embeddings()(hidden_KH))
         probabilities_KV = all_logprobs_KV.exp()
@@ -159,6 +175,13 @@ class TokenScorer(nn.Module):
                 raise ValueError("kl_penalty 'full': this model holds no output layer of the reference to compare with")
             ref_logprobs_KV = self._all_logprobs(self.reference_layer(ref_hidden_KH))
             scores["kl_T"] = (probabilities_KV * (all_logprobs_KV - ref_logprobs_KV)).sum(-1)
+        if teacher is not None:
+            if self.comparison is None:
+                raise ValueError("distillation: this model was not told how to compare itself with a teacher")
+            scores["divergence_T"] = self.comparison(all_logprobs_KV, teacher)
+        if self.top_k:
+            found = top_tokens(all_logprobs_KV, self.top_k, self.num_ids, WholeVocabulary())
+            scores |= dict(zip(TOP_COLUMNS, found, strict=True))
         return scores
 
     def _all_logprobs(self, logits_KV: Tensor) -> Tensor:
@@ -169,8 +192,43 @@ class TokenScorer(nn.Module):
         return torch.log_softmax(logits_KV, dim=-1)
 
 
+def in_chunks(
+    score: Callable[[Tensor, Tensor, Tensor | None, TeacherView | None], dict[str, Tensor]], vocabulary: int
+) -> Callable[[Tensor, Tensor, Tensor | None, TeacherView | None], dict[str, Tensor]]:
+    """Scoring of so many tokens at a time that few logits are held, which are computed again in the backward pass.
+
+    Args:
+        score: maps hidden states, targets, and what a reference and a teacher say of them to scores by name.
+        vocabulary: logits of a token.
+    """
+
+    def whole(
+        hidden_KH: Tensor, target_K: Tensor, ref_hidden_KH: Tensor | None, teacher: TeacherView | None
+    ) -> dict[str, Tensor]:
+        distributions = 1 + (ref_hidden_KH is not None) + 2 * (teacher is not None)
+        size = max(1, MAX_CHUNK_LOGITS // (vocabulary * distributions))
+        if len(target_K) <= size:
+            return score(hidden_KH, target_K, ref_hidden_KH, teacher)
+        number = -(-len(target_K) // size)
+        chunks = zip(
+            hidden_KH.split(size),
+            target_K.split(size),
+            [None] * number if ref_hidden_KH is None else ref_hidden_KH.split(size),
+            [None] * number if teacher is None else teacher.split(size),
+            strict=True,
+        )
+        parts = [checkpoint(score, *chunk, use_reentrant=False) for chunk in chunks]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+    return whole
+
+
 def score_input(
-    scorer: nn.Module, inputs: ModelInput, num_tokens: int, ref_hidden_TH: Tensor | None = None
+    scorer: nn.Module,
+    inputs: ModelInput,
+    num_tokens: int,
+    ref_hidden_TH: Tensor | None = None,
+    teacher: TeacherView | None = None,
 ) -> TokenScores:
     """Runs one micro-batch; returns scores with gradient, on the model's device.
 
@@ -179,12 +237,20 @@ def score_input(
         inputs: the micro-batch's layout.
         num_tokens: the micro-batch's T.
         ref_hidden_TH: the reference's hidden states; the scores then hold the KL to it.
+        teacher: what a teacher says of the micro-batch's tokens; the scores then hold the divergence from it.
     """
     device = next(scorer.parameters()).device
+    view = None if teacher is None else teacher.take(inputs.token_K, device)
     ref_hidden_KH = None if ref_hidden_TH is None else ref_hidden_TH[inputs.token_K].to(device, non_blocking=True)
     moved = inputs.to(device)
     outputs = scorer(
-        moved.input_ids_RC, moved.position_ids_RC, moved.source_K, moved.target_K, ref_hidden_KH, moved.attention
+        moved.input_ids_RC,
+        moved.position_ids_RC,
+        moved.source_K,
+        moved.target_K,
+        ref_hidden_KH,
+        moved.attention,
+        view,
     )
     flat = {
         name: values.new_zeros(num_tokens, *values.shape[1:]).index_put((moved.token_K,), values)
@@ -245,7 +311,8 @@ def score_batch(
     for index in range(max(1, len(groups))):
         micro_batch = take_micro_batch(batch, groups, index)
         inputs = layout(micro_batch, round_to=round_to, packing=packing)
-        parts.append(score_input(scorer, inputs, micro_batch.num_tokens, micro_batch.ref_hidden_TH))
+        views = (micro_batch.ref_hidden_TH, TeacherView.of(micro_batch))
+        parts.append(score_input(scorer, inputs, micro_batch.num_tokens, *views))
     return gather_scores(batch, groups, parts)
 
 
@@ -262,14 +329,14 @@ def gather_scores(batch: Batch, groups: Sequence[Tensor], parts: Sequence[TokenS
         first = getattr(parts[0], name)
         if first is None:
             continue
-        flat = torch.zeros(batch.num_tokens, *first.shape[1:])
+        flat = torch.zeros(batch.num_tokens, *first.shape[1:], dtype=first.dtype)
         for rows, part in zip(groups, parts, strict=False):
             flat[batch.token_index(rows)] = getattr(part, name).cpu()
         columns[name] = flat
     return TokenScores(**columns)
 
 
-def _logit_transform(config: object) -> Callable[[Tensor], Tensor]:
+def logit_transform(config: object) -> Callable[[Tensor], Tensor]:
     """Change that some architectures make to the output layer's result (Gemma 2, Granite, Cohere)."""
     softcap = getattr(config, "final_logit_softcapping", None)
     if softcap:

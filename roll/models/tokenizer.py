@@ -64,6 +64,29 @@ def policy_tokenizer(pretrain: str, tokenizer_path: str | None = None) -> PreTra
     return load_tokenizer(pretrain)
 
 
+def check_same_ids(pretrain: str, teacher: str, tokenizer_path: str | None = None) -> None:
+    """Compares the vocabularies of a policy and its teacher: an id that both have stands for the same token.
+
+    Args:
+        pretrain: the policy, which may be ``tiny``.
+        teacher: the teacher, likewise.
+        tokenizer_path: where the policy's tokenizer is, if it is not the model's.
+
+    Raises:
+        ValueError: they differ, or a tokenizer cannot be read.
+    """
+    tokens, others = policy_tokenizer(pretrain, tokenizer_path).get_vocab(), policy_tokenizer(teacher).get_vocab()
+    names = {index: token for token, index in others.items()}
+    shared = [(index, token) for token, index in tokens.items() if index in names]
+    wrong = sorted((index, token, names[index]) for index, token in shared if names[index] != token)
+    if wrong or not shared:
+        index, token, other = wrong[0] if wrong else (0, None, None)
+        raise ValueError(
+            f"{teacher!r} has another tokenizer than {pretrain!r}: {len(wrong)} of {len(shared)} ids differ, the first "
+            f"is {index}: {other!r} in place of {token!r}; a teacher must have the policy's vocabulary"
+        )
+
+
 def _tokenizer_class(path: str, local: bool) -> Any:
     """Transformers' choice, or the plain class where the folder itself names that one.
 

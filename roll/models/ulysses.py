@@ -26,6 +26,7 @@ from roll.algorithms.types import TokenScores
 from roll.data.packing import ModelInput, PackedSequences
 from roll.data.shared_prompts import AttentionPlan
 from roll.models import planned_attention
+from roll.models.comparison import TeacherView
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -114,6 +115,7 @@ def score_shared_input(
     num_tokens: int,
     group: SequenceGroup,
     ref_hidden_TH: Tensor | None = None,
+    teacher: TeacherView | None = None,
 ) -> TokenScores:
     """``scoring.score_input`` by a group of ranks that all call it with the same (collective over the group).
 
@@ -123,6 +125,7 @@ def score_shared_input(
         num_tokens: the micro-batch's T.
         group: the ranks.
         ref_hidden_TH: the reference's hidden states; the scores then hold the KL to it.
+        teacher: what a teacher says of the micro-batch's tokens; the scores then hold the divergence from it.
 
     Returns:
         Scores of the whole micro-batch, the same on every rank of the group.
@@ -145,6 +148,7 @@ def score_shared_input(
         inputs.target_K[own_K].to(device),
         None if ref_hidden_TH is None else ref_hidden_TH[inputs.token_K[own_K]].to(device),
         rows,
+        None if teacher is None else teacher.take(inputs.token_K[own_K], device),
     )
     token_K = inputs.token_K[order_K].to(device)
     flat = {}

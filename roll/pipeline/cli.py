@@ -11,14 +11,25 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from roll import __version__
 from roll.configs.shipped import SHIPPED
-from roll.pipeline.programs import AGENTIC, DPO, PROGRAMS, REWARD_MODEL, RLVR, SFT, Program, configurations, program_of
+from roll.pipeline.programs import (
+    AGENTIC,
+    DISTILL,
+    DPO,
+    PROGRAMS,
+    REWARD_MODEL,
+    RLVR,
+    SFT,
+    Program,
+    configurations,
+    program_of,
+)
 
 if TYPE_CHECKING:
     from roll.configs.compose import Composed
     from roll.configs.pipeline import PipelineConfig
     from roll.configs.problems import ConfigErrors
 
-__all__ = ["AGENTIC", "DPO", "REWARD_MODEL", "RLVR", "SFT", "main", "perform", "refuse", "report"]
+__all__ = ["AGENTIC", "DISTILL", "DPO", "REWARD_MODEL", "RLVR", "SFT", "main", "perform", "refuse", "report"]
 
 EXIT_CONFIG = 2
 LINE_WIDTH = 110

@@ -45,6 +45,7 @@ MODEL_WORKERS: WorkerClasses = {
     VAL_INFER: InferWorker,
     "critic": TrainWorker,
     "reference": ScoreWorker,
+    "teacher": ScoreWorker,
 }
 
 EXPECTED_ERRORS = (

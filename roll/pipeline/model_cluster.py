@@ -191,7 +191,7 @@ class WithoutAdapter:
 
 def _what_scores_depend_on(batch: Batch) -> Batch:
     """The batch without the columns over tokens that no model reads."""
-    read = ("tokens_T", "loss_mask_T")
+    read = ("tokens_T", "loss_mask_T", "teacher_tail_T")
     return batch.replace(**{f.name: None for f in fields(Batch) if f.name.endswith("_T") and f.name not in read})
 
 

@@ -59,8 +59,17 @@ DPO = Program(
     "Trains a language model on preferences: answers that are better or worse.",
     "dpo_math",
     "start_dpo_pipeline.py",
-    "roll.demo.warm_start:PreferencesStart",
+    "roll.demo.warm_start:TaughtStart",
     ("preference_loss", "preferences", "precompute_reference", "reference_dir"),
+)
+DISTILL = Program(
+    "roll.configs.distill:DistillConfig",
+    "roll.pipeline.distill.launch:run_distill",
+    "Trains a language model to give the probabilities that a teacher gives.",
+    "distill_math",
+    "start_distill_pipeline.py",
+    "roll.demo.warm_start:TaughtStart",
+    ("distill_loss_weight", "kd_temperature", "teacher_logprobs", "precompute_only"),
 )
 REWARD_MODEL = Program(
     "roll.configs.reward_training:RewardTrainingConfig",
@@ -71,7 +80,7 @@ REWARD_MODEL = Program(
     "roll.demo.warm_start:Untaught",
     ("reward_loss", "answers", "center_coef"),
 )
-PROGRAMS = {"agentic": AGENTIC, "dpo": DPO, "reward_model": REWARD_MODEL, "sft": SFT, "rlvr": RLVR}
+PROGRAMS = {"agentic": AGENTIC, "distill": DISTILL, "dpo": DPO, "reward_model": REWARD_MODEL, "sft": SFT, "rlvr": RLVR}
 """By name. The first whose ``sections`` a configuration has runs it."""
 
 

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from roll.algorithms.advantages import advantage_metrics, compute_advantages, value_mask
 from roll.algorithms.correction import mismatch_by_lag, mismatch_metrics
+from roll.algorithms.distillation import no_advantages, teacher_advantages, teacher_metrics, teacher_rewards
 from roll.algorithms.kl import KlController
 from roll.algorithms.losses import build_policy_loss, build_value_loss
 from roll.algorithms.rewards import apply_kl_penalty, mean_kl, shape_rewards, whiten_token_rewards
 from roll.algorithms.selection import drop_masked_episodes, select_for_policy
 from roll.algorithms.statistics import RunningStats
+from roll.configs.divergence import DivergenceConfig
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
@@ -31,6 +33,7 @@ from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter, plan_optim
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollouts import read_rollouts, take, write_rollouts
 from roll.pipeline.session import RunFailedError, RunSession
+from roll.pipeline.teaching import TEACHER_COLUMNS, with_teacher
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import overlap_metrics
 from roll.rollout.saved_groups import load_groups, save_groups
@@ -164,14 +167,14 @@ class RLPipeline(TrainingLoop):
         if config.bypasses_old_logprobs:
             batch = batch.replace(old_logprobs_T=batch.rollout_logprobs_T)
         actor = {"old_logprobs_T": roles.actor if len(old_rows) else None}
-        others = {"ref_logprobs_T": roles.reference, "values_T": roles.critic}
+        others = {"ref_logprobs_T": roles.reference, "teacher_logprobs_T": roles.teacher, "values_T": roles.critic}
         if 0 < len(old_rows) < batch.num_sequences:
             batch = batch.replace(
                 fresh_B=torch.ones(batch.num_sequences, dtype=torch.bool).index_fill(0, old_rows, False)
             )
         if not config.uses_full_kl:
-            return _with_scores(batch, actor | others, old_rows)
-        batch = _with_scores(batch, others, old_rows)
+            return _with_scores(batch, actor | others, old_rows, config.divergence)
+        batch = _with_scores(batch, others, old_rows, config.divergence)
         if batch.ref_hidden_TH is None:
             raise ValueError(
                 "kl_penalty: 'full', but the reference's strategy returns no hidden states; expected hf_infer or an "
@@ -197,9 +200,16 @@ class RLPipeline(TrainingLoop):
             batch, kl_metrics = apply_kl_penalty(batch, self.config, self.kl_controller.coef)
             self.kl_controller.update(kl_metrics["reward/kl"], batch.num_sequences)
             metrics |= kl_metrics
+        taught = None if self.roles.teacher is None else self.config.opd_form
+        if taught is not None:
+            metrics |= teacher_metrics(batch)
+        if taught == "reward":
+            batch = teacher_rewards(batch, self.config)
         if self.config.whiten_rewards:
             batch = whiten_token_rewards(batch)
-        batch = compute_advantages(batch, self.config)
+        batch = compute_advantages(batch, self.config) if self.config.estimates_advantages else no_advantages(batch)
+        if taught == "advantage":
+            batch = teacher_advantages(batch, self.config)
         return batch, metrics | advantage_metrics(batch, self.config)
 
     def train(self, batch: Batch, steps: list[Tensor], step: int) -> Metrics:
@@ -212,7 +222,8 @@ class RLPipeline(TrainingLoop):
         if self.config.kl_loss_target is not None:
             selection_metrics |= self._steer_kl_loss(batch)
         actor_refs = self.roles.actor.submit_train(policy_batch, steps) if trains_actor else []
-        value_batch = batch.replace(loss_mask_T=value_mask(batch, self.config), ref_hidden_TH=None)
+        unread = dict.fromkeys(("ref_hidden_TH", *TEACHER_COLUMNS))
+        value_batch = batch.replace(loss_mask_T=value_mask(batch, self.config), **unread)
         critic = self.roles.critic if value_batch.loss_mask_T.any() else None
         critic_refs = critic.submit_train(value_batch, steps) if critic else []
         history = self.roles.actor.gather_train(actor_refs) if actor_refs else []
@@ -286,7 +297,12 @@ def _with_old_policy(batch: Batch) -> Batch:
     return batch if batch.fresh_B is None else batch.select((~batch.fresh_B).nonzero()[:, 0])
 
 
-def _with_scores(batch: Batch, roles: Mapping[str, ModelCluster | WithoutAdapter | None], old_rows: Tensor) -> Batch:
+def _with_scores(
+    batch: Batch,
+    roles: Mapping[str, ModelCluster | WithoutAdapter | None],
+    old_rows: Tensor,
+    divergence: DivergenceConfig | None = None,
+) -> Batch:
     """The batch with the columns that each role computes, named by the first of them; the roles work side by side."""
     pending = {
         name: (role, role.submit_logprobs(batch, old_rows if name == "old_logprobs_T" else None))
@@ -296,6 +312,9 @@ def _with_scores(batch: Batch, roles: Mapping[str, ModelCluster | WithoutAdapter
     columns: dict[str, Tensor | None] = {}
     for name, (role, submitted) in pending.items():
         scores = role.gather_scores(batch, *submitted)
+        if name == "teacher_logprobs_T":
+            batch = with_teacher(batch, scores, divergence)
+            continue
         columns[name] = scores.values_T if name == "values_T" else scores.logprobs_T
         if name == "ref_logprobs_T":
             columns["ref_hidden_TH"] = scores.hidden_TH

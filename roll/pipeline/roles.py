@@ -19,11 +19,12 @@ from roll.models.lora import LoraSpec
 from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter
 from roll.pipeline.offload_manager import OffloadManager
 from roll.pipeline.replicas import Replicas, RestartBudget
+from roll.pipeline.teaching import Teaching
 from roll.utils.checksums import WrittenFile
 
 
 class Roles:
-    """``actor_train``; ``actor_infer`` where something is generated; ``critic``, ``reference``, ``val_infer``.
+    """``actor_train``; ``actor_infer`` where something is generated; ``critic``, ``reference``, ``teacher`` …
 
     Args:
         config: the run's configuration.
@@ -54,6 +55,8 @@ class Roles:
             self.reference = ModelCluster(clusters["reference"], self.offload_manager)
         elif config.uses_reference and config.uses_lora:
             self.reference = WithoutAdapter(self.actor)
+        self.teacher = ModelCluster(clusters["teacher"], self.offload_manager) if "teacher" in clusters else None
+        self._teaching = Teaching()
 
     @property
     def rollout_replicas(self) -> Replicas:
@@ -71,14 +74,20 @@ class Roles:
         """The generating workers of the rollouts."""
         return self.rollout_replicas.cluster
 
-    def setup(self, model_path: str, total_optimizer_steps: int) -> None:
+    def setup(self, model_path: str, total_optimizer_steps: int, teacher_path: str | None = None) -> None:
         """Loads the policy everywhere, the same weights in all its roles but those with models of their own.
 
         Args:
             model_path: Hugging Face folder of the policy.
             total_optimizer_steps: horizon of the learning-rate schedules.
+            teacher_path: Hugging Face folder of the teacher, where there is one.
         """
         loading = []
+        if (divergence := self.config.divergence) is not None:
+            self._teaching = Teaching.of(divergence, self.config.teacher_temperature, model_path, teacher_path)
+        if self.teacher is not None:
+            assert teacher_path is not None, "a rule"
+            loading.append((self.teacher, self.teacher.submit_setup(self._context("teacher", teacher_path))))
         if isinstance(self.reference, ModelCluster):
             loading.append((self.reference, self.reference.submit_setup(self._own_context("reference", model_path))))
         if self.critic is not None:
@@ -118,7 +127,7 @@ class Roles:
 
     def preload(self) -> None:
         """Has the roles beside the policy import what their set-up will need, while the policy is at work."""
-        for role in (self.critic, self.reference):
+        for role in (self.critic, self.reference, self.teacher):
             if isinstance(role, ModelCluster):
                 role.cluster.submit("preload", getattr(self.config, role.cluster.name).strategy_args.strategy_name)
 
@@ -189,11 +198,15 @@ class Roles:
             model_path=model_path,
             tokenizer_path=config.tokenizer_path,
             head="score" if role == "actor_train" and config.trains_scores else "lm",
-            returns_hidden=role == "reference" and config.uses_full_kl,
+            returns_hidden=(role == "reference" and config.uses_full_kl)
+            or (role == "teacher" and self._teaching.sends_hidden),
+            top_k=self._teaching.top_k if role == "teacher" else 0,
+            num_ids=self._teaching.num_ids if role == "teacher" else None,
+            comparison=self._teaching.comparison if role == "actor_train" else None,
             marks_hits=role == "actor_train" and config.marks_hits,
             keeps_output_layer=role == "actor_train" and config.uses_full_kl,
             seed=config.seed,
-            temperature=config.scoring_temperature,
+            temperature=config.teacher_temperature if role == "teacher" else config.scoring_temperature,
             max_grad_norm=config.max_grad_norm,
             l2=config.l2,
             sequence_length=config.sequence_length,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from roll.configs.pipeline import TINY, PipelineConfig
+from roll.models.tokenizer import check_same_ids
 from roll.pipeline.programs import Program
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_roles import RolloutRoles
@@ -40,3 +41,24 @@ def start_of(config: PipelineConfig, program: Program) -> Start:
     if config.pretrain != TINY:
         return Pretrained(config.pretrain)
     return cast("Callable[[PipelineConfig], Start]", import_path(program.tiny))(config)
+
+
+def teacher_weights(
+    config: PipelineConfig, program: Program, session: RunSession, roles: Roles, rollouts: Any
+) -> str | None:
+    """The folder or hub name of the teacher; with ``teacher_pretrain: tiny`` it is taught on the run's own workers.
+
+    Returns:
+        ``None`` where the run has no teacher.
+
+    Raises:
+        ValueError: its tokens are not those of the policy.
+    """
+    path = config.model_of("teacher")
+    if "teacher" not in config.roles:
+        return None
+    check_same_ids(config.pretrain, path, config.tokenizer_path)
+    if path != TINY:
+        return path
+    session.display.note("the teacher is taught first")
+    return start_of(config.of_teacher(), program).weights(session, roles, rollouts)

@@ -11,6 +11,7 @@ from roll.agentic.tools.dialects import DIALECTS
 from roll.agentic.tools.tool import check_tool
 from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.data import ATTRIBUTE_PATH
+from roll.configs.distill import DistillConfig
 from roll.configs.dpo import DPOConfig
 from roll.configs.engines import strategy_names
 from roll.configs.engines.card import task_of
@@ -29,6 +30,7 @@ from roll.distributed.cluster.errors import PlacementError
 from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
 from roll.distributed.strategy import STRATEGIES
 from roll.preflight.models import MODEL_CHECKS
+from roll.preflight.teacher import check_teacher
 from roll.preflight.templates import check_dialect
 from roll.rollout.schedule import Schedule
 from roll.tracking import TRACKERS
@@ -277,6 +279,7 @@ _CHECKS: tuple[Rule, ...] = (
     check_engine_options,
     check_plugins,
     *MODEL_CHECKS,
+    check_teacher,
     check_placement,
     check_replay,
 )
@@ -293,6 +296,7 @@ CHECKS: dict[type[PipelineConfig], tuple[Rule, ...]] = {
     ),
     SFTConfig: (check_verifiers, check_data_plugins, *_CHECKS),
     DPOConfig: (check_verifiers, check_data_plugins, *_CHECKS),
+    DistillConfig: (check_verifiers, check_data_plugins, *_CHECKS),
     RewardTrainingConfig: (check_data_plugins, *_CHECKS),
 }
 """By the class of the configuration, for ``load_config``."""

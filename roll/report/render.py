@@ -30,6 +30,10 @@ _SUCCESS = {"training": "rollout/success", "held-out": "eval/success"}
 _LOSSES = {
     "loss_curve.svg": ("Loss by training step, nats per token", {"training": "sft/loss", "held-out": "eval/loss"}),
     "reward_loss_curve.svg": ("Loss by training step", {"training": "rm/loss", "held-out": "eval/loss"}),
+    "distillation_curve.svg": (
+        "Divergence from the teacher by training step, nats per token",
+        {"training": "distill/divergence", "held-out": "eval/divergence"},
+    ),
     "preference_loss_curve.svg": ("Loss by training step", {"training": "dpo/loss", "held-out": "eval/loss"}),
 }
 """By file: the title, and the metrics; drawn where the first of them was measured."""

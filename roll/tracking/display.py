@@ -33,6 +33,8 @@ SHOWN_METRICS = {
     "tokens/s": "tokens_per_s/rollout",
     "eval": "eval/success",
     "loss": "sft/loss",
+    "distill loss": "distill/loss",
+    "teacher KL": "teacher/reverse_kl",
     "dpo loss": "dpo/loss",
     "preferences": "dpo/accuracy",
     "reward loss": "rm/loss",

@@ -21,13 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from roll.algorithms.distillation import build_distill_loss
 from roll.algorithms.preferences import build_preference_loss
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
+from roll.configs.distill import DistillLossConfig
+from roll.configs.divergence import DivergenceConfig
 from roll.configs.preference import PreferenceConfig
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import RankInfo, StrategyContext
+from roll.models.comparison import ComparisonSpec
 from roll.models.lora import LoraSpec
 from tests.support.ranks import enter_rank, exported, exported_adapter, run_ranks
 
@@ -36,6 +40,8 @@ ENTROPY_COEF = 0.01
 MAX_GRAD_NORM = 0.5  # clips some of the steps
 NUM_STEPS = 3
 VOCABULARY = 61  # divides by nothing: vocabulary-parallel layers must pad
+TEACHER_VOCABULARY, TEACHER_WIDTH = 67, 40
+KD_TEMPERATURE = 1.25
 LONGEST = 24
 TRAINING = {
     "learning_rate": 1e-3,
@@ -190,6 +196,8 @@ class Task:
     oracle: Callable[[Any, Batch], tuple[Tensor, float]]
     """The step's loss and the value of ``metric`` in float64, from the model's logits."""
     metric: str
+    divergence: DivergenceConfig | None = None
+    """What a teacher's columns in the batch are compared by."""
 
 
 @dataclass
@@ -369,6 +377,76 @@ def _oracle_preferences(model: Any, batch: Batch, name: str) -> tuple[Tensor, fl
     return torch.stack(losses).mean(), sum(right) / len(right)
 
 
+@cache
+def teacher_weight() -> Tensor:
+    """The output layer of a teacher that is wider than the model and has more ids."""
+    return torch.randn(TEACHER_VOCABULARY, TEACHER_WIDTH, generator=torch.Generator().manual_seed(5))
+
+
+def make_teacher(path: Path) -> None:
+    """A teacher's folder, with its output layer alone: its hidden states are in the batches."""
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig
+
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48, "hidden_size": TEACHER_WIDTH}
+    LlamaConfig(vocab_size=TEACHER_VOCABULARY, tie_word_embeddings=False, **sizes).save_pretrained(path)
+    save_file({"lm_head.weight": teacher_weight()}, path / "model.safetensors")
+
+
+def make_taught(step: int) -> Batch:
+    """``make_batch`` with a teacher's hidden states."""
+    batch = make_batch(step)
+    hidden_TH = 0.3 * torch.randn(batch.num_tokens, TEACHER_WIDTH, generator=torch.Generator().manual_seed(300 + step))
+    return batch.replace(teacher_hidden_TH=hidden_TH * batch.loss_mask_T[:, None])
+
+
+def make_taught_by_top(step: int) -> Batch:
+    """The same with the teacher's six likeliest tokens of those that both have."""
+    batch = make_taught(step)
+    assert batch.teacher_hidden_TH is not None
+    logprobs_TV = (batch.teacher_hidden_TH @ teacher_weight().T)[:, :VOCABULARY].div(KD_TEMPERATURE).log_softmax(-1)
+    top_TK, ids_TK = logprobs_TV.topk(6, dim=-1)
+    tail_T = (1 - top_TK.double().exp().sum(-1)).log().float()
+    return batch.replace(
+        teacher_hidden_TH=None, teacher_ids_TK=ids_TK.int(), teacher_top_TK=top_TK, teacher_tail_T=tail_T
+    )
+
+
+TAUGHT = {
+    "js_divergence": (make_taught, DivergenceConfig(kd_objective="js_divergence", jsd_beta=0.3)),
+    "reverse_kl": (make_taught, DivergenceConfig(kd_objective="reverse_kl")),
+    "top_forward_kl": (make_taught_by_top, DivergenceConfig(kd_objective="forward_kl", logits_topk=6)),
+}
+DISTILL_LOSS = DistillLossConfig(distill_loss_weight=0.7)
+
+
+def _oracle_distillation(model: Any, batch: Batch, name: str) -> tuple[Tensor, float]:
+    """One position after the other; the formulas as their papers have them."""
+    divergences, nlls = [], []
+    for _, one, logprobs in _oracle_rows(model, batch):
+        for position in one.loss_mask_T.nonzero().flatten().tolist():
+            own = logprobs[position - 1]
+            nlls.append(-own[one.tokens_T[position]])
+            s = (own * TEMPERATURE / KD_TEMPERATURE).softmax(-1)
+            if name == "top_forward_kl":
+                chosen = one.teacher_ids_TK[position].long()
+                s = torch.cat([s[chosen], 1 - s[chosen].sum().view(1)])
+                t = torch.cat([one.teacher_top_TK[position], one.teacher_tail_T[position].view(1)]).double().exp()
+            else:
+                logits = teacher_weight().double()[:VOCABULARY] @ one.teacher_hidden_TH[position].double()
+                t = (logits / KD_TEMPERATURE).softmax(-1)
+            m = 0.3 * t + 0.7 * s
+            divergences.append(
+                {
+                    "js_divergence": 0.3 * (t * (t / m).log()).sum() + 0.7 * (s * (s / m).log()).sum(),
+                    "reverse_kl": (s * (s / t).log()).sum(),
+                    "top_forward_kl": (t * (t / s).log()).sum(),
+                }[name]
+            )
+    divergence, nll = torch.stack(divergences).mean(), torch.stack(nlls).mean()
+    return 0.7 * divergence + 0.3 * nll, divergence.item()
+
+
 TASKS = {"policy": Task(make_batch, policy_loss, _oracle_loss, "actor/entropy")} | {
     name: Task(
         make_labelled if name == "kto" else make_preferences,
@@ -377,6 +455,16 @@ TASKS = {"policy": Task(make_batch, policy_loss, _oracle_loss, "actor/entropy")}
         "dpo/accuracy",
     )
     for name, config in PREFERENCES.items()
+}
+TASKS |= {
+    name: Task(
+        batch,
+        build_distill_loss(DISTILL_LOSS),
+        partial(_oracle_distillation, name=name),
+        "distill/divergence",
+        divergence,
+    )
+    for name, (batch, divergence) in TAUGHT.items()
 }
 
 
@@ -401,8 +489,14 @@ def make_context(layout: Layout, model_path: Path, rank: int) -> StrategyContext
             **layout.worker,
         }
     )
+    divergence = TASKS[layout.task].divergence
+    comparison = None
+    if divergence is not None:
+        teacher = None if divergence.logits_topk else str(model_path.parent / "teacher")
+        comparison = ComparisonSpec(divergence, KD_TEMPERATURE, teacher, VOCABULARY if teacher else None)
     return StrategyContext(
         worker=worker,
+        comparison=comparison,
         role="actor_train",
         model_path=str(model_path),
         rank=rank,
@@ -422,6 +516,8 @@ def measure(layouts: list[Layout], folder: Path, *, on_gpus: bool = False) -> di
     for kind, path in models.items():
         if not path.exists():
             make_model(path, kind)
+    if any(TASKS[layout.task].divergence for layout in layouts):
+        make_teacher(folder / "teacher")
     world_size = layouts[0].world_size
     assert all(layout.world_size == world_size for layout in layouts)
     run_ranks(_rank_main, world_size, layouts, models, folder, on_gpus)

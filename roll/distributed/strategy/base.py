@@ -19,6 +19,7 @@ from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest
 from roll.data.templates import ChatTemplate
 from roll.distributed.weights.contents import WeightBucket
+from roll.models.comparison import ComparisonSpec
 from roll.models.lora import LoraSpec
 from roll.utils.checksums import WrittenFile
 
@@ -75,6 +76,12 @@ class StrategyContext:
     keeps_output_layer: bool = False
     """A trainer keeps a frozen copy of the output layer that it starts with, which turns a reference's hidden states
     into the distribution that its KL is taken to."""
+    top_k: int = 0
+    """A language model's scores hold so many of the likeliest tokens in each place (a teacher)."""
+    num_ids: int | None = None
+    """With ``top_k``: ids from this on do not count, since the policy does not have them. ``None``: all count."""
+    comparison: ComparisonSpec | None = None
+    """A language model's scores of a batch with a teacher's columns hold the divergence from it."""
     lora: LoraSpec | None = None
     """The actor trains (and generates with) an adapter; only the adapter is exported after the start."""
     seed: int = 42

@@ -14,7 +14,7 @@ from roll.pipeline.programs import AGENTIC
 from roll.pipeline.rl import set_losses
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
-from roll.pipeline.start import Start
+from roll.pipeline.start import Start, teacher_weights
 from roll.rollout.env_worker import EnvironmentWorker
 from roll.utils.signals import SignalGuard
 
@@ -32,9 +32,10 @@ def _run(
     envs = EnvRoles(config, clusters, roles, config.tokenizer_path or start.model_path, on_tick=signals.check)
     envs.probe()
     envs.begin_setup()
+    teacher_path = teacher_weights(config, AGENTIC, session, roles, envs)
     model_path = start.weights(session, roles, envs)
     with session.phase("setup"):
-        roles.setup(model_path, config.total_optimizer_steps)
+        roles.setup(model_path, config.total_optimizer_steps, teacher_path)
         set_losses(roles, config)
         envs.wait_ready()
     AgenticPipeline(config, session, roles, signals, envs).run()

@@ -25,7 +25,7 @@ from roll.pipeline.prompt_roles import PromptRoles
 from roll.pipeline.rlvr.datasets import load_renderer, make_data
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
-from roll.pipeline.start import Start
+from roll.pipeline.start import Start, teacher_weights
 from roll.rollout.prompt_worker import PromptWorker
 from roll.rollout.reward_worker import RewardWorker
 from roll.utils.signals import SignalGuard
@@ -64,10 +64,12 @@ class Parts:
     prompts: PromptRoles | None
     model_path: str
     """Folder of the starting weights."""
+    teacher_path: str | None
+    """Folder or hub name of the teacher, where there is one."""
 
 
-Build: TypeAlias = Callable[[ConfigT, Parts], OfflinePipeline]
-"""Makes the pipeline once the models are there."""
+Build: TypeAlias = Callable[[ConfigT, Parts], "OfflinePipeline | None"]
+"""Makes the pipeline once the models are there; ``None``: all that was wanted is done."""
 
 
 def run_offline(
@@ -90,7 +92,8 @@ def run_offline(
         **{f"{REWARD_CLUSTER}{name}": RewardWorker for name in config.rewards},
     }
     notes = [*describe_batches(config), *datasets.describe()]
-    return launch(config, program, partial(_run, datasets=datasets, build=build), workers, notes=notes, started=started)
+    body = partial(_run, program=program, datasets=datasets, build=build)
+    return launch(config, program, body, workers, notes=notes, started=started)
 
 
 def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) -> Datasets:
@@ -123,6 +126,7 @@ def _run(
     clusters: Mapping[str, Cluster],
     start: Start,
     *,
+    program: Program,
     datasets: Datasets,
     build: Build[ConfigT],
 ) -> None:
@@ -132,12 +136,14 @@ def _run(
         tokenizer = config.tokenizer_path or start.model_path
         prompts = PromptRoles(config, clusters, roles, tokenizer, None, datasets.questions, on_tick=signals.check)
         prompts.begin_setup()
+    teacher_path = teacher_weights(config, program, session, roles, prompts)
     model_path = start.weights(session, roles, prompts)
     train = None if datasets.train is None else datasets.train.batch
     held_out = None if datasets.val is None else first_samples(datasets.val.batch, config.val_batch_size)
     with session.phase("setup"):
-        roles.setup(model_path, config.total_optimizer_steps)
-        pipeline = build(config, Parts(session, roles, signals, train, held_out, prompts, model_path))
+        roles.setup(model_path, config.total_optimizer_steps, teacher_path)
+        pipeline = build(config, Parts(session, roles, signals, train, held_out, prompts, model_path, teacher_path))
         if prompts is not None:
             prompts.wait_ready()
-    pipeline.run()
+    if pipeline is not None:
+        pipeline.run()

@@ -18,7 +18,7 @@ from roll.pipeline.rlvr.datasets import Datasets, describe_datasets, load_datase
 from roll.pipeline.rlvr.pipeline import RLVRPipeline
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
-from roll.pipeline.start import Start
+from roll.pipeline.start import Start, teacher_weights
 from roll.rollout.prompt_worker import PromptWorker
 from roll.rollout.reward_worker import RewardWorker
 from roll.utils.signals import SignalGuard
@@ -56,9 +56,10 @@ def _run(
     tokenizer = config.tokenizer_path or start.model_path
     prompts = PromptRoles(config, clusters, roles, tokenizer, datasets.train, datasets.val, on_tick=signals.check)
     prompts.begin_setup()
+    teacher_path = teacher_weights(config, RLVR, session, roles, prompts)
     model_path = start.weights(session, roles, prompts)
     with session.phase("setup"):
-        roles.setup(model_path, config.total_optimizer_steps)
+        roles.setup(model_path, config.total_optimizer_steps, teacher_path)
         set_losses(roles, config)
         prompts.wait_ready()
     RLVRPipeline(config, session, roles, signals, prompts).run()

@@ -25,11 +25,14 @@ from roll.configs.correction import (
     TrainInferCorrectionConfig,
     TrainInferFilterConfig,
 )
+from roll.configs.distill import DistillLossConfig
+from roll.configs.divergence import DivergenceConfig, KdObjective
 from roll.configs.preference import PreferenceConfig, PreferenceLoss
 from roll.configs.reward_training import RewardLossConfig
+from roll.configs.teacher import OnPolicyDistillationConfig, OpdForm
 
 DOCS = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
-ELSEWHERE = {"ppo_epochs", "max_grad_norm", "l2", "critic_warmup", "enable_old_logprobs_recompute"}
+ELSEWHERE = {"ppo_epochs", "max_grad_norm", "l2", "critic_warmup", "enable_old_logprobs_recompute", "teacher_pretrain"}
 """Keys of the training loop and the optimizer, which state no formula."""
 
 
@@ -41,6 +44,8 @@ ELSEWHERE = {"ppo_epochs", "max_grad_norm", "l2", "critic_warmup", "enable_old_l
         *PREFERENCE_LOSSES.names(),
         *REWARD_LOSSES,
         *PreferenceLoss.__args__,  # type: ignore[attr-defined]
+        *KdObjective.__args__,  # type: ignore[attr-defined]
+        *OpdForm.__args__,  # type: ignore[attr-defined]
         *KlPenalty.__args__,  # type: ignore[attr-defined]
         *AggregationLevel.__args__,  # type: ignore[attr-defined]
         *PfPpoConfig.model_fields["reweight_method"].annotation.__args__,  # type: ignore[union-attr]
@@ -58,6 +63,9 @@ SECTIONS = (
     OverlongBufferConfig,
     PfPpoConfig,
     PreferenceConfig,
+    DistillLossConfig,
+    DivergenceConfig,
+    OnPolicyDistillationConfig,
     RewardLossConfig,
     TrainInferCorrectionConfig,
     IsWeightConfig,

@@ -7,18 +7,16 @@ over the vocabulary is needed. Axes: K loss tokens, H hidden units, V one rank's
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-from roll.models.scoring import MAX_CHUNK_LOGITS
-
-MASKED = -1e30
-"""Logit of a row that only pads the vocabulary. Finite, so that 0 times it is 0."""
+from roll.models.comparison import MASKED, Comparison, TeacherView, top_tokens
+from roll.models.scoring import TOP_COLUMNS, in_chunks
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,24 @@ class VocabularyShare:
     group: Any
     """The tensor-parallel process group."""
 
+    def log_softmax(self, logits_KV: Tensor) -> Tensor:
+        found: Tensor = _LogSoftmax.apply(logits_KV, self.group)
+        return found
+
+    def total(self, parts: Tensor) -> Tensor:
+        return sum_over(parts, self.group)
+
+    def top(self, logprobs_KV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        values_KC, index_KC = logprobs_KV.topk(min(count, logprobs_KV.shape[1]), dim=-1)
+        if (size := self.group.size()) == 1:
+            return values_KC, index_KC
+        gathered = [[torch.empty_like(mine) for _ in range(size)] for mine in (values_KC, index_KC)]
+        for parts, mine in zip(gathered, (values_KC, index_KC + self.start), strict=True):
+            dist.all_gather(parts, mine.contiguous(), group=self.group)
+        values_KR, ids_KR = (torch.cat(parts, dim=1) for parts in gathered)
+        found_KC, order_KC = values_KR.topk(min(count, self.vocab_size), dim=-1)
+        return found_KC, ids_KR.gather(1, order_KC)
+
 
 class TokenScorer:
     """Scores tokens from hidden states that all tensor-parallel ranks hold alike.
@@ -40,37 +56,55 @@ class TokenScorer:
         share: of the vocabulary.
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
         marks_hits: also tells which tokens are the model's first choice.
+        top_k: also tells so many of the likeliest tokens in each place.
+        num_ids: with ``top_k``, only ids below this count; ``None``: all.
     """
 
-    def __init__(self, share: VocabularyShare, temperature: float, marks_hits: bool = False) -> None:
+    def __init__(
+        self,
+        share: VocabularyShare,
+        temperature: float,
+        marks_hits: bool = False,
+        top_k: int = 0,
+        num_ids: int | None = None,
+    ) -> None:
         self.share = share
         self.marks_hits = marks_hits
+        self.top_k = top_k
+        self.num_ids = num_ids
+        self.comparison: Comparison | None = None
+        """What measures the model beside its teacher, where it has one."""
         self.reference_weight_VH: Tensor | None = None
         """The reference's output layer, where the KL to it is wanted."""
         self._inverse_temperature = 1.0 / temperature if temperature > 0 else 1.0
 
     def __call__(
-        self, weight_VH: Tensor, hidden_KH: Tensor, target_K: Tensor, ref_hidden_KH: Tensor | None = None
+        self,
+        weight_VH: Tensor,
+        hidden_KH: Tensor,
+        target_K: Tensor,
+        ref_hidden_KH: Tensor | None = None,
+        teacher: TeacherView | None = None,
     ) -> dict[str, Tensor]:
         """Scores of the tokens, in chunks whose logits are computed again in the backward pass.
 
         Returns:
-            float32 [K] under their names in ``TokenScores``: log-probabilities, entropies, where wanted the hits, and,
-            with the reference's hidden states, the KL to it.
+            float32 [K] under their names in ``TokenScores``: log-probabilities, entropies, where wanted the hits or the
+            top tokens, with the reference's hidden states the KL to it, with a teacher the divergence from it.
 
         Raises:
-            ValueError: ``ref_hidden_KH`` without the reference's output layer.
+            ValueError: ``ref_hidden_KH`` without the reference's output layer, ``teacher`` without a ``comparison``.
         """
-        columns = [hidden_KH, target_K] if ref_hidden_KH is None else [hidden_KH, target_K, ref_hidden_KH]
-        rows = max(1, MAX_CHUNK_LOGITS // (weight_VH.shape[0] * (len(columns) - 1)))
-        if len(target_K) <= rows:
-            return self._score_chunk(weight_VH, *columns)
-        chunks = zip(*(column.split(rows) for column in columns), strict=True)
-        parts = [checkpoint(self._score_chunk, weight_VH, *chunk, use_reentrant=False) for chunk in chunks]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        score = in_chunks(partial(self._score_chunk, weight_VH), weight_VH.shape[0])
+        return score(hidden_KH, target_K, ref_hidden_KH, teacher)
 
     def _score_chunk(
-        self, weight_VH: Tensor, hidden_KH: Tensor, target_K: Tensor, ref_hidden_KH: Tensor | None = None
+        self,
+        weight_VH: Tensor,
+        hidden_KH: Tensor,
+        target_K: Tensor,
+        ref_hidden_KH: Tensor | None,
+        teacher: TeacherView | None,
     ) -> dict[str, Tensor]:
         group = self.share.group
         logprobs_KV = self._log_softmax(weight_VH, _SameOnAll.apply(hidden_KH, group))
@@ -91,6 +125,13 @@ class TokenScorer:
                 raise ValueError("kl_penalty 'full': this model holds no output layer of the reference to compare with")
             ref_logprobs_KV = self._log_softmax(self.reference_weight_VH, ref_hidden_KH)
             scores["kl_T"] = _Sum.apply((probabilities_KV * (logprobs_KV - ref_logprobs_KV)).sum(-1), group)
+        if teacher is not None:
+            if self.comparison is None:
+                raise ValueError("distillation: this model was not told how to compare itself with a teacher")
+            scores["divergence_T"] = self.comparison(logprobs_KV, teacher)
+        if self.top_k:
+            found = top_tokens(logprobs_KV, self.top_k, self.num_ids, self.share)
+            scores |= dict(zip(TOP_COLUMNS, found, strict=True))
         return scores
 
     def _log_softmax(self, weight_VH: Tensor, hidden_KH: Tensor) -> Tensor:
@@ -100,8 +141,7 @@ class TokenScorer:
         if held < weight_VH.shape[0]:
             padding_V = torch.arange(weight_VH.shape[0], device=weight_VH.device) >= held
             logits_KV = logits_KV.masked_fill(padding_V, MASKED)
-        found: Tensor = _LogSoftmax.apply(logits_KV, self.share.group)
-        return found
+        return self.share.log_softmax(logits_KV)
 
 
 def sum_over(values: Tensor, group: Any) -> Tensor:

@@ -51,7 +51,10 @@ from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import ModelFiles, TrainerState
 from roll.distributed.strategy.training.pieces import Piece
 from roll.distributed.strategy.training.trainer import Limits, Scorer, Trainer, join_group, local_device
+from roll.models.comparison import TeacherView
 from roll.models.loading import load_config, resolve_dtype
+from roll.models.scoring import TOP_COLUMNS
+from roll.models.teacher_layer import make_comparison
 
 
 class MegatronInfer(Scorer):
@@ -79,7 +82,12 @@ class MegatronInfer(Scorer):
         self.model = build_model(context, hf_config, self.options, self._model_dtype, trained=self._trained)
         if context.lora is not None:
             add_adapter(self.model, context, context.lora, self.options)
-        self._scorer = TokenScorer(self.model.vocabulary(), context.temperature, context.marks_hits)
+        share = self.model.vocabulary()
+        self._scorer = TokenScorer(share, context.temperature, context.marks_hits, context.top_k, context.num_ids)
+        if context.comparison is not None and self.model.last is not None:
+            width = self.model.output_weight().shape[0]
+            found = make_comparison(context.comparison, share, context.temperature, width, self._model_dtype)
+            self._scorer.comparison = found.to(self.device)
         if context.keeps_output_layer and self.model.last is not None:
             self._scorer.reference_weight_VH = self.model.output_weight().detach().clone()
         return self.info
@@ -106,6 +114,8 @@ class MegatronInfer(Scorer):
             self._move_weights(device)
             reference = self._scorer.reference_weight_VH
             self._scorer.reference_weight_VH = None if reference is None else reference.to(device)
+            comparison = self._scorer.comparison
+            self._scorer.comparison = None if comparison is None else comparison.to(device)
 
     def _move_weights(self, device: torch.device) -> None:
         for chunk in self.model.chunks:
@@ -173,7 +183,9 @@ class MegatronInfer(Scorer):
         else:
             reference = one.micro_batch.ref_hidden_TH
             ref_hidden_KH = None if reference is None else reference.to(self.device)[one.token_K]
-            found = self._scorer(self.model.output_weight(), hidden_KH, one.target_K, ref_hidden_KH)
+            teacher = TeacherView.of(one.micro_batch)
+            view = None if teacher is None else teacher.take(one.token_K.to("cpu"), self.device)
+            found = self._scorer(self.model.output_weight(), hidden_KH, one.target_K, ref_hidden_KH, view)
             if self.context.returns_hidden:
                 found["hidden_TH"] = hidden_KH.float()
         group = parallel_state.get_context_parallel_group()
@@ -195,10 +207,15 @@ class MegatronInfer(Scorer):
         group = parallel_state.get_pipeline_model_parallel_group()
         last = parallel_state.get_pipeline_model_parallel_last_rank()
         num_tokens = one.micro_batch.num_tokens
+        widths = {"hidden_TH": (self.model.config.hidden_size,)}
+        widths |= dict.fromkeys(("top_ids_TK", "top_logprobs_TK"), (self._num_top,))
         columns = {}
         for name in self._score_names(one):
-            shape = (num_tokens, self.model.config.hidden_size) if name == "hidden_TH" else (num_tokens,)
-            column = torch.zeros(shape, device=self.device) if scores is None else getattr(scores, name).contiguous()
+            shape, dtype = (num_tokens, *widths.get(name, ())), torch.int32 if "_ids_" in name else torch.float32
+            if scores is None:
+                column = torch.zeros(shape, device=self.device, dtype=dtype)
+            else:
+                column = getattr(scores, name).contiguous()
             dist.broadcast(column, last, group=group)
             columns[name] = column
         return TokenScores(**columns)
@@ -210,8 +227,16 @@ class MegatronInfer(Scorer):
             "hit_T": self.context.marks_hits,
             "kl_T": one.micro_batch.ref_hidden_TH is not None,
             "hidden_TH": self.context.returns_hidden,
+            "divergence_T": TeacherView.of(one.micro_batch) is not None,
+            **dict.fromkeys(TOP_COLUMNS, bool(self.context.top_k)),
         }
         return ["logprobs_T", "entropy_T", *(name for name, there in wanted.items() if there)]
+
+    @property
+    def _num_top(self) -> int:
+        """Top tokens that a teacher tells of."""
+        vocabulary = self.model.converted.vocab_size
+        return min(self.context.top_k, vocabulary, self.context.num_ids or vocabulary)
 
 
 class MegatronTrain(MegatronInfer, Trainer):

@@ -11,6 +11,7 @@ from roll.data.batch import Batch
 from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.distributed.strategy.engines import require_engine
 from roll.distributed.strategy.training.trainer import Limits
+from roll.models.comparison import TeacherView
 from roll.models.heads import ValueHead
 from roll.models.liger import use_liger_kernels
 from roll.models.loading import make_skeleton
@@ -50,6 +51,8 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         value_head=head,
         returns_hidden=context.returns_hidden,
         marks_hits=context.marks_hits,
+        top_k=context.top_k,
+        num_ids=context.num_ids,
     )
 
 
@@ -93,10 +96,11 @@ def score_micro_batch(
 ) -> TokenScores:
     """Lays a micro-batch out and runs the model over it, inside ``context``; ``group`` shares its sequences."""
     inputs = layout(micro_batch, round_to=limits.round_to, packing=limits.packing, sharing=limits.sharing)
+    views = (micro_batch.ref_hidden_TH, TeacherView.of(micro_batch))
     with context or contextlib.nullcontext():
         if group is not None:
-            return score_shared_input(scorer, inputs, micro_batch.num_tokens, group, micro_batch.ref_hidden_TH)
-        return score_input(scorer, inputs, micro_batch.num_tokens, micro_batch.ref_hidden_TH)
+            return score_shared_input(scorer, inputs, micro_batch.num_tokens, group, *views)
+        return score_input(scorer, inputs, micro_batch.num_tokens, *views)
 
 
 def recompute_activations(scorer: TokenScorer) -> None:

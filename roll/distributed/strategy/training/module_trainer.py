@@ -29,9 +29,11 @@ from roll.distributed.strategy.training.module_weights import (
 from roll.distributed.strategy.training.pieces import Piece
 from roll.distributed.strategy.training.trainer import Limits, Scorer, Trainer
 from roll.models import planned_attention
+from roll.models.comparison import WholeVocabulary
 from roll.models.loading import load_config, resolve_dtype
 from roll.models.lora import adapter_dropout, adapter_off
 from roll.models.scoring import TokenScorer
+from roll.models.teacher_layer import make_comparison
 
 W = TypeVar("W", bound=ModuleWeights)
 
@@ -60,6 +62,8 @@ class ModuleScorer(Scorer, Generic[W]):
         scorer = self.weights.scorer
         if States.WEIGHTS in what and scorer.reference_layer is not None:
             scorer.reference_layer = scorer.reference_layer.to(device)
+        if States.WEIGHTS in what and scorer.comparison is not None:
+            scorer.comparison = scorer.comparison.to(device)
 
     @property
     @abstractmethod
@@ -93,6 +97,11 @@ class ModuleScorer(Scorer, Generic[W]):
                 TrainedModule(weights).load(Path(context.lora.start))
         if context.keeps_output_layer:
             scorer.reference_layer = copy_output_layer(weights, compute)
+        if context.comparison is not None:
+            with raise_on_all_ranks():
+                width = scorer.model.config.get_text_config().vocab_size
+                found = make_comparison(context.comparison, WholeVocabulary(), context.temperature, width, compute)
+            scorer.comparison = found.to(weights.device)
         return weights
 
     @abstractmethod

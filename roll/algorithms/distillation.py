@@ -1,0 +1,115 @@
+"""Distillation from a teacher: its opinion of sampled tokens as advantages or rewards, and the loss on given answers.
+
+On the policy's own samples the teacher's term of a token is ``log q - log p``, q the teacher and p the policy that
+sampled it: the negative of the unbiased estimate (k1) of the reverse KL(p || q). On answers that were there before, the
+loss is a divergence over the vocabulary, which the model computes (``TokenScores.divergence_T``).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from roll.algorithms.checks import require_columns, require_finite
+from roll.algorithms.losses import SampledTokens
+from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
+from roll.configs.distill import DistillLossConfig
+from roll.configs.teacher import OnPolicyDistillationConfig
+from roll.data.batch import Batch
+
+
+def teacher_rewards(batch: Batch, config: OnPolicyDistillationConfig) -> Batch:
+    """Adds the teacher's term to the rewards, or with ``is_pure_opd`` puts it in their place (``opd_form: reward``).
+
+    Args:
+        batch: With ``rewards_T``, ``teacher_logprobs_T``, and ``old_logprobs_T`` (else ``rollout_logprobs_T``).
+        config: Reads ``is_pure_opd``, ``opd_kl_coef``.
+    """
+    require_columns(batch, "opd_form reward", "rewards_T")
+    assert batch.rewards_T is not None
+    gap_T = _gap(batch)
+    own_T = torch.zeros_like(gap_T) if config.is_pure_opd else batch.rewards_T.double()
+    return batch.replace(rewards_T=(own_T + config.opd_kl_coef * gap_T).float())
+
+
+def teacher_advantages(batch: Batch, config: OnPolicyDistillationConfig) -> Batch:
+    """Adds the teacher's term to the advantages (``opd_form: advantage``).
+
+    Args:
+        batch: With ``advantages_T``; otherwise as ``teacher_rewards``.
+        config: Reads ``opd_kl_coef``.
+    """
+    require_columns(batch, "opd_form advantage", "advantages_T")
+    assert batch.advantages_T is not None
+    advantages_T = batch.advantages_T.double() + config.opd_kl_coef * _gap(batch)
+    return batch.replace(advantages_T=advantages_T.float())
+
+
+def no_advantages(batch: Batch) -> Batch:
+    """The batch with advantages and returns of 0: rewards count for nothing (``is_pure_opd``)."""
+    zeros_T = torch.zeros(batch.num_tokens)
+    return batch.replace(advantages_T=zeros_T, returns_T=zeros_T)
+
+
+def teacher_metrics(batch: Batch) -> dict[str, float]:
+    """Means over sampled tokens: ``teacher/reverse_kl`` (the estimate, in nats) and ``teacher/logprob``."""
+    mask_T = batch.loss_mask_T
+    if not mask_T.any():
+        return {}
+    gap_T = _gap(batch)
+    assert batch.teacher_logprobs_T is not None
+    return {
+        "teacher/reverse_kl": -float(gap_T[mask_T].mean()),
+        "teacher/logprob": float(batch.teacher_logprobs_T[mask_T].double().mean()),
+    }
+
+
+def distill_loss(scores: TokenScores, batch: Batch, ctx: LossContext, config: DistillLossConfig) -> LossOutput:
+    """``w D + (1 - w) NLL`` of the tokens with loss mask 1, w ``distill_loss_weight``, aggregated by ``loss_agg_mode``.
+
+    Args:
+        scores: ``logprobs_T`` and ``divergence_T``.
+        batch: One micro-batch, with the teacher's columns.
+        ctx: Counts over the optimizer step.
+        config: The loss's keys.
+
+    Returns:
+        The loss, and ``distill/loss``, ``distill/divergence``, ``distill/nll``: D and NLL aggregated likewise.
+
+    Raises:
+        ValueError: the model has not compared itself with a teacher, or the optimizer step has no loss token.
+    """
+    if scores.divergence_T is None or scores.logprobs_T is None:
+        raise ValueError(
+            "distill_loss needs TokenScores.divergence_T and logprobs_T, which the strategy did not compute"
+        )
+    tokens = SampledTokens.of(batch, batch.loss_mask_T, config.loss_agg_mode, ctx, scores.logprobs_T)
+    divergence = tokens.loss(tokens.take(scores.divergence_T))
+    nll = -tokens.loss(tokens.take(scores.logprobs_T))
+    weight = config.distill_loss_weight
+    loss = weight * divergence + (1 - weight) * nll
+    metrics = {"loss": loss, "divergence": divergence, "nll": nll}
+    return LossOutput(loss, {f"distill/{name}": value.detach() for name, value in metrics.items()})
+
+
+def build_distill_loss(config: DistillLossConfig) -> LossFn:
+    """``distill_loss`` with its settings; travels between processes."""
+    return partial(distill_loss, config=config)
+
+
+def _gap(batch: Batch) -> Tensor:
+    """float64 [T]: the teacher's log-probability minus that of the policy before the update; 0 off the mask."""
+    require_columns(batch, "distillation from a teacher", "teacher_logprobs_T")
+    fresh_T = None if batch.fresh_B is None else batch.fresh_B[batch.rows_T]
+    require_finite(batch, "teacher_logprobs_T", "old_logprobs_T", "rollout_logprobs_T")
+    policy_T = batch.old_logprobs_T
+    if policy_T is None or fresh_T is not None:  # all rows, or some, were not scored again
+        require_columns(batch, "distillation from a teacher", "rollout_logprobs_T")
+        assert batch.rollout_logprobs_T is not None
+        sampled_T = batch.rollout_logprobs_T
+        policy_T = sampled_T if policy_T is None or fresh_T is None else torch.where(fresh_T, sampled_T, policy_T)
+    assert batch.teacher_logprobs_T is not None
+    gap_T = batch.teacher_logprobs_T.double() - policy_T.double()
+    return torch.where(batch.loss_mask_T, gap_T, torch.zeros_like(gap_T))

@@ -1,0 +1,96 @@
+"""The whole configuration of a distillation: answers that are there before, and what a teacher makes of each token."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field
+
+from roll.configs.base import Config
+from roll.configs.divergence import DivergenceConfig
+from roll.configs.offline import OfflineConfig
+from roll.configs.pipeline import TINY
+from roll.configs.problems import ConfigProblem
+from roll.configs.teacher import TeacherConfig
+from roll.configs.warm_start import PromptWarmStartConfig
+from roll.configs.worker import WorkerConfig
+
+
+class DistillLossConfig(Config):
+    """The loss of ``roll.algorithms.distillation``, beside the divergence itself."""
+
+    distill_loss_weight: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Weight of the divergence; the rest of 1 is that of the negative log-likelihood of the answers.",
+    )
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = Field(
+        default="token-mean",
+        description="The loss of an optimizer step: the mean over all tokens to learn, or over conversations of the "
+        "mean over theirs.",
+    )
+
+
+class DistillConfig(DistillLossConfig, DivergenceConfig, TeacherConfig, OfflineConfig):
+    """Everything that ``examples/start_distill_pipeline.py`` reads."""
+
+    train_on: Literal["all", "last"] = Field(
+        default="all",
+        description="The answers of a conversation that are learnt: all of the assistant's, or its last.",
+    )
+    kd_temperature: float = Field(
+        default=1.0, gt=0, description="Divides the logits of teacher and student before they are compared."
+    )
+    teacher_logprobs: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of the teacher's top log-probabilities (logits_topk). With a section teacher, all samples "
+        "are scored before the first step and kept there; without one they are read from there.",
+    )
+    precompute_only: bool = Field(
+        default=False, description="Stop when the teacher's log-probabilities are on disk; nothing is trained."
+    )
+    warm_start: PromptWarmStartConfig = Field(
+        default_factory=PromptWarmStartConfig,
+        description="Supervised start of the tiny model; read when pretrain is tiny and file_name is set.",
+    )
+    teacher_warm_start: PromptWarmStartConfig = Field(
+        default_factory=PromptWarmStartConfig,
+        description="How a teacher is taught that is made on the spot; read when teacher_pretrain is tiny.",
+    )
+
+    def of_teacher(self) -> Self:
+        return self.model_copy(update={"pretrain": TINY, "warm_start": self.teacher_warm_start})
+
+    @property
+    def divergence(self) -> DivergenceConfig:
+        return DivergenceConfig.model_validate(self.model_dump(include=set(DivergenceConfig.model_fields)))
+
+    @property
+    def teacher_temperature(self) -> float:
+        return self.kd_temperature
+
+    @property
+    def models(self) -> dict[str, str]:
+        return {**super().models, **self.teacher_models}
+
+    def model_of(self, role: str) -> str:
+        return self.teacher_pretrain if role == "teacher" and self.teacher_pretrain else self.pretrain
+
+    @property
+    def roles(self) -> dict[str, WorkerConfig]:
+        """The model roles that this run starts, by name."""
+        return {**super().roles, **self.teacher_roles}
+
+    def problems(self) -> list[ConfigProblem]:
+        found = super().problems()
+        if self.teacher_logprobs is None and self.precompute_only:
+            expected = "a folder, which precompute_only fills"
+            found.append(self.problem("teacher_logprobs", expected, "precompute_only"))
+        if self.teacher_logprobs is not None and self.logits_topk is None:
+            expected = "a number with teacher_logprobs: whole distributions are not kept on disk"
+            found.append(self.problem("logits_topk", expected, "teacher_logprobs"))
+        if self.precompute_only and self.teacher is None:
+            found.append(self.problem("precompute_only", "false without a section teacher", "teacher"))
+        return found

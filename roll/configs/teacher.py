@@ -1,0 +1,99 @@
+"""The teacher of a distillation: which model it is, where it runs, and how it counts in reinforcement learning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+from pydantic import Field
+
+from roll.configs.base import Config
+from roll.configs.divergence import DivergenceConfig
+from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.worker import WorkerConfig
+
+OpdForm: TypeAlias = Literal["advantage", "reward", "loss"]
+
+
+class TeacherConfig(Config):
+    """A frozen model that others learn from."""
+
+    teacher: WorkerConfig | None = Field(
+        default=None,
+        description="The role of the model that is learnt from, with any scoring strategy. It has the policy's "
+        "vocabulary; size and architecture are its own.",
+    )
+    teacher_pretrain: str | None = Field(
+        default=None,
+        min_length=1,
+        description="The teacher: a folder in Hugging Face format (also an earlier checkpoint's actor_train), an "
+        "org/name on the hub, or tiny, which is taught as teacher_warm_start says.",
+    )
+
+    def problems(self) -> list[ConfigProblem]:
+        found = super().problems()
+        if self.teacher is not None and self.teacher_pretrain is None:
+            found.append(self.problem("teacher_pretrain", "a model, with a section teacher", "teacher", seen=NOTHING))
+        if self.teacher is None and self.teacher_pretrain is not None:
+            found.append(self.problem("teacher", "a section with a scoring strategy", "teacher_pretrain", seen=NOTHING))
+        return found
+
+    @property
+    def teacher_roles(self) -> Mapping[str, WorkerConfig]:
+        """The teacher's role, if there is one."""
+        return {} if self.teacher is None else {"teacher": self.teacher}
+
+    @property
+    def teacher_models(self) -> Mapping[str, str]:
+        """The teacher's model, by the key that names it."""
+        return {} if self.teacher_pretrain is None else {"teacher_pretrain": self.teacher_pretrain}
+
+
+class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
+    """What a teacher's opinion of the policy's own samples counts for."""
+
+    is_pure_opd: bool = Field(
+        default=False,
+        description="The policy learns from the teacher alone: rewards are measured, and count for nothing.",
+    )
+    opd_kl_coef: float = Field(
+        default=1.0,
+        gt=0,
+        description="Coefficient of the teacher's term: its log-probability minus the policy's, of each sampled token, "
+        "or the divergence.",
+    )
+    opd_form: OpdForm = Field(
+        default="advantage",
+        description="Where the term goes: `advantage` adds it to each token's advantage, so that a token answers for "
+        "itself; `reward` adds it to each token's reward, and adv_estimator carries it back to earlier tokens; `loss` "
+        "adds the divergence (kd_objective) at each sampled token to the policy's loss.",
+    )
+
+    @property
+    def estimates_advantages(self) -> bool:
+        """Whether rewards become advantages: not where the teacher's opinion is the whole of them."""
+        return not self.is_pure_opd or self.opd_form == "reward"
+
+    @property
+    def divergence(self) -> DivergenceConfig | None:
+        """How the policy is compared with the teacher over the vocabulary; ``None``: only at sampled tokens."""
+        if self.teacher is None or self.opd_form != "loss":
+            return None
+        return DivergenceConfig.model_validate(self.model_dump(include=set(DivergenceConfig.model_fields)))
+
+    def problems(self) -> list[ConfigProblem]:
+        found = super().problems()
+        if self.opd_form != "loss":
+            expected = "no such key without opd_form: loss, which compares distributions"
+            found += [
+                self.problem(key, expected, "opd_form")
+                for key, field in DivergenceConfig.model_fields.items()
+                if getattr(self, key) != field.default
+            ]
+        if self.teacher is not None:
+            return found
+        return found + [
+            self.problem(key, "no such key without a section teacher", "teacher")
+            for key in ("is_pure_opd", "opd_kl_coef", "opd_form")
+            if getattr(self, key) != OnPolicyDistillationConfig.model_fields[key].default
+        ]

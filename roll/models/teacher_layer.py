@@ -1,0 +1,60 @@
+"""The output layer of a teacher, read from its files: it makes distributions of the hidden states that come."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from roll.models.comparison import Comparison, ComparisonSpec, TeacherLayer, Vocabulary
+from roll.models.loading import make_skeleton
+from roll.models.megatron.weight_files import WeightFiles
+from roll.models.scoring import logit_transform
+
+
+def load_teacher_layer(path: str, dtype: torch.dtype) -> TeacherLayer:
+    """A model's output layer in host memory.
+
+    Args:
+        path: folder in Hugging Face format, or a hub name.
+        dtype: that it computes in.
+
+    Raises:
+        ValueError: it is not a linear map of the hidden states, or its weights are not in the files.
+    """
+    with torch.device("meta"):
+        model = make_skeleton("lm", path, dtype=dtype)
+    layer = model.get_output_embeddings()
+    if not isinstance(layer, nn.Linear):
+        raise ValueError(f"teacher {path!r}: the output layer is a {type(layer).__name__}, expected Linear")
+    files = WeightFiles(path)
+    names = [name for name, p in model.named_parameters(remove_duplicate=False) if p is layer.weight]
+    error = None
+    for name in names:  # tied weights are in the files once
+        try:
+            weight_VH = files.read(name)
+            break
+        except ValueError as missing:
+            error = missing
+    else:
+        raise ValueError(f"teacher {path!r}: its output layer is not in its files") from error
+    bias = [name for name, p in model.named_parameters() if p is layer.bias]
+    bias_V = files.read(bias[0]).to(dtype) if bias else None
+    return TeacherLayer(weight_VH.to(dtype), bias_V, logit_transform(model.config))
+
+
+def make_comparison(
+    spec: ComparisonSpec, vocabulary: Vocabulary, temperature: float, num_logits: int, dtype: torch.dtype
+) -> Comparison:
+    """What measures a model beside its teacher, in host memory.
+
+    Args:
+        spec: what is measured.
+        vocabulary: where this rank's logits stand.
+        temperature: of the model's log-probabilities; 0 counts as 1.
+        num_logits: that this rank has of a token.
+        dtype: that the teacher's output layer computes in.
+    """
+    layer = None
+    if spec.teacher_path is not None:
+        layer = load_teacher_layer(spec.teacher_path, dtype).rows(vocabulary.start, num_logits)
+    return Comparison(spec, vocabulary, temperature if temperature > 0 else 1.0, layer)

@@ -1,0 +1,61 @@
+"""The distillation pipeline's data, its teacher and its steps."""
+
+from __future__ import annotations
+
+from roll.algorithms.distillation import build_distill_loss
+from roll.configs.data import DataArguments
+from roll.configs.distill import DistillConfig, DistillLossConfig
+from roll.data.conversations import Conversations, Scoring, load_conversations
+from roll.data.renderer import ChatRenderer
+from roll.models.loading import load_config
+from roll.pipeline.distill.pipeline import DistillPipeline
+from roll.pipeline.distill.teacher import Teacher
+from roll.pipeline.offline.launch import Parts, run_offline
+from roll.pipeline.offline.training import OfflineTraining
+from roll.pipeline.programs import DISTILL
+from roll.utils.seeding import derive_seed
+
+
+def run_distill(config: DistillConfig, started: float | None = None) -> int:
+    """Runs the distillation pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
+    return run_offline(config, DISTILL, _load, _build, started)
+
+
+def _load(
+    config: DistillConfig, data: DataArguments, renderer: ChatRenderer, scoring: Scoring | None = None
+) -> Conversations:
+    return load_conversations(
+        data,
+        renderer=renderer,
+        max_tokens=config.sequence_length,
+        overflow=config.sample_overflow,
+        last_only=config.train_on == "last",
+        scoring=scoring,
+        seed=config.seed,
+    )
+
+
+def _build(config: DistillConfig, parts: Parts) -> DistillPipeline | None:
+    roles, train, held_out = parts.roles, parts.train, parts.held_out
+    vocab_size = load_config(parts.model_path).get_text_config().vocab_size
+    teacher = Teacher(config, roles, parts.teacher_path, vocab_size)
+    held_out = None if held_out is None else teacher.ahead(held_out)
+    on_disk = config.teacher_logprobs is not None
+    if train is not None and on_disk:
+        train = teacher.ahead(train)
+    if config.precompute_only:
+        parts.session.display.note(f"the teacher's log-probabilities are in {config.teacher_logprobs}")
+        return None
+    training = None
+    if train is not None:
+        training = OfflineTraining(
+            roles.actor,
+            train,
+            build_distill_loss,
+            DistillLossConfig.model_validate(config.model_dump(include=set(DistillLossConfig.model_fields))),
+            batch_size=config.actor_train.global_train_batch_size,
+            max_steps=config.max_steps,
+            seed=derive_seed(config.seed, "distill"),
+            prepare=None if on_disk else lambda batch, rows: teacher.score(batch),
+        )
+    return DistillPipeline(config, parts.session, roles, parts.signals, training, held_out, parts.prompts)

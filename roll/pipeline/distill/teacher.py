@@ -1,0 +1,86 @@
+"""What the teacher says of answers: from its role, or from disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from roll.configs.distill import DistillConfig
+from roll.data.batch import Batch
+from roll.pipeline.offline.kept import digest_of, kept, read_kept, weight_files
+from roll.pipeline.roles import Roles
+from roll.pipeline.teaching import with_teacher
+
+_WHAT = "log-probabilities of a teacher"
+_ON_DISK = {"ids": "teacher_ids_TK", "logprobs": "teacher_top_TK", "tail": "teacher_tail_T"}
+"""Columns of a file, one entry per token to learn, and what they are in a batch."""
+
+
+class Teacher:
+    """Scores answers with the teacher's role, or reads what one has written.
+
+    Args:
+        config: the run's configuration.
+        roles: the model roles, set up.
+        path: folder or hub name of the teacher; ``None`` where all of it is on disk.
+        vocab_size: ids that the policy has.
+    """
+
+    def __init__(self, config: DistillConfig, roles: Roles, path: str | None, vocab_size: int) -> None:
+        self._config = config
+        self._model = roles.teacher
+        self._path = path
+        self._vocab_size = vocab_size
+
+    def score(self, batch: Batch) -> Batch:
+        """The batch with the teacher's columns."""
+        assert self._model is not None, "a rule"
+        return with_teacher(batch, self._model.logprobs(batch), self._config.divergence)
+
+    def ahead(self, batch: Batch) -> Batch:
+        """The same of a whole dataset before the first step, on disk with ``teacher_logprobs``.
+
+        Raises:
+            ValueError: a file cannot be read, was written by another teacher, or is missing where there is none.
+        """
+        config = self._config
+        if config.teacher_logprobs is None:
+            return self.score(batch)
+        setting = f"top {config.logits_topk} at temperature {config.kd_temperature:g}"
+        file = Path(config.teacher_logprobs).expanduser() / f"teacher-{digest_of(batch, [setting])}.safetensors"
+        if self._model is None:
+            found = read_kept(file, list(_ON_DISK), _WHAT)
+            if found is None:
+                raise ValueError(
+                    f"teacher_logprobs: seen no {file}, expected what a run with a section teacher and the same data, "
+                    f"sequence_length, tokenizer and logits_topk has written ({setting})"
+                )
+        else:
+            found = dict(kept(file, list(_ON_DISK), _WHAT, lambda: self._computed(batch), {"teacher": self._identity}))
+        return self._placed(batch, found)
+
+    @property
+    def _identity(self) -> str:
+        """The teacher's name, and the files of its weights where they are on this machine."""
+        return " ".join([str(self._path), *weight_files(Path(str(self._path)).expanduser())])
+
+    def _computed(self, batch: Batch) -> dict[str, Tensor]:
+        scored = self.score(batch)
+        return {name: getattr(scored, column)[batch.loss_mask_T].contiguous() for name, column in _ON_DISK.items()}
+
+    def _placed(self, batch: Batch, found: dict[str, Tensor]) -> Batch:
+        most = int(found["ids"].max()) if len(found["ids"]) else -1
+        if most >= self._vocab_size:
+            raise ValueError(
+                f"teacher_logprobs: seen token {most}, expected less than {self._vocab_size}, the policy's vocabulary; "
+                "the file was written for another policy"
+            )
+        columns = {}
+        for name, column in _ON_DISK.items():
+            values = found[name]
+            whole = torch.zeros(batch.num_tokens, *values.shape[1:], dtype=values.dtype)
+            whole[batch.loss_mask_T] = values
+            columns[column] = whole
+        return batch.replace(**columns)

@@ -1,0 +1,76 @@
+"""How a policy and its teacher are set up to be compared over the vocabulary, and what the teacher's scores become."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from roll.algorithms.types import TokenScores
+from roll.configs.divergence import DivergenceConfig
+from roll.data.batch import Batch
+from roll.models.comparison import ComparisonSpec
+from roll.models.loading import load_config
+
+TEACHER_COLUMNS = ("teacher_hidden_TH", "teacher_ids_TK", "teacher_top_TK", "teacher_tail_T")
+"""What of a batch a comparison over the vocabulary reads; large."""
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """What the roles are told. Without a divergence: nothing."""
+
+    comparison: ComparisonSpec | None = None
+    """For the policy."""
+    top_k: int = 0
+    """Of the teacher's tokens that travel; 0: none."""
+    num_ids: int | None = None
+    """Ids of the teacher that count; ``None``: all."""
+
+    @property
+    def sends_hidden(self) -> bool:
+        """Whether the teacher's hidden states travel."""
+        return self.comparison is not None and self.comparison.teacher_path is not None
+
+    @classmethod
+    def of(
+        cls, divergence: DivergenceConfig, temperature: float, model_path: str, teacher_path: str | None
+    ) -> Teaching:
+        """The setting of a run.
+
+        Args:
+            divergence: what is measured.
+            temperature: divides the logits of both.
+            model_path: the policy's folder or hub name.
+            teacher_path: the teacher's; ``None``: its top tokens are on disk.
+        """
+        shared = _num_ids(model_path, teacher_path)
+        if divergence.logits_topk is None:
+            return cls(ComparisonSpec(divergence, temperature, teacher_path, shared))
+        return cls(ComparisonSpec(divergence, temperature), divergence.logits_topk, shared)
+
+
+def with_teacher(batch: Batch, scores: TokenScores, teaching: DivergenceConfig | None) -> Batch:
+    """The batch with what a teacher's scores say of it.
+
+    Raises:
+        ValueError: they say too little for a comparison over the vocabulary.
+    """
+    columns: dict[str, Tensor | None] = {"teacher_logprobs_T": scores.logprobs_T}
+    if teaching is not None:
+        found = (scores.hidden_TH, scores.top_ids_TK, scores.top_logprobs_TK, scores.tail_T)
+        if all(column is None for column in found):
+            raise ValueError(
+                "teacher: its strategy tells neither hidden states nor top tokens; expected hf_infer or an fsdp2, "
+                "deepspeed or megatron strategy"
+            )
+        columns |= dict(zip(TEACHER_COLUMNS, found, strict=True))
+    return batch.replace(**columns)
+
+
+def _num_ids(model_path: str, teacher_path: str | None) -> int | None:
+    """Ids that both models have, from 0 on; ``None`` where no teacher is loaded."""
+    if teacher_path is None:
+        return None
+    sizes = [load_config(path).get_text_config().vocab_size for path in (model_path, teacher_path)]
+    return int(min(sizes))

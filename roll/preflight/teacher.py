@@ -1,0 +1,28 @@
+"""A teacher's tokenizer beside the policy's, where both are on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from roll.configs.pipeline import TINY, PipelineConfig
+from roll.configs.problems import ConfigProblem
+from roll.models.tokenizer import check_same_ids
+
+
+def check_teacher(config: PipelineConfig) -> list[ConfigProblem]:
+    """An id that both models have stands for the same token."""
+    teacher = config.models.get("teacher_pretrain")
+    own = config.tokenizer_path
+    here = own is None or Path(own).expanduser().is_dir()
+    if teacher is None or not (here and _is_here(teacher) and (own is not None or _is_here(config.pretrain))):
+        return []
+    try:
+        check_same_ids(config.pretrain, teacher, config.tokenizer_path)
+    except ValueError as error:
+        expected = "a model with the policy's vocabulary"
+        return [ConfigProblem("teacher_pretrain", teacher, expected, str(error), involves=("pretrain",))]
+    return []
+
+
+def _is_here(model: str) -> bool:
+    return model == TINY or (Path(model).expanduser() / "config.json").is_file()

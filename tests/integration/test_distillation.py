@@ -1,0 +1,215 @@
+"""Whole distillations as a user starts them: from a teacher's role, from disk, and on the policy's own samples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from roll.pipeline.model_cluster import plan_optimizer_steps
+from roll.utils.seeding import derive_seed
+from tests.integration.conftest import ROOT, Launch, Rlvr, Run
+from tests.support.imitation import Imitator, Talk
+from tests.support.resuming import stop_and_resume
+
+Distill = Callable[..., Run]
+RATES = (5e-4, 1e-3, 1e-3 * 2 / 3, 1e-3 / 3)
+"""Of the four optimizer steps: one of warm-up, then a straight line down."""
+
+
+def talk(number: int) -> Talk:
+    return [("user", f"{number}?"), ("assistant", "Up" * (1 + number % 3)), ("user", "more"), ("assistant", "Down")]
+
+
+def row(number: int) -> str:
+    return json.dumps({"messages": [{"role": role, "content": text} for role, text in talk(number)]}) + "\n"
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another untrained model."""
+    from roll.models.tiny import make_tiny_model
+
+    path = tmp_path_factory.mktemp("teacher") / "tiny"
+    make_tiny_model(path, seed=2, num_heads=2)
+    return path
+
+
+def logits(imitator: Imitator, number: int) -> tuple[Tensor, Tensor]:
+    """In front of each token that the assistant says, and these tokens."""
+    ids, positions = imitator.said(talk(number))
+    found = imitator.model(torch.tensor([ids]), use_cache=False).logits[0]
+    return found[torch.tensor(positions) - 1], torch.tensor(ids)[positions]
+
+
+def loss(student: Imitator, teacher: Imitator, numbers: list[int]) -> tuple[Tensor, float]:
+    """The loss, and the divergence in it: KL(teacher || student) at temperature 1.25."""
+    divergences, nlls = [], []
+    for number in numbers:
+        own, said = logits(student, number)
+        with torch.no_grad():
+            t = (logits(teacher, number)[0] / 1.25).softmax(-1)
+        s = (own / 1.25).softmax(-1)
+        divergences.append((t * (t / s).log()).sum(-1))
+        nlls.append(-own.log_softmax(-1).gather(1, said[:, None])[:, 0])
+    divergence = torch.cat(divergences).mean()
+    return 0.75 * divergence + 0.25 * torch.cat(nlls).mean(), divergence.item()
+
+
+@pytest.fixture(scope="session")
+def expected(model: Path, teacher: Path) -> dict[int, dict[str, float]]:
+    """Held-out figures by step: the run of ``config/distill.yaml`` in float64, without the library."""
+    student, frozen, held_out = Imitator(model), Imitator(teacher), list(range(10, 14))
+    optimizer = torch.optim.AdamW(student.model.parameters(), weight_decay=0.0)
+
+    def measure() -> dict[str, float]:
+        with torch.no_grad():
+            total, divergence = loss(student, frozen, held_out)
+        return {"loss": total.item(), "divergence": divergence}
+
+    measured = {0: measure()}
+    order = plan_optimizer_steps(10, steps_per_epoch=2, epochs=2, seed=derive_seed(7, "distill"))
+    for step, (rows, rate) in enumerate(zip(order, RATES, strict=True), start=1):
+        optimizer.zero_grad()
+        loss(student, frozen, rows.tolist())[0].backward()
+        torch.nn.utils.clip_grad_norm_(student.model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        measured[step] = measure()
+    return measured
+
+
+def assert_as_expected(run: Run, expected: dict[int, dict[str, float]]) -> None:
+    assert run.wait() == 0, run.output
+    for step in (0, 2, 4):
+        for name, value in expected[step].items():
+            assert run.metrics[step][f"eval/{name}"] == pytest.approx(value, rel=1e-3), (step, name)
+
+
+@pytest.fixture
+def distill(launch: Launch, tmp_path: Path, teacher: Path) -> Distill:
+    """``launch`` of ``config/distill.yaml``, with 10 conversations to learn from and 4 held out."""
+    for name, numbers in (("train", range(10)), ("val", range(10, 14))):
+        (tmp_path / f"{name}.jsonl").write_text("".join(map(row, numbers)))
+    script = ROOT / "examples" / "start_distill_pipeline.py"
+
+    def start(*overrides: str, **options: Any) -> Run:
+        return launch(f"teacher_pretrain={teacher}", *overrides, config="distill", script=script, **options)
+
+    return start
+
+
+@pytest.mark.timeout(600)
+def test_a_stopped_run_ends_where_an_undisturbed_one_does(
+    distill: Distill, expected: dict[int, dict[str, float]]
+) -> None:
+    whole, _ = stop_and_resume(distill, last_step=4)
+    assert_as_expected(whole, expected)
+    assert whole.metrics[4]["eval/divergence"] < whole.metrics[0]["eval/divergence"]
+    assert "Divergence from the teacher" in (whole.path / "renders" / "index.html").read_text()
+
+
+ON_DISK = ("teacher_logprobs=kept", "logits_topk=5000")
+"""More than the tiny model has tokens: nothing is in the tail, and the loss is that of whole distributions."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_what_a_teacher_wrote_takes_its_place(
+    distill: Distill, expected: dict[int, dict[str, float]], model: Path, tmp_path: Path
+) -> None:
+    missing = distill(*ON_DISK, "teacher=null", "teacher_pretrain=null", output="missing")
+    assert missing.wait() == 1 and "teacher_logprobs: seen no" in missing.output.replace("\n", " "), missing.output
+    written = distill(*ON_DISK, "precompute_only=true", output="written")
+    assert written.wait() == 0, written.output
+    assert len(list((tmp_path / "kept").glob("teacher-*.safetensors"))) == 2 and not written.checkpoint(4).exists()
+    read = distill(*ON_DISK, "teacher=null", "teacher_pretrain=null", output="read")
+    other = distill(*ON_DISK, f"teacher_pretrain={model}", output="other")
+    assert_as_expected(read, expected)
+    assert other.wait() == 1 and "delete it or name another folder" in " ".join(other.output.split()), other.output
+    again = distill(
+        *ON_DISK,
+        "teacher=null",
+        "teacher_pretrain=null",
+        "eval_only=true",
+        f"pretrain={read.checkpoint(4)}/actor_train",
+    )
+    assert again.wait() == 0, again.output
+    assert again.metrics[0]["eval/divergence"] == pytest.approx(read.metrics[4]["eval/divergence"], rel=1e-5)
+
+
+LAYOUTS = {
+    "deepspeed": ("train=deepspeed",),
+    "megatron, its teacher too": (
+        "train=megatron",
+        "teacher.strategy_args={strategy_name: megatron_infer}",
+        "teacher.device_mapping=[1]",
+    ),
+    "two ranks, packed": (
+        "actor_train.device_mapping=[0,1]",
+        "actor_train.training_args.gradient_accumulation_steps=1",
+        "actor_train.use_sequence_packing=true",
+        "actor_train.use_dynamic_batching_in_train=true",
+        "actor_train.max_tokens_per_microbatch_in_train=48",
+        "teacher.strategy_args={strategy_name: fsdp2_infer}",
+    ),
+    "megatron, top tokens": (
+        "train=megatron",
+        "logits_topk=5000",
+        "teacher.strategy_args={strategy_name: megatron_infer, strategy_config: {tensor_model_parallel_size: 2}}",
+        "teacher.device_mapping=[0,1]",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_engine_learns_as_float64_does(
+    distill: Distill, expected: dict[int, dict[str, float]], layout: str
+) -> None:
+    assert_as_expected(distill(*LAYOUTS[layout], "save_steps=4"), expected)
+
+
+TEACHER = (
+    "teacher={strategy_args: {strategy_name: hf_infer}, device_mapping: [0]}",
+    "max_steps=3",
+    "num_return_sequences_in_group=2",
+    "actor_train.training_args.per_device_train_batch_size=8",
+    "save_steps=3",
+)
+FORMS = {
+    "advantage": ("is_pure_opd=true", "opd_form=advantage"),
+    "reward": ("opd_form=reward", "opd_kl_coef=0.5", "adv_estimator=reinforce"),
+    "loss": ("is_pure_opd=true", "opd_form=loss", "kd_objective=reverse_kl", "logits_topk=50"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("form", FORMS)
+def test_on_the_policys_own_samples(rlvr: Rlvr, model: Path, teacher: Path, form: str) -> None:
+    itself = rlvr(*TEACHER, *FORMS[form], f"teacher_pretrain={model}", output="itself")
+    run = rlvr(*TEACHER, *FORMS[form], f"teacher_pretrain={teacher}", output="other")
+    assert itself.wait() == 0, itself.output
+    assert itself.metrics[1]["teacher/reverse_kl"] == pytest.approx(0, abs=1e-5), "it is what it learns from"
+    assert run.wait() == 0, run.output
+    metrics = run.metrics
+    assert metrics[1]["teacher/reverse_kl"] > 0.1
+    if form == "loss":
+        assert metrics[3]["actor/distill_loss"] < metrics[1]["actor/distill_loss"]
+        assert itself.metrics[1]["actor/distill_loss"] == pytest.approx(0, abs=1e-5)
+    if form == "advantage":
+        assert metrics[1]["actor/advantage_mean"] == pytest.approx(-metrics[1]["teacher/reverse_kl"], rel=1e-5)
+
+
+def test_what_is_wrong_is_told_before_ray_starts(distill: Distill) -> None:
+    run = distill("teacher=null", "precompute_only=true", "jsd_beta=0.2", "distill_loss_weight=2", output="wrong")
+    assert run.wait() == 2, run.output
+    for key in ("teacher", "precompute_only", "jsd_beta", "distill_loss_weight"):
+        assert f". {key}\n" in run.output, run.output
+    assert not run.path.exists(), "something was started"

@@ -1,0 +1,102 @@
+"""The rules about teachers, in RL runs and in distillations, and tokenizers that must agree."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from roll.configs.distill import DistillConfig
+from roll.configs.loader import validate
+from roll.configs.problems import ConfigErrors
+from roll.configs.rlvr import RLVRConfig
+from roll.models.tiny import make_tokenizer
+from roll.models.tokenizer import check_same_ids
+
+ROLE = {"strategy_args": {"strategy_name": "hf_infer"}}
+RLVR = {
+    "pretrain": "org/student",
+    "adv_estimator": "grpo",
+    "rollout_batch_size": 8,
+    "rewards": {"maths": {"tag_included": ["maths"], "verifiers": [{"name": "gsm8k"}]}},
+    "actor_train": {
+        "training_args": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+        "data_args": {"file_name": "train.jsonl", "prompt": "q"},
+        "strategy_args": {"strategy_name": "fsdp2_train"},
+    },
+}
+DISTILL = {
+    "pretrain": "org/student",
+    "actor_train": {
+        "data_args": {"file_name": "train.jsonl", "prompt": "q", "response": "a"},
+        "strategy_args": {"strategy_name": "fsdp2_train"},
+    },
+}
+TAUGHT = {"teacher": ROLE, "teacher_pretrain": "org/teacher"}
+
+
+def wrong(schema: type, values: dict) -> set[str]:
+    try:
+        validate(schema, values)
+    except ConfigErrors as errors:
+        return {problem.path for problem in errors.problems}
+    return set()
+
+
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [
+        (TAUGHT, set()),
+        (TAUGHT | {"is_pure_opd": True, "adv_estimator": "gae"}, set()),  # no critic is needed
+        (TAUGHT | {"opd_form": "loss", "kd_objective": "js_divergence", "jsd_beta": 0.2, "logits_topk": 8}, set()),
+        ({"teacher": ROLE}, {"teacher_pretrain"}),
+        ({"teacher_pretrain": "org/teacher"}, {"teacher"}),
+        ({"is_pure_opd": True, "opd_kl_coef": 0.5}, {"is_pure_opd", "opd_kl_coef"}),
+        (TAUGHT | {"kd_objective": "reverse_kl", "logits_topk": 8}, {"kd_objective", "logits_topk"}),
+        (TAUGHT | {"opd_form": "reward", "is_pure_opd": True, "adv_estimator": "gae"}, {"critic"}),
+        (TAUGHT | {"teacher_pretrain": "tiny"}, {"teacher_warm_start.file_name"}),
+        (
+            TAUGHT | {"teacher": ROLE | {"training_args": {"learning_rate": 1}, "model_update_frequency": 2}},
+            {"teacher.training_args", "teacher.model_update_frequency"},
+        ),
+    ],
+)
+def test_a_teacher_of_an_rl_run(given: dict, keys: set[str]) -> None:
+    assert wrong(RLVRConfig, RLVR | given) == keys
+
+
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [
+        (TAUGHT, set()),
+        ({"teacher_logprobs": "kept", "logits_topk": 8}, set()),
+        ({}, {"teacher"}),
+        ({"teacher_logprobs": "kept"}, {"logits_topk"}),
+        (TAUGHT | {"precompute_only": True}, {"teacher_logprobs"}),
+        ({"teacher_logprobs": "kept", "logits_topk": 8, "precompute_only": True}, {"precompute_only"}),
+        (TAUGHT | {"skew_lambda": 0.3}, {"skew_lambda"}),
+        (TAUGHT | {"warm_start": {"file_name": "x.jsonl"}}, {"warm_start.file_name"}),
+    ],
+)
+def test_a_teacher_of_a_distillation(given: dict, keys: set[str]) -> None:
+    assert wrong(DistillConfig, DISTILL | given) == keys
+
+
+def test_an_id_stands_for_one_token(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "larger"):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    make_tokenizer().save_pretrained(tmp_path)
+    check_same_ids("tiny", str(tmp_path))
+    larger = make_tokenizer()
+    larger.add_tokens(["another"])
+    larger.save_pretrained(tmp_path / "larger")
+    check_same_ids("tiny", str(tmp_path / "larger"))
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary["!"], vocabulary['"'] = vocabulary['"'], vocabulary["!"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"2 of \d+ ids differ, the first is \d+"):
+        check_same_ids("tiny", str(tmp_path))
