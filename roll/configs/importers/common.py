@@ -29,6 +29,7 @@ _UNREAD = {
     ),
     "actor_train": ("generating_args",),
     "reference": (*_TRAINING_KEYS, "data_args", "generating_args"),
+    "teacher": (*_TRAINING_KEYS, "data_args", "generating_args"),
     "critic": ("model_update_frequency", "data_args", "generating_args"),
 }
 """By role: what is read elsewhere."""

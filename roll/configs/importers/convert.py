@@ -11,10 +11,12 @@ from typing import Any
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compose import compose_config
+from roll.configs.distill import DistillConfig
 from roll.configs.importers import SYSTEMS, chatlearn, mindspeed, roll, verl
 from roll.configs.importers.common import drop_nulls
 from roll.configs.importers.draft import Draft, Kind, Outcome
 from roll.configs.importers.reading import read
+from roll.configs.importers.roll_distillation import is_distillation, read_students
 from roll.configs.importers.writing import shorten, text_of
 from roll.configs.loader import load_composed
 from roll.configs.pipeline import PipelineConfig
@@ -31,7 +33,7 @@ DERIVE: dict[str, Callable[[Draft], None]] = {
 }
 """By system: what its keys say together."""
 
-_PATHS = ("pretrain", "reward_pretrain")
+_PATHS = ("pretrain", "reward_pretrain", "teacher_pretrain")
 """Keys with the paths of another machine."""
 
 _PRESET = re.compile(r"\$\{(deepspeed_zero\w*)\}")
@@ -76,11 +78,15 @@ def convert(
         UnreadableError: a file that is missing, no YAML, or a script without the system's command.
     """
     given = read(system, files, overrides)
+    if system == "roll":
+        read_students(given)
     draft = Draft(system, given)
     draft.take_all()
     DERIVE[system](draft)
     agentic = any(key in draft.ours for key in ("custom_envs", "train_env_manager"))
     schema: type[PipelineConfig] = AgenticConfig if agentic else RLVRConfig
+    if system == "roll" and is_distillation(draft):
+        schema = DistillConfig
     draft.tell_unused()
     _settle_unknown(draft, schema)
     drop_nulls(draft, lambda key: _takes_null(schema, key))

@@ -8,6 +8,7 @@ from roll.configs.agentic import MANAGERS
 from roll.configs.devices import parse_device_mapping
 from roll.configs.importers.common import devices_of, drop_unread, parallel_sizes, set_batch, tidy_engines, to_do
 from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.roll_distillation import is_distillation, set_distillation, set_teacher
 from roll.configs.importers.roll_environments import set_environments
 from roll.configs.importers.table import ROLES
 from roll.configs.problems import NOTHING
@@ -32,8 +33,16 @@ _SECRETS = ("key", "token", "secret", "password")
 def derive(draft: Draft) -> None:
     """Everything that no row of the table says by itself."""
     _run(draft)
+    if is_distillation(draft):
+        _roles(draft)
+        set_distillation(draft)
+        _validation(draft)
+        drop_unread(draft)
+        tidy_engines(draft)
+        return
     agentic = any(draft.has(key) for key in ("custom_envs", *MANAGERS))
     _roles(draft)
+    set_teacher(draft)
     _data(draft, agentic)
     _validation(draft)
     _lengths(draft, agentic)
@@ -84,7 +93,7 @@ def _roles(draft: Draft) -> None:
             draft.tell(Kind.IMPOSSIBLE, f"{role}.worker_cls", worker, note="a class of another library's interface")
         model = draft.theirs(f"{role}.model_args.model_name_or_path")
         if model:
-            key = "reward_pretrain" if role == "critic" else "pretrain"
+            key = {"critic": "reward_pretrain", "teacher": "teacher_pretrain"}.get(role, "pretrain")
             if role == "reference" and draft.get(key) not in (None, model):
                 key = "reference_pretrain"
             if not draft.get(key):

@@ -18,7 +18,7 @@ from roll.configs.problems import NOTHING
 
 FOLDER = Path(__file__).parent / "tables"
 
-ROLES = ("actor_train", "actor_infer", "critic", "reference")
+ROLES = ("actor_train", "actor_infer", "critic", "reference", "teacher")
 _ROLE, _REST = "<role>", "**"
 _MOST_MEANINGS = 3
 """A name with more of them, such as ``enable``, says nothing without the sections around it."""

@@ -192,6 +192,9 @@ TRANSFORMS: dict[str, Transform] = {
             "tags": "inductive",
         }
     ),
+    "divergence": _choice(
+        {name: name for name in ("forward_kl", "reverse_kl", "js_divergence", "skewed_forward_kl", "skewed_reverse_kl")}
+    ),
     "normalisation": _choice({"asym_clip": "asym_clip", "identity": "identity", "mean_std": "mean_std"}),
     "estimator": lambda value: {
         "group_norm": "grpo",

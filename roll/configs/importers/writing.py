@@ -54,7 +54,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
         "max_running_requests",
         "async_generation_ratio",
     ),
-    ("pretrain", "tokenizer_path", "reward_pretrain", "reference_pretrain"),
+    ("pretrain", "tokenizer_path", "reward_pretrain", "reference_pretrain", "teacher_pretrain"),
     ("rewards",),
     ("adv_estimator",),  # and the other keys of the algorithm
     ("custom_envs",),
@@ -64,6 +64,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("actor_train",),
     ("critic",),
     ("reference",),
+    ("teacher",),
     ("actor_infer",),
 )
 _ALGORITHM = 6

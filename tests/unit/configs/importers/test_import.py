@@ -10,6 +10,7 @@ import yaml
 from roll.__main__ import main
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compose import compose_config
+from roll.configs.distill import DistillConfig
 from roll.configs.importers.convert import Imported, convert
 from roll.configs.importers.draft import Kind
 from roll.configs.importers.reading import UnreadableError
@@ -56,6 +57,37 @@ def test_rlvr_of_roll(tmp_path: Path) -> None:
     assert "actor_infer.strategy_args.strategy_config.max_model_len" in dropped  # below sequence_length
     assert "actor_train.strategy_args.strategy_config.sequence_parallel" in dropped
     assert "rewards.talk.judge_model_type" in kinds(imported, Kind.TO_DO)
+
+
+def test_distillation_of_roll(tmp_path: Path) -> None:
+    imported = convert("roll", [FILES / "roll" / "run" / "distill.yaml"])
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, DistillConfig)
+    assert imported.exit_code == 0, report(imported)
+    assert (config.pretrain, config.teacher_pretrain) == ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-7B")
+    assert (config.kd_objective, config.skew_lambda, config.kd_temperature) == ("skewed_reverse_kl", 0.2, 2)
+    assert (config.logits_topk, config.distill_loss_weight) == (64, 0.5)  # what ROLL takes where nothing is said
+    data = config.actor_train.data_args
+    assert (data.prompt, data.response, data.file_names) == ("question_zh", "answer_zh", ["data/train.jsonl"])
+    assert config.teacher is not None and config.teacher.strategy_args.strategy_name == "megatron_infer"
+    assert "logits_transfer_backend" in kinds(imported, Kind.DROPPED)
+    other = convert(
+        "roll", [FILES / "roll" / "run" / "distill.yaml"], ["teacher_temperature=1", "distill_on_prompt=true"]
+    )
+    assert kinds(other, Kind.IMPOSSIBLE) == {"teacher_temperature", "distill_on_prompt"}
+
+
+def test_on_policy_distillation_of_roll(tmp_path: Path) -> None:
+    imported = convert("roll", [FILES / "roll" / "run" / "opd.yaml"])
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, RLVRConfig)
+    assert imported.exit_code == 0, report(imported)
+    assert (config.is_pure_opd, config.opd_kl_coef, config.teacher_pretrain) == (True, 0.5, "Qwen/Qwen2.5-7B")
+    assert config.actor_train.training_args.learning_rate == 2e-6
+    assert config.actor_infer.strategy_args.strategy_name == "vllm"
+    assert "student_train is read as actor_train" in imported.notes
+    off = loaded(convert("roll", [FILES / "roll" / "run" / "opd.yaml"], ["is_pure_opd=false"]), tmp_path)
+    assert isinstance(off, RLVRConfig) and off.teacher is None, "use_opd is off"
 
 
 def test_agentic_of_roll(tmp_path: Path) -> None:

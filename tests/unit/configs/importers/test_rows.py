@@ -11,6 +11,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from roll.configs.agentic import AgenticConfig
+from roll.configs.distill import DistillConfig
 from roll.configs.engines import cards
 from roll.configs.importers import SYSTEMS
 from roll.configs.importers.convert import DERIVE
@@ -53,6 +54,7 @@ SAMPLES: dict[str, Any] = {
     "generator": "vllm",
     "env-manager": "StepEnvManager",
     "grouping": "tags",
+    "divergence": "reverse_kl",
     "normalisation": "mean_std",
     "estimator": "group_norm",
     "recompute": "sel",
@@ -78,7 +80,7 @@ def field_of(key: str) -> tuple[Any, Any] | None:
     _, options, rest = key.partition(OPTIONS)
     if options:
         return next((found for card in cards() if (found := locate(card.options, rest.split(".")))), None)
-    schemas = (RLVRConfig, AgenticConfig)
+    schemas = (RLVRConfig, AgenticConfig, DistillConfig)
     return next((found for schema in schemas if (found := locate(schema, key.split(".")))), None)
 
 

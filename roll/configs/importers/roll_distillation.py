@@ -1,0 +1,60 @@
+"""ROLL's distillation: of answers that are there before, and on the policy's own samples."""
+
+from __future__ import annotations
+
+from roll.configs.distill import DistillConfig
+from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.reading import Given
+
+_STUDENTS = {"student_train": "actor_train", "student_infer": "actor_infer", "student": "actor_train"}
+_SKEWED = ("skewed_forward_kl", "skewed_reverse_kl")
+_THEIR_TOPK, _THEIR_WEIGHT = 64, 0.5
+
+
+def read_students(given: Given) -> None:
+    """Gives the student's sections the names of the policy's, where these are not there."""
+    for theirs, ours in _STUDENTS.items():
+        if theirs in given.values and ours not in given.values:
+            given.values[ours] = given.values.pop(theirs)
+            if theirs in given.links:
+                given.links[ours] = given.links.pop(theirs)
+            given.notes.append(f"{theirs} is read as {ours}")
+
+
+def is_distillation(draft: Draft) -> bool:
+    """Whether the configuration is that of ROLL's distillation pipeline."""
+    return draft.has("student_pretrain")
+
+
+def set_teacher(draft: Draft) -> None:
+    """On-policy distillation: the teacher of an RL run is there where it is switched on."""
+    if draft.theirs("use_opd") or draft.theirs("is_pure_opd"):
+        if draft.has("use_opd"):
+            draft.tell(Kind.DROPPED, "use_opd", draft.theirs("use_opd"), note="a section teacher switches it on")
+        return
+    for key in ("teacher", "opd_kl_coef", "teacher_pretrain", "is_pure_opd"):
+        draft.drop_ours(key, "use_opd is off")
+
+
+def set_distillation(draft: Draft) -> None:
+    """The keys that ROLL's distillation reads with others, or with defaults of its own."""
+    if not draft.has("distill_loss_weight"):
+        draft.derive("distill_loss_weight", "distill_loss_weight", _THEIR_WEIGHT, "ROLL's default")
+    if top_k := draft.theirs("logits_topk", _THEIR_TOPK):
+        draft.derive("logits_topk", "logits_topk", int(top_k))
+    warmth, theirs = (float(draft.theirs(key, 1.0)) for key in ("kd_temperature", "teacher_temperature"))
+    if warmth != theirs:
+        draft.tell(Kind.IMPOSSIBLE, "teacher_temperature", theirs, note=f"kd_temperature {warmth:g} divides both")
+    if draft.get("kd_objective") in _SKEWED and draft.has("skew_lambda"):
+        draft.derive("skew_lambda", "skew_lambda", draft.theirs("skew_lambda"))
+    for key in ("actor_train.data_args.prompt", "actor_train.data_args.response"):
+        if not draft.get(key):
+            name = "question" if key.endswith("prompt") else "answer"
+            draft.derive(f"{name}_key", key, name, "ROLL's default")
+    if (whole := draft.theirs("sequence_length")) is not None:
+        draft.set("sequence_length", int(whole))
+        draft.tell(Kind.KEPT, "sequence_length", whole, "sequence_length", whole)
+    draft.drop_ours("actor_train.data_args.preprocessing_num_workers", "rows are read by one process")
+    unread = ("actor_infer", "prompt_length", "response_length")
+    for key in [*unread, *(key for key in draft.ours if key not in DistillConfig.model_fields)]:
+        draft.drop_ours(key, "a distillation of given answers does not read it")
