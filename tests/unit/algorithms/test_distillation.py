@@ -112,7 +112,7 @@ def test_an_rl_loss_takes_the_divergence_with_its_coefficient() -> None:
     (gradient,) = torch.autograd.grad(found.loss, given.divergence_T)
     torch.testing.assert_close(gradient, 0.5 / 6 * BATCH.loss_mask_T.double())
     assert float(found.metrics["actor/distill_loss"]) == pytest.approx(
-        float(given.divergence_T[BATCH.loss_mask_T].mean())
+        float(given.divergence_T[BATCH.loss_mask_T].mean().detach())
     )
     with pytest.raises(ValueError, match="divergence_T"):
         build_policy_loss(config)(TokenScores(logprobs_T=given.logprobs_T), batch, LossContext.of(batch))
