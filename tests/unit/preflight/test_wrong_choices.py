@@ -144,7 +144,7 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
         ({"tokenizer_path": "/nowhere", "pretrain": "dense"}, "tokenizer_path", "no such folder"),
         ({"reference_pretrain": "tiny"}, "reference_pretrain", "no KL term"),
         (
-            {**REFERENCE, "reference_pretrain": "tiny", "kl_penalty": "full"},
+            {**REFERENCE, **engine("fsdp2_infer", "reference"), "reference_pretrain": "tiny", "kl_penalty": "full"},
             "kl_penalty",
             "fit no output layer of the policy",
         ),
