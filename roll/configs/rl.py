@@ -16,6 +16,9 @@ from roll.configs.tools import ToolsConfig
 from roll.configs.val_infer import VAL_INFER, ValInferConfig
 from roll.configs.worker import WorkerConfig
 
+DEFAULT_GENERATOR = "hf_infer"
+"""The engine that answers, where nobody names one."""
+
 
 class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
     """The rollouts, the critic and the reference; pipelines add where their rollouts come from."""
@@ -54,7 +57,7 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
         default=None, description="What the policy may call in its episodes. null: nothing; a prompt is answered once."
     )
     actor_infer: WorkerConfig = Field(
-        default_factory=lambda: WorkerConfig(strategy_args=StrategyArguments(strategy_name="hf_infer")),
+        default_factory=lambda: WorkerConfig(strategy_args=StrategyArguments(strategy_name=DEFAULT_GENERATOR)),
         description="The policy that generates.",
     )
     val_infer: ValInferConfig | None = Field(

@@ -222,7 +222,8 @@ class RolloutScheduler:
         """Starts no more groups and takes no results in, so that nobody else changes ``groups`` and the admission."""
         if self._beside is not None:
             self._calls.interrupt()
-            self._beside.join()
+            if self._beside.ident is not None:  # a stop may come before its start
+                self._beside.join()
             self._beside = None
 
     def go_on(self) -> None:

@@ -24,8 +24,8 @@ from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import Metrics, StrategyContext
-from roll.distributed.strategy.megatron import scores as megatron_scores
 from roll.distributed.strategy.training.tensor_files import StoredTensors
+from roll.models import scoring
 from tests.support.ranks import assert_near, assert_same_files, enter_rank, exported, recorded_warnings, run_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -167,10 +167,10 @@ def case_l2(folder: Path, rank: int) -> dict[str, Any]:
 
 def case_chunks(folder: Path, rank: int) -> dict[str, Any]:
     """The output layer takes three tokens at a time."""
-    megatron_scores.MAX_CHUNK_LOGITS, whole = 31 * 3, megatron_scores.MAX_CHUNK_LOGITS
+    scoring.MAX_CHUNK_LOGITS, whole = 31 * 3, scoring.MAX_CHUNK_LOGITS
     trainer = make_trainer(folder / "dense", "megatron_train", TP_SP, rank)
     metrics = step(trainer, 1)
-    megatron_scores.MAX_CHUNK_LOGITS = whole
+    scoring.MAX_CHUNK_LOGITS = whole
     return {"metrics": metrics, "weights": exported(trainer)}
 
 

@@ -117,7 +117,7 @@ def _chat(options: argparse.Namespace) -> int:
     from roll.pipeline.commands.engine import generator_section
 
     try:
-        worker = generator_section("hf_infer", _sampling(options), options.overrides)
+        worker = generator_section(None, _sampling(options), options.overrides)
     except ConfigErrors as errors:
         sys.stderr.write(report(errors, "roll chat"))
         return EXIT_CONFIG
@@ -127,7 +127,7 @@ def _chat(options: argparse.Namespace) -> int:
 def _add_sampling(parser: argparse.ArgumentParser, *, engines: bool = True) -> None:
     """Options of everything that samples; ``generating_args`` has the others."""
     if engines:
-        parser.add_argument("--engine", default="hf_infer", metavar="NAME", help="hf_infer, vllm or sglang (hf_infer)")
+        parser.add_argument("--engine", metavar="NAME", help="hf_infer, vllm or sglang (hf_infer)")
     parser.add_argument("--system", metavar="TEXT", help="message of the system, where a conversation has none")
     parser.add_argument("--temperature", type=float, help="0 is greedy (1)")
     parser.add_argument("--top-p", type=float, help="mass of the most likely tokens (1)")

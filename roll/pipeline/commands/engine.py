@@ -16,6 +16,7 @@ from roll.configs.generating import GeneratingArguments
 from roll.configs.model import ModelArguments
 from roll.configs.parsing import section_problems
 from roll.configs.problems import ConfigErrors, ConfigProblem
+from roll.configs.rl import DEFAULT_GENERATOR
 from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 
@@ -47,11 +48,11 @@ class GeneratorSection(Config):
         return found + [problem.under("strategy_args.strategy_config") for problem in wrong]
 
 
-def generator_section(engine: str, sampling: Mapping[str, Any], words: Sequence[str] = ()) -> WorkerConfig:
+def generator_section(engine: str | None, sampling: Mapping[str, Any], words: Sequence[str] = ()) -> WorkerConfig:
     """The section of the generator.
 
     Args:
-        engine: ``strategy_name``.
+        engine: ``strategy_name``; ``None``: that of a run that does not say.
         sampling: keys of ``generating_args``; ``None`` is not given.
         words: ``key=value``, keys of ``GeneratorSection``.
 
@@ -60,7 +61,9 @@ def generator_section(engine: str, sampling: Mapping[str, Any], words: Sequence[
     """
     given = {key: value for key, value in sampling.items() if value is not None}
     generating = {"max_new_tokens": MAX_NEW_TOKENS} | given
-    tree = OmegaConf.create({"strategy_args": {"strategy_name": engine}, "generating_args": generating})
+    tree = OmegaConf.create(
+        {"strategy_args": {"strategy_name": engine or DEFAULT_GENERATOR}, "generating_args": generating}
+    )
     overrides, problems = parse_overrides(words)
     for override in overrides:
         problems += apply_override(tree, override)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from roll.configs.pipeline import PipelineConfig
+from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.loop import TrainingLoop
 from roll.pipeline.session import RunSession
@@ -44,8 +45,13 @@ def write(path: Path) -> None:
     ],
 )
 def test_evaluations_and_checkpoints_are_those_that_were_asked_for(
-    tmp_path: Path, keys: dict[str, Any], evaluated: list[tuple[str, int]], saved: list[int]
+    tmp_path: Path,
+    keys: dict[str, Any],
+    evaluated: list[tuple[str, int]],
+    saved: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(Cluster, "current_step", None)  # as it was, when the run is over
     values = {"max_steps": 5, "eval_steps": 2, "save_steps": 3, "track_with": [], **keys}
     config = PipelineConfig(output_dir=str(tmp_path), exp_name="loop", **values)
     roles: Any = SimpleNamespace(generator=None, evaluator=None, sync_weights=lambda version: None, save=write)
