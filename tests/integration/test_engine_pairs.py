@@ -20,9 +20,9 @@ EXAMPLES = ROOT / "examples" / "config"
 TRAINERS = {"fsdp2": "fsdp2_train", "deepspeed": "deepspeed_train", "megatron": "megatron_train"}
 GENERATORS = {"hf": "hf_infer", "vllm": "vllm", "sglang": "sglang"}
 PAIRS = list(itertools.product(TRAINERS, GENERATORS))
-ALWAYS = [("deepspeed", "vllm"), ("megatron", "hf"), *((name, "sglang") for name in TRAINERS)]
+ALWAYS = [("deepspeed", "vllm"), *((name, "sglang") for name in TRAINERS)]
 """Pairs that always play Sokoban, beside ``megatron`` with an adapter and ``vllm`` in mathematics; all are in both with
-``-m slow``. Most other runs are of ``fsdp2`` with ``hf``."""
+``-m slow``. Imported runs are of all trainers with ``hf``, most others of ``fsdp2`` with it."""
 
 SMALL = (
     "max_steps=2",
