@@ -173,8 +173,6 @@ def training_of(stage: str, config: OfflineConfig, pairs: list[Pair]) -> Iterato
 
 def measure(stage: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All contestants, alternating."""
-    import torch
-
     model = folder / "model"
     make_model(model, EOS_ODDS["natural"])
     if stage == "rm":
@@ -218,7 +216,6 @@ def measure(stage: str, args: argparse.Namespace, folder: Path) -> dict[str, Any
                 start = time.perf_counter()
                 losses[name].append(rival.ask({"step": number})["loss"])
                 taken[name].append(Step(time.perf_counter() - start, tokens))
-    torch.set_num_threads(1)
     return report(stage, {name: steps[1:] for name, steps in taken.items()}, losses)
 
 

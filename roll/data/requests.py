@@ -5,11 +5,14 @@ from __future__ import annotations
 import enum
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from roll.data.arrays import FloatArray, IntArray
+
+if TYPE_CHECKING:
+    from roll.configs.generating import GeneratingArguments
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Weight versions of a completion's tokens, in order: (version, how many tokens it sampled)."""
@@ -91,3 +94,19 @@ class Completion:
 
 
 GenerateFn = Callable[[GenerateRequest], Awaitable[Completion]]
+
+
+def sampling_params(arguments: GeneratingArguments) -> SamplingParams:
+    """``generating_args`` in the words of the engines."""
+    assert arguments.max_new_tokens is not None, "the configuration fills it in"
+    return SamplingParams(
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature if arguments.do_sample else 0.0,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        min_p=arguments.min_p,
+        first_token_temperature=arguments.first_token_temperature,
+        ignore_eos=arguments.ignore_eos,
+        repetition_penalty=arguments.repetition_penalty,
+        stop=tuple(arguments.stop_strings or ()),
+    )

@@ -9,11 +9,12 @@ from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER, PromptsConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import Prompt
+from roll.data.requests import sampling_params
 from roll.data.templates import ChatTemplate
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollout_roles import RolloutRoles, sampling_params
+from roll.pipeline.rollout_roles import RolloutRoles
 from roll.rollout.env_manager import Limits
 from roll.rollout.prompt_worker import PromptPlan, PromptWorkerContext
 from roll.rollout.scheduler import RolloutScheduler

@@ -9,10 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from roll.configs.generating import GeneratingArguments
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.rl import RLConfig
-from roll.data.requests import SamplingParams
 from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunFailedError
@@ -128,19 +126,3 @@ class RolloutRoles(ABC):
     def _num_restarts(self) -> int:
         generating = {self._roles.rollout_replicas.cluster, self._roles.evaluation_replicas.cluster}
         return sum(sum(cluster.restarts) for cluster in [*generating, *self._clusters.values()])
-
-
-def sampling_params(arguments: GeneratingArguments) -> SamplingParams:
-    """``generating_args`` in the words of the engines."""
-    assert arguments.max_new_tokens is not None, "the configuration fills it in"
-    return SamplingParams(
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature if arguments.do_sample else 0.0,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        min_p=arguments.min_p,
-        first_token_temperature=arguments.first_token_temperature,
-        ignore_eos=arguments.ignore_eos,
-        repetition_penalty=arguments.repetition_penalty,
-        stop=tuple(arguments.stop_strings or ()),
-    )

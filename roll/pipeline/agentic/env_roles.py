@@ -9,10 +9,11 @@ from typing import Any
 from roll.agentic.env import path_of
 from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.env import EnvManagerConfig
+from roll.data.requests import sampling_params
 from roll.data.templates import ChatTemplate
 from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.roles import Roles
-from roll.pipeline.rollout_roles import RolloutRoles, sampling_params
+from roll.pipeline.rollout_roles import RolloutRoles
 from roll.pipeline.session import RunFailedError
 from roll.rollout.env_manager import Limits
 from roll.rollout.env_worker import EnvWorkerContext

@@ -34,10 +34,10 @@ class Job:
 def run(job: Job) -> int:
     """Answers line by line until ``/quit`` or the end of the input; 2 for a model that cannot be talked with."""
     from roll.data.renderer import ChatRenderer
+    from roll.data.requests import sampling_params
     from roll.data.templates import ChatTemplate
     from roll.distributed.strategy.generation.alone import base_of, generator_of
     from roll.models.tokenizer import load_tokenizer
-    from roll.pipeline.rollout_roles import sampling_params
     from roll.rollout.conversation import Conversation
 
     worker = job.worker

@@ -179,10 +179,10 @@ def _whole_lines(job: Job, totals: Totals) -> int:
 
 def _generate(job: Job, total: int, done: int, totals: Totals) -> None:
     from roll.data.renderer import ChatRenderer
+    from roll.data.requests import sampling_params
     from roll.data.templates import ChatTemplate
     from roll.distributed.strategy.generation.alone import base_of, generator_of
     from roll.models.tokenizer import load_tokenizer
-    from roll.pipeline.rollout_roles import sampling_params
     from roll.rollout.answering import Answerer
 
     worker = job.worker

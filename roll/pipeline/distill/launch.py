@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from roll.algorithms.distillation import build_distill_loss
-from roll.configs.data import DataArguments
 from roll.configs.distill import DistillConfig, DistillLossConfig
-from roll.data.conversations import Conversations, Scoring, load_conversations
-from roll.data.renderer import ChatRenderer
 from roll.models.loading import load_config
 from roll.pipeline.distill.pipeline import DistillPipeline
 from roll.pipeline.distill.teacher import Teacher
+from roll.pipeline.offline.imitated import load_imitated
 from roll.pipeline.offline.launch import Parts, run_offline
 from roll.pipeline.offline.training import OfflineTraining
 from roll.pipeline.programs import DISTILL
@@ -18,21 +16,7 @@ from roll.utils.seeding import derive_seed
 
 def run_distill(config: DistillConfig, started: float | None = None) -> int:
     """Runs the distillation pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
-    return run_offline(config, DISTILL, _load, _build, started)
-
-
-def _load(
-    config: DistillConfig, data: DataArguments, renderer: ChatRenderer, scoring: Scoring | None = None
-) -> Conversations:
-    return load_conversations(
-        data,
-        renderer=renderer,
-        max_tokens=config.sequence_length,
-        overflow=config.sample_overflow,
-        last_only=config.train_on == "last",
-        scoring=scoring,
-        seed=config.seed,
-    )
+    return run_offline(config, DISTILL, load_imitated, _build, started)
 
 
 def _build(config: DistillConfig, parts: Parts) -> DistillPipeline | None:

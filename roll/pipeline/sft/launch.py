@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from roll.algorithms.losses import build_sft_loss
-from roll.configs.data import DataArguments
 from roll.configs.sft import SFTConfig
-from roll.data.conversations import Conversations, Scoring, load_conversations
-from roll.data.renderer import ChatRenderer
+from roll.pipeline.offline.imitated import load_imitated
 from roll.pipeline.offline.launch import Parts, run_offline
 from roll.pipeline.offline.training import OfflineTraining
 from roll.pipeline.programs import SFT
@@ -16,21 +14,7 @@ from roll.utils.seeding import derive_seed
 
 def run_sft(config: SFTConfig, started: float | None = None) -> int:
     """Runs the SFT pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
-    return run_offline(config, SFT, _load, _build, started)
-
-
-def _load(
-    config: SFTConfig, data: DataArguments, renderer: ChatRenderer, scoring: Scoring | None = None
-) -> Conversations:
-    return load_conversations(
-        data,
-        renderer=renderer,
-        max_tokens=config.sequence_length,
-        overflow=config.sample_overflow,
-        last_only=config.train_on == "last",
-        scoring=scoring,
-        seed=config.seed,
-    )
+    return run_offline(config, SFT, load_imitated, _build, started)
 
 
 def _build(config: SFTConfig, parts: Parts) -> SFTPipeline:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -309,6 +310,23 @@ def test_with_a_lag_groups_are_played_beside_training_and_not_too_many(
             admission.commit()
     finally:
         collecting.close()
+
+
+def test_a_stop_before_rollouts_beside_have_begun_leaves_nothing_to_wait_for(
+    scheduler: Callable[..., RolloutScheduler], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, collecting = threading.Thread.start, scheduler(beside=True)
+
+    def stopped(thread: threading.Thread) -> None:
+        if thread.name == "rollouts":
+            raise KeyboardInterrupt
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        collecting.take(Admission(3, ahead=3), 1)
+    collecting.close()
+    assert collecting._beside is None
 
 
 @pytest.mark.parametrize("order", ["die-4", "engine-5"])
