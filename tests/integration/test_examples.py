@@ -1,4 +1,4 @@
-"""What the documents tell a user to do, done: environments of one's own, gymnasium's, and the README's pictures."""
+"""What the documents tell a user to do, done: environments of one's own, of gymnasium and TextArena, and the README's pictures."""
 
 from __future__ import annotations
 
@@ -29,19 +29,20 @@ custom_envs:
     env_type: gymnasium
     max_steps: 4
     env_config: {env_id: CliffWalking-v1, action_names: [Up, Right, Down, Left], success_return: -13}
-train_env_manager: {env_groups: 3, group_size: 4, tags: [ByPath, ByName, Cliff]}
-val_env_manager: {env_groups: 3, group_size: 1, tags: [ByPath, ByName, Cliff]}
-rollout_batch_size: 12
-val_batch_size: 3
-prompt_length: 300
+  Arena: {env_type: textarena, max_steps: 4, env_config: {env_id: GuessTheNumber-v0}}
+train_env_manager: {env_groups: 4, group_size: 4, tags: [ByPath, ByName, Cliff, Arena]}
+val_env_manager: {env_groups: 4, group_size: 1, tags: [ByPath, ByName, Cliff, Arena]}
+rollout_batch_size: 16
+val_batch_size: 4
+prompt_length: 560
 response_length: 8
-sequence_length: 400
+sequence_length: 700
 max_steps: 1
 num_renders: 0
 num_gpus_per_node: 2
 adv_estimator: grpo
 actor_train:
-  training_args: {per_device_train_batch_size: 12, gradient_accumulation_steps: 1}
+  training_args: {per_device_train_batch_size: 16, gradient_accumulation_steps: 1}
   strategy_args: {strategy_name: fsdp2_train}
   device_mapping: [0]
 actor_infer:
@@ -122,7 +123,7 @@ def test_the_architecture_names_code_that_exists():
     assert not wrong
 
 
-def test_environments_by_path_by_registered_name_and_of_gymnasium_run_in_the_pipeline(tmp_path):
+def test_environments_by_path_by_registered_name_of_gymnasium_and_of_textarena_run_in_the_pipeline(tmp_path):
     model, configs = tmp_path / "model", tmp_path / "config"
     make_tiny_model(model, seed=0)
     configs.mkdir()
@@ -135,12 +136,13 @@ def test_environments_by_path_by_registered_name_and_of_gymnasium_run_in_the_pip
     run = tmp_path / "run"
     episodes = [json.loads(line) for line in (run / "trajectories" / "eval-00001.jsonl").read_text().splitlines()]
     seen = {episode["tag"]: {turn["observation"] for turn in episode["turns"]} for episode in episodes}
-    assert seen.keys() == {"ByPath", "ByName", "Cliff"}
+    assert seen.keys() == {"ByPath", "ByName", "Cliff", "Arena"}
     assert "Guess." in seen["ByPath"] and "Guess." in seen["ByName"]
     assert all("x" in observation and "T" in observation for observation in seen["Cliff"])
+    assert any("between 1 and 20" in observation for observation in seen["Arena"])
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in metrics] == [0, 1]
-    assert (metrics[1]["rollout/episodes"], metrics[1]["rollout/dropped"]) == (12, 0)
+    assert (metrics[1]["rollout/episodes"], metrics[1]["rollout/dropped"]) == (16, 0)
     assert metrics[1]["actor/grad_norm"] >= 0
 
 
