@@ -11,7 +11,7 @@ from pydantic import Field
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
 
-ATTRIBUTE_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+ATTRIBUTE_PATH = re.compile(r"([^\W\d]\w*(\.[^\W\d]\w*)*|.*\.py):[^\W\d]\w*")
 
 RENDERED = frozenset(
     {
@@ -84,8 +84,8 @@ class DataArguments(Config):
     )
     dataset_cls: str | None = Field(
         default=None,
-        description="package.module:attribute, called with (data_args, seed), returns rows as mappings; takes the "
-        "place of reading files.",
+        description="package.module:attribute or folder/file.py:attribute, called with (data_args, seed), returns rows "
+        "as mappings; takes the place of reading files.",
     )
     prompt: str | None = Field(default=None, min_length=1, description="Column with the question as text.")
     messages: str | None = Field(
@@ -150,7 +150,7 @@ class DataArguments(Config):
             expected = f"the column of the question, or messages that of the conversation, since {given} is set"
             found.append(self.problem("prompt", expected, "messages", given))
         if self.dataset_cls is not None and not ATTRIBUTE_PATH.fullmatch(self.dataset_cls):
-            found.append(self.problem("dataset_cls", "package.module:attribute"))
+            found.append(self.problem("dataset_cls", "package.module:attribute or folder/file.py:attribute"))
         if self.domain_interleave_probs is not None:
             found += probability_problems(self.domain_interleave_probs)
         return found

@@ -31,6 +31,7 @@ from roll.configs.rules import RL_RULES, RULES, Rule, sections
 from roll.configs.schema import leaf_paths
 from roll.configs.sft import SFTConfig
 from roll.configs.sft_rules import SFT_RULES
+from roll.utils.registry import import_module
 
 ConfigT = TypeVar("ConfigT", bound=PipelineConfig)
 
@@ -84,11 +85,23 @@ def load_composed(
     """
     values = dict(composed.values)
     values.setdefault("exp_name", Path(config_name).stem)
-    problems = list(composed.problems)
+    problems = [*composed.problems, *plugin_problems(values.get("plugins"))]
     problems += _library_problems(values.pop(LIBRARY, {}), values.get("custom_envs", {}))
     variables = _read_by(composed.references, schema) - set(schema.model_fields)
     values = {k: v for k, v in values.items() if k not in variables and not _ENGINE_LIBRARY.fullmatch(k)}
     return validate(schema, values, extra_checks, problems, variables)
+
+
+def plugin_problems(names: Any) -> list[ConfigProblem]:
+    """Imports the packages of ``plugins``, before what they register is looked for; those that cannot be."""
+    problems = []
+    for index, name in enumerate(names if isinstance(names, list) else ()):
+        try:
+            import_module(str(name))
+        except Exception as error:  # whatever its code raises
+            reason = f"{type(error).__name__}: {error}"
+            problems.append(ConfigProblem(f"plugins.{index}", name, "a package or file that can be imported", reason))
+    return problems
 
 
 def _read_by(references: Mapping[str, frozenset[str]], schema: type[PipelineConfig]) -> frozenset[str]:

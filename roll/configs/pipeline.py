@@ -99,6 +99,11 @@ class RunConfig(Config):
     system_envs: EnvironmentVariables = Field(
         default_factory=dict, description="Environment variables of all worker processes."
     )
+    plugins: list[str] = Field(
+        default_factory=list,
+        description="Packages (package.module, or folder/file.py) that every process of the run imports first: what "
+        "they register is known by name, and so are models that they add to Transformers. Their code is trusted.",
+    )
     ray_init: RayInitConfig = Field(default_factory=RayInitConfig, description="The Ray cluster.")
 
     track_with: str | list[str] = Field(

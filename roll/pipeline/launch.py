@@ -29,6 +29,7 @@ from roll.preflight.templates import describe_template
 from roll.tracking.checkpointer import CheckpointError
 from roll.utils.collector import calm_collector
 from roll.utils.memory import keep_freed_memory
+from roll.utils.plugins import plugin_variables
 from roll.utils.registry import UnknownNameError, import_path
 from roll.utils.signals import Interrupted, SignalGuard
 
@@ -156,7 +157,7 @@ def start_clusters(
                     name,
                     _worker_class(name, worker, workers[name]),
                     placement,
-                    system_envs={**config.system_envs, **worker.system_envs},
+                    system_envs={**config.system_envs, **plugin_variables(config.plugins), **worker.system_envs},
                     rpc_timeout=config.rpc_timeout,
                 )
                 clusters[name].launch()

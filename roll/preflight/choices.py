@@ -135,7 +135,12 @@ def check_data_plugins(config: PromptsConfig) -> list[ConfigProblem]:
     }
     if config.data_generator is not None:
         paths["data_generator.path"] = config.data_generator.path
-    return [problem for key, path in paths.items() if path is not None for problem in _path_problems(key, path, ())]
+    return [
+        problem
+        for key, path in paths.items()
+        if path is not None
+        for problem in _path_problems(key, path, (), files=key.endswith(".dataset_cls"))
+    ]
 
 
 def check_replay(config: PipelineConfig) -> list[ConfigProblem]:
@@ -312,12 +317,17 @@ def _dialect_problems(key: str, name: str) -> Iterator[ConfigProblem]:
         yield ConfigProblem(key, name, "a tool dialect", str(error))
 
 
-def _path_problems(key: str, path: str, names: Sequence[str]) -> Iterator[ConfigProblem]:
-    """A name that is none of ``names`` must be ``package.module:attribute`` in a package that can be found."""
+def _path_problems(key: str, path: str, names: Sequence[str], files: bool = False) -> Iterator[ConfigProblem]:
+    """A name that is none of ``names`` must be ``package.module:attribute`` in a package that can be found.
+
+    With ``files`` it may be ``folder/file.py:attribute`` too, in a file that is there.
+    """
     module, colon, attribute = path.partition(":") if ":" in path else path.rpartition(".")
-    known = ", ".join([*names, "package.module:attribute"])
+    known = ", ".join([*names, "package.module:attribute", *(["folder/file.py:attribute"] if files else [])])
     near = nearest_name(path, names)
     hint = f"did you mean {near}?" if near else ""
+    if module.endswith(".py") and attribute.isidentifier() and Path(module).expanduser().is_file() and files:
+        return
     if not colon or not attribute.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         yield ConfigProblem(key, path, f"one of: {known}" if names else known, hint)
     elif not _exists(module):

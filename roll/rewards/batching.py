@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
 ItemT = TypeVar("ItemT")
@@ -13,36 +12,45 @@ ResultT = TypeVar("ResultT")
 
 
 class MicroBatcher(Generic[ItemT, ResultT]):
-    """Runs ``function`` in one thread on up to ``max_size`` waiting items, in order of arrival.
+    """Runs an asynchronous ``function`` on up to ``max_size`` waiting items, in order of arrival.
 
     Args:
         function: items to as many results, in the same order. What it raises, every caller of that batch gets.
         max_size: items of one batch.
-        wait: seconds that a batch which is not full waits for more. Items that arrive while a batch runs wait for it.
+        wait: seconds that a batch which is not full waits for more. Items that arrive while all batches run wait for
+            the next.
+        parallel: batches that run at the same time.
     """
 
-    def __init__(self, function: Callable[[list[ItemT]], Sequence[ResultT]], max_size: int, wait: float) -> None:
+    def __init__(
+        self,
+        function: Callable[[list[ItemT]], Awaitable[Sequence[ResultT]]],
+        max_size: int,
+        wait: float,
+        parallel: int = 1,
+    ) -> None:
         self._function = function
         self._max_size = max_size
         self._wait = wait
+        self._parallel = parallel
         self._waiting: deque[tuple[ItemT, asyncio.Future[ResultT]]] = deque()
-        self._worker: asyncio.Task[None] | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="micro-batch")
+        self._workers: set[asyncio.Task[None]] = set()
 
     async def submit(self, item: ItemT) -> ResultT:
         """The result for ``item``. A cancelled call leaves the queue; a batch that already runs goes on."""
         future: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
-        if self._worker is None or self._worker.done():
-            self._worker = asyncio.create_task(self._run_batches())
+        self._workers = {task for task in self._workers if not task.done()}
+        if len(self._workers) < min(self._parallel, len(self._waiting)):
+            self._workers.add(asyncio.create_task(self._run_batches()))
         return await future
 
     async def close(self) -> None:
-        """Lets the running batch end and cancels those who still wait."""
+        """Cancels those who still wait and lets running batches end."""
         for _, future in self._waiting:
             future.cancel()
         self._waiting.clear()
-        await asyncio.to_thread(self._thread.shutdown)
+        await asyncio.gather(*self._workers, return_exceptions=True)
 
     async def _run_batches(self) -> None:
         while self._waiting:
@@ -52,9 +60,7 @@ class MicroBatcher(Generic[ItemT, ResultT]):
             if not batch:
                 continue
             try:
-                results = await asyncio.get_running_loop().run_in_executor(
-                    self._thread, self._function, [item for item, _ in batch]
-                )
+                results = await self._function([item for item, _ in batch])
                 assert len(results) == len(batch), f"{len(results)} results for {len(batch)} items"
             except Exception as error:  # whatever it was, it belongs to all who wait for this batch
                 _fail(batch, error)

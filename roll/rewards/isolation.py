@@ -6,16 +6,19 @@ sandbox: verifiers are trusted, the texts that they read are not, and texts trav
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from typing import Any, cast
 
 from roll.rewards.types import RewardError, RewardTimeoutError, RuleVerifier, Sample, Verdict
-from roll.utils.children import ChildError, ChildPool, ChildTimeoutError, serve
-from roll.utils.registry import import_path
+from roll.utils.children import ChildError, ChildPool, ChildTimeoutError, serve, words_of
+from roll.utils.registry import import_path, is_file_module
 
 MAX_ANSWER_CHARS = 1000
+_GRACE_S = 2.0
+"""Seconds beyond the time limit after which a process is killed whose samples should have kept to it by themselves."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,7 @@ class RuleSpec:
     """Recipe with which a child builds one verifier."""
 
     path: str
-    """``package.module:Class`` of the ``RuleVerifier``."""
+    """``package.module:Class`` or ``file.py:Class`` of the ``RuleVerifier``."""
     args: Mapping[str, Any]
     """Values of its ``config_class``; JSON."""
 
@@ -34,7 +37,8 @@ def rule_spec(cls: type[RuleVerifier], args: Mapping[str, Any]) -> RuleSpec:
     Raises:
         ValueError: another process cannot import the class.
     """
-    path = f"{cls.__module__}:{cls.__qualname__}"
+    module = sys.modules[cls.__module__]
+    path = f"{module.__file__ if is_file_module(module) else cls.__module__}:{cls.__qualname__}"
     if cls.__module__ == "__main__" or "." in cls.__qualname__:
         raise ValueError(f"verifier: seen {path}, expected a class at the top of a module that can be imported")
     return RuleSpec(path, dict(args))
@@ -80,15 +84,35 @@ class RulePool:
         Raises:
             RewardError: the check raised, took too long, returned no verdict, or killed its process.
         """
+        [outcome] = await self.check_all(verifier, [sample], timeout)
+        if isinstance(outcome, RewardError):
+            raise outcome
+        return outcome
+
+    async def check_all(
+        self, verifier: int, samples: Sequence[Sample], timeout: float, side_by_side: bool = False
+    ) -> list[Verdict | RewardError]:
+        """Judges several samples in one call, in the next free child; those that it could not judge are errors.
+
+        Args:
+            verifier: index into ``specs``.
+            samples: one or more.
+            timeout: seconds of the call, or of each sample where these are judged ``side_by_side``.
+            side_by_side: see ``Batching``.
+
+        Raises:
+            RewardError: as ``check``, for the call as a whole.
+        """
+        request = {"verifier": verifier, "samples": [_sample_json(sample) for sample in samples], "timeout": timeout}
         try:
-            reply = await self._pool.ask({"verifier": verifier, "sample": _sample_json(sample)}, timeout)
+            reply = await self._pool.ask(request, timeout + _GRACE_S if side_by_side else timeout)
         except ChildTimeoutError as error:
             raise RewardTimeoutError(str(error)) from error
         except ChildError as error:
             raise RewardError(str(error)) from error
         if "error" in reply:
             raise RewardError(reply["error"])
-        return Verdict(**reply["verdict"])
+        return [_outcome(each) for each in reply["verdicts"]]
 
     async def close(self) -> None:
         """Kills the children. Checks under way end with a ``RewardError``."""
@@ -112,20 +136,33 @@ def _build(spec: RuleSpec) -> RuleVerifier:
 
 
 def _check(verifiers: Sequence[RuleVerifier], request: Mapping[str, Any]) -> dict[str, Any]:
-    values = dict(request["sample"])
-    values["messages"] = tuple(values["messages"])
-    verdict = verifiers[request["verifier"]].check(Sample(**values))
-    if not isinstance(verdict, Verdict):
-        raise TypeError(f"check returned {type(verdict).__name__}, expected a Verdict")
-    told = {
-        "score": float(verdict.score),
-        "correct": bool(verdict.correct),
-        "answer": None if verdict.answer is None else str(verdict.answer)[:MAX_ANSWER_CHARS],
-        "parts": {str(name): float(value) for name, value in verdict.parts.items()},
-        "notes": {str(name): str(text)[:MAX_ANSWER_CHARS] for name, text in verdict.notes.items()},
-        "seeks_answer": bool(verdict.seeks_answer),
+    samples = [Sample(**{**values, "messages": tuple(values["messages"])}) for values in request["samples"]]
+    outcomes = verifiers[request["verifier"]].check_all(samples, request["timeout"])
+    if len(outcomes) != len(samples):
+        raise TypeError(f"check_all returned {len(outcomes)} verdicts for {len(samples)} samples")
+    return {"verdicts": [_told(outcome) for outcome in outcomes]}
+
+
+def _told(outcome: Verdict | RewardError) -> dict[str, Any]:
+    """What a child says of a sample, as JSON; ``_outcome`` reads it."""
+    if isinstance(outcome, RewardError):
+        return {"error": words_of(outcome, RewardError), "timeout": isinstance(outcome, RewardTimeoutError)}
+    if not isinstance(outcome, Verdict):
+        raise TypeError(f"check returned {type(outcome).__name__}, expected a Verdict")
+    return {
+        "score": float(outcome.score),
+        "correct": bool(outcome.correct),
+        "answer": None if outcome.answer is None else str(outcome.answer)[:MAX_ANSWER_CHARS],
+        "parts": {str(name): float(value) for name, value in outcome.parts.items()},
+        "notes": {str(name): str(text)[:MAX_ANSWER_CHARS] for name, text in outcome.notes.items()},
+        "seeks_answer": bool(outcome.seeks_answer),
     }
-    return {"verdict": told}
+
+
+def _outcome(told: Mapping[str, Any]) -> Verdict | RewardError:
+    if "error" not in told:
+        return Verdict(**told)
+    return RewardTimeoutError(told["error"]) if told["timeout"] else RewardError(told["error"])
 
 
 if __name__ == "__main__":

@@ -8,9 +8,11 @@ Shape suffixes: ``_B`` rows of a batch, ``_S`` padded positions, ``_L`` labels.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -117,7 +119,8 @@ class RewardModelVerifier(Verifier):
         self._own_pad = _own_pad_id(self._text_config)
         self._max_length = _max_length(config, self._text_config)
         self._warned: set[str] = set()
-        self._batches = MicroBatcher(self.forward, config.batch_size, config.batch_wait)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-model")
+        self._batches = MicroBatcher(self._forward_beside, config.batch_size, config.batch_wait)
 
     async def score(self, sample: Sample) -> Verdict:
         """Scores together with the samples that others bring at the same time; the score does not depend on them.
@@ -136,6 +139,10 @@ class RewardModelVerifier(Verifier):
     async def close(self) -> None:
         """Ends the thread."""
         await self._batches.close()
+        await asyncio.to_thread(self._thread.shutdown)
+
+    async def _forward_beside(self, rows: list[list[int]]) -> list[list[float]]:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.forward, rows)
 
     def render(self, sample: Sample) -> tuple[str, int]:
         """The conversation as the reward model reads it, and how many of its control tokens the answer spells out.

@@ -7,6 +7,7 @@ import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import tenacity
@@ -16,8 +17,9 @@ from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig, VerifierConfig
 from roll.configs.schema import nearest
 from roll.rewards import VERIFIERS
+from roll.rewards.batching import MicroBatcher
 from roll.rewards.isolation import RulePool, RuleSpec, rule_spec
-from roll.rewards.types import RewardError, RewardTimeoutError, RuleVerifier, Sample, Verdict, Verifier
+from roll.rewards.types import Batching, RewardError, RewardTimeoutError, RuleVerifier, Sample, Verdict, Verifier
 from roll.utils.registry import UnknownNameError
 
 RETRY_WAIT = 0.1
@@ -54,6 +56,12 @@ def check_rewards(config: RewardConfig) -> list[ConfigProblem]:
         problems += [problem.under(f"{base}.args") for problem in found]
         if issubclass(cls, RuleVerifier) and not found:
             problems += _spec_problems(f"{base}.name", cls)
+            batching = _batching(cls, verifier)
+            if batching is not None and batching.size > config.max_concurrency:
+                involved = f"at most max_concurrency = {config.max_concurrency}: no more samples are there at a time"
+                problems.append(
+                    ConfigProblem(f"{base}.args.batch_size", batching.size, involved, involves=("max_concurrency",))
+                )
     for number in deciding(config.verifiers):
         if (weight := config.verifiers[number].weight) < 0:
             expected = "at least 0: this verifier decides whether a sample is solved"
@@ -78,6 +86,10 @@ def _spec_problems(path: str, cls: type[RuleVerifier]) -> list[ConfigProblem]:
     except ValueError as error:
         return [ConfigProblem(path, cls.__qualname__, "a class that a child process can import", str(error))]
     return []
+
+
+def _batching(cls: type[RuleVerifier], verifier: VerifierConfig) -> Batching | None:
+    return cls.batching(cls.config_class(**verifier.args))
 
 
 def deciding(verifiers: Sequence[VerifierConfig]) -> list[int]:
@@ -124,15 +136,22 @@ class DomainScorer:
         self._slots = asyncio.Semaphore(config.max_concurrency)
         self._others: dict[int, Verifier] = {}
         self._rules: dict[int, int] = {}
+        self._batches: dict[int, MicroBatcher[Sample, Verdict | RewardError]] = {}
         specs: list[RuleSpec] = []
+        gathered: dict[int, Batching] = {}
         for i, verifier in enumerate(config.verifiers):
             cls = VERIFIERS.get(verifier.name)
             if issubclass(cls, RuleVerifier):
                 self._rules[i] = len(specs)
+                if (batching := _batching(cls, verifier)) is not None:
+                    gathered[i] = batching
                 specs.append(rule_spec(cls, verifier.args))
             else:
                 self._others[i] = cls(cls.config_class(**verifier.args), **_accepted(cls, context))
         self._pool = RulePool(specs, num_processes) if specs else None
+        for i, batching in gathered.items():
+            check = partial(self._check_all, i, batching.side_by_side)
+            self._batches[i] = MicroBatcher(check, batching.size, batching.wait, num_processes)
 
     async def start(self) -> None:
         """Starts the child processes ahead of the first sample.
@@ -173,6 +192,8 @@ class DomainScorer:
         """Ends the child processes and whatever the verifiers hold."""
         if self._pool is not None:
             await self._pool.close()
+        for batches in self._batches.values():
+            await batches.close()
         for verifier in self._others.values():
             await verifier.close()
 
@@ -187,7 +208,10 @@ class DomainScorer:
         )
         instead = self.config.timeout_score
         try:
-            verdict: Verdict = await retrying(self._judge, i, sample)
+            async for attempt in retrying:
+                with attempt:
+                    # What failed in company is tried again alone: one sample must not cost the others theirs.
+                    verdict = await self._judge(i, sample, alone=attempt.retry_state.attempt_number > 1)
             return verdict if instead is None else replace(verdict, parts={**verdict.parts, "timeout": 0.0})
         # A verifier may raise anything; the sample has no reward then, which the caller counts.
         except Exception as error:
@@ -200,8 +224,17 @@ class DomainScorer:
     def _count_retry(self, _: tenacity.RetryCallState) -> None:
         self.counts.retries += 1
 
-    async def _judge(self, i: int, sample: Sample) -> Verdict:
+    async def _check_all(self, i: int, side_by_side: bool, samples: list[Sample]) -> list[Verdict | RewardError]:
+        assert self._pool is not None
+        return await self._pool.check_all(self._rules[i], samples, self.config.timeout, side_by_side)
+
+    async def _judge(self, i: int, sample: Sample, alone: bool) -> Verdict:
         timeout = self.config.timeout
+        if i in self._batches and not alone:
+            outcome = await self._batches[i].submit(sample)
+            if isinstance(outcome, RewardError):
+                raise outcome
+            return finite(outcome)
         if i in self._rules:
             assert self._pool is not None
             return finite(await self._pool.check(self._rules[i], sample, timeout))

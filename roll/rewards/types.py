@@ -8,7 +8,7 @@ A worked example: the dataset's row ``{"prompt": "47+85=", "response": "132", "t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -93,12 +93,42 @@ class Verifier(ABC):
         return None
 
 
+@dataclass(frozen=True)
+class Batching:
+    """How samples of a rule that judges several at once are gathered."""
+
+    size: int
+    """Samples of one call, at most."""
+    wait: float
+    """Seconds that a call which is not full waits for more."""
+    side_by_side: bool = False
+    """The samples of a call are judged each by itself and keep to the time limit by themselves."""
+
+
 class RuleVerifier(Verifier):
     """A verifier that is a plain function of the sample.
 
     ``check`` runs in a child process that is killed when it takes too long: symbolic algebra and regular expressions
-    may hang on a text that a policy wrote. So it must be at the top of an importable module.
+    may hang on a text that a policy wrote. So it must be at the top of an importable module. One that is better at
+    many samples than at one says so by ``batching`` and overrides ``check_all``.
     """
+
+    @classmethod
+    def batching(cls, config: Config) -> Batching | None:
+        """How samples are gathered; ``None``: each is judged by itself."""
+        return None
+
+    def check_all(self, samples: Sequence[Sample], timeout: float) -> Sequence[Verdict | RewardError]:
+        """Judges several samples, in the child process; may take any time and raise anything.
+
+        Args:
+            samples: as many as ``batching`` allows.
+            timeout: seconds after which the process is killed, or, ``side_by_side``, seconds for each sample.
+
+        Returns:
+            For each sample a verdict, or why there is none.
+        """
+        return [self.check(sample) for sample in samples]
 
     @abstractmethod
     def check(self, sample: Sample) -> Verdict:

@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO, TypeAlias, cast
 
+from roll.utils.plugins import load_inherited_plugins
+
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT = 120.0
@@ -272,6 +274,7 @@ def serve(build: Callable[[Any], Callable[[Any], Reply]], plain: type[Exception]
     for line in requests:
         try:
             if answer is None:
+                load_inherited_plugins()
                 first = json.loads(line)
                 answer, limit = build(first["setup"]), first["max_reply_bytes"]
                 reply: Reply = {"ready": True}

@@ -13,6 +13,8 @@ from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
 
+_OF_FILE = "_file_"
+
 
 class UnknownNameError(ValueError):
     """A plug-in name that nobody registered and that is no importable ``module:attr``."""
@@ -80,7 +82,7 @@ def import_path(path: str, kind: str = "object") -> object:
     """
     module_name, _, attr = path.rpartition(":") if ":" in path else path.rpartition(".")
     try:
-        module = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+        module = import_module(module_name)
     except (ModuleNotFoundError, FileNotFoundError, ValueError) as error:  # ValueError: the name is empty
         raise UnknownNameError(f"{kind} {path!r}: cannot import module {module_name!r} ({error})") from error
     try:
@@ -91,10 +93,24 @@ def import_path(path: str, kind: str = "object") -> object:
         raise UnknownNameError(f"{kind} {path!r}: module {module_name!r} has no {attr!r}{hint}") from error
 
 
+def import_module(name: str) -> ModuleType:
+    """``package.module`` or ``folder/file.py``.
+
+    Raises:
+        ModuleNotFoundError, FileNotFoundError, ValueError: there is none; or whatever its code raises.
+    """
+    return _import_file(name) if name.endswith(".py") else importlib.import_module(name)
+
+
+def is_file_module(module: ModuleType) -> bool:
+    """Tells whether a module was imported by the path of its file: no other process knows its name."""
+    return module.__name__.startswith(_OF_FILE)
+
+
 def _import_file(name: str) -> ModuleType:
     """A Python file as a module; the same file is imported once."""
     path = Path(name).expanduser().resolve()
-    module_name = f"_file_{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"
+    module_name = f"{_OF_FILE}{hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()}"
     if module_name in sys.modules:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)

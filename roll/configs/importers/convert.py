@@ -100,6 +100,8 @@ def convert(
     for problem in problems_of(text, schema, (checks or {}).get(schema, ())):
         if problem.path in _PATHS or problem.path.endswith(".args.model_path"):
             draft.tell(Kind.TO_DO, problem.path, problem.seen, note="there is no such folder on this machine")
+        elif problem.path.startswith("plugins."):
+            draft.tell(Kind.TO_DO, problem.path, problem.seen, note="it cannot be imported on this machine")
         elif "${oc.env:" in str(problem.seen):
             draft.tell(Kind.TO_DO, problem.path, problem.seen, note="set the variable before the run")
         else:

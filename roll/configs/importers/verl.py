@@ -55,6 +55,9 @@ def _run(draft: Draft) -> None:
         draft.derive("trainer.logger", "track_with", some.value, str(some))
     except Omitted as why:
         draft.derive("trainer.logger", "track_with", "stdout", str(why))
+    named = {key: draft.theirs(key) for key in ("actor_rollout_ref.model.external_lib", "critic.model.external_lib")}
+    if plugins := list(dict.fromkeys(lib for libs in named.values() for lib in _listed(libs))):
+        draft.derive([key for key, libs in named.items() if libs], "plugins", plugins)
     trackers = draft.get("track_with")
     if "wandb" in (trackers if isinstance(trackers, list) else [trackers]):
         key = "tracker_kwargs.wandb.project" if isinstance(trackers, list) else "tracker_kwargs.project"
@@ -73,6 +76,10 @@ def _run(draft: Draft) -> None:
         path = draft.theirs("trainer.resume_from_path")
         draft.derive("trainer.resume_from_path", "resume_from_checkpoint", path)
         to_do(draft, "trainer.resume_from_path", "checkpoints of verl are not read: give one of this library", path)
+
+
+def _listed(names: object) -> list[str]:
+    return [str(name) for name in (names if isinstance(names, list) else [names]) if name]
 
 
 def _data(draft: Draft) -> None:

@@ -15,6 +15,8 @@ _BUFFERS = (
     "custom_reward_function.overlong_buffer",
 )
 """Where releases of verl have the penalty of long answers."""
+_KWARGS = "reward_model.reward_kwargs"
+_READ_KWARGS = ("overlong_buffer_cfg", "max_resp_len")
 _SCHEDULES = TRANSFORMS["schedule"]
 
 
@@ -134,11 +136,19 @@ def set_optimizer(draft: Draft, theirs: str, role: str) -> None:
 def set_rewards(draft: Draft) -> None:
     """Reward domains: a function, a reward model, or those of public data; dynamic sampling; long answers."""
     where = next((key for key in _FUNCTIONS if draft.theirs(f"{key}.path")), None)
+    manager = draft.theirs("reward_model.reward_manager") or draft.theirs("reward.reward_manager.name") or "naive"
+    own = {key: value for key, value in (draft.theirs(_KWARGS) or {}).items() if key not in _READ_KWARGS}
     if where is not None:
         name = draft.theirs(f"{where}.name") or "compute_score"
         arguments: dict[str, Any] = {"path": f"{draft.theirs(f'{where}.path')}:{name}"}
         if extra := draft.theirs(f"{where}.reward_kwargs"):
             arguments["kwargs"] = extra
+        if manager == "batch":
+            arguments["batch"] = True
+            arguments |= {"kwargs": {**arguments.get("kwargs", {}), **own}} if own else {}
+            for key, value in own.items():
+                draft.tell(Kind.DERIVED, f"{_KWARGS}.{key}", value, "rewards.custom.verifiers")
+            own = {}
         _one_domain(draft, f"{where}.path", "custom", arguments)
         note = "data_source, with which the function is called, is the row's tag: custom"
         to_do(draft, f"{where}.path", note)
@@ -147,7 +157,12 @@ def set_rewards(draft: Draft) -> None:
         _one_domain(draft, "reward_model.model.path", "reward_model", {"model_path": path})
     else:
         public_domains(draft, "data.reward_fn_key")
-    manager = draft.theirs("reward_model.reward_manager") or draft.theirs("reward.reward_manager.name") or "naive"
+    for key, value in own.items():
+        draft.tell(Kind.IMPOSSIBLE, f"{_KWARGS}.{key}", value, note=f"the reward manager {manager} is not imported")
+    if manager == "prime":
+        for domain in draft.get("rewards", {}):
+            note = "prime scores 0 what took too long"
+            draft.derive("reward_model.reward_manager", f"rewards.{domain}.timeout_score", 0.0, note)
     if manager not in ("naive", "prime", "dapo", "batch"):
         note = "a class that scores a batch has no counterpart: write a verifier"
         draft.tell(Kind.IMPOSSIBLE, "reward_model.reward_manager", manager, note=note)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from roll.distributed.cluster.reaper import MARK
 from roll.utils.memory import keep_freed_memory
+from roll.utils.plugins import load_inherited_plugins
 from roll.utils.signals import outlive
 
 
@@ -31,6 +32,7 @@ class Worker:
         self.rank = rank
         self.world_size = world_size
         os.environ.update(env)
+        load_inherited_plugins()
         keep_freed_memory()
         if MARK in os.environ:
             # Whoever stops a whole cgroup asks this process too, which the driver still needs to save the run. It ends

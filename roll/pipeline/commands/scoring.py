@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from roll.configs.compose import compose_config, parse_overrides
+from roll.configs.loader import plugin_problems
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig
 from roll.data.answered import AnswerColumns, Answered, read_answered
@@ -23,6 +25,7 @@ from roll.rewards.scoring import Scoring, domain_of, parse_rewards
 from roll.rewards.types import RewardError, Verdict
 from roll.tracking.files import to_json, write_atomic
 from roll.utils.ordered import in_order
+from roll.utils.plugins import plugin_variables
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 SHOWN_ERRORS = 3
@@ -56,12 +59,14 @@ def rewards_of(config: tuple[str, Path] | None, verifier: str | None, words: Seq
     if config is not None:
         composed = compose_config(*config, words)
         rewards = composed.values.get("rewards")
-        problems = list(composed.problems)
+        plugins = composed.values.get("plugins")
+        problems = [*composed.problems, *plugin_problems(plugins)]
         if not isinstance(rewards, Mapping) or not rewards:
             problems.append(ConfigProblem("rewards", rewards or NOTHING, "domains with verifiers"))
         if problems:
             raise ConfigErrors(problems)
         assert isinstance(rewards, Mapping)
+        os.environ.update(plugin_variables(plugins or ()))  # for the processes that rules run in
         return dict(rewards)
     parsed, problems = parse_overrides(words)
     if problems:

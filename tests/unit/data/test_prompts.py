@@ -362,6 +362,15 @@ def test_a_dataset_class_takes_the_place_of_files() -> None:
     assert json.dumps(prompts[0].ground_truth) == "40" and prompts[2].messages[0]["content"] == "40+2="
 
 
+def test_a_dataset_class_may_be_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "rows.py").write_text(
+        "def rows(data_args, seed):\n    return [{'prompt': 'x', 'solution': seed, 'tag': 't'}]\n"
+    )
+    name = f"{tmp_path}/rows.py:rows"
+    assert DataArguments(dataset_cls=name, prompt="prompt").problems() == []
+    assert [(p.id, p.ground_truth) for p in load(dataset_cls=name, seed=7)] == [(f"{name}:1", 7)]
+
+
 def test_mistakes_of_a_dataset_class_have_their_row() -> None:
     name = f"{__name__}:broken"
     with pytest.raises(DataError) as raised:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from decimal import Decimal
 from fractions import Fraction
 
@@ -26,6 +27,7 @@ from roll.rewards.rules import (
     last_number,
     number_text,
 )
+from roll.rewards.types import RewardTimeoutError
 
 
 def sample(response: str, ground_truth: object = None, **values: object) -> Sample:
@@ -349,6 +351,10 @@ def test_a_function_by_path_scores():
             {"score": 0, "why": "no unit", "hint": None, "x": 2},
             Verdict(0.0, False, parts={"x": 2.0}, notes={"why": "no unit"}, seeks_answer=False),
         ),
+        (
+            {"score": 1, "x": [1, {"a": "é"}], "y": float("nan"), "z": {2}},
+            Verdict(1.0, True, notes={"x": '[1, {"a": "é"}]', "y": "NaN", "z": "{2}"}, seeks_answer=False),
+        ),
         ({"score": 0.2, "acc": True, "pred": 7}, Verdict(0.2, True, "7")),
         ({"score": 1, "correct": 0.0, "answer": None}, Verdict(1.0, False)),
     ],
@@ -366,8 +372,6 @@ def test_results_of_a_function(result, verdict):
         float("inf"),
         {},
         {"score": "1"},
-        {"score": 1, "x": [1]},
-        {"score": 1, "x": float("nan")},
     ],
 )
 def test_results_that_are_no_numbers_are_errors(result):
@@ -382,9 +386,54 @@ def test_an_asynchronous_function_is_awaited():
     assert (verdict.score, verdict.correct) == (0.25, True)
 
 
+def half_marks(data_sources, solution_strs, ground_truths, extra_infos, worth=1.0):
+    if "cut" in solution_strs:
+        return [worth]
+    own = [worth * (said == true) for said, true in zip(solution_strs, ground_truths, strict=True)]
+    return [
+        {"score": each, "others": len(own) - 1} if info.get("told") else each
+        for each, info in zip(own, extra_infos, strict=True)
+    ]
+
+
+def test_a_function_of_lists_judges_all_at_once():
+    verifier = CustomVerifier(CustomConfig(path=f"{__name__}:half_marks", batch=True, kwargs={"worth": 0.5}))
+    assert verifier.config.problems() == []
+    assert verifier.batching(verifier.config).size == 16
+    outcomes = verifier.check_all([sample("4", "4"), sample("5", "4", extra_info={"told": 1})], 1.0)
+    assert [outcome.score for outcome in outcomes] == [0.5, 0.0] and outcomes[1].parts == {"others": 1.0}
+    assert verifier.check(sample("4", "4")).score == 0.5
+    with pytest.raises(RewardError, match="half_marks returned a list of 1, expected a list of 2 results"):
+        verifier.check_all([sample("4", "4"), sample("cut", "4")], 1.0)
+
+
+_first_loop: list[object] = []
+
+
+async def in_one_loop(data_source, solution_str, ground_truth, extra_info):
+    _first_loop.append(asyncio.get_running_loop())
+    await asyncio.sleep(float(solution_str))
+    return float(_first_loop[0] is asyncio.get_running_loop())
+
+
+def test_asynchronous_calls_run_side_by_side_in_one_loop_and_fail_alone():
+    verifier = CustomVerifier(CustomConfig(path=f"{__name__}:in_one_loop"))
+    assert verifier.batching(verifier.config).side_by_side
+    started = time.monotonic()
+    *good, late, wrong = verifier.check_all([sample(text) for text in ("0.1", "0.1", "0.1", "9", "no number")], 0.3)
+    assert time.monotonic() - started < 2
+    assert [verdict.score for verdict in good] == [1.0] * 3
+    assert isinstance(late, RewardTimeoutError) and "longer than 0.3 s" in str(late)
+    assert type(wrong) is RewardError and "ValueError" in str(wrong)
+    assert verifier.check(sample("0")).score == 1.0
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
+        ({"path": f"{__name__}:compute_score", "batch": True}, "path: .*expected a function of data_sources"),
+        ({"path": f"{__name__}:half_marks"}, "path: .*expected a function of data_source,"),
+        ({"path": f"{__name__}:compute_score", "batch_size": 4}, "batch_size: seen 4, expected null"),
         ({"path": "no_such_module:f"}, "path: seen .no_such_module:f., expected .* can be imported .*no_such_module"),
         ({"path": f"{__name__}:compute_scores"}, "did you mean 'compute_score'"),
         ({"path": f"{__name__}:pytestmarks"}, "has no 'pytestmarks'"),

@@ -202,6 +202,46 @@ def test_one_slow_sample_fails_alone():
     assert counts == ScoreCounts(samples=10, errors=1, retries=1)
 
 
+def judge_lists(data_sources, solution_strs, ground_truths, extra_infos):
+    if "poison" in solution_strs:
+        raise ValueError("unreadable")
+    return [{"score": float(len(text)), "together": len(solution_strs)} for text in solution_strs]
+
+
+def test_a_function_of_lists_gets_those_that_wait_together_and_a_bad_one_fails_alone():
+    custom = {"name": "custom", "args": {"path": f"{__name__}:judge_lists", "batch": True, "batch_size": 8}}
+
+    async def run(*texts):
+        async with scorer_of(custom, timeout=5, retries=1) as scorer:
+            await scorer.start()
+            results = await asyncio.gather(*(scorer.score(sample(text)) for text in texts), return_exceptions=True)
+            return results, scorer.counts
+
+    good, counts = asyncio.run(run("a", "bb", "ccc"))
+    assert [verdict.score for verdict in good] == [1.0, 2.0, 3.0]
+    assert {verdict.parts["custom/together"] for verdict in good} == {3.0} and counts.retries == 0
+    (first, bad, last), counts = asyncio.run(run("a", "poison", "ccc"))
+    assert (first.score, last.score, counts.errors, counts.retries) == (1.0, 3.0, 1, 3)
+    assert str(bad) == "rewards.maths: custom failed after 2 attempts: ValueError: unreadable"
+    few = config(custom, max_concurrency=4)
+    [problem] = check_rewards(few)
+    assert str(problem).startswith("verifiers.0.args.batch_size: seen 8, expected at most max_concurrency = 4")
+
+
+def test_a_verifier_may_be_a_class_in_a_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from roll.rewards import RuleVerifier, Verdict\n"
+        "class Long(RuleVerifier):\n"
+        "    def check(self, sample):\n"
+        "        return Verdict(float(len(sample.response)), True)\n"
+    )
+    verdict = score(sample("four"), {"name": f"{file}:Long"})
+    assert (verdict.score, verdict.parts) == (4.0, {"Long/score": 4.0})
+    [problem] = check_rewards(config({"name": f"{file}:Short"}))
+    assert "has no 'Short'" in str(problem)
+
+
 def test_what_took_too_long_may_have_a_score_that_is_counted():
     custom = {"name": "custom", "args": {"path": f"{__name__}:slow_score"}, "weight": 2.0}
 

@@ -176,6 +176,30 @@ def test_a_critic_and_a_reward_function_of_verl(tmp_path: Path) -> None:
     assert config.actor_train.data_args.default_tag == "custom"
 
 
+def test_a_reward_function_of_lists_and_a_package_of_verl(tmp_path: Path) -> None:
+    imported = convert(
+        "verl",
+        [SCRIPT],
+        [
+            "reward_model.reward_manager=batch",
+            "reward_model.reward_kwargs={bonus: 2}",
+            "custom_reward_function.path=mine.py",
+            "custom_reward_function.name=score_all",
+            "actor_rollout_ref.model.external_lib=json",
+        ],
+    )
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, RLVRConfig)
+    assert config.plugins == ["json"]
+    [verifier] = config.rewards["custom"].verifiers
+    assert verifier.args == {"path": "mine.py:score_all", "batch": True, "kwargs": {"bonus": 2}}
+    other = convert("verl", [SCRIPT], ["reward_model.reward_manager=prime", "reward_model.reward_kwargs={bonus: 2}"])
+    assert kinds(other, Kind.IMPOSSIBLE) == {"reward_model.reward_kwargs.bonus"}
+    prime = loaded(other, tmp_path)
+    assert isinstance(prime, RLVRConfig)
+    assert {domain.timeout_score for domain in prime.rewards.values()} == {0.0}
+
+
 def test_a_reward_model_of_verl_and_an_older_spelling(tmp_path: Path) -> None:
     words = [
         "reward_model.enable=true",
