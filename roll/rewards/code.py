@@ -15,23 +15,24 @@ outside the sandbox, so nothing in it knows them. Assertions run inside, in a pr
 
 from __future__ import annotations
 
-import ast
-import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
+from roll.rewards.code_tests import CallTest, CodeTest, ProgramTest, TestSuite, parse_tests
 from roll.rewards.sandbox.inner import decode
 from roll.rewards.sandbox.pool import Sandbox, SandboxLimits
+from roll.rewards.sandbox.remote import READ_LIMITS, RemoteSandbox, RemoteSandboxConfig
 from roll.rewards.types import Sample, Verdict, Verifier
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_LOCAL = ("backend", "allow_unsafe", "python", "readable", "max_parallel")
+"""Keys of this machine's sandbox alone."""
 _LOAD_SECONDS = 2.0  # beside the tests' own time: reading them
 
 
@@ -71,126 +72,24 @@ class CodeConfig(Config):
     )
     readable: list[str] = Field(default_factory=list, description="Further absolute paths that programs may read.")
     max_parallel: int | None = Field(default=None, ge=1, description="Programs at the same time. null: CPUs.")
+    remote: RemoteSandboxConfig | None = Field(
+        default=None,
+        description="A sandbox service that runs the programs (SandboxFusion's interface). null: this machine does.",
+    )
 
     def problems(self) -> list[ConfigProblem]:
-        if self.total_timeout >= self.limits.wall_seconds:
-            return []
-        expected = f"at least limits.wall_seconds = {self.limits.wall_seconds}"
-        return [self.problem("total_timeout", expected, "limits.wall_seconds")]
-
-
-@dataclass(frozen=True)
-class ProgramTest:
-    """Input of a program and the output that it should print."""
-
-    stdin: str
-    stdout: str
-
-
-@dataclass(frozen=True)
-class CallTest:
-    """Arguments of a function and the JSON value that it should return."""
-
-    function: str
-    args: list[Any]
-    value: Any
-
-
-@dataclass(frozen=True)
-class CodeTest:
-    """Code that raises where the program is wrong."""
-
-    code: str
-
-
-@dataclass(frozen=True)
-class TestSuite:
-    """The tests of a row, all of one kind."""
-
-    __test__ = False  # for pytest
-
-    tests: tuple[ProgramTest, ...] | tuple[CallTest, ...] | tuple[CodeTest, ...]
-    setup: str = ""
-    entry_point: str = ""
-
-
-# --- what a row says
-
-
-def parse_tests(tests: Any, *, setup: Any = None, entry_point: Any = None) -> TestSuite:
-    """Reads the tests of a row in any of the formats of this module.
-
-    Raises:
-        ValueError: it is none of them, there is no test, or its code does not parse.
-    """
-    if isinstance(tests, str):
-        try:
-            tests = json.loads(tests)
-        except json.JSONDecodeError:
-            tests = {"test": tests}
-    setup, entry_point = _text(setup or "", "setup"), _text(entry_point or "", "entry_point")
-    if isinstance(tests, Mapping):
-        suite = _parse_mapping(tests, setup, entry_point)
-    elif isinstance(tests, list) and tests and all(isinstance(test, str) for test in tests):
-        suite = TestSuite(tuple(CodeTest(test) for test in tests), setup, entry_point)
-    elif isinstance(tests, list) and tests:
-        suite = TestSuite(tuple(_program_test(test) for test in tests))
-    else:
-        raise ValueError(f"tests: seen {_short(tests)}, expected a list of tests or an object with them")
-    for code in (suite.setup, *(test.code for test in suite.tests if isinstance(test, CodeTest))):
-        try:
-            ast.parse(code)
-        except (SyntaxError, ValueError) as error:
-            raise ValueError(f"tests: seen code that does not parse ({error}): {_short(code)}") from None
-    return suite
-
-
-def _parse_mapping(tests: Mapping[str, Any], setup: str, entry_point: str) -> TestSuite:
-    if "test" in tests:
-        code = _text(tests["test"], "test")
-        entry_point = _text(tests.get("entry_point") or entry_point, "entry_point")
-        if entry_point and re.search(r"^def check\(", code, re.MULTILINE):
-            code += f"\n\ncheck({entry_point})\n"
-        return TestSuite((CodeTest(code),), setup, entry_point)
-    inputs, outputs = tests.get("inputs"), tests.get("outputs")
-    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
-        raise ValueError(
-            f"tests: seen {_short(dict(tests))}, expected the keys inputs and outputs with lists of one length, at "
-            "least 1, or the key test"
-        )
-    name = tests.get("fn_name")
-    if name is None:
-        return TestSuite(tuple(_program_test({"input": i, "output": o}) for i, o in zip(inputs, outputs, strict=True)))
-    if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"tests.fn_name: seen {_short(name)}, expected the name of a function")
-    for args in inputs:
-        if not isinstance(args, list):
-            raise ValueError(f"tests.inputs: seen {_short(args)}, expected the list of a call's arguments")
-    return TestSuite(tuple(CallTest(name, args, value) for args, value in zip(inputs, outputs, strict=True)))
-
-
-def _program_test(test: Any) -> ProgramTest:
-    if not isinstance(test, Mapping):
-        raise ValueError(f"tests: seen {_short(test)}, expected an object with input and output")
-    texts = []
-    for names in (("stdin", "input"), ("stdout", "output")):
-        found = [test[name] for name in names if name in test]
-        if len(found) != 1:
-            raise ValueError(f"tests: seen the keys {sorted(map(str, test))}, expected one of {' and '.join(names)}")
-        lines = found[0] if isinstance(found[0], list) else [found[0]]
-        texts.append("\n".join(_text(line, f"tests.{names[1]}") for line in lines))
-    return ProgramTest(*texts)
-
-
-def _text(value: Any, key: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{key}: seen {_short(value)}, expected text")
-    return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"
+        found = []
+        if self.total_timeout < self.limits.wall_seconds:
+            expected = f"at least limits.wall_seconds = {self.limits.wall_seconds}"
+            found.append(self.problem("total_timeout", expected, "limits.wall_seconds"))
+        if self.remote is not None:
+            expected = "no such key with remote: the service decides"
+            found += [self.problem(key, expected, "remote") for key in _LOCAL if key in self.model_fields_set]
+            for key in sorted(self.limits.model_fields_set - set(READ_LIMITS)):
+                expected = f"no such key with remote: the service decides; it is told {', '.join(READ_LIMITS)}"
+                value = getattr(self.limits, key)
+                found.append(ConfigProblem(f"limits.{key}", value, expected, involves=("remote",)))
+        return found
 
 
 # --- what the policy said
@@ -287,6 +186,7 @@ class CodeVerifier(Verifier):
 
     Raises:
         SandboxUnavailableError: this machine cannot isolate programs, and ``allow_unsafe`` is false.
+        ValueError: the variable with the key of a service is not set.
     """
 
     config_class = CodeConfig
@@ -294,6 +194,10 @@ class CodeVerifier(Verifier):
 
     def __init__(self, config: CodeConfig) -> None:
         super().__init__(config)
+        self._sandbox: Sandbox | RemoteSandbox
+        if config.remote is not None:
+            self._sandbox = RemoteSandbox(config.remote)
+            return
         self._sandbox = Sandbox(
             backend=config.backend,
             allow_unsafe=config.allow_unsafe,
@@ -315,13 +219,19 @@ class CodeVerifier(Verifier):
         if code is None:
             return Verdict(score=0.0, correct=False, answer=None, parts={"tests_passed": 0.0})
         total = len(suite.tests)
-        if isinstance(suite.tests[0], ProgramTest):
-            passed = await self._run_programs(code, suite)
-        else:
-            passed = await self._run_in_process(code, suite)
+        runs = self._run_programs if isinstance(suite.tests[0], ProgramTest) else self._run_in_process
+        passed, retries = await runs(code, suite)
         correct = passed == total
         score = passed / total if config.partial else float(correct)
-        return Verdict(score=score, correct=correct, answer=code.strip(), parts={"tests_passed": passed / total})
+        parts = {"tests_passed": passed / total}
+        if config.remote is not None:
+            parts["request_retries"] = float(retries)
+        return Verdict(score=score, correct=correct, answer=code.strip(), parts=parts)
+
+    async def close(self) -> None:
+        """Closes the connections to a service."""
+        if isinstance(self._sandbox, RemoteSandbox):
+            await self._sandbox.close()
 
     def _suite(self, sample: Sample) -> TestSuite:
         config, extra = self.config, sample.extra_info
@@ -334,9 +244,9 @@ class CodeVerifier(Verifier):
     def _stops(self) -> bool:
         return self.config.stop_early and not self.config.partial
 
-    async def _run_programs(self, code: str, suite: TestSuite) -> int:
-        """Each test in a run of its own: how many passed."""
-        passed, budget, limits = 0, self.config.total_timeout, self.config.limits
+    async def _run_programs(self, code: str, suite: TestSuite) -> tuple[int, int]:
+        """Each test in a run of its own: how many passed, and new attempts at a service."""
+        passed, retries, budget, limits = 0, 0, self.config.total_timeout, self.config.limits
         for test in suite.tests:
             assert isinstance(test, ProgramTest)
             if budget <= 0:
@@ -344,16 +254,17 @@ class CodeVerifier(Verifier):
             wall = min(limits.wall_seconds, budget)
             run = await self._sandbox.run_program(code, test.stdin, limits.model_copy(update={"wall_seconds": wall}))
             budget -= run.wall_s
+            retries += run.attempts - 1
             whole = run.exit_code == 0 and not run.timed_out and not run.output_truncated
             if whole and same_output(run.stdout, test.stdout, self.config.numeric_tolerance):
                 passed += 1
             elif self._stops():
                 break
-        return passed
+        return passed, retries
 
-    async def _run_in_process(self, code: str, suite: TestSuite) -> int:
-        """All tests in one run, and in another those after a test that ended it: how many passed."""
-        passed, index, budget = 0, 0, self.config.total_timeout
+    async def _run_in_process(self, code: str, suite: TestSuite) -> tuple[int, int]:
+        """All tests in one run, and in another those after a test that ended it; returns as ``_run_programs``."""
+        passed, retries, index, budget = 0, 0, 0, self.config.total_timeout
         while index < len(suite.tests) and budget > 0:
             rest = suite.tests[index:]
             plan = {
@@ -364,6 +275,7 @@ class CodeVerifier(Verifier):
             }
             lines, run = await self._sandbox.run_tests(code, plan, self._limits_of(len(rest), budget))
             budget -= run.wall_s
+            retries += run.attempts - 1
             if lines and "missing" in lines[0]:
                 raise ValueError(
                     f"tests: they import {lines[0]['missing']!r}, which the programs' Python does not have"
@@ -376,7 +288,7 @@ class CodeVerifier(Verifier):
             index += len(results) + ended
             if self._stops() and passed < index:
                 break
-        return passed
+        return passed, retries
 
     def _limits_of(self, tests: int, budget: float) -> SandboxLimits:
         limits = self.config.limits

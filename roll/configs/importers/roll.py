@@ -250,6 +250,8 @@ def _reward(draft: Draft, name: str) -> None:
         entry["args"] = _judge(draft, base, domain)
     elif verifier == "code":
         entry["args"] = {"tests_key": "test_cases"}
+        if domain.get("code_url") and domain.get("use_local") is False:
+            entry["args"]["remote"] = {"url": domain["code_url"]}
     verifiers = [entry]
     if domain.get("format_pattern"):
         verifiers.append({"name": "format", "args": {"pattern": domain["format_pattern"]}})

@@ -157,6 +157,7 @@ def set_rewards(draft: Draft) -> None:
         _one_domain(draft, "reward_model.model.path", "reward_model", {"model_path": path})
     else:
         public_domains(draft, "data.reward_fn_key")
+        _set_sandbox(draft)
     for key, value in own.items():
         draft.tell(Kind.IMPOSSIBLE, f"{_KWARGS}.{key}", value, note=f"the reward manager {manager} is not imported")
     if manager == "prime":
@@ -178,6 +179,26 @@ def set_rewards(draft: Draft) -> None:
             draft.derive("algorithm.filter_groups.max_num_gen_batches", "max_filtered_batches", most)
 
 
+def _set_sandbox(draft: Draft) -> None:
+    """A sandbox service runs the programs."""
+    base = next((key for key in _SANDBOXES if draft.theirs(f"{key}.url")), None)
+    if base is None or "code" not in draft.get("rewards", {}):
+        return
+    arguments: dict[str, Any] = {"remote": {"url": draft.theirs(f"{base}.url")}}
+    if (most := draft.theirs(f"{base}.max_concurrent")) is not None:
+        arguments["remote"]["max_concurrency"] = int(most)
+    arguments["limits"] = {"memory_mb": int(draft.theirs(f"{base}.memory_limit_mb") or _THEIR_MEMORY_MB)}
+    draft.get("rewards.code.verifiers")[0]["args"] = arguments
+    for key in ("url", "max_concurrent", "memory_limit_mb"):
+        if draft.has(f"{base}.{key}"):
+            note = "args of the verifier code"
+            draft.tell(
+                Kind.DERIVED, f"{base}.{key}", draft.theirs(f"{base}.{key}"), "rewards.code.verifiers", note=note
+            )
+
+
+_SANDBOXES = ("reward_model.sandbox_fusion", "reward.sandbox_fusion")
+_THEIR_MEMORY_MB = 1024
 _FUNCTIONS = ("custom_reward_function", "reward.custom_reward_function")
 
 

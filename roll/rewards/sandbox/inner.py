@@ -670,7 +670,7 @@ class Tester:
             self.say(**result)
 
 
-def run_tests(source: str, max_bytes: int) -> None:
+def run_tests(source: str, max_bytes: int, read: Callable[[bytes], Any] = marshal.loads) -> None:
     """Splits into the candidate and the tester, which reads its plan from descriptor 0 and answers on descriptor 1.
 
     The candidate starts before the plan is read and has neither descriptor.
@@ -694,7 +694,7 @@ def run_tests(source: str, max_bytes: int) -> None:
             os._exit(1)
     os.close(ask_read)
     os.close(answer_write)
-    plan = marshal.loads(_read_all(0))
+    plan = read(_read_all(0))
     tester = Tester(Channel(answer_read, ask_write, max_bytes), results)
     try:
         tester.run(plan)

@@ -78,6 +78,8 @@ class SandboxResult:
     cpu_s: float | None
     """CPU seconds of its processes, the interpreter's start not included; ``None`` where the run was killed."""
     wall_s: float
+    attempts: int = 1
+    """Requests to a service that it took."""
 
 
 class _Output(asyncio.Protocol):

@@ -10,17 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll.rewards import VERIFIERS, Sample, Verdict
-from roll.rewards.code import (
-    CallTest,
-    CodeConfig,
-    CodeTest,
-    CodeVerifier,
-    ProgramTest,
-    extract_code,
-    parse_tests,
-    same_output,
-    same_value,
-)
+from roll.rewards.code import CodeConfig, CodeVerifier, extract_code, same_output, same_value
+from roll.rewards.code_tests import CallTest, CodeTest, ProgramTest, parse_tests
 from roll.rewards.sandbox.inner import decode, encode
 from roll.rewards.sandbox.pool import Sandbox, SandboxLimits, SandboxUnavailableError
 

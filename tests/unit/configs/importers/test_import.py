@@ -200,6 +200,25 @@ def test_a_reward_function_of_lists_and_a_package_of_verl(tmp_path: Path) -> Non
     assert {domain.timeout_score for domain in prime.rewards.values()} == {0.0}
 
 
+def test_a_sandbox_service_of_verl_and_roll(tmp_path: Path) -> None:
+    url = "http://sandbox:8080/run_code"
+    words = [
+        "data.train_files=taco/train.parquet",
+        "data.val_files=taco/test.parquet",
+        f"reward_model.sandbox_fusion.url={url}",
+        "reward_model.sandbox_fusion.max_concurrent=64",
+    ]
+    config = loaded(convert("verl", [SCRIPT], words), tmp_path)
+    assert isinstance(config, RLVRConfig)
+    [verifier] = config.rewards["code"].verifiers
+    assert verifier.args == {"remote": {"url": url, "max_concurrency": 64}, "limits": {"memory_mb": 1024}}
+    worker = "rewards.sums.worker_cls=roll.pipeline.rlvr.rewards.code_sandbox_reward_worker.CodeSandboxRewardWorker"
+    words = [worker, f"rewards.sums.code_url={url}", "rewards.sums.use_local=false"]
+    config = loaded(convert("roll", [FILES / "roll" / "run" / "rlvr.yaml"], words), tmp_path)
+    assert isinstance(config, RLVRConfig)
+    assert config.rewards["sums"].verifiers[0].args == {"tests_key": "test_cases", "remote": {"url": url}}
+
+
 def test_a_reward_model_of_verl_and_an_older_spelling(tmp_path: Path) -> None:
     words = [
         "reward_model.enable=true",
