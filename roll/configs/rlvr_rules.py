@@ -106,6 +106,28 @@ def check_agent(config: RLVRConfig) -> list[ConfigProblem]:
     return problems
 
 
+def check_scorers(config: RLVRConfig) -> list[ConfigProblem]:
+    """A reward model that answers wait for is on its devices while others are trained on theirs."""
+    if not config.overlaps:
+        return []
+    trained = {
+        device
+        for role, worker in config.roles.items()
+        if role != "actor_infer"
+        for device in worker.device_mapping or ()
+    }
+    expected = (
+        "devices apart from those that train and score with async_generation_ratio: answers wait for it meanwhile"
+    )
+    return [
+        ConfigProblem(
+            f"rewards.{name}.device_mapping", reward.device_mapping, expected, involves=("async_generation_ratio",)
+        )
+        for name, reward in config.rewards.items()
+        if trained.intersection(reward.device_mapping or ())
+    ]
+
+
 RLVR_RULES: tuple[Rule, ...] = (
     check_datasets,
     check_shares,
@@ -118,4 +140,5 @@ RLVR_RULES: tuple[Rule, ...] = (
     check_tool_tags,
     check_renders,
     check_agent,
+    check_scorers,
 )

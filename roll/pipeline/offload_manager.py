@@ -6,9 +6,7 @@ Nothing is moved on devices without memory of their own (CPU slots): host memory
 from __future__ import annotations
 
 import logging
-import mmap
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import ClusterError
@@ -29,7 +27,7 @@ class OffloadManager:
     at work is moved when it has finished, and the driver waits for that.
 
     Args:
-        clusters: the model roles by name; their workers have ``offload``, ``onload`` and ``memory_gb``.
+        clusters: the model roles, and rewards with models, by name; their workers have ``offload`` and ``onload``.
         kinds: nodes whose devices have memory of their own.
     """
 
@@ -93,23 +91,6 @@ class OffloadManager:
             else:
                 self._resident[role] &= ~moving[role]
             logger.debug("%s %s: %s", role, call, moving[role])
-
-
-def memory_gb() -> Metrics:
-    """This process's figures for ``OffloadManager.memory``."""
-    import torch
-
-    if torch.cuda.is_initialized():  # asking would otherwise take memory itself
-        devices = range(torch.cuda.device_count())
-        free_and_total = [torch.cuda.mem_get_info(device) for device in devices]
-        return {
-            "allocated_gb": sum(torch.cuda.memory_allocated(device) for device in devices) / 2**30,
-            "device_gb": sum(total - free for free, total in free_and_total) / 2**30,
-        }
-    pages = Path("/proc/self/statm")
-    if not pages.exists():
-        return {}
-    return {"resident_gb": int(pages.read_text().split()[1]) * mmap.PAGESIZE / 2**30}
 
 
 def _devices(cluster: Cluster, kinds: Collection[NodeKind]) -> frozenset[int]:

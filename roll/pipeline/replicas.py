@@ -52,6 +52,7 @@ class Replicas:
         offload_manager: has a role's states moved to its devices.
         restarts: dead workers that may be replaced.
         on_replaced: called after an update of weights in which some were replaced; they have other handles then.
+        beside: clusters whose models score while these generate, and so are on their devices at the same time.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Replicas:
         offload_manager: OffloadManager,
         restarts: RestartBudget,
         on_replaced: list[Callable[[], None]],
+        beside: Sequence[str] = (),
     ) -> None:
         self.cluster = cluster
         self._actor = actor
@@ -69,6 +71,7 @@ class Replicas:
         self._offload_manager = offload_manager
         self._restarts = restarts
         self._on_replaced = on_replaced
+        self._beside = dict.fromkeys(beside, States.WEIGHTS)
 
     def begin_setup(self, context: StrategyContext) -> None:
         """Starts to load the policy and returns at once; called again, it starts over."""
@@ -116,8 +119,8 @@ class Replicas:
                 self.cluster.gather([ref], call="drain", ranks=[rank])
 
     def prepare(self) -> None:
-        """Gives them their devices."""
-        self._offload_manager.load({self.cluster.name: States.ALL})
+        """Gives them their devices, and those who score what they generate theirs."""
+        self._offload_manager.load({self.cluster.name: States.ALL, **self._beside})
 
     def restart(self, ranks: Sequence[int]) -> None:
         """Starts dead ones anew with the weights that the others have.

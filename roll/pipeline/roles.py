@@ -8,6 +8,7 @@ from pathlib import Path
 
 from roll.configs.model import ModelArguments
 from roll.configs.pipeline import PipelineConfig
+from roll.configs.prompts import REWARD_CLUSTER
 from roll.configs.rl import RLConfig
 from roll.configs.training import TrainingArguments
 from roll.configs.val_infer import VAL_INFER
@@ -34,14 +35,26 @@ class Roles:
     def __init__(self, config: PipelineConfig, clusters: Mapping[str, Cluster]) -> None:
         self.config = config
         names = [name for name in (*config.roles, VAL_INFER) if name in clusters]
-        self.offload_manager = OffloadManager({name: clusters[name] for name in names})
+        self.scorers = [
+            name
+            for name, worker in config.clusters.items()
+            if name.startswith(REWARD_CLUSTER) and worker.device_mapping and name in clusters
+        ]
+        """Clusters of rewards whose models have devices."""
+        self.offload_manager = OffloadManager({name: clusters[name] for name in (*names, *self.scorers)})
         self.actor = ModelCluster(clusters["actor_train"], self.offload_manager)
         self.restarts = RestartBudget(config.worker_restarts)
         self.on_replaced: list[Callable[[], None]] = []
         """Called after generating workers were replaced in an update of weights; they have other handles then."""
         replicas = {
             name: Replicas(
-                clusters[name], self.actor.cluster, config, self.offload_manager, self.restarts, self.on_replaced
+                clusters[name],
+                self.actor.cluster,
+                config,
+                self.offload_manager,
+                self.restarts,
+                self.on_replaced,
+                self.scorers,
             )
             for name in ("actor_infer", VAL_INFER)
             if name in clusters
@@ -156,7 +169,8 @@ class Roles:
         assert self.evaluator is not None, "the generator evaluates"
         self.evaluator.sync(version)
         if isinstance(self.config, RLConfig) and self.config.overlaps:
-            self.offload_manager.load({self.infer.name: States.ALL, self.evaluator.cluster.name: States.ALL})
+            beside = dict.fromkeys(self.scorers, States.WEIGHTS)
+            self.offload_manager.load({self.infer.name: States.ALL, self.evaluator.cluster.name: States.ALL, **beside})
 
     def drain(self) -> None:
         """Waits until no request of a rollout is in flight; new ones wait for the next update of weights."""

@@ -72,6 +72,8 @@ class RolloutRoles(ABC):
 
     def begin_setup(self) -> None:
         """Starts the set-up of the workers and returns at once."""
+        for name in self._roles.scorers:
+            self._roles.offload_manager.reserve(name)
         self._setup = {name: cluster.submit("setup", *self._contexts[name]) for name, cluster in self._clusters.items()}
 
     def wait_ready(self) -> None:

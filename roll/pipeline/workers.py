@@ -36,7 +36,6 @@ from roll.distributed.weights.messages import Message, Payload, Reply
 from roll.distributed.weights.receiver import WeightReceiver
 from roll.distributed.weights.routes import Link
 from roll.distributed.weights.sender import Delivery, WeightOrder, WeightSender
-from roll.pipeline.offload_manager import memory_gb
 from roll.rollout.router import GenerationError, Outcomes
 from roll.utils.checksums import WrittenFile
 from roll.utils.collector import end_start
@@ -78,9 +77,6 @@ class ScoreWorker(Worker):
     def onload(self, what: States) -> None:
         """Takes states back to the device."""
         self.strategy.onload(what)
-
-    def memory_gb(self) -> Metrics:
-        return memory_gb()
 
     def logprobs(self, batch: Batch, adapter: bool = True) -> TokenScores:
         """Scores a share; ``adapter`` False leaves out the actor's LoRA adapter."""
@@ -247,9 +243,6 @@ class InferWorker(Worker):
         """Takes states back to the device; requests go on. Nothing, before ``setup``."""
         if hasattr(self, "strategy"):
             await asyncio.to_thread(self.strategy.onload, what)
-
-    def memory_gb(self) -> Metrics:
-        return memory_gb()
 
     async def receive_weights(self, message: Message, link: Link) -> Reply:
         """Takes part in an update, see ``roll.distributed.weights``."""

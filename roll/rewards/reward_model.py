@@ -119,6 +119,8 @@ class RewardModelVerifier(Verifier):
         self._own_pad = _own_pad_id(self._text_config)
         self._max_length = _max_length(config, self._text_config)
         self._warned: set[str] = set()
+        self._there = asyncio.Event()
+        self._there.set()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-model")
         self._batches = MicroBatcher(self._forward_beside, config.batch_size, config.batch_wait)
 
@@ -141,7 +143,25 @@ class RewardModelVerifier(Verifier):
         await self._batches.close()
         await asyncio.to_thread(self._thread.shutdown)
 
+    async def offload(self) -> None:
+        """Takes the model to host memory, after the batch that runs."""
+        self._there.clear()
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._move, "cpu")
+
+    async def onload(self) -> None:
+        """Takes it back to its device."""
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._move, self._device)
+        self._there.set()
+
+    def _move(self, device: torch.device | str) -> None:
+        import torch
+
+        self.model.to(device)  # type: ignore[arg-type]
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
     async def _forward_beside(self, rows: list[list[int]]) -> list[list[float]]:
+        await self._there.wait()  # nothing awaits between here and the thread, which does one thing after the other
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.forward, rows)
 
     def render(self, sample: Sample) -> tuple[str, int]:

@@ -188,6 +188,14 @@ class DomainScorer:
         counts, self.counts = self.counts, ScoreCounts()
         return counts
 
+    async def offload(self) -> None:
+        """Takes the verifiers' models off the device; samples wait for ``onload``."""
+        await asyncio.gather(*(verifier.offload() for verifier in self._others.values()))
+
+    async def onload(self) -> None:
+        """Takes them back."""
+        await asyncio.gather(*(verifier.onload() for verifier in self._others.values()))
+
     async def close(self) -> None:
         """Ends the child processes and whatever the verifiers hold."""
         if self._pool is not None:

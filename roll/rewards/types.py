@@ -88,6 +88,14 @@ class Verifier(ABC):
             Exception: it could not tell; whoever asked tries again, then counts an error.
         """
 
+    async def offload(self) -> None:
+        """Leaves the device, until ``onload``; samples wait. For verifiers with a model."""
+        return None
+
+    async def onload(self) -> None:
+        """Comes back to the device."""
+        return None
+
     async def close(self) -> None:
         """Frees what the verifier holds (processes, connections)."""
         return None

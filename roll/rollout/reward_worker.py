@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from roll.configs.rewards import RewardConfig
 from roll.distributed.cluster.worker import Worker
 from roll.rewards.scorer import DomainScorer
 from roll.rewards.types import RewardError, Sample, Verdict
+
+if TYPE_CHECKING:
+    from roll.distributed.strategy.base import States  # brings torch, which rules need not
 
 
 class RewardWorker(Worker):
@@ -28,6 +32,16 @@ class RewardWorker(Worker):
             return await self.scorer.score(sample)
         except RewardError as error:
             return RewardError(str(error))  # without its causes, which may not survive the way between processes
+
+    async def offload(self, what: States) -> None:
+        """Takes the verifiers' models off the device, if ``what`` has weights; nothing, before ``setup``."""
+        if hasattr(self, "scorer") and type(what).WEIGHTS in what:
+            await self.scorer.offload()
+
+    async def onload(self, what: States) -> None:
+        """Takes them back to the device; samples go on."""
+        if hasattr(self, "scorer") and type(what).WEIGHTS in what:
+            await self.scorer.onload()
 
     async def take_retries(self) -> int:
         """New attempts of verifiers since the last call."""

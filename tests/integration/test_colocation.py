@@ -20,11 +20,12 @@ from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.placement import create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import NodeInfo, RoleRequest, plan_placement
+from roll.distributed.cluster.worker import Worker
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.weights.sync import WeightSync
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.model_cluster import ModelCluster
-from roll.pipeline.offload_manager import OffloadManager, memory_gb
+from roll.pipeline.offload_manager import OffloadManager
 from roll.pipeline.workers import InferWorker, TrainWorker
 
 WEIGHTS, ALL = States.WEIGHTS, States.ALL
@@ -97,6 +98,28 @@ def test_roles_apart_are_never_moved() -> None:
     manager, calls = recorded(actor_train=(0, 1), reference=(2,), actor_infer=(3, 4))
     for _ in range(2):
         assert not any(step(manager, calls).values())
+
+
+def test_a_reward_model_is_there_while_answers_are_sampled_and_leaves_for_training() -> None:
+    manager, calls = recorded(reward_chat=(1,), actor_train=(0, 1), actor_infer=(0, 1))
+    assert calls == [("offload", "reward_chat", ALL), ("offload", "actor_train", ALL)]
+    scoring = {"actor_infer": ALL, "reward_chat": WEIGHTS}
+    moves: dict[str, Calls] = {}
+    for name, needs in {"sync": PHASES["sync"], "rollout": scoring, "train": PHASES["train"]}.items():
+        calls.clear()
+        manager.load(needs)
+        moves[name] = list(calls)
+    assert moves["sync"] == [("offload", "actor_infer", REST), ("onload", "actor_train", WEIGHTS)]
+    assert moves["rollout"] == [
+        ("offload", "actor_train", WEIGHTS),
+        ("onload", "actor_infer", REST),
+        ("onload", "reward_chat", WEIGHTS),
+    ]
+    assert moves["train"] == [
+        ("offload", "reward_chat", WEIGHTS),
+        ("offload", "actor_infer", ALL),
+        ("onload", "actor_train", ALL),
+    ]
 
 
 def test_only_roles_whose_devices_are_needed_move() -> None:
@@ -244,9 +267,10 @@ def test_a_dead_role_has_no_memory_figures(clusters: dict[str, Cluster]) -> None
 def test_the_figures_of_a_process_grow_with_what_it_holds() -> None:
     if torch.cuda.is_initialized():
         pytest.skip("counts device memory here")
-    before = memory_gb()["resident_gb"]
+    worker = Worker("alone", 0, 1, {})
+    before = worker.memory_gb()["resident_gb"]
     held = torch.ones(2**26)  # 256 MiB
-    assert 0.2 < memory_gb()["resident_gb"] - before < 0.3
+    assert 0.2 < worker.memory_gb()["resident_gb"] - before < 0.3
     del held
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import signal
@@ -76,6 +77,22 @@ class Worker:
         )
         if addr.startswith("127."):  # gloo would listen on the address that the host's name resolves to
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+
+    def memory_gb(self) -> dict[str, float]:
+        """Memory of this process, in GiB: of its GPUs, ``allocated_gb`` by itself and ``device_gb`` by anybody.
+
+        Where it has used no GPU, ``resident_gb`` in host memory.
+        """
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():  # asking would otherwise take memory itself
+            devices = range(torch.cuda.device_count())
+            free_and_total = [torch.cuda.mem_get_info(device) for device in devices]
+            return {
+                "allocated_gb": sum(torch.cuda.memory_allocated(device) for device in devices) / 2**30,
+                "device_gb": sum(total - free for free, total in free_and_total) / 2**30,
+            }
+        pages = Path("/proc/self/statm")
+        return {"resident_gb": int(pages.read_text().split()[1]) * mmap.PAGESIZE / 2**30} if pages.exists() else {}
 
     def peak_memory_mb(self) -> float:
         """Largest resident memory of this process so far, in MiB."""

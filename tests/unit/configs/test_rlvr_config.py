@@ -111,6 +111,15 @@ WRONG = [
     ),
     (["rewards.maths.worker_cls=nowhere:Worker"], "rewards.maths.worker_cls", "there is no nowhere"),
     (["rewards.maths.device_mapping=[70]", "num_nodes=1"], "rewards.maths.device_mapping", "ids from 0 to 7"),
+    (
+        [
+            "rewards.maths.device_mapping=[1]",
+            "async_generation_ratio=1",
+            "train_infer_correction.is_weight.enabled=true",
+        ],
+        "rewards.maths.device_mapping",
+        "devices apart from those that train and score with async_generation_ratio",
+    ),
     (["rollout_workers.worker_cls=nowhere:Worker"], "rollout_workers.worker_cls", "there is no nowhere"),
     ([f"{TRAIN}.file_name=null"], f"{TRAIN}.file_name", "a file, several, a glob, or dataset_cls"),
     ([f"{VAL}.file_name=null"], f"{VAL}.file_name", "a file, several, a glob, or dataset_cls"),

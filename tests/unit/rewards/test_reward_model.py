@@ -435,6 +435,40 @@ def test_number_formats(qwen: Path):
     assert halved != expected and halved == pytest.approx(expected, abs=0.2)
 
 
+async def score_around_a_turn(verifier: RewardModelVerifier) -> tuple[list[Verdict], list[str], int]:
+    """Verdicts before, asked while the model is away, and after; its places; what is left on a GPU meanwhile."""
+    before, places, left = await verifier.score(SAMPLES[0]), [verifier.model.device.type], 0
+    await verifier.offload()
+    places.append(verifier.model.device.type)
+    if torch.cuda.is_initialized():
+        left = torch.cuda.memory_allocated()
+    waiting = asyncio.create_task(verifier.score(SAMPLES[0]))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    await verifier.onload()
+    places.append(verifier.model.device.type)
+    verdicts = [before, await waiting, await verifier.score(SAMPLES[0])]
+    await verifier.close()
+    return verdicts, places, left
+
+
+def test_samples_wait_while_the_model_has_left_its_device(qwen: Path):
+    verifier = RewardModelVerifier(RewardModelConfig(model_path=str(qwen), device="cpu"))
+    (before, meanwhile, after), places, _ = asyncio.run(score_around_a_turn(verifier))
+    assert before == meanwhile == after and places == ["cpu"] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_model_that_leaves_a_gpu_gives_its_memory_back(qwen: Path):
+    verifier = RewardModelVerifier(RewardModelConfig(model_path=str(qwen)))
+    held = sum(weight.numel() * weight.element_size() for weight in verifier.model.parameters())
+    there = torch.cuda.memory_allocated()
+    (before, meanwhile, after), places, left = asyncio.run(score_around_a_turn(verifier))
+    assert places == ["cuda", "cpu", "cuda"] and there - left >= held
+    assert before == meanwhile == after
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_auto_takes_the_gpu(qwen: Path):

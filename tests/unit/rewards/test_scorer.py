@@ -12,8 +12,10 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.rewards import RewardConfig
+from roll.distributed.strategy.base import States
 from roll.rewards import RewardError, Sample, Verdict, Verifier
 from roll.rewards.scorer import DomainScorer, ScoreCounts, check_rewards
+from roll.rollout.reward_worker import RewardWorker
 
 
 class FakeConfig(Config):
@@ -47,6 +49,12 @@ class Fake(Verifier):
         finally:
             self.running -= 1
         return Verdict(self.config.score, self.config.correct, self.config.answer, {"calls": float(self.calls)})
+
+    async def offload(self) -> None:
+        self.running = -1
+
+    async def onload(self) -> None:
+        self.running = 0
 
     async def close(self) -> None:
         self.closed = True
@@ -226,6 +234,22 @@ def test_a_function_of_lists_gets_those_that_wait_together_and_a_bad_one_fails_a
     few = config(custom, max_concurrency=4)
     [problem] = check_rewards(few)
     assert str(problem).startswith("verifiers.0.args.batch_size: seen 8, expected at most max_concurrency = 4")
+
+
+def test_a_worker_of_rewards_takes_its_models_off_the_device_and_back():
+    async def run() -> list[int]:
+        worker = RewardWorker("reward_maths", 0, 1, {})
+        await worker.offload(States.ALL)  # before its set-up: nothing is there
+        await worker.setup("maths", config(fake()))
+        verifier = worker.scorer._others[0]
+        seen = []
+        for move, what in (("offload", States.OPTIMIZER), ("offload", States.ALL), ("onload", States.WEIGHTS)):
+            await getattr(worker, move)(what)
+            seen.append(verifier.running)
+        await worker.close()
+        return seen
+
+    assert asyncio.run(run()) == [0, -1, 0]
 
 
 def test_a_verifier_may_be_a_class_in_a_file(tmp_path):
