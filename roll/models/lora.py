@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 ALL_LINEAR = "all-linear"
 ADAPTER_FILE = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 _ADAPTER = "default"
 _MARKS = (".lora_A.", ".lora_B.")
@@ -172,7 +173,7 @@ def adapter_dropout(model: nn.Module) -> Iterator[None]:
 
 
 def write_adapter_config(folder: Path, shape: LoraSpec, base_model: str) -> None:
-    """Writes ``adapter_config.json``, which makes a folder with ``ADAPTER_FILE`` one that peft loads."""
+    """Writes ``ADAPTER_CONFIG``, which makes a folder with ``ADAPTER_FILE`` one that peft loads."""
     config = _peft_config(shape, ALL_LINEAR if ALL_LINEAR in shape.targets else list(shape.targets))
     config.exclude_modules = list(shape.excluded) or None
     config.base_model_name_or_path = base_model

@@ -24,11 +24,12 @@ class Saved:
     """The folder of the run that saved it, where its configuration is."""
 
 
-def find_saved(path: str) -> Saved:
+def find_saved(path: str, role: str = POLICY) -> Saved:
     """The model that is meant by a path.
 
     Args:
         path: a run's folder (its newest whole checkpoint), a checkpoint, a model's folder, or a name on the hub.
+        role: whose model of a checkpoint.
 
     Raises:
         CheckpointError: the folder of a run without a whole checkpoint.
@@ -38,9 +39,9 @@ def find_saved(path: str) -> Saved:
         return Saved(path)
     if (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file():
         checkpoint = _newest(folder)
-        return Saved(str(checkpoint / POLICY), checkpoint, folder.resolve())
+        return Saved(str(checkpoint / role), checkpoint, folder.resolve())
     if (folder / MANIFEST_FILE).is_file():
-        return Saved(str(folder / POLICY), folder.resolve(), _run_of(folder))
+        return Saved(str(folder / role), folder.resolve(), _run_of(folder))
     if (folder.parent / MANIFEST_FILE).is_file():
         return Saved(str(folder), folder.parent.resolve(), _run_of(folder.parent))
     return Saved(str(folder))

@@ -45,7 +45,7 @@ class Fsdp2Config(EngineOptions):
         default="whole",
         description="Form of checkpoints. whole: a Hugging Face model folder and the optimizer beside it, which any "
         "engine can continue from. sharded: each worker writes its own shards, nothing is gathered; any number of "
-        "workers of the same strategy can continue from it.",
+        "workers of the same strategy can continue from it, and `roll export` makes a model folder of it.",
     )
 
     @property

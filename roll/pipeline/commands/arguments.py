@@ -29,6 +29,7 @@ def add_commands(commands: Any, add: Add) -> None:
     _add_generate(commands, add)
     _add_score(commands, add)
     _add_chat(commands, add)
+    _add_export(commands, add)
     _add_explain(commands, add)
 
 
@@ -187,6 +188,27 @@ def _score(options: argparse.Namespace) -> int:
     columns = AnswerColumns(options.answer_key, options.prompt_key, truth, options.tag_key)
     job = Job(files, columns, rewards, options.output, options.score_key, options.summary, options.processes)
     return run(job)
+
+
+def _add_export(commands: Any, add: Add) -> None:
+    parser = add(commands, "export", "write a checkpoint's model as a folder that other programs load", _export)
+    parser.add_argument("model", metavar="CHECKPOINT", help="a run's folder, a checkpoint, or a model's folder")
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to be made")
+    parser.add_argument("--role", default="actor_train", metavar="NAME", help="whose model (%(default)s), or critic")
+    parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="of the weights (as they were saved)")
+    parser.add_argument("--merge-adapter", action="store_true", help="add a LoRA adapter to the model that it adapts")
+    parser.add_argument("--base", metavar="MODEL", help="that model, if it is not where it was when the run began")
+    parser.add_argument(
+        "--max-shard-size", default="4GiB", metavar="SIZE", help="of a file of weights, as 500MB or 4GiB (%(default)s)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace DIR if it is there")
+
+
+def _export(options: argparse.Namespace) -> int:
+    from roll.pipeline.commands.exporting import Job, run
+
+    names = ("model", "output", "role", "dtype", "merge_adapter", "base", "max_shard_size", "overwrite")
+    return run(Job(**{name: getattr(options, name) for name in names}))
 
 
 def _locate(config: str) -> tuple[str, Path]:

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 TOOLS = {".", "eval", "export", "openssl", "python3", "ray"}
 """Commands of others, which are not checked."""
-BESIDE = ("eval", "generate", "score", "chat")
+BESIDE = ("eval", "generate", "score", "chat", "export")
 """Commands on files that a reader has."""
 PLACEHOLDERS = ("NAME", "KEY", "…", "<")
 

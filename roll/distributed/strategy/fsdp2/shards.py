@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
     from roll.distributed.strategy.fsdp2.weights import Weights
 
-SHARDS_FOLDER = "shards"
-
 Shards: TypeAlias = dict[str, Tensor]
 
 

@@ -21,12 +21,19 @@ from roll.configs.engines.fsdp2 import Fsdp2Config
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.fsdp2.activation_offload import OffloadedActivations
-from roll.distributed.strategy.fsdp2.shards import SHARDS_FOLDER, ShardCopies, load_shards, save_shards, shards_of
+from roll.distributed.strategy.fsdp2.shards import ShardCopies, load_shards, save_shards, shards_of
 from roll.distributed.strategy.fsdp2.weights import ReplicatedWeights, ShardedWeights, Weights
-from roll.distributed.strategy.training.checkpoint import Contents, TrainerState, restore_checkpoint, resume_folder
+from roll.distributed.strategy.training.checkpoint import (
+    Contents,
+    TrainerState,
+    model_contents,
+    restore_checkpoint,
+    resume_folder,
+)
 from roll.distributed.strategy.training.hf_scorer import rank_info, recompute_activations
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
 from roll.distributed.strategy.training.optim import ADAM_STATE, make_adamw, set_rates
+from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER
 from roll.distributed.strategy.training.trainer import Limits, join_group, local_device
 from roll.models.scoring import TokenScorer
 
@@ -133,9 +140,11 @@ class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
         shards = shards_of(self.weights)
         if copied:
             shards = self._shard_copies.take(shards)
-        # There is no model folder: nothing but a trainer could read the shards.
+        # There is no model folder: `roll export` makes one of the shards and what is beside them.
         resume = self._resume_contents(path, ())
-        return [replace(resume, write_shards=partial(save_shards, resume.path / SHARDS_FOLDER, shards))]
+        folder = resume.path / SHARDS_FOLDER
+        beside = replace(model_contents(folder, self.model_files()), tensors={})
+        return [resume, replace(beside, write_shards=partial(save_shards, folder, shards))]
 
     def load(self, path: Path) -> None:
         if not (shards := resume_folder(path, self.context.role) / SHARDS_FOLDER).is_dir():

@@ -19,17 +19,16 @@ from roll.distributed.strategy.generation.generator import Generator
 from roll.distributed.weights.buckets import pack_buckets
 from roll.distributed.weights.contents import WeightBucket
 from roll.models.loading import load_config
-from roll.models.lora import ADAPTER_FILE, LoraSpec
+from roll.models.lora import ADAPTER_CONFIG, ADAPTER_FILE, LoraSpec
 
 MOST_POSITIONS = 8192
 """Longest sample where nobody says, of a model that has more."""
-_ADAPTER_CONFIG = "adapter_config.json"
 _BUCKET_BYTES = 256 << 20
 
 
 def base_of(model: str) -> tuple[str, LoraSpec | None]:
     """The model that a folder of peft adapts, and its adapter; another model is its own."""
-    file = Path(model).expanduser() / _ADAPTER_CONFIG
+    file = Path(model).expanduser() / ADAPTER_CONFIG
     if not file.is_file():
         return model, None
     config = json.loads(file.read_text(encoding="utf-8"))

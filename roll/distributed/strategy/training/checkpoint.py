@@ -40,6 +40,7 @@ from roll.distributed.strategy.training.pieces import (
 )
 from roll.distributed.strategy.training.snapshots import Snapshots
 from roll.distributed.strategy.training.tensor_files import (
+    MAX_FILE_BYTES,
     BackgroundWriter,
     PlannedFile,
     Reader,
@@ -142,6 +143,7 @@ class Contents:
     """Writes what is no tensor; called on rank 0."""
     write_shards: Callable[[dist.ProcessGroup | None], None] | None = None
     """Writes what an engine writes in a way of its own (collective over a process group)."""
+    max_file_bytes: int = MAX_FILE_BYTES
 
     @cached_property
     def pieces(self) -> Tensors:
@@ -156,7 +158,8 @@ class Contents:
     def files(self) -> dict[str, list[PlannedFile]]:
         """The same on all ranks, by the stems."""
         return {
-            stem: plan_files(stem, pieces, world_size(), single=stem in SINGLE) for stem, pieces in self.pieces.items()
+            stem: plan_files(stem, pieces, world_size(), single=stem in SINGLE, max_bytes=self.max_file_bytes)
+            for stem, pieces in self.pieces.items()
         }
 
     def targets(self) -> Iterator[tuple[Piece, PlannedFile]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,9 @@ from roll.models.loading import converts_weights, load_causal_lm, load_trunk, sa
 from roll.models.lora import adapter_name, base_name, initial_value, is_adapter, write_adapter_config
 from roll.models.scoring import OutputLayer, TokenScorer
 from roll.utils.collector import paused_collector
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class ModuleWeights(Protocol):
@@ -124,15 +127,18 @@ def hf_pieces(weights: ModuleWeights, dtype: torch.dtype) -> list[Piece]:
     def piece(name: str) -> Piece:
         hf = base_name(name).removeprefix(MODEL_PREFIX)
         spread, shape = weights.spread(name, MASTER, dtype), weights.shape(name)
-        if not converts:
-            return piece_of(hf, spread, shape)
-        whole = torch.empty(shape, device="meta")
-        (stored, tensor), *others = to_hf_weights(model, hf, whole).items()
-        if tensor is whole and not others:
-            return piece_of(stored, spread, shape)
-        return Piece([spread], lambda whole: to_hf_weights(model, hf, whole[0].view(shape)))
+        return hf_piece(model, hf, spread, shape) if converts else piece_of(hf, spread, shape)
 
     return [piece(name) for name in weights.parameters if _of_the_model(name)]
+
+
+def hf_piece(model: PreTrainedModel, name: str, spread: Spread, shape: torch.Size) -> Piece:
+    """One parameter of a model whose checkpoints have other names or shapes than the model, as they have it."""
+    whole = torch.empty(shape, device="meta")
+    (stored, tensor), *others = to_hf_weights(model, name, whole).items()
+    if tensor is whole and not others:
+        return piece_of(stored, spread, shape)
+    return Piece([spread], lambda whole: to_hf_weights(model, name, whole[0].view(shape)))
 
 
 def adapter_pieces(weights: ModuleWeights) -> list[Piece]:

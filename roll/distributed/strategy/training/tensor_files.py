@@ -108,7 +108,9 @@ def _parts(piece: Piece) -> list[Piece]:
     ]
 
 
-def plan_files(stem: str, pieces: Sequence[Piece], ranks: int, *, single: bool = False) -> list[PlannedFile]:
+def plan_files(
+    stem: str, pieces: Sequence[Piece], ranks: int, *, single: bool = False, max_bytes: int = MAX_FILE_BYTES
+) -> list[PlannedFile]:
     """Spreads pieces over the ranks by bytes, and each rank's over files; the same on all ranks.
 
     What few ranks have is written by one of these, if all ranks write.
@@ -118,12 +120,13 @@ def plan_files(stem: str, pieces: Sequence[Piece], ranks: int, *, single: bool =
         pieces: what to write.
         ranks: how many may write; a rank is left out that would have less than ``MIN_SHARE_BYTES``.
         single: all in one file, whatever its size.
+        max_bytes: of a file, unless one piece alone has more.
 
     Returns:
         ``stem.safetensors``, or several numbered files; each has its pieces in the order in which they were given.
     """
     writers = 1 if single else _num_writers(pieces, ranks)
-    max_bytes = sum(piece.num_bytes for piece in pieces) if single else MAX_FILE_BYTES
+    max_bytes = sum(piece.num_bytes for piece in pieces) if single else max_bytes
     files: list[PlannedFile] = []
     of_rank: list[PlannedFile | None] = [None] * writers
     loads, room = [0] * writers, [0] * writers
@@ -265,13 +268,17 @@ class _HashedFile:
 
 
 class StoredTensors:
-    """A checkpoint's tensors by name, from all safetensors files of a folder.
+    """A checkpoint's tensors by name, from the safetensors files of a folder.
 
     ``kinds``: the last parts of the names, such as ``exp_avg``.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
         """Opens the files.
+
+        Args:
+            folder: of the files.
+            files: not all of it.
 
         Raises:
             ValueError: there are none, or one is damaged.
@@ -280,7 +287,7 @@ class StoredTensors:
 
         self._folder = folder
         self._files: dict[str, Any] = {}
-        for file in sorted(folder.glob("*.safetensors")):
+        for file in sorted(folder.glob("*.safetensors")) if files is None else files:
             try:
                 opened = safe_open(file, framework="pt")
             except SafetensorError as error:
@@ -292,6 +299,20 @@ class StoredTensors:
         self.kinds = {_PART.sub(r"\g<name>", name).rpartition(".")[2] for name in self._files}
         if not self._files:
             raise ValueError(f"no safetensors in {folder.name}; expected a trainer's")
+
+    @property
+    def forms(self) -> dict[str, TensorForm]:
+        """Shape and number format of each tensor."""
+        formats = {written: dtype for dtype, written in DTYPE_NAMES.items()}
+        forms: dict[str, TensorForm] = {}
+        for name, file in self._files.items():
+            part = _PART.fullmatch(name)
+            found, dtype = file.get_slice(name), formats.get(kind := file.get_slice(name).get_dtype())
+            if dtype is None:
+                raise ValueError(f"{name}: number format {kind}, expected one of {', '.join(formats)}")
+            shape = map(int, part["shape"].split(",")) if part else found.get_shape()
+            forms[part["name"] if part else name] = TensorForm(tuple(shape), dtype)
+        return forms
 
     def get(self, name: str) -> Tensor:
         """Reads one tensor.

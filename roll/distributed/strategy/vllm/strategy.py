@@ -43,6 +43,7 @@ from roll.distributed.weights.buckets import as_tensor
 from roll.distributed.weights.contents import WeightBucket, renamed
 from roll.distributed.weights.lending import Lender
 from roll.distributed.weights.update_stream import on_device
+from roll.models.lora import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -273,7 +274,7 @@ class VllmStrategy(Generator[dict[str, str]]):
             save_file(
                 {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors"
             )
-            (folder / "adapter_config.json").write_text(json.dumps(peft_config(spec, tensors)))
+            (folder / ADAPTER_CONFIG).write_text(json.dumps(peft_config(spec, tensors)))
             request = LoRARequest("policy", ADAPTER_ID, str(folder), load_inplace=True)
             if not await self._engine.add_lora(request):
                 raise RuntimeError("vllm took no adapter")

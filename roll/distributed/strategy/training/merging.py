@@ -1,0 +1,331 @@
+"""Model folders made from what a checkpoint holds: by one process, tensor by tensor, on a CPU.
+
+What a checkpoint holds of a role is a model folder, an adapter's, or shards that ranks have written. Shards are joined,
+an adapter is merged into the weights that it adapts, numbers are rounded once and from the most exact ones there are:
+those of the optimizer, where the model's own are stored in fewer bits.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from roll.distributed.strategy.training.checkpoint import (
+    ADAPTER,
+    HEAD_PREFIX,
+    MODEL,
+    MODEL_PREFIX,
+    OPTIMIZER,
+    VALUE_HEAD,
+    Contents,
+    Tensors,
+    model_tensors,
+    write_contents,
+)
+from roll.distributed.strategy.training.module_weights import hf_piece
+from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
+from roll.distributed.strategy.training.pieces import Piece, Spread, TensorForm, everywhere, piece_of
+from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER, StoredShards
+from roll.distributed.strategy.training.tensor_files import MAX_FILE_BYTES, Reader, StoredTensors
+from roll.models.heads import VALUE_HEAD_FILE
+from roll.models.loading import GENERATION_FILE, Head, make_skeleton, resolve_dtype, to_hf_weights
+from roll.models.lora import ADAPTER_CONFIG, ADAPTER_FILE, PREFIX, adapter_name, is_adapter, matrix_name
+from roll.models.tokenizer import TOKENIZER_FILES, locate_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CPU = torch.device("cpu")
+_CONFIG = "config.json"
+_CLASSIFIER = "ForSequenceClassification"
+_UNUSUAL = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")
+"""Keys of peft whose values would change what an adapter adds; the trainers write none."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is exported, and how."""
+
+    model: Path
+    """A model folder, or an adapter's. There is none where the checkpoint holds shards."""
+    resume: Path | None = None
+    """What else the checkpoint has of the role."""
+    dtype: torch.dtype | None = None
+    """Number format of the weights, but for a value head; ``None``: that in which they are stored."""
+    merge: bool = False
+    """Add an adapter to the weights that it adapts."""
+    base: str | None = None
+    """The model that it adapts, if it is not where the adapter says."""
+    config_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Entries of the base's configuration that the run replaced."""
+    max_file_bytes: int = MAX_FILE_BYTES
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    num_tensors: int
+    num_bytes: int
+    num_files: int
+    notes: Sequence[str]
+    """What a reader should know."""
+
+
+@dataclass
+class _Draft:
+    """Tensors of the folder to come, and where what is beside them comes from."""
+
+    tensors: Tensors
+    beside: Path
+    """Has the tokenizer and, but for an adapter, the configuration."""
+    base: Path | None = None
+    """Model folder that has what ``beside`` has not."""
+    notes: list[str] = field(default_factory=list)
+
+
+def export_folder(export: Export, target: Path) -> Exported:
+    """Writes a model folder in Hugging Face form, or that of an adapter which is not merged.
+
+    Args:
+        export: what.
+        target: an empty folder, or one to be made.
+
+    Raises:
+        ValueError: it cannot be exported so.
+        OSError: it cannot be written.
+    """
+    shards = None if export.resume is None else export.resume / SHARDS_FOLDER
+    if (export.model / ADAPTER_FILE).is_file():
+        adapter = StoredTensors(export.model, [export.model / ADAPTER_FILE])
+        draft = _adapter(export, export.model, _spreads(adapter))
+    elif (export.model / _CONFIG).is_file():
+        draft = _whole(export)
+    elif shards is not None and shards.is_dir():
+        draft = _sharded(export, shards)
+    else:
+        raise ValueError(f"{export.model}: neither a model nor an adapter in it, nor shards beside it")
+    if export.merge and ADAPTER not in draft.tensors and draft.base is None:
+        raise ValueError(f"{export.model}: no adapter in it; expected one to merge")
+    contents = Contents(
+        target, draft.tensors, lambda: _write_beside(export, draft, target), max_file_bytes=export.max_file_bytes
+    )
+    written = write_contents([contents]).result()
+    names = [name for pieces in draft.tensors.values() for piece in pieces for name in piece.outline]
+    return Exported(len(names), sum(file.size for file in written), len(written), draft.notes)
+
+
+def _whole(export: Export) -> _Draft:
+    """A model folder, in another number format where one is asked for."""
+    folder = export.model
+    stored = StoredTensors(folder, weight_files(folder))
+    found = _spreads(stored)
+    notes: list[str] = []
+    exact: list[Piece] = []
+    if export.dtype is not None and any(_bits(export.dtype, spread.dtype) for spread in found.values()):
+        exact = _masters(export, notes)
+    covered = {name for piece in exact for name in piece.outline}
+    rest = [piece_of(name, _as(spread, export.dtype)) for name, spread in found.items() if name not in covered]
+    tensors: dict[str, Sequence[Piece]] = {MODEL: [*exact, *rest]}
+    if (folder / VALUE_HEAD_FILE).is_file():
+        head = StoredTensors(folder, [folder / VALUE_HEAD_FILE])
+        tensors[VALUE_HEAD] = [piece_of(name, spread) for name, spread in _spreads(head).items()]
+    return _Draft(tensors, folder, notes=notes)
+
+
+def _masters(export: Export, notes: list[str]) -> list[Piece]:
+    """The float32 weights behind a model of fewer bits, under the names of its folder."""
+    file = None if export.resume is None else (export.resume / OPTIMIZER).parent
+    stored = StoredTensors(file) if file is not None and file.is_dir() else None
+    if stored is None or MASTER not in stored.kinds:
+        if export.dtype == torch.float32:
+            notes.append("float32 weights were not saved: these are the stored ones, widened")
+        return []
+    spreads = _spreads(stored, f".{MASTER}")
+    kind = _head_of(export.model)
+    trunk = {name: spread for name, spread in spreads.items() if not name.startswith(HEAD_PREFIX)}
+    return list(_model_pieces(export, export.model, kind, trunk, [])[MODEL])
+
+
+def _sharded(export: Export, shards: Path) -> _Draft:
+    """Whole tensors of shards."""
+    if not any((shards / name).is_file() for name in (_CONFIG, ADAPTER_CONFIG)):
+        raise ValueError(f"{shards}: no {_CONFIG} in it, an earlier version wrote none; continue from it and save")
+    stored = StoredShards(shards)
+    spreads = {name: spread for name, spread in _spreads(stored).items() if name.rpartition(".")[2] not in ADAM_STATE}
+    trunk = {name.removeprefix(MODEL_PREFIX): one for name, one in spreads.items() if name.startswith(MODEL_PREFIX)}
+    if (shards / ADAPTER_CONFIG).is_file():
+        return _adapter(export, shards, {adapter_name(name): one for name, one in trunk.items() if is_adapter(name)})
+    head = [
+        piece_of(name.removeprefix(HEAD_PREFIX), spread)
+        for name, spread in spreads.items()
+        if name.startswith(HEAD_PREFIX)
+    ]
+    return _Draft(_model_pieces(export, shards, _head_of(shards), trunk, head), shards)
+
+
+def _model_pieces(
+    export: Export, folder: Path, kind: Head, trunk: Mapping[str, Spread], head: Sequence[Piece]
+) -> Tensors:
+    """Parameters of a module as its model folder has them.
+
+    Args:
+        export: the number format.
+        folder: has the configuration.
+        kind: of head.
+        trunk: by the names in the module.
+        head: see ``model_tensors``.
+    """
+    stated = json.loads((folder / _CONFIG).read_text(encoding="utf-8")).get("dtype")
+    dtype = export.dtype or resolve_dtype(stated)
+    model = _skeleton(kind, folder)
+    pieces = [hf_piece(model, name, _as(one, dtype), torch.Size(one.shape)) for name, one in trunk.items()]
+    return model_tensors(pieces, head, kind, model.base_model_prefix)
+
+
+def _adapter(export: Export, folder: Path, matrices: Mapping[str, Spread]) -> _Draft:
+    """An adapter by itself, or merged into its base."""
+    if not export.merge:
+        return _Draft({ADAPTER: [piece_of(name, _as(one, export.dtype)) for name, one in matrices.items()]}, folder)
+    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    if unusual := [key for key in _UNUSUAL if config.get(key)] + ["bias"] * (config.get("bias", "none") != "none"):
+        raise ValueError(f"{folder}: {unusual[0]} is {config[unusual[0]]!r}, expected an adapter without it to merge")
+    base = _local(export.base or config["base_model_name_or_path"])
+    skeleton, scale = _skeleton("lm", base), config["lora_alpha"] / config["r"]
+    layers = _layers(skeleton, matrices)
+    stored = _spreads(StoredTensors(base, weight_files(base)))
+    if missing := [name for name in layers if name not in stored]:
+        raise ValueError(f"{base}: no {missing[0]} in it, which the adapter changes; expected the model that it adapts")
+    pieces = []
+    for name, weight in stored.items():
+        if name in layers:
+            pieces.append(_merged(name, weight, *layers[name], scale=scale, dtype=export.dtype or weight.dtype))
+        else:
+            pieces.append(piece_of(name, _as(weight, export.dtype)))
+    return _Draft({MODEL: pieces}, folder, base)
+
+
+def _layers(model: PreTrainedModel, matrices: Mapping[str, Spread]) -> dict[str, tuple[Spread, Spread]]:
+    """A and B by the name that the adapted weight has in a model folder."""
+    layers = {}
+    marks = matrix_name("", "A").removeprefix(PREFIX), matrix_name("", "B").removeprefix(PREFIX)
+    for name, first in matrices.items():
+        if not name.endswith(marks[0]):
+            continue
+        layer = name.removeprefix(PREFIX).removesuffix(marks[0])
+        second = matrices.get(matrix_name(layer, "B"))
+        if second is None:
+            raise ValueError(f"{name}: no {matrix_name(layer, 'B')} beside it")
+        shape = torch.empty(second.shape[0], first.shape[1], device="meta")
+        (stored, tensor), *others = to_hf_weights(model, f"{layer}.weight", shape).items()
+        if others or tensor.shape != shape.shape:
+            raise ValueError(
+                f"{layer}: its weight is stored in another shape, expected one that an adapter is added to"
+            )
+        layers[stored] = (first, second)
+    return layers
+
+
+def _merged(name: str, weight: Spread, first: Spread, second: Spread, *, scale: float, dtype: torch.dtype) -> Piece:
+    """``W + scale·B·A``, computed in float64 and rounded once (Hu et al. 2021, section 4.1)."""
+    if weight.shape != (second.shape[0], first.shape[1]):
+        adapted = (second.shape[0], first.shape[1])
+        raise ValueError(f"{name}: seen shape {weight.shape}, expected {adapted}, which the adapter changes")
+
+    def merge(whole: Sequence[Tensor]) -> dict[str, Tensor]:
+        base, a, b = (tensor.double() for tensor in whole)
+        return {name: torch.addmm(base, b, a, alpha=scale).to(dtype)}
+
+    return Piece([weight, first, second], merge)
+
+
+def _write_beside(export: Export, draft: _Draft, target: Path) -> None:
+    """Writes configuration, generation defaults and tokenizer."""
+    folders = [folder for folder in (draft.base, draft.beside) if folder is not None]
+    for folder in folders:
+        if (folder / GENERATION_FILE).is_file() and ADAPTER not in draft.tensors:
+            shutil.copy2(folder / GENERATION_FILE, target)
+    for folder in reversed(folders):  # all files of one: those of two tokenizers do not fit
+        files = [file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()]
+        for file in files:
+            shutil.copy2(file, target)
+        if files:
+            break
+    else:
+        draft.notes.append("no tokenizer was saved with it")
+    if ADAPTER in draft.tensors:
+        shutil.copy2(draft.beside / ADAPTER_CONFIG, target)
+        return
+    content = json.loads((folders[0] / _CONFIG).read_text(encoding="utf-8"))
+    if draft.base is not None:
+        content |= export.config_kwargs
+    if export.dtype is not None:
+        content.pop("torch_dtype", None)  # its name of old
+        content["dtype"] = str(export.dtype).removeprefix("torch.")
+    (target / _CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of a model's weights, not what may lie beside them in another form.
+
+    Raises:
+        ValueError: there are none.
+    """
+    index = folder / f"{MODEL}.safetensors.index.json"
+    if index.is_file():
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        return [folder / name for name in sorted(named)]
+    if not (folder / f"{MODEL}.safetensors").is_file():
+        raise ValueError(f"{folder}: no {MODEL}.safetensors and no index of several in it")
+    return [folder / f"{MODEL}.safetensors"]
+
+
+def _local(base: str) -> Path:
+    """The folder of a model, that of the hub's cache if need be."""
+    path, local = locate_model(base)
+    if local:
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", *TOKENIZER_FILES]))
+
+
+def _skeleton(kind: Head, folder: Path) -> PreTrainedModel:
+    """The module without values, which knows how its checkpoints name and shape them."""
+    with torch.device("meta"):
+        return make_skeleton(kind, str(folder), dtype=torch.float32)
+
+
+def _head_of(folder: Path) -> Head:
+    """What sits on the trunk, by the configuration of a model folder that a trainer has written."""
+    (architecture,) = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))["architectures"]
+    if architecture.endswith(_CLASSIFIER):
+        return "score"
+    return "lm" if architecture.endswith("LMHeadModel") or "For" in architecture else "value"
+
+
+def _spreads(stored: StoredTensors | StoredShards, suffix: str = "") -> dict[str, Spread]:
+    """Tensors that are read when they are asked for, by their names without a suffix that all of them have."""
+
+    def spread(name: str, form: TensorForm, read: Reader) -> Spread:
+        return Spread(form.shape, form.dtype, CPU, everywhere(form.shape), lambda: read(name))
+
+    forms = {name: form for name, form in stored.forms.items() if name.endswith(suffix)}
+    return {name.removesuffix(suffix): spread(name, form, stored.get) for name, form in forms.items()}
+
+
+def _as(spread: Spread, dtype: torch.dtype | None) -> Spread:
+    """The tensor in another number format; whole numbers stay."""
+    return replace(spread, dtype=dtype) if dtype is not None and spread.dtype.is_floating_point else spread
+
+
+def _bits(asked: torch.dtype, stored: torch.dtype) -> bool:
+    """Tells whether ``asked`` differs from the number format in which something is stored."""
+    return stored.is_floating_point and asked != stored

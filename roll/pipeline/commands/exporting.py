@@ -1,0 +1,120 @@
+"""``roll export``: a checkpoint in, a model folder out. Needs neither Ray nor a GPU."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from roll.tracking.checkpointer import CheckpointError, find_damage
+from roll.tracking.saved import CONFIG_FILE, POLICY, Saved, find_saved
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[KMGT]i?)?B?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be exported, and how."""
+
+    model: str
+    """A run's folder, a checkpoint, or a model's folder; see ``find_saved``."""
+    output: Path
+    role: str = POLICY
+    dtype: str | None = None
+    merge_adapter: bool = False
+    base: str | None = None
+    max_shard_size: str = "4GiB"
+    overwrite: bool = False
+
+
+def run(job: Job) -> int:
+    """Writes the folder, which appears when it is whole.
+
+    Returns:
+        0; 1 when it could not be written; 2 for a wrong command line, checkpoint or model.
+    """
+    from roll.distributed.strategy.training.merging import export_folder
+
+    unfinished = job.output.with_name(f".{job.output.name}.unfinished")
+    try:
+        saved = find_saved(job.model, job.role)
+        _check(job, saved)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        exported = export_folder(_export(job, saved), unfinished)
+        if job.output.exists():
+            shutil.rmtree(job.output)
+        unfinished.replace(job.output)
+    except (CheckpointError, ValueError) as error:
+        sys.stderr.write(f"roll export: {error}\n")
+        return EXIT_USAGE
+    except OSError as error:
+        sys.stderr.write(f"roll export: {job.output}: {error}\n")
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    for note in exported.notes:
+        sys.stderr.write(f"roll export: {note}\n")
+    size, files = exported.num_bytes / 1e9, f"{exported.num_files} file{'s' * (exported.num_files > 1)}"
+    sys.stdout.write(f"{job.output}: {exported.num_tensors:,} tensors, {size:,.2f} GB in {files}\n")
+    return 0
+
+
+def _check(job: Job, saved: Saved) -> None:
+    if job.output.exists() and not job.overwrite and (not job.output.is_dir() or any(job.output.iterdir())):
+        raise ValueError(f"-o {job.output}: it is there already, expected a new folder, or --overwrite")
+    model = Path(saved.model)
+    if job.output.resolve() in (model.resolve(), *model.resolve().parents):
+        raise ValueError(f"-o {job.output}: seen the folder of what is exported, expected another")
+    if saved.checkpoint is not None and (damage := find_damage(saved.checkpoint)) is not None:
+        raise ValueError(f"{saved.checkpoint} cannot be used: {damage}")
+    if saved.checkpoint is None and not model.is_dir():
+        raise ValueError(f"{job.model}: no such folder, expected a run's, a checkpoint or a model's")
+
+
+def _export(job: Job, saved: Saved) -> Any:
+    from roll.distributed.strategy.training.checkpoint import resume_folder
+    from roll.distributed.strategy.training.merging import Export
+    from roll.models.loading import DTYPES
+
+    model = Path(saved.model)
+    return Export(
+        model,
+        None if saved.checkpoint is None else resume_folder(saved.checkpoint, model.name),
+        dtype=None if job.dtype is None else DTYPES[job.dtype],
+        merge=job.merge_adapter,
+        base=job.base,
+        config_kwargs=_config_kwargs(saved, model.name),
+        max_file_bytes=num_bytes(job.max_shard_size),
+    )
+
+
+def _config_kwargs(saved: Saved, role: str) -> dict[str, Any]:
+    """What the run replaced in the configuration of the model that it started from."""
+    if saved.run is None:
+        return {}
+    section = yaml.safe_load((saved.run / CONFIG_FILE).read_text(encoding="utf-8")).get(role) or {}
+    kwargs: dict[str, Any] = (section.get("model_args") or {}).get("model_config_kwargs") or {}
+    return kwargs
+
+
+def num_bytes(size: str) -> int:
+    """Bytes of a size such as ``500MB`` (powers of 1000) or ``4GiB`` (of 1024).
+
+    Raises:
+        ValueError: it is none.
+    """
+    found = _SIZE.fullmatch(size.strip())
+    unit = (found["unit"] or "").upper() if found else ""
+    count = int(float(found["number"]) * (1024 if unit.endswith("I") else 1000) ** _POWERS[unit[:1]]) if found else 0
+    if count < 1:
+        raise ValueError(f"--max-shard-size: seen {size!r}, expected a size such as 500MB or 4GiB")
+    return count

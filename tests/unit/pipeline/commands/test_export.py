@@ -1,0 +1,218 @@
+"""``roll export``: checkpoints of every kind of model become folders that Transformers loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from roll.__main__ import main
+from roll.algorithms.types import LossOutput
+from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
+from roll.models.lora import ADAPTER_CONFIG, PREFIX, LoraSpec
+from roll.pipeline.commands.exporting import num_bytes
+from roll.tracking.checkpointer import Checkpointer
+from tests.support.trainers import make_batch, make_context
+
+ADAPTER = LoraSpec(rank=3, alpha=7, targets=("q_proj", "down_proj"))
+TRAINED = {
+    "adapter": {"lora": ADAPTER},
+    "critic": {"role": "critic", "head": "value", "model_args": {"dtype": "bf16"}},
+    "critic-shards": {"role": "critic", "head": "value", "strategy": {"checkpoint": "sharded"}},
+    "reward": {"head": "score", "model_args": {"dtype": "bf16"}},
+    "reward-shards": {"head": "score", "strategy": {"checkpoint": "sharded"}},
+}
+
+
+def values(scores: Any, batch: Any, context: Any) -> LossOutput:
+    """Something to learn for any head."""
+    found = scores.logprobs_T if scores.values_T is None else scores.values_T
+    return LossOutput((found * batch.loss_mask_T).sum() / 7, {})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory, model: str) -> dict[str, tuple[Path, dict[str, Tensor]]]:
+    """A run's folder with a checkpoint, and the float32 parameters as they were then."""
+    found = {}
+    for name, options in TRAINED.items():
+        folder = tmp_path_factory.mktemp("runs") / name
+        trainer: Any = Fsdp2Train(make_context(Path(model), "fsdp2_train", **options))
+        trainer.setup()
+        trainer.train_step(make_batch(), values)
+        (folder / "checkpoints").mkdir(parents=True)
+        kwargs = {"model_config_kwargs": {"rms_norm_eps": 1e-5}}
+        (folder / "config.yaml").write_text(yaml.safe_dump({"actor_train": {"model_args": kwargs}}))
+        Checkpointer(folder / "checkpoints").save(7, lambda path, trainer=trainer: trainer.save(path) and None, {})
+        kept = {key: parameter.detach().float().clone() for key, parameter in trainer.weights.trained.items()}
+        found[name] = (folder, kept)
+    return found
+
+
+def export(*words: object) -> int:
+    return main(["export", *map(str, words)])
+
+
+def parameters(model: Any) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert not [name for name, tensor in expected.items() if not found[name].equal(tensor)]
+
+
+def test_a_merged_adapter_is_a_whole_model(runs, model: str, tmp_path: Path, capsys) -> None:
+    run, trained = runs["adapter"]
+    assert export(run, "-o", tmp_path / "out", "--merge-adapter", "--max-shard-size", "60KB") == 0
+    assert f"{tmp_path / 'out'}: " in capsys.readouterr().out
+    merged = parameters(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
+    expected = parameters(AutoModelForCausalLM.from_pretrained(model))
+    adapted = [name for name in trained if "lora_A" in name]
+    assert len(adapted) == 4
+    for name in adapted:
+        a, b = trained[name].double(), trained[name.replace("lora_A", "lora_B")].double()
+        key = name.removeprefix("model.").replace(".lora_A.default", "")
+        assert b.abs().max() > 0
+        expected[key] = (expected[key].double() + 7 / 3 * b @ a).float()
+    assert_equal(merged, expected)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["rms_norm_eps"] == 1e-5 and config["architectures"] == ["Qwen2ForCausalLM"]
+    defaults = (tmp_path / "out" / "generation_config.json").read_bytes()
+    assert defaults == (Path(model) / "generation_config.json").read_bytes()
+    ids = [AutoTokenizer.from_pretrained(folder).encode("12+34=") for folder in (tmp_path / "out", model)]
+    assert ids[0] == ids[1] and len(ids[0]) == 6
+    files = {file.name: file.stat().st_size for file in (tmp_path / "out").glob("model-*.safetensors")}
+    assert len(files) >= 3 and not (tmp_path / ".out.unfinished").exists()
+
+
+def test_an_adapter_keeps_its_form(runs, tmp_path: Path) -> None:
+    run, trained = runs["adapter"]
+    assert export(run / "checkpoints" / "checkpoint-7", "-o", tmp_path / "out", "--dtype", "bf16") == 0
+    found = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert_equal(
+        found,
+        {PREFIX + name.removeprefix("model.").replace(".default", ""): one.bfloat16() for name, one in trained.items()},
+    )
+    assert (tmp_path / "out" / ADAPTER_CONFIG).is_file() and not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("name", ["critic", "critic-shards"])
+def test_a_critic_has_a_trunk_and_its_head(runs, tmp_path: Path, name: str) -> None:
+    run, trained = runs[name]
+    for dtype in ("fp32", "fp16"):
+        assert export(run, "-o", tmp_path / dtype, "--role", "critic", "--dtype", dtype) == 0
+    expected = {key.removeprefix("model."): one for key, one in trained.items() if key.startswith("model.")}
+    assert_equal(parameters(AutoModel.from_pretrained(tmp_path / "fp32")), expected)
+    halves = {key: one.half() for key, one in expected.items()}
+    assert_equal(parameters(AutoModel.from_pretrained(tmp_path / "fp16", dtype="auto")), halves)
+    head = {key.removeprefix("value_head."): one for key, one in trained.items() if key.startswith("value_head.")}
+    assert len(head) == 2
+    assert_equal(load_file(tmp_path / "fp16" / "value_head.safetensors"), head)
+
+
+@pytest.mark.parametrize("name", ["reward", "reward-shards"])
+def test_a_reward_model_is_a_classifier(runs, tmp_path: Path, name: str) -> None:
+    run, trained = runs[name]
+    assert export(run, "-o", tmp_path / "out", "--dtype", "fp32") == 0
+    found = parameters(AutoModelForSequenceClassification.from_pretrained(tmp_path / "out"))
+    expected = {key.removeprefix("model."): one for key, one in trained.items() if key.startswith("model.")}
+    score = trained["value_head.linear.weight"]
+    assert_equal(found, {f"model.{key}": one for key, one in expected.items()} | {"score.weight": score})
+
+
+def test_exporting_needs_neither_ray_nor_a_gpu(runs, tmp_path: Path) -> None:
+    code = (
+        "import sys; from roll.__main__ import main; code = main(sys.argv[1:]); "
+        "sys.exit(code or any(name == 'ray' or name.startswith('ray.') for name in sys.modules))"
+    )
+    words = ["export", str(runs["reward-shards"][0]), "-o", str(tmp_path / "out")]
+    subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True, timeout=60)
+
+
+def refused(capsys: Any, *words: object) -> str:
+    assert export(*words) == 2
+    error: str = capsys.readouterr().err
+    assert error.startswith("roll export: ")
+    return error
+
+
+def test_what_cannot_be_exported_is_refused(runs, model: str, tmp_path: Path, capsys) -> None:
+    out = ("-o", tmp_path / "out")
+    assert "no adapter in it" in refused(capsys, runs["reward"][0], *out, "--merge-adapter")
+    assert "no such folder" in refused(capsys, tmp_path / "absent", *out)
+    assert "neither a model" in refused(capsys, runs["reward"][0], *out, "--role", "critic")
+    assert "500MB or 4GiB" in refused(capsys, model, *out, "--max-shard-size", "much")
+    assert "the folder of what is exported" in refused(capsys, model, "-o", model, "--overwrite")
+    adapter = (runs["adapter"][0], *out, "--merge-adapter", "--base")
+    assert "no such folder" in refused(capsys, *adapter, tmp_path / "absent")
+    other = shutil.copytree(model, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    save_file(
+        {key: one[:, 1:].contiguous() if key == name else one for key, one in weights.items()},
+        other / "model.safetensors",
+    )
+    assert f"{name}: seen shape" in refused(capsys, *adapter, other)
+    save_file({key: one for key, one in weights.items() if key != name}, other / "model.safetensors")
+    assert f"no {name} in it" in refused(capsys, *adapter, other)
+    assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("change", [{"use_rslora": True}, {"alpha_pattern": {"q_proj": 3}}, {"bias": "all"}])
+def test_an_adapter_that_adds_otherwise_is_refused(runs, tmp_path: Path, capsys, change: dict[str, Any]) -> None:
+    folder = shutil.copytree(runs["adapter"][0] / "checkpoints" / "checkpoint-7" / "actor_train", tmp_path / "adapter")
+    config = json.loads((folder / ADAPTER_CONFIG).read_text())
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config | change))
+    (key,) = change
+    assert f"{key} is" in refused(capsys, folder, "-o", tmp_path / "out", "--merge-adapter")
+
+
+def test_a_folder_that_is_there_stays_unless_asked(model: str, tmp_path: Path, capsys) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    assert "--overwrite" in refused(capsys, model, "-o", tmp_path / "out")
+    assert (tmp_path / "out" / "mine").exists()
+    assert export(model, "-o", tmp_path / "out", "--overwrite", "--dtype", "fp16") == 0
+    assert not (tmp_path / "out" / "mine").exists()
+    kinds = {one.dtype for one in load_file(tmp_path / "out" / "model.safetensors").values()}
+    assert kinds == {torch.float16} and json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float16"
+
+
+def test_a_damaged_checkpoint_is_refused(runs, tmp_path: Path, capsys) -> None:
+    checkpoint = shutil.copytree(runs["reward"][0] / "checkpoints" / "checkpoint-7", tmp_path / "checkpoint-7")
+    with (checkpoint / "actor_train" / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(b"\x55")
+    assert "has checksum" in refused(capsys, checkpoint, "-o", tmp_path / "out")
+
+
+def test_weights_without_their_float32_are_widened_and_that_is_said(runs, tmp_path: Path, capsys) -> None:
+    folder = runs["reward"][0] / "checkpoints" / "checkpoint-7" / "actor_train"
+    copy = shutil.copytree(folder, tmp_path / "model")
+    assert export(copy, "-o", tmp_path / "out", "--dtype", "fp32") == 0
+    assert "widened" in capsys.readouterr().err
+    stored = load_file(copy / "model.safetensors")
+    assert_equal(load_file(tmp_path / "out" / "model.safetensors"), {key: one.float() for key, one in stored.items()})
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [("1000", 1000), ("500MB", 5 * 10**8), ("4GiB", 4 * 2**30), ("1.5 g", 15 * 10**8)]
+)
+def test_sizes(size: str, expected: int) -> None:
+    assert num_bytes(size) == expected
+
+
+@pytest.mark.parametrize("size", ["", "0", "GB", "-1GB", "4 apples"])
+def test_a_wrong_size_is_refused(size: str) -> None:
+    with pytest.raises(ValueError, match="max-shard-size"):
+        num_bytes(size)
