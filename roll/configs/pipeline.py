@@ -56,9 +56,14 @@ class CheckpointConfig(Config):
     )
     post_save_hook: list[str] = Field(
         default_factory=list,
-        description="Program and arguments that are run once a checkpoint is in place, with its folder as one more "
-        "argument. The save ends with it; that it failed is a warning.",
+        description="Program and arguments that are run, without a shell, once a checkpoint is in place. Its folder is "
+        "one more argument, and in the variable ROLL_CHECKPOINT; the step is in ROLL_STEP. The save ends with it; "
+        "failures are warnings with the exit code, and are counted (checkpoint/hook_failures).",
     )
+    post_save_timeout: float = Field(
+        default=3600.0, gt=0, description="Seconds after which it is killed, with all that it has started."
+    )
+    post_save_required: bool = Field(default=False, description="A failure of it ends the run.")
 
     def problems(self) -> list[ConfigProblem]:
         return [

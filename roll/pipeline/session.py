@@ -17,6 +17,7 @@ from roll.report.render import render_index
 from roll.tracking.checkpointer import Checkpointer
 from roll.tracking.display import Display, closing_line
 from roll.tracking.monitor import PhaseTimer, Span, peak_memory_mb
+from roll.tracking.post_save import PostSaveHook
 from roll.tracking.run import RunFolder
 from roll.tracking.trackers import MultiTracker
 
@@ -40,11 +41,12 @@ class RunSession:
         self.folder = RunFolder(config.output_dir, config.exp_name, logs=config.logging_dir)
         self.display = Display(config.exp_name)
         self.timer = PhaseTimer()
+        saving = config.checkpoint_config
         self.checkpointer = Checkpointer(
-            config.checkpoint_config.output_dir or self.folder.checkpoints,
+            saving.output_dir or self.folder.checkpoints,
             config.max_ckpt_to_keep,
             background=config.async_save,
-            hook=config.checkpoint_config.post_save_hook,
+            hook=PostSaveHook(saving.post_save_hook, saving.post_save_timeout, required=saving.post_save_required),
         )
         self.renders = Path(config.render_save_dir) if config.render_save_dir else self.folder.renders
         self.resume_path = self.checkpointer.resolve(config.resume_from_checkpoint)
@@ -134,6 +136,7 @@ class RunSession:
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Reports one finished step everywhere; step 0 holds what was measured before training."""
         self.summary["steps"] = step
+        metrics = {**metrics, **self.checkpointer.hook.metrics()}
         self.folder.log_metrics(step, metrics)
         if self._tracker is not None and (step % self.config.logging_steps == 0 or step == self.config.max_steps):
             self._tracker.log(metrics, step)
@@ -143,6 +146,12 @@ class RunSession:
     def write_summary(self) -> None:
         if self.checkpointer.saved is not None:
             self.summary["checkpoint"] = str(self.checkpointer.saved)
+        if (hook := self.checkpointer.hook).runs:
+            self.summary["post_save_hook"] = {
+                "runs": hook.runs,
+                "failures": hook.failures,
+                "last_exit_code": hook.exit_code,
+            }
         self.summary |= {
             "wall_s": round(self.elapsed(), 2),
             "tokens_per_s": {name: round(rate, 1) for name, rate in self.timer.tokens_per_s().items()},

@@ -13,15 +13,15 @@ import logging
 import os
 import re
 import shutil
-import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from roll.tracking.post_save import PostSaveHook
 from roll.utils.checksums import WrittenFile, checksum_of
 from roll.utils.threads import in_background
 
@@ -66,7 +66,7 @@ class Checkpointer:
         max_to_keep: int = 0,
         *,
         background: bool = False,
-        hook: Sequence[str] = (),
+        hook: PostSaveHook | None = None,
     ) -> None:
         """Nothing is read or written yet.
 
@@ -74,7 +74,7 @@ class Checkpointer:
             folder: made when the first checkpoint is saved.
             max_to_keep: 0 keeps everything; the newest checkpoint is never removed.
             background: ``save`` returns before all is written; ``wait`` and ``check`` tell how it ended.
-            hook: program and arguments that are run with each checkpoint's folder, before older ones are removed.
+            hook: run with each checkpoint's folder, before older ones are removed.
         """
         if max_to_keep < 0:
             raise ValueError(f"max_ckpt_to_keep: got {max_to_keep}, expected 0 (keep all) or more")
@@ -83,7 +83,7 @@ class Checkpointer:
         self.saved: Path | None = None
         """Checkpoint that this object has saved last, whole and in place."""
         self._background = background
-        self._hook = tuple(hook)
+        self.hook = hook or PostSaveHook(())
         self._running: Future[None] | None = None
 
     def save(self, step: int, write: Write, state: Mapping[str, Any]) -> Path:
@@ -100,6 +100,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: the disk is full or fails, or a file is not as it was written. Earlier checkpoints stay.
+                Or the hook failed and is required; the checkpoint is whole.
         """
         self.wait()
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -117,9 +118,11 @@ class Checkpointer:
                 _write_manifest(temporary, step, self._next_timestamp(), files)
                 final = self._publish(temporary, step)
             logger.info("saved %s in %.1f s", final, time.monotonic() - started)
-            self._call_hook(final)
-            self._prune(keep=final)
             self.saved = final
+            problem = self.hook.run(final, step)
+            if problem is not None and self.hook.required:
+                raise CheckpointError(f"{problem}; the checkpoint is whole")
+            self._prune(keep=final)
 
         if self._background:
             self._running = in_background(complete, name="checkpoint")
@@ -218,22 +221,6 @@ class Checkpointer:
         _sync_folder(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
         return final
-
-    def _call_hook(self, path: Path) -> None:
-        if not self._hook:
-            return
-        try:
-            done = subprocess.run(
-                [*self._hook, str(path)], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-            )
-        except OSError as error:
-            logger.warning("checkpoint_config.post_save_hook after %s: %s", path.name, error)
-            return
-        if done.returncode:
-            said = (done.stderr or done.stdout).strip()[-2000:]
-            logger.warning(
-                "checkpoint_config.post_save_hook after %s ended with %d: %s", path.name, done.returncode, said
-            )
 
     def _remove_leftovers(self) -> None:
         """Deletes temporary folders of processes that are gone, and replaced ones whose successor is in place."""

@@ -22,6 +22,7 @@ import pytest
 from xxhash import xxh3_128
 
 from roll.tracking.checkpointer import MANIFEST_FILE, Checkpointer, CheckpointError, find_damage
+from roll.tracking.post_save import PostSaveHook
 from roll.tracking.rng import restore_rng_state, rng_state
 from roll.utils.checksums import WrittenFile
 
@@ -61,19 +62,19 @@ def test_old_checkpoints_are_pruned_but_never_the_newest(tmp_path: Path) -> None
     assert checkpointer.latest() == tmp_path / "checkpoint-4"
 
 
-HOOK = "import pathlib, sys; path = pathlib.Path(sys.argv[2]); (path.parent / sys.argv[1]).write_text(path.name)"
-
-
-def test_a_hook_is_run_with_each_checkpoint_and_may_fail(tmp_path: Path, caplog) -> None:
-    folder = tmp_path / "checkpoints"
-    Checkpointer(folder, hook=[sys.executable, "-c", HOOK, "last"]).save(3, write_weights(), {})
-    assert (folder / "last").read_text() == "checkpoint-3"
-    for step, hook in ((4, [sys.executable, "-c", "raise SystemExit('no room')"]), (5, ["/no/such/program"])):
-        checkpointer = Checkpointer(folder, hook=hook)
-        checkpointer.save(step, write_weights(), {})
-        assert checkpointer.latest() == folder / f"checkpoint-{step}"
-    assert "post_save_hook after checkpoint-4 ended with 1: no room" in caplog.text
-    assert "post_save_hook after checkpoint-5" in caplog.text and "/no/such/program" in caplog.text
+def test_a_hook_that_fails_costs_no_checkpoint_and_no_run_unless_it_is_required(tmp_path: Path, caplog) -> None:
+    hook = PostSaveHook([sys.executable, "-c", "raise SystemExit('no room')"])
+    checkpointer = Checkpointer(tmp_path, max_to_keep=1, hook=hook)
+    checkpointer.save(3, write_weights(), {})
+    saved = checkpointer.save(4, write_weights(), {})
+    assert checkpointer.latest() == checkpointer.saved == saved and names(tmp_path) == ["checkpoint-4"]
+    assert "post_save_hook after checkpoint-4 ended with exit code 1: no room" in caplog.text
+    assert (hook.runs, hook.failures) == (2, 2)
+    required = Checkpointer(tmp_path, hook=PostSaveHook(["false"], required=True), background=True)
+    required.save(5, write_weights(), {})
+    with pytest.raises(CheckpointError, match="checkpoint-5 ended with exit code 1; the checkpoint is whole"):
+        required.wait()
+    assert required.latest() == required.saved == tmp_path / "checkpoint-5"
 
 
 def test_zero_keeps_all_and_a_negative_limit_is_refused(tmp_path: Path) -> None:
