@@ -81,6 +81,25 @@ def check_precision(config: PipelineConfig) -> list[ConfigProblem]:
     return problems
 
 
+def check_optimizer(config: PipelineConfig) -> list[ConfigProblem]:
+    """A trained role has an optimizer that its engine can step with, and Muon whole matrices to orthogonalise."""
+    problems = []
+    for role, worker in sections(config):
+        seen, card = worker.training_args.optimizer, worker.strategy_args.card
+        if role not in TRAINED or seen == "adamw":
+            continue
+        path, strategy = f"{role}.training_args.optimizer", f"{role}.strategy_args.strategy_name"
+        if card is not None and seen not in card.optimizers:
+            expected = f"{' or '.join(card.optimizers)} with {worker.strategy_args.strategy_name}"
+            hint = "fsdp2_train makes each matrix whole for muon; partitions of this engine are not matrices"
+            problems.append(ConfigProblem(path, seen, expected, hint, involves=(strategy,)))
+        if role == "actor_train" and config.uses_lora:
+            key = f"{role}.model_args.lora_target"
+            expected = f"adamw with {key}: a factor of an adapter is not the matrix that the layer multiplies by"
+            problems.append(ConfigProblem(path, seen, expected, involves=(key,)))
+    return problems
+
+
 def compute_dtype(role: str, worker: WorkerConfig) -> tuple[str, str | None]:
     """The key that says what a role's model computes in, and its value; ``None``: the checkpoint decides."""
     if own := worker.strategy_args.typed().own_dtype:
@@ -113,5 +132,6 @@ ENGINE_RULES: tuple[Rule, ...] = (
     check_unread,
     check_rounding,
     check_precision,
+    check_optimizer,
     check_attention,
 )

@@ -19,10 +19,16 @@ _ONLY_OF: dict[str, tuple[str, ...]] = {
 
 
 class TrainingArguments(Config):
-    """AdamW, its schedule, and how many samples make one optimizer step."""
+    """The optimizer, its schedule, and how many samples make one optimizer step."""
 
+    optimizer: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description="What takes the steps. muon: orthogonalised momentum for the matrices of the decoder layers, with "
+        "updates as large as AdamW's, and AdamW for everything else (embeddings, heads, norms, biases, experts).",
+    )
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Decay of Muon's running mean of the gradient.")
     learning_rate: float = Field(default=1e-6, gt=0, description="Peak learning rate, reached after the warm-up.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of AdamW.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices.")
     weight_decay_end: float | None = Field(
         default=None, ge=0, description="Weight decay that is reached at the run's end; null: it is constant."
     )
@@ -93,6 +99,8 @@ class TrainingArguments(Config):
                     f"no such key with lr_scheduler_type {self.lr_scheduler_type}: read by {', '.join(schedules)}"
                 )
                 found.append(self.problem(key, expected, "lr_scheduler_type"))
+        if self.optimizer != "muon" and self.muon_momentum != type(self).model_fields["muon_momentum"].default:
+            found.append(self.problem("muon_momentum", f"no such key with optimizer {self.optimizer}", "optimizer"))
         if self.weight_decay_incr_style != "linear" and self.weight_decay_end is None:
             found.append(
                 self.problem("weight_decay_incr_style", "nothing without weight_decay_end", "weight_decay_end")

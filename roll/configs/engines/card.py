@@ -112,6 +112,8 @@ class EngineCard:
     """``None``: PyTorch and Transformers are enough."""
     source: ClassVar[EngineSource | None] = None
     """Where the engine names the arguments that options are passed on to."""
+    optimizers: ClassVar[tuple[str, ...]] = ("adamw",)
+    """Values of ``training_args.optimizer`` that it can train with."""
     trains_modules: ClassVar[bool] = False
     """Trains the modules of Transformers: has Ulysses, Liger kernels, and the attention that Transformers has."""
     ulysses_instead: ClassVar[str] = ""

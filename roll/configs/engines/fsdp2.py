@@ -82,6 +82,7 @@ class Fsdp2Card(EngineCard):
         "fsdp2_infer": Strategy(f"{_STRATEGIES}:Fsdp2Infer", scores=True),
     }
     options = Fsdp2Config
+    optimizers = ("adamw", "muon")
     trains_modules = True
     fit = "roll.distributed.strategy.fsdp2.fit:check_model"
 

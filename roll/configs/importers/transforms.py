@@ -141,6 +141,12 @@ def _schedule(value: Any) -> Any:
     )(value)
 
 
+def _optimizer(value: Any) -> Any:
+    """A class or name of an optimizer; null is AdamW."""
+    names = {"adam": "adamw", "adamw": "adamw", "muon": "muon"}
+    return _choice(names)("adamw" if value is None else str(value).lower())
+
+
 def _resume(value: Any) -> Any:
     return {"auto": True, "disable": False}.get(value, value)
 
@@ -159,6 +165,7 @@ TRANSFORMS: dict[str, Transform] = {
     "trackers": _trackers,
     "attention": _attention,
     "schedule": _schedule,
+    "optimizer": _optimizer,
     "resume": _resume,
     "first": _first_of,
     "wsd-fall": _choice({"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}),

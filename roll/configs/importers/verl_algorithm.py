@@ -91,7 +91,7 @@ def _kl(kind: object) -> str:
 
 
 def set_optimizer(draft: Draft, theirs: str, role: str) -> None:
-    """Warm-up, schedule and betas of a trained role, whose section of theirs is given."""
+    """Warm-up, schedule and betas (the critic's optimizer too) of a trained role, whose section of theirs is given."""
     base = f"{role}.training_args"
     steps = draft.theirs(f"{theirs}.lr_warmup_steps", -1)
     ratio = draft.theirs(f"{theirs}.lr_warmup_steps_ratio", 0.0)
@@ -127,6 +127,11 @@ def set_optimizer(draft: Draft, theirs: str, role: str) -> None:
     ):
         if schedule in readers and (value := draft.theirs(f"{theirs}.{key}")) is not None:
             draft.derive(f"{theirs}.{key}", f"{base}.{key}", value)
+    if role == "critic" and (name := draft.theirs(f"{theirs}.optimizer")) is not None:
+        try:
+            draft.derive(f"{theirs}.optimizer", f"{base}.optimizer", TRANSFORMS["optimizer"](name))
+        except Untranslatable as error:
+            draft.tell(Kind.IMPOSSIBLE, f"{theirs}.optimizer", name, f"{base}.optimizer", note=str(error))
     betas = draft.theirs(f"{theirs}.betas")
     if isinstance(betas, list) and len(betas) == 2:
         for number, beta in enumerate(betas, 1):

@@ -252,6 +252,22 @@ def test_wrong_types_and_ranges(problems, override, path, expected):
     assert expected in found[path].expected
 
 
+@pytest.mark.parametrize(
+    ("override", "key", "words"),
+    [
+        ("training_args.muon_momentum=0.9", "muon_momentum", "no such key with optimizer adamw"),
+        ("training_args.optimizer=sgd", "optimizer", "one of: adamw, muon"),
+        ("strategy_args={strategy_name: deepspeed_train}", "optimizer", "adamw with deepspeed_train"),
+        ("model_args.lora_target=q_proj", "optimizer", "a factor of an adapter"),
+    ],
+)
+def test_muon_is_for_whole_matrices(problems, load, override, key, words):
+    muon = "actor_train.training_args.optimizer=muon"
+    found = problems(*([muon] if key == "optimizer" else []), f"actor_train.{override}")
+    assert words in found[f"actor_train.training_args.{key}"].expected
+    assert load(muon).actor_train.training_args.optimizer == "muon"
+
+
 def test_numbers_in_environment_variables_become_text(load):
     assert load("system_envs.OMP_NUM_THREADS=1").system_envs == {"OMP_NUM_THREADS": "1"}
 

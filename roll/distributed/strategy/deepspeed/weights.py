@@ -93,6 +93,10 @@ class EngineWeights(ABC):
         shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
         return shape
 
+    def kinds(self, name: str) -> Sequence[str]:
+        """Kinds of the optimizer's state behind a trained parameter."""
+        return ADAM_STATE
+
     @abstractmethod
     def store(self, name: str, whole: Tensor) -> None:
         """Sets what the model computes with (collective; all ranks have ``whole``)."""

@@ -15,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll.distributed.strategy.training.optim import ADAM_STATE
-
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
@@ -106,7 +104,7 @@ def _shares(weights: Weights) -> Iterator[tuple[str, Tensor, Tensor]]:
     for name, share in weights.trained.items():
         parameter = weights.parameters[name]
         yield name, share.detach(), parameter
-        for kind in ADAM_STATE:
+        for kind in weights.kinds(name):
             yield f"{name}.{kind}", weights.optimizer.state[share][kind], parameter
 
 

@@ -21,6 +21,7 @@ from roll.configs.engines.fsdp2 import Fsdp2Config
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.fsdp2.activation_offload import OffloadedActivations
+from roll.distributed.strategy.fsdp2.muon import Muon
 from roll.distributed.strategy.fsdp2.shards import ShardCopies, load_shards, save_shards, shards_of
 from roll.distributed.strategy.fsdp2.weights import ReplicatedWeights, ShardedWeights, Weights
 from roll.distributed.strategy.training.checkpoint import (
@@ -32,7 +33,7 @@ from roll.distributed.strategy.training.checkpoint import (
 )
 from roll.distributed.strategy.training.hf_scorer import rank_info, recompute_activations
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
-from roll.distributed.strategy.training.optim import ADAM_STATE, make_adamw, set_rates
+from roll.distributed.strategy.training.optim import make_adamw, set_rates
 from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER
 from roll.distributed.strategy.training.trainer import Limits, join_group, local_device
 from roll.models.scoring import TokenScorer
@@ -84,7 +85,7 @@ class Fsdp2Infer(ModuleScorer[Weights]):
 
 
 class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
-    """Takes AdamW steps."""
+    """Takes AdamW or Muon steps."""
 
     def __init__(self, context: StrategyContext) -> None:
         super().__init__(context)
@@ -98,8 +99,11 @@ class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
         return info
 
     def reset_optimizer(self) -> None:
-        weights = self.weights
-        weights.optimizer = make_adamw(weights.trained, weights.parameters, self.context.worker.training_args)
+        weights, args = self.weights, self.context.worker.training_args
+        if args.optimizer == "muon":
+            weights.optimizer = Muon(weights, args)
+        else:
+            weights.optimizer = make_adamw(weights.trained, weights.parameters, args)
         self._state = TrainerState(total_optimizer_steps=self.context.total_optimizer_steps)
 
     def forward(self, micro_batch: Batch, limits: Limits) -> TokenScores:
@@ -158,9 +162,9 @@ class Fsdp2Train(ModuleTrainer[Weights], Fsdp2Infer):
     def move(self, what: States, device: torch.device) -> None:
         super().move(what, device)
         if States.OPTIMIZER in what and not self._config.cpu_offload:
-            for moments in self.weights.optimizer.state.values():
-                for name in ADAM_STATE:
-                    moments[name] = moments[name].to(device)
+            for name, share in self.weights.trained.items():
+                moments = self.weights.optimizer.state[share]
+                moments.update({kind: moments[kind].to(device) for kind in self.weights.kinds(name)})
 
 
 def _replicated(config: Fsdp2Config, world_size: int) -> bool:

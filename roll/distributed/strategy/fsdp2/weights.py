@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from roll.distributed.strategy.training.hf_scorer import decoder_layers
-from roll.distributed.strategy.training.optim import MASTER
+from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER, MOMENTUM
 from roll.distributed.strategy.training.pieces import Part, Region, Spread, everywhere, find_regions
 from roll.models.loading import resolve_dtype
 from roll.models.scoring import TokenScorer
@@ -114,10 +114,16 @@ class Weights(ABC):
         assert whole is not None
         self._kept(name, kind).copy_(self.share(name, whole))
 
+    def kinds(self, name: str) -> Sequence[str]:
+        """Kinds of the optimizer's state behind a trained parameter."""
+        state = self.optimizer.state[self.local[name]]
+        return [kind for kind in (*ADAM_STATE, MOMENTUM) if kind in state]
+
     def set_steps(self, steps: int) -> None:
         """Tells Adam how many steps it has taken, for its bias correction."""
         for share in self.trained.values():
-            self.optimizer.state[share]["step"].fill_(steps)
+            if "step" in (state := self.optimizer.state[share]):
+                state["step"].fill_(steps)
 
     def _kept(self, name: str, kind: str) -> Tensor:
         share = self.local[name]

@@ -31,7 +31,7 @@ from roll.distributed.strategy.training.checkpoint import (
     adapter_tensors,
     model_tensors,
 )
-from roll.distributed.strategy.training.optim import MASTER
+from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.distributed.strategy.training.pieces import Piece
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.loading import Head, make_skeleton, save_config
@@ -57,6 +57,10 @@ class TrainedModel:
     def _adapts(self) -> bool:
         """A LoRA adapter is all that is trained."""
         return self.context.lora is not None
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        return ADAM_STATE
 
     def tensors(self, kind: str) -> list[Piece]:
         def pieces(part: Part) -> list[Piece]:

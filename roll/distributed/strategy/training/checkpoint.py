@@ -27,7 +27,7 @@ from torch import Tensor
 
 from roll.configs.pipeline import PARTS
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
-from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
+from roll.distributed.strategy.training.optim import MASTER
 from roll.distributed.strategy.training.pieces import (
     Piece,
     Read,
@@ -99,14 +99,17 @@ def resume_folder(checkpoint: Path, role: str) -> Path:
 class Trained(Protocol):
     """Weights and moments that a trainer changes, under the names of the Hugging Face module.
 
-    A ``kind`` is one of Adam's moments or ``MASTER``, the float32 weights.
+    A ``kind`` is one of the optimizer's moments or ``MASTER``, the float32 weights.
     """
 
     @property
     def device(self) -> torch.device: ...
+    @property
+    def kinds(self) -> Sequence[str]:
+        """Of the optimizer's state."""
 
     def tensors(self, kind: str) -> Sequence[Piece]:
-        """All of a kind, in float32."""
+        """All of a kind, in float32; a parameter may have none of it."""
 
     def fill(self, kind: str, read: Reader) -> None:
         """Sets all of a kind (collective)."""
@@ -277,8 +280,8 @@ class BackgroundSaves:
 
 
 def optimizer_tensors(trained: Trained, *, masters: bool) -> list[Piece]:
-    """``<parameter>.exp_avg``, ``.exp_avg_sq``, and ``.master`` where the model is stored in fewer bits."""
-    kinds = (*ADAM_STATE, MASTER) if masters else ADAM_STATE
+    """``<parameter>.<kind>`` for each moment, and ``.master`` where the model is stored in fewer bits."""
+    kinds = (*trained.kinds, MASTER) if masters else trained.kinds
     return [
         piece.renamed(lambda name, kind=kind: f"{name}.{kind}")  # type: ignore[misc]
         for kind in kinds
@@ -338,11 +341,15 @@ def _restore_tensors(model: Path, resume: Path, trained: Trained, *, optimizer: 
         return
     with raise_on_all_ranks():
         stored = StoredTensors((resume / OPTIMIZER).parent)
+        if stored.kinds - {MASTER} != set(trained.kinds):
+            found, expected = (", ".join(sorted(set(kinds) - {MASTER})) for kinds in (stored.kinds, trained.kinds))
+            words = f"its optimizer has {found}; expected {expected}, those of training_args.optimizer here"
+            raise ValueError(f"{words}; checkpoint_config.load_contents without optimizer starts it anew")
     if MASTER in stored.kinds:
         trained.fill(MASTER, stored.reader(MASTER))
     else:
         trained.load(model)
-    for kind in ADAM_STATE:
+    for kind in trained.kinds:
         trained.fill(kind, stored.reader(kind))
 
 

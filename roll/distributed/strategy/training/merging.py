@@ -30,7 +30,7 @@ from roll.distributed.strategy.training.checkpoint import (
     write_contents,
 )
 from roll.distributed.strategy.training.module_weights import hf_piece
-from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
+from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER, MOMENTUM
 from roll.distributed.strategy.training.pieces import Piece, Spread, TensorForm, everywhere, piece_of
 from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER, StoredShards
 from roll.distributed.strategy.training.tensor_files import MAX_FILE_BYTES, Reader, StoredTensors
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CPU = torch.device("cpu")
+MOMENTS = (*ADAM_STATE, MOMENTUM)
 _CONFIG = "config.json"
 _CLASSIFIER = "ForSequenceClassification"
 _UNUSUAL = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")
@@ -159,7 +160,7 @@ def _sharded(export: Export, shards: Path) -> _Draft:
     if not any((shards / name).is_file() for name in (_CONFIG, ADAPTER_CONFIG)):
         raise ValueError(f"{shards}: no {_CONFIG} in it, an earlier version wrote none; continue from it and save")
     stored = StoredShards(shards)
-    spreads = {name: spread for name, spread in _spreads(stored).items() if name.rpartition(".")[2] not in ADAM_STATE}
+    spreads = {name: spread for name, spread in _spreads(stored).items() if name.rpartition(".")[2] not in MOMENTS}
     trunk = {name.removeprefix(MODEL_PREFIX): one for name, one in spreads.items() if name.startswith(MODEL_PREFIX)}
     if (shards / ADAPTER_CONFIG).is_file():
         return _adapter(export, shards, {adapter_name(name): one for name, one in trunk.items() if is_adapter(name)})

@@ -56,6 +56,9 @@ class ModuleWeights(Protocol):
     def shape(self, name: str) -> torch.Size:
         """The whole parameter's."""
 
+    def kinds(self, name: str) -> Sequence[str]:
+        """Kinds of the optimizer's state behind a trained parameter."""
+
     def spread(self, name: str, kind: str, dtype: torch.dtype) -> Spread:
         """State of a parameter, where it lies, ``MASTER`` as exact as there is (the only one of what is not trained).
 
@@ -78,11 +81,19 @@ class TrainedModule:
     def device(self) -> torch.device:
         return self.weights.device
 
+    @property
+    def kinds(self) -> Sequence[str]:
+        return sorted({kind for name in self.weights.trained for kind in self.weights.kinds(name)})
+
     def tensors(self, kind: str) -> list[Piece]:
-        return [_float32(self.weights, name, _stored_name(name), kind) for name in self.weights.trained]
+        return [_float32(self.weights, name, _stored_name(name), kind) for name in self._with(kind)]
 
     def fill(self, kind: str, read: Reader) -> None:
-        _fill(self.weights, self.weights.trained, kind, lambda name: read(_stored_name(name)))
+        _fill(self.weights, self._with(kind), kind, lambda name: read(_stored_name(name)))
+
+    def _with(self, kind: str) -> list[str]:
+        """Names of the trained parameters that have a kind of state."""
+        return [name for name in self.weights.trained if kind == MASTER or kind in self.weights.kinds(name)]
 
     def load(self, path: Path) -> None:
         weights = self.weights

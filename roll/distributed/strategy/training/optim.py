@@ -13,10 +13,11 @@ if TYPE_CHECKING:
     from roll.configs.training import TrainingArguments
 
 ADAM_STATE = ("exp_avg", "exp_avg_sq")
+MOMENTUM = "momentum_buffer"
 DECAYS = "decays"
 """Key of a parameter group that weight decay is for."""
 MASTER = "master"
-"""The kinds of state behind a trained parameter: Adam's moments, and its float32 weights."""
+"""The kinds of state behind a trained parameter: Adam's moments or Muon's, and its float32 weights."""
 
 
 def make_adamw(

@@ -46,6 +46,7 @@ SAMPLES: dict[str, Any] = {
     "trackers": ["console"],
     "attention": "flash_attention_2",
     "schedule": "cosine",
+    "optimizer": "Muon",
     "wsd-fall": "1-sqrt",
     "resume": "auto",
     "dtype": "bfloat16",
