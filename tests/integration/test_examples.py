@@ -1,4 +1,4 @@
-"""What the documents tell a user to do, done: environments of one's own, of gymnasium and TextArena, and the README's pictures."""
+"""What the documents tell a user to do, done: environments of one's own and of libraries, and the README's pictures."""
 
 from __future__ import annotations
 

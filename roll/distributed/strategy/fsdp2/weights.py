@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from roll.distributed.strategy.training.hf_scorer import decoder_layers
-from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER, MOMENTUM
+from roll.distributed.strategy.training.optim import MASTER, MOMENTS
 from roll.distributed.strategy.training.pieces import Part, Region, Spread, everywhere, find_regions
 from roll.models.loading import resolve_dtype
 from roll.models.scoring import TokenScorer
@@ -117,7 +117,7 @@ class Weights(ABC):
     def kinds(self, name: str) -> Sequence[str]:
         """Kinds of the optimizer's state behind a trained parameter."""
         state = self.optimizer.state[self.local[name]]
-        return [kind for kind in (*ADAM_STATE, MOMENTUM) if kind in state]
+        return [kind for kind in MOMENTS if kind in state]
 
     def set_steps(self, steps: int) -> None:
         """Tells Adam how many steps it has taken, for its bias correction."""

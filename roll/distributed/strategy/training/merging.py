@@ -30,7 +30,7 @@ from roll.distributed.strategy.training.checkpoint import (
     write_contents,
 )
 from roll.distributed.strategy.training.module_weights import hf_piece
-from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER, MOMENTUM
+from roll.distributed.strategy.training.optim import MASTER, MOMENTS
 from roll.distributed.strategy.training.pieces import Piece, Spread, TensorForm, everywhere, piece_of
 from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER, StoredShards
 from roll.distributed.strategy.training.tensor_files import MAX_FILE_BYTES, Reader, StoredTensors
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CPU = torch.device("cpu")
-MOMENTS = (*ADAM_STATE, MOMENTUM)
 _CONFIG = "config.json"
 _CLASSIFIER = "ForSequenceClassification"
 _UNUSUAL = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 ADAM_STATE = ("exp_avg", "exp_avg_sq")
 MOMENTUM = "momentum_buffer"
-DECAYS = "decays"
-"""Key of a parameter group that weight decay is for."""
+MOMENTS = (*ADAM_STATE, MOMENTUM)
 MASTER = "master"
 """The kinds of state behind a trained parameter: Adam's moments or Muon's, and its float32 weights."""
+DECAYS = "decays"
+"""Key of a parameter group that weight decay is for."""
 
 
 def make_adamw(
