@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -47,7 +48,12 @@ def paused_collector() -> Iterator[None]:
 
 
 def _spare_what_is_here() -> None:
-    """Collects what has become garbage since the last time; what is left is never looked at again."""
+    """Collects what has become garbage since the last time; what is left is not looked at again before the end.
+
+    There it has to be: Triton prints pages about leaked objects behind a run's last line otherwise.
+    """
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+    atexit.unregister(gc.unfreeze)
+    atexit.register(gc.unfreeze)

@@ -1,0 +1,28 @@
+"""The garbage collector of a process that spares what is there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import gc
+from roll.utils.collector import calm_collector
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        print("freed")
+
+kept = Cycle()
+calm_collector()
+del kept
+gc.collect()
+print("spared")
+"""
+
+
+def test_what_was_spared_is_freed_when_the_process_ends():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["spared", "freed"]
