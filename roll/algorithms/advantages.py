@@ -19,6 +19,7 @@ from torch import Tensor
 from roll.algorithms.checks import require_columns, require_finite, require_rewards
 from roll.algorithms.episodes import Episodes, find_episodes, reverse_recurrence
 from roll.algorithms.statistics import STD_EPS, group_moments, whiten
+from roll.algorithms.token_baselines import optimal_token_baseline, tir_optimal_token_baseline
 from roll.configs.algorithm import AlgorithmConfig
 from roll.data.batch import Batch
 from roll.utils.registry import Registry
@@ -272,12 +273,14 @@ for _estimator in (
     grpo,
     grpo_passk,
     opo,
+    optimal_token_baseline,
     reinforce,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     remax,
     rloo,
     step_reinforce,
+    tir_optimal_token_baseline,
 ):
     ADVANTAGES.register(_estimator.__name__, _estimator)
 

@@ -82,6 +82,20 @@ def importance_weights(log_ratio_M: Tensor, levels: Levels, config: IsWeightConf
     return ratio_M if config.upper_bound is None else ratio_M.clamp(max=config.upper_bound)
 
 
+def batch_weights(batch: Batch, config: IsWeightConfig) -> tuple[Tensor, Tensor]:
+    """float64 [M] each: the importance weights of the sampled tokens, cut, and the same as they count in the loss.
+
+    The latter are divided by their mean with ``batch_normalize``.
+
+    Raises:
+        ValueError: log-probabilities are missing or not finite.
+    """
+    trained_M, generated_M = engine_logprobs(batch, "train_infer_correction.is_weight")
+    levels = Levels.of(batch, batch.loss_mask_T.nonzero().squeeze(1))
+    cut_M = importance_weights(trained_M - generated_M, levels, config)
+    return cut_M, cut_M / levels.mean(cut_M, config.weight_type) if config.batch_normalize else cut_M
+
+
 def passes_filter(trained_M: Tensor, generated_M: Tensor, levels: Levels, config: TrainInferFilterConfig) -> Tensor:
     """bool [M]: the tokens whose engines agree well enough; both bounds belong to the interval.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.checks import require_columns, require_finite
-from roll.algorithms.correction import Levels, engine_logprobs, importance_weights, passes_filter
+from roll.algorithms.correction import Levels, batch_weights, engine_logprobs, passes_filter
 from roll.algorithms.episodes import find_episodes
 from roll.algorithms.statistics import group_moments
 from roll.configs.algorithm import AlgorithmConfig
@@ -86,14 +86,10 @@ def _token_weights(
     factors: list[Tensor] = []  # float64 [M]
     is_weight = config.train_infer_correction.is_weight
     if is_weight.enabled and is_weight.detach:
-        trained_M, generated_M = engine_logprobs(batch, "train_infer_correction.is_weight")
-        levels = Levels.of(batch, mask_T.nonzero().squeeze(1))
-        weight_M = importance_weights(trained_M - generated_M, levels, is_weight)
-        capped_M = weight_M == (torch.inf if is_weight.upper_bound is None else is_weight.upper_bound)
-        metrics["mismatch/is_weight_mean"] = _mean(weight_M)
+        cut_M, weight_M = batch_weights(batch, is_weight)
+        capped_M = cut_M == (torch.inf if is_weight.upper_bound is None else is_weight.upper_bound)
+        metrics["mismatch/is_weight_mean"] = _mean(cut_M)
         metrics["mismatch/is_weight_capped_frac"] = _mean(capped_M)
-        if is_weight.batch_normalize:
-            weight_M = weight_M / levels.mean(weight_M, is_weight.weight_type)
         factors.append(weight_M)
     if config.difficulty_loss_weight:
         factors.append(difficulty_weights(batch)[batch.rows_T[mask_T]])

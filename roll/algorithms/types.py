@@ -27,6 +27,9 @@ class TokenScores:
     is 0."""
     hit_T: Tensor | None = None
     """float32 1 where the model finds no token likelier than this one, else 0; 0 where the loss mask is 0."""
+    squares_T: Tensor | None = None
+    """float32 sum of the squared probabilities of the distribution that the token was drawn from; 0 where the loss mask
+    is 0."""
     divergence_T: Tensor | None = None
     """float32 divergence (nats) of the model from its teacher, see ``roll.algorithms.divergences``; 0 where the loss
     mask is 0."""

@@ -19,17 +19,22 @@ ADV_ESTIMATORS: tuple[str, ...] = (
     "grpo",
     "grpo_passk",
     "opo",
+    "optimal_token_baseline",
     "reinforce",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "remax",
     "rloo",
     "step_reinforce",
+    "tir_optimal_token_baseline",
 )
 """Names that ``adv_estimator`` accepts besides ``package.module:function``."""
 
 STATE_ESTIMATORS: tuple[str, ...] = ("gigpo", "step_reinforce")
 """Those that compare turns which start from the same state; every turn must be a sample of its own."""
+
+TOKEN_BASELINES: tuple[str, ...] = ("optimal_token_baseline", "tir_optimal_token_baseline")
+"""Those that weigh tokens by the probabilities of the policy before the update."""
 
 PG_VARIANTS: tuple[str, ...] = (
     "cispo",
@@ -335,6 +340,11 @@ class AlgorithmConfig(Config):
         return self.adv_estimator == "remax"
 
     @property
+    def sums_squares(self) -> bool:
+        """Tells whether the trainer sums the squared probabilities of what it scores before the update."""
+        return self.adv_estimator in TOKEN_BASELINES
+
+    @property
     def uses_full_kl(self) -> bool:
         """Tells whether the KL over the vocabulary is computed, for which the reference's hidden states travel."""
         in_reward = self.add_token_level_kl and self.kl_penalty == "full"
@@ -366,6 +376,7 @@ class AlgorithmConfig(Config):
         return not self.bypasses_old_logprobs and (
             self.enable_old_logprobs_recompute
             or self.add_token_level_kl
+            or self.sums_squares
             or self.train_infer_correction.uses_old_logprobs
         )
 
@@ -390,6 +401,10 @@ class AlgorithmConfig(Config):
         if not self.norm_adv_by_std_in_grpo and self.adv_estimator not in ("grpo", "grpo_passk"):
             expected = f"true {estimator}, which does not read it"
             yield self.problem("norm_adv_by_std_in_grpo", expected, "adv_estimator")
+        if self.sums_squares and self.bypasses_old_logprobs:
+            bypass = "train_infer_correction.bypass"
+            expected = f"another with {bypass}: its weights are probabilities that the trainer then does not compute"
+            yield self.problem("adv_estimator", expected, bypass)
         if self.adv_estimator == "remax" and self.whiten_rewards:
             expected = f"false {estimator}, whose baseline is a score as it is"
             yield self.problem("whiten_rewards", expected, "adv_estimator")

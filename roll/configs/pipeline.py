@@ -280,6 +280,11 @@ class PipelineConfig(RunConfig):
         return False
 
     @property
+    def sums_squares(self) -> bool:
+        """Whether the trained model tells the sums of squared probabilities of what it scores."""
+        return False
+
+    @property
     def uses_reference(self) -> bool:
         """Tells whether the policy is compared with the one that it started from."""
         return False

@@ -85,6 +85,9 @@ class Batch:
     that token; 0 elsewhere. Only where the KL is taken over the whole vocabulary."""
     kl_T: Tensor | None = None
     """float32: KL of the training engine's policy before the update to the reference, over the vocabulary."""
+    squares_T: Tensor | None = None
+    """float32: the sum of the squared probabilities that the policy before the update has in each sampled token's
+    place."""
     values_T: Tensor | None = None
     """float32: the critic's value predictions."""
     advantages_T: Tensor | None = None

@@ -68,6 +68,7 @@ class TokenScorer(nn.Module):
         value_head: makes this a critic.
         returns_hidden: also gives the hidden states that the tokens are predicted from.
         marks_hits: also tells which tokens are the model's first choice.
+        sums_squares: also gives the sums of squared probabilities.
         top_k: also tells so many of the likeliest tokens in each place (a teacher).
         num_ids: with ``top_k``, only ids below this count; ``None``: all.
     """
@@ -80,6 +81,7 @@ class TokenScorer(nn.Module):
         value_head: ValueHead | None = None,
         returns_hidden: bool = False,
         marks_hits: bool = False,
+        sums_squares: bool = False,
         top_k: int = 0,
         num_ids: int | None = None,
     ) -> None:
@@ -87,6 +89,7 @@ class TokenScorer(nn.Module):
         self._takes_plans = planned_attention.enable(model)
         self.returns_hidden = returns_hidden
         self.marks_hits = marks_hits
+        self.sums_squares = sums_squares
         self.top_k = top_k
         self.num_ids = num_ids
         self.reference_layer: OutputLayer | None = None
@@ -170,6 +173,8 @@ class TokenScorer(nn.Module):
         if self.marks_hits:
             with torch.no_grad():
                 scores["hit_T"] = (scores["logprobs_T"] >= all_logprobs_KV.amax(-1)).float()
+        if self.sums_squares:
+            scores["squares_T"] = probabilities_KV.detach().square().sum(-1)
         if ref_hidden_KH is not None:
             if self.reference_layer is None:
                 raise ValueError("kl_penalty 'full': this model holds no output layer of the reference to compare with")

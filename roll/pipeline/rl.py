@@ -320,4 +320,5 @@ def _with_scores(
             columns["ref_hidden_TH"] = scores.hidden_TH
         elif name == "old_logprobs_T":
             columns["kl_T"] = scores.kl_T
+            columns["squares_T"] = scores.squares_T
     return batch.replace(**columns)

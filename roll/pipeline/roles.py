@@ -218,6 +218,7 @@ class Roles:
             num_ids=self._teaching.num_ids if role == "teacher" else None,
             comparison=self._teaching.comparison if role == "actor_train" else None,
             marks_hits=role == "actor_train" and config.marks_hits,
+            sums_squares=role == "actor_train" and config.sums_squares,
             keeps_output_layer=role == "actor_train" and config.uses_full_kl,
             seed=config.seed,
             temperature=config.teacher_temperature if role == "teacher" else config.scoring_temperature,

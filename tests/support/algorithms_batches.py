@@ -119,6 +119,7 @@ def to_batch(
         share_B=None if branch_seed is None else torch.tensor(shares, dtype=torch.float64),
         values_T=column("value"),
         old_logprobs_T=column("old_logprob"),
+        squares_T=torch.tensor([t.sampled * np.exp(2 * t.old_logprob) for _, _, t in flat], dtype=torch.float32),
         ref_logprobs_T=column("ref_logprob"),
         rollout_logprobs_T=column("rollout_logprob"),
     )

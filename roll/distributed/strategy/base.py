@@ -73,6 +73,8 @@ class StrategyContext:
     """A language model's scores hold its final hidden states (a reference, with ``kl_penalty: full``)."""
     marks_hits: bool = False
     """A language model's scores tell which tokens are its first choice (``TokenScores.hit_T``)."""
+    sums_squares: bool = False
+    """A language model's scores hold the sums of squared probabilities (``TokenScores.squares_T``)."""
     keeps_output_layer: bool = False
     """A trainer keeps a frozen copy of the output layer that it starts with, which turns a reference's hidden states
     into the distribution that its KL is taken to."""

@@ -27,6 +27,7 @@ from roll.configs.agentic import AgenticConfig
 from roll.configs.algorithm import (
     ADV_ESTIMATORS,
     PG_VARIANTS,
+    TOKEN_BASELINES,
     AlgorithmConfig,
     KlPenalty,
     LossAggMode,
@@ -70,6 +71,8 @@ WEIGHT = "train_infer_correction.is_weight.enabled=true"
 LIVE = f"{WEIGHT} train_infer_correction.is_weight.detach=false"
 RANGE = "use_pg_clip_range=true"
 FILTERS = "train_infer_correction.filters"
+ASKING = ("grpo", "remax", *TOKEN_BASELINES)
+"""Where the comparison starts, and the estimators that ask for more than a batch has."""
 
 
 def filters(**keys: Any) -> str:
@@ -84,7 +87,9 @@ CASES: list[tuple[str, str, str]] = [
     ("run", "adv_estimator=gae", "critic_warmup=3"),
     ("run", "", "enable_old_logprobs_recompute=true"),
     # Advantages
-    *(("advantages", "adv_estimator=grpo", f"adv_estimator={x}") for x in ADV_ESTIMATORS if x not in ("grpo", "remax")),
+    *(("advantages", "adv_estimator=grpo", f"adv_estimator={x}") for x in ADV_ESTIMATORS if x not in ASKING),
+    *(("run", "adv_estimator=grpo", f"adv_estimator={x}") for x in TOKEN_BASELINES),  # the trainer has to score
+    ("advantages", f"adv_estimator={TOKEN_BASELINES[0]}", f"adv_estimator={TOKEN_BASELINES[1]}"),
     ("run", "adv_estimator=grpo", "adv_estimator=remax"),  # needs greedy episodes; the advantages are checked below
     ("advantages", "adv_estimator=rloo", "adv_estimator=grpo"),
     ("advantages", "adv_estimator=grpo", "norm_adv_by_std_in_grpo=false"),
@@ -299,7 +304,7 @@ def run_properties(config: AgenticConfig, batch: Batch) -> list[float]:
         pipeline.kl_loss_controller.coef != config.kl_loss_coef,
         config.needs_greedy_baseline,
         recorders.actor.trained,
-        *(x for c in contexts for x in (c.max_grad_norm, c.l2, c.returns_hidden, c.keeps_output_layer)),
+        *(x for c in contexts for x in (c.max_grad_norm, c.l2, c.returns_hidden, c.keeps_output_layer, c.sums_squares)),
     ]
 
 

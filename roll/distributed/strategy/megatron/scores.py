@@ -56,6 +56,7 @@ class TokenScorer:
         share: of the vocabulary.
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
         marks_hits: also tells which tokens are the model's first choice.
+        sums_squares: also gives the sums of squared probabilities.
         top_k: also tells so many of the likeliest tokens in each place.
         num_ids: with ``top_k``, only ids below this count; ``None``: all.
     """
@@ -67,9 +68,11 @@ class TokenScorer:
         marks_hits: bool = False,
         top_k: int = 0,
         num_ids: int | None = None,
+        sums_squares: bool = False,
     ) -> None:
         self.share = share
         self.marks_hits = marks_hits
+        self.sums_squares = sums_squares
         self.top_k = top_k
         self.num_ids = num_ids
         self.comparison: Comparison | None = None
@@ -120,6 +123,8 @@ class TokenScorer:
             with torch.no_grad():
                 highest_K = _reduced(logprobs_KV.amax(-1), group, dist.ReduceOp.MAX)
                 scores["hit_T"] = (scores["logprobs_T"] >= highest_K).float()
+        if self.sums_squares:
+            scores["squares_T"] = _reduced(probabilities_KV.detach().square().sum(-1), group)
         if ref_hidden_KH is not None:
             if self.reference_weight_VH is None:
                 raise ValueError("kl_penalty 'full': this model holds no output layer of the reference to compare with")

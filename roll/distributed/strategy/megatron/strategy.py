@@ -83,7 +83,9 @@ class MegatronInfer(Scorer):
         if context.lora is not None:
             add_adapter(self.model, context, context.lora, self.options)
         share = self.model.vocabulary()
-        self._scorer = TokenScorer(share, context.temperature, context.marks_hits, context.top_k, context.num_ids)
+        self._scorer = TokenScorer(
+            share, context.temperature, context.marks_hits, context.top_k, context.num_ids, context.sums_squares
+        )
         if context.comparison is not None and self.model.last is not None:
             width = self.model.output_weight().shape[0]
             found = make_comparison(context.comparison, share, context.temperature, width, self._model_dtype)
@@ -225,6 +227,7 @@ class MegatronInfer(Scorer):
             return ["values_T"]
         wanted = {
             "hit_T": self.context.marks_hits,
+            "squares_T": self.context.sums_squares,
             "kl_T": one.micro_batch.ref_hidden_TH is not None,
             "hidden_TH": self.context.returns_hidden,
             "divergence_T": TeacherView.of(one.micro_batch) is not None,

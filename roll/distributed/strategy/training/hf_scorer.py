@@ -51,6 +51,7 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         value_head=head,
         returns_hidden=context.returns_hidden,
         marks_hits=context.marks_hits,
+        sums_squares=context.sums_squares,
         top_k=context.top_k,
         num_ids=context.num_ids,
     )
