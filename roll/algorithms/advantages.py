@@ -18,7 +18,8 @@ from torch import Tensor
 
 from roll.algorithms.checks import require_columns, require_finite, require_rewards
 from roll.algorithms.episodes import Episodes, find_episodes, reverse_recurrence
-from roll.algorithms.statistics import STD_EPS, group_moments, whiten
+from roll.algorithms.reward_parts import gdpo
+from roll.algorithms.statistics import STD_EPS, group_mean, group_moments, group_normalised, whiten
 from roll.algorithms.token_baselines import optimal_token_baseline, tir_optimal_token_baseline
 from roll.configs.algorithm import AlgorithmConfig
 from roll.data.batch import Batch
@@ -67,9 +68,9 @@ def grpo(batch: Batch, config: AlgorithmConfig) -> Batch:
     """
     episodes, score_J, group_J = _grouped_scores(batch, config)
     if config.norm_adv_by_std_in_grpo:
-        advantage_J = _group_normalised(score_J, group_J)
+        advantage_J = group_normalised(score_J, group_J)
     else:
-        advantage_J = score_J - _group_mean(score_J, group_J)
+        advantage_J = score_J - group_mean(score_J, group_J)
     return _with_scores(batch, episodes, advantage_J, score_J)
 
 
@@ -102,7 +103,7 @@ def rloo(batch: Batch, config: AlgorithmConfig) -> Batch:
     episodes, score_J, group_J = _grouped_scores(batch, config)
     _, _, count_J = group_moments(score_J, group_J)
     # The mean is taken out first, so that equal scores give exactly 0.
-    advantage_J = (score_J - _group_mean(score_J, group_J)) * count_J / (count_J - 1).clamp(min=1)
+    advantage_J = (score_J - group_mean(score_J, group_J)) * count_J / (count_J - 1).clamp(min=1)
     return _with_scores(batch, episodes, advantage_J, score_J)
 
 
@@ -134,7 +135,7 @@ def gpg(batch: Batch, config: AlgorithmConfig) -> Batch:
     """
     episodes, score_J, group_J = _grouped_scores(batch, config)
     scale = len(score_J) / max(int(torch.count_nonzero(score_J)), 1)
-    return _with_scores(batch, episodes, scale * (score_J - _group_mean(score_J, group_J)), score_J)
+    return _with_scores(batch, episodes, scale * (score_J - group_mean(score_J, group_J)), score_J)
 
 
 def reinforce(batch: Batch, config: AlgorithmConfig) -> Batch:
@@ -172,7 +173,7 @@ def reinforce_plus_plus_baseline(batch: Batch, config: AlgorithmConfig) -> Batch
     """
     episodes, score_J, group_J = _grouped_scores(batch, config)
     episode_M = episodes.episode_K[episodes.turn_M]
-    advantage_M = whiten((score_J - _group_mean(score_J, group_J))[episode_M])
+    advantage_M = whiten((score_J - group_mean(score_J, group_J))[episode_M])
     return batch.replace(
         advantages_T=episodes.scatter(advantage_M, batch.tokens_T),
         returns_T=episodes.scatter(score_J[episode_M], batch.tokens_T),
@@ -262,12 +263,13 @@ def gigpo(batch: Batch, config: AlgorithmConfig) -> Batch:
     episodes, return_K, state_K, group_J, score_J = _step_returns(batch, config)
     mean_K, std_K, _ = group_moments(return_K, state_K)
     step_K = (return_K - mean_K) / (std_K + STD_EPS)
-    episode_J = _group_normalised(score_J, group_J)
+    episode_J = group_normalised(score_J, group_J)
     return _with_turn_columns(batch, episodes, _weighted(step_K, episode_J, episodes, config), return_K)
 
 
 for _estimator in (
     gae,
+    gdpo,
     gigpo,
     gpg,
     grpo,
@@ -374,19 +376,6 @@ def _grouped_scores(batch: Batch, config: AlgorithmConfig) -> tuple[Episodes, Te
 def _group_of_episode(batch: Batch, episodes: Episodes) -> Tensor:
     assert batch.group_B is not None
     return episodes.of_episode(batch.group_B)
-
-
-def _group_mean(score_J: Tensor, group_J: Tensor) -> Tensor:
-    """Mean score of each episode's group, 0 for an episode alone in it: nothing to compare with."""
-    mean_J, _, count_J = group_moments(score_J, group_J)
-    return torch.where(count_J == 1, torch.zeros_like(mean_J), mean_J)
-
-
-def _group_normalised(score_J: Tensor, group_J: Tensor) -> Tensor:
-    """(R - mean) / (std + 1e-6) within groups; a group of one has mean 0 and standard deviation 1."""
-    _, std_J, count_J = group_moments(score_J, group_J)
-    std_J = torch.where(count_J == 1, torch.ones_like(std_J), std_J)
-    return (score_J - _group_mean(score_J, group_J)) / (std_J + STD_EPS)
 
 
 def _weighted(step_K: Tensor, episode_J: Tensor, episodes: Episodes, config: AlgorithmConfig) -> Tensor:

@@ -35,6 +35,19 @@ def group_moments(values_N: Tensor, group_N: Tensor) -> tuple[Tensor, Tensor, Te
     return mean_G[index_N], std_G[index_N], count_G[index_N]
 
 
+def group_mean(values_N: Tensor, group_N: Tensor) -> Tensor:
+    """float64 [N]: mean of each value's group, 0 for a value alone in it: nothing to compare with."""
+    mean_N, _, count_N = group_moments(values_N, group_N)
+    return torch.where(count_N == 1, torch.zeros_like(mean_N), mean_N)
+
+
+def group_normalised(values_N: Tensor, group_N: Tensor) -> Tensor:
+    """float64 [N]: (x - mean) / (std + 1e-6) within groups; a group of one has mean 0 and standard deviation 1."""
+    _, std_N, count_N = group_moments(values_N, group_N)
+    std_N = torch.where(count_N == 1, torch.ones_like(std_N), std_N)
+    return (values_N - group_mean(values_N, group_N)) / (std_N + STD_EPS)
+
+
 def whiten(values_N: Tensor) -> Tensor:
     """Values to mean 0 and (unbiased) variance 1: ``(x - mean) / sqrt(var + 1e-8)``. A lone value becomes 0."""
     centred_N = values_N - values_N.mean() if len(values_N) else values_N

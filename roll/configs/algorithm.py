@@ -14,6 +14,7 @@ from roll.configs.problems import ConfigProblem
 
 ADV_ESTIMATORS: tuple[str, ...] = (
     "gae",
+    "gdpo",
     "gigpo",
     "gpg",
     "grpo",
@@ -67,6 +68,20 @@ SWITCHES: dict[str, str] = {
     "pg_clip_low": "use_pg_clip_range",
 }
 """Keys that are read only when another one is true."""
+
+_SHAPING: dict[str, object] = {
+    "add_len_reward": False,
+    "add_token_level_kl": False,
+    "norm_mean_type": None,
+    "norm_std_type": None,
+    "overlong_buffer.enable": False,
+    "reward_clip": None,
+    "reward_norm": None,
+    "reward_normalization.method": "identity",
+    "use_reward_scaling": False,
+    "whiten_rewards": False,
+}
+"""Keys that change rewards before advantages, and the values with which they do not."""
 
 KlPenalty = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+", "full"
@@ -131,6 +146,14 @@ class AlgorithmConfig(Config):
     norm_adv_by_std_in_grpo: bool = Field(
         True,
         description="`grpo` and `grpo_passk` divide by the group's standard deviation; false is Dr. GRPO.",
+    )
+    gdpo_reward_keys: list[str] = Field(
+        [],
+        description="Rewards that `gdpo` normalises apart: `<verifier>/score` and `<verifier>/<part>` of the domain's "
+        "verifiers (RLVR), or numbers of the environment's last info (agentic).",
+    )
+    gdpo_reward_weights: list[float] | None = Field(
+        None, description="Their weights in the advantage, in the same order; null: 1 each."
     )
     gamma: float = Field(1.0, ge=0, le=1, description="Discount per sampled token.")
     lambd: float = Field(0.95, ge=0, le=1, description="GAE's lambda; 1 gives Monte Carlo returns, 0 one-step TD.")
@@ -401,6 +424,7 @@ class AlgorithmConfig(Config):
         if not self.norm_adv_by_std_in_grpo and self.adv_estimator not in ("grpo", "grpo_passk"):
             expected = f"true {estimator}, which does not read it"
             yield self.problem("norm_adv_by_std_in_grpo", expected, "adv_estimator")
+        yield from self._gdpo_problems()
         if self.sums_squares and self.bypasses_old_logprobs:
             bypass = "train_infer_correction.bypass"
             expected = f"another with {bypass}: its weights are probabilities that the trainer then does not compute"
@@ -410,6 +434,26 @@ class AlgorithmConfig(Config):
             yield self.problem("whiten_rewards", expected, "adv_estimator")
         if self.critic_warmup and self.adv_estimator in ADV_ESTIMATORS and self.adv_estimator != "gae":
             yield self.problem("critic_warmup", f"0 {estimator}, which has no critic", "adv_estimator")
+
+    def _gdpo_problems(self) -> Iterator[ConfigProblem]:
+        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
+        if self.adv_estimator != "gdpo":
+            for key in ("gdpo_reward_keys", "gdpo_reward_weights"):
+                if getattr(self, key):
+                    expected = f"no such key with adv_estimator {self.adv_estimator}, which does not read it"
+                    yield self.problem(key, expected, "adv_estimator")
+            return
+        if not keys or len(set(keys)) < len(keys):
+            yield self.problem("gdpo_reward_keys", "at least one name, every one once", "adv_estimator")
+        if weights is not None and len(weights) != len(keys):
+            expected = f"null, or {len(keys)} numbers: one for each of gdpo_reward_keys"
+            yield self.problem("gdpo_reward_weights", expected, "gdpo_reward_keys")
+        for key, neutral in _SHAPING.items():
+            section, _, name = key.rpartition(".")
+            seen = getattr(getattr(self, section) if section else self, name)
+            if seen != neutral:
+                expected = f"{'null' if neutral is None else str(neutral).lower()} with adv_estimator gdpo"
+                yield self.problem(key, f"{expected}, which reads the rewards apart, not their sum", "adv_estimator")
 
     def _reward_problems(self) -> Iterator[ConfigProblem]:
         if self.use_reward_norm and not self.use_reward_scaling:

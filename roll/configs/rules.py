@@ -80,6 +80,9 @@ def check_rl_roles(config: RLConfig) -> list[ConfigProblem]:
     if other is not None and config.uses_full_kl:
         expected = "an estimator such as k3: hidden states of another model fit no output layer of the policy"
         problems.append(ConfigProblem("kl_penalty", config.kl_penalty, expected, involves=("reference_pretrain",)))
+    if config.teacher is not None and config.opd_form == "reward" and config.adv_estimator == "gdpo":
+        expected = "advantage or loss with adv_estimator gdpo, which reads rewards by name"
+        problems.append(ConfigProblem("opd_form", config.opd_form, expected, involves=("adv_estimator", "teacher")))
     if config.uses_lora and config.uses_full_kl:
         expected = "an estimator such as k3: with lora_target no reference sends hidden states"
         problems.append(

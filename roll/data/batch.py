@@ -52,6 +52,8 @@ class Batch:
     """int64: index of the environment tag."""
     scores_B: Tensor | None = None
     """float32: undiscounted episode score of the row's trajectory."""
+    parts_BK: Tensor | None = None
+    """float32 [B, K]: rewards of the row's trajectory that are compared apart (``gdpo_reward_keys``)."""
     baseline_B: Tensor | None = None
     """float32: score of the greedy episode that was played beside the row's group."""
     truncated_B: Tensor | None = None
@@ -115,11 +117,11 @@ class Batch:
             if value is None:
                 continue
             expected = num_tokens if _is_per_token(f.name) else len(self.lengths_B)
-            wide = f.name.endswith(("_TH", "_TK"))
+            wide = f.name.endswith(("_TH", "_TK", "_BK"))
             if value.ndim == 2 and wide and len(value) == expected:
                 continue
             if value.shape != (expected,):
-                width = (" hidden size" if f.name.endswith("H") else " tokens") if wide else ""
+                width = {"_TH": " hidden size", "_TK": " tokens", "_BK": " rewards"}.get(f.name[-3:], "")
                 raise ValueError(f"Batch.{f.name}: shape {tuple(value.shape)}, expected ({expected},{width})")
 
     @property

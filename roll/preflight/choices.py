@@ -80,6 +80,24 @@ def check_verifiers(config: PromptsConfig) -> list[ConfigProblem]:
     ]
 
 
+def check_reward_parts(config: RLVRConfig) -> list[ConfigProblem]:
+    """Every domain has the verifiers whose scores are compared apart."""
+    from roll.rewards.scorer import verifier_labels
+
+    return [
+        ConfigProblem(
+            f"gdpo_reward_keys.{index}",
+            key,
+            f"a number of each domain: <verifier>/score or <verifier>/<part>, <verifier> one of {', '.join(labels)}",
+            involves=(f"rewards.{name}",),
+        )
+        for name, reward in config.rewards.items()
+        for labels in [verifier_labels(reward.verifiers)]
+        for index, key in enumerate(config.gdpo_reward_keys)
+        if key.partition("/")[0] not in labels or "/" not in key
+    ]
+
+
 def check_tools(config: RLConfig) -> list[ConfigProblem]:
     """Tools exist, and so does the dialect in which they are called."""
     if config.tools is None:
@@ -292,6 +310,7 @@ CHECKS: dict[type[PipelineConfig], tuple[Rule, ...]] = {
     AgenticConfig: (check_envs, check_tools, check_dialect, check_agents, *_CHECKS),
     RLVRConfig: (
         check_verifiers,
+        check_reward_parts,
         check_data_plugins,
         check_tools,
         check_told_tools,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +34,7 @@ class _Columns:
     lengths: list[int] = field(default_factory=list)
     rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)
+    parts: list[list[float]] = field(default_factory=list)
     baselines: list[float] = field(default_factory=list)
     truncated: list[bool] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
@@ -41,7 +43,7 @@ class _Columns:
     """Numbers of the state keys met so far."""
 
 
-def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str]) -> Batch:
+def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str], parts: Sequence[str] = ()) -> Batch:
     """The training batch of some rollout groups, rows in the order of groups, members and turns.
 
     An episode is a row, one for each way in which it went on (``roll.rollout.recorder``), or one for each turn.
@@ -50,9 +52,10 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str]) -> Batc
         groups: finished groups; trajectories and turns in which nothing was sampled are left out. So are groups without
             a ``baseline`` where others have one (``rollout/no_baseline`` counts them): 0 would be a wrong one.
         tags: all tags; ``tag_B`` indexes into it.
+        parts: names in ``Trajectory.info`` of the numbers that ``parts_BK`` holds.
 
     Raises:
-        ValueError: there is no turn at all.
+        ValueError: there is no turn at all, or an episode lacks one of the numbers.
     """
     columns = _Columns()
     trajectory_index = 0
@@ -64,6 +67,8 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str]) -> Batc
             if not any(len(turn.completion.token_ids) for turn in trajectory.turns):
                 continue
             num_rows = _append(columns, trajectory, trajectory_index, tags.index(trajectory.tag))
+            if parts:
+                columns.parts += [[_number(trajectory, name) for name in parts]] * num_rows
             if group.baseline is not None:
                 columns.baselines += [group.baseline.score] * num_rows
             trajectory_index += 1
@@ -87,11 +92,24 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str]) -> Batc
         state_B=state_B.contiguous(),
         tag_B=tag_B.contiguous(),
         scores_B=torch.tensor(columns.scores, dtype=torch.float32),
+        parts_BK=torch.tensor(columns.parts, dtype=torch.float32) if parts else None,
         baseline_B=torch.tensor(columns.baselines, dtype=torch.float32) if has_baselines else None,
         truncated_B=torch.tensor(columns.truncated),
         share_B=torch.tensor(columns.shares, dtype=torch.float64) if min(columns.shares) < 1 else None,
         rollout_logprobs_T=_spread(columns.logprobs, mask_T, np.float32),
         rollout_versions_T=_spread(columns.versions, mask_T, np.int64),
+    )
+
+
+def _number(trajectory: Trajectory, name: str) -> float:
+    """A number of the episode's info."""
+    value = trajectory.info.get(name)
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return float(value)
+    known = ", ".join(sorted(key for key, value in trajectory.info.items() if not isinstance(value, str)))
+    raise ValueError(
+        f"gdpo_reward_keys: {name!r} of an episode of {trajectory.tag} is {value!r}, expected a finite number; its "
+        f"info has {known or 'none'}"
     )
 
 

@@ -115,6 +115,7 @@ def to_batch(
         state_B=torch.tensor([turns[0][1].state for *_, turns in rows]),
         tag_B=torch.tensor([episode.tag for _, _, episode, _ in rows]),
         scores_B=torch.tensor([episode.score for _, _, episode, _ in rows], dtype=torch.float32),
+        parts_BK=torch.tensor([[np.sin(index), np.cos(3 * index)] for index, *_ in rows], dtype=torch.float32),
         baseline_B=torch.tensor([episode.baseline for _, _, episode, _ in rows], dtype=torch.float32),
         share_B=None if branch_seed is None else torch.tensor(shares, dtype=torch.float64),
         values_T=column("value"),

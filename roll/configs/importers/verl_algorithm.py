@@ -169,7 +169,11 @@ def set_rewards(draft: Draft) -> None:
         for domain in draft.get("rewards", {}):
             note = "prime scores 0 what took too long"
             draft.derive("reward_model.reward_manager", f"rewards.{domain}.timeout_score", 0.0, note)
-    if manager not in ("naive", "prime", "dapo", "batch"):
+    if draft.get("adv_estimator") == "gdpo" and (keys := draft.theirs("algorithm.gdpo_reward_keys")):
+        draft.derive("algorithm.gdpo_reward_keys", "gdpo_reward_keys", [f"custom/{key}" for key in keys])
+        if weights := draft.theirs("algorithm.gdpo_reward_weights"):
+            draft.derive("algorithm.gdpo_reward_weights", "gdpo_reward_weights", [float(each) for each in weights])
+    if manager not in ("naive", "prime", "dapo", "batch", "gdpo"):
         note = "a class that scores a batch has no counterpart: write a verifier"
         draft.tell(Kind.IMPOSSIBLE, "reward_model.reward_manager", manager, note=note)
     for base in _BUFFERS:

@@ -45,7 +45,8 @@ class AgenticPipeline(RLPipeline):
         metrics = rollout_metrics(collected.groups, "rollout")
         if self._filters:
             metrics["rollout/filtered"] = float(len(collected.rejected))
-        return groups_to_batch(collected.groups, list(self.config.custom_envs)), metrics
+        parts = self.config.gdpo_reward_keys
+        return groups_to_batch(collected.groups, list(self.config.custom_envs), parts), metrics
 
     @property
     def _filters(self) -> bool:

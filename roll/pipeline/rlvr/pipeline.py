@@ -49,7 +49,7 @@ class RLVRPipeline(RLPipeline):
         metrics |= self.prompts.take_retries()
         metrics["rollout/filtered"] = float(len(collected.rejected))
         metrics["rollout/epoch"] = self.prompts.epoch_of(1 + max(group.group_id for group in finished))
-        return groups_to_batch(groups, self.prompts.tags), metrics
+        return groups_to_batch(groups, self.prompts.tags, self.config.gdpo_reward_keys), metrics
 
     def evaluate(self, name: str, step: int) -> Metrics:
         """Answers the held-out prompts: the same ones each time, sampled; and greedily before and after."""

@@ -20,7 +20,8 @@ def test_defaults_have_no_problems() -> None:
 
 @pytest.mark.parametrize("estimator", [*ADV_ESTIMATORS, "my.module:estimator"])
 def test_known_and_foreign_estimators_are_accepted(estimator: str) -> None:
-    assert AlgorithmConfig(adv_estimator=estimator).problems() == []
+    keys = {"gdpo_reward_keys": ["format/score"]} if estimator == "gdpo" else {}
+    assert AlgorithmConfig(adv_estimator=estimator, **keys).problems() == []
 
 
 @pytest.mark.parametrize(

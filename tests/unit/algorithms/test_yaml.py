@@ -71,7 +71,8 @@ WEIGHT = "train_infer_correction.is_weight.enabled=true"
 LIVE = f"{WEIGHT} train_infer_correction.is_weight.detach=false"
 RANGE = "use_pg_clip_range=true"
 FILTERS = "train_infer_correction.filters"
-ASKING = ("grpo", "remax", *TOKEN_BASELINES)
+GDPO = "adv_estimator=gdpo gdpo_reward_keys=[a,b]"
+ASKING = ("gdpo", "grpo", "remax", *TOKEN_BASELINES)
 """Where the comparison starts, and the estimators that ask for more than a batch has."""
 
 
@@ -91,6 +92,8 @@ CASES: list[tuple[str, str, str]] = [
     *(("run", "adv_estimator=grpo", f"adv_estimator={x}") for x in TOKEN_BASELINES),  # the trainer has to score
     ("advantages", f"adv_estimator={TOKEN_BASELINES[0]}", f"adv_estimator={TOKEN_BASELINES[1]}"),
     ("run", "adv_estimator=grpo", "adv_estimator=remax"),  # needs greedy episodes; the advantages are checked below
+    ("advantages", f"{PLAIN} adv_estimator=grpo", GDPO),
+    ("advantages", f"{PLAIN} {GDPO}", "gdpo_reward_weights=[1,3]"),
     ("advantages", "adv_estimator=rloo", "adv_estimator=grpo"),
     ("advantages", "adv_estimator=grpo", "norm_adv_by_std_in_grpo=false"),
     ("advantages", "adv_estimator=grpo_passk", "norm_adv_by_std_in_grpo=false"),
@@ -285,7 +288,9 @@ def sample_batch() -> tuple[Batch, TokenScores]:
     generator = torch.Generator().manual_seed(1)
     truncated_B = torch.rand(batch.num_sequences, generator=generator) < 0.3
     kl_T = torch.rand(batch.num_tokens, generator=generator) * batch.loss_mask_T
-    return batch.replace(truncated_B=truncated_B, kl_T=kl_T, marked_T=None, advantages_T=None), scores
+    parts_BK = torch.randn(int(batch.traj_B.max()) + 1, 2, generator=generator)[batch.traj_B]
+    columns = {"truncated_B": truncated_B, "parts_BK": parts_BK, "kl_T": kl_T}
+    return batch.replace(**columns, marked_T=None, advantages_T=None), scores
 
 
 def run_properties(config: AgenticConfig, batch: Batch) -> list[float]:
@@ -395,7 +400,7 @@ def leaves(section: type[Config], prefix: str = "") -> set[str]:
 
 def test_the_cases_name_every_key_and_every_name() -> None:
     texts = [text for _, given, change in CASES for text in (*given.split(), change)]
-    keys = {change.partition("=")[0] for _, _, change in CASES}
+    keys = {text.partition("=")[0] for _, _, change in CASES for text in change.split()}
     assert leaves(AlgorithmConfig) - keys == set()
     inside = " ".join(text for text in texts if text.startswith(FILTERS))
     assert all(f"{key}: " in inside for key in TrainInferFilterConfig.model_fields)
@@ -409,5 +414,5 @@ def test_the_cases_name_every_key_and_every_name() -> None:
         "reward_normalization.grouping": RewardNormalizationConfig.model_fields["grouping"].annotation.__args__,  # type: ignore[union-attr]
         "train_infer_correction.is_weight.weight_type": AggregationLevel.__args__,  # type: ignore[attr-defined]
     }
-    changes = {change for _, _, change in CASES}
+    changes = {text for _, _, change in CASES for text in change.split()}
     assert {f"{key}={name}" for key, names in choices.items() for name in names} - changes == set()

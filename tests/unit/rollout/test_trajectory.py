@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -54,6 +56,19 @@ def make_trajectory(
         final_observation="",
         history=history,
     )
+
+
+def test_rewards_by_name_are_of_every_row_of_the_episode() -> None:
+    turns = [make_turn([1], [2], 0.5), make_turn([3], [4], 1.0)]
+    one = replace(make_trajectory(turns, history=False), info={"math/score": 1, "math/format": 0.25, "solved": True})
+    other = replace(make_trajectory(turns[:1], history=True, member=1), info={"math/score": -2.0, "note": "x"})
+    groups = [RolloutGroup(0, "A", (one, other))]
+    with pytest.raises(ValueError, match=r"gdpo_reward_keys: 'math/format' of an episode of A is None.*math/score"):
+        groups_to_batch(groups, ["A"], ["math/score", "math/format"])
+    assert groups_to_batch(groups, ["A"]).parts_BK is None
+    batch = groups_to_batch([RolloutGroup(0, "A", (one,))], ["A"], ["math/format", "math/score", "solved"])
+    assert batch.parts_BK.tolist() == [[0.25, 1, 1]] * 2
+    assert Batch.concat([batch, batch]).select([3]).parts_BK.tolist() == [[0.25, 1, 1]]
 
 
 def conversation(turns: list[tuple[list[int], list[int], float]]) -> list[Turn]:

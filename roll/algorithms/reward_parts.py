@@ -1,0 +1,31 @@
+"""Advantages from several rewards of an episode, each compared for itself."""
+
+from __future__ import annotations
+
+from roll.algorithms.checks import require_columns
+from roll.algorithms.episodes import find_episodes
+from roll.algorithms.statistics import group_normalised, whiten
+from roll.configs.algorithm import AlgorithmConfig
+from roll.data.batch import Batch
+
+
+def gdpo(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """Group reward-decoupled normalisation (GDPO, Liu et al. 2026).
+
+    ``sum_k weight_k (r_k - mean_k) / (std_k + 1e-6)`` with mean and (unbiased) standard deviation of each reward over
+    the group, on all tokens of the episode, then whitened over all sampled tokens. A group of one has mean 0 and
+    standard deviation 1. Returns are the weighted sum of the rewards. Needs ``group_B`` and ``parts_BK``.
+    """
+    require_columns(batch, f"adv_estimator {config.adv_estimator!r}", "group_B", "parts_BK")
+    assert batch.group_B is not None and batch.parts_BK is not None
+    episodes = find_episodes(batch)
+    parts_JK, group_J = episodes.of_episode(batch.parts_BK).double(), episodes.of_episode(batch.group_B)
+    weights = config.gdpo_reward_weights or [1.0] * parts_JK.shape[1]
+    columns = list(zip(weights, parts_JK.unbind(1), strict=True))
+    advantage_J = sum(weight * group_normalised(part_J, group_J) for weight, part_J in columns)
+    return_J = sum(weight * part_J for weight, part_J in columns)
+    episode_M = episodes.episode_K[episodes.turn_M]
+    return batch.replace(
+        advantages_T=episodes.scatter(whiten(advantage_J[episode_M]), batch.tokens_T),
+        returns_T=episodes.scatter(return_J[episode_M], batch.tokens_T),
+    )
