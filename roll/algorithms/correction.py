@@ -112,6 +112,8 @@ def passes_filter(trained_M: Tensor, generated_M: Tensor, levels: Levels, config
     if config.diff_enabled:
         diff_M = levels.aggregate(trained_M.exp() - generated_M.exp(), config.agg_type)
         keep_M &= (diff_M >= config.diff_low) & (diff_M <= config.diff_high)
+    if config.whole_rows:
+        keep_M = ~torch.isin(levels.row_M, levels.row_M[~keep_M])
     return keep_M
 
 

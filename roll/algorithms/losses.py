@@ -144,8 +144,8 @@ def policy_loss(
         old_M,
         tokens.take(batch.advantages_T).to(logprobs_M.dtype),
         tokens.row_M,
-        batch.num_sequences,
         None if batch.marked_T is None else tokens.take(batch.marked_T),
+        _levels(batch, tokens, logprobs_M.device).segment_M if config.importance_sampling == "segment" else None,
     )
     pg_M, clipped_M = POLICY_LOSSES.get(config.policy_loss)(policy, config)
     if batch.weights_T is not None:
@@ -251,8 +251,12 @@ def _live_importance_weights(batch: Batch, tokens: SampledTokens, logprobs_M: Te
     """[M]: truncated importance weights of the policy being trained, with gradient (``detach: false``)."""
     require_columns(batch, "train_infer_correction.is_weight", "rollout_logprobs_T")
     assert batch.rollout_logprobs_T is not None
-    levels = Levels.of(batch, tokens.token_M.cpu()).to(logprobs_M.device)
+    levels = _levels(batch, tokens, logprobs_M.device)
     return importance_weights(logprobs_M - tokens.take(batch.rollout_logprobs_T), levels, config)
+
+
+def _levels(batch: Batch, tokens: SampledTokens, device: torch.device) -> Levels:
+    return Levels.of(batch, tokens.token_M.cpu()).to(device)
 
 
 def _auxiliary_terms(

@@ -35,9 +35,10 @@ class PolicyTokens:
     advantage_M: Tensor
     row_M: Tensor
     """int64: the row of each token."""
-    num_rows: int
     marked_M: Tensor | None = None
     """bool: the tokens that ``roll.algorithms.selection`` picked for ``kl_cov``."""
+    segment_M: Tensor | None = None
+    """int64: the turn of each token, numbered over the rows (``importance_sampling: segment``)."""
 
     @property
     def log_ratio_M(self) -> Tensor:
@@ -50,19 +51,31 @@ class PolicyTokens:
 
         So the tokens of a row share a ratio, and the row's mean loss has the gradient of the sequence's loss.
         """
-        mean_M = self.row_mean(self.logprobs_M.detach() - self.old_M)
-        return (self.logprobs_M - self.logprobs_M.detach() + mean_M).clamp(max=SEQUENCE_EXPONENT_BOUND)
+        return self._shared(self.row_mean(self.logprobs_M.detach() - self.old_M))
 
     def ratio(self, config: AlgorithmConfig) -> Tensor:
-        """[M]: probability ratio by ``importance_sampling``, per token or shared by a row's tokens."""
-        log_ratio_M = self.log_ratio_M if config.importance_sampling == "token" else self.sequence_log_ratio_M
-        return log_ratio_M.exp()
+        """[M]: probability ratio by ``importance_sampling``, per token or shared by the tokens of a turn or a row."""
+        if config.importance_sampling == "token":
+            return self.log_ratio_M.exp()
+        if config.importance_sampling == "seq":
+            return self.sequence_log_ratio_M.exp()
+        assert self.segment_M is not None
+        return self._shared(_mean_of(self.logprobs_M.detach() - self.old_M, self.segment_M)).exp()
+
+    def _shared(self, mean_M: Tensor) -> Tensor:
+        """[M]: the value of the bounded mean, with the gradient of each token's own log p."""
+        return (self.logprobs_M - self.logprobs_M.detach() + mean_M).clamp(max=SEQUENCE_EXPONENT_BOUND)
 
     def row_mean(self, values_M: Tensor) -> Tensor:
         """[M]: mean over the sampled tokens of each token's row; differentiable."""
-        count_B = torch.bincount(self.row_M, minlength=self.num_rows)
-        sum_B = torch.zeros(self.num_rows, dtype=values_M.dtype, device=values_M.device)
-        return (sum_B.index_add(0, self.row_M, values_M) / count_B.clamp(min=1))[self.row_M]
+        return _mean_of(values_M, self.row_M)
+
+
+def _mean_of(values_M: Tensor, unit_M: Tensor) -> Tensor:
+    """[M]: mean over the tokens of each token's unit; differentiable."""
+    count_N = torch.bincount(unit_M)
+    sum_N = torch.zeros(len(count_N), dtype=values_M.dtype, device=values_M.device)
+    return (sum_N.index_add(0, unit_M, values_M) / count_N.clamp(min=1))[unit_M]
 
 
 PolicyLossFn: TypeAlias = Callable[[PolicyTokens, AlgorithmConfig], tuple[Tensor, Tensor]]

@@ -242,10 +242,10 @@ class AlgorithmConfig(Config):
     rl_loss_coef: float = Field(1.0, ge=0, description="Coefficient of the policy-gradient term.")
     pg_variant: str = Field("ppo", description=f"Policy loss: {', '.join(PG_VARIANTS)}, or `package.module:function`.")
     use_topr_loss: bool = Field(False, description="Older spelling of `pg_variant: topr`.")
-    importance_sampling: Literal["token", "seq"] = Field(
+    importance_sampling: Literal["token", "segment", "seq"] = Field(
         "token",
-        description="Probability ratio of each `token`, or of the sequence (`seq`): the geometric mean over its "
-        "sampled tokens, shared by all of them. With `pg_variant: ppo` the latter is GSPO.",
+        description="Probability ratio of each `token`, of the turn (`segment`) or of the sequence (`seq`): the "
+        "geometric mean over its sampled tokens, shared by all of them. With `pg_variant: ppo` the latter is GSPO.",
     )
     pg_clip: float = Field(0.2, gt=0, description="PPO clips the probability ratio to [1 - x, 1 + x].")
     use_pg_clip_range: bool = Field(False, description="Use `pg_clip_low` and `pg_clip_high` instead of `pg_clip`.")
@@ -488,7 +488,7 @@ class AlgorithmConfig(Config):
         yield from self._name_problems("pg_variant", PG_VARIANTS)
         if self.use_topr_loss and self.pg_variant not in ("ppo", "topr"):
             yield self.problem("pg_variant", "topr or nothing beside use_topr_loss: true", "use_topr_loss")
-        if self.importance_sampling == "seq" and self.policy_loss in _PER_TOKEN:
+        if self.importance_sampling != "token" and self.policy_loss in _PER_TOKEN:
             yield self.problem("importance_sampling", f"token {loss}, which does not read it", *chosen)
         if self.dual_clip_loss and self.policy_loss in set(PG_VARIANTS) - {"ppo", "clip_cov"}:
             yield self.problem("dual_clip_loss", f"false {loss}", *chosen)

@@ -38,7 +38,7 @@ class IsWeightConfig(Config):
 
 
 class TrainInferFilterConfig(Config):
-    """Rejection: tokens outside the bounds take no part in the policy's loss."""
+    """Rejection: tokens (or whole rows) outside the bounds take no part in the policy's loss."""
 
     enabled: bool = Field(default=False, description="Use this filter.")
     agg_type: AggregationLevel = Field(
@@ -52,6 +52,11 @@ class TrainInferFilterConfig(Config):
     )
     diff_low: float = Field(default=-0.2, description="Smallest difference that is kept.")
     diff_high: float = Field(default=0.2, description="Largest difference that is kept.")
+    whole_rows: bool = Field(
+        default=False,
+        description="A row with a token outside the bounds takes no part at all: with agg_type token and only a small "
+        "ratio_low, a veto of answers that hold a token which the trainer finds next to impossible.",
+    )
 
     def problems(self) -> list[ConfigProblem]:
         found = super().problems()

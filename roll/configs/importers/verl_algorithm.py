@@ -7,6 +7,7 @@ from typing import Any
 from roll.configs.importers.common import public_domains, to_do
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.transforms import TRANSFORMS, Untranslatable
+from roll.configs.importers.verl_rejections import NO_BOUND, filter_of, rejections
 
 ACTOR = "actor_rollout_ref.actor"
 _BUFFERS = (
@@ -72,17 +73,39 @@ def set_algorithm(draft: Draft) -> None:
         weight = "train_infer_correction.is_weight"
         draft.derive(f"{correction}.rollout_is", f"{weight}.enabled", True)
         draft.derive(f"{correction}.rollout_is", f"{weight}.weight_type", level)
-        bound = float(draft.theirs(f"{correction}.rollout_is_threshold", 2.0))
-        draft.derive(f"{correction}.rollout_is_threshold", f"{weight}.upper_bound", bound)
+        bound = draft.theirs(f"{correction}.rollout_is_threshold", 2.0)
+        if "_" in str(bound):
+            note = "weights outside of two bounds are 0 there, and still count in the loss's mean: write a filter"
+            draft.tell(Kind.IMPOSSIBLE, f"{correction}.rollout_is_threshold", bound, f"{weight}.upper_bound", note=note)
+        else:
+            draft.derive(f"{correction}.rollout_is_threshold", f"{weight}.upper_bound", float(bound))
         if draft.theirs(f"{correction}.rollout_is_batch_normalize"):
             draft.derive(f"{correction}.rollout_is_batch_normalize", f"{weight}.batch_normalize", True)
+    _set_rejections(draft, correction)
     if any(draft.theirs(key := f"{correction}.{name}") for name in ("bypass_mode", "bypass_old_logprob_for_rollout")):
         draft.derive(key, "train_infer_correction.bypass", True)
-        draft.drop_ours("train_infer_correction.is_weight", "with bypass the loss's ratio is to the sampler")
+        for name in ("is_weight", "filters"):
+            draft.drop_ours(f"train_infer_correction.{name}", "with bypass the loss's ratio is to the sampler")
     if draft.get("loss_agg_mode") == "seq-mean-token-sum-norm" and (
         scale := draft.theirs(f"{ACTOR}.loss_scale_factor")
     ):
         draft.derive(f"{ACTOR}.loss_scale_factor", "loss_agg_norm", float(scale))
+
+
+def _set_rejections(draft: Draft, correction: str) -> None:
+    """Rejections and the token veto, as filters."""
+    theirs, ours = f"{correction}.rollout_rs", "train_infer_correction.filters"
+    keys = [theirs, f"{theirs}_threshold", f"{theirs}_threshold_lower", f"{correction}.rollout_token_veto_threshold"]
+    options, bounds, least, veto = (draft.theirs(key) for key in keys)
+    try:
+        found = rejections(options, bounds, least)
+    except Untranslatable as error:
+        draft.tell(Kind.IMPOSSIBLE, theirs, options, ours, note=str(error))
+        found = []
+    if veto:
+        found.append(filter_of("token", float(veto), NO_BOUND, whole_rows=True))
+    if found:
+        draft.derive([key for key in keys if draft.theirs(key) is not None], ours, found)
 
 
 def _kl(kind: object) -> str:

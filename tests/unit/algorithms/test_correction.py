@@ -109,6 +109,22 @@ def test_a_bypass_wants_no_scores_of_the_trainer() -> None:
         assert "with bypass" in problem.expected
 
 
+@settings(max_examples=40)
+@given(seed=seeds, history=st.booleans())
+def test_a_veto_rejects_the_rows_of_impossible_tokens(seed: int, history: bool) -> None:
+    episodes = random_episodes(seed)
+    batch = to_batch(episodes, history, seed)
+    veto = {"enabled": True, "ratio_low": 0.4, "ratio_high": 1e9, "whole_rows": True}
+    out, _ = select_for_policy(batch, corrected(filters=[veto]), seed=0)
+    rows = [e.turns if history else [turn] for e in episodes for turn in (e.turns[:1] if history else e.turns)]
+    expected = set()
+    for row in rows:
+        tokens = [token for turn in row for token in turn.sampled]
+        if all(math.exp(token.old_logprob - token.rollout_logprob) >= 0.4 for token in tokens):
+            expected |= {token.id for token in tokens}
+    assert {i for i, on in by_token(out, out.loss_mask_T).items() if on} == expected
+
+
 @settings(max_examples=60)
 @given(seed=seeds, history=st.booleans(), level=levels, ratio=st.booleans(), other=levels)
 def test_filters_keep_what_lies_within_all_their_bounds(

@@ -36,7 +36,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "vanilla": {},
 }
 WITH_RATIO = ["cispo", "clip_cov", "kl_cov", "ppo", "sapo", "tis", "topr"]
-CASES = [(name, "token") for name in PG_VARIANTS] + [(name, "seq") for name in WITH_RATIO]
+CASES = [(name, "token") for name in PG_VARIANTS] + [(name, unit) for unit in ("segment", "seq") for name in WITH_RATIO]
 
 
 def keys_of(name: str, sampling: str, **more: Any) -> dict[str, Any]:
@@ -87,6 +87,14 @@ def oracle_token(name: str, lp: float, old: float, adv: float, ratio: float) -> 
     return loss, slope
 
 
+def turns_of(batch: Batch) -> list[list[int]]:
+    """Token indices of each turn of each row that count."""
+    turns: dict[tuple[int, int], list[int]] = {}
+    for i in batch.loss_mask_T.nonzero().flatten().tolist():
+        turns.setdefault((int(batch.rows_T[i]), int(batch.turn_T[i])), []).append(i)
+    return list(turns.values())
+
+
 def oracle(
     name: str, sampling: str, scores: TokenScores, batch: Batch, rows: list[list[int]]
 ) -> tuple[dict[int, float], dict[int, float]]:
@@ -127,7 +135,7 @@ def test_loss_and_gradient_are_their_definition(
     config = AlgorithmConfig(loss_agg_mode=mode, **keys_of(name, sampling))
     assert config.problems() == []
     rows = rows_of(batch, batch.loss_mask_T)
-    losses, slopes = oracle(name, sampling, scores, batch, rows)
+    losses, slopes = oracle(name, sampling, scores, batch, turns_of(batch) if sampling == "segment" else rows)
     got = build_policy_loss(config)(scores, batch, context(batch)).loss.item()
     assert got == pytest.approx(aggregate(losses, rows, mode), rel=1e-9, abs=1e-9)
     config = AlgorithmConfig(loss_agg_mode="token-mean", **keys_of(name, sampling))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -233,6 +234,41 @@ def test_a_reward_model_of_verl_and_an_older_spelling(tmp_path: Path) -> None:
     assert config.rewards["reward_model"].verifiers[0].args == {"model_path": str(tmp_path)}
     assert config.rewards["reward_model"].query_filter_config.type == "std_filter"
     assert (config.loss_agg_mode, config.overlong_buffer.len) == ("seq-mean-token-sum", 128)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ({"rs": "token", "rs_threshold": "1.5"}, [("token", 1 / 1.5, 1.5, False)]),
+        ({"rs": "geometric", "rs_threshold": "2", "rs_threshold_lower": "0.9"}, [("geometric", 0.9, 2, False)]),
+        (
+            {"rs": "'token_k1,seq_mean_k1'", "rs_threshold": "'0.5_4.0,1.25'"},
+            [("token", 0.25, 2, False), ("geometric", 0.8, 1.25, False)],
+        ),
+        ({"rs": "token_k2", "rs_threshold": "0.5"}, [("token", math.exp(-1), math.e, False)]),
+        ({"rs": "seq_max_k3", "rs_threshold": "0.5"}, [("token", 0.3017096, 2.3576767, True)]),
+        ({"token_veto_threshold": "1e-4"}, [("token", 1e-4, 1e9, True)]),
+    ],
+)
+def test_rejections_of_verl_become_bounds_of_the_ratio(
+    tmp_path: Path, words: dict[str, str], expected: list[tuple[str, float, float, bool]]
+) -> None:
+    given = [f"algorithm.rollout_correction.rollout_{key}={value}" for key, value in words.items()]
+    config = loaded(convert("verl", [SCRIPT], given), tmp_path)
+    assert isinstance(config, RLVRConfig)
+    found = config.train_infer_correction.filters
+    assert [(f.agg_type, f.whole_rows) for f in found] == [(level, rows) for level, _, _, rows in expected]
+    for f, (_, low, high, _) in zip(found, expected, strict=True):
+        assert (f.ratio_low, f.ratio_high) == pytest.approx((low, high), rel=1e-5)
+        if "k3" in words.get("rs", ""):
+            assert [r - 1 - math.log(r) for r in (f.ratio_low, f.ratio_high)] == pytest.approx([0.5, 0.5])
+
+
+def test_a_mean_of_k3_is_no_bound_of_a_ratio() -> None:
+    words = ["rs=seq_mean_k3", "rs_threshold=0.01", "is=token", "is_threshold='0.5_5.0'"]
+    imported = convert("verl", [SCRIPT], [f"algorithm.rollout_correction.rollout_{word}" for word in words])
+    base = "algorithm.rollout_correction"
+    assert {f"{base}.rollout_rs", f"{base}.rollout_is_threshold"} <= kinds(imported, Kind.IMPOSSIBLE)
 
 
 def test_numbers_that_the_environment_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
