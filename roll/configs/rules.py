@@ -14,6 +14,7 @@ from roll.configs.data import DataArguments
 from roll.configs.engines import cards
 from roll.configs.engines.card import EngineCard
 from roll.configs.generating import GeneratingArguments
+from roll.configs.inert import check_inert
 from roll.configs.model import ModelArguments
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING, ConfigProblem
@@ -346,7 +347,14 @@ RULES: tuple[Rule, ...] = (
     check_lora,
     check_engines,
 )
-RL_RULES: tuple[Rule, ...] = (check_rl_roles, check_batches, check_overlap, check_found_rollouts, check_val_infer)
+RL_RULES: tuple[Rule, ...] = (
+    check_rl_roles,
+    check_batches,
+    check_overlap,
+    check_found_rollouts,
+    check_val_infer,
+    check_inert,
+)
 
 
 def _undivided(role: str, worker: WorkerConfig, involves: tuple[str, ...]) -> ConfigProblem:

@@ -8,6 +8,8 @@ from typing import Any
 from roll.configs.algorithm import SWITCHES
 from roll.configs.devices import parse_device_mapping
 from roll.configs.importers.draft import Draft, Kind
+from roll.configs.inert import unread
+from roll.configs.rlvr import RLVRConfig
 
 _MEGATRON_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 _TRAINING_KEYS = (
@@ -89,8 +91,16 @@ def drop_unread(draft: Draft) -> None:
             draft.drop_ours(key, f"{switch} is off, nothing reads it")
     if draft.get("dual_clip_loss") and draft.get("pg_variant", "ppo") not in ("ppo", "clip_cov"):
         draft.drop_ours("dual_clip_loss", f"pg_variant {draft.get('pg_variant')} does not read it")
-    if draft.get("kl_penalty") and not uses_kl:
-        draft.drop_ours("kl_penalty", "no KL term is switched on")
+    unset = RLVRConfig.model_fields
+
+    def given(key: str) -> Any:
+        if key == "pg_variant" and draft.get("use_topr_loss"):
+            return "topr"
+        return draft.get(key, unset[key].default)
+
+    for key, expected, _ in list(unread(given)):
+        if key in draft.ours:
+            draft.drop_ours(key, expected.removeprefix("no such key "))
     if draft.get("target_kl") is not None and not draft.get("add_token_level_kl"):
         draft.drop_ours("target_kl", "it adapts the KL in the reward, which is off")
 

@@ -34,7 +34,7 @@ def test_a_key_of_another_system_leads_to_ours_or_to_the_reason(capsys):
     assert "pg_clip key pg_clip" in told(capsys, "clip_ratio")
     out = told(capsys, "data.tokenizer")
     assert out.startswith("tokenizer_path key tokenizer_path") and "vLLM" not in out
-    assert "(impossible); arguments of a verifier are its args" in told(capsys, "reward_model.reward_kwargs.x")
+    assert "(derived); args.kwargs of the verifier custom with batch" in told(capsys, "reward_model.reward_kwargs.x")
     assert "(dropped); there are no images" in told(capsys, "data.return_multi_modal_inputs")
     # The same name for something else.
     assert "MindSpeed RL: rl_config.init_kl_coef (derived: kl_loss_coef)" in told(capsys, "init_kl_coef")
