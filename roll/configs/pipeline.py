@@ -241,6 +241,12 @@ class PipelineConfig(RunConfig):
         default=4,
         description="Attention heads of the tiny model, which share 64 units. vLLM takes heads of at least 32: 2.",
     )
+    balance_ranks_by: Literal["tokens", "work"] = Field(
+        default="tokens",
+        description="What data-parallel ranks get equal shares of: tokens, or a transformer's arithmetic, which "
+        "for a sequence of L tokens is 6 × hidden size × L + L² (the square is attention's: it counts with long "
+        "sequences of very different lengths). global_seqlen/* tells the tokens of the ranks.",
+    )
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
     l2: float = Field(0.0, ge=0, description="Coefficient of an L2 penalty on the trained weights, added to the loss.")
 

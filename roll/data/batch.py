@@ -194,30 +194,54 @@ class Batch:
             columns[f.name] = None if missing else torch.cat(values)
         return Batch(**columns)  # type: ignore[arg-type]
 
-    def split(self, num_parts: int) -> list[Tensor]:
-        """Row indices of ``num_parts`` parts with nearly equal tokens (heaviest first onto the lightest part).
+    def split(self, num_parts: int, linear: int | None = None) -> list[Tensor]:
+        """Row indices of ``num_parts`` parts of nearly equal load (heaviest first onto the lightest part).
 
-        Every part gets at least one sequence when there are enough, and no two differ by more than the longest
+        Every part gets at least one sequence when there are enough, and no two differ by more than the heaviest
         sequence. Where that can be had with whole rollout groups they stay whole, since their members share a prompt;
         use ``select`` on each. Pairs are always whole.
-        """
-        if self.pair_B is not None:
-            return self._spread(self.pair_B, num_parts)[0]
-        longest = int(self.lengths_B.max()) if self.num_sequences else 0
-        if self.group_B is not None and num_parts > 1:
-            parts, loads = self._spread(self.group_B, num_parts)
-            if min(loads) > 0 and max(loads) - min(loads) <= longest:
-                return parts
-        return self._spread(torch.arange(self.num_sequences), num_parts)[0]
 
-    def _spread(self, unit_B: Tensor, num_parts: int) -> tuple[list[Tensor], list[int]]:
-        """Rows of each part and its tokens; rows of one unit stay together."""
+        Args:
+            num_parts: at least 1.
+            linear: ``None`` makes tokens the load; else it is ``linear * L + L²`` of a sequence of ``L`` tokens, the
+                arithmetic of a transformer and its attention with ``linear = 6 * hidden size``.
+        """
+        load_B = self.lengths_B if linear is None else self.lengths_B * (linear + self.lengths_B)
+        if self.pair_B is not None:
+            return self._spread(self.pair_B, num_parts, load_B)[0]
+        heaviest = int(load_B.max()) if self.num_sequences else 0
+        if self.group_B is not None and num_parts > 1:
+            parts, loads = self._spread(self.group_B, num_parts, load_B)
+            if min(loads) > 0 and max(loads) - min(loads) <= heaviest:
+                return parts
+        return self._spread(torch.arange(self.num_sequences), num_parts, load_B)[0]
+
+    def balance(self, num_parts: int, linear: int | None = None) -> dict[str, float]:
+        """Tokens of the parts, as metrics: ``global_seqlen/<figure>``.
+
+        ``min``, ``max`` and their difference ``minmax_diff`` where rows are dealt out in their order, the same number
+        to each; ``balanced_min`` and ``balanced_max`` by ``split``; ``mean``.
+        """
+        dealt = [int(part.sum()) for part in self.lengths_B.tensor_split(num_parts)]
+        balanced = [int(self.lengths_B[part].sum()) for part in self.split(num_parts, linear)]
+        figures = {
+            "min": min(dealt),
+            "max": max(dealt),
+            "minmax_diff": max(dealt) - min(dealt),
+            "balanced_min": min(balanced),
+            "balanced_max": max(balanced),
+            "mean": self.num_tokens / num_parts,
+        }
+        return {f"global_seqlen/{name}": float(value) for name, value in figures.items()}
+
+    def _spread(self, unit_B: Tensor, num_parts: int, load_B: Tensor) -> tuple[list[Tensor], list[int]]:
+        """Rows of each part and its load; rows of one unit stay together."""
         _, index_B = torch.unique(unit_B, return_inverse=True)
         weights = torch.zeros(int(index_B.max()) + 1 if len(index_B) else 0, dtype=torch.int64)
-        weights.index_add_(0, index_B, self.lengths_B)
+        weights.index_add_(0, index_B, load_B)
         heaviest = torch.argsort(weights, descending=True, stable=True)
         owners = []
-        lightest = [(0, 0, part) for part in range(num_parts)]  # a heap: tokens, units, part
+        lightest = [(0, 0, part) for part in range(num_parts)]  # a heap: load, units, part
         for weight in weights[heaviest].tolist():
             load, units, part = lightest[0]
             heapq.heapreplace(lightest, (load + weight, units + 1, part))

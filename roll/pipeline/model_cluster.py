@@ -16,6 +16,7 @@ from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import Metrics, RankInfo, States, StrategyContext
+from roll.models.loading import load_config
 from roll.pipeline.offload_manager import OffloadManager
 from roll.utils.checksums import WrittenFile
 
@@ -48,10 +49,14 @@ class ModelCluster:
     Args:
         cluster: its workers.
         offload_manager: each use of the role has it load what is needed. ``None``: all is on the devices.
+        by_work: ranks get equal shares of the model's arithmetic, not of tokens.
     """
 
-    def __init__(self, cluster: Cluster, offload_manager: OffloadManager | None = None) -> None:
+    def __init__(self, cluster: Cluster, offload_manager: OffloadManager | None = None, by_work: bool = False) -> None:
         self.cluster = cluster
+        self._by_work = by_work
+        self.linear: int | None = None
+        """See ``Batch.split``; known from ``submit_setup`` on."""
         self._offload_manager = offload_manager
         self._ranks: list[RankInfo] = []
 
@@ -68,6 +73,8 @@ class ModelCluster:
         """Starts loading and returns at once, so that roles load side by side."""
         if self._offload_manager is not None:
             self._offload_manager.reserve(self.cluster.name)
+        if self._by_work:
+            self.linear = 6 * int(load_config(context.model_path).get_text_config().hidden_size)
         self.cluster.rendezvous()
         return self.cluster.submit_each("setup", [(context.at_rank(rank, self.size),) for rank in range(self.size)])
 
@@ -96,9 +103,9 @@ class ModelCluster:
             rows: those to score; ``None`` is all. The others' scores are 0.
             adapter: with LoRA, whether the adapter counts.
         """
-        parts = batch.split(self.dp_size)
+        parts = batch.split(self.dp_size, self.linear)
         if rows is not None:
-            parts = [rows[part] for part in batch.select(rows).split(self.dp_size)]
+            parts = [rows[part] for part in batch.select(rows).split(self.dp_size, self.linear)]
         scored = _what_scores_depend_on(batch)
         shares = [ray.put(scored.select(part)) for part in parts]
         self.load_states(States.WEIGHTS)
@@ -118,10 +125,10 @@ class ModelCluster:
         )
 
     def submit_train(self, batch: Batch, steps: Sequence[Tensor]) -> list[ray.ObjectRef]:
-        """Starts the optimizer steps; each step's rows are spread over the data-parallel ranks by tokens."""
+        """Starts the optimizer steps; each step's rows are spread over the data-parallel ranks, see ``Batch.split``."""
         per_rank: list[list[Tensor]] = [[] for _ in range(self.dp_size)]
         for rows in steps:
-            for dp_rank, part in enumerate(batch.select(rows).split(self.dp_size)):
+            for dp_rank, part in enumerate(batch.select(rows).split(self.dp_size, self.linear)):
                 per_rank[dp_rank].append(rows[part])
         shares = [_own_rows(batch, rank_steps) for rank_steps in per_rank]
         refs = [(ray.put(own), local_steps) for own, local_steps in shares]

@@ -127,6 +127,7 @@ class RLPipeline(TrainingLoop):
         metrics |= self.roles.offload_manager.memory("rollout")
         with phase("logprobs") as span:
             steps = self.plan_training(batch, step)
+            metrics |= batch.balance(self.roles.actor.dp_size, self.roles.actor.linear)
             batch = self.score(batch, self.rows_with_old_logprobs(batch, steps))
             span.tokens = batch.num_tokens
         with self.signals.deferred():  # a stop in here waits: half an update cannot be saved

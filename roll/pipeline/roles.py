@@ -42,7 +42,8 @@ class Roles:
         ]
         """Clusters of rewards whose models have devices."""
         self.offload_manager = OffloadManager({name: clusters[name] for name in (*names, *self.scorers)})
-        self.actor = ModelCluster(clusters["actor_train"], self.offload_manager)
+        by_work = config.balance_ranks_by == "work"
+        self.actor = ModelCluster(clusters["actor_train"], self.offload_manager, by_work)
         self.restarts = RestartBudget(config.worker_restarts)
         self.on_replaced: list[Callable[[], None]] = []
         """Called after generating workers were replaced in an update of weights; they have other handles then."""
@@ -62,13 +63,15 @@ class Roles:
         self.generator = replicas.get("actor_infer")
         self.evaluator = replicas.get(VAL_INFER)
         """Answers in evaluations; ``None``: the generator does."""
-        self.critic = ModelCluster(clusters["critic"], self.offload_manager) if "critic" in clusters else None
+        self.critic = ModelCluster(clusters["critic"], self.offload_manager, by_work) if "critic" in clusters else None
         self.reference: ModelCluster | WithoutAdapter | None = None
         if "reference" in clusters:
-            self.reference = ModelCluster(clusters["reference"], self.offload_manager)
+            self.reference = ModelCluster(clusters["reference"], self.offload_manager, by_work)
         elif config.uses_reference and config.uses_lora:
             self.reference = WithoutAdapter(self.actor)
-        self.teacher = ModelCluster(clusters["teacher"], self.offload_manager) if "teacher" in clusters else None
+        self.teacher = (
+            ModelCluster(clusters["teacher"], self.offload_manager, by_work) if "teacher" in clusters else None
+        )
         self._teaching = Teaching()
 
     @property

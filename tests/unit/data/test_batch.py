@@ -101,6 +101,31 @@ def test_split_gives_every_row_to_one_part_and_balances_tokens(sequences: Sequen
     assert all(part.dtype == torch.int64 for part in parts)
 
 
+@given(sequences_strategy, st.integers(1, 6), st.integers(0, 50))
+def test_split_balances_the_work_of_attention(sequences: Sequences, num_parts: int, linear: int) -> None:
+    batch = make_batch(sequences)
+    parts = batch.split(num_parts, linear)
+    assert sorted(row for part in parts for row in part.tolist()) == list(range(len(sequences)))
+    loads = [sum(linear * len(sequences[row]) + len(sequences[row]) ** 2 for row in part.tolist()) for part in parts]
+    heaviest = max((linear * len(one) + len(one) ** 2 for one in sequences), default=0)
+    assert max(loads) - min(loads) <= heaviest
+
+
+def test_one_long_sequence_weighs_as_much_as_many_short_ones() -> None:
+    batch = make_batch([[1] * length for length in (8, 4, 4, 4, 4)])
+    by_tokens, by_work = batch.split(2), batch.split(2, 0)  # 8² = 4 × 4²
+    assert sorted(len(part) for part in by_tokens) == [2, 3] and sorted(len(part) for part in by_work) == [1, 4]
+    assert batch.balance(2) == {
+        "global_seqlen/min": 8.0,
+        "global_seqlen/max": 16.0,
+        "global_seqlen/minmax_diff": 8.0,
+        "global_seqlen/balanced_min": 12.0,
+        "global_seqlen/balanced_max": 12.0,
+        "global_seqlen/mean": 12.0,
+    }
+    assert batch.balance(2, 0)["global_seqlen/balanced_max"] == 16.0
+
+
 def test_split_keeps_groups_whole_where_that_costs_no_balance() -> None:
     batch = make_batch([[1] * length for length in (5, 4, 6, 5, 5, 6, 4, 5)])
     whole = batch.replace(group_B=torch.tensor([7, 7, 3, 3, 9, 9, 4, 4])).split(2)
