@@ -234,8 +234,8 @@ CASES: list[tuple[str, str, str]] = [
     ("policy", "loss_agg_mode=seq-mean-token-sum-norm", "loss_agg_norm=7"),
     ("policy", "", "pg_loss_cap=0.01"),
     # The critic's loss
-    ("value", "", "value_clip=0.5"),
-    ("value", "", "value_loss_coef=0.5"),
+    ("value", "adv_estimator=gae", "value_clip=0.5"),
+    ("value", "adv_estimator=gae", "value_loss_coef=0.5"),
 ]
 
 
