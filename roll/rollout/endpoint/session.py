@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +27,7 @@ from roll.data.arrays import IntArray
 from roll.data.renderer import ChatRenderer, Message, Tool
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
 from roll.rollout.endpoint.errors import ApiError
+from roll.rollout.endpoint.history import History, Past, Said
 from roll.rollout.env_manager import EpisodeAbortedError, EpisodeSpec, Limits
 from roll.rollout.errors import describe_error
 from roll.rollout.recorder import Recorder
@@ -47,9 +47,6 @@ COUNTS = (
     "refused",
 )
 """Keys of ``Session.counts``; ``refused`` are requests that an error answered."""
-
-
-_encode = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
 
 
 @dataclass(frozen=True)
@@ -81,15 +78,6 @@ class Answer:
         if self.completion.finish_reason is FinishReason.LENGTH:
             return "length"
         return "tool_calls" if self.turn.calls else "stop"
-
-
-@dataclass(frozen=True)
-class _Said:
-    """An answer in its conversation."""
-
-    ids: IntArray
-    """Prompt and answer."""
-    answer_ids: IntArray
 
 
 @dataclass(frozen=True)
@@ -132,6 +120,7 @@ class Session:
         self._params = params
         self._episode = episode
         self._recorder = Recorder()
+        self._history = History()
         self._counts: Counter[str] = Counter()
         self._started = 0
         self._generating_s = 0.0
@@ -139,12 +128,6 @@ class Session:
         self._running: Counter[asyncio.Task[Any]] = Counter()
         """The answers that each request under way waits for."""
         self._ended = False
-        self._said: dict[bytes, _Said] = {}
-        """By the conversation that an answer ends, tools included."""
-        self._seen: set[bytes] = set()
-        """Those conversations without their tools, the answers alone, and the conversations that were answered."""
-        self._texts: dict[str, _Said] = {}
-        """By prompt and answer of plain completions."""
         self._asked: Counter[bytes] = Counter()
         self._call_ids: set[str] = set()
         self._rows: dict[int, Conversation] = {}
@@ -196,23 +179,17 @@ class Session:
             ApiError: the request is refused.
         """
         self._admit(wanted.n)
-        keys = _chain(messages, tools)
-        known = next((end for end in range(len(messages), 0, -1) if keys[end] in self._said), 0)
-        rewritten = self._rewritten(messages, keys, known)
-        prompt_ids = self._prompt(messages, tools, known, keys[known])
-        bare = _chain(messages, ())[-1] if tools else keys[-1]
+        past = self._history.recall(messages, tools)
+        prompt_ids = self._prompt(messages, tools, past)
         schemas = [_schema(tool) for tool in tools]
         completions = await self._sample(prompt_ids, wanted)
-        if rewritten is not None:
-            self._counts.update(["rewritten", f"rewritten_{rewritten}"])
-        self._seen.add(keys[-1])
+        if past.rewritten is not None:
+            self._counts.update(["rewritten", f"rewritten_{past.rewritten}"])
         answers = []
         for completion in completions:
             turn, stop = self._read(completion, schemas, wanted.stop)
-            said = _Said(np.concatenate([prompt_ids, completion.token_ids]), completion.token_ids)
-            meaning = _meaning(turn.as_openai())
-            self._said[_next(keys[-1], meaning)] = said
-            self._seen |= {_next(bare, meaning), meaning}
+            said = Said(np.concatenate([prompt_ids, completion.token_ids]), completion.token_ids)
+            self._history.keep(past, turn.as_openai(), said)
             row = self._record(prompt_ids, completion, str(messages[-1].get("content") or ""), turn)
             self._rows[row] = Conversation([*messages, turn.as_openai()], tools or None)
             answers.append(Answer(turn, completion, len(prompt_ids), stop))
@@ -246,42 +223,28 @@ class Session:
                 ids = completion.token_ids
                 ended = len(ids) > 0 and not self.policy.renderer.decode(ids[-1:])
                 kept = np.concatenate([prompt_ids, ids[: len(ids) - ended]])
-                self._texts[prompt + whole] = _Said(kept, ids)
+                self._history.keep_text(prompt + whole, Said(kept, ids))
             self._rows.pop(self._record(prompt_ids, completion, prompt if isinstance(prompt, str) else "", turn), None)
             answers.append(Answer(turn, completion, len(prompt_ids), stop))
         return answers
 
-    def _prompt(self, messages: Sequence[Message], tools: Sequence[Tool], known: int, key: bytes) -> IntArray:
-        """The conversation's ids: of the first ``known`` messages, whose key is given, as they were sampled."""
+    def _prompt(self, messages: Sequence[Message], tools: Sequence[Tool], past: Past) -> IntArray:
+        """The conversation's ids: of what was sampled before, as they were sampled."""
         renderer = self.policy.renderer
         try:
-            if not known:
+            if past.said is None:
                 return renderer.prompt(messages, tools or None)
-            said = self._said[key]
-            added = renderer.continuation(messages[known:], said.answer_ids, tools or None)
-            return np.concatenate([said.ids, added])
+            added = renderer.continuation(messages[past.known :], past.said.answer_ids, tools or None)
+            return np.concatenate([past.said.ids, added])
         except Exception as error:  # a template may raise anything
             message = f"messages: the model's chat template refuses them: {describe_error(error)}"
             raise ApiError(400, message, code="invalid_value", param="messages") from error
 
-    def _rewritten(self, messages: Sequence[Message], keys: Sequence[bytes], known: int) -> str | None:
-        """What the program has changed: ``answer``, ``tools``, or the ``history`` before an answer."""
-        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        if not answers or known == answers[-1] + 1:
-            return None
-        if keys[answers[-1]] in self._seen:
-            return "answer"
-        if _chain(messages[: answers[-1] + 1], ())[-1] in self._seen:
-            return "tools"
-        ours = any(_meaning(messages[index]) in self._seen for index in answers[known:]) or known > 0
-        return "history" if ours else None  # else they are examples of the program's own
-
     def _text_prompt(self, text: str) -> IntArray:
         renderer = self.policy.renderer
-        longest = max((known for known in self._texts if text.startswith(known)), key=len, default=None)
-        if longest is None:
-            return renderer.words(text)
-        return np.concatenate([self._texts[longest].ids, renderer.words(text[len(longest) :])])
+        said, rest = self._history.recall_text(text)
+        added = renderer.words(rest)
+        return added if said is None else np.concatenate([said.ids, added])
 
     async def _sample(self, prompt_ids: IntArray, wanted: Wanted) -> list[Completion]:
         self._check_room(len(prompt_ids))
@@ -420,43 +383,3 @@ def _schema(tool: Tool) -> ToolSchema:
     function = tool["function"]
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     return ToolSchema(function["name"], function.get("description") or "", parameters)
-
-
-def _chain(messages: Sequence[Message], tools: Sequence[Tool]) -> list[bytes]:
-    """A key of each beginning of a conversation, from none to all of the messages."""
-    keys = [hashlib.blake2b(_json(tools), digest_size=16).digest()]
-    for message in messages:
-        keys.append(_next(keys[-1], _meaning(message)))
-    return keys
-
-
-def _next(key: bytes, meaning: bytes) -> bytes:
-    return hashlib.blake2b(key + meaning, digest_size=16).digest()
-
-
-def _meaning(message: Message) -> bytes:
-    """What a message says, without ids, reasoning, and white space around the assistant's words."""
-    role, content = message["role"], message.get("content") or ""
-    calls = [
-        [call["function"]["name"], _arguments(call["function"]["arguments"])]
-        for call in message.get("tool_calls") or ()
-    ]
-    return _json([role, content.strip() if role == "assistant" else content, calls])
-
-
-def _arguments(arguments: str | Mapping[str, Any]) -> Any:
-    """The value of arguments, in which 1 and 1.0 are one number."""
-    try:
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        return json.loads(text, parse_float=_number)
-    except (ValueError, RecursionError):
-        return arguments
-
-
-def _number(text: str) -> int | float:
-    value = float(text)
-    return int(value) if value.is_integer() else value
-
-
-def _json(value: Any) -> bytes:
-    return _encode(value).encode("utf-8", "surrogatepass")
