@@ -24,6 +24,7 @@ from roll.configs.model import ModelArguments
 from roll.configs.offline import HeldOutConfig, OfflineConfig
 from roll.configs.pipeline import CheckpointConfig, PipelineConfig, RayInitConfig, RunConfig
 from roll.configs.preference import AnswerColumns, PairColumns, PreferenceConfig
+from roll.configs.profiling import ProfilerConfig
 from roll.configs.prompts import DataGeneratorConfig, PromptsConfig, RolloutWorkersConfig, ValidationConfig
 from roll.configs.reward_training import RewardColumns, RewardLossConfig, RewardTrainingConfig
 from roll.configs.rewards import RewardConfig, RewardFilterConfig, VerifierConfig
@@ -49,6 +50,7 @@ TOP_LEVEL: list[Group] = [
     ("Run", "top level", RunConfig),
     ("Ray", "`ray_init`", RayInitConfig),
     ("Checkpoint folder", "`checkpoint_config`", CheckpointConfig),
+    ("Recordings", "`profiler`", ProfilerConfig),
     ("Policy", "top level", PipelineConfig),
     ("Rollouts, critic and reference", "top level of an RL run", RLConfig),
     ("Teacher", "top level of an RL run or a distillation", TeacherConfig),

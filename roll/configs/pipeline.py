@@ -9,6 +9,7 @@ from pydantic import Field
 from roll.configs.base import Config
 from roll.configs.divergence import DivergenceConfig
 from roll.configs.problems import ConfigProblem
+from roll.configs.profiling import ProfilerConfig
 from roll.configs.worker import EnvironmentVariables, WorkerConfig
 
 TINY = "tiny"
@@ -121,6 +122,7 @@ class RunConfig(Config):
     checkpoint_config: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="Where checkpoints are written."
     )
+    profiler: ProfilerConfig = Field(default_factory=ProfilerConfig, description="What is recorded in detail.")
     max_ckpt_to_keep: int = Field(default=0, ge=0, description="Newest checkpoints that are kept; 0 keeps all.")
     resume_from_checkpoint: bool | str = Field(
         default=False, description="true: the newest whole checkpoint of this run, if any; or the path of one."

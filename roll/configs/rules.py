@@ -334,6 +334,21 @@ def check_lora(config: PipelineConfig) -> list[ConfigProblem]:
     return problems
 
 
+def check_profiler(config: PipelineConfig) -> list[ConfigProblem]:
+    """Recordings are of steps, roles and ranks that there are."""
+    profiler, problems = config.profiler, []
+    known = {role: worker.num_workers for role, worker in config.roles.items()}
+    if absent := [role for role in profiler.roles if role not in known]:
+        problems.append(ConfigProblem("profiler.roles", absent[0], f"some of {', '.join(known)}"))
+    largest = max((known[role] for role in profiler.roles or known if role in known), default=1)
+    if wrong := [rank for rank in profiler.ranks or () if rank >= largest]:
+        problems.append(ConfigProblem("profiler.ranks", wrong[0], f"ranks below {largest}, as the roles have them"))
+    if late := [step for step in profiler.steps if step > config.max_steps]:
+        expected = f"steps of the run, at most {config.max_steps}"
+        problems.append(ConfigProblem("profiler.steps", late[0], expected, involves=("max_steps",)))
+    return problems
+
+
 def _adapter(args: ModelArguments) -> dict[str, object]:
     """Arguments that must be the same of every copy of an adapter."""
     return {key: getattr(args, key) for key in ("lora_target", "lora_exclude", "lora_rank", "lora_alpha")}
@@ -345,6 +360,7 @@ RULES: tuple[Rule, ...] = (
     check_first_token,
     check_parallelism,
     check_lora,
+    check_profiler,
     check_engines,
 )
 RL_RULES: tuple[Rule, ...] = (

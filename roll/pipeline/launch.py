@@ -20,6 +20,7 @@ from roll.distributed.cluster.placement import create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import plan_placement
 from roll.distributed.cluster.worker import Worker
+from roll.pipeline.profiling import nsight_options
 from roll.pipeline.programs import Program
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.pipeline.start import Start, start_of
@@ -159,6 +160,9 @@ def start_clusters(
                     placement,
                     system_envs={**config.system_envs, **plugin_variables(config.plugins), **worker.system_envs},
                     rpc_timeout=config.rpc_timeout,
+                    nsight=nsight_options(config.profiler, name, worker.num_workers, session.folder.profile)
+                    if name in config.roles
+                    else None,
                 )
                 clusters[name].launch()
             for cluster in clusters.values():

@@ -17,8 +17,10 @@ from roll.configs.pipeline import PipelineConfig
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import ClusterError, RpcTimeoutError, WorkerDiedError
 from roll.distributed.strategy.base import Metrics
+from roll.pipeline.profiling import StepProfiler
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunFailedError, RunSession
+from roll.pipeline.utilisation import Utilisation
 from roll.tracking.checkpointer import Checkpointer, CheckpointError, Write
 from roll.tracking.rng import restore_rng_state, rng_state
 from roll.utils.signals import SignalGuard
@@ -56,6 +58,8 @@ class TrainingLoop(ABC):
         self.unreported: Metrics = {}
         """Metrics of the last finished step until they have been logged."""
         self.bad_steps = 0
+        self.profiler = StepProfiler(config.profiler, roles.clusters, session.folder.profile)
+        self.utilisation = Utilisation(config, roles.actor.cluster, roles.clusters.get("actor_infer"))
 
     @abstractmethod
     def step(self, step: int) -> None:
@@ -93,8 +97,10 @@ class TrainingLoop(ABC):
             )
             for step in range(self.done_steps + 1, self.config.max_steps + 1):
                 Cluster.current_step = step
-                self.step(step)
+                with self.profiler.step(step):
+                    self.step(step)
                 self.after_step()
+            self.profiler.close()
             with self.signals.deferred():
                 self.session.checkpointer.wait()
         except (KeyboardInterrupt, Exception) as error:

@@ -121,7 +121,7 @@ class RLPipeline(TrainingLoop):
         with phase("rollout") as span:
             self.roles.prepare_rollout()
             batch, metrics = self.rollout(step)
-            span.tokens = int(batch.loss_mask_T.sum())
+            self.utilisation.generated(span, int(batch.loss_mask_T.sum()))
             if self.config.overlaps:
                 metrics |= overlap_metrics(batch, self.admission, step - 1)
         metrics |= self.roles.offload_manager.memory("rollout")
@@ -129,14 +129,15 @@ class RLPipeline(TrainingLoop):
             steps = self.plan_training(batch, step)
             metrics |= batch.balance(self.roles.actor.dp_size, self.roles.actor.linear)
             batch = self.score(batch, self.rows_with_old_logprobs(batch, steps))
-            span.tokens = batch.num_tokens
+            self.utilisation.scored(span, batch)
         with self.signals.deferred():  # a stop in here waits: half an update cannot be saved
             with phase("advantage"):
                 batch, shaping_metrics = self.shape(batch)
             with self.update(step), phase("train") as span:
                 train_metrics = self.train(batch, steps, step) | self.roles.offload_manager.memory("train")
                 self.session.summary["draws"] = self.rollouts.commit(self.admission)
-                span.tokens = batch.num_tokens * self.config.ppo_epochs
+                learnt = step > self.config.critic_warmup
+                self.utilisation.trained(span, batch, self.config.ppo_epochs, counts=learnt)
             if self.idleness is not None:
                 metrics |= self.idleness.metrics()
             self.unreported = metrics | shaping_metrics | train_metrics

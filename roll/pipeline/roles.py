@@ -34,14 +34,15 @@ class Roles:
 
     def __init__(self, config: PipelineConfig, clusters: Mapping[str, Cluster]) -> None:
         self.config = config
-        names = [name for name in (*config.roles, VAL_INFER) if name in clusters]
+        self.clusters = {name: clusters[name] for name in (*config.roles, VAL_INFER) if name in clusters}
+        """Of the roles that have a model."""
         self.scorers = [
             name
             for name, worker in config.clusters.items()
             if name.startswith(REWARD_CLUSTER) and worker.device_mapping and name in clusters
         ]
         """Clusters of rewards whose models have devices."""
-        self.offload_manager = OffloadManager({name: clusters[name] for name in (*names, *self.scorers)})
+        self.offload_manager = OffloadManager({**self.clusters, **{name: clusters[name] for name in self.scorers}})
         by_work = config.balance_ranks_by == "work"
         self.actor = ModelCluster(clusters["actor_train"], self.offload_manager, by_work)
         self.restarts = RestartBudget(config.worker_restarts)

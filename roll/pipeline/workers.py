@@ -78,6 +78,12 @@ class ScoreWorker(Worker):
         """Takes states back to the device."""
         self.strategy.onload(what)
 
+    def device_name(self) -> str | None:
+        """Name of its GPU; ``None`` on a CPU."""
+        import torch
+
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
     def logprobs(self, batch: Batch, adapter: bool = True) -> TokenScores:
         """Scores a share; ``adapter`` False leaves out the actor's LoRA adapter."""
         with self.idle.work():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,6 +27,9 @@ def check_machine(config: PipelineConfig) -> list[ConfigProblem]:
     for key in config.agents if isinstance(config, RLConfig) else ():
         absent = [package for package in ("starlette", "uvicorn") if not _installed(package)]
         problems += [missing_package(key, "a section", package, "agents") for package in absent]
+    if config.profiler.nsight is not None and shutil.which("nsys") is None and not _elsewhere(config):
+        expected = "null, or nsys (Nsight Systems) on this machine's PATH"
+        problems.append(ConfigProblem("profiler.nsight", config.profiler.nsight, expected))
     return [*problems, *_plug_in_problems(config), *_device_problems(config)]
 
 
@@ -99,11 +103,16 @@ def _kernels(worker: WorkerConfig, card: EngineCard) -> Iterator[ConfigProblem]:
 
 def _gpu_expected(config: PipelineConfig) -> bool:
     """Tells whether the workers may have GPUs: other machines may, even where this one has none."""
-    if config.num_nodes > 1 or config.ray_init.address or os.environ.get("RAY_ADDRESS"):
+    if _elsewhere(config):
         return True
     import torch
 
     return torch.cuda.is_available()
+
+
+def _elsewhere(config: PipelineConfig) -> bool:
+    """Tells whether workers may be on other machines."""
+    return bool(config.num_nodes > 1 or config.ray_init.address or os.environ.get("RAY_ADDRESS"))
 
 
 def _installed(module: str) -> bool:

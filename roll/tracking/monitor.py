@@ -17,6 +17,12 @@ class Span:
 
     seconds: float = 0.0
     tokens: int = 0
+    flops: float = 0.0
+    """Operations that the model asks for."""
+    devices: int = 0
+    """That worked on them; 0: nobody counted."""
+    peak: float | None = None
+    """Operations per second of such a device at most, if that is known."""
 
 
 class PhaseTimer:
@@ -46,11 +52,24 @@ class PhaseTimer:
                 entry = spans.setdefault(name, Span())
                 entry.seconds += span.seconds
                 entry.tokens += span.tokens
+                entry.flops += span.flops
+                entry.devices, entry.peak = span.devices or entry.devices, span.peak or entry.peak
 
     def step_metrics(self) -> dict[str, float]:
-        """``time/<phase>`` (seconds) and ``tokens_per_s/<phase>`` since the last call, which starts the next step."""
+        """Metrics since the last call, which starts the next step.
+
+        ``time/<phase>`` (seconds), ``tokens_per_s/<phase>`` and ``tokens_per_s_per_device/<phase>``; where operations
+        were counted ``tflops_per_device/<phase>``, and as a share of the device's peak ``mfu/<phase>``.
+        """
         metrics = {f"time/{name}": span.seconds for name, span in self._step.items()}
         metrics |= {f"tokens_per_s/{name}": _rate(span) for name, span in self._step.items() if span.tokens}
+        for name, span in self._step.items():
+            if span.devices and span.seconds > 0:
+                each = span.seconds * span.devices
+                metrics[f"tokens_per_s_per_device/{name}"] = span.tokens / each
+                if span.flops:
+                    metrics[f"tflops_per_device/{name}"] = span.flops / each / 1e12
+                    metrics |= {f"mfu/{name}": span.flops / each / span.peak} if span.peak else {}
         self._step = {}
         return metrics
 

@@ -9,6 +9,7 @@
     checkpoints/           checkpoint-N/ (see checkpointer.py)
     trajectories/          chosen episodes in full, JSON lines
     renders/               episodes to watch, index.html
+    profile/               recordings of single steps (profiler)
     summary.json           how the run went
 """
 
@@ -54,6 +55,7 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.trajectories = self.path / "trajectories"
         self.renders = self.path / "renders"
+        self.profile = self.path / "profile"
         self._handlers: list[logging.Handler] = []
         self._lock: IO[bytes] | None = None
         self._make_folders()

@@ -6,6 +6,7 @@ import inspect
 import logging
 import os
 import re
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -60,6 +61,7 @@ class Cluster:
         rpc_timeout: float | None = None,
         start_timeout: float = 300.0,
         max_concurrency: int | None = None,
+        nsight: Mapping[int, Mapping[str, str]] | None = None,
     ) -> None:
         """Nothing starts yet.
 
@@ -72,6 +74,7 @@ class Cluster:
             start_timeout: seconds until every process must have answered.
             max_concurrency: calls that a worker runs at the same time; by default one, and any number where it has
                 ``async`` methods.
+            nsight: options of ``nsys profile`` by rank, for those that run under it.
 
         Raises:
             KeyError: the role has no place.
@@ -89,6 +92,7 @@ class Cluster:
         self._init_kwargs = dict(init_kwargs or {})
         self._system_envs = {key: str(value) for key, value in (system_envs or {}).items()}
         self._max_concurrency = max_concurrency
+        self._nsight = nsight or {}
 
     @property
     def world_size(self) -> int:
@@ -241,7 +245,11 @@ class Cluster:
             options["max_concurrency"] = self._max_concurrency
         elif inspect.getmembers(self.worker_cls, inspect.iscoroutinefunction):
             options["max_concurrency"] = _ASYNC_CALLS
-        actor_cls = ray.remote(self.worker_cls).options(runtime_env={"env_vars": env}, **options)
+        runtime_env: dict[str, Any] = {"env_vars": env}
+        if rank in self._nsight:  # Ray then starts the `python` of the PATH
+            path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+            runtime_env = {"env_vars": {"PATH": path, **env}, "nsight": dict(self._nsight[rank])}
+        actor_cls = ray.remote(self.worker_cls).options(runtime_env=runtime_env, **options)
         handle: Any = actor_cls.remote(self.name, rank, self.world_size, env, **self._init_kwargs)
         _residents[handle._actor_id.hex()] = (self.name, rank)
         return handle

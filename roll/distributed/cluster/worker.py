@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from roll.distributed.cluster.reaper import MARK
+from roll.distributed.cluster.recording import Recording, RecordingOptions
 from roll.utils.memory import keep_freed_memory
 from roll.utils.plugins import load_inherited_plugins
 from roll.utils.signals import outlive
@@ -32,6 +33,7 @@ class Worker:
         self.role = role
         self.rank = rank
         self.world_size = world_size
+        self._recording: Recording | None = None
         os.environ.update(env)
         load_inherited_plugins()
         keep_freed_memory()
@@ -46,6 +48,15 @@ class Worker:
 
     def ping(self) -> None:
         """Returns once the worker is up and its queue has come to this call."""
+
+    def start_recording(self, options: RecordingOptions) -> None:
+        """Records what PyTorch does from now on; what was under way is given up."""
+        self._recording = Recording(options)
+
+    def stop_recording(self, stem: Path) -> list[Path]:
+        """Writes what was recorded, see ``Recording.stop``; nothing, if this process has taken a dead one's place."""
+        recording, self._recording = self._recording, None
+        return [] if recording is None else recording.stop(stem)
 
     def pid(self) -> int:
         return os.getpid()

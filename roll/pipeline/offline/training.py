@@ -65,8 +65,9 @@ class OfflineTraining:
         """int64: what optimizer step number ``step``, counted from 1, learns from."""
         return self._samples[self._steps[step - 1]].flatten()
 
-    def num_tokens(self, step: int) -> int:
-        return int(self._data.lengths_B[self.rows(step)].sum())
+    def batch(self, step: int) -> Batch:
+        """The same, as it lies in the data."""
+        return self._data.select(self.rows(step))
 
     def epochs(self, step: int) -> float:
         """How often the data has been met after that many steps."""

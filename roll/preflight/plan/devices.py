@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -49,6 +50,10 @@ GPUS = {
         _gpu("A100", 80, 312, 19.5, 2039, 300),
         _gpu("A100-40GB", 40, 312, 19.5, 1555, 300),
         _gpu("H100", 80, 989, 67, 3350, 450),
+        _gpu("A800", 80, 312, 19.5, 2039, 200),
+        _gpu("H800", 80, 989, 67, 3350, 200),
+        _gpu("H100-PCIe", 80, 756, 51, 2000, 32),
+        _gpu("H20", 96, 148, 44, 4000, 450),
         _gpu("H200", 141, 989, 67, 4800, 450),
         _gpu("B200", 180, 2250, 75, 8000, 900),
         _gpu("L4", 24, 121, 30.3, 300, 32),
@@ -58,6 +63,8 @@ GPUS = {
     )
 }
 """Dense rates in bfloat16 and float32, memory and links as the vendors' data sheets state them."""
+_OTHER_KINDS = {"nvl", "laptop", "max", "mig"}
+"""Words of names whose devices have other rates than those of ``GPUS``."""
 CPU = "CPU"
 _FIELDS = {"memory": GIB, "tflops": TERA, "bandwidth": GB, "link": GB, "efficiency": 1}
 """What ``--devices NAME,key=value`` may change, and its unit: GiB, TFLOP/s, GB/s, GB/s, a share."""
@@ -107,9 +114,17 @@ def this_device() -> Device:
     if not torch.cuda.is_available():
         return this_cpu()
     seen = torch.cuda.get_device_properties(0)
-    plain = seen.name.replace(" ", "").lower()
-    found = next((gpu for name, gpu in reversed(GPUS.items()) if name.lower() in plain), None)
-    return replace(found or GPUS["A100"], name=seen.name, memory=seen.total_memory)
+    return replace(known_gpu(seen.name) or GPUS["A100"], name=seen.name, memory=seen.total_memory)
+
+
+def known_gpu(name: str) -> Device | None:
+    """The kind of a device that PyTorch names, such as ``NVIDIA A100-SXM4-40GB``; ``None``: not one of ``GPUS``."""
+    words = set(re.split(r"[\s-]+", re.sub(r"\bRTX ", "RTX", name).lower()))
+    parts = {kind: set(kind.lower().split("-")) for kind in GPUS}
+    found = [kind for kind in GPUS if parts[kind] <= words]
+    if not found or words & _OTHER_KINDS:
+        return None
+    return GPUS[max(found, key=lambda kind: len(parts[kind]))]
 
 
 def this_cpu() -> Device:

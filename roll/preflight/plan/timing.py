@@ -45,18 +45,35 @@ class Duration:
 
 
 def forward_flops(shape: ModelShape, tokens: int, length: int, loss_tokens: int) -> float:
-    """Operations of a forward pass: matrices, causal attention (half of all pairs), and the output layer."""
-    attention = FORWARD * 2 * shape.layers * shape.query * length / 2
-    return tokens * (FORWARD * shape.active + attention) + FORWARD * loss_tokens * shape.embedding
+    """Operations of a forward pass over samples of one length."""
+    return samples_flops(shape, tokens, tokens * length, loss_tokens)
+
+
+def samples_flops(shape: ModelShape, tokens: int, squares: float, loss_tokens: int) -> float:
+    """Operations of a forward pass: matrices, causal attention (half of all pairs), and the output layer.
+
+    Args:
+        shape: of the model.
+        tokens: of all samples.
+        squares: sum of the squares of their lengths.
+        loss_tokens: for which the output layer is computed.
+    """
+    attention = FORWARD * 2 * shape.layers * shape.query * squares / 2
+    return FORWARD * tokens * shape.active + attention + FORWARD * loss_tokens * shape.embedding
+
+
+def training_factor(role: Role) -> int:
+    """Operations of forward and backward pass as a multiple of the forward pass's, without recomputation."""
+    times = FORWARD + BACKWARD
+    if role.lora is not None:  # no gradients of the frozen matrices
+        times -= FORWARD
+    return times // FORWARD
 
 
 def training_time(role: Role, samples: Samples, device: Device, devices: int) -> Duration:
     """Forward, backward, and where activations are computed again one more forward pass."""
-    times = FORWARD + BACKWARD + FORWARD * role.recomputes
-    if role.lora is not None:  # no gradients of the frozen matrices
-        times -= FORWARD
     one = forward_flops(role.shape, samples.tokens, samples.length, samples.rows * samples.answer)
-    flops = samples.passes * one * times / FORWARD
+    flops = samples.passes * one * (training_factor(role) + role.recomputes)
     return _computed(flops, role, device, devices)
 
 

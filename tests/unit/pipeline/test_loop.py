@@ -54,7 +54,10 @@ def test_evaluations_and_checkpoints_are_those_that_were_asked_for(
     monkeypatch.setattr(Cluster, "current_step", None)  # as it was, when the run is over
     values = {"max_steps": 5, "eval_steps": 2, "save_steps": 3, "track_with": [], **keys}
     config = PipelineConfig(output_dir=str(tmp_path), exp_name="loop", **values)
-    roles: Any = SimpleNamespace(generator=None, evaluator=None, sync_weights=lambda version: None, save=write)
+    actor = SimpleNamespace(cluster=None)
+    roles: Any = SimpleNamespace(
+        clusters={}, actor=actor, generator=None, evaluator=None, sync_weights=lambda version: None, save=write
+    )
     with SignalGuard() as signals, RunSession(config, time.time()) as session:
         loop = Counting(config, session, roles, signals)
         loop.evaluated = []

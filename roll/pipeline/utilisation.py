@@ -1,0 +1,95 @@
+"""How much of its devices a run uses: tokens per second, and model FLOPs beside the peak (MFU).
+
+Model FLOPs are those that the mathematics asks for: a forward and a backward pass over the tokens, without what
+recomputation and padding add (Chowdhery et al. 2022, PaLM, appendix B). They are counted as `roll plan` does.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cached_property
+
+from roll.configs.pipeline import PipelineConfig
+from roll.data.batch import Batch
+from roll.distributed.cluster.cluster import Cluster
+from roll.preflight.models import model_config
+from roll.preflight.plan.devices import known_gpu
+from roll.preflight.plan.shapes import ModelShape
+from roll.preflight.plan.timing import samples_flops, training_factor
+from roll.preflight.plan.work import Role
+from roll.tracking.monitor import Span
+
+logger = logging.getLogger(__name__)
+
+
+class Utilisation:
+    """Notes on the spans of a step what was worked on, and on how many devices.
+
+    Args:
+        config: of the run.
+        trainer: the workers of ``actor_train``.
+        generator: those of ``actor_infer``, if there are any.
+    """
+
+    def __init__(self, config: PipelineConfig, trainer: Cluster, generator: Cluster | None = None) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._generator = generator
+
+    def generated(self, span: Span, tokens: int) -> None:
+        """A rollout of so many sampled tokens."""
+        span.tokens = tokens
+        if self._generator is not None:
+            span.devices = num_devices(self._generator)
+
+    def scored(self, span: Span, batch: Batch) -> None:
+        """A batch whose log-probabilities were computed."""
+        span.tokens, span.devices = batch.num_tokens, num_devices(self._trainer)
+
+    def trained(self, span: Span, batch: Batch, passes: int = 1, *, counts: bool = True) -> None:
+        """A batch that was trained on.
+
+        Args:
+            span: of the phase.
+            batch: what.
+            passes: times that each row was.
+            counts: False where the policy took no optimizer step.
+        """
+        span.tokens, span.devices = batch.num_tokens * passes, num_devices(self._trainer)
+        if self._role is None or not counts:
+            return
+        squares = float(batch.lengths_B.double().square().sum())
+        loss_tokens = int(batch.loss_mask_T.sum())
+        one = samples_flops(self._role.shape, batch.num_tokens, squares, loss_tokens)
+        span.flops, span.peak = passes * training_factor(self._role) * one, self._peak
+
+    @cached_property
+    def _role(self) -> Role | None:
+        """The policy, if its sizes are known on this machine."""
+        config = self._config
+        sizes = model_config(config, "actor_train")
+        try:
+            shape = None if sizes is None else ModelShape.of(sizes.to_dict())
+        except ValueError:
+            return None
+        args = config.actor_train.model_args
+        lora = (args.lora_rank, args.lora_targets) if args.lora_targets else None
+        return None if shape is None else Role("actor_train", config.actor_train, shape, lora=lora)
+
+    @cached_property
+    def _peak(self) -> float | None:
+        """FLOP/s of a device at most; ``None`` where it is not known."""
+        if (given := self._config.profiler.peak_tflops) is not None:
+            return given * 1e12
+        name: str | None = self._trainer.call_rank(0, "device_name")
+        device = None if name is None else known_gpu(name)
+        if device is None or self._role is None:
+            if name is not None:
+                logger.info("no mfu: the peak of %s is not known; profiler.peak_tflops says it", name)
+            return None
+        return device.flops if self._role.compute_bytes == 2 else device.fp32_flops
+
+
+def num_devices(cluster: Cluster) -> int:
+    """Devices that the workers of a role have, each counted once."""
+    return len({device for slot in cluster.slots for device in slot.devices})

@@ -1,0 +1,44 @@
+"""A recording holds what all threads of the process did."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from pathlib import Path
+
+import torch
+
+from roll.distributed.cluster.recording import Recording, RecordingOptions
+from roll.distributed.cluster.worker import Worker
+
+
+def operators(file: Path) -> dict[str, set[int]]:
+    """Threads by the names of what they called."""
+    found: dict[str, set[int]] = {}
+    for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]:
+        if event.get("cat") == "cpu_op":
+            found.setdefault(event["name"], set()).add(event["tid"])
+    return found
+
+
+def test_a_worker_records_from_one_call_to_another(tmp_path: Path) -> None:
+    worker = Worker("actor_train", 0, 1, {})
+    assert worker.stop_recording(tmp_path / "nothing") == []
+    worker.start_recording(RecordingOptions(memory=True, shapes=True))
+    torch.randn(8, 8).inverse()
+    other = threading.Thread(target=lambda: torch.linalg.svd(torch.ones(5, 5)))
+    other.start()
+    other.join()
+    files = worker.stop_recording(tmp_path / "profile" / "step-00003-actor_train-0")
+    assert files[0].name == "step-00003-actor_train-0.trace.json.gz"
+    found = operators(files[0])
+    assert {"aten::linalg_inv_ex", "aten::linalg_svd"} <= found.keys() or {
+        "aten::inverse",
+        "aten::linalg_svd",
+    } <= found.keys()
+    assert len(found["aten::linalg_svd"] | found["aten::randn"]) == 2, "two threads"
+    torch.randn(3).exp()
+    assert len(files) == 1 + torch.cuda.is_available()
+    Recording(RecordingOptions()).stop(tmp_path / "again")
+    assert "aten::exp" not in operators(tmp_path / "again.trace.json.gz"), "of the time in between"

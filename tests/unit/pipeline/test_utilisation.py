@@ -1,0 +1,131 @@
+"""Model FLOPs against PyTorch's own counter, and the peaks of devices by their names."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+
+from roll.configs.pipeline import PipelineConfig
+from roll.data.batch import Batch
+from roll.pipeline.utilisation import Utilisation, num_devices
+from roll.preflight.plan.devices import GPUS, known_gpu
+from roll.preflight.plan.shapes import ModelShape
+from roll.preflight.plan.timing import samples_flops
+from roll.tracking.monitor import PhaseTimer
+
+SIZES = {
+    "vocab_size": 509,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+}
+MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+LENGTHS = (33, 7, 64)
+
+
+@pytest.mark.parametrize("config", [Qwen2Config(**SIZES), Qwen3MoeConfig(**SIZES, **MIXTURE)])
+@pytest.mark.parametrize("trains", [False, True])
+def test_operations_are_those_that_pytorch_counts(config: Any, trains: bool) -> None:
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    with FlopCounterMode(display=False) as counter:
+        for length in LENGTHS:
+            logits = model(torch.randint(0, 509, (1, length)), use_cache=False).logits
+            if trains:
+                logits.sum().backward()
+    squares = sum(length**2 for length in LENGTHS)
+    # Eager attention computes all pairs, of which a causal model needs half.
+    expected = samples_flops(ModelShape.of(config.to_dict()), sum(LENGTHS), 2 * squares, sum(LENGTHS))
+    # The counter has no vectors: the embedding of the first layer has no gradient by a product either.
+    assert counter.get_total_flops() == pytest.approx(expected * (3 if trains else 1), rel=0.02)
+
+
+def cluster(name: str | None, *devices: tuple[int, ...]) -> Any:
+    """Workers that sit on these devices, of that name."""
+    return SimpleNamespace(slots=[SimpleNamespace(devices=each) for each in devices], call_rank=lambda *_: name)
+
+
+def make_batch() -> Batch:
+    lengths = torch.tensor(LENGTHS)
+    mask = torch.zeros(int(lengths.sum()), dtype=torch.bool)
+    mask[-20:] = True
+    return Batch(lengths, torch.zeros(len(mask), dtype=torch.int64), mask)
+
+
+def measured(config: PipelineConfig, name: str | None, **options: Any) -> dict[str, float]:
+    timer = PhaseTimer()
+    trainer = cluster(name, (0,), (1,), (1, 0))
+    assert num_devices(trainer) == 2
+    with timer.phase("train") as span:
+        Utilisation(config, trainer).trained(span, make_batch(), **options)
+        span.seconds = 0.0
+    return timer.step_metrics()
+
+
+def test_metrics_of_a_step() -> None:
+    config = PipelineConfig.model_validate({"pretrain": "tiny"})
+    found = measured(config, "NVIDIA H100 80GB HBM3", passes=3)
+    seconds = found["time/train"]
+    assert found["tokens_per_s_per_device/train"] == pytest.approx(3 * sum(LENGTHS) / 2 / seconds)
+    from roll.models.tiny import tiny_config
+
+    shape = ModelShape.of(Qwen2Config(**tiny_config(4)).to_dict())
+    flops = 3 * 3 * samples_flops(shape, sum(LENGTHS), sum(length**2 for length in LENGTHS), 20)
+    assert found["tflops_per_device/train"] == pytest.approx(flops / 2 / seconds / 1e12)
+    assert found["mfu/train"] == pytest.approx(flops / 2 / seconds / 67e12)  # float32
+
+
+def test_a_peak_that_is_not_known_is_not_guessed_and_may_be_given() -> None:
+    for name in (None, "NVIDIA Z1"):
+        found = measured(PipelineConfig.model_validate({}), name)
+        assert "tflops_per_device/train" in found and "mfu/train" not in found
+    given = PipelineConfig.model_validate({"profiler": {"peak_tflops": 0.5}})
+    found = measured(given, None)
+    assert found["mfu/train"] == pytest.approx(found["tflops_per_device/train"] / 0.5)
+
+
+def test_a_step_that_the_policy_sits_out_has_no_operations() -> None:
+    found = measured(PipelineConfig.model_validate({}), None, counts=False)
+    assert "tflops_per_device/train" not in found and "tokens_per_s_per_device/train" in found
+
+
+def test_an_adapter_needs_no_gradients_of_the_frozen_matrices() -> None:
+    whole, adapted = (
+        PipelineConfig.model_validate({"actor_train": {"model_args": args}})
+        for args in ({}, {"lora_target": "all-linear"})
+    )
+    rates = [
+        found["tflops_per_device/train"] * found["time/train"]
+        for found in (measured(whole, None), measured(adapted, None))
+    ]
+    assert rates[1] == pytest.approx(2 / 3 * rates[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA GeForce RTX 4090", "RTX4090"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA L40", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_devices_are_known_by_their_names(name: str, kind: str | None) -> None:
+    assert known_gpu(name) == (None if kind is None else GPUS[kind])
