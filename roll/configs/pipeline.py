@@ -241,7 +241,8 @@ class PipelineConfig(RunConfig):
     )
     tiny_num_heads: Literal[1, 2, 4] = Field(
         default=4,
-        description="Attention heads of the tiny model, which share 64 units. vLLM takes heads of at least 32: 2.",
+        description="Attention heads of the tiny model, which share its units. vLLM takes heads of at least 32 units: "
+        "2 of 64.",
     )
     balance_ranks_by: Literal["tokens", "work"] = Field(
         default="tokens",
@@ -249,6 +250,8 @@ class PipelineConfig(RunConfig):
         "for a sequence of L tokens is 6 × hidden size × L + L² (the square is attention's: it counts with long "
         "sequences of very different lengths). global_seqlen/* tells the tokens of the ranks.",
     )
+    tiny_hidden_size: Literal[16, 32, 64, 128] = Field(default=64, description="Units of a layer of the tiny model.")
+    tiny_num_layers: int = Field(default=2, ge=1, description="Layers of the tiny model.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
     l2: float = Field(0.0, ge=0, description="Coefficient of an L2 penalty on the trained weights, added to the loss.")
 
@@ -256,6 +259,11 @@ class PipelineConfig(RunConfig):
     actor_infer: WorkerConfig | None = Field(
         default=None, description="The policy that generates; an RL run has it also where it is not given (hf_infer)."
     )
+
+    @property
+    def tiny_sizes(self) -> tuple[int, int, int]:
+        """Heads, units and layers of the tiny model."""
+        return self.tiny_num_heads, self.tiny_hidden_size, self.tiny_num_layers
 
     @property
     def total_optimizer_steps(self) -> int:

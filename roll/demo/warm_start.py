@@ -70,7 +70,7 @@ class Untaught:
         init = self.folder / "init"
         if not (init / "config.json").exists():
             init.parent.mkdir(parents=True, exist_ok=True)
-            make_tiny_model(init, derive_seed(config.seed, "tiny"), config.tiny_num_heads)
+            make_tiny_model(init, derive_seed(config.seed, "tiny"), *config.tiny_sizes)
         self.model_path = str(init)
 
     def recipe(self) -> Mapping[str, Any]:
@@ -292,6 +292,8 @@ def _folder(config: PipelineConfig, recipe: Mapping[str, Any]) -> Path:
         "version": RECIPE_VERSION,
         "seed": config.seed,
         "heads": config.tiny_num_heads,
+        "units": config.tiny_hidden_size,
+        "layers": config.tiny_num_layers,
         "template": config.actor_train.data_args.template,
         **({"variables": variables} if (variables := config.actor_train.data_args.chat_template_kwargs) else {}),
         "temperature": config.scoring_temperature,

@@ -68,13 +68,15 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def tiny_config(num_heads: int = 4) -> dict[str, Any]:
+def tiny_config(num_heads: int = 4, hidden_size: int = 64, num_layers: int = 2) -> dict[str, Any]:
     """The model's ``config.json``: a small Qwen2; what is not said is that architecture's default.
 
     ``initializer_range`` is 0.1: with 0.02 a model this narrow hardly learns.
 
     Args:
-        num_heads: attention heads, which share 64 units.
+        num_heads: attention heads, which share the units.
+        hidden_size: units of a layer, an even number for each head.
+        num_layers: layers.
     """
     tokenizer = make_tokenizer()
     return {
@@ -82,9 +84,9 @@ def tiny_config(num_heads: int = 4) -> dict[str, Any]:
         "model_type": "qwen2",
         "dtype": "float32",
         "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
+        "hidden_size": hidden_size,
+        "intermediate_size": 3 * hidden_size,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": num_heads,
         "max_position_embeddings": MAX_POSITIONS,
@@ -97,17 +99,19 @@ def tiny_config(num_heads: int = 4) -> dict[str, Any]:
     }
 
 
-def make_tiny_model(path: Path, seed: int, num_heads: int = 4) -> None:
+def make_tiny_model(path: Path, seed: int, num_heads: int = 4, hidden_size: int = 64, num_layers: int = 2) -> None:
     """Writes the tokenizer and a randomly initialised model to ``path`` (replaced if it exists).
 
     Args:
         path: its folder.
         seed: of the weights.
-        num_heads: see ``tiny_config``.
+        num_heads: see ``tiny_config``, as the others.
+        hidden_size: units of a layer.
+        num_layers: layers.
     """
     from safetensors.torch import save_file
 
-    config = tiny_config(num_heads)
+    config = tiny_config(num_heads, hidden_size, num_layers)
     building = path.with_name(path.name + ".building")
     shutil.rmtree(building, ignore_errors=True)
     make_tokenizer().save_pretrained(building)

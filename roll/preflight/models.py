@@ -154,7 +154,7 @@ def check_model_kwargs(config: PipelineConfig) -> list[ConfigProblem]:
     problems = []
     for role, worker in sections(config):
         given = worker.model_args.model_config_kwargs
-        sizes, _ = _read_config(config.model_of(role), config.tiny_num_heads) if given else (None, "")
+        sizes, _ = _read_config(config.model_of(role), *config.tiny_sizes) if given else (None, "")
         known = set() if sizes is None else set(sizes.to_dict())
         for key in given if sizes is not None else ():
             if not hasattr(sizes, key):
@@ -226,7 +226,7 @@ MODEL_CHECKS: tuple[Rule, ...] = (
 def model_config(config: PipelineConfig, role: str) -> Any:
     """A role's model as its text part is configured, ``model_config_kwargs`` included; ``None`` if it is not on this
     machine or wrong, which is reported elsewhere."""
-    sizes, _ = _read_config(config.model_of(role), config.tiny_num_heads)
+    sizes, _ = _read_config(config.model_of(role), *config.tiny_sizes)
     given = getattr(config, role).model_args.model_config_kwargs
     if sizes is None or not all(hasattr(sizes, key) for key in given):
         return None
@@ -235,14 +235,14 @@ def model_config(config: PipelineConfig, role: str) -> Any:
     return sizes.get_text_config()
 
 
-def _read_config(path: str, tiny_num_heads: int = 4) -> tuple[Any, str]:
+def _read_config(path: str, *tiny_sizes: int) -> tuple[Any, str]:
     """A model's configuration, and why it cannot be read; neither where there is none on this machine."""
     if path == TINY:
         from transformers import Qwen2Config
 
         from roll.models.tiny import tiny_config
 
-        return Qwen2Config(**tiny_config(tiny_num_heads)), ""
+        return Qwen2Config(**tiny_config(*tiny_sizes)), ""
     file = Path(path).expanduser() / "config.json"
     if not file.is_file():
         return None, ""

@@ -121,9 +121,10 @@ class VllmCard(EngineCard):
             key, expected = "actor_train.model_args.lora_rank", f"at most {LORA_RANKS[-1]} with vllm"
             involved = (name, "actor_train.model_args.lora_target")
             yield ConfigProblem(key, adapter.lora_rank, expected, involves=involved)
-        if config.pretrain == "tiny" and config.tiny_num_heads > 2:
-            expected = "2 with vllm, whose attention kernels take heads of 32 units at least"
-            yield ConfigProblem("tiny_num_heads", config.tiny_num_heads, expected, involves=("pretrain", name))
+        heads, units, _ = config.tiny_sizes
+        if config.pretrain == "tiny" and units < 32 * heads:
+            expected = "at most tiny_hidden_size / 32 with vllm: its attention kernels take heads of 32 units or more"
+            yield ConfigProblem("tiny_num_heads", heads, expected, involves=("pretrain", "tiny_hidden_size", name))
 
 
 CARD = VllmCard()

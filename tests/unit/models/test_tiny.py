@@ -149,13 +149,13 @@ def test_the_seed_decides_the_weights_and_disturbs_nobody(tmp_path: Path) -> Non
 def test_the_model_is_what_transformers_itself_would_make_without_importing_its_models(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from roll.models.tiny import make_tiny_model as make;"
-        "make(Path(sys.argv[1]), seed=5, num_heads=2); print(*sys.modules)"
+        "make(Path(sys.argv[1]), seed=5, num_heads=2, hidden_size=32, num_layers=1); print(*sys.modules)"
     )
     path = tmp_path / "tiny"
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, check=True)
     assert not {"transformers.modeling_utils", "transformers.generation", "torch._dynamo"} & set(done.stdout.split())
     torch.manual_seed(5)
-    expected = Qwen2ForCausalLM(Qwen2Config(**tiny_config(num_heads=2)))
+    expected = Qwen2ForCausalLM(Qwen2Config(**tiny_config(num_heads=2, hidden_size=32, num_layers=1)))
     made = AutoModelForCausalLM.from_pretrained(path)
     assert made.config.to_diff_dict() == expected.config.to_diff_dict()
     for end in ("eos_token_id", "pad_token_id"):
