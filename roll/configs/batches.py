@@ -112,6 +112,7 @@ def _train_line(config: RLConfig, role: str) -> str:
     worker = config.roles[role]
     steps = config.optimizer_steps_per_epoch
     noun = "samples" if isinstance(config, RLVRConfig) else "episodes"
+    noun = noun if config.sequences_per_sample == 1 else "pairs"
     data_epochs = config.total_epochs if isinstance(config, RLVRConfig) else None
     in_all = (
         f"{config.total_optimizer_steps} in all" if data_epochs is None else f"until total_epochs {data_epochs} end"
@@ -119,7 +120,7 @@ def _train_line(config: RLConfig, role: str) -> str:
     epochs = "" if config.ppo_epochs == 1 else f" × {config.ppo_epochs} epochs = {steps * config.ppo_epochs}"
     return (
         f"{role}: global batch {_global_batch(worker, noun)}; "
-        f"{config.samples_per_step} {noun} make {_count(steps, 'optimizer step')}{epochs} per step, "
+        f"{config.trained_per_step} {noun} make {_count(steps, 'optimizer step')}{epochs} per step, "
         f"{in_all}; {_micro_batches(worker, noun)}{_warm_up(config, worker)}"
     )
 

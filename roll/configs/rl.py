@@ -122,8 +122,18 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
 
     @property
     def samples_in_words(self) -> str:
-        """Where ``samples_per_step`` comes from, for messages."""
+        """Where ``trained_per_step`` comes from, for messages."""
         return f"rollout_batch_size = {self.rollout_batch_size}"
+
+    @property
+    def trained_per_step(self) -> int:
+        """What a step trains on: its samples, or pairs of them."""
+        return self.samples_per_step
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """Sequences of each of these."""
+        return 1
 
     @property
     def groups_per_step(self) -> int:
@@ -166,7 +176,7 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
     @property
     def optimizer_steps_per_epoch(self) -> int:
         """Optimizer steps of one pass over a rollout."""
-        return self.samples_per_step // self.actor_train.global_train_batch_size
+        return self.trained_per_step // self.actor_train.global_train_batch_size
 
     @property
     def total_optimizer_steps(self) -> int:
@@ -191,6 +201,11 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
     @property
     def uses_reference(self) -> bool:
         return self.add_token_level_kl or (self.use_kl_loss and self.kl_loss_coef > 0)
+
+    @property
+    def why_reference(self) -> str:
+        """What compares the policy with the reference, for messages."""
+        return "a KL term"
 
     @property
     def teacher_loss_coef(self) -> float:

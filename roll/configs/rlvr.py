@@ -9,6 +9,7 @@ from pydantic import Field
 from roll.configs.agent import AgentConfig
 from roll.configs.generating import GeneratingArguments
 from roll.configs.pipeline import TINY
+from roll.configs.preference import PreferenceConfig
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompts import PromptsConfig
 from roll.configs.rl import RLConfig
@@ -25,6 +26,12 @@ class RLVRConfig(RLConfig, PromptsConfig):
         default=None,
         ge=1,
         description="Passes over the training prompts, in place of max_steps: as many whole rollouts as they make.",
+    )
+    online_dpo: PreferenceConfig | None = Field(
+        default=None,
+        description="In place of policy gradients: the best and the worst answer to each prompt are a pair, and the "
+        "policy learns by this loss (any in pairs) beside the section reference. Batches of actor_train count pairs. "
+        "null: policy gradients.",
     )
     agent: AgentConfig | None = Field(
         default=None,
@@ -59,7 +66,30 @@ class RLVRConfig(RLConfig, PromptsConfig):
         return self.rollout_batch_size * self.num_return_sequences_in_group
 
     @property
+    def trained_per_step(self) -> int:
+        return self.samples_per_step if self.online_dpo is None else self.rollout_batch_size
+
+    @property
+    def sequences_per_sample(self) -> int:
+        return 1 if self.online_dpo is None else 2
+
+    @property
+    def estimates_advantages(self) -> bool:
+        return self.online_dpo is None and super().estimates_advantages
+
+    @property
+    def uses_reference(self) -> bool:
+        compares = self.online_dpo is not None and self.online_dpo.compares_with_reference
+        return compares or super().uses_reference
+
+    @property
+    def why_reference(self) -> str:
+        return super().why_reference if self.online_dpo is None else "online_dpo"
+
+    @property
     def samples_in_words(self) -> str:
+        if self.online_dpo is not None:
+            return f"rollout_batch_size = {self.rollout_batch_size} pairs"
         return (
             f"rollout_batch_size = {self.rollout_batch_size} × num_return_sequences_in_group = "
             f"{self.num_return_sequences_in_group} = {self.samples_per_step} samples"

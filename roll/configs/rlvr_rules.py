@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
-from roll.configs.algorithm import STATE_ESTIMATORS
+from roll.configs.algorithm import STATE_ESTIMATORS, AlgorithmConfig
 from roll.configs.pipeline import TINY
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompt_rules import TRAIN_DATA, VAL_DATA, check_datasets, check_templates
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import Rule, check_sampling, too_many_tokens
 from roll.configs.tools import tool_tag_problems
+
+
+def check_online_dpo(config: RLVRConfig) -> list[ConfigProblem]:
+    """Pairs are of answers to one prompt, and no key is set that only policy gradients read."""
+    if config.online_dpo is None:
+        return []
+    involved, loss = ("online_dpo",), config.online_dpo.preference_loss
+    problems = []
+    if not config.online_dpo.in_pairs:
+        expected = "a loss of pairs"
+        problems.append(ConfigProblem("online_dpo.preference_loss", loss, expected))
+    if config.num_return_sequences_in_group < 2:
+        seen, expected = config.num_return_sequences_in_group, "at least 2 with online_dpo: the best and the worst"
+        problems.append(ConfigProblem("num_return_sequences_in_group", seen, expected, involves=involved))
+    for key in ("agent", "tools", "teacher"):
+        if getattr(config, key) is not None:
+            expected = "null with online_dpo, which compares two answers of one turn"
+            problems.append(ConfigProblem(key, "a section", expected, involves=involved))
+    for key, field in AlgorithmConfig.model_fields.items():
+        if key != "ppo_epochs" and getattr(config, key) != field.get_default(call_default_factory=True):
+            expected = "no such key with online_dpo, which has no policy gradient"
+            problems.append(ConfigProblem(key, getattr(config, key), expected, involves=involved))
+    return problems
 
 
 def check_shares(config: RLVRConfig) -> list[ConfigProblem]:
@@ -129,6 +152,7 @@ def check_scorers(config: RLVRConfig) -> list[ConfigProblem]:
 
 
 RLVR_RULES: tuple[Rule, ...] = (
+    check_online_dpo,
     check_datasets,
     check_shares,
     check_templates,

@@ -72,7 +72,7 @@ def check_rl_roles(config: RLConfig) -> list[ConfigProblem]:
         lora = ("actor_train.model_args.lora_target",)
         problems.append(ConfigProblem("reference", "a section", expected, involves=lora))
     if config.uses_reference and config.reference is None and not config.refers_to_actor:
-        expected = "a section with a scoring strategy, since a KL term is switched on"
+        expected = f"a section with a scoring strategy, since {config.why_reference} is switched on"
         involved = ("add_token_level_kl", "use_kl_loss", "kl_loss_coef")
         problems.append(ConfigProblem("reference", NOTHING, expected, involves=involved))
     if (other := config.reference_pretrain) is not None and not config.uses_reference:
@@ -194,7 +194,7 @@ def check_batches(config: RLConfig) -> list[ConfigProblem]:
         if worker is None or worker.num_devices % worker.devices_per_copy:
             continue
         arguments, base = worker.training_args, f"{role}.training_args"
-        batch, samples = worker.global_train_batch_size, config.samples_per_step
+        batch, samples = worker.global_train_batch_size, config.trained_per_step
         words = (
             f"{arguments.per_device_train_batch_size} per device × {arguments.gradient_accumulation_steps} accumulated "
             f"× {worker.data_parallel_size} data-parallel = {batch}"

@@ -20,6 +20,7 @@ from roll.algorithms.correction import mismatch_by_lag, mismatch_metrics
 from roll.algorithms.distillation import no_advantages, teacher_advantages, teacher_metrics, teacher_rewards
 from roll.algorithms.kl import KlController
 from roll.algorithms.losses import build_policy_loss, build_value_loss
+from roll.algorithms.pairing import telling_pairs
 from roll.algorithms.rewards import apply_kl_penalty, mean_kl, shape_rewards, whiten_token_rewards
 from roll.algorithms.selection import drop_masked_episodes, select_for_policy
 from roll.algorithms.statistics import RunningStats
@@ -125,6 +126,8 @@ class RLPipeline(TrainingLoop):
             if self.config.overlaps:
                 metrics |= overlap_metrics(batch, self.admission, step - 1)
         metrics |= self.roles.offload_manager.memory("rollout")
+        batch, choice_metrics = self.choose(batch)
+        metrics |= choice_metrics
         with phase("logprobs") as span:
             steps = self.plan_training(batch, step)
             metrics |= batch.balance(self.roles.actor.dp_size, self.roles.actor.linear)
@@ -142,18 +145,24 @@ class RLPipeline(TrainingLoop):
                 metrics |= self.idleness.metrics()
             self.unreported = metrics | shaping_metrics | train_metrics
 
+    def choose(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """What of the rollout is scored and trained on: all of it."""
+        return batch, {}
+
     def plan_training(self, batch: Batch, step: int) -> list[Tensor]:
         """The rows of each optimizer step."""
-        return plan_optimizer_steps(
-            batch.num_sequences,
+        samples = batch.samples if batch.pair_B is None else telling_pairs(batch)
+        drawn = plan_optimizer_steps(
+            len(samples),
             self.config.optimizer_steps_per_epoch,
             self.config.ppo_epochs,
             seed=derive_seed(self.config.seed, "minibatches", step),
         )
+        return [samples[numbers].flatten() for numbers in drawn]
 
     def rows_with_old_logprobs(self, batch: Batch, steps: list[Tensor]) -> Tensor:
         """int64: the rows that the actor scores before the update; in the others the old policy is the current one."""
-        if self.config.bypasses_old_logprobs:
+        if self.config.bypasses_old_logprobs or batch.pair_B is not None:
             return torch.empty(0, dtype=torch.int64)
         if self.config.wants_old_logprobs or (len(steps) > 1 and self.config.mixes_rows):
             return torch.arange(batch.num_sequences)

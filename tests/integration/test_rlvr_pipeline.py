@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ from tests.integration.conftest import (
     rows,
     write,
 )
+from tests.support.resuming import stop_and_resume
 from tests.support.scoring import Brief, Letters
 
 FILTER = "rewards.letters.query_filter_config={type: std_filter}"
@@ -359,3 +361,16 @@ def test_answers_spread_over_engines_a_critic_and_the_kl_over_the_vocabulary(rlv
     assert [run.metrics[step]["rollout/episodes"] for step in (1, 2)] == [16, 16]
     at = position(run, 2)
     assert at["next_draw"] - len(at["again"]) == 8, "prompts that were given up come again"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_online_dpo_is_taken_up_again_bit_for_bit(rlvr: Rlvr, tmp_path: Path) -> None:
+    write(tmp_path / "train.jsonl", rows("t", ["", "", "equal", "", "", "", "equal", "", "", ""]))
+    pairs = ("online_dpo={beta: 0.5}", "adv_estimator=gae", "loss_agg_mode=seq-mean-token-mean", "max_steps=3")
+    batch = "actor_train.training_args.per_device_train_batch_size=2"
+    whole, _ = stop_and_resume(functools.partial(rlvr, *pairs, batch), last_step=3)
+    first = whole.metrics[1]
+    assert 0 < first["dpo/pair_frac"] < 1, "a group is tied"
+    assert whole.metrics[1]["dpo/kl"] < whole.metrics[3]["dpo/kl"], "the reference stays where the policy was"
+    assert first["dpo/score_gap"] > 0

@@ -32,8 +32,8 @@ def layout(name: str, config: dict[str, Any], **options: Any) -> Layout:
 # Weights are exported in bf16: the norms' are above 1, where it has steps of 2**-7.
 BF16: dict[str, Any] = {"model_args": {"dtype": "bf16"}, "bounds": {"weights": 6e-3}}
 
-# In the second step one of this adapter's gradients is 7e-7, where Adam divides by its epsilon of 1e-6: noise of 1e-7 in
-# the oracle's own gradients moves that weight by 5e-6. FSDP2 and ZeRO 0 and 2 agree here to 2e-7.
+# In the second step one of this adapter's gradients is 7e-7, where Adam divides by its epsilon of 1e-6: noise of 1e-7
+# of a matrix's largest gradient moves the oracle's own weights by 5e-6. FSDP2, ZeRO 0 and 2 agree here to 2e-7.
 NEAR_EPSILON = {"weights": 2e-5}
 
 LAYOUTS = [

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 
+from roll.algorithms.preferences import build_preference_loss
 from roll.configs.batches import describe_batches
 from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER
 from roll.configs.rlvr import RLVRConfig
@@ -60,6 +61,9 @@ def _run(
     model_path = start.weights(session, roles, prompts)
     with session.phase("setup"):
         roles.setup(model_path, config.total_optimizer_steps, teacher_path)
-        set_losses(roles, config)
+        if config.online_dpo is None:
+            set_losses(roles, config)
+        else:
+            roles.actor.call("set_loss", build_preference_loss, config.online_dpo)
         prompts.wait_ready()
     RLVRPipeline(config, session, roles, signals, prompts).run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from roll.algorithms.pairing import best_and_worst
 from roll.configs.rlvr import RLVRConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
@@ -50,6 +51,9 @@ class RLVRPipeline(RLPipeline):
         metrics["rollout/filtered"] = float(len(collected.rejected))
         metrics["rollout/epoch"] = self.prompts.epoch_of(1 + max(group.group_id for group in finished))
         return groups_to_batch(groups, self.prompts.tags, self.config.gdpo_reward_keys), metrics
+
+    def choose(self, batch: Batch) -> tuple[Batch, Metrics]:
+        return super().choose(batch) if self.config.online_dpo is None else best_and_worst(batch)
 
     def evaluate(self, name: str, step: int) -> Metrics:
         """Answers the held-out prompts: the same ones each time, sampled; and greedily before and after."""

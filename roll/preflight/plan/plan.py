@@ -225,7 +225,7 @@ def _samples(config: PipelineConfig) -> Samples:
 
 def _memory(config: PipelineConfig, role: Role, device: Device, samples: Samples) -> RoleMemory:
     on_cpu = device.kind == "cpu"
-    per_sample = config.sequences_per_sample if isinstance(config, OfflineConfig) else 1
+    per_sample = config.sequences_per_sample if isinstance(config, OfflineConfig | RLConfig) else 1
     lengths = Lengths(samples.length, samples.answer, per_sample)
     generators = config.actor_infer.num_workers if config.actor_infer else 1
     sampling = role.worker.generating_args

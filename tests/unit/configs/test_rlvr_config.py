@@ -312,3 +312,38 @@ def test_held_out_data_has_the_columns_of_the_training_data(load: Load) -> None:
     config = load("~validation.data_args.prompt", "actor_train.data_args.response=answer")
     assert config.validation is not None
     assert (config.validation.data_args.prompt, config.validation.data_args.response) == ("question", "answer")
+
+
+ONLINE = (
+    "online_dpo={beta: 0.2}",
+    "~adv_estimator",
+    "reference={strategy_args: {strategy_name: hf_infer}, device_mapping: [0]}",
+    "actor_train.training_args.gradient_accumulation_steps=1",
+)
+
+
+def test_pairs_of_a_rollout_are_counted_as_pairs(load: Load) -> None:
+    config = load(*ONLINE)
+    assert (config.optimizer_steps_per_epoch, config.total_optimizer_steps) == (2, 20)
+    assert not config.uses_critic and {"actor_train", "actor_infer", "reference"} == set(config.roles)
+    line = next(line for line in describe_batches(config) if line.startswith("actor_train"))
+    assert "8 pairs = 4 per device" in line and "16 pairs make 2 optimizer steps" in line
+    assert "reference" not in load(*ONLINE, "online_dpo={preference_loss: simpo, beta: 2}", "reference=null").roles
+
+
+def test_what_pairs_cannot_do_is_told_at_once(problems: Problems) -> None:
+    found = problems(
+        "online_dpo={}",
+        "num_return_sequences_in_group=1",
+        "actor_train.training_args.gradient_accumulation_steps=1",
+        "use_kl_loss=true",
+        "kl_loss_coef=0.1",
+        "tools={use: {calculator: {tool: calculator}}}",
+    )
+    assert problems(*ONLINE, "online_dpo={preference_loss: kto}").keys() == {"online_dpo.preference_loss"}
+    wrong = {"num_return_sequences_in_group", "use_kl_loss", "kl_loss_coef", "tools"}
+    assert wrong | {"adv_estimator", "reference"} <= found.keys()
+    assert "no policy gradient" in found["adv_estimator"]
+    assert "online_dpo is switched on" in problems(*ONLINE, "reference=null")["reference"]
+    uneven = problems(*ONLINE, "actor_train.training_args.per_device_train_batch_size=5")
+    assert "rollout_batch_size = 16 pairs" in str(uneven)
