@@ -75,6 +75,8 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "A judge that runs on the run's own devices becomes one that you serve and that is asked over HTTP.",
         "With `async_generation_ratio` old samples get importance weights (`train_infer_correction.is_weight`).",
         "Agentic batches are not filled up or cut by chance (`batch_adjust_mode`).",
+        "Files of the SFT, DPO and distillation pipelines become configurations of those here; `num_train_epochs` is "
+        "then how long the run is, and held-out samples are read whole.",
     ),
     "verl": (
         "A mini-batch counts prompts there and samples here: `ppo_mini_batch_size × n = per device × accumulated × "

@@ -80,10 +80,7 @@ def drop_unread(draft: Draft) -> None:
     own_reference = draft.get("reference_pretrain") is not None
     if draft.get("actor_train.model_args.lora_target") and "reference" in draft.ours and not own_reference:
         draft.drop_ours("reference", "with an adapter the reference is the actor without it")
-    for role, section in list(draft.roles()):
-        for key in _UNREAD[role]:
-            if key in section:
-                draft.drop_ours(f"{role}.{key}", f"{role} does not read it")
+    drop_unread_of_roles(draft)
     if draft.get("use_kl_loss") and not draft.get("kl_loss_coef"):
         draft.drop_ours("use_kl_loss", "its coefficient is 0")
     for key, switch in SWITCHES.items():
@@ -103,6 +100,14 @@ def drop_unread(draft: Draft) -> None:
             draft.drop_ours(key, expected.removeprefix("no such key "))
     if draft.get("target_kl") is not None and not draft.get("add_token_level_kl"):
         draft.drop_ours("target_kl", "it adapts the KL in the reward, which is off")
+
+
+def drop_unread_of_roles(draft: Draft) -> None:
+    """Takes out the keys of model roles that these do not read."""
+    for role, section in list(draft.roles()):
+        for key in _UNREAD[role]:
+            if key in section:
+                draft.drop_ours(f"{role}.{key}", f"{role} does not read it")
 
 
 def tidy_engines(draft: Draft) -> None:

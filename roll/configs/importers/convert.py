@@ -17,6 +17,7 @@ from roll.configs.importers.common import drop_nulls
 from roll.configs.importers.draft import Draft, Kind, Outcome
 from roll.configs.importers.reading import read
 from roll.configs.importers.roll_distillation import is_distillation, read_students
+from roll.configs.importers.roll_offline import offline_schema
 from roll.configs.importers.writing import shorten, text_of
 from roll.configs.loader import load_composed
 from roll.configs.pipeline import PipelineConfig
@@ -87,6 +88,8 @@ def convert(
     schema: type[PipelineConfig] = AgenticConfig if agentic else RLVRConfig
     if system == "roll" and is_distillation(draft):
         schema = DistillConfig
+    elif system == "roll" and (offline := offline_schema(draft)) is not None:
+        schema = offline
     draft.tell_unused()
     _settle_unknown(draft, schema)
     drop_nulls(draft, lambda key: _takes_null(schema, key))

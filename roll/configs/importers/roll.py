@@ -10,6 +10,7 @@ from roll.configs.importers.common import devices_of, drop_unread, parallel_size
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.roll_distillation import is_distillation, set_distillation, set_teacher
 from roll.configs.importers.roll_environments import set_environments
+from roll.configs.importers.roll_offline import offline_schema, set_offline
 from roll.configs.importers.table import ROLES
 from roll.configs.problems import NOTHING
 from roll.configs.rules import TRAINED
@@ -38,6 +39,13 @@ def derive(draft: Draft) -> None:
         set_distillation(draft)
         _validation(draft)
         drop_unread(draft)
+        tidy_engines(draft)
+        return
+    if (schema := offline_schema(draft)) is not None:
+        _roles(draft)
+        _template(draft)
+        _validation(draft)
+        set_offline(draft, schema)
         tidy_engines(draft)
         return
     agentic = any(draft.has(key) for key in ("custom_envs", *MANAGERS))
@@ -136,7 +144,7 @@ def _engine(draft: Draft, role: str) -> None:
         draft.tell(Kind.DROPPED, f"{role}.num_gpus_per_worker", draft.theirs(f"{role}.num_gpus_per_worker"), note=words)
 
 
-def _data(draft: Draft, agentic: bool) -> None:
+def _template(draft: Draft) -> None:
     template = draft.theirs("actor_train.data_args.template") or draft.theirs("global_template")
     if template and (template in TEMPLATES or "{" in str(template) or "/" in str(template)):
         draft.set("actor_train.data_args.template", template)
@@ -149,6 +157,10 @@ def _data(draft: Draft, agentic: bool) -> None:
             "native",
             f"{template}: the tokenizer's own",
         )
+
+
+def _data(draft: Draft, agentic: bool) -> None:
+    _template(draft)
     if agentic:
         for key in ("file_name", "prompt", "messages", "response", "tag", "id", "preprocessing_num_workers"):
             draft.drop_ours(f"actor_train.data_args.{key}", "the environments are the data")

@@ -6,13 +6,19 @@ from roll.configs.distill import DistillConfig
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.reading import Given
 
-_STUDENTS = {"student_train": "actor_train", "student_infer": "actor_infer", "student": "actor_train"}
+_STUDENTS = {
+    "student_train": "actor_train",
+    "student_infer": "actor_infer",
+    "student": "actor_train",
+    "sft_train": "actor_train",
+}
+"""Sections of the trained model under other names."""
 _SKEWED = ("skewed_forward_kl", "skewed_reverse_kl")
 _THEIR_TOPK, _THEIR_WEIGHT = 64, 0.5
 
 
 def read_students(given: Given) -> None:
-    """Gives the student's sections the names of the policy's, where these are not there."""
+    """Gives the sections of a student, or of a model under supervision, the policy's names, where these are free."""
     for theirs, ours in _STUDENTS.items():
         if theirs in given.values and ours not in given.values:
             given.values[ours] = given.values.pop(theirs)

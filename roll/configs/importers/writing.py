@@ -68,8 +68,18 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("actor_infer",),
 )
 _ALGORITHM = 6
-ALWAYS = {"exp_name", "pretrain", "max_steps", "rollout_batch_size", "adv_estimator", "strategy_name", "learning_rate"}
-"""Keys that are written even where they have their default: what a reader looks for first."""
+ALWAYS = {
+    "exp_name",
+    "pretrain",
+    "max_steps",
+    "rollout_batch_size",
+    "adv_estimator",
+    "preference_loss",
+    "train_on",
+    "strategy_name",
+    "learning_rate",
+}
+"""Keys that are written even where they have their default: a reader looks for them, or a pipeline is known by them."""
 
 
 def shorten(section: type[Config], values: Mapping[str, Any]) -> dict[str, Any]:

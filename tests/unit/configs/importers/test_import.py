@@ -12,6 +12,7 @@ from roll.__main__ import main
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compose import compose_config
 from roll.configs.distill import DistillConfig
+from roll.configs.dpo import DPOConfig
 from roll.configs.importers.convert import Imported, convert
 from roll.configs.importers.draft import Kind
 from roll.configs.importers.reading import UnreadableError
@@ -19,6 +20,8 @@ from roll.configs.importers.report import report
 from roll.configs.loader import load_composed
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.rlvr import RLVRConfig
+from roll.configs.sft import SFTConfig
+from roll.pipeline.programs import program_of
 
 FILES = Path(__file__).parent / "files"
 SCRIPT = FILES / "run_verl.sh"
@@ -76,6 +79,37 @@ def test_distillation_of_roll(tmp_path: Path) -> None:
         "roll", [FILES / "roll" / "run" / "distill.yaml"], ["teacher_temperature=1", "distill_on_prompt=true"]
     )
     assert kinds(other, Kind.IMPOSSIBLE) == {"teacher_temperature", "distill_on_prompt"}
+
+
+def test_supervised_training_of_roll(tmp_path: Path) -> None:
+    imported = convert("roll", [FILES / "roll" / "run" / "sft.yaml"])
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, SFTConfig) and imported.exit_code == 0, report(imported)
+    assert program_of(yaml.safe_load(imported.text)) == "sft"
+    assert (config.num_train_epochs, config.sequence_length, config.val_batch_size) == (2, 128, None)
+    data = config.actor_train.data_args
+    assert (data.prompt, data.response, data.shuffle, data.template) == ("question", "output", False, "native")
+    assert config.validation is not None and config.validation.data_args.prompt == "question"
+    assert config.actor_train.training_args.gradient_accumulation_steps == 4
+    assert config.actor_train.strategy_args.strategy_name == "megatron_train"
+    other = convert("roll", [FILES / "roll" / "run" / "sft.yaml"], ["system_key=system", "query_key=input"])
+    assert kinds(other, Kind.IMPOSSIBLE) == {"system_key", "query_key"}
+
+
+def test_preferences_of_roll(tmp_path: Path) -> None:
+    imported = convert("roll", [FILES / "roll" / "run" / "dpo.yaml"])
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, DPOConfig) and imported.exit_code == 0, report(imported)
+    assert program_of(yaml.safe_load(imported.text)) == "dpo"
+    assert (config.preference_loss, config.beta, config.label_smoothing) == ("sigmoid", 0.2, 0.1)
+    assert (config.preferences.chosen, config.preferences.rejected) == ("better", "worse")
+    assert (config.max_steps, config.num_train_epochs) == (500, None)
+    assert config.reference is not None and config.reference.strategy_args.strategy_name == "megatron_infer"
+    assert "chosen_key" in kinds(imported, Kind.TO_DO), "nothing says where the question is"
+    words = ["ipo=true", "~reference", "actor_train.data_args.prompt=question"]
+    ipo = loaded(convert("roll", [FILES / "roll" / "run" / "dpo.yaml"], words), tmp_path)
+    assert isinstance(ipo, DPOConfig)
+    assert (ipo.preference_loss, ipo.label_smoothing, ipo.precompute_reference) == ("ipo", 0.0, True)
 
 
 def test_on_policy_distillation_of_roll(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.distill import DistillConfig
+from roll.configs.dpo import DPOConfig
 from roll.configs.engines import cards
 from roll.configs.importers import SYSTEMS
 from roll.configs.importers.convert import DERIVE
@@ -81,7 +82,7 @@ def field_of(key: str) -> tuple[Any, Any] | None:
     _, options, rest = key.partition(OPTIONS)
     if options:
         return next((found for card in cards() if (found := locate(card.options, rest.split(".")))), None)
-    schemas = (RLVRConfig, AgenticConfig, DistillConfig)
+    schemas = (RLVRConfig, AgenticConfig, DistillConfig, DPOConfig)
     return next((found for schema in schemas if (found := locate(schema, key.split(".")))), None)
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.distill import DistillConfig
+from roll.configs.dpo import DPOConfig
 from roll.configs.engines import cards
 from roll.configs.importers import SYSTEMS
 from roll.configs.importers.table import ROLES, advice, find, rows
@@ -41,7 +42,7 @@ def known(path: str) -> bool:
     if options:
         return rest in ("**", *PASSED_ON) or any(locate(card.options, rest.split(".")) for card in cards())
     parts = path.removesuffix(".**").split(".")
-    return any(locate(schema, parts) is not None for schema in (AgenticConfig, DistillConfig, RLVRConfig))
+    return any(locate(schema, parts) is not None for schema in (AgenticConfig, DistillConfig, DPOConfig, RLVRConfig))
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
