@@ -28,6 +28,10 @@ PLACEHOLDERS = (
     "max_response_length",
     "turn_idx",
     "actions_left",
+    "current_observation",
+    "current_step",
+    "step_count",
+    "history_length",
 )
 """Placeholders of ``agent_template`` and ``agent_system_template``."""
 _PLACEHOLDER = re.compile(r"(?<![\w\\{])\{(\w+)\}(?!\})")  # not the braces of \boxed{answer}
@@ -68,8 +72,10 @@ class CustomEnvConfig(Config):
     )
     agent_template: str | None = Field(
         default=None,
-        description="User message of a turn; {observation}, {turn} (or {turn_idx}), {max_turns}, {turns_left} (or "
-        "{actions_left}), {history}, {max_response_length}: most tokens of the answer. null: the observation alone.",
+        description="User message of a turn; {observation} (or {current_observation}), {turn} (or {turn_idx}, "
+        "{current_step}), {step_count}: turns before it, {max_turns}, {turns_left} (or {actions_left}), {history}, "
+        "{history_length}: turns that it shows, {max_response_length}: most tokens of the answer. null: the "
+        "observation alone.",
     )
     step_timeout: float = Field(default=30.0, gt=0, description="Seconds that one reset or step may take.")
     env_config: dict[str, Any] = Field(

@@ -215,12 +215,16 @@ class EnvManager(ABC):
         turn, left = str(played + 1), str(self.config.max_steps - played)
         values = {
             "observation": observation,
+            "current_observation": observation,
             "turn": turn,
             "turn_idx": turn,
+            "current_step": turn,
+            "step_count": str(played),
             "max_turns": str(self.config.max_steps),
             "turns_left": left,
             "actions_left": left,
             "history": self._history_text(turns),
+            "history_length": str(min(len(turns), self.config.history_length)),
             "max_response_length": str(self.params.max_new_tokens),
             "env_instruction": str(info.get("env_instruction", "")),
         }

@@ -111,10 +111,10 @@ def _roles(draft: Draft) -> None:
                 draft.tell(Kind.IMPOSSIBLE, f"{role}.model_args.model_name_or_path", model, note=words)
             else:
                 draft.tell(Kind.DROPPED, f"{role}.model_args.model_name_or_path", model, note=f"it is {key}")
+        _engine(draft, role)
         if role in TRAINED and draft.get(f"{role}.model_args.dtype") == "fp16":
             draft.set(f"{role}.model_args.dtype", "bf16")
             draft.retell(f"{role}.model_args.dtype", Kind.IMPOSSIBLE, "nothing is trained in fp16: bf16 is taken")
-        _engine(draft, role)
 
 
 def _engine(draft: Draft, role: str) -> None:
@@ -128,6 +128,15 @@ def _engine(draft: Draft, role: str) -> None:
         draft.set(base, f"${{{preset}}}")
         draft.tell(Kind.KEPT, base, link, base, link)
     name = draft.get(f"{role}.strategy_args.strategy_name", "")
+    if draft.theirs(f"{base}.save_only_model"):
+        draft.derive(f"{base}.save_only_model", "checkpoint_config.save_contents", ["model"])
+    if (
+        role in TRAINED
+        and (norm := draft.theirs(f"{base}.max_grad_norm")) is not None
+        and not draft.has("max_grad_norm")
+    ):
+        draft.derive(f"{base}.max_grad_norm", "max_grad_norm", norm)
+    _precision(draft, role)
     if name in ("vllm", "sglang"):
         size = next(
             (
@@ -142,6 +151,23 @@ def _engine(draft: Draft, role: str) -> None:
     elif draft.theirs(f"{role}.num_gpus_per_worker", 1) != 1:
         words = f"{name or 'a trainer'} runs one process per device"
         draft.tell(Kind.DROPPED, f"{role}.num_gpus_per_worker", draft.theirs(f"{role}.num_gpus_per_worker"), note=words)
+
+
+def _precision(draft: Draft, role: str) -> None:
+    """The data type that Megatron's own switches ask for, beside ``model_args.dtype``."""
+    base, ours = f"{role}.strategy_args.strategy_config", f"{role}.model_args.dtype"
+    for dtype in ("bf16", "fp16"):
+        key = f"{base}.{dtype}"
+        asked = draft.theirs(key)
+        if asked is None:
+            continue
+        given = draft.get(ours)
+        if asked and given is None:
+            draft.derive(key, ours, dtype)
+        elif bool(asked) != (given == dtype):
+            draft.tell(Kind.IMPOSSIBLE, key, asked, note=f"{ours} is {given or 'that of the model'}")
+        else:
+            draft.tell(Kind.DROPPED, key, asked, note=f"{ours} says it")
 
 
 def _template(draft: Draft) -> None:

@@ -20,13 +20,22 @@ def set_environments(draft: Draft) -> None:
             continue
         kind = draft.theirs(f"{base}.env_type")
         draft.set(f"{base}.env_type", kind)
-        if kind in _ENVIRONMENTS or ":" in str(kind):
+        if kind in _ENVIRONMENTS or "." in str(kind).partition(":")[0]:
             draft.tell(Kind.KEPT, f"{base}.env_type", kind, f"{base}.env_type", kind)
+        elif ":" in str(kind):
+            note = "an environment of GEM: write a class that plays gem.make(…) (docs/environments.md)"
+            draft.tell(Kind.IMPOSSIBLE, f"{base}.env_type", kind, f"{base}.env_type", note=note)
         else:
             note = "no environment of this name: write it as a class (docs/environments.md)"
             draft.tell(Kind.IMPOSSIBLE, f"{base}.env_type", kind, f"{base}.env_type", note=note)
         if not draft.get(f"{base}.env_manager_cls"):
             draft.derive(f"{base}.env_manager_cls", f"{base}.env_manager_cls", "traj", "ROLL plays conversations")
+        if (turns := draft.theirs(f"{base}.history_length")) is not None:
+            if draft.get(f"{base}.env_manager_cls") == "traj":
+                words = "a conversation already holds every turn"
+                draft.tell(Kind.DROPPED, f"{base}.history_length", turns, note=words)
+            else:
+                draft.derive(f"{base}.history_length", f"{base}.history_length", turns)
         sides = [draft.theirs(f"{base}.env_config.dim_{side}") for side in "xy"]
         if all(sides):
             draft.derive(f"{base}.env_config.dim_x", f"{base}.env_config.dim_room", sides)

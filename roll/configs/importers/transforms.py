@@ -82,12 +82,17 @@ def _first_of(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
+def _listed(value: Any) -> Any:
+    """Names in a list, or behind one another with commas."""
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
 def _text_none(value: Any) -> Any:
     return None if value in ("None", "none", "null") else value
 
 
 def _trackers(value: Any) -> Any:
-    names = {"console": "stdout", "wandb": "wandb", "tensorboard": "tensorboard"}
+    names = {"console": "stdout", "stdout": "stdout", "wandb": "wandb", "tensorboard": "tensorboard"}
     given = [value] if isinstance(value, str) else list(value or [])
     kept = [names[name] for name in given if name in names]
     if unknown := [name for name in given if name not in names]:
@@ -168,6 +173,7 @@ TRANSFORMS: dict[str, Transform] = {
     "optimizer": _optimizer,
     "resume": _resume,
     "first": _first_of,
+    "listed": _listed,
     "wsd-fall": _choice({"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}),
     "dtype": _choice(
         {

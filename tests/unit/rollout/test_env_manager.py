@@ -268,6 +268,13 @@ def test_placeholders_have_a_second_name_and_the_length_of_an_answer(mode: str) 
     assert [f"{turn} of {3 - turn}, 3 tokens" in shown(trajectory.turns[turn - 1]) for turn in (1, 2)] == [True, True]
 
 
+def test_placeholders_of_history() -> None:
+    template = "{step_count} before {current_step}: {current_observation} ({history_length} shown)"
+    played = play(manager("step", max_steps=3, agent_template=template, history_length=1), Policy("a", "b", "c"))
+    expected = ["0 before 1: seed 9 (0 shown)", "1 before 2: a 1 (1 shown)", "2 before 3: b 2 (1 shown)"]
+    assert all(text in shown(turn) for text, turn in zip(expected, played.turns, strict=True))
+
+
 @MODES
 def test_braces_in_what_the_environment_or_the_policy_says_are_left_alone(mode: str) -> None:
     words = '{"move": {"turn": 1}} {turn} {observation}'

@@ -63,6 +63,26 @@ def test_rlvr_of_roll(tmp_path: Path) -> None:
     assert "rewards.talk.judge_model_type" in kinds(imported, Kind.TO_DO)
 
 
+def test_options_of_megatron_in_files_of_roll(tmp_path: Path) -> None:
+    base = "actor_train.strategy_args.strategy_config"
+    words = [
+        "actor_train.model_args.dtype=null",
+        "actor_train.strategy_args.strategy_name=megatron_train",
+        f"{base}={{bf16: true, recompute_granularity: selective, save_only_model: true, max_grad_norm: 0.5}}",
+        f"+{base}.recompute_modules='moe, mlp'",
+        f"+{base}.additional_configs={{moe_permute_fusion: true}}",
+        "reference.model_args.dtype=fp32",
+        "reference.strategy_args={strategy_name: megatron_infer, strategy_config: {bf16: true}}",
+    ]
+    imported = convert("roll", [FILES / "roll" / "run" / "rlvr.yaml"], words)
+    config = loaded(imported, tmp_path)
+    assert (config.actor_train.model_args.dtype, config.max_grad_norm) == ("bf16", 0.5)
+    assert config.checkpoint_config.save_contents == ["model"]
+    options = config.actor_train.strategy_args.strategy_config
+    assert (options["recompute_modules"], options["moe_permute_fusion"]) == (["moe", "mlp"], True)
+    assert kinds(imported, Kind.IMPOSSIBLE) == {"reference.strategy_args.strategy_config.bf16"}
+
+
 def test_distillation_of_roll(tmp_path: Path) -> None:
     imported = convert("roll", [FILES / "roll" / "run" / "distill.yaml"])
     config = loaded(imported, tmp_path)

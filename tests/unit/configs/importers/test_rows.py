@@ -60,6 +60,7 @@ SAMPLES: dict[str, Any] = {
     "normalisation": "mean_std",
     "estimator": "group_norm",
     "recompute": "sel",
+    "listed": "moe, mlp",
     "tracker-wandb": True,
     "tracker-tensorboard": True,
     "seq-if": True,
