@@ -93,6 +93,16 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "Reward domains are made for the public data sources; the score of a wrong answer is 0, not -1.",
         "`fsdp` keeps weights in fp32 and computes in bf16: `dtype: fp32` with `param_dtype: bf16`.",
     ),
+    "verl_sft": (
+        "Of `fsdp_sft_trainer`, and of `sft_trainer` with an engine. `roll import verl` knows a script or a file of "
+        "them; what is not given has the default of the one that is meant.",
+        "Columns inside a column are dotted paths: `prompt_key=extra_info prompt_dict_keys=[question]` is "
+        "`prompt: extra_info.question`.",
+        "The loss of an optimizer step is the mean over all its tokens here, the mean of its micro-batches' means "
+        "there.",
+        "`micro_batch_size_per_gpu` divides a rank's share of `train_batch_size`; `nproc_per_node` of `torchrun` is "
+        "`num_gpus_per_node`.",
+    ),
     "chatlearn": (
         "`sample_per_episode` counts answers there; `rollout_batch_size` counts prompts here.",
         "`kl_coef` above 0 is `use_kl_loss` with `kl_penalty: k3`.",

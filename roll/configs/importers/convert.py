@@ -12,10 +12,11 @@ from typing import Any
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compose import compose_config
 from roll.configs.distill import DistillConfig
-from roll.configs.importers import SYSTEMS, chatlearn, mindspeed, roll, verl
+from roll.configs.importers import SYSTEMS, chatlearn, mindspeed, roll, verl, verl_supervised
 from roll.configs.importers.common import drop_nulls
 from roll.configs.importers.draft import Draft, Kind, Outcome
 from roll.configs.importers.reading import read
+from roll.configs.importers.recognise import variant_of
 from roll.configs.importers.roll_distillation import is_distillation, read_students
 from roll.configs.importers.roll_offline import offline_schema
 from roll.configs.importers.writing import shorten, text_of
@@ -25,10 +26,12 @@ from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import Rule
 from roll.configs.schema import locate, type_text
+from roll.configs.sft import SFTConfig
 
 DERIVE: dict[str, Callable[[Draft], None]] = {
     "roll": roll.derive,
     "verl": verl.derive,
+    "verl_sft": verl_supervised.derive,
     "chatlearn": chatlearn.derive,
     "mindspeed": mindspeed.derive,
 }
@@ -78,6 +81,7 @@ def convert(
     Raises:
         UnreadableError: a file that is missing, no YAML, or a script without the system's command.
     """
+    system = variant_of(system, files)
     given = read(system, files, overrides)
     if system == "roll":
         read_students(given)
@@ -86,7 +90,9 @@ def convert(
     DERIVE[system](draft)
     agentic = any(key in draft.ours for key in ("custom_envs", "train_env_manager"))
     schema: type[PipelineConfig] = AgenticConfig if agentic else RLVRConfig
-    if system == "roll" and is_distillation(draft):
+    if system == "verl_sft":
+        schema = SFTConfig
+    elif system == "roll" and is_distillation(draft):
         schema = DistillConfig
     elif system == "roll" and (offline := offline_schema(draft)) is not None:
         schema = offline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -11,6 +12,7 @@ from roll.configs.importers.shell import ENTRIES
 
 _SECTIONS = {
     "actor_rollout_ref": "verl",
+    "optim": "verl_sft",
     "runtime_args": "chatlearn",
     "megatron_training": "mindspeed",
     "rl_config": "mindspeed",
@@ -34,6 +36,12 @@ def system_of(file: Path) -> str | None:
         return None
     found = next((system for key, system in _SECTIONS.items() if key in content), None)
     return found or ("roll" if any(sign in text for sign in _ROLL) else None)
+
+
+def variant_of(system: str, files: Sequence[Path]) -> str:
+    """The table that files of a system are read by: verl's supervised training has one of its own."""
+    supervised = system == "verl" and any(system_of(file) == "verl_sft" for file in files)
+    return "verl_sft" if supervised else system
 
 
 def command_for(file: Path) -> str | None:

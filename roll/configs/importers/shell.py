@@ -6,11 +6,12 @@ import ast
 import operator
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 ENTRIES = {
     "verl": re.compile(r"(?:^|[./])main_(?:ppo|dapo|\w+)(?:\.py)?$"),
+    "verl_sft": re.compile(r"(?:^|[./])(?:\w+_)?sft_trainer(?:_\w+)?(?:\.py)?$"),
     "chatlearn": re.compile(r"(?:^|/)entrypoint\.py$"),
     "mindspeed": re.compile(r"(?:^|/)train_(?:grpo|ppo|dapo|orm)\.py$"),
     "roll": re.compile(r"(?:^|/)start_\w+_pipeline\.py$"),
@@ -74,12 +75,34 @@ def read_script(text: str, system: str) -> Script:
         start = next((i for i, word in enumerate(words) if ENTRIES[system].search(word)), None)
         if start is not None:
             script = _arguments(words[start + 1 :], variables, script or Script())
+            if system == "verl_sft":
+                script.overrides = [*_groups(script.overrides), *_processes(words[:start])]
     if script is None:
         raise ScriptError(f"no command that starts a program of {system}, such as {ENTRIES[system].pattern}")
     if re.search(r"^\s*(if|for|case|while)\b", text, re.MULTILINE):
         notes.append("the script has branches or loops: of assignments to one name, the last line counts")
     script.notes = [*notes, *script.notes]
     return script
+
+
+def _groups(overrides: Sequence[str]) -> Iterator[str]:
+    """Settings, those that choose a file of Hydra's (``engine=megatron optim=megatron``) as the engine's name."""
+    for word in overrides:
+        key, _, value = word.lstrip("+").partition("=")
+        if key not in ("engine", "optim", "model"):
+            yield word
+        elif key == "engine":
+            yield f"engine.strategy={value}"
+
+
+def _processes(words: Sequence[str]) -> Iterator[str]:
+    """How many processes the words before a program ask ``torchrun`` for, as settings."""
+    pairs = [word.partition("=") for word in words]
+    for (option, equals, value), (after, _, _) in zip(pairs, [*pairs[1:], ("", "", "")], strict=True):
+        for name, key in (("nnodes", "nnodes"), ("nproc_per_node", "n_gpus_per_node")):
+            number = value if equals else after
+            if option.lstrip("-").replace("-", "_") == name and number.isdigit():
+                yield f"trainer.{key}={number}"
 
 
 def _commands(text: str, notes: list[str]) -> Iterator[list[str]]:

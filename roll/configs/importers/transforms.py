@@ -63,14 +63,21 @@ def _switch(value: Any) -> Any:
     return value
 
 
+def _steps(value: Any) -> Any:
+    if isinstance(value, str):
+        raise Untranslatable(f"{value}: a period is counted in steps")
+    return value
+
+
 def _never(value: Any) -> Any:
     """A period in steps, -1 or 0 for never."""
+    value = _steps(value)
     return value if value and value > 0 else None
 
 
 def _period(value: Any) -> Any:
     """A period of evaluations, where 0 is never."""
-    return max(0, value or 0)
+    return max(0, _steps(value) or 0)
 
 
 def _all_of_them(value: Any) -> Any:
@@ -234,6 +241,8 @@ TRANSFORMS: dict[str, Transform] = {
             "dppo_kl": "dppo_kl",
         }
     ),
+    "cut": _choice({"error": "error", "right": "truncate"}, "a conversation loses its end"),
+    "unbounded": lambda value: value or 0,
     "truncation": _choice({"error": "error", "left": "left", "right": "right"}, "prompts are cut at one end"),
 }
 """By name: from a value there to the one here. They raise ``Untranslatable``, ``Omitted`` or ``Partial``."""

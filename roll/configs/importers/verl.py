@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from roll.configs.importers.common import (
     drop_unread,
@@ -23,7 +24,8 @@ _NAMED = re.compile(r"[^\w.+-]+")
 
 def derive(draft: Draft) -> None:
     """Everything that no row of the table says by itself."""
-    _run(draft)
+    _length(draft)
+    set_run(draft, f"{ACTOR}.checkpoint", ("actor_rollout_ref.model.external_lib", "critic.model.external_lib"))
     _data(draft)
     set_roles(draft)
     set_algorithm(draft)
@@ -37,25 +39,41 @@ def derive(draft: Draft) -> None:
     tidy_engines(draft)
 
 
-def _run(draft: Draft) -> None:
-    if name := draft.theirs("trainer.experiment_name"):
-        draft.derive("trainer.experiment_name", "exp_name", _NAMED.sub("_", str(name)).strip("_") or "verl")
+def _length(draft: Draft) -> None:
     steps, epochs = draft.theirs("trainer.total_training_steps"), draft.theirs("trainer.total_epochs")
     if steps:
         draft.derive(["trainer.total_training_steps", "trainer.total_epochs"], "max_steps", int(steps))
     else:
         draft.derive("trainer.total_epochs", "total_epochs", int(epochs))
-    if (saved := draft.get("checkpoint_config.save_contents")) and not draft.get("checkpoint_config.load_contents"):
-        draft.derive(f"{ACTOR}.checkpoint.save_contents", "checkpoint_config.load_contents", saved, "as it is saved")
     if int(draft.theirs("trainer.test_freq") or 0) <= 0:
         draft.derive("trainer.test_freq", "val_after_train", False)
+    if draft.theirs("trainer.max_actor_ckpt_to_keep"):
+        draft.derive(
+            "trainer.max_actor_ckpt_to_keep", "max_ckpt_to_keep", int(draft.theirs("trainer.max_actor_ckpt_to_keep"))
+        )
+    elif draft.theirs("trainer.remove_previous_ckpt_in_save"):
+        draft.derive("trainer.remove_previous_ckpt_in_save", "max_ckpt_to_keep", 1)
+
+
+def set_run(draft: Draft, checkpoint: str, libraries: Sequence[str]) -> None:
+    """Name, trackers, plugins and checkpoints, which all of verl's trainers read alike.
+
+    Args:
+        draft: the configuration.
+        checkpoint: their section of what is saved.
+        libraries: their keys of packages that are imported first.
+    """
+    if name := draft.theirs("trainer.experiment_name"):
+        draft.derive("trainer.experiment_name", "exp_name", _NAMED.sub("_", str(name)).strip("_") or "verl")
+    if (saved := draft.get("checkpoint_config.save_contents")) and not draft.get("checkpoint_config.load_contents"):
+        draft.derive(f"{checkpoint}.save_contents", "checkpoint_config.load_contents", saved, "as it is saved")
     try:
         draft.derive("trainer.logger", "track_with", TRANSFORMS["trackers"](draft.theirs("trainer.logger")))
     except Partial as some:
         draft.derive("trainer.logger", "track_with", some.value, str(some))
     except Omitted as why:
         draft.derive("trainer.logger", "track_with", "stdout", str(why))
-    named = {key: draft.theirs(key) for key in ("actor_rollout_ref.model.external_lib", "critic.model.external_lib")}
+    named = {key: draft.theirs(key) for key in libraries}
     if plugins := list(dict.fromkeys(lib for libs in named.values() for lib in _listed(libs))):
         draft.derive([key for key, libs in named.items() if libs], "plugins", plugins)
     trackers = draft.get("track_with")
@@ -66,12 +84,6 @@ def _run(draft: Draft) -> None:
         draft.derive(
             "trainer.default_local_dir", "checkpoint_config.output_dir", draft.theirs("trainer.default_local_dir")
         )
-    if draft.theirs("trainer.max_actor_ckpt_to_keep"):
-        draft.derive(
-            "trainer.max_actor_ckpt_to_keep", "max_ckpt_to_keep", int(draft.theirs("trainer.max_actor_ckpt_to_keep"))
-        )
-    elif draft.theirs("trainer.remove_previous_ckpt_in_save"):
-        draft.derive("trainer.remove_previous_ckpt_in_save", "max_ckpt_to_keep", 1)
     if draft.get("resume_from_checkpoint") == "resume_path":
         path = draft.theirs("trainer.resume_from_path")
         draft.derive("trainer.resume_from_path", "resume_from_checkpoint", path)

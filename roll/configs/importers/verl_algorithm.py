@@ -117,23 +117,16 @@ def set_optimizer(draft: Draft, theirs: str, role: str) -> None:
     """Warm-up, schedule and betas (the critic's optimizer too) of a trained role, whose section of theirs is given."""
     base = f"{role}.training_args"
     steps = draft.theirs(f"{theirs}.lr_warmup_steps", -1)
-    ratio = draft.theirs(f"{theirs}.lr_warmup_steps_ratio", 0.0)
+    ratios = [f"{theirs}.lr_warmup_steps_ratio", f"{theirs}.warmup_steps_ratio"]
+    ratio = next((value for key in ratios if (value := draft.theirs(key))), 0.0)
     if steps and int(steps) > 0:
         draft.derive(f"{theirs}.lr_warmup_steps", f"{base}.warmup_steps", int(steps))
     elif ratio:
-        draft.derive(f"{theirs}.lr_warmup_steps_ratio", f"{base}.warmup_ratio", float(ratio))
-    style = next(
-        (
-            name
-            for key in ("lr_scheduler_type", "warmup_style", "lr_decay_style")
-            if (name := draft.theirs(f"{theirs}.{key}"))
-        ),
-        "constant",
-    )
+        draft.derive(ratios, f"{base}.warmup_ratio", float(ratio))
+    styles = [f"{theirs}.{key}" for key in ("lr_scheduler_type", "lr_scheduler", "warmup_style", "lr_decay_style")]
+    style = next((name for key in styles if (name := draft.theirs(key))), "constant")
     try:
-        draft.derive(
-            [f"{theirs}.lr_scheduler_type", f"{theirs}.warmup_style"], f"{base}.lr_scheduler_type", _SCHEDULES(style)
-        )
+        draft.derive(styles, f"{base}.lr_scheduler_type", _SCHEDULES(style))
     except Untranslatable as error:
         draft.tell(Kind.IMPOSSIBLE, f"{theirs}.lr_scheduler_type", style, f"{base}.lr_scheduler_type", note=str(error))
     schedule, rate = draft.get(f"{base}.lr_scheduler_type"), draft.get(f"{base}.learning_rate")

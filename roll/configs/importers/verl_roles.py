@@ -12,6 +12,17 @@ from roll.configs.importers.verl_algorithm import set_optimizer
 ACTOR, ROLLOUT, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "critic"
 MODEL = "actor_rollout_ref.model"
 OPTIONS = "strategy_args.strategy_config"
+MEGATRON_KEYS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "use_distributed_optimizer",
+)
+"""Options of Megatron with the same names in verl."""
 
 
 def _devices(draft: Draft) -> int:
@@ -96,16 +107,7 @@ def _megatron(draft: Draft, role: str, theirs: str) -> None:
     if role == "actor_train" and (dtype := draft.theirs(f"{ACTOR}.megatron.dtype")) not in (None, "bfloat16", "bf16"):
         note = "nothing is trained in 16 bits but bf16, which is taken"
         draft.tell(Kind.IMPOSSIBLE, f"{ACTOR}.megatron.dtype", dtype, f"{role}.model_args.dtype", note=note)
-    for key in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "virtual_pipeline_model_parallel_size",
-        "context_parallel_size",
-        "expert_model_parallel_size",
-        "expert_tensor_parallel_size",
-        "sequence_parallel",
-        "use_distributed_optimizer",
-    ):
+    for key in MEGATRON_KEYS:
         value = draft.theirs(f"{theirs}.megatron.{key}", draft.theirs(f"{ACTOR}.megatron.{key}"))
         if value is not None and not (role == "reference" and key == "use_distributed_optimizer"):
             draft.derive(f"{theirs}.megatron.{key}", f"{options}.{key}", value)

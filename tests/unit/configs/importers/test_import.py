@@ -190,6 +190,42 @@ def test_a_launch_script_of_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert any("trainer.default_local_dir" in note for note in imported.notes)  # $(pwd)
 
 
+def test_supervised_training_of_verl(tmp_path: Path) -> None:
+    imported = convert("verl", [FILES / "run_verl_sft.sh"])
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, SFTConfig) and imported.exit_code == 0, report(imported)
+    assert program_of(yaml.safe_load(imported.text)) == "sft"
+    data, training = config.actor_train.data_args, config.actor_train.training_args
+    assert (data.prompt, data.response) == ("extra_info.question", "extra_info.answer")
+    assert (config.num_train_epochs, config.save_steps, config.sample_overflow) == (2, 50, "truncate")
+    assert (config.num_gpus_per_node, config.actor_train.global_train_batch_size) == (2, 32)
+    assert (training.lr_scheduler_type, training.warmup_ratio, training.adam_beta2) == ("wsd", 0.1, 0.95)
+    model = config.actor_train.model_args
+    assert (model.dtype, model.ulysses_size, model.lora_rank, model.lora_target) == ("fp32", 2, 8, "q_proj,v_proj")
+    words = ["data.multiturn.enable=true", "data.multiturn.messages_key=talk", "data.truncation=left"]
+    other = convert("verl", [FILES / "run_verl_sft.sh"], [*words, "data.multiturn.tools_key=functions"])
+    assert loaded(other, tmp_path).actor_train.data_args.messages == "talk"
+    assert kinds(other, Kind.IMPOSSIBLE) == {"data.truncation", "data.multiturn.tools_key"}
+
+
+def test_supervised_training_of_verl_with_an_engine(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        "torchrun --nproc_per_node 4 -m verl.trainer.sft_trainer data.train_files=a.parquet model.path=Qwen/Qwen3-0.6B "
+        "engine=megatron optim=megatron optim.lr=1e-5 engine.tensor_model_parallel_size=2 data.train_batch_size=64 "
+        "trainer.test_freq=after_each_epoch data.val_files=null"
+    )
+    imported = convert("verl", [script])
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, SFTConfig) and config.validation is None
+    assert config.actor_train.data_args.messages == "messages" and config.actor_train.data_args.response is None
+    assert config.actor_train.strategy_args.strategy_config["tensor_model_parallel_size"] == 2
+    assert (config.actor_train.max_tokens_per_microbatch_in_train, config.num_gpus_per_node) == (16384, 4)
+    training = config.actor_train.training_args
+    assert (training.lr_scheduler_type, training.warmup_ratio) == ("constant_with_warmup", 0.0)
+    assert kinds(imported, Kind.IMPOSSIBLE) == {"trainer.test_freq"}
+
+
 def test_megatron_of_verl_and_no_key_without_a_word(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     text = SCRIPT.read_text().replace("main_ppo \\", "main_ppo --config-name=ppo_megatron_trainer.yaml \\")

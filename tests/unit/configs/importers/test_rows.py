@@ -24,11 +24,13 @@ from roll.configs.importers.transforms import TRANSFORMS
 from roll.configs.problems import NOTHING
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import locate
+from roll.configs.sft import SFTConfig
 
 FILES = Path(__file__).parent / "files"
 GIVEN = {
     "roll": FILES / "roll" / "run" / "rlvr.yaml",
     "verl": FILES / "run_verl.sh",
+    "verl_sft": FILES / "run_verl_sft.sh",
     "chatlearn": FILES / "chatlearn.yaml",
     "mindspeed": FILES / "mindspeed.yaml",
 }
@@ -65,6 +67,8 @@ SAMPLES: dict[str, Any] = {
     "tracker-tensorboard": True,
     "seq-if": True,
     "policy-loss": "geo_mean",
+    "cut": "right",
+    "unbounded": 2,
     "truncation": "left",
     "text-none": "batch",
     "aggregation": "token-mean",
@@ -83,7 +87,7 @@ def field_of(key: str) -> tuple[Any, Any] | None:
     _, options, rest = key.partition(OPTIONS)
     if options:
         return next((found for card in cards() if (found := locate(card.options, rest.split(".")))), None)
-    schemas = (RLVRConfig, AgenticConfig, DistillConfig, DPOConfig)
+    schemas = (RLVRConfig, AgenticConfig, DistillConfig, DPOConfig, SFTConfig)
     return next((found for schema in schemas if (found := locate(schema, key.split(".")))), None)
 
 

@@ -18,6 +18,7 @@ from roll.configs.importers.table import ROLES, advice, find, rows
 from roll.configs.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import locate
+from roll.configs.sft import SFTConfig
 
 DOCUMENTED = [line.split() for line in (Path(__file__).parent / "documented.txt").read_text().splitlines()]
 OPTIONS = "strategy_args.strategy_config."
@@ -42,7 +43,9 @@ def known(path: str) -> bool:
     if options:
         return rest in ("**", *PASSED_ON) or any(locate(card.options, rest.split(".")) for card in cards())
     parts = path.removesuffix(".**").split(".")
-    return any(locate(schema, parts) is not None for schema in (AgenticConfig, DistillConfig, DPOConfig, RLVRConfig))
+    return any(
+        locate(schema, parts) is not None for schema in (AgenticConfig, DistillConfig, DPOConfig, RLVRConfig, SFTConfig)
+    )
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
