@@ -31,7 +31,12 @@ class GeneratingArguments(Config):
         default=None,
         gt=0,
         description="Temperature of an answer's first token alone, so that answers begin differently (FIRE, Chen et "
-        "al. 2024); its log-probability is that of this temperature. null: `temperature`. Not with vllm.",
+        "al. 2024); its log-probability is that of this temperature. null: `temperature`.",
+    )
+    first_token_top_k: int | None = Field(
+        default=None,
+        ge=-1,
+        description="`top_k` of an answer's first token alone: FIRE draws it hot, among a few. null: `top_k`.",
     )
     ignore_eos: bool = Field(
         default=False,
@@ -49,6 +54,18 @@ class GeneratingArguments(Config):
         gt=0,
         description="Makes tokens that were already seen less likely (CTRL, Keskar et al. 2019); 1 is off.",
     )
+    presence_penalty: float = Field(
+        default=0.0,
+        ge=-2,
+        le=2,
+        description="Taken off the logit of a token that the answer has already, for new subjects; 0 is off.",
+    )
+    frequency_penalty: float = Field(
+        default=0.0,
+        ge=-2,
+        le=2,
+        description="Taken off the logit of a token for each time that the answer has it; 0 is off.",
+    )
     do_sample: bool = Field(default=True, description="false is greedy decoding, the same as temperature 0.")
     stop_strings: list[str] = Field(
         default_factory=list, description="A completion ends once its text contains one of these."
@@ -60,7 +77,11 @@ class GeneratingArguments(Config):
         return not self.do_sample or self.temperature == 0
 
     def problems(self) -> list[ConfigProblem]:
-        if self.first_token_temperature is None or not self.is_greedy:
+        if not self.is_greedy:
             return []
         key = "temperature" if self.do_sample else "do_sample"
-        return [self.problem("first_token_temperature", f"null with {key} {getattr(self, key)}: greedy", key)]
+        return [
+            self.problem(name, f"null with {key} {getattr(self, key)}: greedy", key)
+            for name in ("first_token_temperature", "first_token_top_k")
+            if getattr(self, name) is not None
+        ]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from roll.configs.agentic import MANAGERS
 from roll.configs.data import DataArguments
 from roll.configs.engines import cards
 from roll.configs.engines.card import EngineCard
@@ -123,30 +122,6 @@ def check_sampling(path: str, arguments: GeneratingArguments) -> list[ConfigProb
     expected = "do_sample true and a temperature above 0: greedy rollouts have nothing to compare"
     seen = {"do_sample": arguments.do_sample, "temperature": arguments.temperature}
     return [ConfigProblem(path, seen, expected)]
-
-
-def sampling_arguments(config: PipelineConfig) -> dict[str, GeneratingArguments]:
-    """What the run samples with, by key."""
-    holders = {key: getattr(config, key, None) for key in ("actor_infer", "validation", *MANAGERS)}
-    found = {key: getattr(holder, "generating_args", None) for key, holder in holders.items()}
-    return {f"{key}.generating_args": arguments for key, arguments in found.items() if arguments is not None}
-
-
-def check_first_token(config: PipelineConfig) -> list[ConfigProblem]:
-    """The engine can sample a first token at a temperature of its own, if that is asked for."""
-    worker = config.actor_infer
-    card = worker.strategy_args.card if worker else None
-    if worker is None or card is None or card.heats_first_token:
-        return []
-    able = [each.strategies.items() for each in cards() if each.heats_first_token]
-    having = ", ".join(name for strategies in able for name, strategy in strategies if strategy.generates)
-    name, involved = worker.strategy_args.strategy_name, ("actor_infer.strategy_args.strategy_name",)
-    expected = f"null with {name}, which samples all tokens at one temperature; those that have it: {having}"
-    return [
-        ConfigProblem(f"{key}.first_token_temperature", seen, expected, involves=involved)
-        for key, arguments in sampling_arguments(config).items()
-        if (seen := arguments.first_token_temperature) is not None
-    ]
 
 
 def check_parallelism(config: PipelineConfig) -> list[ConfigProblem]:
@@ -357,7 +332,6 @@ def _adapter(args: ModelArguments) -> dict[str, object]:
 RULES: tuple[Rule, ...] = (
     check_lengths,
     check_roles,
-    check_first_token,
     check_parallelism,
     check_lora,
     check_profiler,

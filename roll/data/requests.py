@@ -42,10 +42,16 @@ class SamplingParams:
     """Keep tokens of at least this share of the largest probability; 0 keeps everything."""
     first_token_temperature: float | None = None
     """Softmax temperature of the first token; ``None``: as of the others."""
+    first_token_top_k: int | None = None
+    """``top_k`` of the first token; ``None``: that of the others."""
     ignore_eos: bool = False
     """No token ends the completion."""
     repetition_penalty: float = 1.0
     """Divides positive and multiplies negative logits of tokens already seen (CTRL, Keskar et al. 2019); 1 is off."""
+    presence_penalty: float = 0.0
+    """Taken off the logit of a token that was sampled; 0 is off."""
+    frequency_penalty: float = 0.0
+    """Taken off the logit of a token for each time it was sampled; 0 is off."""
     stop: tuple[str, ...] = ()
     """Generation ends once the decoded text contains one of these; the tokens that completed it are kept."""
     seed: int | None = None
@@ -106,7 +112,10 @@ def sampling_params(arguments: GeneratingArguments) -> SamplingParams:
         top_k=arguments.top_k,
         min_p=arguments.min_p,
         first_token_temperature=arguments.first_token_temperature,
+        first_token_top_k=arguments.first_token_top_k,
         ignore_eos=arguments.ignore_eos,
         repetition_penalty=arguments.repetition_penalty,
+        presence_penalty=arguments.presence_penalty,
+        frequency_penalty=arguments.frequency_penalty,
         stop=tuple(arguments.stop_strings or ()),
     )

@@ -45,11 +45,16 @@ class SamplerRows:
     truncated_R: Tensor | None
     """int64: the rows with a top-k, a top-p or a min-p."""
     top_k_R: Tensor | None
+    first_top_k_R: Tensor | None
+    """int64: of the first token. ``None``: that of the others."""
     top_p_R: Tensor | None
     min_p_R: Tensor | None
     """``None``: all 0."""
     penalty_B: Tensor | None
     """float32: repetition penalty."""
+    presence_B: Tensor | None
+    frequency_B: Tensor | None
+    """float32: taken off the logit of a token that was sampled, once and each time. Both or neither."""
 
     @staticmethod
     def build(
@@ -61,18 +66,30 @@ class SamplerRows:
         *,
         min_p: Sequence[float] | None = None,
         first_temperature: Sequence[float | None] | None = None,
+        first_top_k: Sequence[int | None] | None = None,
+        presence: Sequence[float] = (),
+        frequency: Sequence[float] = (),
     ) -> SamplerRows:
-        """From one value per row; temperature 0 is greedy, top_k <= 0, top_p >= 1 and min_p 0 keep everything."""
+        """From one value per row; temperature 0 is greedy, top_k <= 0, top_p >= 1 and min_p 0 keep everything.
+
+        ``presence`` and ``frequency`` come together; without them there are no such penalties.
+        """
         least = [0.0] * len(temperature) if min_p is None else min_p
-        first = list(temperature)
+        first, first_k = list(temperature), list(top_k)
         if first_temperature is not None:
             first = [t if hot is None else hot for t, hot in zip(temperature, first_temperature, strict=True)]
+        if first_top_k is not None:
+            first_k = [k if own is None else own for k, own in zip(top_k, first_top_k, strict=True)]
 
         def tensor(values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
+        def bounds(most: Sequence[int]) -> Tensor:
+            return tensor([most[i] if most[i] > 0 else 1 << 40 for i in rows], torch.int64)
+
+        truncated = [max(top_k[i], first_k[i]) > 0 or top_p[i] < 1 or least[i] > 0 for i in range(len(temperature))]
         # A greedy row takes the maximum, which no truncation removes.
-        rows = [i for i, t in enumerate(temperature) if t > 0 and (top_k[i] > 0 or top_p[i] < 1 or least[i] > 0)]
+        rows = [i for i, t in enumerate(temperature) if t > 0 and truncated[i]]
         return SamplerRows(
             temperature_B=tensor([t or 1.0 for t in temperature])
             if any(t not in (0, 1) for t in temperature)
@@ -80,11 +97,19 @@ class SamplerRows:
             greedy_B=tensor([t == 0 for t in temperature], torch.bool) if 0 in temperature else None,
             first_temperature_B=tensor([t or 1.0 for t in first]) if first != list(temperature) else None,
             truncated_R=tensor(rows, torch.int64) if rows else None,
-            top_k_R=tensor([top_k[i] if top_k[i] > 0 else 1 << 40 for i in rows], torch.int64) if rows else None,
+            top_k_R=bounds(top_k) if rows else None,
+            first_top_k_R=bounds(first_k) if any(first_k[i] != top_k[i] for i in rows) else None,
             top_p_R=tensor([top_p[i] for i in rows]) if rows else None,
             min_p_R=tensor([least[i] for i in rows]) if any(least[i] > 0 for i in rows) else None,
             penalty_B=tensor(penalty) if any(p != 1 for p in penalty) else None,
+            presence_B=tensor(presence) if any(presence) or any(frequency) else None,
+            frequency_B=tensor(frequency) if any(presence) or any(frequency) else None,
         )
+
+    @property
+    def counts_tokens(self) -> bool:
+        """The first token is drawn otherwise than those behind it."""
+        return self.first_temperature_B is not None or self.first_top_k_R is not None
 
     def temperature(self, index_B: Tensor | None) -> Tensor | None:
         """float32 [B]: temperature of each row's token of this index; ``None``: all 1."""
@@ -101,6 +126,7 @@ def sample(
     uniform_B: Tensor,
     seen_BV: Tensor | None = None,
     index_B: Tensor | None = None,
+    count_BV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draws one token per row.
 
@@ -109,27 +135,39 @@ def sample(
         rows: the rows' parameters.
         uniform_B: float32 in (0, 1), one per row.
         seen_BV: bool, tokens of the prompt and the completion so far; needed when ``rows.penalty_B`` is set.
-        index_B: how many tokens of the completion each row has; needed when ``rows.first_temperature_B`` is set.
+        index_B: how many tokens of the completion each row has; needed when ``rows.counts_tokens``.
+        count_BV: int32, how often the completion so far has each token; needed when ``rows.presence_B`` is set.
 
     Returns:
-        tokens_B (int64) and logprobs_B (float32): log-softmax of logits / temperature at the token, before repetition
-        penalty, top-k, top-p and min-p, which is what a trainer computes again.
+        tokens_B (int64) and logprobs_B (float32): log-softmax of logits / temperature at the token, before penalties,
+        top-k, top-p and min-p, which is what a trainer computes again.
     """
     logits_BV, temperature_B = logits_BV.float(), rows.temperature(index_B)
     logprobs_BV = _log_softmax(logits_BV, temperature_B)
     choice_BV = logprobs_BV
-    if rows.penalty_B is not None:
-        assert seen_BV is not None
-        penalty_B1 = rows.penalty_B[:, None]
-        penalised_BV = torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
-        choice_BV = _log_softmax(torch.where(seen_BV, penalised_BV, logits_BV), temperature_B)
+    if rows.penalty_B is not None or rows.presence_B is not None:
+        choice_BV = _log_softmax(_penalised(logits_BV, rows, seen_BV, count_BV), temperature_B)
     tokens_B = _invert_cdf(choice_BV.exp(), uniform_B)
     if rows.truncated_R is not None:
-        drawn_R = _draw_truncated(choice_BV[rows.truncated_R], rows, uniform_B[rows.truncated_R])
+        index_R = None if index_B is None else index_B[rows.truncated_R]
+        drawn_R = _draw_truncated(choice_BV[rows.truncated_R], rows, uniform_B[rows.truncated_R], index_R)
         tokens_B = tokens_B.index_copy(0, rows.truncated_R, drawn_R)
     if rows.greedy_B is not None:
         tokens_B = torch.where(rows.greedy_B, choice_BV.argmax(-1), tokens_B)
     return tokens_B, logprobs_BV.gather(1, tokens_B[:, None])[:, 0]
+
+
+def _penalised(logits_BV: Tensor, rows: SamplerRows, seen_BV: Tensor | None, count_BV: Tensor | None) -> Tensor:
+    """The repetition penalty divides, then presence and frequency are taken off (the order of vLLM)."""
+    if rows.penalty_B is not None:
+        assert seen_BV is not None
+        penalty_B1 = rows.penalty_B[:, None]
+        penalised_BV = torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
+        logits_BV = torch.where(seen_BV, penalised_BV, logits_BV)
+    if rows.presence_B is not None and rows.frequency_B is not None:
+        assert count_BV is not None
+        logits_BV = logits_BV - rows.frequency_B[:, None] * count_BV - rows.presence_B[:, None] * (count_BV > 0)
+    return logits_BV
 
 
 def _log_softmax(logits_BV: Tensor, temperature_B: Tensor | None) -> Tensor:
@@ -144,12 +182,16 @@ def _invert_cdf(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
     return torch.searchsorted(cdf_BV, threshold_B1, right=True)[:, 0].clamp(max=weights_BV.shape[1] - 1)
 
 
-def _draw_truncated(logprobs_RV: Tensor, rows: SamplerRows, uniform_R: Tensor) -> Tensor:
+def _draw_truncated(logprobs_RV: Tensor, rows: SamplerRows, uniform_R: Tensor, index_R: Tensor | None) -> Tensor:
     """Min-p and top-k first, then top-p of what is left (the order of vLLM)."""
     assert rows.top_k_R is not None and rows.top_p_R is not None
+    top_k_R = rows.top_k_R
+    if rows.first_top_k_R is not None:
+        assert index_R is not None
+        top_k_R = torch.where(index_R == 0, rows.first_top_k_R, top_k_R)
     sorted_RV, token_RV = logprobs_RV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(sorted_RV.shape[1], device=sorted_RV.device)
-    probs_RV = sorted_RV.exp() * (rank_V < rows.top_k_R[:, None])
+    probs_RV = sorted_RV.exp() * (rank_V < top_k_R[:, None])
     if rows.min_p_R is not None:
         probs_RV = probs_RV * (probs_RV >= rows.min_p_R[:, None] * probs_RV[:, :1])
     probs_RV = probs_RV / probs_RV.sum(-1, keepdim=True)

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import PreTrainedModel
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
 
 from roll.data.requests import FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import States
@@ -106,6 +108,50 @@ def test_the_repetition_penalty_is_that_of_transformers(engine: Any, oracle: Pre
     requests = requests_of(prompt_list, max_new_tokens=24, temperature=0.0, repetition_penalty=1.5)
     for completion, prompt in zip(asyncio.run(burst(engine, requests)), prompt_list, strict=True):
         assert completion.token_ids.tolist() == greedy_oracle(oracle, prompt, 24, repetition_penalty=1.5)
+
+
+@pytest.mark.parametrize(
+    ("presence", "frequency"), [(1.5, 0.0), (0.0, 1.1), (0.6, -0.3)], ids=["presence", "frequency", "both"]
+)
+def test_presence_and_frequency_mean_the_same_everywhere(
+    engine: Any, oracle: PreTrainedModel, presence: float, frequency: float
+) -> None:
+    """Oracle: transformers, with the penalties on the logits of the tokens behind the prompt."""
+    prompt_list, changed = prompts(6, seed=5), 0
+    sampling = {"presence_penalty": presence, "frequency_penalty": frequency}
+    requests = requests_of(prompt_list, max_new_tokens=24, temperature=0.0, **sampling)
+    for completion, prompt in zip(asyncio.run(burst(engine, requests)), prompt_list, strict=True):
+
+        def penalised(ids_BT: Tensor, logits_BV: Tensor, start: int = len(prompt)) -> Tensor:
+            count_V = ids_BT[0, start:].bincount(minlength=logits_BV.shape[1]).double()
+            return logits_BV.double() - frequency * count_V - presence * (count_V > 0)
+
+        expected = greedy_oracle(oracle, prompt, 24, logits_processor=LogitsProcessorList([penalised]))
+        assert completion.token_ids.tolist() == expected
+        changed += expected != greedy_oracle(oracle, prompt, 24)
+    assert changed > 0
+
+
+def test_a_first_token_is_drawn_hot_among_a_few(engine: Any, oracle: PreTrainedModel) -> None:
+    """FIRE: the temperature of the first token is reported for it alone, and its own top-k bounds it alone."""
+    (prompt,) = prompts(1, seed=9)
+    plain = {"temperature": 0.3, "top_k": 2}
+    fire = plain | {"first_token_temperature": 30.0, "first_token_top_k": 8}
+    requests = [
+        GenerateRequest(str(i), prompt, SamplingParams(max_new_tokens=6, seed=i, **(fire if i < 48 else plain)))
+        for i in range(96)
+    ]
+    completions = asyncio.run(burst(engine, requests))
+    found: list[set[int]] = [set(), set()]
+    with torch.no_grad():
+        likeliest = oracle(torch.from_numpy(prompt)[None]).logits[0, -1].topk(8).indices.tolist()
+    for i, completion in enumerate(completions):
+        warm, hot = (forward_logprobs(oracle, prompt, completion.token_ids, t) for t in (0.3, 30.0))
+        warm[0] = hot[0] if i < 48 else warm[0]
+        np.testing.assert_allclose(completion.logprobs, warm, atol=1e-4)
+        found[i >= 48].add(int(completion.token_ids[0]))
+    assert found[0] == set(likeliest)  # of nearly the same probability
+    assert found[1] <= set(likeliest[:2])
 
 
 def test_a_seed_gives_the_same_tokens_whenever_the_request_arrives(engine: Any) -> None:
@@ -260,6 +306,7 @@ BAD = {
     "a token outside the vocabulary": (np.array([10**6]), {}),
     "a negative token": (np.array([-1]), {}),
     "no token wanted": (np.array([1]), {"max_new_tokens": 0}),
+    "a presence penalty beyond 2": (np.array([1]), {"presence_penalty": 2.5}),
     "a negative temperature": (np.array([1]), {"temperature": -0.1}),
     "top_p of zero": (np.array([1]), {"top_p": 0.0}),
     "a min_p above 1": (np.array([1]), {"min_p": 1.1}),

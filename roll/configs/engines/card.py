@@ -124,8 +124,6 @@ class EngineCard:
     """Option that says the same as ``num_gpus_per_worker``, of an engine whose workers may hold several devices."""
     replays: ClassVar[bool] = False
     """Holds requests until the weights are there that sampled their next token in a recorded run."""
-    heats_first_token: ClassVar[bool] = True
-    """Can sample an answer's first token at a temperature of its own."""
     keeps_kv: ClassVar[bool] = True
     """Can go on with the keys and values of requests in flight when weights come."""
     splits_heads: ClassVar[bool] = True

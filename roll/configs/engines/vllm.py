@@ -97,7 +97,6 @@ class VllmCard(EngineCard):
         "vLLM", Path(__file__).with_suffix(".json"), {"engine/arg_utils.py": ("EngineArgs", "AsyncEngineArgs")}
     )
     own_attention = True
-    heats_first_token = False
     size_key = "tensor_parallel_size"
 
     def option_problems(self, options: Mapping[str, Any]) -> list[ConfigProblem]:

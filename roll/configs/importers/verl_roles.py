@@ -23,6 +23,8 @@ MEGATRON_KEYS = (
     "use_distributed_optimizer",
 )
 """Options of Megatron with the same names in verl."""
+FIRE = {"first_token_temperature": 30.0, "first_token_top_k": 16}
+"""What their switch stands for."""
 
 
 def _devices(draft: Draft) -> int:
@@ -141,6 +143,9 @@ def _generator(draft: Draft) -> None:
     for key, value in (own or {}).items() if isinstance(own, dict) else ():
         if value is not None and key != "disable_mm_preprocessor_cache":
             draft.derive(f"{ROLLOUT}.engine_kwargs.{name}.{key}", f"{options}.{key}", value)
+    if draft.theirs(f"{ROLLOUT}.use_fire_sampling"):
+        for key, value in FIRE.items():
+            draft.derive(f"{ROLLOUT}.use_fire_sampling", f"actor_infer.generating_args.{key}", value)
     limit, whole = draft.theirs(f"{ROLLOUT}.max_model_len"), int(draft.get("sequence_length"))
     if limit and name == "vllm" and int(limit) >= whole:
         draft.derive(f"{ROLLOUT}.max_model_len", f"{options}.max_model_len", int(limit))

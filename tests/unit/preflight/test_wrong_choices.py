@@ -149,7 +149,6 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
             "fit no output layer of the policy",
         ),
         ({"actor_train.data_args.chat_template_kwargs": {"tools": []}}, f"{DATA}.tools", "variables of the template"),
-        ({**vllm(), f"{SAMPLING}.first_token_temperature": 9.0}, f"{SAMPLING}.first_token_temperature", "those that"),
         (
             args(lora_target="all-linear", adapter_name_or_path="/nowhere"),
             "actor_train.model_args.adapter_name_or_path",

@@ -91,6 +91,8 @@ def check_request(request: GenerateRequest, *, vocab_size: int, sequence_length:
         ("min_p", params.min_p, 0 <= params.min_p <= 1, "at least 0 and at most 1"),
         ("first_token_temperature", first, first is None or 0 < first < float("inf"), "None, or above 0"),
         ("repetition_penalty", params.repetition_penalty, params.repetition_penalty > 0, "above 0"),
+        ("presence_penalty", params.presence_penalty, -2 <= params.presence_penalty <= 2, "-2 to 2"),
+        ("frequency_penalty", params.frequency_penalty, -2 <= params.frequency_penalty <= 2, "-2 to 2"),
         ("stop", params.stop, all(params.stop), "strings that are not empty"),
     ):
         if not holds:

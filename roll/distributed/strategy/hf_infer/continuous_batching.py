@@ -324,8 +324,12 @@ class _RunningRows:
             device,
             min_p=[p.min_p for p in params],
             first_temperature=[p.first_token_temperature for p in params],
+            first_top_k=[p.first_token_top_k for p in params],
+            presence=[p.presence_penalty for p in params],
+            frequency=[p.frequency_penalty for p in params],
         )
         self._seen_BV: Tensor | None = None
+        self._count_BV: Tensor | None = None
 
     def draw(self, logits_BV: Tensor) -> tuple[list[int], list[float]]:
         """One more token and its log-probability per row.
@@ -335,13 +339,17 @@ class _RunningRows:
         """
         if self._sampler.penalty_B is not None and self._seen_BV is None:
             self._seen_BV = self._seen(logits_BV.shape[-1])
+        if self._sampler.presence_B is not None and self._count_BV is None:
+            self._count_BV = self._counted(logits_BV.shape[-1])
         uniform_B = torch.from_numpy(uniforms(self._seeds_B, self._num_sampled_B)).to(self._device)
         index_B = None
-        if self._sampler.first_temperature_B is not None:
+        if self._sampler.counts_tokens:
             index_B = torch.from_numpy(self._num_sampled_B.astype(np.int64)).to(self._device)
-        tokens_B, logprobs_B = sample(logits_BV, self._sampler, uniform_B, self._seen_BV, index_B)
+        tokens_B, logprobs_B = sample(logits_BV, self._sampler, uniform_B, self._seen_BV, index_B, self._count_BV)
         if self._seen_BV is not None:
             self._seen_BV[torch.arange(len(tokens_B), device=self._device), tokens_B] = True
+        if self._count_BV is not None:
+            self._count_BV[torch.arange(len(tokens_B), device=self._device), tokens_B] += 1
         logprobs = logprobs_B.cpu().numpy()
         if (num_nan := int(np.isnan(logprobs).sum())) > 0:
             raise FloatingPointError(f"{num_nan} of {len(logprobs)} rows have NaN logits")
@@ -356,6 +364,11 @@ class _RunningRows:
         for row, sequence in enumerate(self._sequences):
             seen_BV[row, torch.from_numpy(sequence.history).to(self._device)] = True
         return seen_BV
+
+    def _counted(self, vocab_size: int) -> Tensor:
+        """How often each token was sampled."""
+        sampled = [torch.tensor(sequence.tokens, dtype=torch.int64) for sequence in self._sequences]
+        return torch.stack([tokens.bincount(minlength=vocab_size) for tokens in sampled]).int().to(self._device)
 
 
 def _round_up(width: int) -> int:

@@ -9,6 +9,7 @@ Axes: B rows, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 BACKEND = "pytorch"
 """The sampler goes by the name of SGLang's plain one, which it replaces: on a CPU, SGLang insists on that name."""
 
-SEEN = "__seen__"
-"""Where a request's parameters keep the tokens that its repetition penalty falls on."""
+SEEN, COUNT = "__seen__", "__count__"
+"""Where a request's parameters keep the tokens that its penalties fall on."""
 
 
 def register() -> None:
@@ -91,7 +92,8 @@ class SampledBatch:
 
     Args:
         params: of each request ``seed`` (unsigned 64 bits), ``prompt_len``, ``temperature``, ``top_k``, ``top_p``,
-            ``min_p``, ``first_token_temperature`` and ``repetition_penalty``, and SGLang's own ``__req__``.
+            ``min_p``, ``first_token_temperature``, ``first_token_top_k``, ``repetition_penalty``, ``presence_penalty``
+            and ``frequency_penalty``, and SGLang's own ``__req__``.
         device: where the logits are.
         vocab_size: V.
     """
@@ -106,10 +108,15 @@ class SampledBatch:
             device,
             min_p=[p["min_p"] for p in params],
             first_temperature=[p["first_token_temperature"] for p in params],
+            first_top_k=[p["first_token_top_k"] for p in params],
+            presence=[p["presence_penalty"] for p in params],
+            frequency=[p["frequency_penalty"] for p in params],
         )
         self._seed_B = torch.tensor([_signed(p["seed"]) for p in params], device=device)
         self._last_prompt_position_B = torch.tensor([p["prompt_len"] - 1 for p in params], device=device)
-        self._seen_BV = None if self._rows.penalty_B is None else self._gather_seen(device, vocab_size)
+        shape = (vocab_size, device)
+        self._seen_BV = None if self._rows.penalty_B is None else self._kept(SEEN, _seen, *shape)
+        self._count_BV = None if self._rows.presence_B is None else self._kept(COUNT, _counted, *shape)
 
     def holds(self, params: list[dict[str, Any]]) -> bool:
         return len(params) == len(self._params) and all(a is b for a, b in zip(params, self._params, strict=True))
@@ -123,24 +130,32 @@ class SampledBatch:
         """
         index_B = position_B.to(torch.int64) - self._last_prompt_position_B
         uniform_B = uniforms(self._seed_B, index_B)
-        tokens_B, logprobs_B = sample(logits_BV, self._rows, uniform_B, self._seen_BV, index_B)
+        tokens_B, logprobs_B = sample(logits_BV, self._rows, uniform_B, self._seen_BV, index_B, self._count_BV)
+        # A prompt that is prefilled in parts has a negative index until its last; what is drawn then is no token.
+        is_token_B1 = (index_B >= 0)[:, None]
         if self._seen_BV is not None:
-            # A prompt that is prefilled in parts has a negative index until its last; what is drawn then is no token.
-            seen_B1 = self._seen_BV.gather(1, tokens_B[:, None]) | (index_B >= 0)[:, None]
-            self._seen_BV.scatter_(1, tokens_B[:, None], seen_B1)
+            self._seen_BV.scatter_(1, tokens_B[:, None], self._seen_BV.gather(1, tokens_B[:, None]) | is_token_B1)
+        if self._count_BV is not None:
+            self._count_BV.scatter_add_(1, tokens_B[:, None], is_token_B1.int())
         return tokens_B, logprobs_B
 
-    def _gather_seen(self, device: torch.device, vocab_size: int) -> Tensor:
-        """bool [B, V]. Each request keeps its row, as a view, for the next batch that it is in."""
-        for p in self._params:
-            if SEEN not in p:
-                request = p["__req__"]
-                history = torch.tensor([*request.origin_input_ids, *request.output_ids], device=device)
-                p[SEEN] = torch.zeros(vocab_size, dtype=torch.bool, device=device).index_fill_(0, history, True)
-        seen_BV = torch.stack([p[SEEN] for p in self._params])
-        for p, seen_V in zip(self._params, seen_BV, strict=True):
-            p[SEEN] = seen_V
-        return seen_BV
+    def _kept(self, key: str, make: Callable[[Any, int], Tensor], vocab_size: int, device: torch.device) -> Tensor:
+        """[B, V], made of requests that are new. Each keeps its row, as a view, for the next batch that it is in."""
+        rows = [p[key] if key in p else make(p["__req__"], vocab_size).to(device) for p in self._params]
+        kept_BV = torch.stack(rows)
+        for p, kept_V in zip(self._params, kept_BV, strict=True):
+            p[key] = kept_V
+        return kept_BV
+
+
+def _seen(request: Any, vocab_size: int) -> Tensor:
+    """bool: tokens of the prompt and the completion."""
+    return torch.tensor([*request.origin_input_ids, *request.output_ids]).bincount(minlength=vocab_size) > 0
+
+
+def _counted(request: Any, vocab_size: int) -> Tensor:
+    """int32: how often the completion has each token."""
+    return torch.tensor(request.output_ids, dtype=torch.int64).bincount(minlength=vocab_size).int()
 
 
 def uniforms(seed_B: Tensor, index_B: Tensor) -> Tensor:

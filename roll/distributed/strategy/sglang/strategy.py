@@ -187,7 +187,10 @@ class SglangStrategy(Generator[dict[str, str]]):
             "top_p": float(params.top_p),
             "min_p": float(params.min_p),
             "first_token_temperature": params.first_token_temperature,
+            "first_token_top_k": params.first_token_top_k,
             "repetition_penalty": float(params.repetition_penalty),
+            "presence_penalty": float(params.presence_penalty),
+            "frequency_penalty": float(params.frequency_penalty),
         }
         sampling = {
             "max_new_tokens": limit,

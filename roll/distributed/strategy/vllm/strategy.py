@@ -37,6 +37,7 @@ from roll.distributed.strategy.vllm.arguments import (
     environment,
 )
 from roll.distributed.strategy.vllm.failures import Failures
+from roll.distributed.strategy.vllm.worker import FIRST_TEMPERATURE, FIRST_TOP_K
 from roll.distributed.weights import device_memory
 from roll.distributed.weights.adapters import peft_config
 from roll.distributed.weights.buckets import as_tensor
@@ -149,18 +150,20 @@ class VllmStrategy(Generator[dict[str, str]]):
         from vllm.exceptions import VLLMError
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        params = request.params
-        if params.first_token_temperature is not None:
-            reason = "params.first_token_temperature is set, expected None: vllm has one temperature for all tokens"
-            raise ValueError(f"request {request.request_id!r}: {reason}")
+        params, most = request.params, request.params.first_token_top_k
+        if most is not None and most <= 0:
+            most = self.vocab_size
         try:
             return SamplingParams(
                 max_tokens=limit,
+                extra_args={FIRST_TEMPERATURE: params.first_token_temperature, FIRST_TOP_K: most},
                 temperature=params.temperature,
                 top_p=params.top_p,
                 top_k=max(0, params.top_k),
                 min_p=params.min_p,
                 repetition_penalty=params.repetition_penalty,
+                presence_penalty=params.presence_penalty,
+                frequency_penalty=params.frequency_penalty,
                 stop=list(params.stop),
                 include_stop_str_in_output=True,
                 seed=None if params.seed is None else self.seed_of(request),

@@ -6,10 +6,11 @@ vLLM mixes ``WorkerExtension`` into its worker class (``worker_extension_cls``);
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,10 @@ from roll.distributed.weights.segments import SegmentReader, SharedMemory
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+
+
+FIRST_TEMPERATURE, FIRST_TOP_K = "roll_first_token_temperature", "roll_first_token_top_k"
+"""Names in a request's ``extra_args``."""
 
 
 class WorkerExtension:
@@ -40,7 +45,9 @@ class WorkerExtension:
             owner: the strategy's process, with which this one ends.
         """
         threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True).start()
-        scale_logprobs(self.model_runner.sampler)
+        runner = self.model_runner
+        scale_logprobs(runner.sampler)
+        sample_first_tokens_apart(runner.sampler, lambda: (runner.requests[key] for key in runner.input_batch.req_ids))
         self._roll_segments = SegmentReader()
 
     def roll_begin_weights(self) -> None:
@@ -137,6 +144,45 @@ def scale_logprobs(sampler: Any) -> None:
 
     sampler.register_forward_pre_hook(remember, with_kwargs=True)
     sampler.compute_logprobs = compute_logprobs
+
+
+def sample_first_tokens_apart(sampler: Any, requests: Callable[[], Iterable[Any]]) -> None:
+    """Gives rows that have no token yet the temperature and the top-k that their ``extra_args`` name.
+
+    Args:
+        sampler: of vLLM's V1 runner; it reports log-probabilities of these temperatures (``scale_logprobs``).
+        requests: vLLM's states of the rows that are sampled, in their order.
+    """
+
+    def replace(_: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [
+            (not request.output_token_ids and request.sampling_params and request.sampling_params.extra_args) or {}
+            for request in requests()
+        ]
+        hot, few = ([extra.get(key) for extra in given] for key in (FIRST_TEMPERATURE, FIRST_TOP_K))
+        if not any(hot) and all(most is None for most in few):
+            return None
+        logits_BV = kwargs["logits"] if "logits" in kwargs else args[0]
+        metadata = kwargs["sampling_metadata"] if "sampling_metadata" in kwargs else args[1]
+        everything = torch.full((len(logits_BV),), logits_BV.shape[1], dtype=torch.int32, device=logits_BV.device)
+        metadata = dataclasses.replace(
+            metadata,
+            temperature=_with_rows(metadata.temperature, hot),
+            top_k=_with_rows(everything if metadata.top_k is None else metadata.top_k, few),
+        )
+        return args[:1], {**kwargs, "sampling_metadata": metadata}
+
+    # Before the hook that remembers the temperature for the log-probabilities.
+    sampler.register_forward_pre_hook(replace, prepend=True, with_kwargs=True)
+
+
+def _with_rows(values_B: Tensor | None, own: Sequence[float | None]) -> Tensor | None:
+    """The values with those that rows have of their own in their place."""
+    rows = [row for row, value in enumerate(own) if value is not None]
+    if values_B is None or not rows:  # without temperatures all rows are greedy
+        return values_B
+    changed = torch.tensor([own[row] for row in rows], dtype=values_B.dtype, device=values_B.device)
+    return values_B.index_copy(0, torch.tensor(rows, device=values_B.device), changed)
 
 
 def reset_cpu_experts(model: torch.nn.Module) -> None:

@@ -404,7 +404,7 @@ def test_mindspeed(tmp_path: Path) -> None:
         ("verl", SCRIPT, "a_key.of_nobody=1"),
         ("roll", FILES / "roll" / "run" / "rlvr.yaml", "actor_train.mtp_training_mode=joint"),
         ("roll", FILES / "roll" / "run" / "agentic.yaml", "train_env_manager.tags=[Shop]"),
-        ("chatlearn", FILES / "chatlearn.yaml", "models.policy.presence_penalty=0.5"),
+        ("chatlearn", FILES / "chatlearn.yaml", "models.policy_trainer.moe_router_force_load_balancing=true"),
         ("mindspeed", FILES / "mindspeed.yaml", "rl_config.blocking=false"),
     ],
 )

@@ -90,6 +90,29 @@ def test_tokens_follow_the_distribution_of_transformers_warpers(
     torch.testing.assert_close(logprobs_B.double(), full[tokens_B], atol=1e-6, rtol=0)
 
 
+def test_presence_and_frequency_come_off_the_logits_of_what_was_sampled() -> None:
+    """Oracle: the formula in float64, after the repetition penalty and before the temperature."""
+    logits = torch.tensor([2.0, -1.5, 1.0, 0.5, 0.0, 1.2])
+    count = torch.tensor([3, 1, 0, 0, 2, 0], dtype=torch.int32)
+    seen = torch.tensor([True, True, False, True, True, False])
+    presence, frequency, repetition, temperature = 0.7, -0.4, 1.5, 0.8
+    penalised = logits.double()
+    penalised = torch.where(seen, torch.where(penalised > 0, penalised / repetition, penalised * repetition), penalised)
+    penalised = penalised - frequency * count.double() - presence * (count > 0).double()
+    same = [[value] * NUM_DRAWS for value in (temperature, 0, 1.0, repetition)]
+    rows = SamplerRows.build(*same, CPU, presence=[presence] * NUM_DRAWS, frequency=[frequency] * NUM_DRAWS)
+    every = [each.expand(NUM_DRAWS, -1) for each in (logits, seen, count)]
+
+    tokens_B, logprobs_B = sample(every[0], rows, draws_uniform(NUM_DRAWS), every[1], None, every[2])
+
+    statistic, bound = chi_square(
+        torch.bincount(tokens_B, minlength=6).numpy(), (penalised / temperature).softmax(-1).numpy()
+    )
+    assert statistic < bound
+    full = torch.log_softmax(logits.double() / temperature, -1)
+    torch.testing.assert_close(logprobs_B.double(), full[tokens_B], atol=1e-6, rtol=0)
+
+
 def test_consecutive_tokens_of_one_seed_are_independent() -> None:
     seeds = np.arange(NUM_DRAWS, dtype=np.uint64)
     first, second = (uniforms(seeds, np.full(NUM_DRAWS, i, dtype=np.uint64)) for i in (0, 1))
@@ -128,6 +151,15 @@ def test_a_first_token_has_a_temperature_of_its_own_and_the_others_theirs() -> N
             statistic, bound = chi_square(counts, full.exp().numpy())
             assert statistic < bound
             torch.testing.assert_close(logprobs_B[chosen_B].double(), full[tokens_B[chosen_B]], atol=1e-6, rtol=0)
+
+
+def test_a_first_token_has_a_top_k_of_its_own_and_the_others_theirs() -> None:
+    logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0]).expand(600, -1)
+    few = [None] * 200 + [2] * 200 + [0] * 200
+    rows = SamplerRows.build([1.0] * 600, [3] * 600, [1.0] * 600, [1.0] * 600, CPU, first_top_k=few)
+    for index, expected in ((0, (3, 2, 5)), (1, (3, 3, 3))):
+        tokens_B, _ = sample(logits, rows, draws_uniform(600), index_B=torch.full((600,), index))
+        assert tuple(len(part.unique()) for part in tokens_B.split(200)) == expected
 
 
 def test_greedy_takes_the_maximum_and_reports_temperature_one() -> None:

@@ -29,7 +29,13 @@ VOCAB = 50
 
 def params_of(seed: int, prompt: list[int], **changes: Any) -> dict[str, Any]:
     defaults = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
-    defaults |= {"min_p": 0.0, "first_token_temperature": None}
+    defaults |= {
+        "min_p": 0.0,
+        "first_token_temperature": None,
+        "first_token_top_k": None,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
     request = SimpleNamespace(origin_input_ids=prompt, output_ids=[])
     return {**defaults, **changes, "seed": seed, "prompt_len": len(prompt), "__req__": request}
 
@@ -66,15 +72,29 @@ def test_a_repetition_penalty_follows_its_request_from_batch_to_batch() -> None:
             position[i] += 1
 
 
+def test_counts_follow_their_request_from_batch_to_batch() -> None:
+    requests = [params_of(i, [i, i], temperature=0.0, frequency_penalty=i / 2.0) for i in range(3)]
+    logits = torch.tensor([3.0, 2.9, 2.8])
+    drawn: list[list[int]] = [[], [], []]
+    for members in ([0, 1], [2, 1, 0], [1, 2], [1, 2]):
+        batch = SampledBatch([requests[i] for i in members], torch.device("cpu"), 3)
+        positions = torch.tensor([1 + len(drawn[i]) for i in members])
+        for i, token in zip(members, batch.draw(logits.expand(len(members), -1), positions)[0].tolist(), strict=True):
+            drawn[i].append(token)
+    assert drawn == [[0, 0], [0, 1, 2, 0], [0, 1, 2]]
+
+
 def test_what_is_drawn_inside_a_prompt_is_not_seen() -> None:
-    request = params_of(1, list(range(10)), repetition_penalty=5.0)
+    request = params_of(1, list(range(10)), repetition_penalty=5.0, presence_penalty=1.0)
     batch = SampledBatch([request], torch.device("cpu"), VOCAB)
     logits = torch.full((1, VOCAB), -50.0)
     logits[0, 30] = 50.0
     batch.draw(logits, torch.tensor([4]))  # the first half of the prompt
     assert not request["__seen__"][30]
+    assert request["__count__"].sum() == 0
     batch.draw(logits, torch.tensor([9]))
     assert request["__seen__"][30]
+    assert request["__count__"].tolist() == [0] * 30 + [1] + [0] * (VOCAB - 31)
 
 
 def test_a_batch_is_known_by_its_requests() -> None:
