@@ -218,3 +218,33 @@ class FormatVerifier(RuleVerifier):
         matches = self._pattern.fullmatch(sample.response) is not None
         score = self.config.score if matches else self.config.penalty
         return Verdict(score=score, correct=matches, seeks_answer=False)
+
+
+class LengthConfig(Config):
+    """``args`` of ``length``."""
+
+    min_tokens: int = Field(ge=0, description="Answers of at most so many tokens get the whole penalty.")
+    max_tokens: int = Field(ge=1, description="Answers of so many tokens or more get none.")
+    penalty: float = Field(
+        default=-0.5, allow_inf_nan=False, description="Score of the shortest; that of the longest is 0."
+    )
+
+    def problems(self) -> list[ConfigProblem]:
+        if self.max_tokens > self.min_tokens:
+            return []
+        return [self.problem("max_tokens", f"more than min_tokens = {self.min_tokens}", "min_tokens")]
+
+
+class LengthVerifier(RuleVerifier):
+    """Lowers the score of short answers: ``penalty`` up to ``min_tokens``, from there in a straight line to 0.
+
+    With a positive ``penalty`` short answers gain. Lengths are sampled tokens.
+    """
+
+    config_class: ClassVar[type[Config]] = LengthConfig
+    config: LengthConfig
+
+    def check(self, sample: Sample) -> Verdict:
+        low, high = self.config.min_tokens, self.config.max_tokens
+        missing = min(max(high - sample.num_tokens, 0) / (high - low), 1.0)
+        return Verdict(score=self.config.penalty * missing, correct=missing == 0, seeks_answer=False)

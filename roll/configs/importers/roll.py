@@ -27,6 +27,8 @@ _VERIFIERS: dict[str, str] = {
     "LLMJudgeRewardWorker": "judge",
 }
 """Verifiers by the name of the worker class whose place they take."""
+_LENGTHS = {"min_tokens": 100, "max_tokens": 400}
+"""Within them their length reward rises from -0.5 to 0; they count the padding too, which is not copied."""
 JUDGE_URL = "http://127.0.0.1:8000/v1"
 _SECRETS = ("key", "token", "secret", "password")
 
@@ -293,6 +295,13 @@ def _reward(draft: Draft, name: str) -> None:
     verifiers = [entry]
     if domain.get("format_pattern"):
         verifiers.append({"name": "format", "args": {"pattern": domain["format_pattern"]}})
+    if coefficient := domain.get("response_length_penalty_coef"):
+        key = f"{base}.response_length_penalty_coef"
+        if worker.endswith("CrossThinkQARuleRewardWorker"):
+            verifiers.append({"name": "length", "weight": float(coefficient), "args": dict(_LENGTHS)})
+            draft.tell(Kind.DERIVED, key, coefficient, f"{base}.verifiers", note="the verifier length, in tokens")
+        else:
+            draft.tell(Kind.DROPPED, key, coefficient, note="only CrossThinkQARuleRewardWorker reads it there")
     draft.derive(f"{base}.worker_cls", f"{base}.verifiers", verifiers, f"the verifier {verifier}")
     if domain.get("world_size") and verifier != "judge":
         draft.derive(f"{base}.world_size", f"{base}.world_size", domain["world_size"])

@@ -22,6 +22,8 @@ from roll.rewards.rules import (
     FinalAnswerVerifier,
     FormatConfig,
     FormatVerifier,
+    LengthConfig,
+    LengthVerifier,
     MultipleChoiceConfig,
     MultipleChoiceVerifier,
     last_number,
@@ -309,6 +311,13 @@ def test_a_format_of_ones_own_matches_the_whole_response():
     verifier = FormatVerifier(FormatConfig(pattern=r"\d+.*end"))
     assert verifier.check(sample("1\nend")).correct and not verifier.check(sample("1 end.")).correct
     assert str(FormatConfig(pattern="[").problems()[0]).startswith('pattern: seen "[", expected a regular expression')
+
+
+@pytest.mark.parametrize(("tokens", "score"), [(0, -0.5), (100, -0.5), (250, -0.25), (400, 0.0), (900, 0.0)])
+def test_a_short_answer_has_a_penalty_that_falls_to_nothing(tokens, score):
+    verdict = LengthVerifier(LengthConfig(min_tokens=100, max_tokens=400)).check(sample("…", num_tokens=tokens))
+    assert verdict == Verdict(score=score, correct=tokens >= 400, seeks_answer=False)
+    assert LengthConfig(min_tokens=5, max_tokens=5).problems()[0].path == "max_tokens"
 
 
 # --- custom -----------------------------------------------------------------------------------------------------------

@@ -310,6 +310,19 @@ def test_a_sandbox_service_of_verl_and_roll(tmp_path: Path) -> None:
     assert config.rewards["sums"].verifiers[0].args == {"tests_key": "test_cases", "remote": {"url": url}}
 
 
+def test_a_penalty_of_short_answers_is_a_verifier_of_the_one_worker_that_has_it(tmp_path: Path) -> None:
+    worker, coefficient = "rewards.sums.worker_cls=roll.rewards.{}", "rewards.sums.response_length_penalty_coef=0.4"
+    file, names = FILES / "roll" / "run" / "rlvr.yaml", {}
+    for cls in ("CrossThinkQARuleRewardWorker", "MathRuleRewardWorker"):
+        imported = convert("roll", [file], [worker.format(cls), coefficient])
+        config = loaded(imported, tmp_path)
+        assert isinstance(config, RLVRConfig)
+        names[cls] = [(each.name, each.weight) for each in config.rewards["sums"].verifiers]
+    assert names["CrossThinkQARuleRewardWorker"] == [("multiple_choice", 1.0), ("length", 0.4)]
+    assert names["MathRuleRewardWorker"] == [("math", 1.0)]
+    assert coefficient.partition("=")[0] in kinds(imported, Kind.DROPPED)
+
+
 def test_a_reward_model_of_verl_and_an_older_spelling(tmp_path: Path) -> None:
     words = [
         "reward_model.enable=true",
