@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from roll.algorithms.checks import require_columns
 from roll.algorithms.episodes import find_episodes
 from roll.algorithms.statistics import group_normalised, whiten
@@ -19,11 +21,10 @@ def gdpo(batch: Batch, config: AlgorithmConfig) -> Batch:
     require_columns(batch, f"adv_estimator {config.adv_estimator!r}", "group_B", "parts_BK")
     assert batch.group_B is not None and batch.parts_BK is not None
     episodes = find_episodes(batch)
-    parts_JK, group_J = episodes.of_episode(batch.parts_BK).double(), episodes.of_episode(batch.group_B)
-    weights = config.gdpo_reward_weights or [1.0] * parts_JK.shape[1]
-    columns = list(zip(weights, parts_JK.unbind(1), strict=True))
-    advantage_J = sum(weight * group_normalised(part_J, group_J) for weight, part_J in columns)
-    return_J = sum(weight * part_J for weight, part_J in columns)
+    parts_JP, group_J = episodes.of_episode(batch.parts_BK).double(), episodes.of_episode(batch.group_B)
+    weight_P = torch.tensor(config.gdpo_reward_weights or [1.0] * parts_JP.shape[1], dtype=torch.float64)
+    normalised_JP = torch.stack([group_normalised(part_J, group_J) for part_J in parts_JP.unbind(1)], dim=1)
+    advantage_J, return_J = normalised_JP @ weight_P, parts_JP @ weight_P
     episode_M = episodes.episode_K[episodes.turn_M]
     return batch.replace(
         advantages_T=episodes.scatter(whiten(advantage_J[episode_M]), batch.tokens_T),
