@@ -24,6 +24,11 @@ class ModelArguments(Config):
         return tuple(name.strip() for name in (self.lora_exclude or "").split(",") if name.strip())
 
     @property
+    def frozen_prefixes(self) -> tuple[str, ...]:
+        """The names in ``freeze_module_prefix``."""
+        return tuple(name.strip() for name in (self.freeze_module_prefix or "").split(",") if name.strip())
+
+    @property
     def adapter_alpha(self) -> int:
         """``lora_alpha``, given or not."""
         return self.lora_alpha or 2 * self.lora_rank
@@ -58,6 +63,12 @@ class ModelArguments(Config):
         min_length=1,
         description="Folder of an adapter, as peft saves one, that actor_train starts from. null: a new one.",
     )
+    freeze_module_prefix: str | None = Field(
+        default=None,
+        description="Parts of the model that are not trained: names of modules or parameters as in the checkpoint "
+        "(model.embed_tokens, model.layers.0), separated by commas. They take no gradient and have no optimizer state; "
+        "checkpoints and the generator's weights stay whole. Of actor_train and critic, without an adapter.",
+    )
     ulysses_size: int = Field(
         default=1,
         ge=1,
@@ -78,6 +89,9 @@ class ModelArguments(Config):
             for key, value in self.model_config_kwargs.items()
             if value and ("dropout" in key or key.endswith("pdrop"))
         ]
+        if self.lora_target is not None and self.freeze_module_prefix is not None:
+            expected = "null beside lora_target, which freezes all but the adapter"
+            inert.append(self.problem("freeze_module_prefix", expected, "lora_target"))
         if self.lora_targets:
             if self.lora_exclude is not None and "all-linear" not in self.lora_targets:
                 expected = "null where lora_target names its layers: it leaves some of all-linear out"

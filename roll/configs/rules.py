@@ -124,6 +124,15 @@ def check_sampling(path: str, arguments: GeneratingArguments) -> list[ConfigProb
     return [ConfigProblem(path, seen, expected)]
 
 
+def check_frozen(config: PipelineConfig) -> list[ConfigProblem]:
+    """Only what is trained has parts that are not."""
+    return [
+        ConfigProblem(f"{role}.model_args.freeze_module_prefix", seen, f"null: {role} trains nothing")
+        for role, worker in sections(config)
+        if role not in TRAINED and (seen := worker.model_args.freeze_module_prefix) is not None
+    ]
+
+
 def check_parallelism(config: PipelineConfig) -> list[ConfigProblem]:
     """Devices divide into copies of the model, and one worker holds as many as its engine splits itself over."""
     problems: list[ConfigProblem] = []
@@ -332,6 +341,7 @@ def _adapter(args: ModelArguments) -> dict[str, object]:
 RULES: tuple[Rule, ...] = (
     check_lengths,
     check_roles,
+    check_frozen,
     check_parallelism,
     check_lora,
     check_profiler,

@@ -175,21 +175,44 @@ def check_adapted_layers(config: PipelineConfig) -> list[ConfigProblem]:
     sizes = model_config(config, "actor_train") if named else None
     if sizes is None:
         return []
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.initialization import no_init_weights
-
     from roll.models.lora import UnknownLayerError, adapted_layers
 
-    with torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(sizes, trust_remote_code=False)
     try:
-        layers = adapted_layers(model, targets, args.lora_excluded)
+        layers = adapted_layers(_outline(sizes), targets, args.lora_excluded)
     except UnknownLayerError as error:
         key = f"actor_train.model_args.{error.key}"
         return [ConfigProblem(key, getattr(args, error.key), error.expected, error.reason, involves=("pretrain",))]
     found = _import(adapter_fit)(worker, sizes, layers) if adapter_fit else ()
     return [problem.under("actor_train") for problem in found]
+
+
+def check_frozen_parts(config: PipelineConfig) -> list[ConfigProblem]:
+    """The model has the parts that ``freeze_module_prefix`` names, and others to train."""
+    problems = []
+    for role, worker in sections(config):
+        prefixes = worker.model_args.frozen_prefixes if role in TRAINED else ()
+        if not prefixes or (sizes := model_config(config, role)) is None:
+            continue
+        from roll.models.freezing import UnknownPartError, frozen_parameters
+
+        try:
+            frozen_parameters(_outline(sizes), prefixes, head=role == "critic")
+        except UnknownPartError as error:
+            key, seen = f"{role}.model_args.freeze_module_prefix", worker.model_args.freeze_module_prefix
+            problems.append(ConfigProblem(key, seen, error.expected, error.reason, involves=("pretrain",)))
+    return problems
+
+
+def _outline(sizes: Any) -> Any:
+    """A model without its weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():
+        model = AutoModelForCausalLM.from_config(sizes, trust_remote_code=False)
+        model.tie_weights()
+    return model
 
 
 def check_adapter_start(config: PipelineConfig) -> list[ConfigProblem]:
@@ -220,6 +243,7 @@ MODEL_CHECKS: tuple[Rule, ...] = (
     check_trained_format,
     check_adapted_layers,
     check_adapter_start,
+    check_frozen_parts,
 )
 
 

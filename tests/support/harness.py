@@ -213,7 +213,9 @@ class Expected:
 
 
 @cache
-def oracle(model_path: Path, lora: LoraSpec | None = None, task_name: str = "policy") -> Expected:
+def oracle(
+    model_path: Path, lora: LoraSpec | None = None, task_name: str = "policy", frozen: tuple[str, ...] = ()
+) -> Expected:
     """Three steps in float64."""
     from transformers import AutoModelForCausalLM
 
@@ -223,6 +225,8 @@ def oracle(model_path: Path, lora: LoraSpec | None = None, task_name: str = "pol
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}  # fused kernels have no float64
     model: Any = AutoModelForCausalLM.from_pretrained(model_path, **options)
     model = model.double() if lora is None else with_adapter(model, lora)
+    for prefix in frozen:
+        model.get_submodule(prefix).requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = [p for p in trained if p.ndim >= 2]
     groups = [
@@ -584,7 +588,8 @@ def _compare(layout: Layout, model_path: Path, folder: Path) -> Figures:
     if errors or not (folder / f"{layout.id}-0.pt").exists():
         return Figures(error="\n".join(f"rank {r}: {e}" for r, e in errors.items()) or "not run: an earlier one failed")
     found = torch.load(folder / f"{layout.id}-0.pt", weights_only=True)
-    expected = oracle(model_path, layout.lora, layout.task)
+    prefixes = layout.model_args.get("freeze_module_prefix", "").split(",")
+    expected = oracle(model_path, layout.lora, layout.task, tuple(filter(None, prefixes)))
 
     def scored(name: str, reference_T: Tensor) -> float:
         index, logprobs_T = found[name]

@@ -9,7 +9,9 @@ from roll.configs.algorithm import SWITCHES
 from roll.configs.devices import parse_device_mapping
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.inert import unread
+from roll.configs.problems import NOTHING
 from roll.configs.rlvr import RLVRConfig
+from roll.configs.rules import TRAINED
 
 _MEGATRON_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 _TRAINING_KEYS = (
@@ -108,6 +110,9 @@ def drop_unread_of_roles(draft: Draft) -> None:
         for key in _UNREAD[role]:
             if key in section:
                 draft.drop_ours(f"{role}.{key}", f"{role} does not read it")
+        key = f"{role}.model_args.freeze_module_prefix"
+        if (role not in TRAINED or not draft.get(key)) and draft.get(key, NOTHING) is not NOTHING:
+            draft.drop_ours(key, "nothing is frozen" if role in TRAINED else f"{role} trains nothing")
 
 
 def tidy_engines(draft: Draft) -> None:

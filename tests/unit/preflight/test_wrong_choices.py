@@ -154,6 +154,13 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
             "actor_train.model_args.adapter_name_or_path",
             "that peft has saved",
         ),
+        (args(freeze_module_prefix="model.layers.1,model.layer.0"),
+         "actor_train.model_args.freeze_module_prefix", "the nearest: model.layers.0"),
+        (args(freeze_module_prefix="model"), "actor_train.model_args.freeze_module_prefix", "left to train"),
+        (args(freeze_module_prefix="model.norm", lora_target="q_proj"),
+         "actor_train.model_args.freeze_module_prefix", "all but the adapter"),
+        ({**vllm(), "actor_infer.model_args.freeze_module_prefix": "model.norm"},
+         "actor_infer.model_args.freeze_module_prefix", "trains nothing"),
         (args(lora_target="q_proj", lora_exclude="k_proj"), "actor_train.model_args.lora_exclude", "all-linear out"),
         ({"checkpoint_config.save_contents": ["optimizer"]}, "checkpoint_config.save_contents", "model among them"),
         (

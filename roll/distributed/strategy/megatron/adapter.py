@@ -19,6 +19,7 @@ from torch.nn import functional
 from roll.configs.engines.megatron import MegatronConfig
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.megatron.fit import check_adapter_fit
+from roll.distributed.strategy.megatron.freezing import with_gradient
 from roll.distributed.strategy.megatron.model import MegatronModel, own_parts
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.models.loading import make_skeleton
@@ -54,7 +55,7 @@ def add_adapter(model: MegatronModel, context: StrategyContext, spec: LoraSpec, 
                 linear.lora = LinearAdapter(linear, projections, spec, groups)
                 linear.register_forward_hook(linear.lora.add)
         if layout.first_stage:
-            chunk.embedding.register_forward_hook(_with_gradient)
+            chunk.embedding.register_forward_hook(with_gradient)
     shapes = matrix_shapes(hf_model, spec)
 
     def first(name: str) -> Tensor:
@@ -154,8 +155,3 @@ class LinearAdapter(nn.ModuleDict):
         if self._by_columns:
             return cast(Tensor, tensor_parallel.reduce_from_tensor_model_parallel_region(low))
         return cast(Tensor, tensor_parallel.copy_to_tensor_model_parallel_region(low))
-
-
-def _with_gradient(module: nn.Module, args: object, embedded: Tensor) -> Tensor:
-    """Lets gradients pass recomputed layers, which Megatron computes none for if their inputs need none."""
-    return embedded.requires_grad_() if torch.is_grad_enabled() and not embedded.requires_grad else embedded

@@ -68,7 +68,9 @@ class TrainedModel:
 
         if self._adapts:
             return pieces("adapter")
-        trunk = _module_pieces(pieces("trunk"), self.model.converted.num_experts)
+        # Nothing of what is frozen: no rank updates any part of it.
+        updated = [piece for piece in pieces("trunk") if all(spread.regions for spread in piece.spreads)]
+        trunk = _module_pieces(updated, self.model.converted.num_experts)
         return [
             *(piece.renamed(partial(_saved_name, head=self.context.head)) for piece in trunk),
             *(piece.renamed(lambda name: HEAD_PREFIX + name) for piece in pieces("head")),
@@ -76,7 +78,8 @@ class TrainedModel:
 
     def fill(self, kind: str, read: Reader) -> None:
         with raise_on_all_ranks():
-            self._set(kind, read if self._adapts else _checkpoint_reader(read, self.context.head))
+            reader = read if self._adapts else _checkpoint_reader(read, self.context.head)
+            self._set(kind, reader, updated=True)
 
     def load(self, path: Path) -> None:
         with raise_on_all_ranks():
@@ -86,8 +89,8 @@ class TrainedModel:
         self.optimizer.set_step(steps)
 
     @torch.no_grad()
-    def _set(self, kind: str, read: Reader) -> None:
-        for parameter, part in own_parts(self.model, read, adapter=self._adapts):
+    def _set(self, kind: str, read: Reader, *, updated: bool = False) -> None:
+        for parameter, part in own_parts(self.model, read, adapter=self._adapts, trained=updated):
             if kind == MASTER:
                 parameter.copy_(part)
             self.optimizer.set(parameter, kind, part)

@@ -22,6 +22,7 @@ from roll.configs.engines.megatron import CARD, MegatronConfig
 from roll.configs.problems import ConfigProblem
 from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.distributed.strategy.megatron.fit import check_model_fit
+from roll.distributed.strategy.megatron.freezing import freeze_parts
 from roll.distributed.strategy.megatron.modules import layer_specs
 from roll.distributed.strategy.megatron.scores import VocabularyShare
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
@@ -170,6 +171,8 @@ def build_model(
     with raise_on_all_ranks(), torch.no_grad():
         for parameter, part in own_parts(model, folder_reader(model, Path(context.model_path))):
             parameter.copy_(part)
+    if trained and context.worker.model_args.frozen_prefixes:
+        freeze_parts(model, context)
     for name, parameter in chain.from_iterable(chunk.named_parameters() for chunk in chunks):
         if options.freeze_moe_router and name.endswith("mlp.router.weight"):
             parameter.requires_grad_(False)
@@ -194,17 +197,18 @@ def folder_reader(model: MegatronModel, path: Path) -> Reader:
 
 
 def own_parts(
-    model: MegatronModel, read: Reader, *, adapter: bool = False
+    model: MegatronModel, read: Reader, *, adapter: bool = False, trained: bool = False
 ) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
     """Every parameter of this rank with its part of the whole tensors, which are read by a checkpoint's names.
 
-    ``adapter``: those of a LoRA adapter, else all but those.
+    ``adapter``: those of a LoRA adapter, else all but those. ``trained``: of these, what an optimizer changes.
 
     Raises:
         ValueError: a tensor of the wrong shape.
     """
     for layout, chunk in zip(model.layouts, model.chunks, strict=True):
-        parameters = {name: p for name, p in chunk.named_parameters() if is_adapter(name) == adapter}
+        named = chunk.named_parameters()
+        parameters = {n: p for n, p in named if is_adapter(n) == adapter and (p.requires_grad or not trained)}
         trunk = [name for name in parameters if not name.startswith(HEAD_PREFIX)]
         head = ((name, read(name)) for name in parameters if name.startswith(HEAD_PREFIX))
         for name, part in chain(load_shards(read, trunk, model.converted, layout), head):

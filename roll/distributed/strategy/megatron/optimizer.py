@@ -172,19 +172,19 @@ class MegatronAdam:
         self._chained.zero_grad()
 
     def place(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """Start and size of this rank's share of a flat parameter; the size may be 0."""
-        share, start = self._share(self._part_of(parameter), parameter) if parameter.requires_grad else (parameter, 0)
+        """Start and size of this rank's share of a flat parameter; the size may be 0, and is where it is frozen."""
+        if not parameter.requires_grad:
+            return 0, 0
+        share, start = self._share(self._part_of(parameter), parameter)
         return start, 0 if share is None else share.numel()
 
     def share(self, parameter: nn.Parameter, kind: str) -> Tensor:
         """This rank's share of a moment or of the float32 weight, as it is.
 
         Args:
-            parameter: of the model.
+            parameter: of the model, one that is trained.
             kind: one of ``ADAM_STATE``, or ``MASTER``.
         """
-        if not parameter.requires_grad:
-            return parameter.detach() if kind == MASTER else torch.zeros_like(parameter, dtype=torch.float32)
         part = self._part_of(parameter)
         return _state(part, cast(Tensor, self._share(part, parameter)[0]), kind)
 

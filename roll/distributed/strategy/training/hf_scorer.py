@@ -12,6 +12,7 @@ from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.distributed.strategy.engines import require_engine
 from roll.distributed.strategy.training.trainer import Limits
 from roll.models.comparison import TeacherView
+from roll.models.freezing import freeze
 from roll.models.heads import ValueHead
 from roll.models.liger import use_liger_kernels
 from roll.models.loading import make_skeleton
@@ -27,7 +28,7 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
 
     Raises:
         ImportError: an adapter without peft, or Liger's kernels without liger-kernel.
-        ValueError: the adapter's targets are not in the model, or Liger's kernels cannot run.
+        ValueError: the adapter's targets, or parts to freeze, are not in the model, or Liger's kernels cannot run.
     """
     args = context.worker.model_args
     model = make_skeleton(
@@ -42,6 +43,8 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
     if context.lora is not None:
         require_engine("peft", extra="lora", strategy=context.worker.strategy_args.strategy_name)
         inject_adapter(model, context.lora)
+    if args.frozen_prefixes:
+        freeze(model, args.frozen_prefixes, head=context.head != "lm")
     head = None
     if context.head != "lm":
         head = ValueHead(model.config.get_text_config().hidden_size, dtype, bias=context.head == "value")
