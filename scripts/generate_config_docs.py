@@ -40,6 +40,7 @@ from roll.configs.val_infer import ValInferConfig
 from roll.configs.warm_start import PromptWarmStartConfig, WarmStartConfig
 from roll.configs.worker import WorkerConfig
 from roll.rewards import VERIFIERS
+from roll.rewards.judge_model import JudgeEngine
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
@@ -210,7 +211,8 @@ def _first_line(section: type[Config]) -> str:
 
 
 def _verifiers() -> list[Group]:
-    return [(name, f"`args` of the verifier `{name}`", VERIFIERS.get(name).config_class) for name in VERIFIERS.names()]
+    found = [(name, f"`args` of the verifier `{name}`", VERIFIERS.get(name).config_class) for name in VERIFIERS.names()]
+    return [*found, ("judge.engine", "`engine` in the `args` of the verifier `judge`", JudgeEngine)]
 
 
 def _strategies() -> list[Group]:

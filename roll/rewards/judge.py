@@ -1,4 +1,4 @@
-"""A language model as judge, asked through an OpenAI-compatible chat-completions endpoint.
+"""A language model as judge: asked through an OpenAI-compatible chat-completions endpoint, or hosted by the run.
 
 The answer under judgement is data from a policy that is rewarded for whatever pleases the judge. The prompt puts it
 between marks that contain a hash of it, so it cannot close them itself, and the words of the answer are never read as
@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import httpx
@@ -20,8 +22,18 @@ import jinja2.sandbox
 from pydantic import Field, JsonValue
 
 from roll.configs.problems import ConfigErrors, ConfigProblem, Words
+from roll.data.requests import SamplingParams
 from roll.rewards.answers import pattern_problems
-from roll.rewards.endpoint import Endpoint, Patience, TransientError, key_name_problem, read_key, url_problem
+from roll.rewards.endpoint import (
+    SHOWN_CHARACTERS,
+    Endpoint,
+    Patience,
+    TransientError,
+    key_name_problem,
+    read_key,
+    url_problem,
+)
+from roll.rewards.judge_model import HostedJudge, HostModel, JudgeEngine
 from roll.rewards.types import RewardError, Sample, Verdict, Verifier
 
 DEFAULT_PROMPT = """\
@@ -74,13 +86,23 @@ _CHAT_PATH = "/chat/completions"
 class JudgeConfig(Patience):
     """Keys of ``args`` for the verifier ``judge``."""
 
-    judge_model_type: Literal["api"] = Field(
-        default="api", description="How the judge is reached: an OpenAI-compatible endpoint."
+    judge_model_type: Literal["api", "inference"] = Field(
+        default="api",
+        description="How the judge is reached. `api`: an OpenAI-compatible endpoint. `inference`: each reward worker "
+        "hosts it, on the domain's device_mapping, where it takes turns with the run's other models.",
     )
-    judge_api_url: str = Field(
-        description="Base of the endpoint, such as http://127.0.0.1:8000/v1; /chat/completions is added if absent."
+    judge_api_url: str | None = Field(
+        default=None,
+        description="Base of the endpoint, such as http://127.0.0.1:8000/v1; /chat/completions is added if absent. "
+        "With `api`.",
     )
-    judge_model_name: str = Field(min_length=1, description="The model that the endpoint is asked for.")
+    judge_model_name: str = Field(
+        min_length=1,
+        description="The model that the endpoint is asked for; with `inference` its folder, or an org/name on the hub.",
+    )
+    engine: JudgeEngine = Field(
+        default_factory=JudgeEngine, description="With `inference`: what samples the judge, see *judge.engine*."
+    )
     judge_api_key_env: str | None = Field(
         default=None,
         description="Name of the environment variable that holds the key, in the reward worker. null: no key is sent.",
@@ -108,7 +130,7 @@ class JudgeConfig(Patience):
 
     def problems(self) -> list[ConfigProblem]:
         found = [
-            url_problem("judge_api_url", self.judge_api_url, "judge_api_key_env"),
+            *self._place_problems(),
             key_name_problem("judge_api_key_env", self.judge_api_key_env),
             _prompt_problem(self.judge_prompt),
             *pattern_problems(self.score_pattern, "score_pattern"),
@@ -117,26 +139,59 @@ class JudgeConfig(Patience):
             found.append(self.problem("max_score", f"more than min_score = {self.min_score:g}", "min_score"))
         return [problem for problem in found if problem]
 
+    def _place_problems(self) -> Iterator[ConfigProblem | None]:
+        kind = "judge_model_type"
+        if self.judge_model_type == "inference":
+            for key in ("judge_api_url", "judge_api_key_env", "extra_body"):
+                if getattr(self, key):
+                    yield self.problem(key, f"no such key with {kind} inference: no endpoint is asked", kind, seen="…")
+        elif self.judge_api_url is None:
+            expected = f"the endpoint's address, or {kind}: inference for a judge on the run's own devices"
+            yield self.problem("judge_api_url", expected, kind)
+        else:
+            yield url_problem("judge_api_url", self.judge_api_url, "judge_api_key_env")
+        if self.judge_model_type == "api" and self.engine != JudgeEngine():
+            yield self.problem(
+                "engine", f"no such key with {kind} api: the endpoint has its own", kind, seen="a section"
+            )
+
 
 class JudgeVerifier(Verifier):
     """Asks the judge for a score and scales it to [0, 1]. Serves one event loop.
 
     ``Verdict.parts`` has ``judge_score``, the number as the judge gave it.
 
+    Args:
+        config: its keys.
+        host: starts a model in this process, for ``judge_model_type: inference``.
+
     Raises:
-        ValueError: a wrong configuration, or the key's environment variable is unset or no possible key.
+        ValueError: a wrong configuration, the key's environment variable is unset or no possible key, or a model that
+            cannot be hosted.
     """
 
     config_class = JudgeConfig
 
-    def __init__(self, config: JudgeConfig) -> None:
+    def __init__(self, config: JudgeConfig, host: HostModel | None = None) -> None:
         super().__init__(config)
         if problems := config.problems():
             raise ConfigErrors(problems)
         self._judge = config
-        key = read_key(config.judge_api_key_env, "judge_api_key_env")
-        name = f"judge {config.judge_model_name!r}"
-        self._endpoint = Endpoint(_chat_url(config.judge_api_url), name, config, key)
+        self._endpoint: Endpoint | None = None
+        self._hosted: HostedJudge | None = None
+        if config.judge_model_type == "inference":
+            if host is None:
+                raise ValueError("judge_model_type: inference needs a reward worker that hosts models, as a run has")
+            sampling = SamplingParams(
+                max_new_tokens=config.max_tokens or sys.maxsize,
+                temperature=1.0 if config.temperature is None else config.temperature,
+            )
+            self._hosted = HostedJudge(config.judge_model_name, config.engine, sampling, config.max_concurrency, host)
+        else:
+            assert config.judge_api_url is not None, "a problem else"
+            key = read_key(config.judge_api_key_env, "judge_api_key_env")
+            name = f"judge {config.judge_model_name!r}"
+            self._endpoint = Endpoint(_chat_url(config.judge_api_url), name, config, key)
         self._template = _environment().from_string(config.judge_prompt)
         self._pattern = re.compile(config.score_pattern)
 
@@ -146,19 +201,47 @@ class JudgeVerifier(Verifier):
         Raises:
             RewardError: refused by the endpoint, or no usable answer after ``max_attempts``.
         """
-        raw = (await self._endpoint.ask(self._body(sample), self._read_score)).value
+        question = self._question(sample)
+        if self._hosted is not None:
+            raw = await self._ask_hosted(self._hosted, question)
+        else:
+            assert self._endpoint is not None
+            raw = (await self._endpoint.ask(self._body(question), self._read_score)).value
         score = (raw - self._judge.min_score) / (self._judge.max_score - self._judge.min_score)
         correct = score >= self._judge.correct_threshold
         return Verdict(score=score, correct=correct, parts={"judge_score": raw}, seeks_answer=False)
 
-    async def close(self) -> None:
-        """Closes the connections."""
-        await self._endpoint.close()
+    async def offload(self) -> None:
+        """Takes a hosted judge off its device; questions wait."""
+        if self._hosted is not None:
+            await self._hosted.offload()
 
-    def _body(self, sample: Sample) -> dict[str, Any]:
+    async def onload(self) -> None:
+        """Takes it back."""
+        if self._hosted is not None:
+            await self._hosted.onload()
+
+    async def close(self) -> None:
+        """Closes the connections, or ends the engine."""
+        for each in (self._endpoint, self._hosted):
+            if each is not None:
+                await each.close()
+
+    async def _ask_hosted(self, judge: HostedJudge, question: str) -> float:
+        """Again with another seed where the words hold no score; a greedy judge would say the same again."""
+        attempts = 1 if self._judge.temperature == 0 else self._judge.max_attempts
+        for attempt in range(attempts):
+            try:
+                return self._score_in(*await judge.ask(question, attempt))
+            except TransientError:
+                if attempt == attempts - 1:
+                    raise
+        raise AssertionError("max_attempts is at least 1")
+
+    def _question(self, sample: Sample) -> str:
         truth = sample.ground_truth
         try:
-            text = self._template.render(
+            return self._template.render(
                 prompt=sample.prompt,
                 response=sample.response,
                 ground_truth=truth if truth is None or isinstance(truth, str) else json.dumps(truth),
@@ -171,6 +254,8 @@ class JudgeVerifier(Verifier):
             )
         except jinja2.TemplateError as error:
             raise RewardError(f"judge_prompt: cannot be filled in ({error})") from error
+
+    def _body(self, text: str) -> dict[str, Any]:
         fields = {
             "model": self._judge.judge_model_name,
             "messages": [{"role": "user", "content": text}],
@@ -184,18 +269,17 @@ class JudgeVerifier(Verifier):
             choice = response.json()["choices"][0]
             words = choice["message"]["content"]
         except (ValueError, LookupError, TypeError) as error:
-            shown = self._endpoint.shorten(response.text)
+            shown = self._shorten(response.text)
             raise TransientError(f"expected a chat completion as JSON, seen {shown}") from error
         if not isinstance(words, str):
-            raise TransientError(
-                f"expected the judge's words in message.content, seen {self._endpoint.shorten(str(words))}"
-            )
+            raise TransientError(f"expected the judge's words in message.content, seen {self._shorten(str(words))}")
+        return self._score_in(words, choice.get("finish_reason") == "length")
+
+    def _score_in(self, words: str, is_cut: bool) -> float:
         matches = list(self._pattern.finditer(words))
         if not matches:
-            cut = ", cut off by max_tokens," if choice.get("finish_reason") == "length" else ""
-            raise TransientError(
-                f"score_pattern finds no score in the judge's words{cut} {self._endpoint.shorten(words)}"
-            )
+            cut = ", cut off by max_tokens," if is_cut else ""
+            raise TransientError(f"score_pattern finds no score in the judge's words{cut} {self._shorten(words)}")
         return self._to_number(matches[-1].group(1))
 
     def _to_number(self, text: str | None) -> float:
@@ -208,8 +292,11 @@ class JudgeVerifier(Verifier):
         except ValueError:
             number = float("nan")
         if not low <= number <= high:
-            raise TransientError(f"score: seen {self._endpoint.shorten(word)}, expected yes, no or {low:g} to {high:g}")
+            raise TransientError(f"score: seen {self._shorten(word)}, expected yes, no or {low:g} to {high:g}")
         return number
+
+    def _shorten(self, text: str) -> str:
+        return repr(text[:SHOWN_CHARACTERS]) if self._endpoint is None else self._endpoint.shorten(text)
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:

@@ -58,11 +58,13 @@ class Scoring:
     Args:
         domains: by name.
         num_processes: child processes for rules, for each domain; ``None``: as the domain says.
+        context: further arguments for the constructors of verifiers that name them, see ``DomainScorer``.
     """
 
-    def __init__(self, domains: Mapping[str, RewardConfig], num_processes: int | None = None) -> None:
+    def __init__(self, domains: Mapping[str, RewardConfig], num_processes: int | None = None, **context: Any) -> None:
         self._scorers = {
-            name: DomainScorer(name, config, num_processes or config.num_processes) for name, config in domains.items()
+            name: DomainScorer(name, config, num_processes or config.num_processes, **context)
+            for name, config in domains.items()
         }
         self._domains = domains
         self.concurrency = sum(config.max_concurrency for config in domains.values())

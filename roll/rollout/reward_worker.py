@@ -13,6 +13,7 @@ from roll.rewards.types import RewardError, Sample, Verdict
 
 if TYPE_CHECKING:
     from roll.distributed.strategy.base import States  # brings torch, which rules need not
+    from roll.rewards.judge_model import HostedModel, JudgeEngine
 
 
 class RewardWorker(Worker):
@@ -20,7 +21,14 @@ class RewardWorker(Worker):
 
     async def setup(self, name: str, config: RewardConfig) -> None:
         """Builds the domain's verifiers."""
-        self.scorer = DomainScorer(name, config, config.num_processes)
+
+        def host(model: str, engine: JudgeEngine, most: int) -> HostedModel:
+            from roll.rollout.hosted_model import HostedGenerator
+
+            return HostedGenerator(model, engine, most, devices=config.num_gpus_per_worker)
+
+        # Beside the event loop, as an engine brings minutes of work and loops of its own.
+        self.scorer = await asyncio.to_thread(DomainScorer, name, config, config.num_processes, host=host)
         await self.scorer.start()
 
     async def score(self, samples: Sequence[Sample]) -> list[Verdict | RewardError]:

@@ -315,31 +315,50 @@ def _reward(draft: Draft, name: str) -> None:
         draft.derive(f"{base}.query_filter_config", f"{base}.query_filter_config", given)
     for key in ("model_args", "data_args", "strategy_args", "generating_args", "device_mapping"):
         if domain.get(key) and verifier == "judge":
-            draft.tell(Kind.DERIVED, f"{base}.{key}", NOTHING, f"{base}.verifiers", note="of the judge that you serve")
+            draft.tell(Kind.DERIVED, f"{base}.{key}", NOTHING, f"{base}.verifiers", note="of the judge")
         elif domain.get(key):
             draft.tell(Kind.DROPPED, f"{base}.{key}", "a section", note="rules load no model")
 
 
 def _judge(draft: Draft, base: str, domain: dict[str, Any]) -> dict[str, Any]:
-    """The judge's arguments. One on the run's devices becomes one that is served beside the run."""
-    model = domain.get("judge_model_name") or (domain.get("model_args") or {}).get("model_name_or_path")
-    arguments: dict[str, Any] = {
-        "judge_api_url": domain.get("judge_api_url") or JUDGE_URL,
-        "judge_model_name": model or "judge",
-    }
+    """The judge's arguments: an endpoint, or a model on the domain's devices."""
+    own = (domain.get("model_args") or {}).get("model_name_or_path")
+    hosted = domain.get("judge_model_type") != "api" and own
+    model = own if hosted else domain.get("judge_model_name") or own
+    arguments: dict[str, Any] = {"judge_model_name": model or "judge"}
+    if hosted:
+        arguments |= {"judge_model_type": "inference", "engine": _judge_engine(draft, base, domain)}
+    else:
+        arguments["judge_api_url"] = domain.get("judge_api_url") or JUDGE_URL
     sampling = domain.get("generating_args") or {}
     for ours, theirs in (("temperature", "temperature"), ("max_tokens", "max_new_tokens")):
         if sampling.get(theirs) is not None:
             arguments[ours] = sampling[theirs]
-    if domain.get("judge_api_key"):
+    if domain.get("judge_api_key") and not hosted:
         arguments["judge_api_key_env"] = "JUDGE_API_KEY"
         to_do(draft, f"{base}.judge_api_key", "put it into the environment as JUDGE_API_KEY")
-    if domain.get("judge_model_type") != "api":
+    if not hosted and not domain.get("judge_api_url"):
         note = f"serve {model} at {JUDGE_URL}, for example with vllm serve, on devices that the run does not use"
         to_do(draft, f"{base}.judge_model_type", note, domain.get("judge_model_type"))
     if domain.get("judge_prompt"):
         to_do(draft, f"{base}.judge_prompt", "its text is not copied: the judge's own is used unless you write one")
     return arguments
+
+
+def _judge_engine(draft: Draft, base: str, domain: dict[str, Any]) -> dict[str, Any]:
+    """What samples a judge on the run's own devices: theirs, else plain Transformers."""
+    strategy = dict(domain.get("strategy_args") or {})
+    if strategy.get("strategy_name") not in ("vllm", "sglang"):
+        strategy = {"strategy_name": "hf_infer"}
+    elif (size := (strategy.get("strategy_config") or {}).get("tensor_parallel_size", 1)) > 1:
+        draft.derive(f"{base}.strategy_args", f"{base}.num_gpus_per_worker", size)
+    engine: dict[str, Any] = {"strategy_args": {key: value for key, value in strategy.items() if value is not None}}
+    model = domain.get("model_args") or {}
+    if model.get("dtype"):
+        engine["model_args"] = {"dtype": model["dtype"]}
+    if mapping := domain.get("device_mapping"):
+        draft.derive(f"{base}.device_mapping", f"{base}.device_mapping", mapping)
+    return engine
 
 
 def _normalisation(draft: Draft) -> None:

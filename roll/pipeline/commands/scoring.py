@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from roll.configs.compose import compose_config, parse_overrides
 from roll.configs.loader import plugin_problems
@@ -26,6 +26,9 @@ from roll.rewards.types import RewardError, Verdict
 from roll.tracking.files import to_json, write_atomic
 from roll.utils.ordered import in_order
 from roll.utils.plugins import plugin_variables
+
+if TYPE_CHECKING:
+    from roll.rewards.judge_model import HostedModel, JudgeEngine
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 SHOWN_ERRORS = 3
@@ -129,7 +132,7 @@ def _check(job: Job, domains: Mapping[str, RewardConfig]) -> int:
 async def _score(job: Job, domains: Mapping[str, RewardConfig], total: int) -> tuple[Tally, list[str]]:
     tally, errors = Tally(), list[str]()
     rows = read_answered(job.files, job.columns, Problems(), without=job.score_key)
-    async with Scoring(domains, job.num_processes) as scoring:
+    async with Scoring(domains, job.num_processes, host=_host) as scoring:
         with _written(job.output) as file, progress("rows scored", total) as advance:
             async with contextlib.aclosing(in_order(rows, scoring.score, 2 * scoring.concurrency)) as done:
                 async for row, verdicts in done:
@@ -165,3 +168,10 @@ def _record(verdict: Verdict | RewardError) -> dict[str, Any]:
         return {"error": str(verdict)}
     record: dict[str, Any] = {"score": verdict.score, "correct": verdict.correct, "answer": verdict.answer}
     return record | {name: dict(part) for name, part in (("parts", verdict.parts), ("notes", verdict.notes)) if part}
+
+
+def _host(model: str, engine: JudgeEngine, most: int) -> HostedModel:
+    """Hosts a judge in this process."""
+    from roll.rollout.hosted_model import HostedGenerator
+
+    return HostedGenerator(model, engine, most)

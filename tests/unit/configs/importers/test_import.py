@@ -60,7 +60,8 @@ def test_rlvr_of_roll(tmp_path: Path) -> None:
     assert {"difficulty_low_threshold", "actor_infer.infer_batch_size", "rewards.sums.model_args"} <= dropped
     assert "actor_infer.strategy_args.strategy_config.max_model_len" in dropped  # below sequence_length
     assert "actor_train.strategy_args.strategy_config.sequence_parallel" in dropped
-    assert "rewards.talk.judge_model_type" in kinds(imported, Kind.TO_DO)
+    assert (judge.args["judge_model_type"], config.rewards["talk"].device_mapping) == ("inference", [4, 5])
+    assert judge.args["engine"]["strategy_args"] == {"strategy_name": "vllm"}
 
 
 def test_options_of_megatron_in_files_of_roll(tmp_path: Path) -> None:
