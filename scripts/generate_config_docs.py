@@ -41,6 +41,8 @@ from roll.configs.warm_start import PromptWarmStartConfig, WarmStartConfig
 from roll.configs.worker import WorkerConfig
 from roll.rewards import VERIFIERS
 from roll.rewards.judge_model import JudgeEngine
+from roll.rewards.remote_classifier import RemoteClassifierConfig
+from roll.rewards.sandbox.remote import RemoteSandboxConfig
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
@@ -212,7 +214,12 @@ def _first_line(section: type[Config]) -> str:
 
 def _verifiers() -> list[Group]:
     found = [(name, f"`args` of the verifier `{name}`", VERIFIERS.get(name).config_class) for name in VERIFIERS.names()]
-    return [*found, ("judge.engine", "`engine` in the `args` of the verifier `judge`", JudgeEngine)]
+    return [
+        *found,
+        ("judge.engine", "`engine` in the `args` of the verifier `judge`", JudgeEngine),
+        ("reward_model.remote", "`remote` in the `args` of the verifier `reward_model`", RemoteClassifierConfig),
+        ("code.remote", "`remote` in the `args` of the verifier `code`", RemoteSandboxConfig),
+    ]
 
 
 def _strategies() -> list[Group]:

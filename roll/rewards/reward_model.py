@@ -23,11 +23,12 @@ from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.data.control_text import ControlText
 from roll.data.templates import read_template
 from roll.rewards.batching import MicroBatcher
+from roll.rewards.remote_classifier import RemoteClassifier, RemoteClassifierConfig
 from roll.rewards.types import RewardError, Sample, Verdict, Verifier
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,14 @@ class RewardModelConfig(Config):
     """Keys of ``args`` for the verifier ``reward_model``."""
 
     model_path: str = Field(
-        min_length=1, description="Folder in Hugging Face format with weights, classification head and tokenizer."
+        min_length=1,
+        description="Folder in Hugging Face format with weights, classification head and tokenizer; with remote, "
+        "config.json and the tokenizer are read alone.",
+    )
+    remote: RemoteClassifierConfig | None = Field(
+        default=None,
+        description="A server of vLLM's or SGLang's that holds the model. null: each reward worker holds it, on the "
+        "domain's device_mapping.",
     )
     template: str = Field(
         default="native",
@@ -82,6 +90,10 @@ class RewardModelConfig(Config):
             found.append(self.problem("sigmoid", "false beside probability: true: one of the two", "probability"))
         if isinstance(self.label, int) and self.label < 0:
             found.append(self.problem("label", "0 or more"))
+        if self.remote is not None:
+            for key in ("dtype", "device", "attn_implementation"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    found.append(self.problem(key, "no such key with remote: the server decides", "remote"))
         return [problem for problem in found if problem]
 
     def threshold(self) -> float:
@@ -112,17 +124,24 @@ class RewardModelVerifier(Verifier):
         self._template = read_template(config.template)
         self._control = ControlText(self.tokenizer)
         self._check_template()
-        self._device = _resolve_device(config.device)
-        self.model = _load_model(config).to(self._device)  # type: ignore[arg-type]
-        self._label = _label_index(config, self.model)
-        self._text_config = self.model.config.get_text_config()
+        self._remote: RemoteClassifier | None = None
+        if config.remote is None:
+            self._device = _resolve_device(config.device)
+            self.model = _load_model(config).to(self._device)  # type: ignore[arg-type]
+            sizes = self.model.config
+        else:
+            sizes = _load_config(config.model_path)
+            self._remote = RemoteClassifier(config.remote, int(sizes.num_labels or 0))
+        self._label = _label_index(config, sizes)
+        self._text_config = sizes.get_text_config()
         self._own_pad = _own_pad_id(self._text_config)
         self._max_length = _max_length(config, self._text_config)
         self._warned: set[str] = set()
         self._there = asyncio.Event()
         self._there.set()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-model")
-        self._batches = MicroBatcher(self._forward_beside, config.batch_size, config.batch_wait)
+        most = 1 if config.remote is None else config.remote.max_concurrency
+        self._batches = MicroBatcher(self._forward_beside, config.batch_size, config.batch_wait, most)
 
     async def score(self, sample: Sample) -> Verdict:
         """Scores together with the samples that others bring at the same time; the score does not depend on them.
@@ -139,19 +158,23 @@ class RewardModelVerifier(Verifier):
         return Verdict(score=score, correct=score >= self._args.threshold(), parts=parts, seeks_answer=False)
 
     async def close(self) -> None:
-        """Ends the thread."""
+        """Ends the thread, closes connections."""
         await self._batches.close()
+        if self._remote is not None:
+            await self._remote.close()
         await asyncio.to_thread(self._thread.shutdown)
 
     async def offload(self) -> None:
         """Takes the model to host memory, after the batch that runs."""
-        self._there.clear()
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._move, "cpu")
+        if self._remote is None:
+            self._there.clear()
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._move, "cpu")
 
     async def onload(self) -> None:
         """Takes it back to its device."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._move, self._device)
-        self._there.set()
+        if self._remote is None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._move, self._device)
+            self._there.set()
 
     def _move(self, device: torch.device | str) -> None:
         import torch
@@ -161,6 +184,8 @@ class RewardModelVerifier(Verifier):
             torch.cuda.empty_cache()
 
     async def _forward_beside(self, rows: list[list[int]]) -> list[list[float]]:
+        if self._remote is not None:
+            return await self._remote.forward(rows)
         await self._there.wait()  # nothing awaits between here and the thread, which does one thing after the other
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.forward, rows)
 
@@ -306,9 +331,18 @@ def _load_model(config: RewardModelConfig) -> PreTrainedModel:
     return model.eval()
 
 
-def _label_index(config: RewardModelConfig, model: PreTrainedModel) -> int:
-    names = {int(index): str(name) for index, name in (model.config.id2label or {}).items()}
-    count = int(model.config.num_labels or 0)
+def _load_config(path: str) -> PreTrainedConfig:
+    from roll.models.loading import load_config
+
+    try:
+        return load_config(path)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model_path: {error}") from error
+
+
+def _label_index(config: RewardModelConfig, sizes: PreTrainedConfig) -> int:
+    names = {int(index): str(name) for index, name in (sizes.id2label or {}).items()}
+    count = int(sizes.num_labels or 0)
     label = config.label
     if count == 1:
         if config.probability:

@@ -17,6 +17,7 @@ _BUFFERS = (
 )
 """Where releases of verl have the penalty of long answers."""
 _KWARGS = "reward_model.reward_kwargs"
+_SERVED = "reward.reward_model.model_path"
 _READ_KWARGS = ("overlong_buffer_cfg", "max_resp_len")
 _SCHEDULES = TRANSFORMS["schedule"]
 
@@ -154,12 +155,23 @@ def set_optimizer(draft: Draft, theirs: str, role: str) -> None:
             draft.derive(f"{theirs}.betas", f"{base}.adam_beta{number}", float(beta))
 
 
+def _reward_model(draft: Draft) -> str | None:
+    """The key that names the classifier which scores, in either spelling, if one does."""
+    keys = {"reward_model.enable": "reward_model.model.path", "reward.reward_model.enable": _SERVED}
+    return next((path for enabled, path in keys.items() if draft.theirs(enabled)), None)
+
+
 def set_rewards(draft: Draft) -> None:
     """Reward domains: a function, a reward model, or those of public data; dynamic sampling; long answers."""
     where = next((key for key in _FUNCTIONS if draft.theirs(f"{key}.path")), None)
     manager = draft.theirs("reward_model.reward_manager") or draft.theirs("reward.reward_manager.name") or "naive"
     own = {key: value for key, value in (draft.theirs(_KWARGS) or {}).items() if key not in _READ_KWARGS}
     if where is not None:
+        if draft.theirs("reward.reward_model.enable"):
+            note = (
+                "their function asks this model through a router; ours may ask one that is served (the verifier judge)"
+            )
+            draft.tell(Kind.IMPOSSIBLE, _SERVED, draft.theirs(_SERVED), note=note)
         name = draft.theirs(f"{where}.name") or "compute_score"
         arguments: dict[str, Any] = {"path": f"{draft.theirs(f'{where}.path')}:{name}"}
         if extra := draft.theirs(f"{where}.reward_kwargs"):
@@ -173,9 +185,8 @@ def set_rewards(draft: Draft) -> None:
         _one_domain(draft, f"{where}.path", "custom", arguments)
         note = "data_source, with which the function is called, is the row's tag: custom"
         to_do(draft, f"{where}.path", note)
-    elif draft.theirs("reward_model.enable"):
-        path = draft.theirs("reward_model.model.path")
-        _one_domain(draft, "reward_model.model.path", "reward_model", {"model_path": path})
+    elif model := _reward_model(draft):
+        _one_domain(draft, model, "reward_model", {"model_path": draft.theirs(model)})
     else:
         public_domains(draft, "data.reward_fn_key")
         _set_sandbox(draft)

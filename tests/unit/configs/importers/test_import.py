@@ -338,6 +338,12 @@ def test_a_reward_model_of_verl_and_an_older_spelling(tmp_path: Path) -> None:
     assert config.rewards["reward_model"].verifiers[0].args == {"model_path": str(tmp_path)}
     assert config.rewards["reward_model"].query_filter_config.type == "std_filter"
     assert (config.loss_agg_mode, config.overlong_buffer.len) == ("seq-mean-token-sum", 128)
+    words = ["reward.reward_model.enable=true", f"reward.reward_model.model_path={tmp_path}"]
+    config = loaded(convert("verl", [SCRIPT], words), tmp_path)
+    assert isinstance(config, RLVRConfig)
+    assert config.rewards["reward_model"].verifiers[0].args == {"model_path": str(tmp_path)}
+    asking = convert("verl", [SCRIPT], [*words, "reward.custom_reward_function.path=score.py"])
+    assert "reward.reward_model.model_path" in kinds(asking, Kind.IMPOSSIBLE)
 
 
 @pytest.mark.parametrize(
