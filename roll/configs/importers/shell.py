@@ -36,6 +36,8 @@ _LITERAL_DOLLAR = "\ue000"
 """Stands for a dollar sign between single quotes, in which a shell replaces nothing."""
 _SPACE = "\ue001"
 """Stands for a space that does not end a word."""
+_QUOTED = "\ue002"
+"""Stands before a dollar sign between double quotes, whose value stays one word."""
 _MAX_POWER = 64
 
 
@@ -128,7 +130,7 @@ def _commands(text: str, notes: list[str]) -> Iterator[list[str]]:
 
 
 def _guard(text: str) -> str:
-    """Stand-ins for dollar signs between single quotes, and for spaces inside ``$(…)``."""
+    """Stand-ins for dollar signs between quotes, and for spaces inside ``$(…)``."""
     found, quote, depth = [], "", 0
     for i, character in enumerate(text):
         if character in "'\"" and quote in ("", character) and not depth:
@@ -136,7 +138,10 @@ def _guard(text: str) -> str:
         if quote != "'" and (depth or text.startswith("$(", i - 1)):
             depth += {"(": 1, ")": -1}.get(character, 0)
         inside = depth and character.isspace()
-        found.append(_LITERAL_DOLLAR if character == "$" and quote == "'" else _SPACE if inside else character)
+        if character == "$" and quote:
+            found.append(_LITERAL_DOLLAR if quote == "'" else f"{_QUOTED}$")
+        else:
+            found.append(_SPACE if inside else character)
     return "".join(found)
 
 
@@ -168,11 +173,14 @@ def _assign(words: list[str], variables: dict[str, list[str]]) -> Iterator[str]:
 
 
 def _expanded(word: str, variables: Mapping[str, list[str]]) -> list[str]:
-    """A word with its variables replaced; an array alone becomes its words."""
+    """A word with its variables replaced; an array alone becomes its words, a value without quotes its parts."""
+    quoted, word = _QUOTED in word, word.replace(_QUOTED, "")
     whole = _VARIABLE.fullmatch(word)
     if whole and (name := whole["braced"] or whole["plain"]):
         if name in variables and len(variables[name]) != 1:
             return variables[name]
+        if name in variables and not quoted:
+            return variables[name][0].split() or [""]
         if name in "@*":  # the script's own arguments
             return []
 

@@ -200,7 +200,9 @@ TRANSFORMS: dict[str, Transform] = {
     "scorer": _choice(
         {"fsdp": "fsdp2_infer", "fsdp2": "fsdp2_infer", "megatron": "megatron_infer", "veomni": "fsdp2_infer"}
     ),
-    "generator": _choice({"vllm": "vllm", "sglang": "sglang", "hf": "hf_infer"}),
+    "generator": _choice(
+        {"vllm": "vllm", "vllm_async": "vllm", "sglang": "sglang", "sglang_async": "sglang", "hf": "hf_infer"}
+    ),
     "env-manager": lambda value: _env_manager(value),
     "grouping": _choice(
         {

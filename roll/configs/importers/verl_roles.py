@@ -52,9 +52,12 @@ def set_roles(draft: Draft) -> None:
             _megatron(draft, role, theirs)
         elif role in roles:
             _fsdp(draft, role, theirs)
-    if (attention := _override(draft).pop("attn_implementation", None)) is not None:
+    override = _override(draft)
+    if (attention := override.pop("attn_implementation", None)) is not None:
         draft.derive(f"{MODEL}.override_config", "actor_train.model_args.attn_implementation", attention)
-    if extra := {key: value for key, value in _override(draft).items() if value is not None and "dropout" not in key}:
+    if (template := override.pop("chat_template", None)) is not None:
+        draft.derive(f"{MODEL}.override_config.chat_template", "actor_train.data_args.template", template)
+    if extra := {key: value for key, value in override.items() if value is not None and "dropout" not in key}:
         for role in roles:
             draft.derive(f"{MODEL}.override_config", f"{role}.model_args.model_config_kwargs", extra)
     if (rank := draft.theirs(f"{MODEL}.lora_rank") or 0) > 0:

@@ -129,6 +129,8 @@ def _model(draft: Draft) -> None:
     other: dict[str, Any] = dict(draft.theirs("model.override_config") or {})
     if (attention := other.pop("attn_implementation", None)) is not None:
         draft.derive("model.override_config", f"{_MODEL}.attn_implementation", TRANSFORMS["attention"](attention))
+    if (template := other.pop("chat_template", None)) is not None:
+        draft.derive("model.override_config", f"{_DATA}.template", template)
     if other:
         draft.derive("model.override_config", f"{_MODEL}.model_config_kwargs", other)
 

@@ -33,6 +33,17 @@ def test_single_quotes_keep_dollars() -> None:
     assert words(f"A=1\n{RUN} a='$A' b=\"'$A'\"") == ["a=$A", "b='1'"]
 
 
+def test_a_value_without_quotes_is_several_words() -> None:
+    text = 'A="a=1 \\\nb=2"\nD="-m verl.trainer.main_ppo"\npython3 ${D} $A c="$A"'
+    assert words(text) == ["a=1", "b=2", "c=a=1 b=2"]
+
+
+def test_processes_of_torchrun_are_settings() -> None:
+    run = "torchrun --nnodes=1 --nproc-per-node $N -m verl.trainer.fsdp_sft_trainer a=1 engine=fsdp optim=fsdp"
+    found = read_script(f"N=4\n{run}", "verl_sft").overrides
+    assert found == ["a=1", "engine.strategy=fsdp", "trainer.nnodes=1", "trainer.n_gpus_per_node=4"]
+
+
 def test_sums_are_of_whole_numbers() -> None:
     assert words(f"A=3\n{RUN} a=$((A * (2 + 1))) b=$(($A - 5)) c=$((10 / 4))") == ["a=9", "b=-2", "c=2"]
 
