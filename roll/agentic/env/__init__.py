@@ -44,6 +44,7 @@ _ENVS.register("adventure", "roll.agentic.env.adventure:AdventureEnv")
 _ENVS.register("shop", "roll.agentic.env.shop:ShopEnv")
 _ENVS.register("single_turn", "roll.agentic.env.single_turn:SingleTurnEnv")
 _ENVS.register("gymnasium", "roll.agentic.env.gym_adapter:GymnasiumEnv")
+_ENVS.register("gem", "roll.agentic.env.gem_adapter:GemEnv")
 _ENVS.register("openenv", "roll.agentic.env.openenv_adapter:OpenEnvEnv")
 _ENVS.register("textarena", "roll.agentic.env.textarena_adapter:TextArenaEnv")
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import random
 import re
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field
@@ -15,6 +13,7 @@ from pydantic import Field
 from roll.agentic.env.actions import ActionParser, pattern_problem
 from roll.agentic.env.base import StepLimit, StepResult, TextEnv, stable_hash, step_result
 from roll.agentic.env.config import EnvConfig, parse_config
+from roll.agentic.env.own_random import OwnRandom
 from roll.configs.problems import ConfigProblem
 from roll.configs.schema import nearest
 from roll.utils.registry import Registry, UnknownNameError, import_path
@@ -30,32 +29,6 @@ Opponent = Callable[[str, random.Random], str]
 _LISTED = re.compile(r"(?:available|valid|legal|possible)[^\n:]*moves[^\n:]*:([^\n]*)", re.IGNORECASE)
 _MAX_TOLD = 4096
 """Characters, of a text's end, that a game is told: Python reads no longer numbers, and games raise."""
-
-
-_PATIENCE_S = 10.0
-"""With a game that does not come back; then others go on without it."""
-
-
-class _Turns:
-    """Lets one game at a time draw from Python's own random numbers, which a process has once."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    @contextlib.contextmanager
-    def take(self) -> Iterator[None]:
-        lock = self._lock
-        while not lock.acquire(timeout=_PATIENCE_S):
-            if self._lock is lock:
-                self._lock = threading.Lock()
-            lock = self._lock
-        try:
-            yield
-        finally:
-            lock.release()
-
-
-_TURNS = _Turns()
 
 
 def _random_move(seen: str, rng: random.Random) -> str:
@@ -154,10 +127,10 @@ class TextArenaEnv(TextEnv):
         self._opponent = config.find_opponent()
         self._parser = None if config.action_pattern is None else ActionParser({}, config.action_pattern)
         self._limit = StepLimit(config.max_steps)
-        self._random = random.Random(0).getstate()
+        self._own_random = OwnRandom()
         self._rng = random.Random(0)
         self._text = self._key = ""
-        with self._own_random():
+        with self._own_random.take():
             self._new = _made(config)
         self._game: Any = self._new
 
@@ -171,7 +144,7 @@ class TextArenaEnv(TextEnv):
         drawn = seed if seed is not None else int(self.np_random.integers(2**31))
         self._rng = random.Random(drawn)
         self._game = copy.deepcopy(self._new)
-        with self._own_random():
+        with self._own_random.take():
             self._game.reset(num_players=self.config.num_players, seed=drawn)
         if self._others():
             raise RuntimeError(f"{self.config.env_id} ended before the first move of player {self.config.player}")
@@ -191,7 +164,7 @@ class TextArenaEnv(TextEnv):
         said = action if self._parser is None else self._parser.answer(action)
         over = False
         if said is not None:
-            with self._own_random():
+            with self._own_random.take():
                 over = bool(self._game.step(said[-_MAX_TOLD:])[0])
         refused = said is None or self._refusals() > before
         over = over or self._others()
@@ -221,15 +194,15 @@ class TextArenaEnv(TextEnv):
         over = False
         while not over and self._state.current_player_id != self.config.player:
             assert self._opponent is not None, "TextArenaConfig.problems"
-            with self._own_random():
+            with self._own_random.take():
                 _, seen = self._game.get_observation()
             said = self._opponent(_told(seen, self._state.role_mapping), self._rng)
-            with self._own_random():
+            with self._own_random.take():
                 over = bool(self._game.step(said)[0])
         return over
 
     def _observe(self) -> None:
-        with self._own_random():
+        with self._own_random.take():
             game = self._game if self.config.show_history else _inside(self._game)
             _, seen = game.get_observation()
         own = None if self.config.show_history else self.config.player
@@ -258,17 +231,6 @@ class TextArenaEnv(TextEnv):
     @property
     def _state(self) -> Any:
         return self._game.state
-
-    @contextlib.contextmanager
-    def _own_random(self) -> Iterator[None]:
-        with _TURNS.take():
-            outside = random.getstate()
-            random.setstate(self._random)
-            try:
-                yield
-            finally:
-                self._random = random.getstate()
-                random.setstate(outside)
 
 
 def _made(config: TextArenaConfig) -> textarena.Env:

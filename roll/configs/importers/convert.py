@@ -111,6 +111,8 @@ def convert(
             draft.tell(Kind.TO_DO, problem.path, problem.seen, note="there is no such folder on this machine")
         elif problem.path.startswith("plugins."):
             draft.tell(Kind.TO_DO, problem.path, problem.seen, note="it cannot be imported on this machine")
+        elif problem.expected.startswith("the package "):
+            draft.tell(Kind.TO_DO, problem.path, problem.seen, note=f"it needs {problem.expected}: {problem.hint}")
         elif "${oc.env:" in str(problem.seen):
             draft.tell(Kind.TO_DO, problem.path, problem.seen, note="set the variable before the run")
         else:

@@ -23,10 +23,10 @@ def set_environments(draft: Draft) -> None:
         if kind in _ENVIRONMENTS or "." in str(kind).partition(":")[0]:
             draft.tell(Kind.KEPT, f"{base}.env_type", kind, f"{base}.env_type", kind)
         elif ":" in str(kind):
-            note = "an environment of GEM: write a class that plays gem.make(…) (docs/environments.md)"
-            draft.tell(Kind.IMPOSSIBLE, f"{base}.env_type", kind, f"{base}.env_type", note=note)
+            _gem(draft, base, str(kind))
         else:
-            note = "no environment of this name: write it as a class (docs/environments.md)"
+            note = "no environment of this name: write it as a class, and give package.module:Class or register the "
+            note += f"name, roll.agentic.env.register({kind!r}, …) (docs/environments.md)"
             draft.tell(Kind.IMPOSSIBLE, f"{base}.env_type", kind, f"{base}.env_type", note=note)
         if not draft.get(f"{base}.env_manager_cls"):
             draft.derive(f"{base}.env_manager_cls", f"{base}.env_manager_cls", "traj", "ROLL plays conversations")
@@ -63,6 +63,17 @@ def set_environments(draft: Draft) -> None:
         sampling = draft.get(f"{manager}.generating_args")
         if isinstance(sampling, dict):
             _manager_sampling(draft, manager, sampling)
+
+
+def _gem(draft: Draft, base: str, name: str) -> None:
+    """An environment of the package GEM, whose own keys become arguments of it."""
+    note = "of the package gem: pip install 'roll-rl[gem]'"
+    draft.derive(f"{base}.env_type", f"{base}.env_type", "gem", note)
+    given = draft.theirs(f"{base}.env_config")
+    own = {key: value for key, value in (given if isinstance(given, dict) else {}).items() if value is not None}
+    draft.set(f"{base}.env_config", {"env_id": name, **({"env_kwargs": own} if own else {})})
+    for key in own:
+        draft.retell(f"{base}.env_config.{key}", Kind.DERIVED, "an argument of gem.make: env_kwargs", own[key])
 
 
 def _manager_sampling(draft: Draft, manager: str, sampling: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import roll.agentic.env as envs
-from roll.agentic.env import textarena_adapter
+from roll.agentic.env import own_random
 from roll.agentic.env.base import TextEnv
 from tests.support.absence import hide
 
@@ -154,7 +154,7 @@ class Stuck:
 
 def test_a_game_that_hangs_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENV_REGISTRY, "Stuck-v0", EnvSpec("Stuck-v0", Stuck, None))
-    monkeypatch.setattr(textarena_adapter, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(own_random, "_PATIENCE_S", 0.05)
     stuck = game("Stuck-v0")
     stuck.reset(seed=0)
     thread = threading.Thread(target=stuck.step, args=("go",))

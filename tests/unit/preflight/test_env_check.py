@@ -124,6 +124,15 @@ BUILT_IN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"env_id": "GuessTheNumber-v0", "max_steps": 12},
         {"answers": [f"[{number}]" for number in range(1, 21)], "allow": ["seeds-alike"], "episodes": 2},
     ),
+    (
+        "gem",
+        {"env_id": "game:GuessTheNumber-v0-easy", "max_steps": 12},
+        {
+            "answers": [f"\\boxed{{{number}}}" for number in range(1, 11)],
+            "allow": ["seeds-alike", "reward-tampered"],  # it takes a number out of whatever stands around it
+            "episodes": 2,
+        },
+    ),
 ]
 
 
@@ -134,8 +143,8 @@ def sum_of_two(seed: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize(("env_type", "env_config", "options"), BUILT_IN)
 def test_built_in_environments_pass(env_type: str, env_config: dict[str, Any], options: dict[str, Any]) -> None:
-    if env_type == "textarena":
-        pytest.importorskip("textarena", reason="pip install 'roll-rl[textarena]'")
+    if env_type in ("gem", "textarena"):
+        pytest.importorskip(env_type, reason=f"pip install 'roll-rl[{env_type}]'")
     assert_env_ok(env_type, env_config, **options)
 
 

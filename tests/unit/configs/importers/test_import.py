@@ -167,6 +167,15 @@ def test_agentic_of_roll(tmp_path: Path) -> None:
     assert {"tracker_kwargs.api_key", "system_envs.USE_MODELSCOPE"} <= kinds(imported, Kind.TO_DO)
 
 
+def test_environments_of_gem_in_files_of_roll(tmp_path: Path) -> None:
+    words = ["custom_envs.Boxes={env_type: 'rg:letter_counting', max_steps: 1, env_config: {size: 9, seed: 2}}"]
+    imported = convert("roll", [FILES / "roll" / "run" / "agentic.yaml"], words)
+    env = yaml.safe_load(imported.text)["custom_envs"]["Boxes"]
+    assert (env["env_type"], env["env_config"]["env_id"]) == ("gem", "rg:letter_counting")
+    assert env["env_config"]["env_kwargs"] == {"size": 9, "seed": 2}
+    assert imported.problems == () and imported.exit_code == 0, report(imported)
+
+
 def test_a_launch_script_of_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     imported = convert("verl", [SCRIPT], ["actor_rollout_ref.actor.optim.weight_decay=0.1"])
