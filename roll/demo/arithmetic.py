@@ -20,6 +20,7 @@ import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from roll.utils.seeding import derive_seed
@@ -71,20 +72,28 @@ class Problem:
         return tuple(column for column, owes in enumerate(owed, start=1) if owes)
 
 
-def worked_solution(problem: Problem, forgotten_columns: Collection[int] = ()) -> str:
+def worked_solution(
+    problem: Problem,
+    forgotten_columns: Collection[int] = (),
+    invented_columns: Collection[int] = (),
+    errors: Mapping[int, int] = MappingProxyType({}),
+) -> str:
     """The scratchpad and the answer, as the policy is to write them.
 
     Args:
         problem: what to solve.
         forgotten_columns: columns (0: the ones) that ignore the carry or borrow into them; the answer follows from
             what is written, so it is wrong where one was due.
+        invented_columns: columns that use a carry or borrow of 1, owed or not.
+        errors: how far the results of columns are off; what follows goes on with them.
     """
     x_digits, y_digits = (f"{number:0{problem.num_columns}d}"[::-1] for number in (problem.x, problem.y))
     sign = problem.operation
     steps, digits, carry = [], [], 0
     for column, (a, b) in enumerate(zip(map(int, x_digits), map(int, y_digits), strict=True)):
-        used = 0 if column in forgotten_columns else carry
-        tens, digit = divmod(a + b + used if sign == "+" else a - b - used, 10)
+        used = 0 if column in forgotten_columns else max(carry, int(column in invented_columns))
+        result = a + b + used if sign == "+" else a - b - used
+        tens, digit = divmod(result + errors.get(column, 0), 10)
         carry = abs(tens)
         steps.append(f"{a}{sign}{b}{sign}{used}={carry}{digit}")
         digits.append(digit)

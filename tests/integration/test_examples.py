@@ -195,6 +195,41 @@ def test_learning_curves_refuses_a_run_that_did_not_finish(tmp_path):
     assert not (tmp_path / "images").exists()
 
 
+def test_stage_gains_shows_a_chain_in_detail_and_several_side_by_side(tmp_path):
+    for seed in (0, 1):
+        chain = tmp_path / f"chain{seed}"
+        for name, model in (("1-sft", "tiny"), ("2-rl", "1-sft"), ("3-distill", "tiny")):
+            fake_run(chain / name, seed)
+            saved = chain / model / "checkpoints" / "checkpoint-2" / "actor_train"
+            teacher = chain / "2-rl" / "checkpoints" / "checkpoint-2" / "actor_train"
+            lines = [f"seed: {seed}", f"pretrain: {saved if model != 'tiny' else model}"]
+            lines += [f"teacher_pretrain: {teacher}"] if name == "3-distill" else []
+            (chain / name / "config.yaml").write_text("\n".join(lines))
+        fake_run(chain / "4-reward", seed)
+        evals = {"before": {"pairwise_accuracy": 0.5, "episodes": 0}, "after": {"pairwise_accuracy": 1, "episodes": 0}}
+        summary = {"status": "completed", "eval": evals, "steps": 2, "wall_s": 60.0, "first_rollout_s": None}
+        (chain / "4-reward" / "summary.json").write_text(json.dumps(summary))
+    one = gains(tmp_path / "chain0")
+    assert one.returncode == 0, one.stderr
+    assert one.stdout.splitlines()[2:] == [
+        "| `1-sft` | right answers | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
+        "| `2-rl` | right answers | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
+        "| `3-distill` | right answers | 25.0% → 75.0% | +41 to +58 | 2 | 1.7 |",
+        "| `4-reward` | pairs told apart | 50.0% → 100.0% |  | 2 | 1.0 |",
+    ]
+    both = gains(tmp_path / "chain0", tmp_path / "chain1", "--picture", tmp_path / "gains.svg")
+    assert both.returncode == 0, both.stderr
+    head, _, first, *_ = both.stdout.splitlines()
+    assert head == "| stage | held out | seed 0 | seed 1 | minutes |"
+    assert first == "| `1-sft` | right answers | 25.0% → 75.0% | 25.0% → 75.0% | 1.7 to 1.7 |"
+    picture = (tmp_path / "gains.svg").read_text(encoding="utf-8")
+    assert all(f">{name}<" in picture for name in ("rl 0", "distill 0", "rl 1", "distill 1"))
+    assert picture.count("<polyline") == 4 and picture.count("<circle") == 2 * (4 + 2)
+    (tmp_path / "chain1" / "4-reward" / "summary.json").unlink()
+    assert gains(tmp_path / "chain0", tmp_path / "chain1").returncode == 1
+    assert "no folder of a run" in gains(tmp_path).stderr
+
+
 def test_robustness_sorts_complete_runs_and_tells_of_one_that_failed(tmp_path):
     for seed, kernels, success in ((0, "scalar", 0.75), (1, "scalar", 0.85), (0, "avx2", 0.95)):
         fake_run(tmp_path / kernels / f"nowhere_seed{seed}", seed, success=success)
@@ -230,6 +265,11 @@ def defined_names(path: Path) -> set[str]:
 
 def draw(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "learning_curves.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def gains(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "stage_gains.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
