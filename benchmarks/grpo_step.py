@@ -100,7 +100,7 @@ class Step:
         return self.tokens / self.seconds
 
 
-def make_model(path: Path, eos_probability: float | None) -> None:
+def make_model(path: Path, eos_probability: float | None, seed: int = 0) -> None:
     """Writes a model and its tokenizer: one token per word ``w17 ``, and the bytes.
 
     All embeddings have a 1 in their first place, which layers of small weights leave nearly as it is: through it the
@@ -133,7 +133,7 @@ def make_model(path: Path, eos_probability: float | None) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = Qwen2ForCausalLM(config).float()
     with torch.no_grad():
         embeddings, output = model.model.embed_tokens.weight, model.lm_head.weight
@@ -371,7 +371,7 @@ def roll_pipeline(config: RLVRConfig) -> Iterator[Roll]:
             config, clusters, roles, config.pretrain, datasets.train, datasets.val, on_tick=signals.check
         )
         prompts.begin_setup()
-        roles.setup(config.pretrain, config.pretrain, config.total_optimizer_steps)
+        roles.setup(config.pretrain, config.total_optimizer_steps)
         set_losses(roles, config)
         prompts.wait_ready()
         yield Roll(RLVRPipeline(config, session, roles, signals, prompts))

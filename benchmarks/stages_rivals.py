@@ -1,7 +1,7 @@
-"""The rivals of ``stages.py``: TRL's ``DPOTrainer`` and ``RewardTrainer``, each in processes of its own.
+"""The rivals of ``stages.py``: TRL's ``DPOTrainer``, ``RewardTrainer`` and ``GKDTrainer``, in processes of their own.
 
-``python stages_rivals.py dpo|rm WORK.json`` takes a step for every line on its standard input and answers with a line
-of JSON. Nothing of ROLL is imported here, so that any interpreter with torch, Transformers and TRL can run it.
+``python stages_rivals.py dpo|rm|distill WORK.json`` takes a step for every line on its standard input and answers with
+a line of JSON. Nothing of ROLL is imported here, so that any interpreter with torch, Transformers and TRL can run it.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ def make_trainer(stage: str, work: dict[str, Any], callback: Any) -> Any:
             callbacks=[callback],
         )
 
+    if stage == "distill":
+        return make_distillation(work, common, tokenizer, callback)
+
     class Prepared(DPOTrainer):
         def _prepare_dataset(self, dataset: Any, *args: Any) -> Any:
             return dataset  # token ids already
@@ -67,6 +70,38 @@ def make_trainer(stage: str, work: dict[str, Any], callback: Any) -> Any:
         args=DPOConfig(**common, beta=work["beta"], precompute_ref_log_probs=True),
         processing_class=tokenizer,
         train_dataset=shared([{f"{key}_ids": ids for key, ids in pair.items()} for pair in work["pairs"]], work),
+        callbacks=[callback],
+    )
+
+
+def make_distillation(work: dict[str, Any], common: dict[str, Any], tokenizer: Any, callback: Any) -> Any:
+    """GKD on given answers; its batches have every answer begin at the width of the longest question."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        questions, answers = (max(len(row[key]) for row in rows) for key in ("prompt", "chosen"))
+        ids = torch.full((len(rows), questions + answers), tokenizer.pad_token_id)
+        mask = torch.zeros_like(ids)
+        for own_ids, own_mask, row in zip(ids, mask, rows, strict=True):
+            first, end = questions - len(row["prompt"]), questions + len(row["chosen"])
+            own_ids[first:end] = torch.tensor(row["prompt"] + row["chosen"])
+            own_mask[first:end] = 1
+        labels = torch.where(mask.bool(), ids, -100)
+        labels[:, :questions] = -100
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels, "prompts": ids[:, :questions]}
+
+    student, teacher = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (work["model"], work["teacher"])
+    )
+    return GKDTrainer(
+        model=student,
+        teacher_model=teacher,
+        args=GKDConfig(**common, lmbda=0.0, beta=work["beta"], temperature=1.0),
+        data_collator=collate,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_list(work["pairs"]),
         callbacks=[callback],
     )
 
