@@ -113,7 +113,8 @@ class RunConfig(Config):
     ray_init: RayInitConfig = Field(default_factory=RayInitConfig, description="The Ray cluster.")
 
     track_with: str | list[str] = Field(
-        default="tensorboard", description="tensorboard, wandb, stdout, package.module:Class, or a list of them."
+        default="tensorboard",
+        description="tensorboard, wandb, mlflow, swanlab, trackio, stdout, package.module:Class, or a list of them.",
     )
     tracker_kwargs: dict[str, Any] = Field(
         default_factory=dict,

@@ -11,7 +11,7 @@ from typing import Any
 
 from roll.configs.rewards import RewardFilterConfig
 from roll.pipeline.session import RunFailedError, RunSession
-from roll.report.trajectories import trajectory_record, write_trajectories
+from roll.report.trajectories import answer_row, trajectory_record, write_trajectories
 from roll.rollout.admission import Admission
 from roll.rollout.saved_groups import load_groups, save_groups
 from roll.rollout.scheduler import RolloutScheduler
@@ -108,7 +108,9 @@ def passes_filter(group: RolloutGroup, limits: RewardFilterConfig) -> bool:
 def keep_episodes(session: RunSession, step: int, groups: Sequence[RolloutGroup]) -> list[Trajectory]:
     """Writes episodes of an evaluation in full (``num_written_episodes``), for whoever wants to look; returns all."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    write_trajectories(session.folder, f"eval-{step:05d}", trajectories[: session.config.num_written_episodes])
+    written = trajectories[: session.config.num_written_episodes]
+    write_trajectories(session.folder, f"eval-{step:05d}", written)
+    session.log_answers(step, [answer_row(trajectory) for trajectory in written])
     return trajectories
 
 

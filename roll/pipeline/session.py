@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback as tracebacks
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +19,7 @@ from roll.tracking.display import Display, closing_line
 from roll.tracking.monitor import PhaseTimer, Span, peak_memory_mb
 from roll.tracking.post_save import PostSaveHook
 from roll.tracking.run import RunFolder
-from roll.tracking.trackers import MultiTracker
+from roll.tracking.trackers import AnswerRow, MultiTracker
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +142,11 @@ class RunSession:
             self._tracker.log(metrics, step)
         if step and not self.config.eval_only:
             self.display.step(step, metrics)
+
+    def log_answers(self, step: int, rows: Sequence[AnswerRow]) -> None:
+        """Shows episodes of an evaluation in the trackers that have tables; before the step is reported."""
+        if self._tracker is not None and rows:
+            self._tracker.log_answers(rows, step)
 
     def write_summary(self) -> None:
         if self.checkpointer.saved is not None:

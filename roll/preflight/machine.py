@@ -15,6 +15,7 @@ from roll.configs.problems import ConfigProblem
 from roll.configs.rl import RLConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy import STRATEGIES, strategy_class
+from roll.tracking import SERVICES
 from roll.utils.registry import UnknownNameError, import_path
 
 
@@ -27,6 +28,8 @@ def check_machine(config: PipelineConfig) -> list[ConfigProblem]:
     for key in config.agents if isinstance(config, RLConfig) else ():
         absent = [package for package in ("starlette", "uvicorn") if not _installed(package)]
         problems += [missing_package(key, "a section", package, "agents") for package in absent]
+    absent = [name for name in config.trackers if name in SERVICES and not _installed(name)]
+    problems += [missing_package("track_with", name, name, name) for name in absent]
     if config.profiler.nsight is not None and shutil.which("nsys") is None and not _elsewhere(config):
         expected = "null, or nsys (Nsight Systems) on this machine's PATH"
         problems.append(ConfigProblem("profiler.nsight", config.profiler.nsight, expected))

@@ -9,6 +9,7 @@ from typing import Any
 from roll.rollout.types import Trajectory
 from roll.tracking.files import to_json, write_atomic
 from roll.tracking.run import RunFolder
+from roll.tracking.trackers import AnswerRow
 
 
 def write_trajectories(folder: RunFolder, name: str, trajectories: Iterable[Trajectory]) -> Path:
@@ -36,3 +37,16 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
     ]
     names = ("tag", "group_id", "member", "seed", "success", "score", "end", "final_observation", "info")
     return {name: getattr(trajectory, name) for name in names} | {"turns": turns}
+
+
+def answer_row(trajectory: Trajectory) -> AnswerRow:
+    """An episode as a row of a tracker's table."""
+    turns = trajectory.turns
+    said = [text for turn in turns for text in (turn.observation, turn.text)]
+    return AnswerRow(
+        tag=trajectory.tag,
+        prompt=said[0] if said else "",
+        answer="\n".join(said[1:]),
+        score=float(trajectory.score),
+        success=bool(trajectory.success),
+    )

@@ -16,5 +16,11 @@ TRACKERS: Registry[TrackerFactory] = Registry("tracker")
 """Names for ``track_with``; outside code is reached as ``package.module:Class``."""
 
 TRACKERS.register("tensorboard", "roll.tracking.trackers:TensorboardTracker")
-TRACKERS.register("wandb", "roll.tracking.trackers:WandbTracker")
+TRACKERS.register("wandb", "roll.tracking.services:WandbTracker")
+TRACKERS.register("mlflow", "roll.tracking.services:MlflowTracker")
+TRACKERS.register("swanlab", "roll.tracking.services:SwanlabTracker")
+TRACKERS.register("trackio", "roll.tracking.services:TrackioTracker")
 TRACKERS.register("stdout", "roll.tracking.trackers:StdoutTracker")
+
+SERVICES = ("wandb", "mlflow", "swanlab", "trackio")
+"""Trackers whose packages are extras of the same names."""

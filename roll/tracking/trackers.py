@@ -1,17 +1,16 @@
-"""Where metrics go: TensorBoard, Weights & Biases, plain lines; several at once."""
+"""Where metrics go: TensorBoard, plain lines, services (``services.py``); several at once."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
 import logging
-import os
 import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 import yaml
 
@@ -26,8 +25,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+class AnswerRow(TypedDict):
+    """An episode of an evaluation, as a row of a table."""
+
+    tag: str
+    prompt: str
+    answer: str
+    """What the policy has written, and between its turns what it has read."""
+    score: float
+    success: bool
+
+
 class Tracker(Protocol):
-    """Takes the metrics of a step. Names are ``area/what``: ``rollout/reward``, ``time/train``."""
+    """Takes the metrics of a step. Names are ``area/what``: ``rollout/reward``, ``time/train``.
+
+    One that has tables also takes the answers of an evaluation: ``log_answers(rows, step)``.
+    """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
     def finish(self) -> None: ...
@@ -74,10 +87,24 @@ class MultiTracker:
         for name, options in tracker_options(names, kwargs).items():
             self._trackers[name] = TRACKERS.get(name)(context, **options)
 
+    @property
+    def names(self) -> list[str]:
+        """Those that work."""
+        return list(self._trackers)
+
     def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._tell("log", metrics, step)
+
+    def log_answers(self, rows: Sequence[AnswerRow], step: int) -> None:
+        """Hands the answers of an evaluation to those that have tables, before the step's metrics."""
+        self._tell("log_answers", rows, step)
+
+    def _tell(self, method: str, what: object, step: int) -> None:
         for name, tracker in list(self._trackers.items()):
+            if (take := getattr(tracker, method, None)) is None:
+                continue
             try:
-                tracker.log(metrics, step)
+                take(what, step)
             except Exception:  # a network or a disk behind a tracker must not end the training that it watches
                 logger.exception("tracker %s failed at step %d and is off for the rest of the run", name, step)
                 del self._trackers[name]
@@ -173,57 +200,6 @@ def _config_event(context: TrackerContext) -> Event:
     tensor = TensorProto(dtype="DT_STRING", string_val=[textwrap.indent(text, " " * 4).encode()])
     event.summary.value.add(tag="config", tensor=tensor, metadata=create_summary_metadata("config", ""))
     return event
-
-
-class WandbTracker:
-    """Weights & Biases. Without ``WANDB_API_KEY`` (or ``api_key``) it works offline, to be sent by ``wandb sync``."""
-
-    def __init__(
-        self,
-        context: TrackerContext,
-        *,
-        project: str = "roll",
-        name: str | None = None,
-        entity: str | None = None,
-        group: str | None = None,
-        job_type: str | None = None,
-        tags: Sequence[str] | None = None,
-        notes: str | None = None,
-        id: str | None = None,
-        mode: Literal["online", "offline", "disabled"] | None = None,
-        api_key: str | None = None,
-        log_dir: str | None = None,
-    ) -> None:
-        """Options are those of ``wandb.init``; ``log_dir`` defaults to ``logs`` in the run's folder."""
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError("track_with: wandb is not installed; run: pip install roll-rl[wandb]") from error
-        if api_key:
-            wandb.login(key=api_key)
-        if mode is None and "WANDB_MODE" not in os.environ:  # with neither, wandb would ask at the terminal
-            mode = "online" if api_key or os.environ.get("WANDB_API_KEY") else "offline"
-        self._run = wandb.init(
-            project=project,
-            name=name or context.run.path.name,
-            entity=entity,
-            group=group,
-            job_type=job_type,
-            tags=tags,
-            notes=notes,
-            id=id,
-            resume="allow" if id else None,
-            mode=mode,
-            dir=log_dir or str(context.run.logs),
-            config=to_plain(redact(context.config)),
-            settings=wandb.Settings(silent=True, console="off"),
-        )
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def finish(self) -> None:
-        self._run.finish()
 
 
 class StdoutTracker:

@@ -13,6 +13,7 @@ from roll.configs.importers.common import (
     verl_columns,
 )
 from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.profiling import profiler_of_chatlearn
 
 TRAINER, REF, POLICY, RUN = "models.policy_trainer", "models.ref_policy", "models.policy", "runtime_args"
 _OPTIONS = "strategy_args.strategy_config"
@@ -50,6 +51,7 @@ def derive(draft: Draft) -> None:
     _batches(draft)
     drop_unread(draft)
     tidy_engines(draft)
+    profiler_of_chatlearn(draft)
 
 
 def _trackers(draft: Draft) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 from roll.configs.importers.common import devices, drop_unread, set_batch, set_budget, tidy_engines, to_do
 from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.profiling import profiler_of_mindspeed
 from roll.configs.pipeline import PARTS
 
 MEGATRON, ACTOR, RL, GENERATE = "megatron_training", "actor_config", "rl_config", "generate_config"
@@ -36,6 +37,7 @@ def derive(draft: Draft) -> None:
     _batches(draft)
     drop_unread(draft)
     tidy_engines(draft)
+    profiler_of_mindspeed(draft)
 
 
 def _model_and_data(draft: Draft) -> None:

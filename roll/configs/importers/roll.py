@@ -8,6 +8,7 @@ from roll.configs.agentic import MANAGERS
 from roll.configs.devices import parse_device_mapping
 from roll.configs.importers.common import devices_of, drop_unread, parallel_sizes, set_batch, tidy_engines, to_do
 from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.profiling import profiler_of_roll
 from roll.configs.importers.roll_distillation import is_distillation, set_distillation, set_teacher
 from roll.configs.importers.roll_environments import set_environments
 from roll.configs.importers.roll_offline import offline_schema, set_offline
@@ -30,7 +31,8 @@ _VERIFIERS: dict[str, str] = {
 _LENGTHS = {"min_tokens": 100, "max_tokens": 400}
 """Within them their length reward rises from -0.5 to 0; they count the padding too, which is not copied."""
 JUDGE_URL = "http://127.0.0.1:8000/v1"
-_SECRETS = ("key", "token", "secret", "password")
+_SWANLAB = {"experiment_name": "name", "logdir": "log_dir"}
+_SECRETS = ("key", "token", "secret", "password", "login")
 
 
 def derive(draft: Draft) -> None:
@@ -42,6 +44,7 @@ def derive(draft: Draft) -> None:
         _validation(draft)
         drop_unread(draft)
         tidy_engines(draft)
+        profiler_of_roll(draft)
         return
     if (schema := offline_schema(draft)) is not None:
         _roles(draft)
@@ -67,6 +70,7 @@ def derive(draft: Draft) -> None:
     _normalisation(draft)
     drop_unread(draft)
     tidy_engines(draft)
+    profiler_of_roll(draft)
     _batches(draft, agentic)
 
 
@@ -87,6 +91,8 @@ def _run(draft: Draft) -> None:
         if any(secret in str(key) for secret in _SECRETS):
             if value:
                 to_do(draft, path, "a secret is not written out: put it into the environment, as WANDB_API_KEY")
+        elif value is not None and draft.get("track_with") == "swanlab" and key in _SWANLAB:
+            draft.derive(path, f"tracker_kwargs.{_SWANLAB[key]}", value)
         elif value is not None:
             draft.set(path, value)
             draft.tell(Kind.KEPT, path, value, path, value)

@@ -15,10 +15,13 @@ from roll.configs.importers.common import (
     to_do,
 )
 from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.profiling import profiler_of_verl
 from roll.configs.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
 from roll.configs.importers.verl_algorithm import set_algorithm, set_optimizer, set_rewards
 from roll.configs.importers.verl_roles import ACTOR, CRITIC, REF, ROLLOUT, set_critic, set_roles
 
+PROJECTS = {"wandb": "project", "swanlab": "project", "trackio": "project", "mlflow": "experiment_name"}
+"""By tracker: its name for a project."""
 _NAMED = re.compile(r"[^\w.+-]+")
 
 
@@ -37,6 +40,7 @@ def derive(draft: Draft) -> None:
     _batches(draft)
     drop_unread(draft)
     tidy_engines(draft)
+    profiler_of_verl(draft)
 
 
 def _length(draft: Draft) -> None:
@@ -77,9 +81,10 @@ def set_run(draft: Draft, checkpoint: str, libraries: Sequence[str]) -> None:
     if plugins := list(dict.fromkeys(lib for libs in named.values() for lib in _listed(libs))):
         draft.derive([key for key, libs in named.items() if libs], "plugins", plugins)
     trackers = draft.get("track_with")
-    if "wandb" in (trackers if isinstance(trackers, list) else [trackers]):
-        key = "tracker_kwargs.wandb.project" if isinstance(trackers, list) else "tracker_kwargs.project"
-        draft.derive("trainer.project_name", key, str(draft.theirs("trainer.project_name")))
+    for name in _listed(trackers):
+        if ours := PROJECTS.get(name):
+            key = f"tracker_kwargs.{name}.{ours}" if isinstance(trackers, list) else f"tracker_kwargs.{ours}"
+            draft.derive("trainer.project_name", key, str(draft.theirs("trainer.project_name")))
     if draft.theirs("trainer.default_local_dir"):
         draft.derive(
             "trainer.default_local_dir", "checkpoint_config.output_dir", draft.theirs("trainer.default_local_dir")

@@ -28,6 +28,7 @@ GROUPS: tuple[tuple[str, ...], ...] = (
         "tracker_kwargs",
         "checkpoint_config",
         "ray_init",
+        "profiler",
         "num_nodes",
         "num_gpus_per_node",
     ),

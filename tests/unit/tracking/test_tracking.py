@@ -20,7 +20,7 @@ import yaml
 from roll.data.requests import Completion, FinishReason
 from roll.report.trajectories import write_trajectories
 from roll.rollout.types import EpisodeEnd, Trajectory, Turn
-from roll.tracking import TRACKERS
+from roll.tracking import SERVICES, TRACKERS
 from roll.tracking import display as display_module
 from roll.tracking.display import Display, closing_line, difference_interval, sparkline
 from roll.tracking.monitor import PhaseTimer, peak_memory_mb
@@ -109,23 +109,6 @@ def test_tensorboard_forgets_the_steps_that_a_resumed_run_takes_again(run: RunFo
     assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
 
 
-def test_wandb_works_offline_without_a_network_or_a_key(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    tracker = MultiTracker("wandb", {"wandb": {"project": "p"}}, run, config={"hf_token": "hf_123456789", "seed": 1})
-    tracker.log({"rollout/reward": 1.0}, 1)
-    tracker.finish()
-    files = list((run.logs / "wandb").glob("offline-run-*/*.wandb"))
-    assert len(files) == 1 and b"hf_123456789" not in files[0].read_bytes()
-
-
-def test_a_missing_package_says_how_to_install_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match=r"pip install roll-rl\[wandb\]"):
-        MultiTracker("wandb", {}, run)
-
-
 def test_stdout_writes_one_plain_line_a_step(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     MultiTracker("stdout", None, run).log({"rollout/reward": 0.25, "actor/loss": 1e-7}, 3)
     assert capsys.readouterr().out == "step=3 actor/loss=1e-07 rollout/reward=0.25\n"
@@ -173,7 +156,7 @@ def test_wrong_options_are_clear_errors(names, kwargs, message: str) -> None:
 def test_an_unknown_tracker_suggests_the_near_name() -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'tensorboard'"):
         tracker_options("tensorbord", {})
-    assert TRACKERS.names() == ["stdout", "tensorboard", "wandb"]
+    assert TRACKERS.names() == sorted(("stdout", "tensorboard", *SERVICES))
 
 
 # Redaction

@@ -111,10 +111,10 @@ def test_values_are_carried_over() -> None:
     assert TRANSFORMS["schedule"]("inverse-square-root") == "inverse_sqrt"
     with pytest.raises(Untranslatable, match="polynomial has no counterpart"):
         TRANSFORMS["schedule"]("polynomial")
-    with pytest.raises(Omitted, match="no tracker mlflow"):
-        TRANSFORMS["trackers"]("mlflow")
-    with pytest.raises(Partial, match="no tracker swanlab") as some:
-        TRANSFORMS["trackers"](["console", "swanlab"])
+    with pytest.raises(Omitted, match="no tracker clearml"):
+        TRANSFORMS["trackers"]("clearml")
+    with pytest.raises(Partial, match="no tracker clearml") as some:
+        TRANSFORMS["trackers"](["console", "clearml"])
     assert some.value.value == "stdout"
 
 
