@@ -102,11 +102,7 @@ _TRACKERS = ("stdout", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 
 
 def _trackers(value: Any) -> Any:
-<<<<<<< HEAD
-    names = {"console": "stdout", "stdout": "stdout", "wandb": "wandb", "tensorboard": "tensorboard"}
-=======
     names = {"console": "stdout"} | {name: name for name in _TRACKERS}
->>>>>>> df044cc (feat(tracking): mlflow, swanlab and trackio beside wandb, answers as tables; feat(importers): foreign profilers and loggers translated)
     given = [value] if isinstance(value, str) else list(value or [])
     kept = [names[name] for name in given if name in names]
     if unknown := [name for name in given if name not in names]:
