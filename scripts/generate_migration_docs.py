@@ -94,8 +94,8 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "`fsdp` keeps weights in fp32 and computes in bf16: `dtype: fp32` with `param_dtype: bf16`.",
     ),
     "verl_sft": (
-        "Of `fsdp_sft_trainer`, and of `sft_trainer` with an engine. `roll import verl` knows a script or a file of "
-        "them; what is not given has the default of the one that is meant.",
+        "Of `fsdp_sft_trainer`, and of `sft_trainer` with an engine. A script or a file of them is known by its keys; "
+        "what is not given has the default of the one that is meant.",
         "Columns inside a column are dotted paths: `prompt_key=extra_info prompt_dict_keys=[question]` is "
         "`prompt: extra_info.question`.",
         "The loss of an optimizer step is the mean over all its tokens here, the mean of its micro-batches' means "
