@@ -97,7 +97,7 @@ def _with_heap(parts: Parts, share: float) -> Parts:
 def _states(role: Role, layout: Layout) -> Parts:
     own, adapter, c = role.parameters, role.adapter, role.compute_bytes
     stored = c if role.frozen or layout.low_weights else FLOAT
-    trained = (adapter if role.lora else own) if role.trained else 0
+    trained = role.updated if role.trained else 0
     moments = 2 * FLOAT + (FLOAT if layout.low_weights else 0)
     host = layout.host_states
     return {
@@ -148,7 +148,7 @@ def _training(role: Role, layout: Layout, around: Surroundings) -> Parts:
     largest = 0 if role.frozen else FLOAT * shape.embedding // layout.tensor
     extra = max(0, one + largest - logits)
     if layout.gathered:  # shards of gradients, and those of the largest parts before they are scattered
-        trained = role.adapter if role.lora else role.parameters
+        trained = role.updated
         extra += FLOAT * trained // layout.gradients
         extra += 0 if role.frozen else (role.compute_bytes + FLOAT) * (shape.embedding + shape.layer) // layout.tensor
     return {

@@ -61,6 +61,20 @@ class Role:
         return not self.trained or self.lora is not None
 
     @property
+    def updated(self) -> int:
+        """Parameters that an optimizer changes. Of parts that are frozen, embeddings and whole layers are left out."""
+        if self.lora is not None:
+            return self.adapter
+        shape, names = self.shape, set(self.worker.model_args.frozen_prefixes)
+        layers = {f"model.layers.{number}" for number in range(shape.layers)}
+        frozen = shape.layer * (len(layers) if "model.layers" in names else len(layers & names))
+        if "model.embed_tokens" in names or (shape.tied and "lm_head" in names):
+            frozen += shape.embedding
+        if "lm_head" in names and not shape.tied:
+            frozen += shape.embedding
+        return max(0, self.parameters - frozen)
+
+    @property
     def compute_bytes(self) -> int:
         """Bytes of a number that the model computes with."""
         own = self.worker.strategy_args.typed().own_dtype

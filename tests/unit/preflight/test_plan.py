@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from roll.__main__ import main
 from roll.configs.worker import WorkerConfig
 from roll.models import scoring
+from roll.models.freezing import freeze
 from roll.models.lora import LoraSpec, inject_adapter
 from roll.models.slot_cache import SlotCache
 from roll.preflight.plan.activations import CHUNK_LOGITS, kept_per_token
@@ -83,6 +84,18 @@ def test_an_adapter_has_the_parameters_of_peft(targets: tuple[str, ...]) -> None
     inject_adapter(model, LoraSpec(8, 16, targets))
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert ModelShape.of(config.to_dict()).adapter(8, targets) == trained
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("frozen", ["model.embed_tokens,model.layers.1", "lm_head", "model.layers"])
+def test_frozen_parts_have_no_gradients_and_no_moments(frozen: str, tied: bool) -> None:
+    config = AutoConfig.for_model("qwen2", **SIZES, tie_word_embeddings=tied)
+    model = AutoModelForCausalLM.from_config(config)
+    freeze(model, frozen.split(","))
+    expected = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    role = make_role(config.to_dict(), model_args={"freeze_module_prefix": frozen})
+    assert role.updated == expected
+    assert trainer_memory(role, AROUND).resident["moments"] == 8 * expected
 
 
 def saved_bytes(kind: str, layers: int, tokens: int, dtype: torch.dtype, autocast: bool, lora: tuple[str, ...]) -> int:
