@@ -61,6 +61,29 @@ Keys in the tables below, by what becomes of them.
 |---|---|---|---|---|---|---|---|
 """
 
+MEASURED = """
+## On real files
+
+Example files of the systems' own repositories, and of forks of them, drawn by chance. *Validates*: nothing is left to
+edit but paths (and, for GEM's environments, a package to install). *Whole*: besides, no key is impossible. Measured on
+23 November 2026.
+
+| files | drawn | validate | whole |
+|---|---|---|---|
+| ROLL, RLVR and agentic: before anything was mended | 12 | 7 (58 %) | 6 |
+| ROLL: three further draws, each at first sight, mended in between | 32 | 23 (72 %) | 19 |
+| ROLL: a last draw, which nothing was mended for | 8 | 7 (88 %) | 5 |
+| ROLL: all of these now | 52 | 45 (87 %) | 36 |
+| verl's launch scripts (PPO, GRPO, RLOO, LoRA, Megatron, multi-turn, SFT) at first sight | 21 | 19 (90 %) | 14 |
+| verl: the same now | 21 | 21 (100 %) | 15 |
+
+What does not validate names an environment that only its own repository has (WebShop, agents in a sandbox, datasets
+behind GEM's interface), generates without training, or asks for `gae` without a critic. What validates and is not whole:
+pictures, which no model here sees, rewards that need them, parts of a model frozen by name, fp16, quantisation by
+another vLLM, tools named in a file of verl's. Options that no engine or environment here has are left out, and told as
+impossible.
+"""
+
 DIFFERENCES: dict[str, tuple[str, ...]] = {
     "roll": (
         "`sequence_length` is `prompt_length + response_length` where it is not given, `num_gpus_per_worker` "
@@ -131,7 +154,7 @@ def render() -> str:
         f"| {SYSTEMS[system]} | {' | '.join(str(found[word]) for word in words)} | {sum(found[w] for w in words)} |"
         for system, found in counts.items()
     ]
-    parts = [INTRODUCTION, FIGURES + "\n".join(figures) + "\n"]
+    parts = [INTRODUCTION, FIGURES + "\n".join(figures) + "\n" + MEASURED]
     parts += [_section(system) for system in SYSTEMS]
     return "\n".join(parts)
 

@@ -40,6 +40,10 @@ DERIVE: dict[str, Callable[[Draft], None]] = {
 _PATHS = ("pretrain", "reward_pretrain", "teacher_pretrain")
 """Keys with the paths of another machine."""
 
+_OPEN = (".strategy_config.", ".env_config.")
+_UNKNOWN = ("no such key", "an option of ", "an argument of ")
+"""What is expected instead of an option that is not known, in the sections where options are passed on."""
+
 _PRESET = re.compile(r"\$\{(deepspeed_zero\w*)\}")
 
 
@@ -100,13 +104,14 @@ def convert(
     _settle_unknown(draft, schema)
     drop_nulls(draft, lambda key: _takes_null(schema, key))
     draft.ours.setdefault("exp_name", name)
-    values = shorten(schema, draft.ours)
-    if presets := sorted(set(_PRESET.findall(str(values)))):
-        values["defaults"] = [*(f"{preset}@_here_" for preset in presets), "_self_"]
-    sources = " ".join(file.name for file in files)
-    text = text_of(values, [f"Imported from {SYSTEMS[system]}: {sources}"])
+    header = f"Imported from {SYSTEMS[system]}: {' '.join(file.name for file in files)}"
+    values, text = _written(draft, schema, header)
+    found = problems_of(text, schema, rules := (checks or {}).get(schema, ()))
+    if _leave_out(draft, found):
+        values, text = _written(draft, schema, header)
+        found = problems_of(text, schema, rules)
     problems = []
-    for problem in problems_of(text, schema, (checks or {}).get(schema, ())):
+    for problem in found:
         if problem.path in _PATHS or problem.path.endswith(".args.model_path"):
             draft.tell(Kind.TO_DO, problem.path, problem.seen, note="there is no such folder on this machine")
         elif problem.path.startswith("plugins."):
@@ -119,6 +124,30 @@ def convert(
             problems.append(problem)
     outcomes = [each for each in draft.outcomes if each.kind != Kind.THEIRS or _has(values, each.ours)]
     return Imported(text, schema, tuple(outcomes), tuple(problems), tuple(given.notes))
+
+
+def _written(draft: Draft, schema: type[PipelineConfig], header: str) -> tuple[dict[str, Any], str]:
+    """What differs from the defaults, as values and as text."""
+    values = shorten(schema, draft.ours)
+    if presets := sorted(set(_PRESET.findall(str(values)))):
+        values["defaults"] = [*(f"{preset}@_here_" for preset in presets), "_self_"]
+    return values, text_of(values, [header])
+
+
+def _leave_out(draft: Draft, problems: Sequence[ConfigProblem]) -> bool:
+    """Takes out options that an engine or an environment does not have here, and says so; whether there were some."""
+    lost = [
+        problem
+        for problem in problems
+        if any(part in problem.path for part in _OPEN)
+        and problem.expected.startswith(_UNKNOWN)
+        and draft.get(problem.path) is not None
+    ]
+    for problem in lost:
+        what = "no such key here" if problem.expected.startswith("no such key") else f"it is not {problem.expected}"
+        note = f"{what}; {problem.hint}" if problem.hint else what
+        draft.retell(problem.path, Kind.IMPOSSIBLE, note, draft.remove(problem.path))
+    return bool(lost)
 
 
 def _settle_unknown(draft: Draft, schema: type[PipelineConfig]) -> None:

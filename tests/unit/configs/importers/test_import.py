@@ -22,6 +22,7 @@ from roll.configs.pipeline import PipelineConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.sft import SFTConfig
 from roll.pipeline.programs import program_of
+from roll.preflight.choices import CHECKS
 
 FILES = Path(__file__).parent / "files"
 SCRIPT = FILES / "run_verl.sh"
@@ -165,6 +166,15 @@ def test_agentic_of_roll(tmp_path: Path) -> None:
     assert config.tracker_kwargs == {"project": "p", "name": "boxes_a"}
     assert "not-to-be-copied" not in imported.text
     assert {"tracker_kwargs.api_key", "system_envs.USE_MODELSCOPE"} <= kinds(imported, Kind.TO_DO)
+
+
+def test_options_that_nothing_here_has_are_left_out_and_told(tmp_path: Path) -> None:
+    engine = "actor_infer.strategy_args.strategy_config.online_quantization"
+    words = [f"+{engine}=mx8", "custom_envs.Boxes={env_type: sokoban, max_steps: 2, env_config: {render_mode: rgb}}"]
+    imported = convert("roll", [FILES / "roll" / "run" / "agentic.yaml"], words, CHECKS)
+    loaded(imported, tmp_path)
+    assert kinds(imported, Kind.IMPOSSIBLE) == {engine, "custom_envs.Boxes.env_config.render_mode"}
+    assert imported.exit_code == 1
 
 
 def test_environments_of_gem_in_files_of_roll(tmp_path: Path) -> None:
