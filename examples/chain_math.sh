@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Five stages on two CPU cores, each from the model that an earlier one saved, in five minutes:
+# Five stages on two CPU cores, each from the model that an earlier one saved, one after the other:
 #
 #     examples/chain_math.sh [SEED [FOLDER [KEY=VALUE ...]]]
 #
