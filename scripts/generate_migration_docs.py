@@ -78,10 +78,9 @@ edit but paths (and, for GEM's environments, a package to install). *Whole*: bes
 | verl: the same now | 21 | 21 (100 %) | 15 |
 
 What does not validate names an environment that only its own repository has (WebShop, agents in a sandbox, datasets
-behind GEM's interface), generates without training, or asks for `gae` without a critic. What validates and is not whole:
-pictures, which no model here sees, rewards that need them, parts of a model frozen by name, fp16, quantisation by
-another vLLM, tools named in a file of verl's. Options that no engine or environment here has are left out, and told as
-impossible.
+behind GEM's interface), generates without training, or asks for `gae` without a critic. What validates and is not
+whole: pictures, which no model here sees, rewards that need them, fp16, quantisation by another vLLM, tools named in a
+file of verl's. Options that no engine or environment here has are left out, and told as impossible.
 """
 
 DIFFERENCES: dict[str, tuple[str, ...]] = {
