@@ -52,6 +52,7 @@ def derive(draft: Draft) -> None:
         _validation(draft)
         set_offline(draft, schema)
         tidy_engines(draft)
+        profiler_of_roll(draft)
         return
     agentic = any(draft.has(key) for key in ("custom_envs", *MANAGERS))
     _roles(draft)

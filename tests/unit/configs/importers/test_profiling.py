@@ -6,8 +6,9 @@ import copy
 from typing import Any
 
 import pytest
+import yaml
 
-from roll.configs.importers.convert import DERIVE
+from roll.configs.importers.convert import DERIVE, convert
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.reading import Given, read
 from roll.configs.profiling import ProfilerConfig
@@ -114,3 +115,9 @@ def test_options_of_rolls_swanlab() -> None:
     draft = drafted("roll", {"track_with": "swanlab", "tracker_kwargs": options})
     assert draft.get("track_with") == "swanlab"
     assert draft.get("tracker_kwargs") == {"project": "p", "name": "e", "log_dir": "here"}
+
+
+def test_a_supervised_run_of_roll_is_recorded_too() -> None:
+    path = GIVEN["roll"].with_name("sft.yaml")
+    text = convert("roll", [path], ["profiler_timeline=true"]).text
+    assert yaml.safe_load(text)["profiler"] == {"steps": [2], "stacks": True}
