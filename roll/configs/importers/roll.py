@@ -392,11 +392,8 @@ def _batches(draft: Draft, agentic: bool) -> None:
             set_batch(draft, role, min(wanted, samples), per_device, keys, samples)
     if draft.ours.get("actor_infer", {}).get("generating_args", {}).get("num_return_sequences", 1) != 1:
         draft.remove("actor_infer.generating_args.num_return_sequences")
-    devices = [
-        device
-        for role, section in draft.roles()
-        for device in parse_device_mapping(section.get("device_mapping")) or []
-    ]
+    sections = [*(section for _, section in draft.roles()), *draft.ours.get("rewards", {}).values()]
+    devices = [each for section in sections for each in parse_device_mapping(section.get("device_mapping")) or []]
     per_node = int(draft.get("num_gpus_per_node", 8))
     if devices and max(devices) >= per_node:
         draft.derive("num_nodes", "num_nodes", max(devices) // per_node + 1, "the largest device that a role has")

@@ -43,7 +43,7 @@ def test_rlvr_of_roll(tmp_path: Path) -> None:
     config = loaded(imported, tmp_path)
     assert isinstance(config, RLVRConfig)
     assert imported.exit_code == 0 and kinds(imported, Kind.IMPOSSIBLE) == set()
-    assert (config.sequence_length, config.num_nodes, config.total_optimizer_steps) == (768, 2, 20)
+    assert (config.sequence_length, config.num_nodes, config.total_optimizer_steps) == (768, 3, 20)
     assert (config.pg_variant, config.topr_positive_weight) == ("topr", 0.5)
     assert (config.norm_mean_type, config.norm_std_type) == ("group", None)
     assert config.actor_train.data_args.domain_interleave_probs == {"sums": 0.5, "talk": 0.5}
