@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from roll.configs.algorithm import ADV_ESTIMATORS, PG_VARIANTS, STATE_ESTIMATORS
-from roll.configs.problems import ConfigProblem
+from roll.configs.problems import ConfigProblem, show
 from roll.configs.rl import RLConfig
 
 _LOSS, _ESTIMATOR = "pg_variant", "adv_estimator"
@@ -68,8 +68,10 @@ def check_inert(config: RLConfig) -> list[ConfigProblem]:
     def given(key: str) -> Any:
         return config.policy_loss if key == _LOSS else getattr(config, key)
 
-    return [
-        ConfigProblem(key, getattr(config, key), expected, involves=involved)
-        for key, expected, involved in unread(given)
-        if key not in off and getattr(config, key) != fields[key].get_default(call_default_factory=True)
-    ]
+    found = []
+    for key, expected, involved in unread(given):
+        seen, default = getattr(config, key), fields[key].get_default(call_default_factory=True)
+        if key not in off and seen != default:
+            hint = f"leave it out: ~{key} on the command line, or its default, {key}: {show(default)}"
+            found.append(ConfigProblem(key, seen, expected, hint, involves=involved))
+    return found

@@ -93,6 +93,7 @@ def test_heads_that_the_cpu_kernels_do_not_take_are_refused(tmp_path: Path) -> N
         STRATEGIES.get("vllm")(context_of("vllm", str(tmp_path / "small"))).setup()
 
 
+@pytest.mark.slow
 def test_in_a_ray_worker_with_an_engine_of_two_processes(model_path: Any) -> None:
     """Starts, generates, updates over tensor-parallel workers, dies with an error, and leaves no process behind."""
     import ray

@@ -157,6 +157,7 @@ def test_programs_that_fail_are_tried_again_dropped_and_counted(rlvr: Rlvr, tmp_
     assert "ConnectionError: the browser went away" in (run.path / "logs" / "roll.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_ends_the_run_with_a_line(rlvr: Rlvr) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

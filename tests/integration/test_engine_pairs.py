@@ -44,6 +44,8 @@ SMALL = (
 )
 AGENTIC = (
     "adv_estimator=grpo",
+    "~lambd",
+    "~value_loss_coef",
     "turn_level_gae=false",
     "whiten_advantages=false",
     "train_env_manager.env_groups=2",

@@ -91,6 +91,7 @@ def test_two_workers_of_each_kind_and_the_death_of_a_trainer(launch: Launch, ray
     assert ray_cluster.placement_groups() == []
 
 
+@pytest.mark.slow
 def test_a_dead_rollout_worker_that_may_not_be_replaced_ends_the_run_with_a_checkpoint(launch: Launch) -> None:
     run = launch("max_worker_restarts=0", "save_steps=50", orders=("die-train_env_manager-mid-2",))
     assert_failed(run, "train_env_manager rank 0 died in", "step 2", "max_worker_restarts=0", steps=1)

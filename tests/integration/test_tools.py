@@ -92,7 +92,7 @@ def test_tools_of_all_kinds_beside_training_through_epochs_filters_and_evaluatio
     for each in metrics:
         assert each["rollout/tool_calls"] > 0 and each["rollout/malformed_calls"] > 0
         assert each["rollout/call_timeouts"] == 0
-        assert each["rollout/failed_calls"] < each["rollout/tool_calls"] / 4, "divisions by nought"
+        assert each["rollout/failed_calls"] <= each["rollout/tool_calls"] / 2, "divisions by nought"
         assert each["rollout/tokens/rewritten"] == 0
     assert sum(each["rollout/failed_calls"] for each in metrics) > 0
     assert sum(each["rollout/filtered"] for each in metrics) > 0 and metrics[-1]["rollout/epoch"] >= 1

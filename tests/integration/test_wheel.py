@@ -29,6 +29,8 @@ val_batch_size: 4
 max_steps: 1
 num_renders: 0
 adv_estimator: grpo
+lambd: 0.95
+value_loss_coef: 1.0
 turn_level_gae: false
 whiten_advantages: false
 actor_train:
