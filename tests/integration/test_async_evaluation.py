@@ -72,6 +72,7 @@ def test_rollouts_in_environments_go_on_while_replicas_evaluate_and_an_environme
 ROLES = ("actor_infer", "val_infer")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_evaluation_over_two_versions_is_an_error(rlvr: Rlvr) -> None:
     run = rlvr(

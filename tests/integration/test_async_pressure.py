@@ -21,6 +21,7 @@ def started(run: Run) -> set[int]:
     return {line["draw"] for line in run.logged("played.jsonl")}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_faster_side_waits_for_the_slower_one_and_what_waits_is_bounded(rlvr: Rlvr) -> None:
     """Steps of 4 groups, 4 ahead, in order."""

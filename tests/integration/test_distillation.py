@@ -104,6 +104,7 @@ def distill(launch: Launch, tmp_path: Path, teacher: Path) -> Distill:
     return start
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_stopped_run_ends_where_an_undisturbed_one_does(
     distill: Distill, expected: dict[int, dict[str, float]]

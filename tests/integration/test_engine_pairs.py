@@ -21,8 +21,7 @@ TRAINERS = {"fsdp2": "fsdp2_train", "deepspeed": "deepspeed_train", "megatron": 
 GENERATORS = {"hf": "hf_infer", "vllm": "vllm", "sglang": "sglang"}
 PAIRS = list(itertools.product(TRAINERS, GENERATORS))
 ALWAYS = [("deepspeed", "vllm"), *((name, "sglang") for name in TRAINERS)]
-"""Pairs that always play Sokoban, beside ``megatron`` with an adapter and ``vllm`` in mathematics; all are in both with
-``-m slow``. Imported runs are of all trainers with ``hf``, most others of ``fsdp2`` with it."""
+"""Pairs that always play Sokoban, beside ``megatron`` with ``vllm`` in mathematics; all are in both with ``-m slow``. Imported runs are of all trainers with ``hf``, most others of ``fsdp2`` with it."""
 
 SMALL = (
     "max_steps=2",
@@ -120,7 +119,8 @@ def environment(trainer: str, generator: str) -> tuple[str, ...]:
     return overrides
 
 
-@pytest.mark.parametrize("trainer", ["megatron", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", ["megatron", "fsdp2"])
 def test_an_adapter_is_trained_against_the_actor_without_it(launch: Launch, wide_headed: Path, trainer: str) -> None:
     options = (*SMALL, *RLVR, f"pretrain={wide_headed}", *environment(trainer, "vllm"))
     lora = ("actor_train.model_args.lora_target=all-linear", "actor_train.model_args.lora_rank=4")

@@ -340,6 +340,7 @@ def expected_after(folder: Path, kind: str, *seeds: int, **kwargs: Any) -> tuple
     return metrics, exported(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nothing_is_said_that_a_user_cannot_change(folder: Path, rank: int) -> None:
     assert (folder / f"warnings-{rank}").read_text() == ""

@@ -59,6 +59,7 @@ def scores(folder: Path, answers: list[str]) -> list[float]:
     return asyncio.run(judge())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_stopped_run_ends_where_an_undisturbed_one_does_and_is_a_verifier(rm: Rm) -> None:
     whole, _ = stop_and_resume(rm, last_step=6)

@@ -322,6 +322,7 @@ TWO_ENGINES = (
 )
 
 
+@pytest.mark.slow
 def test_the_answers_to_a_prompt_stay_on_one_engine_the_greedy_baseline_included(rlvr: Rlvr) -> None:
     run = rlvr(*TWO_ENGINES, "adv_estimator=remax", "generate_opt_level=0", "is_num_return_sequences_expand=false")
     assert run.wait() == 0, run.output
@@ -335,6 +336,7 @@ def test_the_answers_to_a_prompt_stay_on_one_engine_the_greedy_baseline_included
         assert 0 <= metrics["rollout/baseline"] <= 1 and metrics["rollout/no_baseline"] == 0
 
 
+@pytest.mark.slow
 def test_answers_spread_over_engines_a_critic_and_the_kl_over_the_vocabulary(rlvr: Rlvr, model: Path) -> None:
     from safetensors.torch import load_file
 

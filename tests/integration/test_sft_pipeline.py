@@ -123,6 +123,7 @@ def test_every_engine_and_layout_learns_as_float64_does(
     assert (run.checkpoint(4) / "actor_train" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_an_adapter_learns_alike_in_two_engines(sft: Sft, expected: dict[int, dict[str, float]]) -> None:
     lora = ("actor_train.model_args.lora_target=all-linear", "actor_train.model_args.lora_rank=4")
     faster = "actor_train.training_args.learning_rate=0.01"

@@ -55,6 +55,7 @@ def prepare(folder: Path) -> None:
     write(folder / "train.jsonl", data("t", ORDERS))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_tool_is_called_answered_and_learnt_from(launch: Launch) -> None:
     run = launch(*FEW, config="rlvr_tools", script=RLVR_LAUNCHER, folder=ROOT / "examples" / "config")
