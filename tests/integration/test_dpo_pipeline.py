@@ -94,6 +94,7 @@ def dpo(launch: Launch, tmp_path: Path) -> Dpo:
     return start
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_stopped_run_ends_where_an_undisturbed_one_does(dpo: Dpo, expected: dict[int, dict[str, float]]) -> None:
     whole, second = stop_and_resume(dpo, last_step=4)

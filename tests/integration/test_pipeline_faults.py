@@ -155,7 +155,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-@pytest.mark.parametrize("beside", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", ["false", "true"])
 def test_a_full_disk_leaves_the_earlier_checkpoint(launch: Launch, small_disk: Path, beside: str) -> None:
     run = launch(f"checkpoint_config.output_dir={small_disk}/checkpoints", f"async_save={beside}")
     assert run.wait() == 1, run.output
