@@ -373,6 +373,7 @@ def test_online_dpo_is_taken_up_again_bit_for_bit(rlvr: Rlvr, tmp_path: Path) ->
     batch = "actor_train.training_args.per_device_train_batch_size=2"
     whole, _ = stop_and_resume(functools.partial(rlvr, *pairs, batch), last_step=3)
     first = whole.metrics[1]
-    assert 0 < first["dpo/pair_frac"] < 1, "a group is tied"
-    assert whole.metrics[1]["dpo/kl"] < whole.metrics[3]["dpo/kl"], "the reference stays where the policy was"
+    fractions = [whole.metrics[step]["dpo/pair_frac"] for step in (1, 2, 3)]
+    assert 0 < min(fractions) < 1, "a group is tied"
+    assert first["dpo/kl"] < whole.metrics[3]["dpo/kl"], "the reference stays where the policy was"
     assert first["dpo/score_gap"] > 0
