@@ -57,6 +57,21 @@ class Patience(Config):
     )
 
 
+class RemoteConfig(Patience):
+    """A server with an address and perhaps a key; which server, subclasses say."""
+
+    url: str = Field(description="Address of the server.")
+    api_key_env: str | None = Field(
+        default=None,
+        description="Name of the environment variable that holds the key, in the reward worker. null: no key is sent.",
+    )
+
+    def problems(self) -> list[ConfigProblem]:
+        """An address or a name of a variable that cannot be one."""
+        found = [url_problem("url", self.url, "api_key_env"), key_name_problem("api_key_env", self.api_key_env)]
+        return [problem for problem in found if problem]
+
+
 class TransientError(RewardError):
     """The next attempt may succeed."""
 

@@ -7,13 +7,12 @@ from typing import Any, Literal
 import httpx
 from pydantic import Field
 
-from roll.configs.problems import ConfigProblem
-from roll.rewards.endpoint import Endpoint, Patience, TransientError, key_name_problem, read_key, url_problem
+from roll.rewards.endpoint import Endpoint, RemoteConfig, TransientError, read_key
 
 _PATH = "/classify"
 
 
-class RemoteClassifierConfig(Patience):
+class RemoteClassifierConfig(RemoteConfig):
     """``args.remote`` of the verifier ``reward_model``: a server of classifiers."""
 
     url: str = Field(description="Base of the server, such as http://10.0.0.5:8000; /classify is added if absent.")
@@ -24,17 +23,6 @@ class RemoteClassifierConfig(Patience):
     model_name: str | None = Field(
         default=None, description="Name that the server knows the model by. null: none is sent, it has one."
     )
-    api_key_env: str | None = Field(
-        default=None,
-        description="Name of the environment variable that holds the key, in the reward worker. null: no key is sent.",
-    )
-
-    def problems(self) -> list[ConfigProblem]:
-        found = [
-            url_problem("url", self.url, "api_key_env"),
-            key_name_problem("api_key_env", self.api_key_env),
-        ]
-        return [problem for problem in found if problem]
 
 
 class RemoteClassifier:

@@ -16,8 +16,7 @@ from typing import Any
 import httpx
 from pydantic import Field
 
-from roll.configs.problems import ConfigProblem
-from roll.rewards.endpoint import Endpoint, Patience, TransientError, key_name_problem, read_key, url_problem
+from roll.rewards.endpoint import Endpoint, RemoteConfig, TransientError, read_key
 from roll.rewards.sandbox.run import INNER, SandboxLimits, SandboxResult
 from roll.rewards.types import RewardError
 
@@ -27,24 +26,13 @@ READ_LIMITS = ("wall_seconds", "memory_mb", "output_kb")
 _MAIN = 'if __name__ == "__main__":'
 
 
-class RemoteSandboxConfig(Patience):
+class RemoteSandboxConfig(RemoteConfig):
     """``args.remote`` of the verifier ``code``: a sandbox service."""
 
     url: str = Field(
         description="Address of the service, such as http://10.0.0.5:8080/run_code; /run_code is added where there is "
         "no path."
     )
-    api_key_env: str | None = Field(
-        default=None,
-        description="Name of the environment variable that holds the key, in the reward worker. null: no key is sent.",
-    )
-
-    def problems(self) -> list[ConfigProblem]:
-        found = [
-            url_problem("url", self.url, "api_key_env"),
-            key_name_problem("api_key_env", self.api_key_env),
-        ]
-        return [problem for problem in found if problem]
 
 
 class RemoteSandbox:
