@@ -210,11 +210,13 @@ def launch(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Itera
             "output_dir": str(tmp_path / output),
             "system_envs": f"{{{FAULTS}: '{faults}', OMP_NUM_THREADS: '1'}}",
         }
-        arguments |= dict(override.split("=", 1) for override in overrides)
+        taken_back = [override for override in overrides if override.startswith("~")]
+        arguments |= dict(override.split("=", 1) for override in overrides if override not in taken_back)
         arguments.setdefault("exp_name", "run")
         process = subprocess.Popen(
             [sys.executable, str(script), "--config_path", str(folder), "--config_name", config]
-            + [f"{key}={value}" for key, value in arguments.items()],
+            + [f"{key}={value}" for key, value in arguments.items()]
+            + taken_back,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
