@@ -41,7 +41,9 @@ def main() -> int:
         if SGLANG_PYTHON.exists():
             environment.setdefault("ROLL_SGLANG_PYTHON", str(SGLANG_PYTHON))
         tests = [str(TESTS / file) for file, _, _ in wanted.values()]
-        code = subprocess.run([sys.executable, "-m", "pytest", *tests], env=environment, cwd=ROOT).returncode
+        code = subprocess.run(
+            [sys.executable, "-m", "pytest", "-m", "not gpu", *tests], env=environment, cwd=ROOT
+        ).returncode
         rows = [json.loads(line) for line in figures.read_text(encoding="utf-8").splitlines()]
     text = PAGE.read_text(encoding="utf-8")
     for name, (_, kind, table) in wanted.items():

@@ -93,6 +93,7 @@ def test_an_agent_of_a_published_framework_is_trained(rlvr: Rlvr, tmp_path: Path
     assert metrics["actor/grad_norm"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_programs_play_environments_beside_a_policy_that_plays_itself(launch: Launch) -> None:
     run = launch(
@@ -117,6 +118,7 @@ def test_programs_play_environments_beside_a_policy_that_plays_itself(launch: La
     assert turns[1] == turns[2] == turns[3] >= 8
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_programs_go_on_while_weights_are_updated(rlvr: Rlvr, tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", rows("t", [""] * 8))

@@ -29,6 +29,7 @@ def calls(run: Run, role: str) -> int:
     return len(list(run.faults.glob(f"at-{role}-0-generate-*")))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_rollouts_in_environments_go_on_while_replicas_evaluate_and_an_environment_hangs(launch: Launch) -> None:
     hanging = (

@@ -97,6 +97,7 @@ def test_a_dead_rollout_worker_that_may_not_be_replaced_ends_the_run_with_a_chec
     assert_failed(run, "train_env_manager rank 0 died in", "step 2", "max_worker_restarts=0", steps=1)
 
 
+@pytest.mark.slow
 def test_steps_with_a_nan_loss_are_skipped_and_counted_and_too_many_end_the_run(launch: Launch) -> None:
     run = launch("max_steps=6", "max_bad_steps=4", orders=("nan-2", "nan-4", "nan-5"))
     assert_failed(run, "TrainingDivergedError: 4 optimizer steps in a row", "max_bad_steps=4", steps=5)

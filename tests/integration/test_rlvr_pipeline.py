@@ -226,6 +226,7 @@ def check_evaluations(run: Run) -> None:
         assert figures["accuracy"] == pytest.approx(sum(episode["success"] for episode in episodes) / 24)
 
 
+@pytest.mark.slow
 def test_answers_without_a_reward_are_dropped_and_counted_until_they_are_too_many(rlvr: Rlvr, tmp_path: Path) -> None:
     orders = ["", "raise-odd", "raise", "hang"] + ["raise"] * 4
     write(tmp_path / "train.jsonl", rows("t", orders))

@@ -18,17 +18,23 @@ PACKAGES = packages()
 LAYOUTS = [*FSDP2, *DEEPSPEED, *MEGATRON]
 
 
-def group(layout: Layout) -> tuple[str, int]:
+def group(layout: Layout) -> tuple[str, int, bool]:
     """Layouts that share their processes: engines keep state outside their objects."""
-    return layout.strategy, layout.world_size
+    return layout.strategy, layout.world_size, layout.slow
+
+
+CASES = [
+    pytest.param(layout, id=layout.id, marks=[pytest.mark.slow] if layout.slow else [])
+    for layout in sorted(LAYOUTS, key=group)
+]
 
 
 @pytest.fixture(scope="session")
-def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[str, Figures]]:
+def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, bool], dict[str, Figures]]:
     return {}
 
 
-@pytest.mark.parametrize("layout", sorted(LAYOUTS, key=group), ids=lambda layout: layout.id)
+@pytest.mark.parametrize("layout", CASES)
 def test_parity(layout: Layout, figures: dict, tmp_path_factory: pytest.TempPathFactory) -> None:
     package = PACKAGES.get(layout.strategy)
     if package is not None and not package.installed:

@@ -82,6 +82,8 @@ class Layout:
     """Trains an adapter, whose weights are then those compared."""
     bounds: dict[str, float] = field(default_factory=dict)
     """Other bounds than ``FP32_BOUND``, by measure, each with its reason in the layout's file."""
+    slow: bool = False
+    """Left to ``-m slow``: what it combines is measured in other rows, each by itself."""
 
     @property
     def id(self) -> str:

@@ -15,8 +15,27 @@ COMPUTES_IN_BF16 = {"param_dtype": "bf16"}
 TP = {"tensor_parallel_size": 2}
 
 
+SLOW = [
+    "alone-bf16",
+    "replica2-tokens",
+    "shard2-recomputed",
+    "replica2-lora",
+    "shard2-lora-bf16",
+    "replica2-tokens-kto",
+    "shard2-lora-simpo",
+    "tp2-reverse_kl",
+    "shard2-lora-js_divergence",
+    "tp2-recomputed",
+    "ulysses2-tokens",
+    "replica2-tp2",
+    "ulysses4",
+    "ulysses2-tp2",
+]
+"""Names of the layouts that CI leaves out."""
+
+
 def layout(name: str, world_size: int, config: dict[str, Any] | None = None, **kwargs: Any) -> Layout:
-    return Layout(name, "fsdp2_train", world_size, config or {}, **kwargs)
+    return Layout(name, "fsdp2_train", world_size, config or {}, slow=name in SLOW, **kwargs)
 
 
 LAYOUTS = [

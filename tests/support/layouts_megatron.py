@@ -25,8 +25,40 @@ BF16: dict[str, Any] = {
 }
 
 
+SLOW = [
+    "llama",
+    "recompute-uniform2",
+    "recompute-block",
+    "lora-all-recomputed",
+    "dp2-overlap",
+    "dp2-bf16",
+    "tp2",
+    "tp2-sp-moe",
+    "tp2-etp1",
+    "pp2-by-tokens",
+    "pp2-vpp2",
+    "cp2",
+    "ep2-whole-optimizer",
+    "pp2-ipo",
+    "pp2-vpp2-kto",
+    "tp2-sp-packed-js_divergence",
+    "pp2-reverse_kl",
+    "cp2-packed-js_divergence",
+    "dp2-lora",
+    "dp2-lora-bf16-whole-optimizer",
+    "tp2-lora",
+    "tp2-sp-moe-lora",
+    "pp2-lora",
+    "pp2-vpp2-lora",
+    "tp2-pp2",
+    "dp2-pp2",
+    "tp4",
+]
+"""Names of the layouts that CI leaves out."""
+
+
 def layout(name: str, world_size: int, config: dict[str, Any] | None = None, **options: Any) -> Layout:
-    return Layout(name, "megatron_train", world_size, config or {}, **options)
+    return Layout(name, "megatron_train", world_size, config or {}, slow=name in SLOW, **options)
 
 
 LAYOUTS = [
