@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -126,43 +127,32 @@ class AgentConfig(Config):
             }
         )
 
-    def problems(self) -> list[ConfigProblem]:
-        found = []
+    def problems(self) -> Iterator[ConfigProblem]:
         for kind, key in _NEEDED.items():
             given = bool(getattr(self, key))
             if kind == self.type and not given:
                 expected = f"what type {kind} runs: give agent.{key}"
-                found.append(self.problem(key, expected, "type", seen=NOTHING))
+                yield self.problem(key, expected, "type", seen=NOTHING)
             elif kind != self.type and given:
-                found.append(self.problem(key, f"nothing with type {self.type}; it is read with type {kind}", "type"))
+                yield self.problem(key, f"nothing with type {self.type}; it is read with type {kind}", "type")
         for key in _OF_COMMANDS if self.type != "process" else ():
             if (seen := getattr(self, key)) not in (None, {}, []):
                 expected = f"nothing with type {self.type}, which starts no command"
-                found.append(self.problem(key, expected, "type", seen="a section" if key == "sandbox" else seen))
+                yield self.problem(key, expected, "type", seen="a section" if key == "sandbox" else seen)
         if self.url and not self.url.startswith(("http://", "https://")):
-            found.append(self.problem("url", "an address that begins with http:// or https://"))
-        return found + self._judge_problems() + self._folder_problems()
+            yield self.problem("url", "an address that begins with http:// or https://")
+        yield from self._judge_problems()
+        beside = {"template": self.template, "sandbox": self.sandbox, "verify": self.verify or None}
+        for key, value in beside.items() if self.cwd is not None and self.type == "process" else ():
+            if value is not None:
+                yield self.problem("cwd", f"null with {key}, which is for a folder of each episode's own", key)
 
-    def _judge_problems(self) -> list[ConfigProblem]:
+    def _judge_problems(self) -> Iterator[ConfigProblem]:
         if self.reward == "verify" and self.type != "process":
             expected = f"task or call with type {self.type}: verify judges the folder of a command"
-            return [self.problem("reward", expected, "type")]
-        if self.reward == "verify" and not self.verify:
-            return [
-                self.problem("verify", "a command that writes the reward, with reward verify", "reward", seen=NOTHING)
-            ]
-        if self.reward != "verify" and self.verify and self.type == "process":
-            return [
-                self.problem("verify", f"nothing with reward {self.reward}; it is read with reward verify", "reward")
-            ]
-        return []
-
-    def _folder_problems(self) -> list[ConfigProblem]:
-        if self.cwd is None or self.type != "process":
-            return []
-        beside = {"template": self.template, "sandbox": self.sandbox, "verify": self.verify or None}
-        return [
-            self.problem("cwd", f"null with {key}, which is for a folder of each episode's own", key)
-            for key, value in beside.items()
-            if value is not None
-        ]
+            yield self.problem("reward", expected, "type")
+        elif self.reward == "verify" and not self.verify:
+            yield self.problem("verify", "a command that writes the reward, with reward verify", "reward", seen=NOTHING)
+        elif self.reward != "verify" and self.verify and self.type == "process":
+            expected = f"nothing with reward {self.reward}; it is read with reward verify"
+            yield self.problem("verify", expected, "reward")

@@ -408,13 +408,11 @@ class AlgorithmConfig(Config):
         """Tells whether rows are compared or exchanged, by which no row belongs to the first optimizer step alone."""
         return self.use_pf_ppo or self.policy_loss in ("clip_cov", "kl_cov")
 
-    def problems(self) -> list[ConfigProblem]:
-        return [
-            *super().problems(),
-            *self._advantage_problems(),
-            *self._reward_problems(),
-            *self._policy_problems(),
-        ]
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from super().problems()
+        yield from self._advantage_problems()
+        yield from self._reward_problems()
+        yield from self._policy_problems()
 
     def _advantage_problems(self) -> Iterator[ConfigProblem]:
         estimator = f"with adv_estimator {self.adv_estimator}"

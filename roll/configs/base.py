@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -21,9 +22,9 @@ class Config(BaseModel):
 
     model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=False, frozen=False)
 
-    def problems(self) -> list[ConfigProblem]:
+    def problems(self) -> Iterable[ConfigProblem]:
         """Cross-field rules that do not hold, keys relative to this section. Sections inside say their own."""
-        return []
+        return ()
 
     def problem(
         self, key: str, expected: str, *beside: str, seen: object = _ITS_VALUE, hint: str = ""

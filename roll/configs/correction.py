@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -58,16 +59,15 @@ class TrainInferFilterConfig(Config):
         "ratio_low, a veto of answers that hold a token which the trainer finds next to impossible.",
     )
 
-    def problems(self) -> list[ConfigProblem]:
-        found = super().problems()
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from super().problems()
         if self.enabled and not (self.ratio_enabled or self.diff_enabled):
             expected = "true, since diff_enabled is false: one of them"
-            found.append(self.problem("ratio_enabled", expected, "diff_enabled", "enabled"))
+            yield self.problem("ratio_enabled", expected, "diff_enabled", "enabled")
         for key in ("ratio", "diff"):
             low, high = getattr(self, f"{key}_low"), getattr(self, f"{key}_high")
             if low > high:
-                found.append(self.problem(f"{key}_low", f"at most {key}_high = {high}", f"{key}_high"))
-        return found
+                yield self.problem(f"{key}_low", f"at most {key}_high = {high}", f"{key}_high")
 
 
 class TrainInferCorrectionConfig(Config):
@@ -84,17 +84,17 @@ class TrainInferCorrectionConfig(Config):
         default_factory=list, description="Rejections; a token must pass all that are enabled."
     )
 
-    def problems(self) -> list[ConfigProblem]:
-        found, weight = super().problems(), self.is_weight
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from super().problems()
+        weight = self.is_weight
         if weight.batch_normalize and not (weight.enabled and weight.detach):
             expected = "false unless is_weight is enabled and detached"
-            found.append(self.problem("is_weight.batch_normalize", expected, "is_weight.enabled", "is_weight.detach"))
+            yield self.problem("is_weight.batch_normalize", expected, "is_weight.enabled", "is_weight.detach")
         if self.bypass and weight.enabled:
-            found.append(self.problem("is_weight.enabled", "false with bypass: the loss's ratio is it", "bypass"))
+            yield self.problem("is_weight.enabled", "false with bypass: the loss's ratio is it", "bypass")
         if self.bypass and any(each.enabled for each in self.filters):
             expected = "none that is enabled with bypass: there is nothing to compare"
-            found.append(ConfigProblem("filters", "a filter", expected, involves=("bypass",)))
-        return found
+            yield ConfigProblem("filters", "a filter", expected, involves=("bypass",))
 
     @property
     def uses_old_logprobs(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field
@@ -54,14 +55,12 @@ class DatasetFilterConfig(Config):
         "0: all.",
     )
 
-    def problems(self) -> list[ConfigProblem]:
-        found = []
+    def problems(self) -> Iterator[ConfigProblem]:
         if self.source == [] or "" in (self.source if isinstance(self.source, list) else [self.source]):
-            found.append(self.problem("source", "null, a name or a list of names"))
+            yield self.problem("source", "null, a name or a list of names")
         low, high = self.min_difficulty, self.max_difficulty
         if low is not None and high is not None and low > high:
-            found.append(self.problem("min_difficulty", f"at most max_difficulty = {high}", "max_difficulty"))
-        return found
+            yield self.problem("min_difficulty", f"at most max_difficulty = {high}", "max_difficulty")
 
 
 class DataArguments(Config):
@@ -135,32 +134,29 @@ class DataArguments(Config):
         """Tells whether prompts come from files or a dataset class."""
         return bool(self.file_names or self.dataset_cls)
 
-    def problems(self) -> list[ConfigProblem]:
-        found = []
+    def problems(self) -> Iterator[ConfigProblem]:
         if taken := sorted(RENDERED.intersection(self.chat_template_kwargs)):
             key = f"chat_template_kwargs.{taken[0]}"
             expected = "variables of the template alone: this one is set wherever a conversation is rendered"
-            found.append(ConfigProblem(key, self.chat_template_kwargs[taken[0]], expected))
+            yield ConfigProblem(key, self.chat_template_kwargs[taken[0]], expected)
         if self.file_name == [] or "" in self.file_names:
-            found.append(self.problem("file_name", "null, a path or a list of paths"))
+            yield self.problem("file_name", "null, a path or a list of paths")
         if self.prompt is not None and self.messages is not None:
-            found.append(self.problem("messages", f"null beside prompt = {self.prompt}: one of the two", "prompt"))
+            yield self.problem("messages", f"null beside prompt = {self.prompt}: one of the two", "prompt")
         if self.has_dataset and self.prompt is None and self.messages is None:
             given = "file_name" if self.file_names else "dataset_cls"
             expected = f"the column of the question, or messages that of the conversation, since {given} is set"
-            found.append(self.problem("prompt", expected, "messages", given))
+            yield self.problem("prompt", expected, "messages", given)
         if self.dataset_cls is not None and not ATTRIBUTE_PATH.fullmatch(self.dataset_cls):
-            found.append(self.problem("dataset_cls", "package.module:attribute or folder/file.py:attribute"))
+            yield self.problem("dataset_cls", "package.module:attribute or folder/file.py:attribute")
         if self.domain_interleave_probs is not None:
-            found += probability_problems(self.domain_interleave_probs)
-        return found
+            yield from probability_problems(self.domain_interleave_probs)
 
 
-def probability_problems(probs: dict[str, float]) -> list[ConfigProblem]:
+def probability_problems(probs: dict[str, float]) -> Iterator[ConfigProblem]:
     """Shares in ``domain_interleave_probs`` that are not positive, or do not add up to 1."""
     key = "domain_interleave_probs"
-    wrong = {domain: share for domain, share in probs.items() if not (math.isfinite(share) and share > 0)}
-    if wrong:
-        return [ConfigProblem(key, wrong, "positive shares; leave out what is not wanted")]
-    total = math.fsum(probs.values())
-    return [] if abs(total - 1) <= 1e-6 else [ConfigProblem(key, probs, f"a sum of 1, not {total:g}")]
+    if wrong := {domain: share for domain, share in probs.items() if not (math.isfinite(share) and share > 0)}:
+        yield ConfigProblem(key, wrong, "positive shares; leave out what is not wanted")
+    elif abs((total := math.fsum(probs.values())) - 1) > 1e-6:
+        yield ConfigProblem(key, probs, f"a sum of 1, not {total:g}")

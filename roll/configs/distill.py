@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, Self
 
 from pydantic import Field
@@ -83,14 +84,13 @@ class DistillConfig(DistillLossConfig, DivergenceConfig, TeacherConfig, OfflineC
         """The model roles that this run starts, by name."""
         return {**super().roles, **self.teacher_roles}
 
-    def problems(self) -> list[ConfigProblem]:
-        found = super().problems()
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from super().problems()
         if self.teacher_logprobs is None and self.precompute_only:
             expected = "a folder, which precompute_only fills"
-            found.append(self.problem("teacher_logprobs", expected, "precompute_only"))
+            yield self.problem("teacher_logprobs", expected, "precompute_only")
         if self.teacher_logprobs is not None and self.logits_topk is None:
             expected = "a number with teacher_logprobs: whole distributions are not kept on disk"
-            found.append(self.problem("logits_topk", expected, "teacher_logprobs"))
+            yield self.problem("logits_topk", expected, "teacher_logprobs")
         if self.precompute_only and self.teacher is None:
-            found.append(self.problem("precompute_only", "false without a section teacher", "teacher"))
-        return found
+            yield self.problem("precompute_only", "false without a section teacher", "teacher")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 from pydantic import Field
@@ -41,11 +42,10 @@ class DivergenceConfig(Config):
         "whole vocabulary, for which the teacher sends its final hidden states.",
     )
 
-    def problems(self) -> list[ConfigProblem]:
-        found = super().problems()
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from super().problems()
         for key, objectives in _READ_BY.items():
             default = DivergenceConfig.model_fields[key].default
             if self.kd_objective not in objectives and getattr(self, key) != default:
                 expected = f"nothing with kd_objective {self.kd_objective}: {' and '.join(objectives)} read it"
-                found.append(self.problem(key, expected, "kd_objective"))
-        return found
+                yield self.problem(key, expected, "kd_objective")

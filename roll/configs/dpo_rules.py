@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from roll.configs.dpo import DPOConfig
 from roll.configs.offline_rules import OFFLINE_RULES
 from roll.configs.pipeline import TINY
@@ -10,40 +12,36 @@ from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.rules import Rule
 
 
-def check_reference(config: DPOConfig) -> list[ConfigProblem]:
+def check_reference(config: DPOConfig) -> Iterator[ConfigProblem]:
     """The reference is there where the loss asks for it, in one form, and nowhere else."""
     loss, lora = config.preference_loss, ("actor_train.model_args.lora_target",)
-    problems = []
     if not config.uses_reference:
         expected = f"{{}} with {loss}, which compares the policy with no reference"
         if config.reference is not None:
             words = expected.format("no section")
-            problems.append(ConfigProblem("reference", "a section", words, involves=("preference_loss",)))
+            yield ConfigProblem("reference", "a section", words, involves=("preference_loss",))
         if config.precompute_reference:
             words = expected.format("false")
-            problems.append(ConfigProblem("precompute_reference", True, words, involves=("preference_loss",)))
+            yield ConfigProblem("precompute_reference", True, words, involves=("preference_loss",))
     elif config.uses_lora and config.reference is not None:
         expected = "no section: with lora_target the reference is the policy without its adapter"
-        problems.append(ConfigProblem("reference", "a section", expected, involves=lora))
+        yield ConfigProblem("reference", "a section", expected, involves=lora)
     elif config.reference is None and not config.uses_lora and not config.precompute_reference:
         expected = f"a section with a scoring strategy, or precompute_reference: true, with {loss}"
         involved = ("preference_loss", "precompute_reference", *lora)
-        problems.append(ConfigProblem("reference", NOTHING, expected, involves=involved))
+        yield ConfigProblem("reference", NOTHING, expected, involves=involved)
     if config.reference_dir is not None and not config.precompute_reference:
         expected = "null, or precompute_reference: true, whose folder it is"
-        problems.append(
-            ConfigProblem("reference_dir", config.reference_dir, expected, involves=("precompute_reference",))
-        )
-    return problems
+        yield ConfigProblem("reference_dir", config.reference_dir, expected, involves=("precompute_reference",))
 
 
-def check_columns(config: DPOConfig) -> list[ConfigProblem]:
+def check_columns(config: DPOConfig) -> Iterator[ConfigProblem]:
     """No column is named that the loss does not read, and a pair is of two."""
     columns, default = config.preferences, AnswerColumns()
     unread = ["label"] if config.in_pairs else ["chosen", "rejected", "margin"]
     if config.preference_loss not in LOGISTIC and config.in_pairs:
         unread.append("margin")
-    problems = [
+    yield from [
         ConfigProblem(
             f"preferences.{key}",
             getattr(columns, key),
@@ -55,26 +53,21 @@ def check_columns(config: DPOConfig) -> list[ConfigProblem]:
     ]
     if config.in_pairs and columns.chosen == columns.rejected:
         expected = "another column than preferences.chosen"
-        problems.append(
-            ConfigProblem("preferences.rejected", columns.rejected, expected, involves=("preferences.chosen",))
-        )
-    return problems
+        yield ConfigProblem("preferences.rejected", columns.rejected, expected, involves=("preferences.chosen",))
 
 
-def check_start(config: DPOConfig) -> list[ConfigProblem]:
+def check_start(config: DPOConfig) -> Iterator[ConfigProblem]:
     """A warm start teaches the tiny model, and measures what it has learnt by its answers."""
     if not config.warm_start.file_name:
-        return []
-    problems = []
+        return
     if config.pretrain != TINY:
         expected = "nothing: only pretrain tiny is taught"
         seen = config.warm_start.file_name
-        problems.append(ConfigProblem("warm_start.file_name", seen, expected, involves=("pretrain",)))
+        yield ConfigProblem("warm_start.file_name", seen, expected, involves=("pretrain",))
     if config.actor_infer is None or not config.rewards:
         expected = "nothing without actor_infer and rewards: answers tell how far the start has come"
         involved = ("actor_infer", "rewards")
-        problems.append(ConfigProblem("warm_start.file_name", config.warm_start.file_name, expected, involves=involved))
-    return problems
+        yield ConfigProblem("warm_start.file_name", config.warm_start.file_name, expected, involves=involved)
 
 
 DPO_RULES: tuple[Rule, ...] = (*OFFLINE_RULES, check_reference, check_columns, check_start)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.rules import TRAINED, Rule, sections
@@ -29,10 +31,9 @@ _UNREAD = {
 """By role: keys that it never reads, and where they are read."""
 
 
-def check_unread(config: PipelineConfig) -> list[ConfigProblem]:
+def check_unread(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """No role is told what it never reads. What it says like ``actor_train`` may come from a shared section."""
     default = WorkerConfig()
-    problems = []
     for role, worker in sections(config):
         keys, hint = _UNREAD.get(role, ((), ""))
         for key in keys:
@@ -40,13 +41,11 @@ def check_unread(config: PipelineConfig) -> list[ConfigProblem]:
             if seen not in (getattr(default, key), getattr(config.actor_train, key)):
                 expected = f"nothing: {role} does not read it"
                 involved = (f"actor_train.{key}",)
-                problems.append(ConfigProblem(f"{role}.{key}", seen, expected, hint, involves=involved))
-    return problems
+                yield ConfigProblem(f"{role}.{key}", seen, expected, hint, involves=involved)
 
 
-def check_rounding(config: PipelineConfig) -> list[ConfigProblem]:
+def check_rounding(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Lengths are not rounded beyond the longest sample, and a token budget holds that one when it is rounded."""
-    problems = []
     for role, worker in sections(config):
         for phase in ("train", "infer"):
             key = f"sequence_length_round_in_{phase}"
@@ -56,34 +55,30 @@ def check_rounding(config: PipelineConfig) -> list[ConfigProblem]:
             involved = ("sequence_length", f"{role}.{key}", f"{role}.{budget_key}")
             if step > longest:
                 expected = f"at most sequence_length = {longest}"
-                problems.append(ConfigProblem(f"{role}.{key}", step, expected, involves=involved))
+                yield ConfigProblem(f"{role}.{key}", step, expected, involves=involved)
             elif longest <= budget < rounded and not worker.use_sequence_packing:
                 expected = f"at least {rounded}: sequence_length {longest} rounded up to a multiple of {key} {step}"
-                problems.append(ConfigProblem(f"{role}.{budget_key}", budget, expected, involves=involved))
-    return problems
+                yield ConfigProblem(f"{role}.{budget_key}", budget, expected, involves=involved)
 
 
-def check_precision(config: PipelineConfig) -> list[ConfigProblem]:
+def check_precision(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Nothing is trained in fp16, and FlashAttention computes in 16 bits."""
-    problems = []
     for role, worker in sections(config):
         key, dtype = compute_dtype(role, worker)
         involved = (f"{role}.strategy_args.strategy_name", f"{role}.model_args.dtype")
         if dtype == "fp16" and role in TRAINED:
             expected = "bf16 or fp32: training in fp16 would need loss scaling"
             seen = True if key.endswith(".enabled") else dtype
-            problems.append(ConfigProblem(key, seen, expected, involves=involved))
+            yield ConfigProblem(key, seen, expected, involves=involved)
         card = worker.strategy_args.card
         if dtype == "fp32" and worker.model_args.attn_implementation == "fa2" and card and card.trains_modules:
             path = f"{role}.model_args.attn_implementation"
             expected = f"sdpa with {key} fp32, or dtype bf16: FlashAttention computes in 16 bits"
-            problems.append(ConfigProblem(path, "fa2", expected, involves=(*involved, key)))
-    return problems
+            yield ConfigProblem(path, "fa2", expected, involves=(*involved, key))
 
 
-def check_optimizer(config: PipelineConfig) -> list[ConfigProblem]:
+def check_optimizer(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """A trained role has an optimizer that its engine can step with, and Muon whole matrices to orthogonalise."""
-    problems = []
     for role, worker in sections(config):
         seen, card = worker.training_args.optimizer, worker.strategy_args.card
         if role not in TRAINED or seen == "adamw":
@@ -92,12 +87,11 @@ def check_optimizer(config: PipelineConfig) -> list[ConfigProblem]:
         if card is not None and seen not in card.optimizers:
             expected = f"{' or '.join(card.optimizers)} with {worker.strategy_args.strategy_name}"
             hint = "fsdp2_train makes each matrix whole for muon; partitions of this engine are not matrices"
-            problems.append(ConfigProblem(path, seen, expected, hint, involves=(strategy,)))
+            yield ConfigProblem(path, seen, expected, hint, involves=(strategy,))
         if role == "actor_train" and config.uses_lora:
             key = f"{role}.model_args.lora_target"
             expected = f"adamw with {key}: a factor of an adapter is not the matrix that the layer multiplies by"
-            problems.append(ConfigProblem(path, seen, expected, involves=(key,)))
-    return problems
+            yield ConfigProblem(path, seen, expected, involves=(key,))
 
 
 def compute_dtype(role: str, worker: WorkerConfig) -> tuple[str, str | None]:
@@ -107,9 +101,8 @@ def compute_dtype(role: str, worker: WorkerConfig) -> tuple[str, str | None]:
     return f"{role}.model_args.dtype", worker.model_args.dtype
 
 
-def check_attention(config: PipelineConfig) -> list[ConfigProblem]:
+def check_attention(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """``attn_implementation`` is said to engines that read it, and Ulysses has a kernel that it can share."""
-    problems = []
     for role, worker in sections(config):
         name, card, args = worker.strategy_args.strategy_name, worker.strategy_args.card, worker.model_args
         if card is None:
@@ -120,12 +113,11 @@ def check_attention(config: PipelineConfig) -> list[ConfigProblem]:
         if kernel in ("eager", "fa2") and card.own_attention and not shared:
             expected = f"auto or sdpa with {name}, which has kernels of its own"
             hint = f"strategy_config.attention_backend chooses one of {name}'s"
-            problems.append(ConfigProblem(path, kernel, expected, hint, involves=involved))
+            yield ConfigProblem(path, kernel, expected, hint, involves=involved)
         if kernel == "eager" and args.ulysses_size > 1 and card.trains_modules:
             expected = f"sdpa or fa2 with ulysses_size {args.ulysses_size}"
             also = (*involved, f"{role}.model_args.ulysses_size")
-            problems.append(ConfigProblem(path, kernel, expected, involves=also))
-    return problems
+            yield ConfigProblem(path, kernel, expected, involves=also)
 
 
 ENGINE_RULES: tuple[Rule, ...] = (

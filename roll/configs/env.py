@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
@@ -87,35 +88,31 @@ class CustomEnvConfig(Config):
         "by turn.",
     )
 
-    def problems(self) -> list[ConfigProblem]:
-        found = []
+    def problems(self) -> Iterator[ConfigProblem]:
         if self.history_length and self.env_manager_cls == "traj":
             expected = "0 with env_manager_cls traj, whose conversation already holds every turn"
-            found.append(self.problem("history_length", expected, "env_manager_cls"))
+            yield self.problem("history_length", expected, "env_manager_cls")
         if self.agent is not None:
-            found += self._agent_problems(self.agent)
+            yield from self._agent_problems(self.agent)
         for key in ("agent_template", "agent_system_template"):
             for name in _PLACEHOLDER.findall(getattr(self, key) or ""):
                 if name not in PLACEHOLDERS:
                     known = ", ".join(f"{{{each}}}" for each in PLACEHOLDERS)
                     near = nearest(name, PLACEHOLDERS)
                     hint = f"did you mean {{{near}}}?" if near else ""
-                    found.append(self.problem(key, f"placeholders among {known}", seen=f"{{{name}}}", hint=hint))
-        return found
+                    yield self.problem(key, f"placeholders among {known}", seen=f"{{{name}}}", hint=hint)
 
-    def _agent_problems(self, agent: AgentConfig) -> list[ConfigProblem]:
-        found = []
+    def _agent_problems(self, agent: AgentConfig) -> Iterator[ConfigProblem]:
         if self.history_length:
-            found.append(self.problem("history_length", "0 with agent, whose program keeps its own history", "agent"))
+            yield self.problem("history_length", "0 with agent, whose program keeps its own history", "agent")
         if self.env_manager_cls not in ("step", "traj"):
-            found.append(self.problem("env_manager_cls", "step or traj with agent, which plays in its place", "agent"))
+            yield self.problem("env_manager_cls", "step or traj with agent, which plays in its place", "agent")
         if "retries" in agent.model_fields_set:
             expected = "nothing: env_retries of the environment managers says how often an episode is tried again"
-            found.append(self.problem("agent.retries", expected, "agent"))
+            yield self.problem("agent.retries", expected, "agent")
         if agent.port:
             expected = "0: the processes of train_env_manager and val_env_manager cannot share a port"
-            found.append(self.problem("agent.port", expected, "agent"))
-        return found
+            yield self.problem("agent.port", expected, "agent")
 
 
 class EnvManagerConfig(Config):
@@ -215,28 +212,26 @@ class EnvManagerConfig(Config):
         """The processes as a cluster of CPU workers."""
         return WorkerConfig(world_size=self.num_workers, worker_cls=self.worker_cls, system_envs=self.system_envs)
 
-    def problems(self) -> list[ConfigProblem]:
-        found = []
+    def problems(self) -> Iterator[ConfigProblem]:
         if self.max_traj_per_env == 0:
-            found.append(self.problem("max_traj_per_env", "-1 or at least 1"))
+            yield self.problem("max_traj_per_env", "-1 or at least 1")
         if len(set(self.tags)) != len(self.tags):
-            found.append(self.problem("tags", "every tag once; n_groups or tag_weights set their shares"))
+            yield self.problem("tags", "every tag once; n_groups or tag_weights set their shares")
         if self.tag_weights is not None:
             if len(self.tag_weights) != len(self.tags):
-                found.append(self.problem("tag_weights", f"{len(self.tags)} numbers, one for each of tags", "tags"))
+                yield self.problem("tag_weights", f"{len(self.tags)} numbers, one for each of tags", "tags")
             if self.n_groups is not None:
-                found.append(self.problem("tag_weights", "null beside n_groups, one of the two", "n_groups"))
-            return found
+                yield self.problem("tag_weights", "null beside n_groups, one of the two", "n_groups")
+            return
         if self.n_groups is None:
             if len(self.tags) > self.env_groups:
                 expected = f"at most env_groups = {self.env_groups} tags, not {len(self.tags)}"
-                found.append(self.problem("tags", expected, "env_groups"))
-            return found
+                yield self.problem("tags", expected, "env_groups")
+            return
         if len(self.n_groups) != len(self.tags):
-            found.append(self.problem("n_groups", f"{len(self.tags)} numbers, one for each of tags", "tags"))
+            yield self.problem("n_groups", f"{len(self.tags)} numbers, one for each of tags", "tags")
         if any(groups < 1 for groups in self.n_groups):
-            found.append(self.problem("n_groups", "at least 1 group for each tag"))
+            yield self.problem("n_groups", "at least 1 group for each tag")
         if sum(self.n_groups) != self.env_groups:
             expected = f"a sum of env_groups = {self.env_groups}, not {sum(self.n_groups)}"
-            found.append(self.problem("n_groups", expected, "env_groups"))
-        return found
+            yield self.problem("n_groups", expected, "env_groups")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import Field
 
 from roll.configs.base import Config
@@ -76,12 +78,8 @@ class GeneratingArguments(Config):
         """The most likely token is taken: equal prompts get equal answers."""
         return not self.do_sample or self.temperature == 0
 
-    def problems(self) -> list[ConfigProblem]:
-        if not self.is_greedy:
-            return []
+    def problems(self) -> Iterator[ConfigProblem]:
         key = "temperature" if self.do_sample else "do_sample"
-        return [
-            self.problem(name, f"null with {key} {getattr(self, key)}: greedy", key)
-            for name in ("first_token_temperature", "first_token_top_k")
-            if getattr(self, name) is not None
-        ]
+        for name in ("first_token_temperature", "first_token_top_k"):
+            if self.is_greedy and getattr(self, name) is not None:
+                yield self.problem(name, f"null with {key} {getattr(self, key)}: greedy", key)

@@ -60,18 +60,17 @@ def unread(given: Callable[[str], Any]) -> Iterator[tuple[str, str, tuple[str, .
             yield key, f"no such key without {' or '.join(switches)}: nothing reads it", switches
 
 
-def check_inert(config: RLConfig) -> list[ConfigProblem]:
+def check_inert(config: RLConfig) -> Iterator[ConfigProblem]:
     """Keys of the algorithm that this run would not read have their defaults."""
     fields = type(config).model_fields
     off = {key for key in SWITCHED if not getattr(config, key)}  # 0 asks for nothing
 
     def given(key: str) -> Any:
-        return config.policy_loss if key == _LOSS else getattr(config, key)
+        yield from config.policy_loss if key == _LOSS else getattr(config, key)
+        return
 
-    found = []
     for key, expected, involved in unread(given):
         seen, default = getattr(config, key), fields[key].get_default(call_default_factory=True)
         if key not in off and seen != default:
             hint = f"leave it out: ~{key} on the command line, or its default, {key}: {show(default)}"
-            found.append(ConfigProblem(key, seen, expected, hint, involves=involved))
-    return found
+            yield ConfigProblem(key, seen, expected, hint, involves=involved)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -195,19 +195,18 @@ def _elsewhere(schema: type[Config], path: Sequence[str | int]) -> str | None:
     return None
 
 
-def _library_problems(library: Any, chosen: Any) -> list[ConfigProblem]:
+def _library_problems(library: Any, chosen: Any) -> Iterator[ConfigProblem]:
     """Mistakes in tags that are defined but not chosen; those of the chosen ones are found where they are used."""
     if not isinstance(library, dict):
-        return [ConfigProblem(LIBRARY, library, "mapping of tag to section")]
+        yield ConfigProblem(LIBRARY, library, "mapping of tag to section")
+        return
     used = list(chosen.values()) if isinstance(chosen, dict) else []
-    problems = []
     for tag, entry in library.items():
         path = f"{LIBRARY}.{tag}"
         if not isinstance(entry, dict):
-            problems.append(ConfigProblem(path, entry, "section"))
+            yield ConfigProblem(path, entry, "section")
         elif entry not in used:
-            problems += [problem.under(path) for problem in _entry_problems(entry)]
-    return problems
+            yield from [problem.under(path) for problem in _entry_problems(entry)]
 
 
 def _entry_problems(entry: Mapping[str, Any]) -> list[ConfigProblem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field
@@ -82,25 +83,27 @@ class ModelArguments(Config):
         default_factory=dict, description="Entries written over the checkpoint's own config.json before loading."
     )
 
-    def problems(self) -> list[ConfigProblem]:
+    def problems(self) -> Iterator[ConfigProblem]:
         expected = "no dropout: models are trained as they generate, without"
-        inert = [
+        yield from [
             ConfigProblem(f"model_config_kwargs.{key}", value, expected)
             for key, value in self.model_config_kwargs.items()
             if value and ("dropout" in key or key.endswith("pdrop"))
         ]
         if self.lora_target is not None and self.freeze_module_prefix is not None:
             expected = "null beside lora_target, which freezes all but the adapter"
-            inert.append(self.problem("freeze_module_prefix", expected, "lora_target"))
+            yield self.problem("freeze_module_prefix", expected, "lora_target")
         if self.lora_targets:
             if self.lora_exclude is not None and "all-linear" not in self.lora_targets:
                 expected = "null where lora_target names its layers: it leaves some of all-linear out"
-                return [*inert, self.problem("lora_exclude", expected, "lora_target")]
-            return inert
+                yield self.problem("lora_exclude", expected, "lora_target")
+                return
+            return
         if self.lora_target is not None:
-            return [*inert, self.problem("lora_target", "names of layers, all-linear, or null")]
+            yield self.problem("lora_target", "names of layers, all-linear, or null")
+            return
         unset = ModelArguments()
-        return inert + [
+        yield from [
             self.problem(key, "lora_target (all-linear …) beside it, or no such key", "lora_target")
             for key in ("lora_rank", "lora_alpha", "lora_dropout", "lora_exclude", "adapter_name_or_path")
             if getattr(self, key) != getattr(unset, key)

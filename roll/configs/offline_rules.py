@@ -18,7 +18,7 @@ def datasets(config: OfflineConfig) -> Iterator[tuple[str, DataArguments]]:
         yield VAL_DATA, config.validation.data_args
 
 
-def check_data_keys(config: OfflineConfig) -> list[ConfigProblem]:
+def check_data_keys(config: OfflineConfig) -> Iterator[ConfigProblem]:
     """No key is set that only prompts have."""
     expected = "no such key in this pipeline"
     unread = {
@@ -27,39 +27,35 @@ def check_data_keys(config: OfflineConfig) -> list[ConfigProblem]:
         "preprocessing_num_workers": expected,
     }
     default = DataArguments()
-    return [
-        ConfigProblem(f"{path}.{key}", getattr(data, key), words)
-        for path, data in datasets(config)
-        for key, words in unread.items()
-        if getattr(data, key) != getattr(default, key)
-    ]
+    for path, data in datasets(config):
+        for key, words in unread.items():
+            if (seen := getattr(data, key)) != getattr(default, key):
+                yield ConfigProblem(f"{path}.{key}", seen, words)
 
 
-def check_answers(config: OfflineConfig) -> list[ConfigProblem]:
+def check_answers(config: OfflineConfig) -> Iterator[ConfigProblem]:
     """Answers are scored and sampled only where something generates."""
     if config.actor_infer is None:
         expected = "no section without actor_infer: nothing is answered that could be scored"
-        given = {f"rewards.{name}" for name in config.rewards}
-        return [ConfigProblem(key, "a section", expected, involves=("actor_infer",)) for key in sorted(given)]
-    if config.validation is None:
+        for name in sorted(config.rewards):
+            yield ConfigProblem(f"rewards.{name}", "a section", expected, involves=("actor_infer",))
+    elif config.validation is None:
         expected = "a section with held-out questions, which actor_infer answers; or no actor_infer"
-        return [ConfigProblem("validation", NOTHING, expected, involves=("actor_infer",))]
-    own = config.validation.generating_args
-    limit = {"validation.generating_args.max_new_tokens": own.max_new_tokens if own else None}
-    return too_many_tokens(config, limit)
+        yield ConfigProblem("validation", NOTHING, expected, involves=("actor_infer",))
+    elif own := config.validation.generating_args:
+        yield from too_many_tokens(config, {"validation.generating_args.max_new_tokens": own.max_new_tokens})
 
 
-def check_budgets(config: OfflineConfig) -> list[ConfigProblem]:
+def check_budgets(config: OfflineConfig) -> Iterator[ConfigProblem]:
     """A token budget holds all sequences of the longest sample, which are never cut apart."""
-    problems, count = [], config.sequences_per_sample
+    count = config.sequences_per_sample
     for role, worker in sections(config):
         for phase in ("train", "infer"):
             budget = getattr(worker, key := f"max_tokens_per_microbatch_in_{phase}")
             if config.sequence_length <= budget < count * config.sequence_length:
                 least = f"{count} × sequence_length = {count * config.sequence_length}"
                 expected = f"at least {least}, so that one {config.sample} fits"
-                problems.append(ConfigProblem(f"{role}.{key}", budget, expected, involves=("sequence_length",)))
-    return problems
+                yield ConfigProblem(f"{role}.{key}", budget, expected, involves=("sequence_length",))
 
 
 OFFLINE_RULES: tuple[Rule, ...] = (check_datasets, check_templates, check_data_keys, check_answers, check_budgets)

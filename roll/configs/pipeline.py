@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal, Self
 
 from pydantic import Field
@@ -66,12 +67,10 @@ class CheckpointConfig(Config):
     )
     post_save_required: bool = Field(default=False, description="A failure of it ends the run.")
 
-    def problems(self) -> list[ConfigProblem]:
-        return [
-            self.problem(key, "model among them, and each once")
-            for key in ("save_contents", "load_contents")
-            if "model" not in (parts := getattr(self, key)) or len(set(parts)) != len(parts)
-        ]
+    def problems(self) -> Iterator[ConfigProblem]:
+        for key in ("save_contents", "load_contents"):
+            if "model" not in (parts := getattr(self, key)) or len(set(parts)) != len(parts):
+                yield self.problem(key, "model among them, and each once")
 
 
 class RunConfig(Config):
@@ -218,11 +217,10 @@ class RunConfig(Config):
     def num_devices(self) -> int:
         return self.num_nodes * self.num_gpus_per_node
 
-    def problems(self) -> list[ConfigProblem]:
-        found = super().problems()
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from super().problems()
         if len(set(self.trackers)) != len(self.trackers):
-            found.append(self.problem("track_with", "every tracker once"))
-        return found
+            yield self.problem("track_with", "every tracker once")
 
 
 class PipelineConfig(RunConfig):
@@ -353,10 +351,9 @@ class PipelineConfig(RunConfig):
         """The configuration key of a cluster's section."""
         return cluster
 
-    def problems(self) -> list[ConfigProblem]:
-        found = super().problems()
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from super().problems()
         least = self.prompt_length + self.response_length
         if self.actor_infer is not None and least > self.sequence_length:
             expected = f"at least {least} = prompt_length {self.prompt_length} + response_length {self.response_length}"
-            found.append(self.problem("sequence_length", expected, "prompt_length", "response_length"))
-        return found
+            yield self.problem("sequence_length", expected, "prompt_length", "response_length")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 from pydantic import Field
@@ -101,14 +102,13 @@ class PreferenceConfig(Config):
         """The loss compares a chosen with a rejected answer."""
         return self.preference_loss != "kto"
 
-    def problems(self) -> list[ConfigProblem]:
-        found = super().problems()
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from super().problems()
         loss = self.preference_loss
         for key, losses in _READ_BY.items():
             default = type(self).model_fields[key].default
             if loss not in losses and getattr(self, key) != default:
                 expected = f"{str(default).lower()} with {loss}: it is read with {', '.join(losses)}"
-                found.append(self.problem(key, expected, "preference_loss"))
+                yield self.problem(key, expected, "preference_loss")
         if loss == "orpo" and not self.nll_coef:
-            found.append(self.problem("nll_coef", "more than 0 with orpo (its paper: 1)", "preference_loss"))
-        return found
+            yield self.problem("nll_coef", "more than 0 with orpo (its paper: 1)", "preference_loss")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -96,3 +97,12 @@ def show(value: object) -> str:
         return str(value)
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
+
+
+def pattern_problems(key: str, pattern: str | None, groups: int = 1) -> Iterator[ConfigProblem]:
+    """Why the regular expression at ``key`` cannot be used; ``groups`` is how many it must have."""
+    try:
+        if pattern is not None and re.compile(pattern).groups < groups:
+            yield ConfigProblem(key, pattern, "a group around the answer, as in <answer>(.*?)</answer>")
+    except re.error as error:
+        yield ConfigProblem(key, pattern, "a regular expression", str(error))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import Field
 
 from roll.configs.base import Config
@@ -50,13 +52,11 @@ class ProfilerConfig(Config):
             return []
         return [rank for rank in range(world_size) if self.ranks is None or rank in self.ranks]
 
-    def problems(self) -> list[ConfigProblem]:
-        found = []
+    def problems(self) -> Iterator[ConfigProblem]:
         for key in ("steps", "ranks"):
             least = 1 if key == "steps" else 0
             numbers = getattr(self, key)
             if numbers is not None and (min(numbers, default=least) < least or len(set(numbers)) < len(numbers)):
-                found.append(self.problem(key, f"numbers of at least {least}, each once"))
+                yield self.problem(key, f"numbers of at least {least}, each once")
         if self.nsight is not None and self.nsight.keys() & {"o", "output"}:
-            found.append(self.problem("nsight", "options without o and output: reports are in the run's folder"))
-        return found
+            yield self.problem("nsight", "options without o and output: reports are in the run's folder")

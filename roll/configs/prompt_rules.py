@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompts import PromptsConfig
 
 TRAIN_DATA, VAL_DATA = "actor_train.data_args", "validation.data_args"
 
 
-def check_datasets(config: PromptsConfig) -> list[ConfigProblem]:
+def check_datasets(config: PromptsConfig) -> Iterator[ConfigProblem]:
     """There is something to train on and to evaluate on."""
     datasets = {} if config.eval_only else {TRAIN_DATA: config.actor_train.data_args}
     if config.validation is not None:
         datasets[VAL_DATA] = config.validation.data_args
-    return [
-        ConfigProblem(f"{path}.file_name", NOTHING, "a file, several, a glob, or dataset_cls")
-        for path, data in datasets.items()
-        if not data.has_dataset
-    ]
+    for path, data in datasets.items():
+        if not data.has_dataset:
+            yield ConfigProblem(f"{path}.file_name", NOTHING, "a file, several, a glob, or dataset_cls")
 
 
-def check_templates(config: PromptsConfig) -> list[ConfigProblem]:
+def check_templates(config: PromptsConfig) -> Iterator[ConfigProblem]:
     """Held-out data is rendered like that of training."""
     if config.validation is None:
-        return []
-    problems = []
+        return
     for key, unset in (("template", "native"), ("chat_template_kwargs", {})):
         trained = getattr(config.actor_train.data_args, key)
         if (held_out := getattr(config.validation.data_args, key)) not in (unset, trained):
             expected = f"the same as {TRAIN_DATA}.{key} = {trained}, or nothing"
-            problems.append(ConfigProblem(f"{VAL_DATA}.{key}", held_out, expected, involves=(f"{TRAIN_DATA}.{key}",)))
-    return problems
+            yield ConfigProblem(f"{VAL_DATA}.{key}", held_out, expected, involves=(f"{TRAIN_DATA}.{key}",))

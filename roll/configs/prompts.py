@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field
@@ -113,15 +114,14 @@ class PromptsConfig(PipelineConfig):
         """The arguments with their bound on the answer's length filled in."""
         return arguments.model_copy(update={"max_new_tokens": arguments.max_new_tokens or self.response_length})
 
-    def problems(self) -> list[ConfigProblem]:
-        found = super().problems()
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from super().problems()
         owners: dict[str, str] = {}
         for name, reward in self.rewards.items():
             for tag in reward.tag_included:
                 if owners.setdefault(tag, name) != name:
                     key, other = f"rewards.{name}.tag_included", f"rewards.{owners[tag]}.tag_included"
                     expected = f"every tag in one domain; {tag} is in {owners[tag]} already"
-                    found.append(self.problem(key, expected, other, seen=reward.tag_included))
+                    yield self.problem(key, expected, other, seen=reward.tag_included)
         if self.eval_only and self.validation is None:
-            found.append(self.problem("eval_only", "false, or a validation section", "validation"))
-        return found
+            yield self.problem("eval_only", "false, or a validation section", "validation")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 from pydantic import Field
@@ -28,11 +29,10 @@ class RewardLossConfig(Config):
         description="Weight of the squared sum of a pair's scores, which keeps them around 0 (bradley_terry).",
     )
 
-    def problems(self) -> list[ConfigProblem]:
-        found = super().problems()
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from super().problems()
         if self.center_coef and self.reward_loss != "bradley_terry":
-            found.append(self.problem("center_coef", f"0 with {self.reward_loss}", "reward_loss"))
-        return found
+            yield self.problem("center_coef", f"0 with {self.reward_loss}", "reward_loss")
 
 
 class RewardColumns(PairColumns):

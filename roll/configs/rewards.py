@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import Field
@@ -36,10 +37,9 @@ class RewardFilterConfig(Config):
     low: float = Field(default=0.0, description="Lower bound.")
     high: float | None = Field(default=None, description="Upper bound; null is none.")
 
-    def problems(self) -> list[ConfigProblem]:
+    def problems(self) -> Iterator[ConfigProblem]:
         if self.high is not None and self.high <= self.low:
-            return [self.problem("high", f"more than low = {self.low}", "low")]
-        return []
+            yield self.problem("high", f"more than low = {self.low}", "low")
 
 
 class RewardConfig(Config):
@@ -92,7 +92,6 @@ class RewardConfig(Config):
             system_envs=self.system_envs,
         )
 
-    def problems(self) -> list[ConfigProblem]:
-        if len(set(self.tag_included)) == len(self.tag_included):
-            return []
-        return [self.problem("tag_included", "every tag once")]
+    def problems(self) -> Iterator[ConfigProblem]:
+        if len(set(self.tag_included)) < len(self.tag_included):
+            yield self.problem("tag_included", "every tag once")

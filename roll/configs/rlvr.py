@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Self
 
 from pydantic import Field
@@ -100,8 +101,7 @@ class RLVRConfig(RLConfig, PromptsConfig):
         """Sampling of training answers."""
         return self.bounded(self.actor_infer.generating_args)
 
-    def problems(self) -> list[ConfigProblem]:
-        found = super().problems()
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from super().problems()
         if not self.rewards:
-            found.append(self.problem("rewards", "at least one reward domain", seen=NOTHING))
-        return found
+            yield self.problem("rewards", "at least one reward domain", seen=NOTHING)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from roll.configs.algorithm import STATE_ESTIMATORS, AlgorithmConfig
 from roll.configs.pipeline import TINY
 from roll.configs.problems import NOTHING, ConfigProblem
@@ -11,35 +13,32 @@ from roll.configs.rules import Rule, check_sampling, too_many_tokens
 from roll.configs.tools import tool_tag_problems
 
 
-def check_online_dpo(config: RLVRConfig) -> list[ConfigProblem]:
+def check_online_dpo(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """Pairs are of answers to one prompt, and no key is set that only policy gradients read."""
     if config.online_dpo is None:
-        return []
+        return
     involved, loss = ("online_dpo",), config.online_dpo.preference_loss
-    problems = []
     if not config.online_dpo.in_pairs:
         expected = "a loss of pairs"
-        problems.append(ConfigProblem("online_dpo.preference_loss", loss, expected))
+        yield ConfigProblem("online_dpo.preference_loss", loss, expected)
     if config.num_return_sequences_in_group < 2:
         seen, expected = config.num_return_sequences_in_group, "at least 2 with online_dpo: the best and the worst"
-        problems.append(ConfigProblem("num_return_sequences_in_group", seen, expected, involves=involved))
+        yield ConfigProblem("num_return_sequences_in_group", seen, expected, involves=involved)
     for key in ("agent", "tools", "teacher"):
         if getattr(config, key) is not None:
             expected = "null with online_dpo, which compares two answers of one turn"
-            problems.append(ConfigProblem(key, "a section", expected, involves=involved))
+            yield ConfigProblem(key, "a section", expected, involves=involved)
     for key, field in AlgorithmConfig.model_fields.items():
         if key != "ppo_epochs" and getattr(config, key) != field.get_default(call_default_factory=True):
             expected = "no such key with online_dpo, which has no policy gradient"
-            problems.append(ConfigProblem(key, getattr(config, key), expected, involves=involved))
-    return problems
+            yield ConfigProblem(key, getattr(config, key), expected, involves=involved)
 
 
-def check_shares(config: RLVRConfig) -> list[ConfigProblem]:
+def check_shares(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """Domains are mixed in training only, and they are those of the rewards."""
-    problems = []
     if not config.eval_only:
         expected = f"reward domains: {', '.join(config.rewards) or 'there is none'}"
-        problems += [
+        yield from [
             ConfigProblem(f"{TRAIN_DATA}.domain_interleave_probs", domain, expected, involves=("rewards",))
             for domain in config.actor_train.data_args.domain_interleave_probs or ()
             if domain not in config.rewards
@@ -47,108 +46,90 @@ def check_shares(config: RLVRConfig) -> list[ConfigProblem]:
     held_out = config.validation.data_args.domain_interleave_probs if config.validation else None
     if held_out is not None:
         expected = "null: held-out prompts are all answered, in the order of the files"
-        problems.append(ConfigProblem(f"{VAL_DATA}.domain_interleave_probs", held_out, expected))
-    return problems
+        yield ConfigProblem(f"{VAL_DATA}.domain_interleave_probs", held_out, expected)
 
 
-def check_demonstrations(config: RLVRConfig) -> list[ConfigProblem]:
+def check_demonstrations(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """The tiny model has something to imitate."""
-    if config.pretrain != TINY or config.warm_start.file_name:
-        return []
-    expected = "demonstrations to warm-start the tiny model with"
-    return [ConfigProblem("warm_start.file_name", NOTHING, expected, involves=("pretrain",))]
+    if config.pretrain == TINY and not config.warm_start.file_name:
+        expected = "demonstrations to warm-start the tiny model with"
+        yield ConfigProblem("warm_start.file_name", NOTHING, expected, involves=("pretrain",))
 
 
-def check_teacher(config: RLVRConfig) -> list[ConfigProblem]:
+def check_teacher(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """A teacher that is made on the spot has something to imitate."""
-    if config.teacher_pretrain != TINY or config.teacher_warm_start.file_name:
-        return []
-    expected = "demonstrations to teach a tiny teacher with"
-    return [ConfigProblem("teacher_warm_start.file_name", NOTHING, expected, involves=("teacher_pretrain",))]
+    if config.teacher_pretrain == TINY and not config.teacher_warm_start.file_name:
+        expected = "demonstrations to teach a tiny teacher with"
+        yield ConfigProblem("teacher_warm_start.file_name", NOTHING, expected, involves=("teacher_pretrain",))
 
 
-def check_answers(config: RLVRConfig) -> list[ConfigProblem]:
+def check_answers(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """Rules on the number of answers, their length, and their sampling."""
     path = "actor_infer.generating_args"
     count, size = config.actor_infer.generating_args.num_return_sequences, config.num_return_sequences_in_group
-    problems = [] if config.eval_only else check_sampling(path, config.actor_infer.generating_args)
+    yield from [] if config.eval_only else check_sampling(path, config.actor_infer.generating_args)
     if count not in (1, size):
         expected = f"1 or num_return_sequences_in_group = {size}"
         involved = ("num_return_sequences_in_group",)
-        problems.append(ConfigProblem(f"{path}.num_return_sequences", count, expected, involves=involved))
+        yield ConfigProblem(f"{path}.num_return_sequences", count, expected, involves=involved)
     for name, reward in config.rewards.items():
         if size == 1 and reward.query_filter_config.type == "std_filter":
             expected = "another filter: one answer has no spread, so every prompt would be dropped"
             key = f"rewards.{name}.query_filter_config.type"
-            problems.append(ConfigProblem(key, "std_filter", expected, involves=("num_return_sequences_in_group",)))
+            yield ConfigProblem(key, "std_filter", expected, involves=("num_return_sequences_in_group",))
     own = config.validation.generating_args if config.validation else None
     if own is not None:
-        problems += too_many_tokens(config, {"validation.generating_args.max_new_tokens": own.max_new_tokens})
-    return problems
+        yield from too_many_tokens(config, {"validation.generating_args.max_new_tokens": own.max_new_tokens})
 
 
-def check_estimator(config: RLVRConfig) -> list[ConfigProblem]:
+def check_estimator(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """Episodes of one turn have no states to compare."""
-    if config.adv_estimator not in STATE_ESTIMATORS:
-        return []
-    expected = "an estimator of one-turn episodes, such as grpo, rloo or reinforce_plus_plus"
-    return [ConfigProblem("adv_estimator", config.adv_estimator, expected)]
+    if config.adv_estimator in STATE_ESTIMATORS:
+        expected = "an estimator of one-turn episodes, such as grpo, rloo or reinforce_plus_plus"
+        yield ConfigProblem("adv_estimator", config.adv_estimator, expected)
 
 
-def check_evaluation(config: RLVRConfig) -> list[ConfigProblem]:
+def check_evaluation(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """Replicas that evaluate have something to do."""
-    if config.val_infer is None or config.validation is not None:
-        return []
-    return [ConfigProblem("val_infer", "a section", "null without validation", involves=("validation",))]
+    if config.val_infer is not None and config.validation is None:
+        yield ConfigProblem("val_infer", "a section", "null without validation", involves=("validation",))
 
 
-def check_tool_tags(config: RLVRConfig) -> list[ConfigProblem]:
+def check_tool_tags(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """Tools are given to tags that there are."""
     return tool_tag_problems(config.tools, list(config.domains), "rewards")
 
 
-def check_renders(config: RLVRConfig) -> list[ConfigProblem]:
+def check_renders(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """Nothing is drawn of answers, which the run's page shows as text."""
-    if config.num_renders in (0, RLVRConfig.model_fields["num_renders"].default):
-        return []
-    expected = "no such key in RLVR, where no environment is drawn"
-    return [ConfigProblem("num_renders", config.num_renders, expected)]
+    if config.num_renders not in (0, RLVRConfig.model_fields["num_renders"].default):
+        yield ConfigProblem("num_renders", config.num_renders, "no such key in RLVR, where no environment is drawn")
 
 
-def check_agent(config: RLVRConfig) -> list[ConfigProblem]:
+def check_agent(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """An agent program has tools of its own, and the order of its requests is not repeated."""
     if config.agent is None:
-        return []
-    problems = []
+        return
     if config.tools is not None:
         expected = "null with agent, whose program tells the policy of its own tools"
-        problems.append(ConfigProblem("tools", "a section", expected, involves=("agent",)))
+        yield ConfigProblem("tools", "a section", expected, involves=("agent",))
     if config.replay_schedule is not None:
         expected = "null with agent: which request of a program came first is not recorded"
-        problems.append(ConfigProblem("replay_schedule", config.replay_schedule, expected, involves=("agent",)))
-    return problems
+        yield ConfigProblem("replay_schedule", config.replay_schedule, expected, involves=("agent",))
 
 
-def check_scorers(config: RLVRConfig) -> list[ConfigProblem]:
+def check_scorers(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """A reward model that answers wait for is on its devices while others are trained on theirs."""
     if not config.overlaps:
-        return []
-    trained = {
-        device
-        for role, worker in config.roles.items()
-        if role != "actor_infer"
-        for device in worker.device_mapping or ()
-    }
-    expected = (
-        "devices apart from those that train and score with async_generation_ratio: answers wait for it meanwhile"
-    )
-    return [
-        ConfigProblem(
-            f"rewards.{name}.device_mapping", reward.device_mapping, expected, involves=("async_generation_ratio",)
-        )
-        for name, reward in config.rewards.items()
-        if trained.intersection(reward.device_mapping or ())
-    ]
+        return
+    others = [worker for role, worker in config.roles.items() if role != "actor_infer"]
+    trained = {device for worker in others for device in worker.device_mapping or ()}
+    ratio = "async_generation_ratio"
+    expected = f"devices apart from those that train and score with {ratio}: answers wait for it meanwhile"
+    for name, reward in config.rewards.items():
+        if trained.intersection(reward.device_mapping or ()):
+            key = f"rewards.{name}.device_mapping"
+            yield ConfigProblem(key, reward.device_mapping, expected, involves=(ratio,))
 
 
 RLVR_RULES: tuple[Rule, ...] = (

@@ -6,7 +6,7 @@ parts are wrong: those parts then hold their defaults, and a problem that ``invo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from roll.configs.data import DataArguments
@@ -21,7 +21,7 @@ from roll.configs.rl import RLConfig
 from roll.configs.training import TrainingArguments
 from roll.configs.worker import WorkerConfig
 
-Rule = Callable[[Any], list[ConfigProblem]]
+Rule = Callable[[Any], Iterable[ConfigProblem]]
 """Takes the configuration of the pipeline that it is a rule of."""
 
 TRAINED = ("actor_train", "critic")
@@ -35,107 +35,87 @@ def sections(config: PipelineConfig) -> Iterator[tuple[str, WorkerConfig]]:
             yield role, worker
 
 
-def check_lengths(config: PipelineConfig) -> list[ConfigProblem]:
+def check_lengths(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """No answer is longer than ``response_length``; a token budget holds the longest sample."""
-    problems = []
     if config.actor_infer is not None:
         path = "actor_infer.generating_args.max_new_tokens"
-        problems += too_many_tokens(config, {path: config.actor_infer.generating_args.max_new_tokens})
+        yield from too_many_tokens(config, {path: config.actor_infer.generating_args.max_new_tokens})
     for role, worker in sections(config):
         for phase in ("train", "infer"):
             budget = getattr(worker, key := f"max_tokens_per_microbatch_in_{phase}")
             if 0 < budget < config.sequence_length:
                 expected = f"at least sequence_length = {config.sequence_length}, so that one sample fits"
-                problems.append(ConfigProblem(f"{role}.{key}", budget, expected, involves=("sequence_length",)))
-    return problems
+                yield ConfigProblem(f"{role}.{key}", budget, expected, involves=("sequence_length",))
 
 
-def too_many_tokens(config: PipelineConfig, limits: Mapping[str, int | None]) -> list[ConfigProblem]:
+def too_many_tokens(config: PipelineConfig, limits: Mapping[str, int | None]) -> Iterator[ConfigProblem]:
     """Those of the sampling limits, given by key, that are beyond ``response_length``."""
     expected = f"at most response_length = {config.response_length}"
-    return [
-        ConfigProblem(key, tokens, expected, involves=("response_length",))
-        for key, tokens in limits.items()
-        if tokens is not None and tokens > config.response_length
-    ]
+    for key, tokens in limits.items():
+        if tokens is not None and tokens > config.response_length:
+            yield ConfigProblem(key, tokens, expected, involves=("response_length",))
 
 
-def check_rl_roles(config: RLConfig) -> list[ConfigProblem]:
+def check_rl_roles(config: RLConfig) -> Iterator[ConfigProblem]:
     """Roles that the algorithm needs are there."""
-    problems = []
     if config.uses_critic and config.critic is None:
         expected = f"a section like actor_train, since adv_estimator {config.adv_estimator} needs values"
-        problems.append(ConfigProblem("critic", NOTHING, expected, involves=("adv_estimator",)))
+        yield ConfigProblem("critic", NOTHING, expected, involves=("adv_estimator",))
     if config.refers_to_actor and config.reference is not None:
         expected = "no section: with lora_target the reference is the actor without its adapter"
         lora = ("actor_train.model_args.lora_target",)
-        problems.append(ConfigProblem("reference", "a section", expected, involves=lora))
+        yield ConfigProblem("reference", "a section", expected, involves=lora)
     if config.uses_reference and config.reference is None and not config.refers_to_actor:
         expected = f"a section with a scoring strategy, since {config.why_reference} is switched on"
         involved = ("add_token_level_kl", "use_kl_loss", "kl_loss_coef")
-        problems.append(ConfigProblem("reference", NOTHING, expected, involves=involved))
+        yield ConfigProblem("reference", NOTHING, expected, involves=involved)
     if (other := config.reference_pretrain) is not None and not config.uses_reference:
         expected = "null, since no KL term is switched on"
-        problems.append(ConfigProblem("reference_pretrain", other, expected, involves=("use_kl_loss",)))
+        yield ConfigProblem("reference_pretrain", other, expected, involves=("use_kl_loss",))
     if other is not None and config.uses_full_kl:
         expected = "an estimator such as k3: hidden states of another model fit no output layer of the policy"
-        problems.append(ConfigProblem("kl_penalty", config.kl_penalty, expected, involves=("reference_pretrain",)))
+        yield ConfigProblem("kl_penalty", config.kl_penalty, expected, involves=("reference_pretrain",))
     if config.teacher is not None and config.opd_form == "reward" and config.adv_estimator == "gdpo":
         expected = "advantage or loss with adv_estimator gdpo, which reads rewards by name"
-        problems.append(ConfigProblem("opd_form", config.opd_form, expected, involves=("adv_estimator", "teacher")))
+        yield ConfigProblem("opd_form", config.opd_form, expected, involves=("adv_estimator", "teacher"))
     if config.uses_lora and config.uses_full_kl:
         expected = "an estimator such as k3: with lora_target no reference sends hidden states"
-        problems.append(
-            ConfigProblem("kl_penalty", config.kl_penalty, expected, involves=("actor_train.model_args.lora_target",))
-        )
-    return problems
+        yield ConfigProblem("kl_penalty", config.kl_penalty, expected, involves=("actor_train.model_args.lora_target",))
 
 
-def check_roles(config: PipelineConfig) -> list[ConfigProblem]:
+def check_roles(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """No role is told what it never reads."""
-    problems = []
     for role, worker in sections(config):
         if worker.training_args != TrainingArguments() and role not in TRAINED:
-            problems.append(_unread(role, "training_args", "only actor_train and critic are trained"))
+            yield _unread(role, "training_args", "only actor_train and critic are trained")
         if worker.generating_args != GeneratingArguments() and role != "actor_infer":
-            problems.append(
-                _unread(role, "generating_args", "move it to actor_infer; its temperature holds everywhere")
-            )
+            yield _unread(role, "generating_args", "move it to actor_infer; its temperature holds everywhere")
         own, actor = (args.model_config_kwargs for args in (worker.model_args, config.actor_train.model_args))
         if role in ("actor_infer", "reference") and own != actor and config.model_of(role) == config.pretrain:
             key, expected = "model_args.model_config_kwargs", "the same as actor_train's, whose model it is"
-            problems.append(
-                ConfigProblem(f"{role}.{key}", own, f"{expected}: {actor}", involves=(f"actor_train.{key}",))
-            )
+            yield ConfigProblem(f"{role}.{key}", own, f"{expected}: {actor}", involves=(f"actor_train.{key}",))
         if worker.data_args not in (DataArguments(), config.actor_train.data_args):
             expected = "the same as actor_train.data_args, which is what is read, or nothing"
-            problems.append(
-                ConfigProblem(f"{role}.data_args", "a section", expected, involves=("actor_train.data_args",))
-            )
-    return problems
+            yield ConfigProblem(f"{role}.data_args", "a section", expected, involves=("actor_train.data_args",))
 
 
-def check_sampling(path: str, arguments: GeneratingArguments) -> list[ConfigProblem]:
+def check_sampling(path: str, arguments: GeneratingArguments) -> Iterator[ConfigProblem]:
     """Training answers are sampled: equal ones have nothing to compare."""
-    if not arguments.is_greedy:
-        return []
-    expected = "do_sample true and a temperature above 0: greedy rollouts have nothing to compare"
-    seen = {"do_sample": arguments.do_sample, "temperature": arguments.temperature}
-    return [ConfigProblem(path, seen, expected)]
+    if arguments.is_greedy:
+        expected = "do_sample true and a temperature above 0: greedy rollouts have nothing to compare"
+        seen = {"do_sample": arguments.do_sample, "temperature": arguments.temperature}
+        yield ConfigProblem(path, seen, expected)
 
 
-def check_frozen(config: PipelineConfig) -> list[ConfigProblem]:
+def check_frozen(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Only what is trained has parts that are not."""
-    return [
-        ConfigProblem(f"{role}.model_args.freeze_module_prefix", seen, f"null: {role} trains nothing")
-        for role, worker in sections(config)
-        if role not in TRAINED and (seen := worker.model_args.freeze_module_prefix) is not None
-    ]
+    for role, worker in sections(config):
+        if role not in TRAINED and (seen := worker.model_args.freeze_module_prefix) is not None:
+            yield ConfigProblem(f"{role}.model_args.freeze_module_prefix", seen, f"null: {role} trains nothing")
 
 
-def check_parallelism(config: PipelineConfig) -> list[ConfigProblem]:
+def check_parallelism(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Devices divide into copies of the model, and one worker holds as many as its engine splits itself over."""
-    problems: list[ConfigProblem] = []
     for role, worker in sections(config):
         name, card = worker.strategy_args.strategy_name, worker.strategy_args.card
         involves = (f"{role}.device_mapping", f"{role}.world_size", f"{role}.strategy_args.strategy_name")
@@ -144,12 +124,11 @@ def check_parallelism(config: PipelineConfig) -> list[ConfigProblem]:
             having = ", ".join(each for other in cards() if other.trains_modules for each in other.strategies)
             instead = card.ulysses_instead if card else ""
             expected = f"1 with {name}" + (f", whose {instead}" if instead else f"; those that have it: {having}")
-            problems.append(ConfigProblem(f"{role}.model_args.ulysses_size", ulysses, expected, involves=involves))
+            yield ConfigProblem(f"{role}.model_args.ulysses_size", ulysses, expected, involves=involves)
         elif worker.num_devices % worker.devices_per_copy:
-            problems.append(_undivided(role, worker, involves))
+            yield _undivided(role, worker, involves)
         if card is not None:
-            problems += _size_problems(role, worker, card, involves)
-    return problems
+            yield from _size_problems(role, worker, card, involves)
 
 
 def _size_problems(
@@ -169,9 +148,8 @@ def _size_problems(
         yield ConfigProblem(key, size, f"{also} = {devices}, or nothing", involves=(*involves, also))
 
 
-def check_batches(config: RLConfig) -> list[ConfigProblem]:
+def check_batches(config: RLConfig) -> Iterator[ConfigProblem]:
     """Whole optimizer steps make up a rollout, and the critic takes as many as the actor."""
-    problems = []
     for role in TRAINED:
         worker = config.roles.get(role)
         # An uneven split of the devices is the business of check_parallelism.
@@ -198,8 +176,7 @@ def check_batches(config: RLConfig) -> list[ConfigProblem]:
         ]
         path, seen = f"{base}.gradient_accumulation_steps", arguments.gradient_accumulation_steps
         involved = ("rollout_batch_size", "actor_train.training_args.gradient_accumulation_steps", *involves)
-        problems.append(ConfigProblem(path, seen, expected, hint, involves=involved))
-    return problems
+        yield ConfigProblem(path, seen, expected, hint, involves=involved)
 
 
 _ONLY_BESIDE = {
@@ -210,68 +187,64 @@ _ONLY_BESIDE = {
 }
 
 
-def check_overlap(config: RLConfig) -> list[ConfigProblem]:
+def check_overlap(config: RLConfig) -> Iterator[ConfigProblem]:
     """Rollouts beside training: what was sampled with older weights is weighted, and nothing is set in vain."""
-    ratio, found = "async_generation_ratio", []
+    ratio = "async_generation_ratio"
     if not config.overlaps:
         for key, expected in _ONLY_BESIDE.items():
             if (seen := getattr(config, key)) != type(config).model_fields[key].default:
-                found.append(ConfigProblem(key, seen, expected.format(ratio), involves=(ratio,)))
-        return found
+                yield ConfigProblem(key, seen, expected.format(ratio), involves=(ratio,))
+        return
     weights = config.train_infer_correction.is_weight
     bounded = config.bypasses_old_logprobs and config.policy_loss not in ("kimi15", "vanilla")
     if not (weights.enabled or bounded):
         key = "train_infer_correction.is_weight.enabled"
         expected = f"true with {ratio} {config.async_generation_ratio:g}"
         hint = f"rollouts are up to {config.max_lag} steps old then; their losses need importance weights"
-        found.append(ConfigProblem(key, weights.enabled, expected, hint, involves=(ratio,)))
+        yield ConfigProblem(key, weights.enabled, expected, hint, involves=(ratio,))
     if (frequency := config.actor_train.model_update_frequency) > 1:
         key = "actor_train.model_update_frequency"
-        found.append(ConfigProblem(key, frequency, f"1 with {ratio}", involves=(ratio,)))
+        yield ConfigProblem(key, frequency, f"1 with {ratio}", involves=(ratio,))
     name, card = config.actor_infer.strategy_args.strategy_name, config.actor_infer.strategy_args.card
     if config.kv_after_update == "keep" and card is not None and not card.keeps_kv:
         involved = ("actor_infer.strategy_args.strategy_name",)
-        found.append(ConfigProblem("kv_after_update", "keep", f"recompute with {name}", involves=involved))
+        yield ConfigProblem("kv_after_update", "keep", f"recompute with {name}", involves=involved)
     if config.replay_schedule is not None:
         if card is None or not card.replays:
             key, hint = "actor_infer.strategy_args.strategy_name", f"{name} cannot hold a request until weights come"
-            found.append(ConfigProblem(key, name, "hf_infer with replay_schedule", hint, involves=("replay_schedule",)))
+            yield ConfigProblem(key, name, "hf_infer with replay_schedule", hint, involves=("replay_schedule",))
         if config.generate_opt_level != 1:
             key, expected = "generate_opt_level", "1 with replay_schedule"
-            found.append(ConfigProblem(key, config.generate_opt_level, expected, involves=("replay_schedule",)))
-    return found
+            yield ConfigProblem(key, config.generate_opt_level, expected, involves=("replay_schedule",))
 
 
-def check_found_rollouts(config: RLConfig) -> list[ConfigProblem]:
+def check_found_rollouts(config: RLConfig) -> Iterator[ConfigProblem]:
     """Rollouts of another run are taken in the order of the steps."""
-    key, seen = "rollout_replay_dir", config.rollout_replay_dir
-    if seen is None:
-        return []
-    for other, on in (
-        ("async_generation_ratio", config.overlaps),
-        ("is_use_additional_prompts", config.is_use_additional_prompts),
-    ):
-        if on:
-            expected = f"null with {other} {getattr(config, other)}: steps take groups as they finish then"
-            return [ConfigProblem(key, seen, expected, involves=(other,))]
-    return []
+    beside = {
+        "async_generation_ratio": config.overlaps,
+        "is_use_additional_prompts": config.is_use_additional_prompts,
+    }
+    other = next((key for key, on in beside.items() if on), None)
+    if config.rollout_replay_dir is not None and other is not None:
+        expected = f"null with {other} {getattr(config, other)}: steps take groups as they finish then"
+        yield ConfigProblem("rollout_replay_dir", config.rollout_replay_dir, expected, involves=(other,))
 
 
-def check_val_infer(config: RLConfig) -> list[ConfigProblem]:
+def check_val_infer(config: RLConfig) -> Iterator[ConfigProblem]:
     """Replicas that evaluate hold whole copies of the policy, beside those of the rollouts."""
     if config.val_infer is None:
-        return []
+        return
     key, mapping = "val_infer.device_mapping", config.val_infer.device_mapping
     per_worker, taken = config.actor_infer.num_gpus_per_worker, config.actor_infer.device_mapping or []
-    per_key, expected = "actor_infer.num_gpus_per_worker", ""
+    per_key = "actor_infer.num_gpus_per_worker"
     if len(mapping or [0]) % per_worker:
         expected = f"a multiple of {per_key} = {per_worker} devices"
     elif shared := sorted({*taken}.intersection(mapping or [])):
         expected = f"none of actor_infer's devices, such as {shared[0]}: rollouts go on there; or no val_infer"
+    else:
+        return
     involves = (per_key, "actor_infer.device_mapping")
-    return (
-        [ConfigProblem(key, NOTHING if mapping is None else mapping, expected, involves=involves)] if expected else []
-    )
+    yield ConfigProblem(key, NOTHING if mapping is None else mapping, expected, involves=involves)
 
 
 def _nearest_batch(worker: WorkerConfig, samples: int) -> str:
@@ -289,19 +262,15 @@ def _nearest_batch(worker: WorkerConfig, samples: int) -> str:
     return f"the nearest is {near}"
 
 
-def check_engines(config: PipelineConfig) -> list[ConfigProblem]:
+def check_engines(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The rules on each role's engine card."""
-    return [
-        problem
-        for role, worker in sections(config)
-        if (card := worker.strategy_args.card) is not None
-        for problem in card.rules(role, worker, config)
-    ]
+    for role, worker in sections(config):
+        if (card := worker.strategy_args.card) is not None:
+            yield from card.rules(role, worker, config)
 
 
-def check_lora(config: PipelineConfig) -> list[ConfigProblem]:
+def check_lora(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Adapters belong to the actor alone."""
-    problems = []
     actor = config.actor_train.model_args
     for role, worker in sections(config):
         args, key = worker.model_args, f"{role}.model_args.lora_target"
@@ -314,23 +283,21 @@ def check_lora(config: PipelineConfig) -> list[ConfigProblem]:
             expected = "null: only the actor has an adapter"
         else:
             continue
-        problems.append(ConfigProblem(key, args.lora_target, expected, involves=involves))
-    return problems
+        yield ConfigProblem(key, args.lora_target, expected, involves=involves)
 
 
-def check_profiler(config: PipelineConfig) -> list[ConfigProblem]:
+def check_profiler(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Recordings are of steps, roles and ranks that there are."""
-    profiler, problems = config.profiler, []
+    profiler = config.profiler
     known = {role: worker.num_workers for role, worker in config.roles.items()}
     if absent := [role for role in profiler.roles if role not in known]:
-        problems.append(ConfigProblem("profiler.roles", absent[0], f"some of {', '.join(known)}"))
+        yield ConfigProblem("profiler.roles", absent[0], f"some of {', '.join(known)}")
     largest = max((known[role] for role in profiler.roles or known if role in known), default=1)
     if wrong := [rank for rank in profiler.ranks or () if rank >= largest]:
-        problems.append(ConfigProblem("profiler.ranks", wrong[0], f"ranks below {largest}, as the roles have them"))
+        yield ConfigProblem("profiler.ranks", wrong[0], f"ranks below {largest}, as the roles have them")
     if late := [step for step in profiler.steps if step > config.max_steps]:
         expected = f"steps of the run, at most {config.max_steps}"
-        problems.append(ConfigProblem("profiler.steps", late[0], expected, involves=("max_steps",)))
-    return problems
+        yield ConfigProblem("profiler.steps", late[0], expected, involves=("max_steps",))
 
 
 def _adapter(args: ModelArguments) -> dict[str, object]:

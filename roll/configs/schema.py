@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -162,7 +162,13 @@ def leaf_paths(root: type[Config], prefix: str = "") -> Iterator[tuple[str, Fiel
             yield from leaf_paths(section, f"{prefix}{name}.")
 
 
-def nearest(name: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
+def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The most similar known name, if one is similar enough."""
-    found = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return found[0] if found else None
+
+
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """A hint at the most similar known name; empty where none is."""
+    near = nearest(name, known, cutoff)
+    return f"did you mean {near}?" if near else ""

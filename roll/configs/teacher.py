@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal, TypeAlias
 
 from pydantic import Field
@@ -30,13 +30,12 @@ class TeacherConfig(Config):
         "org/name on the hub, or tiny, which is taught as teacher_warm_start says.",
     )
 
-    def problems(self) -> list[ConfigProblem]:
-        found = super().problems()
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from super().problems()
         if self.teacher is not None and self.teacher_pretrain is None:
-            found.append(self.problem("teacher_pretrain", "a model, with a section teacher", "teacher", seen=NOTHING))
+            yield self.problem("teacher_pretrain", "a model, with a section teacher", "teacher", seen=NOTHING)
         if self.teacher is None and self.teacher_pretrain is not None:
-            found.append(self.problem("teacher", "a section with a scoring strategy", "teacher_pretrain", seen=NOTHING))
-        return found
+            yield self.problem("teacher", "a section with a scoring strategy", "teacher_pretrain", seen=NOTHING)
 
     @property
     def teacher_roles(self) -> Mapping[str, WorkerConfig]:
@@ -81,18 +80,18 @@ class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
             return None
         return DivergenceConfig.model_validate(self.model_dump(include=set(DivergenceConfig.model_fields)))
 
-    def problems(self) -> list[ConfigProblem]:
-        found = super().problems()
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from super().problems()
         if self.opd_form != "loss":
             expected = "no such key without opd_form: loss, which compares distributions"
-            found += [
+            yield from [
                 self.problem(key, expected, "opd_form")
                 for key, field in DivergenceConfig.model_fields.items()
                 if getattr(self, key) != field.default
             ]
         if self.teacher is not None:
-            return found
-        return found + [
+            return
+        yield from [
             self.problem(key, "no such key without a section teacher", "teacher")
             for key in ("is_pure_opd", "opd_kl_coef", "opd_form")
             if getattr(self, key) != OnPolicyDistillationConfig.model_fields[key].default

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -75,10 +75,9 @@ class McpServerConfig(Config):
     )
     retries: int = Field(default=0, ge=0, description="New attempts at a call that the server did not answer.")
 
-    def problems(self) -> list[ConfigProblem]:
-        if (self.command is None) != (self.url is None):
-            return []
-        return [self.problem("command", "a command or a url, one of them", "url")]
+    def problems(self) -> Iterator[ConfigProblem]:
+        if (self.command is None) == (self.url is None):
+            yield self.problem("command", "a command or a url, one of them", "url")
 
 
 class ToolsConfig(Config):
@@ -131,16 +130,15 @@ class ToolsConfig(Config):
             for key, value in data.items()
         }
 
-    def problems(self) -> list[ConfigProblem]:
+    def problems(self) -> Iterator[ConfigProblem]:
         expected = "letters, digits, _ and -, at most 64 of them"
-        found = [
+        yield from [
             self.problem("use", expected, seen=name)
             for name in self.use
             if len(name) > 64 or not name.replace("_", "").replace("-", "").isalnum() or not name.isascii()
         ]
         if not self.use and not self.servers:
-            found.append(self.problem("use", "at least one tool, here or of servers", "servers"))
-        return found
+            yield self.problem("use", "at least one tool, here or of servers", "servers")
 
     def placed(self) -> ToolsConfig:
         """The section with paths that are the same in every folder, where files lie in this one."""
@@ -162,7 +160,7 @@ class ToolsConfig(Config):
         return any(entry.tags is None or tag in entry.tags for entry in entries)
 
 
-def tool_tag_problems(tools: ToolsConfig | None, tags: Sequence[str], beside: str) -> list[ConfigProblem]:
+def tool_tag_problems(tools: ToolsConfig | None, tags: Sequence[str], beside: str) -> Iterator[ConfigProblem]:
     """Tools for tags that there are not.
 
     Args:
@@ -170,9 +168,8 @@ def tool_tag_problems(tools: ToolsConfig | None, tags: Sequence[str], beside: st
         tags: of the prompts or environments.
         beside: the section that has them.
     """
-    problems = []
     if tools is None:
-        return []
+        return
     entries: dict[str, ToolConfig | McpServerConfig] = {f"use.{name}": entry for name, entry in tools.use.items()}
     entries |= {f"servers.{name}": entry for name, entry in tools.servers.items()}
     for key, one in entries.items():
@@ -181,8 +178,7 @@ def tool_tag_problems(tools: ToolsConfig | None, tags: Sequence[str], beside: st
                 near = nearest(tag, tags)
                 hint = f"did you mean {near}?" if near else ""
                 expected = f"tags among {', '.join(tags) or 'none'}"
-                problems.append(ConfigProblem(f"tools.{key}.tags", tag, expected, hint, involves=(beside,)))
-    return problems
+                yield ConfigProblem(f"tools.{key}.tags", tag, expected, hint, involves=(beside,))
 
 
 def placed_files(command: list[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -82,27 +83,23 @@ class TrainingArguments(Config):
         description="wsd's fall, r from 0 to 1: 1 - r, half a cosine, 2 / 2^r - 1, or 1 - sqrt(r).",
     )
 
-    def problems(self) -> list[ConfigProblem]:
-        found = []
+    def problems(self) -> Iterator[ConfigProblem]:
         if self.warmup_steps and self.warmup_ratio:
             expected = f"0 beside warmup_steps {self.warmup_steps}: one of the two"
-            found.append(self.problem("warmup_ratio", expected, "warmup_steps"))
+            yield self.problem("warmup_ratio", expected, "warmup_steps")
         if self.lr_scheduler_type == "constant" and (self.warmup_steps or self.warmup_ratio):
             expected = "constant_with_warmup, since there is a warm-up"
-            found.append(self.problem("lr_scheduler_type", expected, "warmup_steps", "warmup_ratio"))
+            yield self.problem("lr_scheduler_type", expected, "warmup_steps", "warmup_ratio")
         if self.warmup_init_ratio and not (self.warmup_steps or self.warmup_ratio):
-            found.append(self.problem("warmup_init_ratio", "0 without a warm-up", "warmup_steps", "warmup_ratio"))
+            yield self.problem("warmup_init_ratio", "0 without a warm-up", "warmup_steps", "warmup_ratio")
         for key, schedules in _ONLY_OF.items():
             given = getattr(self, key) != type(self).model_fields[key].default
             if given and self.lr_scheduler_type not in schedules:
                 expected = (
                     f"no such key with lr_scheduler_type {self.lr_scheduler_type}: read by {', '.join(schedules)}"
                 )
-                found.append(self.problem(key, expected, "lr_scheduler_type"))
+                yield self.problem(key, expected, "lr_scheduler_type")
         if self.optimizer != "muon" and self.muon_momentum != type(self).model_fields["muon_momentum"].default:
-            found.append(self.problem("muon_momentum", f"no such key with optimizer {self.optimizer}", "optimizer"))
+            yield self.problem("muon_momentum", f"no such key with optimizer {self.optimizer}", "optimizer")
         if self.weight_decay_incr_style != "linear" and self.weight_decay_end is None:
-            found.append(
-                self.problem("weight_decay_incr_style", "nothing without weight_decay_end", "weight_decay_end")
-            )
-        return found
+            yield self.problem("weight_decay_incr_style", "nothing without weight_decay_end", "weight_decay_end")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pydantic import Field
 
 from roll.configs.base import Config
@@ -21,10 +23,9 @@ class SupervisedStartConfig(Config):
     eval_steps: int = Field(default=20, ge=1, description="Optimizer steps between two measurements of success.")
     eval_episodes: int = Field(default=256, ge=1, description="Episodes of one measurement.")
 
-    def problems(self) -> list[ConfigProblem]:
-        if self.min_success < self.max_success:
-            return []
-        return [self.problem("min_success", f"less than max_success = {self.max_success}", "max_success")]
+    def problems(self) -> Iterator[ConfigProblem]:
+        if self.min_success >= self.max_success:
+            yield self.problem("min_success", f"less than max_success = {self.max_success}", "max_success")
 
 
 class WarmStartConfig(SupervisedStartConfig):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
@@ -124,27 +125,23 @@ class WorkerConfig(Config):
         arguments = self.training_args
         return arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps * self.data_parallel_size
 
-    def problems(self) -> list[ConfigProblem]:
-        found = self._placement_problems()
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from self._placement_problems()
         for phase in ("train", "infer"):
             key, switch = f"max_tokens_per_microbatch_in_{phase}", f"use_dynamic_batching_in_{phase}"
             budget, dynamic = getattr(self, key), getattr(self, switch)
             if dynamic and not budget:
-                found.append(self.problem(key, f"at least 1 with {switch}", switch))
+                yield self.problem(key, f"at least 1 with {switch}", switch)
             if budget and not dynamic:
-                found.append(self.problem(key, f"{switch}=true, or no budget", switch))
-        return found
+                yield self.problem(key, f"{switch}=true, or no budget", switch)
 
-    def _placement_problems(self) -> list[ConfigProblem]:
-        per_worker = self.num_gpus_per_worker
-        if not self.device_mapping:
-            expected = "1, or a device_mapping"
-            return [self.problem("num_gpus_per_worker", expected, "device_mapping")] if per_worker > 1 else []
-        devices = len(self.device_mapping)
-        if devices % per_worker:
+    def _placement_problems(self) -> Iterator[ConfigProblem]:
+        per_worker, devices = self.num_gpus_per_worker, len(self.device_mapping or ())
+        if not devices and per_worker > 1:
+            yield self.problem("num_gpus_per_worker", "1, or a device_mapping", "device_mapping")
+        elif devices % per_worker:
             expected = f"a divisor of {devices}, the devices of device_mapping"
-            return [self.problem("num_gpus_per_worker", expected, "device_mapping")]
-        if self.world_size is not None and self.world_size * per_worker != devices:
+            yield self.problem("num_gpus_per_worker", expected, "device_mapping")
+        elif devices and self.world_size is not None and self.world_size * per_worker != devices:
             expected = f"{devices // per_worker} or null: {devices} devices, num_gpus_per_worker {per_worker}"
-            return [self.problem("world_size", expected, "num_gpus_per_worker", "device_mapping")]
-        return []
+            yield self.problem("world_size", expected, "num_gpus_per_worker", "device_mapping")

@@ -55,7 +55,7 @@ class PromptSampler:
             self._members = [np.arange(len(dataset), dtype=np.int64)]
             self._mixer = None
         else:
-            if wrong := probability_problems(dict(interleave_probs)):
+            if wrong := list(probability_problems(dict(interleave_probs))):
                 raise ConfigErrors(wrong)
             # Sorted, so that the order of the keys in a file does not matter.
             self._names = sorted(interleave_probs)

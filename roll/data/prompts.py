@@ -142,7 +142,7 @@ def load_prompts(
         ValueError: ``args`` names no dataset, or ``dataset_cls`` cannot be imported.
     """
     assert prompt_length is None or renderer is not None, "prompt_length is counted by a renderer"
-    wrong = args.problems()
+    wrong = list(args.problems())
     if wrong or not args.has_dataset:
         wrong = wrong or [args.problem("file_name", "files")]
         raise ConfigErrors([problem.under("data_args") for problem in wrong])

@@ -109,7 +109,7 @@ def perform(
         config, program = read_config(config_name, folder, overrides, program)
         lines, problems = check_inputs(config) if action == "validate" else ([], [])
         if action == "train":
-            problems = check_machine(config)
+            problems = list(check_machine(config))
         if problems:
             raise ConfigErrors(problems)
     except ConfigErrors as errors:

@@ -40,23 +40,21 @@ from roll.utils.registry import UnknownNameError
 _ENV_MANAGERS = ("step", "traj")
 
 
-def check_envs(config: AgenticConfig) -> list[ConfigProblem]:
+def check_envs(config: AgenticConfig) -> Iterator[ConfigProblem]:
     """Environment types exist and understand their ``env_config``."""
-    problems: list[ConfigProblem] = []
     for tag, env in config.custom_envs.items():
         base = f"custom_envs.{tag}"
-        problems += [problem.under(base) for problem in envs.check_env_config(env.env_type, env.env_config)]
+        yield from [problem.under(base) for problem in envs.check_env_config(env.env_type, env.env_config)]
         if env.env_manager_cls not in _ENV_MANAGERS:
-            problems += _path_problems(f"{base}.env_manager_cls", env.env_manager_cls, _ENV_MANAGERS)
-    problems += _tiny_problems(config)
+            yield from _path_problems(f"{base}.env_manager_cls", env.env_manager_cls, _ENV_MANAGERS)
+    yield from _tiny_problems(config)
     for name in MANAGERS:
         manager = getattr(config, name)
         for tag, env in config.played_envs(manager).items():
             for problem in envs.check_env_config(env.env_type, env.env_config) if manager.format_penalty else ():
                 if problem.path == "env_config.format_penalty":
                     hint = f"{tag} ({env.env_type}) takes no format_penalty"
-                    problems.append(ConfigProblem(f"{name}.format_penalty", manager.format_penalty, "0", hint))
-    return problems
+                    yield ConfigProblem(f"{name}.format_penalty", manager.format_penalty, "0", hint)
 
 
 def _tiny_problems(config: AgenticConfig) -> Iterator[ConfigProblem]:
@@ -71,13 +69,12 @@ def _tiny_problems(config: AgenticConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("pretrain", config.pretrain, expected, hint, involves=involved)
 
 
-def check_verifiers(config: PromptsConfig) -> list[ConfigProblem]:
+def check_verifiers(config: PromptsConfig) -> Iterator[ConfigProblem]:
     """Verifiers exist and understand their ``args``."""
     from roll.rewards.scorer import check_rewards
 
-    return [
-        problem.under(f"rewards.{name}") for name, reward in config.rewards.items() for problem in check_rewards(reward)
-    ]
+    for name, reward in config.rewards.items():
+        yield from (problem.under(f"rewards.{name}") for problem in check_rewards(reward))
 
 
 def check_reward_parts(config: RLVRConfig) -> list[ConfigProblem]:
@@ -98,16 +95,13 @@ def check_reward_parts(config: RLVRConfig) -> list[ConfigProblem]:
     ]
 
 
-def check_tools(config: RLConfig) -> list[ConfigProblem]:
+def check_tools(config: RLConfig) -> Iterator[ConfigProblem]:
     """Tools exist, and so does the dialect in which they are called."""
     if config.tools is None:
-        return []
-    problems = [
-        problem.under(f"tools.use.{name}")
-        for name, entry in config.tools.use.items()
-        for problem in check_tool(entry.tool, entry.args)
-    ]
-    return [*problems, *_dialect_problems("tools.dialect", config.tools.dialect)]
+        return
+    for name, entry in config.tools.use.items():
+        yield from (problem.under(f"tools.use.{name}") for problem in check_tool(entry.tool, entry.args))
+    yield from _dialect_problems("tools.dialect", config.tools.dialect)
 
 
 def check_told_tools(config: RLVRConfig) -> list[ConfigProblem]:
@@ -119,68 +113,57 @@ def check_told_tools(config: RLVRConfig) -> list[ConfigProblem]:
     ]
 
 
-def check_agents(config: RLConfig) -> list[ConfigProblem]:
+def check_agents(config: RLConfig) -> Iterator[ConfigProblem]:
     """An agent's function and folders can be found, and so can the dialect in which the policy calls its tools."""
-    problems: list[ConfigProblem] = []
     for key, agent in config.agents.items():
         if agent.path is not None and ".py:" not in agent.path:
-            problems += _path_problems(f"{key}.path", agent.path, ())
-        problems += _dialect_problems(f"{key}.dialect", agent.dialect)
+            yield from _path_problems(f"{key}.path", agent.path, ())
+        yield from _dialect_problems(f"{key}.dialect", agent.dialect)
         folders = {f"{key}.cwd": agent.cwd, f"{key}.template": agent.template}
-        problems += [
+        yield from [
             ConfigProblem(name, path, "a folder that is there")
             for name, path in folders.items()
             if path is not None and not Path(path).is_dir()
         ]
-        problems += [
+        yield from [
             ConfigProblem(f"{key}.sandbox.readable.{index}", path, "a file or folder that is there")
             for index, path in enumerate(agent.sandbox.readable if agent.sandbox else ())
             if not Path(path).exists()
         ]
-    return problems
 
 
-def check_data_plugins(config: PromptsConfig) -> list[ConfigProblem]:
+def check_data_plugins(config: PromptsConfig) -> Iterator[ConfigProblem]:
     """Dataset classes and the data generator can be found."""
     datasets = {"actor_train.data_args": config.actor_train.data_args}
     if config.validation is not None:
         datasets["validation.data_args"] = config.validation.data_args
-    # What is no path at all is said by the section itself.
-    paths = {
-        f"{key}.dataset_cls": data.dataset_cls
-        for key, data in datasets.items()
-        if data.dataset_cls and ATTRIBUTE_PATH.fullmatch(data.dataset_cls)
-    }
+    for key, data in datasets.items():
+        # What is no path at all is said by the section itself.
+        if data.dataset_cls and ATTRIBUTE_PATH.fullmatch(data.dataset_cls):
+            yield from _path_problems(f"{key}.dataset_cls", data.dataset_cls, (), files=True)
     if config.data_generator is not None:
-        paths["data_generator.path"] = config.data_generator.path
-    return [
-        problem
-        for key, path in paths.items()
-        if path is not None
-        for problem in _path_problems(key, path, (), files=key.endswith(".dataset_cls"))
-    ]
+        yield from _path_problems("data_generator.path", config.data_generator.path, ())
 
 
-def check_replay(config: PipelineConfig) -> list[ConfigProblem]:
+def check_replay(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The schedule to repeat is there, and it is that of a whole run under the same limits."""
     if not isinstance(config, RLConfig) or config.replay_schedule is None:
-        return []
+        return
     key, limits = "replay_schedule", (config.groups_per_step, config.groups_ahead, config.window)
     involved = ("max_steps", "rollout_batch_size", "async_generation_ratio", "rollout_window")
     try:
         schedule = Schedule.read(Path(config.replay_schedule))
     except (OSError, ValueError) as error:
-        return [ConfigProblem(key, config.replay_schedule, "the schedule.jsonl of a run", str(error))]
-    problems = []
+        yield ConfigProblem(key, config.replay_schedule, "the schedule.jsonl of a run", str(error))
+        return
     if schedule.limits != {limits}:
         expected = "a run with {} groups per step, {} ahead and a window of {} draws".format(*limits)
         recorded = " and ".join("{}, {} and {}".format(*some) for some in sorted(schedule.limits))
-        problems.append(ConfigProblem(key, config.replay_schedule, expected, f"it has {recorded}", involves=involved))
+        yield ConfigProblem(key, config.replay_schedule, expected, f"it has {recorded}", involves=involved)
     if sorted(schedule.steps) != list(range(1, config.max_steps + 1)):
         recorded = f"it has {len(schedule.steps)} steps, the last is {max(schedule.steps, default=0)}"
         expected = f"all steps of a run of max_steps {config.max_steps}"
-        problems.append(ConfigProblem(key, config.replay_schedule, expected, recorded, involves=involved))
-    return problems
+        yield ConfigProblem(key, config.replay_schedule, expected, recorded, involves=involved)
 
 
 def _workers(config: PipelineConfig) -> Iterator[tuple[str, WorkerConfig]]:
@@ -190,30 +173,26 @@ def _workers(config: PipelineConfig) -> Iterator[tuple[str, WorkerConfig]]:
     ).items()
 
 
-def check_strategies(config: PipelineConfig) -> list[ConfigProblem]:
+def check_strategies(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Strategies exist, and each does what its role needs."""
-    problems: list[ConfigProblem] = []
     for role, worker in sections(config):
         name, card, path = worker.strategy_args.strategy_name, worker.strategy_args.card, f"{role}.strategy_args"
         path, task = f"{path}.strategy_name", task_of(role)
         able = strategy_names(task)
         if card is None and name not in STRATEGIES:
-            problems += _path_problems(path, name, able)
+            yield from _path_problems(path, name, able)
         elif card is not None and not card.strategy(name).plays(role):
             near = nearest_name(name, able)
             hint = f"did you mean {near}?" if near else ""
-            problems.append(ConfigProblem(path, name, f"a strategy that {task}: {', '.join(able)}", hint))
-    return problems
+            yield ConfigProblem(path, name, f"a strategy that {task}: {', '.join(able)}", hint)
 
 
-def check_engine_options(config: PipelineConfig) -> list[ConfigProblem]:
+def check_engine_options(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Options that are passed on to an engine exist there. What the engine takes is read from its source."""
-    return [
-        problem.under(f"{role}.strategy_args.strategy_config")
-        for role, worker in sections(config)
-        if (card := worker.strategy_args.card) is not None
-        for problem in card.option_problems(worker.strategy_args.strategy_config)
-    ]
+    for role, worker in sections(config):
+        if (card := worker.strategy_args.card) is not None:
+            for problem in card.option_problems(worker.strategy_args.strategy_config):
+                yield problem.under(f"{role}.strategy_args.strategy_config")
 
 
 def describe_options(config: PipelineConfig) -> list[str]:
@@ -229,35 +208,32 @@ def describe_options(config: PipelineConfig) -> list[str]:
     return lines
 
 
-def check_plugins(config: PipelineConfig) -> list[ConfigProblem]:
+def check_plugins(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Trackers are registered, and classes and functions given by path can be found."""
-    problems = []
     for tracker in config.trackers:
         try:
             TRACKERS.check(tracker)
         except UnknownNameError as error:
-            problems.append(ConfigProblem("track_with", tracker, "a known tracker", str(error)))
+            yield ConfigProblem("track_with", tracker, "a known tracker", str(error))
     try:
         tracker_options(config.trackers, config.tracker_kwargs)
     except (UnknownNameError, ImportError):
         pass  # said above, or by a run
     except ValueError as error:
         seen = Words(", ".join(config.tracker_kwargs))  # values may be secrets
-        problems.append(ConfigProblem("tracker_kwargs", seen, "options of the trackers", str(error)))
+        yield ConfigProblem("tracker_kwargs", seen, "options of the trackers", str(error))
     paths = {f"{role}.worker_cls": worker.worker_cls for role, worker in _workers(config)}
     named = ("adv_estimator", "pg_variant") if isinstance(config, RLConfig) else ()
     plug_ins = {key: getattr(config, key) for key in named}
     paths |= {key: name if ":" in name else None for key, name in plug_ins.items()}
     for key, path in paths.items():
         if path is not None:
-            problems += _path_problems(key, path, ())
-    return problems
+            yield from _path_problems(key, path, ())
 
 
-def check_placement(config: PipelineConfig) -> list[ConfigProblem]:
+def check_placement(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Every device exists, and a worker's devices lie on one node."""
     nodes = pretend_nodes(config.num_nodes, config.num_gpus_per_node)
-    problems = []
     for role, worker in _workers(config):
         mapping = worker.device_mapping
         # Division and world_size are checked with the section itself.
@@ -274,8 +250,7 @@ def check_placement(config: PipelineConfig) -> list[ConfigProblem]:
                 f"{config.num_gpus_per_node}), each worker's on one node"
             )
             hint = "; ".join(error.problems)
-            problems.append(ConfigProblem(path, mapping, expected, hint, involves=involved))
-    return problems
+            yield ConfigProblem(path, mapping, expected, hint, involves=involved)
 
 
 def role_requests(config: PipelineConfig) -> list[RoleRequest]:

@@ -19,21 +19,23 @@ from roll.tracking import SERVICES
 from roll.utils.registry import UnknownNameError, import_path
 
 
-def check_machine(config: PipelineConfig) -> list[ConfigProblem]:
+def check_machine(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Packages that are not installed here, and kernels that this machine has no GPU for.
 
     A configuration may be checked without them (``--validate-only``), but not run.
     """
-    problems = [problem for role, worker in config.roles.items() for problem in _role_problems(config, role, worker)]
+    for role, worker in config.roles.items():
+        yield from (problem.under(role) for problem in _role_problems(config, role, worker))
     for key in config.agents if isinstance(config, RLConfig) else ():
         absent = [package for package in ("starlette", "uvicorn") if not _installed(package)]
-        problems += [missing_package(key, "a section", package, "agents") for package in absent]
+        yield from (missing_package(key, "a section", package, "agents") for package in absent)
     absent = [name for name in config.trackers if name in SERVICES and not _installed(name)]
-    problems += [missing_package("track_with", name, name, name) for name in absent]
+    yield from (missing_package("track_with", name, name, name) for name in absent)
     if config.profiler.nsight is not None and shutil.which("nsys") is None and not _elsewhere(config):
         expected = "null, or nsys (Nsight Systems) on this machine's PATH"
-        problems.append(ConfigProblem("profiler.nsight", config.profiler.nsight, expected))
-    return [*problems, *_plug_in_problems(config), *_device_problems(config)]
+        yield ConfigProblem("profiler.nsight", config.profiler.nsight, expected)
+    yield from _plug_in_problems(config)
+    yield from _device_problems(config)
 
 
 def _device_problems(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -75,24 +77,22 @@ def _plug_in_problems(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(key, path, "package.module:Class that can be imported", str(error))
 
 
-def _role_problems(config: PipelineConfig, role: str, worker: WorkerConfig) -> list[ConfigProblem]:
+def _role_problems(config: PipelineConfig, role: str, worker: WorkerConfig) -> Iterator[ConfigProblem]:
     args, card = worker.model_args, worker.strategy_args.card
-    problems = []
     if card is not None and (problem := card.package_problem(worker)):
-        problems.append(problem)
+        yield problem
     if role == "actor_train" and args.lora_targets and not _installed("peft"):
-        problems.append(missing_package("model_args.lora_target", args.lora_target, "peft", "lora"))
+        yield missing_package("model_args.lora_target", args.lora_target, "peft", "lora")
     kernels = [] if card is None else [*_kernels(worker, card), *card.gpu_only(worker)]
     if kernels and not _gpu_expected(config):
         on = "on a machine without a GPU"
-        problems += [replace(problem, expected=f"{problem.expected} {on}") for problem in kernels]
+        yield from (replace(problem, expected=f"{problem.expected} {on}") for problem in kernels)
     elif card is not None and card.trains_modules:
         if args.use_liger_kernel and not _installed("liger_kernel"):
-            problems.append(missing_package("model_args.use_liger_kernel", True, "liger_kernel", "liger"))
+            yield missing_package("model_args.use_liger_kernel", True, "liger_kernel", "liger")
         if args.attn_implementation == "fa2" and not _installed("flash_attn"):
             expected = "sdpa or auto, or the package flash_attn to be installed"
-            problems.append(args.problem("attn_implementation", expected).under("model_args"))
-    return [problem.under(role) for problem in problems]
+            yield args.problem("attn_implementation", expected).under("model_args")
 
 
 def _kernels(worker: WorkerConfig, card: EngineCard) -> Iterator[ConfigProblem]:

@@ -23,29 +23,26 @@ from roll.utils.registry import import_path
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
-def check_models(config: PipelineConfig) -> list[ConfigProblem]:
+def check_models(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Models are ``tiny``, a folder in Hugging Face format, or look like a name on the hub (which is not asked)."""
-    problems = []
     for key, model in config.models.items():
         folder = Path(model)
         if model == TINY:
             continue
         if (folder.expanduser() / "config.json").is_file():
             _, problem = _read_config(model)
-            problems += [ConfigProblem(key, model, "a model that Transformers knows", problem)] if problem else []
+            if problem:
+                yield ConfigProblem(key, model, "a model that Transformers knows", problem)
             continue
         if folder.exists():
-            problems.append(ConfigProblem(key, model, "a folder that holds a config.json in Hugging Face format"))
+            yield ConfigProblem(key, model, "a folder that holds a config.json in Hugging Face format")
         elif not _HUB_ID.fullmatch(model):
             near = nearest(folder.name, [path.name for path in folder.parent.glob("*")])
             hint = f"did you mean {folder.parent / near}?" if near else "there is nothing at this path"
-            problems.append(
-                ConfigProblem(key, model, "tiny, an existing model folder, or an org/name on the hub", hint)
-            )
+            yield ConfigProblem(key, model, "tiny, an existing model folder, or an org/name on the hub", hint)
     if isinstance(config.resume_from_checkpoint, str) and not Path(config.resume_from_checkpoint).is_dir():
         seen = config.resume_from_checkpoint
-        problems.append(ConfigProblem("resume_from_checkpoint", seen, "true, false or an existing checkpoint folder"))
-    return problems
+        yield ConfigProblem("resume_from_checkpoint", seen, "true, false or an existing checkpoint folder")
 
 
 def check_tokenizer(config: PipelineConfig) -> list[ConfigProblem]:
@@ -69,9 +66,8 @@ def check_tokenizer(config: PipelineConfig) -> list[ConfigProblem]:
     return [ConfigProblem(key, path, expected, involves=("pretrain",))]
 
 
-def check_fit(config: PipelineConfig) -> list[ConfigProblem]:
+def check_fit(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The model is one that each role's engine can run, and its sizes divide into the role's parallel layout."""
-    problems: list[ConfigProblem] = []
     for role, worker in sections(config):
         card = worker.strategy_args.card
         if card is None:
@@ -84,8 +80,7 @@ def check_fit(config: PipelineConfig) -> list[ConfigProblem]:
         found = list(_import(card.fit)(role, worker, sizes, config)) if card.fit else []
         if not found and card.splits_heads:
             found += head_problems(worker, card, sizes)
-        problems += [problem.under(role) for problem in found]
-    return problems
+        yield from [problem.under(role) for problem in found]
 
 
 def head_problems(worker: WorkerConfig, card: EngineCard, sizes: Any) -> Iterator[ConfigProblem]:
@@ -121,23 +116,19 @@ def _import(path: str) -> Any:
     return import_path(path, "check")
 
 
-def check_positions(config: PipelineConfig) -> list[ConfigProblem]:
+def check_positions(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The model has positions for the longest sample."""
-    path = config.pretrain
-    if path == TINY:
-        most = MAX_POSITIONS
-    else:
+    most = MAX_POSITIONS
+    if config.pretrain != TINY:
         sizes = model_config(config, "actor_train")
         most = getattr(sizes, "max_position_embeddings", None) or config.sequence_length
-    if config.sequence_length <= most:
-        return []
-    expected = f"at most {most}, the positions that the model has"
-    return [ConfigProblem("sequence_length", config.sequence_length, expected, involves=("pretrain",))]
+    if config.sequence_length > most:
+        expected = f"at most {most}, the positions that the model has"
+        yield ConfigProblem("sequence_length", config.sequence_length, expected, involves=("pretrain",))
 
 
-def check_trained_format(config: PipelineConfig) -> list[ConfigProblem]:
+def check_trained_format(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """A checkpoint in fp16 is not trained in it."""
-    problems = []
     for role in TRAINED:
         worker = getattr(config, role, None)
         if worker is None or compute_dtype(role, worker)[1] is not None:
@@ -145,13 +136,11 @@ def check_trained_format(config: PipelineConfig) -> list[ConfigProblem]:
         sizes = None if config.pretrain == TINY else model_config(config, role)
         if str(getattr(sizes, "dtype", None)) == "torch.float16":
             expected = "bf16 or fp32: the model is in fp16, and training in that would need loss scaling"
-            problems.append(ConfigProblem(f"{role}.model_args.dtype", None, expected, involves=("pretrain",)))
-    return problems
+            yield ConfigProblem(f"{role}.model_args.dtype", None, expected, involves=("pretrain",))
 
 
-def check_model_kwargs(config: PipelineConfig) -> list[ConfigProblem]:
+def check_model_kwargs(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """``model_config_kwargs`` are entries that the model's configuration has."""
-    problems = []
     for role, worker in sections(config):
         given = worker.model_args.model_config_kwargs
         sizes, _ = _read_config(config.model_of(role), *config.tiny_sizes) if given else (None, "")
@@ -162,8 +151,7 @@ def check_model_kwargs(config: PipelineConfig) -> list[ConfigProblem]:
                 hint = f"did you mean {near}?" if near else ""
                 path = f"{role}.model_args.model_config_kwargs.{key}"
                 expected = f"an entry of {type(sizes).__name__}"
-                problems.append(ConfigProblem(path, given[key], expected, hint, involves=("pretrain",)))
-    return problems
+                yield ConfigProblem(path, given[key], expected, hint, involves=("pretrain",))
 
 
 def check_adapted_layers(config: PipelineConfig) -> list[ConfigProblem]:
@@ -186,9 +174,8 @@ def check_adapted_layers(config: PipelineConfig) -> list[ConfigProblem]:
     return [problem.under("actor_train") for problem in found]
 
 
-def check_frozen_parts(config: PipelineConfig) -> list[ConfigProblem]:
+def check_frozen_parts(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The model has the parts that ``freeze_module_prefix`` names, and others to train."""
-    problems = []
     for role, worker in sections(config):
         prefixes = worker.model_args.frozen_prefixes if role in TRAINED else ()
         if not prefixes or (sizes := model_config(config, role)) is None:
@@ -199,8 +186,7 @@ def check_frozen_parts(config: PipelineConfig) -> list[ConfigProblem]:
             frozen_parameters(_outline(sizes), prefixes, head=role == "critic")
         except UnknownPartError as error:
             key, seen = f"{role}.model_args.freeze_module_prefix", worker.model_args.freeze_module_prefix
-            problems.append(ConfigProblem(key, seen, error.expected, error.reason, involves=("pretrain",)))
-    return problems
+            yield ConfigProblem(key, seen, error.expected, error.reason, involves=("pretrain",))
 
 
 def _outline(sizes: Any) -> Any:
@@ -215,23 +201,22 @@ def _outline(sizes: Any) -> Any:
     return model
 
 
-def check_adapter_start(config: PipelineConfig) -> list[ConfigProblem]:
+def check_adapter_start(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The adapter to start from is one of the shape that is trained."""
     args = config.actor_train.model_args
     if (path := args.adapter_name_or_path) is None:
-        return []
+        return
     key, folder = "actor_train.model_args.adapter_name_or_path", Path(path).expanduser()
     try:
         stored = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         rank, alpha = stored["r"], stored["lora_alpha"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return [ConfigProblem(key, path, "a folder that peft has saved an adapter in", str(error))]
-    problems = []
+        yield ConfigProblem(key, path, "a folder that peft has saved an adapter in", str(error))
+        return
     for name, own, theirs in (("lora_rank", args.lora_rank, rank), ("lora_alpha", args.adapter_alpha, alpha)):
         if own != theirs:
             expected = f"{theirs}, as the adapter in {path} has it"
-            problems.append(ConfigProblem(f"actor_train.model_args.{name}", own, expected, involves=(key,)))
-    return problems
+            yield ConfigProblem(f"actor_train.model_args.{name}", own, expected, involves=(key,))
 
 
 MODEL_CHECKS: tuple[Rule, ...] = (

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from pydantic import Field
 
 from roll.configs.base import Config
-from roll.configs.problems import ConfigProblem
+from roll.configs.problems import ConfigProblem, pattern_problems
 
 ANSWER_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-
-
-def pattern_problems(pattern: str | None, key: str, groups: int = 1) -> list[ConfigProblem]:
-    """Why a regular expression cannot be used; ``groups`` is how many it must have."""
-    if pattern is None:
-        return []
-    try:
-        found = re.compile(pattern).groups
-    except re.error as error:
-        return [ConfigProblem(key, pattern, "a regular expression", str(error))]
-    if found < groups:
-        return [ConfigProblem(key, pattern, "a group around the answer, as in <answer>(.*?)</answer>")]
-    return []
 
 
 def after_thoughts(response: str) -> str:
@@ -39,8 +27,8 @@ class AnswerConfig(Config):
         "counts, and nowhere else is looked. null: the usual marks.",
     )
 
-    def problems(self) -> list[ConfigProblem]:
-        return pattern_problems(self.answer_pattern, "answer_pattern")
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from pattern_problems("answer_pattern", self.answer_pattern)
 
 
 def last_group(pattern: re.Pattern[str], text: str) -> str | None:

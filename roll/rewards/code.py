@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import Field
@@ -77,19 +77,17 @@ class CodeConfig(Config):
         description="A sandbox service that runs the programs (SandboxFusion's interface). null: this machine does.",
     )
 
-    def problems(self) -> list[ConfigProblem]:
-        found = []
+    def problems(self) -> Iterator[ConfigProblem]:
         if self.total_timeout < self.limits.wall_seconds:
             expected = f"at least limits.wall_seconds = {self.limits.wall_seconds}"
-            found.append(self.problem("total_timeout", expected, "limits.wall_seconds"))
+            yield self.problem("total_timeout", expected, "limits.wall_seconds")
         if self.remote is not None:
             expected = "no such key with remote: the service decides"
-            found += [self.problem(key, expected, "remote") for key in _LOCAL if key in self.model_fields_set]
+            yield from [self.problem(key, expected, "remote") for key in _LOCAL if key in self.model_fields_set]
             for key in sorted(self.limits.model_fields_set - set(READ_LIMITS)):
                 expected = f"no such key with remote: the service decides; it is told {', '.join(READ_LIMITS)}"
                 value = getattr(self.limits, key)
-                found.append(ConfigProblem(f"limits.{key}", value, expected, involves=("remote",)))
-        return found
+                yield ConfigProblem(f"limits.{key}", value, expected, involves=("remote",))
 
 
 # --- what the policy said

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -66,10 +66,10 @@ class RemoteConfig(Patience):
         description="Name of the environment variable that holds the key, in the reward worker. null: no key is sent.",
     )
 
-    def problems(self) -> list[ConfigProblem]:
+    def problems(self) -> Iterator[ConfigProblem]:
         """An address or a name of a variable that cannot be one."""
-        found = [url_problem("url", self.url, "api_key_env"), key_name_problem("api_key_env", self.api_key_env)]
-        return [problem for problem in found if problem]
+        yield from url_problems("url", self.url, "api_key_env")
+        yield from key_name_problems("api_key_env", self.api_key_env)
 
 
 class TransientError(RewardError):
@@ -208,27 +208,25 @@ def read_key(name: str | None, setting: str) -> SecretStr | None:
     return SecretStr(key)
 
 
-def url_problem(setting: str, url: str, key_setting: str) -> ConfigProblem | None:
+def url_problems(setting: str, url: str, key_setting: str) -> Iterator[ConfigProblem]:
     """What is wrong with an endpoint's address; a login in it is not repeated."""
     expected = "http(s)://host[:port]/path"
     try:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
-        return ConfigProblem(setting, _HIDDEN, expected, str(error))
+        yield ConfigProblem(setting, _HIDDEN, expected, str(error))
+        return
     if parsed.userinfo:
         hint = f"{key_setting} names the variable with the key"
-        return ConfigProblem(setting, Words("a login in it"), f"{expected} without one", hint)
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        return ConfigProblem(setting, url, expected)
-    return None
+        yield ConfigProblem(setting, Words("a login in it"), f"{expected} without one", hint)
+    elif parsed.scheme not in ("http", "https") or not parsed.host:
+        yield ConfigProblem(setting, url, expected)
 
 
-def key_name_problem(setting: str, name: str | None) -> ConfigProblem | None:
+def key_name_problems(setting: str, name: str | None) -> Iterator[ConfigProblem]:
     """A name that no environment variable with a key would have; it may be the key itself, so it is not repeated."""
-    if name is None or _KEY_NAME.fullmatch(name):
-        return None
-    expected = "the name of an environment variable in capitals, such as JUDGE_API_KEY"
-    return ConfigProblem(setting, _HIDDEN, expected)
+    if name is not None and not _KEY_NAME.fullmatch(name):
+        yield ConfigProblem(setting, _HIDDEN, "the name of an environment variable in capitals, such as JUDGE_API_KEY")
 
 
 def _asked_wait(state: tenacity.RetryCallState) -> float | None:

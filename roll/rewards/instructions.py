@@ -8,16 +8,15 @@ from __future__ import annotations
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NoReturn
 
 from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.parsing import section_problems
-from roll.configs.problems import ConfigErrors, ConfigProblem
+from roll.configs.problems import ConfigErrors, ConfigProblem, pattern_problems
 from roll.configs.schema import nearest
-from roll.rewards.answers import pattern_problems
 from roll.rewards.types import RewardError, RuleVerifier, Sample, Verdict
 
 
@@ -37,19 +36,19 @@ class CountConstraint(Constraint):
     min: int = Field(default=0, ge=0, description="At least so many.")
     max: int | None = Field(default=None, ge=0, description="At most so many; null is no bound.")
 
-    def problems(self) -> list[ConfigProblem]:
+    def problems(self) -> Iterator[ConfigProblem]:
         if self.min == 0 and self.max is None:
-            return [self.problem("min", "at least 1, or a bound in max", "max")]
-        return _crossed(self.min, self.max)
+            yield self.problem("min", "at least 1, or a bound in max", "max")
+        yield from _crossed(self.min, self.max)
 
     def holds(self, sample: Sample) -> bool:
         count = COUNTERS[self.kind](sample.response)
         return self.min <= count and (self.max is None or count <= self.max)
 
 
-def _crossed(low: int, high: int | None) -> list[ConfigProblem]:
-    crossed = high is not None and high < low
-    return [ConfigProblem("max", high, f"at least min = {low}", involves=("min",))] if crossed else []
+def _crossed(low: int, high: int | None) -> Iterator[ConfigProblem]:
+    if high is not None and high < low:
+        yield ConfigProblem("max", high, f"at least min = {low}", involves=("min",))
 
 
 def _num_sentences(text: str) -> int:
@@ -145,8 +144,8 @@ class RegexConstraint(Constraint):
     pattern: str = Field(description="Regular expression; `.` matches line breaks too.")
     mode: Literal["search", "fullmatch"] = Field(default="search", description="Anywhere, or the whole response.")
 
-    def problems(self) -> list[ConfigProblem]:
-        return pattern_problems(self.pattern, "pattern", groups=0)
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from pattern_problems("pattern", self.pattern, groups=0)
 
     def holds(self, sample: Sample) -> bool:
         pattern = re.compile(self.pattern, re.DOTALL)
@@ -172,8 +171,8 @@ class SectionsConstraint(Constraint):
     min: int = Field(default=1, ge=0, description="At least so many sections.")
     max: int | None = Field(default=None, ge=0, description="At most so many; null is no bound.")
 
-    def problems(self) -> list[ConfigProblem]:
-        return _crossed(self.min, self.max)
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from _crossed(self.min, self.max)
 
     def holds(self, sample: Sample) -> bool:
         pattern = rf"^[\s#*_]{{0,20}}{re.escape(self.splitter.strip())}\s+(?:\d+|[IVXLC]+)\b"

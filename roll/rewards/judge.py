@@ -21,17 +21,16 @@ import jinja2.meta
 import jinja2.sandbox
 from pydantic import Field, JsonValue
 
-from roll.configs.problems import ConfigErrors, ConfigProblem, Words
+from roll.configs.problems import ConfigErrors, ConfigProblem, Words, pattern_problems
 from roll.data.requests import SamplingParams
-from roll.rewards.answers import pattern_problems
 from roll.rewards.endpoint import (
     SHOWN_CHARACTERS,
     Endpoint,
     Patience,
     TransientError,
-    key_name_problem,
+    key_name_problems,
     read_key,
-    url_problem,
+    url_problems,
 )
 from roll.rewards.judge_model import HostedJudge, HostModel, JudgeEngine
 from roll.rewards.types import RewardError, Sample, Verdict, Verifier
@@ -128,18 +127,15 @@ class JudgeConfig(Patience):
         default_factory=dict, description="Further fields of the request, which replace those above."
     )
 
-    def problems(self) -> list[ConfigProblem]:
-        found = [
-            *self._place_problems(),
-            key_name_problem("judge_api_key_env", self.judge_api_key_env),
-            _prompt_problem(self.judge_prompt),
-            *pattern_problems(self.score_pattern, "score_pattern"),
-        ]
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from self._place_problems()
+        yield from key_name_problems("judge_api_key_env", self.judge_api_key_env)
+        yield from _prompt_problems(self.judge_prompt)
+        yield from pattern_problems("score_pattern", self.score_pattern)
         if self.max_score <= self.min_score:
-            found.append(self.problem("max_score", f"more than min_score = {self.min_score:g}", "min_score"))
-        return [problem for problem in found if problem]
+            yield self.problem("max_score", f"more than min_score = {self.min_score:g}", "min_score")
 
-    def _place_problems(self) -> Iterator[ConfigProblem | None]:
+    def _place_problems(self) -> Iterator[ConfigProblem]:
         kind = "judge_model_type"
         if self.judge_model_type == "inference":
             for key in ("judge_api_url", "judge_api_key_env", "extra_body"):
@@ -149,7 +145,7 @@ class JudgeConfig(Patience):
             expected = f"the endpoint's address, or {kind}: inference for a judge on the run's own devices"
             yield self.problem("judge_api_url", expected, kind)
         else:
-            yield url_problem("judge_api_url", self.judge_api_url, "judge_api_key_env")
+            yield from url_problems("judge_api_url", self.judge_api_url, "judge_api_key_env")
         if self.judge_model_type == "api" and self.engine != JudgeEngine():
             yield self.problem(
                 "engine", f"no such key with {kind} api: the endpoint has its own", kind, seen="a section"
@@ -174,7 +170,7 @@ class JudgeVerifier(Verifier):
 
     def __init__(self, config: JudgeConfig, host: HostModel | None = None) -> None:
         super().__init__(config)
-        if problems := config.problems():
+        if problems := list(config.problems()):
             raise ConfigErrors(problems)
         self._judge = config
         self._endpoint: Endpoint | None = None
@@ -316,14 +312,14 @@ def _chat_url(url: str) -> httpx.URL:
     return parsed.copy_with(path=path if path.endswith(_CHAT_PATH) else path + _CHAT_PATH)
 
 
-def _prompt_problem(prompt: str) -> ConfigProblem | None:
+def _prompt_problems(prompt: str) -> Iterator[ConfigProblem]:
     key = "judge_prompt"
     try:
         used = jinja2.meta.find_undeclared_variables(_environment().parse(prompt))
     except jinja2.TemplateSyntaxError as error:
-        return ConfigProblem(key, prompt, "a Jinja template", f"line {error.lineno}: {error.message}")
+        yield ConfigProblem(key, prompt, "a Jinja template", f"line {error.lineno}: {error.message}")
+        return
     if unknown := sorted(used - set(VARIABLES)):
-        return ConfigProblem(key, Words(f"{{{{ {unknown[0]} }}}}"), f"one of {', '.join(VARIABLES)}")
-    if "response" not in used:
-        return ConfigProblem(key, prompt, "{{ response }} in it, or the judge would not see the answer")
-    return None
+        yield ConfigProblem(key, Words(f"{{{{ {unknown[0]} }}}}"), f"one of {', '.join(VARIABLES)}")
+    elif "response" not in used:
+        yield ConfigProblem(key, prompt, "{{ response }} in it, or the judge would not see the answer")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, ClassVar
 
@@ -28,11 +29,10 @@ class MathConfig(AnswerConfig):
         "the last expression of the text. What stands before `</think>` is no answer.",
     )
 
-    def problems(self) -> list[ConfigProblem]:
-        found = super().problems()
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from super().problems()
         if self.strict_boxed and self.answer_pattern is not None:
-            found.append(self.problem("strict_boxed", "false beside answer_pattern: one of the two", "answer_pattern"))
-        return found
+            yield self.problem("strict_boxed", "false beside answer_pattern: one of the two", "answer_pattern")
 
 
 class MathVerifier(RuleVerifier):

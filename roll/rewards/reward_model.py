@@ -12,6 +12,7 @@ import asyncio
 import logging
 import math
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -84,17 +85,24 @@ class RewardModelConfig(Config):
         default=0.005, ge=0, le=10, description="Seconds that a batch which is not full waits for more samples."
     )
 
-    def problems(self) -> list[ConfigProblem]:
-        found = [_folder_problem(self.model_path), _template_problem(self.template), _device_problem(self.device)]
+    def problems(self) -> Iterator[ConfigProblem]:
+        folder = Path(self.model_path).expanduser()
+        if not (folder / "config.json").is_file():
+            why = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
+            yield self.problem("model_path", "a folder with a model in Hugging Face format", hint=why)
+        try:
+            read_template(self.template)
+        except ValueError as error:
+            yield self.problem("template", "a chat template", hint=str(error))
+        if not re.fullmatch(r"auto|cpu|(cuda|xpu|npu|mps)(:\d+)?", self.device):
+            yield self.problem("device", "auto, cpu, cuda or cuda:<index>")
         if self.sigmoid and self.probability:
-            found.append(self.problem("sigmoid", "false beside probability: true: one of the two", "probability"))
+            yield self.problem("sigmoid", "false beside probability: true: one of the two", "probability")
         if isinstance(self.label, int) and self.label < 0:
-            found.append(self.problem("label", "0 or more"))
-        if self.remote is not None:
-            for key in ("dtype", "device", "attn_implementation"):
-                if getattr(self, key) != type(self).model_fields[key].default:
-                    found.append(self.problem(key, "no such key with remote: the server decides", "remote"))
-        return [problem for problem in found if problem]
+            yield self.problem("label", "0 or more")
+        for key in ("dtype", "device", "attn_implementation") if self.remote is not None else ():
+            if getattr(self, key) != type(self).model_fields[key].default:
+                yield self.problem(key, "no such key with remote: the server decides", "remote")
 
     def threshold(self) -> float:
         """Lowest score that counts as solved."""
@@ -117,7 +125,7 @@ class RewardModelVerifier(Verifier):
 
     def __init__(self, config: RewardModelConfig) -> None:
         super().__init__(config)
-        if problems := config.problems():
+        if problems := list(config.problems()):
             raise ConfigErrors(problems)
         self._args = config
         self.tokenizer = _load_tokenizer(config.model_path)
@@ -383,25 +391,3 @@ def _resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device: seen {name!r}, but this process sees {torch.cuda.device_count()} CUDA devices")
     return device
-
-
-def _template_problem(template: str) -> ConfigProblem | None:
-    try:
-        read_template(template)
-    except ValueError as error:
-        return ConfigProblem("template", template, "a chat template", str(error))
-    return None
-
-
-def _folder_problem(path: str) -> ConfigProblem | None:
-    folder = Path(path).expanduser()
-    if (folder / "config.json").is_file():
-        return None
-    why = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
-    return ConfigProblem("model_path", path, "a folder with a model in Hugging Face format", why)
-
-
-def _device_problem(device: str) -> ConfigProblem | None:
-    if re.fullmatch(r"auto|cpu|(cuda|xpu|npu|mps)(:\d+)?", device):
-        return None
-    return ConfigProblem("device", device, "auto, cpu, cuda or cuda:<index>")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
 from roll.configs.base import Config
-from roll.configs.problems import ConfigProblem
-from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, last_boxed, last_group, pattern_problems
+from roll.configs.problems import ConfigProblem, pattern_problems
+from roll.rewards.answers import ANSWER_TAG, AnswerConfig, after_thoughts, last_boxed, last_group
 from roll.rewards.types import RuleVerifier, Sample, Verdict
 
 MAX_NUMBER_CHARS = 1000
@@ -195,8 +196,8 @@ class FormatConfig(Config):
     score: float = Field(default=1.0, allow_inf_nan=False, description="Score of a response that matches.")
     penalty: float = Field(default=0.0, le=0, allow_inf_nan=False, description="Score of one that does not.")
 
-    def problems(self) -> list[ConfigProblem]:
-        return pattern_problems(self.pattern, "pattern", groups=0)
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from pattern_problems("pattern", self.pattern, groups=0)
 
 
 _INSIDE = r"(?:(?!</?(?:think|answer)>).)*"
@@ -229,10 +230,9 @@ class LengthConfig(Config):
         default=-0.5, allow_inf_nan=False, description="Score of the shortest; that of the longest is 0."
     )
 
-    def problems(self) -> list[ConfigProblem]:
-        if self.max_tokens > self.min_tokens:
-            return []
-        return [self.problem("max_tokens", f"more than min_tokens = {self.min_tokens}", "min_tokens")]
+    def problems(self) -> Iterator[ConfigProblem]:
+        if self.max_tokens <= self.min_tokens:
+            yield self.problem("max_tokens", f"more than min_tokens = {self.min_tokens}", "min_tokens")
 
 
 class LengthVerifier(RuleVerifier):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -39,37 +39,33 @@ class ScoreCounts:
     """Further attempts of single verifiers."""
 
 
-def check_rewards(config: RewardConfig) -> list[ConfigProblem]:
+def check_rewards(config: RewardConfig) -> Iterator[ConfigProblem]:
     """All that is wrong with a domain's verifiers, keys relative to it. Imports the verifiers' modules."""
-    problems = []
     for number, verifier in enumerate(config.verifiers):
         base = f"verifiers.{number}"
         try:
             cls = VERIFIERS.get(verifier.name)
         except UnknownNameError as error:
-            problems.append(_unknown_verifier(f"{base}.name", verifier.name, error))
+            yield _unknown_verifier(f"{base}.name", verifier.name, error)
             continue
         if not (isinstance(cls, type) and issubclass(cls, Verifier)):
-            problems.append(ConfigProblem(f"{base}.name", verifier.name, "a subclass of roll.rewards.Verifier"))
+            yield ConfigProblem(f"{base}.name", verifier.name, "a subclass of roll.rewards.Verifier")
             continue
         found = section_problems(cls.config_class, verifier.args)
-        problems += [problem.under(f"{base}.args") for problem in found]
+        yield from [problem.under(f"{base}.args") for problem in found]
         if issubclass(cls, RuleVerifier) and not found:
-            problems += _spec_problems(f"{base}.name", cls)
+            yield from _spec_problems(f"{base}.name", cls)
             batching = _batching(cls, verifier)
             if batching is not None and batching.size > config.max_concurrency:
                 involved = f"at most max_concurrency = {config.max_concurrency}: no more samples are there at a time"
-                problems.append(
-                    ConfigProblem(f"{base}.args.batch_size", batching.size, involved, involves=("max_concurrency",))
-                )
+                yield ConfigProblem(f"{base}.args.batch_size", batching.size, involved, involves=("max_concurrency",))
     for number in deciding(config.verifiers):
         if (weight := config.verifiers[number].weight) < 0:
             expected = "at least 0: this verifier decides whether a sample is solved"
-            problems.append(ConfigProblem(f"verifiers.{number}.weight", weight, expected))
+            yield ConfigProblem(f"verifiers.{number}.weight", weight, expected)
     if not deciding(config.verifiers):
         expected = "at least one that may decide, not decides: false in all"
-        problems.append(ConfigProblem("verifiers", [verifier.name for verifier in config.verifiers], expected))
-    return problems
+        yield ConfigProblem("verifiers", [verifier.name for verifier in config.verifiers], expected)
 
 
 def _unknown_verifier(path: str, name: str, error: UnknownNameError) -> ConfigProblem:
@@ -80,12 +76,11 @@ def _unknown_verifier(path: str, name: str, error: UnknownNameError) -> ConfigPr
     return ConfigProblem(path, name, "a registered verifier or package.module:Class", hint)
 
 
-def _spec_problems(path: str, cls: type[RuleVerifier]) -> list[ConfigProblem]:
+def _spec_problems(path: str, cls: type[RuleVerifier]) -> Iterator[ConfigProblem]:
     try:
         rule_spec(cls, {})
     except ValueError as error:
-        return [ConfigProblem(path, cls.__qualname__, "a class that a child process can import", str(error))]
-    return []
+        yield ConfigProblem(path, cls.__qualname__, "a class that a child process can import", str(error))
 
 
 def _batching(cls: type[RuleVerifier], verifier: VerifierConfig) -> Batching | None:
@@ -125,9 +120,8 @@ class DomainScorer:
     """
 
     def __init__(self, name: str, config: RewardConfig, num_processes: int = 1, **context: Any) -> None:
-        problems = check_rewards(config)
-        if problems:
-            raise ConfigErrors([problem.under(f"rewards.{name}") for problem in problems])
+        if problems := [problem.under(f"rewards.{name}") for problem in check_rewards(config)]:
+            raise ConfigErrors(problems)
         self.name = name
         self.config = config
         self.counts = ScoreCounts()

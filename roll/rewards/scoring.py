@@ -31,7 +31,7 @@ def parse_rewards(rewards: Mapping[str, Any]) -> dict[str, RewardConfig]:
         config, _ = parse(RewardConfig, values)
         if config is not None:
             domains[name] = config
-            found = found or check_rewards(config)
+            found = found or list(check_rewards(config))
         problems += [problem.under(f"rewards.{name}") for problem in found]
     if problems:
         raise ConfigErrors(problems)

@@ -55,7 +55,7 @@ def sglang(model_path: Any) -> Iterator[Any]:
 
 
 def test_options_are_those_of_the_installed_sglang() -> None:
-    assert CARD.option_problems({**SGLANG, "chunked_prefill_size": 64}) == []
+    assert list(CARD.option_problems({**SGLANG, "chunked_prefill_size": 64})) == []
     (typo,) = CARD.option_problems({**SGLANG, "chunked_prefil_size": 64})
     assert typo.hint == "did you mean chunked_prefill_size?"
     ours = SglangConfig.model_fields.keys() | OWNED_OPTIONS.keys() | cpu.ENGINE_OPTIONS.keys()

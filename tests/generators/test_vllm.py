@@ -48,7 +48,7 @@ def test_a_missing_package_names_the_extra() -> None:
 
 
 def test_options_of_the_engine_are_passed_on_and_others_refused() -> None:
-    assert CARD.option_problems({"block_size": 32, "max_num_batched_tokens": 512}) == []
+    assert list(CARD.option_problems({"block_size": 32, "max_num_batched_tokens": 512})) == []
     (typo,) = CARD.option_problems({"enforce_eagre": True})
     assert str(typo) == (
         "enforce_eagre: seen true, expected an argument of vLLM's AsyncEngineArgs (did you mean enforce_eager?)"

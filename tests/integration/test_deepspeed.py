@@ -433,7 +433,7 @@ def test_auto_means_left_out() -> None:
     options = {"train_batch_size": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
     options |= {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": False}}, "scheduler": "auto"}
     config = DeepSpeedConfig.model_validate(options | {"zero_optimization": {"stage": "auto"}})
-    assert not config.problems()
+    assert not list(config.problems())
     assert (config.stage, config.precision, config.torch_adam) == (0, None, False)
 
 

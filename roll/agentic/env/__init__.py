@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -129,26 +129,25 @@ def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> list[Confi
         if isinstance(config_class, type) and issubclass(config_class, Config):
             problems = section_problems(config_class, env_config, strict=False)
         else:
-            problems = _signature_problems(factory, env_config)
+            problems = list(_signature_problems(factory, env_config))
     except Exception as error:  # a user's validators may raise anything too
         hint = f"checking it raised {type(error).__name__}: {error}"
         return [ConfigProblem("env_config", env_config, "arguments of the environment", hint)]
     return [replace(problem.under("env_config"), involves=("env_config", "env_type")) for problem in problems]
 
 
-def _signature_problems(factory: EnvFactory, env_config: Mapping[str, Any]) -> list[ConfigProblem]:
+def _signature_problems(factory: EnvFactory, env_config: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     parameters = inspect.signature(factory).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     known = sorted(p.name for p in named)
-    problems = []
     for key in env_config:
         if key not in known and not takes_any:
             near = nearest(key, known)
             hint = f"did you mean {near}?" if near else f"known here: {', '.join(known) or 'none'}"
-            problems.append(ConfigProblem(key, env_config[key], "no such key", hint))
+            yield ConfigProblem(key, env_config[key], "no such key", hint)
     missing = [p.name for p in named if p.default is p.empty and p.name not in env_config]
-    return problems + [ConfigProblem(key, NOTHING, "a value, since it has no default") for key in missing]
+    yield from [ConfigProblem(key, NOTHING, "a value, since it has no default") for key in missing]
 
 
 def _not_text_env(env_type: str, seen: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from roll.configs.problems import ConfigErrors, ConfigProblem
+from roll.configs.problems import ConfigErrors, pattern_problems
 
 ANSWER_PATTERN = r"<answer>(.*?)</answer>"
 
@@ -30,9 +30,8 @@ class ActionParser:
     """
 
     def __init__(self, actions: Mapping[str, int], pattern: str = ANSWER_PATTERN) -> None:
-        problem = pattern_problem(pattern)
-        if problem:
-            raise ConfigErrors([problem])
+        if problems := list(pattern_problems("action_pattern", pattern)):
+            raise ConfigErrors(problems)
         self.actions = dict(actions)
         self.pattern = re.compile(pattern, re.DOTALL)
         self._names = {name.casefold(): name for name in actions}
@@ -50,12 +49,3 @@ class ActionParser:
         for match in self.pattern.finditer(text, max(0, len(text) - MAX_PARSED_CHARS)):
             last = match[1]
         return None if last is None else last.strip()
-
-
-def pattern_problem(pattern: str, key: str = "action_pattern") -> ConfigProblem | None:
-    """Why ``pattern`` cannot be used, named after the configuration's ``key``; ``None`` if it can."""
-    try:
-        groups = re.compile(pattern).groups
-    except re.error as error:
-        return ConfigProblem(key, pattern, "a regular expression", str(error))
-    return None if groups else ConfigProblem(key, pattern, f"a group around the answer, as in {ANSWER_PATTERN}")

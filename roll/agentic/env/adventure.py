@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random
 import string
+from collections.abc import Iterator
 from typing import Any
 
 from gymnasium.spaces import Text
 from pydantic import Field
 
-from roll.agentic.env.actions import ActionParser, pattern_problem
+from roll.agentic.env.actions import ActionParser
 from roll.agentic.env.adventure_house import ACTIONS, COLOURS, DIRECTIONS, ROOMS, House, State, draw_house
-from roll.agentic.env.base import StepLimit, StepResult, TextEnv, stable_hash, step_result
-from roll.agentic.env.config import ActionEnvConfig, parse_config
+from roll.agentic.env.base import stable_hash
+from roll.agentic.env.config import ActionEnvConfig
+from roll.agentic.env.game import Game, Played
 from roll.configs.problems import ConfigProblem
 
 
@@ -26,77 +28,59 @@ class AdventureConfig(ActionEnvConfig):
     door_reward: float = Field(0.0, ge=0, description="Task reward of unlocking a door.")
     treasure_reward: float = Field(1.0, ge=0, description="Task reward of taking the treasure.")
 
-    def problems(self) -> list[ConfigProblem]:
+    def problems(self) -> Iterator[ConfigProblem]:
         """Rules that pydantic cannot state."""
-        found = [pattern_problem(self.action_pattern)]
+        yield from super().problems()
         if self.num_doors >= self.num_rooms:
             expected = f"at most {self.num_rooms - 1}, the passages between {self.num_rooms} rooms"
-            found.append(self.problem("num_doors", expected, "num_rooms"))
+            yield self.problem("num_doors", expected, "num_rooms")
         shortest = 2 + 2 * bool(self.num_doors)
         if self.max_steps < shortest:
-            expected = f"at least {shortest}, the shortest way to a treasure"
-            found.append(self.problem("max_steps", expected, "num_doors"))
-        return [problem for problem in found if problem]
+            yield self.problem("max_steps", f"at least {shortest}, the shortest way to a treasure", "num_doors")
 
 
-class AdventureEnv(TextEnv):
+class AdventureEnv(Game):
     """One house per seed, solvable in ``max_steps``. The player sees the room that they are in and what they carry.
 
     Args:
         env_config: the keys of ``AdventureConfig``.
     """
 
+    config: AdventureConfig
     config_class = AdventureConfig
     action_names = ACTIONS
     instant = True
 
     def __init__(self, **env_config: Any) -> None:
-        self.config = config = parse_config(AdventureConfig, env_config)
-        self._parser = ActionParser({name: index for index, name in enumerate(ACTIONS)}, config.action_pattern)
-        self._limit = StepLimit(config.max_steps)
+        super().__init__(**env_config)
+        if self.config.env_instruction is None:
+            self.env_instruction = _INSTRUCTION
+        self._parser = ActionParser({name: index for index, name in enumerate(ACTIONS)}, self.config.action_pattern)
         self._house: House | None = None
         self._state = State()
-        self.env_instruction = _INSTRUCTION if config.env_instruction is None else config.env_instruction
         self.observation_space = Text(max_length=512, charset=string.printable)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Starts an episode in the seed's house.
+    def begin(self, seed: int, options: dict[str, Any]) -> None:
+        """Enters the seed's house.
 
         Raises:
             ValueError: no house can be solved in ``max_steps``.
         """
-        super().reset(seed=seed)
-        rng = random.Random(seed if seed is not None else int(self.np_random.integers(2**62)))
         config = self.config
-        self._house = draw_house(rng, config.num_rooms, config.num_doors, config.max_steps)
+        self._house = draw_house(random.Random(seed), config.num_rooms, config.num_doors, config.max_steps)
         self._layout = repr(self._house).encode()
         self._state = State()
-        self._limit.start()
-        return self._observation(), {"state_key": self._key(), "success": False}
 
-    def step(self, action: str) -> StepResult:
-        """Does what the text says; what cannot be done, or is no action, changes nothing."""
-        limit_reached = self._limit.count()
+    def play(self, text: str) -> Played:
+        """Does what the text says; what cannot be done changes nothing."""
         config, before = self.config, self._state
-        name = self._parser.parse(action)
+        name = self._parser.parse(text)
         if name is not None:
             self._state = self.house.after(before, name)
         success = self._state.has_treasure
         num_unlocked = len(self._state.unlocked) - len(before.unlocked)
         reward = config.step_penalty + config.door_reward * num_unlocked + config.treasure_reward * success
-        if success or limit_reached:
-            self._limit.stop()
-        return step_result(
-            self._observation(),
-            task_reward=config.reward_scale * reward,
-            penalty=config.reward_scale * config.format_penalty if name is None else 0.0,
-            terminated=success,
-            truncated=limit_reached and not success,
-            action=name,
-            action_is_effective=self._state != before,
-            success=success,
-            state_key=self._key(),
-        )
+        return Played(name, config.reward_scale * reward, self._state != before, success, success)
 
     @property
     def house(self) -> House:
@@ -111,7 +95,7 @@ class AdventureEnv(TextEnv):
         here = distances[self._state]
         return [name for name in ACTIONS if here and distances[self.house.after(self._state, name)] < here]
 
-    def _observation(self) -> str:
+    def observation(self) -> str:
         house, state = self.house, self._state
         if state.has_treasure:
             return "You have the treasure."
@@ -138,7 +122,7 @@ class AdventureEnv(TextEnv):
                 ways.append(direction if door is None else f"{direction} ({kind} {COLOURS[door]} door)")
         return ways
 
-    def _key(self) -> str:
+    def state_key(self) -> str:
         room, keys, unlocked, has_treasure = self._state
         return stable_hash(self._layout + repr((room, sorted(keys), sorted(unlocked), has_treasure)).encode())
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import Field
@@ -10,7 +10,7 @@ from pydantic import Field
 from roll.agentic.env.actions import ANSWER_PATTERN
 from roll.configs.base import Config
 from roll.configs.parsing import section_problems
-from roll.configs.problems import ConfigErrors
+from roll.configs.problems import ConfigErrors, ConfigProblem, pattern_problems
 
 
 class EnvConfig(Config):
@@ -30,6 +30,23 @@ class ActionEnvConfig(EnvConfig):
     action_pattern: str = Field(
         ANSWER_PATTERN, description="Regular expression that finds the answer; its first group is the action's name."
     )
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """A pattern that is none."""
+        yield from pattern_problems("action_pattern", self.action_pattern)
+
+
+class AdaptedEnvConfig(EnvConfig):
+    """Adds the keys of other libraries' environments, which read the answer themselves."""
+
+    action_pattern: str | None = Field(
+        None, description="Regular expression whose first group is what the environment is told; null: the whole text."
+    )
+    max_steps: int = Field(100, ge=1, description="Steps after which the episode is truncated.")
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        """A pattern that is none."""
+        yield from pattern_problems("action_pattern", self.action_pattern)
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)

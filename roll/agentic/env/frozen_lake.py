@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from gymnasium.spaces import Text
 from pydantic import Field
 
-from roll.agentic.env.actions import ActionParser, pattern_problem
-from roll.agentic.env.base import PICTURES, StepLimit, StepResult, TextEnv, stable_hash, step_result
-from roll.agentic.env.config import ActionEnvConfig, parse_config
-from roll.agentic.env.grid import Vocabulary, build_vocabulary, vocabulary_problem
+from roll.agentic.env.actions import ActionParser
+from roll.agentic.env.base import PICTURES, stable_hash
+from roll.agentic.env.config import ActionEnvConfig
+from roll.agentic.env.game import Game, Played
+from roll.agentic.env.grid import Vocabulary, build_vocabulary, vocabulary_problems
 from roll.configs.problems import ConfigProblem
 from roll.data.arrays import UInt8Array
 
@@ -52,16 +54,13 @@ class FrozenLakeConfig(ActionEnvConfig):
     )
     holdout_fraction: float = Field(0.2, gt=0, lt=1, description="Share of all lakes that belongs to the eval split.")
 
-    def problems(self) -> list[ConfigProblem]:
+    def problems(self) -> Iterator[ConfigProblem]:
         """Rules that pydantic cannot state."""
-        found = [
-            pattern_problem(self.action_pattern),
-            vocabulary_problem(SYMBOLS, self.grid_lookup, self.grid_vocab),
-        ]
+        yield from super().problems()
+        yield from vocabulary_problems(SYMBOLS, self.grid_lookup, self.grid_vocab)
         shortest = 2 * (self.size - 1)
         if self.max_steps < shortest:
-            found.append(self.problem("max_steps", f"at least {shortest}, the shortest way across", "size"))
-        return [problem for problem in found if problem]
+            yield self.problem("max_steps", f"at least {shortest}, the shortest way across", "size")
 
     def in_split(self, holes: frozenset[Cell]) -> bool:
         """True for a lake of the asked split."""
@@ -69,7 +68,7 @@ class FrozenLakeConfig(ActionEnvConfig):
         return self.split == "all" or held_out == (self.split == "eval")
 
 
-class FrozenLakeEnv(TextEnv):
+class FrozenLakeEnv(Game):
     """One solvable lake per seed, from the upper left to the lower right corner; the slips follow the seed too.
 
     Args:
@@ -78,56 +77,40 @@ class FrozenLakeEnv(TextEnv):
 
     metadata = PICTURES
     render_mode = "rgb_array"
+    config: FrozenLakeConfig
     config_class = FrozenLakeConfig
     action_names = tuple(ACTIONS)
     instant = True
 
     def __init__(self, **env_config: Any) -> None:
-        self.config = config = parse_config(FrozenLakeConfig, env_config)
+        super().__init__(**env_config)
+        config = self.config
         vocabulary = build_vocabulary(SYMBOLS, config.grid_lookup, config.grid_vocab)
+        if config.env_instruction is None:
+            self.env_instruction = _instruction(vocabulary)
         self._symbols = dict(zip(SYMBOLS, vocabulary.symbols, strict=True))
         self._parser = ActionParser(ACTIONS, config.action_pattern)
-        self._limit = StepLimit(config.max_steps)
         self._goal = (config.size - 1, config.size - 1)
         self._holes: frozenset[Cell] = frozenset()
         self._player = (0, 0)
         self._slips = random.Random(0)
-        self.env_instruction = _instruction(vocabulary) if config.env_instruction is None else config.env_instruction
         self.observation_space = Text(max_length=4096, charset="".join(vocabulary.symbols) + "\n(,)0123456789PGO")
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Starts an episode on the seed's lake."""
-        super().reset(seed=seed)
-        rng = random.Random(seed if seed is not None else int(self.np_random.integers(2**62)))
-        self._holes = _draw_holes(rng, self.config)
-        self._slips = rng
+    def begin(self, seed: int, options: dict[str, Any]) -> None:
+        """Starts on the seed's lake."""
+        self._slips = random.Random(seed)
+        self._holes = _draw_holes(self._slips, self.config)
         self._player = (0, 0)
-        self._limit.start()
-        return self._observation(), {"state_key": self._key(), "success": False}
 
-    def step(self, action: str) -> StepResult:
+    def play(self, text: str) -> Played:
         """Walks as the text says; a text without an action leaves the player where it is."""
-        limit_reached = self._limit.count()
         config, before = self.config, self._player
-        name = self._parser.parse(action)
+        name = self._parser.parse(text)
         if name is not None:
             self._walk(name)
         success, fell = self._player == self._goal, self._player in self._holes
         reward = config.step_penalty + config.goal_reward * success + config.hole_reward * fell
-        terminated = success or fell
-        if terminated or limit_reached:
-            self._limit.stop()
-        return step_result(
-            self._observation(),
-            task_reward=config.reward_scale * reward,
-            penalty=config.reward_scale * config.format_penalty if name is None else 0.0,
-            terminated=terminated,
-            truncated=limit_reached and not terminated,
-            action=name,
-            action_is_effective=self._player != before,
-            success=success,
-            state_key=self._key(),
-        )
+        return Played(name, config.reward_scale * reward, self._player != before, success or fell, success)
 
     def render(self) -> UInt8Array:
         """The lake as a picture, shape [height, width, 3]."""
@@ -150,7 +133,7 @@ class FrozenLakeEnv(TextEnv):
         last = self.config.size - 1
         self._player = (min(max(row, 0), last), min(max(column, 0), last))
 
-    def _observation(self) -> str:
+    def observation(self) -> str:
         cells = range(self.config.size)
         lines = ["".join(self._symbols[self._kind((row, column))] for column in cells) for row in cells]
         if self.config.show_coordinates:
@@ -163,7 +146,7 @@ class FrozenLakeEnv(TextEnv):
             return "player in hole" if cell in self._holes else "player on goal" if cell == self._goal else "player"
         return "hole" if cell in self._holes else "goal" if cell == self._goal else "floor"
 
-    def _key(self) -> str:
+    def state_key(self) -> str:
         return stable_hash(repr((self.config.size, sorted(self._holes), self._player)).encode())
 
 

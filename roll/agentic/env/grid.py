@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from roll.configs.problems import ConfigErrors, ConfigProblem
@@ -51,15 +51,15 @@ def build_vocabulary(
     return Vocabulary(tuple(symbols.values()), ", ".join(f"{symbol}: {text}" for symbol, text in meanings.items()))
 
 
-def vocabulary_problem(
+def vocabulary_problems(
     defaults: Mapping[str, str], grid_lookup: Mapping[int, str] | None, grid_vocab: Mapping[str, str] | None
-) -> ConfigProblem | None:
-    """Why ``build_vocabulary`` would refuse; ``None`` if it would not."""
+) -> Sequence[ConfigProblem]:
+    """Why ``build_vocabulary`` would refuse."""
     try:
         build_vocabulary(defaults, grid_lookup, grid_vocab)
     except ConfigErrors as errors:
-        return errors.problems[0]
-    return None
+        return errors.problems
+    return ()
 
 
 def _refused(key: str, seen: object, expected: str) -> ConfigErrors:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import gymnasium
@@ -11,10 +11,11 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator
 from gymnasium.spaces import Discrete, Space, Text
 from pydantic import Field
 
-from roll.agentic.env.actions import ActionParser, pattern_problem
-from roll.agentic.env.base import StepLimit, StepResult, TextEnv, stable_hash, step_result
+from roll.agentic.env.actions import ActionParser
+from roll.agentic.env.base import stable_hash
 from roll.agentic.env.colours import tell_colours
-from roll.agentic.env.config import ActionEnvConfig, parse_config
+from roll.agentic.env.config import ActionEnvConfig
+from roll.agentic.env.game import Game, Played
 from roll.agentic.env.renderers import Renderer, find_renderer
 from roll.configs.problems import ConfigProblem
 from roll.utils.registry import UnknownNameError
@@ -52,29 +53,27 @@ class GymnasiumConfig(ActionEnvConfig):
         None, description="An episode that terminates with at least this sum of rewards (before reward_scale) succeeds."
     )
 
-    def problems(self) -> list[ConfigProblem]:
+    def problems(self) -> Iterator[ConfigProblem]:
         """Names that do not exist, and rules between keys."""
-        found = [pattern_problem(self.action_pattern)]
+        yield from super().problems()
         try:
             find_spec(self.env_id)
         except (gymnasium.error.Error, ImportError) as error:
-            found.append(self.problem("env_id", "an environment of gymnasium", hint=str(error)))
+            yield self.problem("env_id", "an environment of gymnasium", hint=str(error))
         try:
             self.find_renderer()
         except UnknownNameError as error:
             expected = "ansi, values, package.module:function or folder/file.py:function"
-            found.append(self.problem("renderer", expected, hint=str(error)))
+            yield self.problem("renderer", expected, hint=str(error))
         if self.success_key is None and self.success_return is None:
-            expected = "a number, or success_key, to define success"
-            found.append(self.problem("success_return", expected, "success_key"))
-        return [problem for problem in found if problem]
+            yield self.problem("success_return", "a number, or success_key, to define success", "success_key")
 
     def find_renderer(self) -> Renderer | None:
         """The function that ``renderer`` names; ``None`` where it names the environment's own text, or nothing."""
         return None if self.renderer in (None, "ansi") else find_renderer(self.renderer)
 
 
-class GymnasiumEnv(TextEnv):
+class GymnasiumEnv(Game):
     """Translates both ways; the inner environment never sees a text without an action.
 
     Equal texts count as equal states: ``state_key`` is the hash of the observation.
@@ -87,11 +86,14 @@ class GymnasiumEnv(TextEnv):
             or observations are neither text nor discrete and ``renderer`` is not given.
     """
 
+    config: GymnasiumConfig
     config_class = GymnasiumConfig
+    num_seeds = 2**31
     own_thread = True  # whatever environment it is
 
     def __init__(self, **env_config: Any) -> None:
-        self.config = config = parse_config(GymnasiumConfig, env_config)
+        super().__init__(**env_config)
+        config = self.config
         self._inner = _make_inner(config)
         self._renderer = config.find_renderer()
         self._ansi = self._renderer is None and self._inner.render_mode == "ansi"
@@ -101,10 +103,7 @@ class GymnasiumEnv(TextEnv):
         self.action_names = tuple(self._actions or ())
         names = {name: number for number, name in enumerate(self.action_names)}
         self._parser = ActionParser(names, config.action_pattern)
-        self._limit = StepLimit(config.max_steps)
-        self._text = ""
         self._return = 0.0
-        self.env_instruction = config.env_instruction or ""
         if config.env_instruction is None:
             wanted = f"one of the actions {', '.join(names)}" if names else "an action"
             self.env_instruction = (
@@ -112,42 +111,24 @@ class GymnasiumEnv(TextEnv):
                 f"like this: <answer>{self.action_names[0] if names else '…'}</answer>"
             )
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def begin(self, seed: int, options: dict[str, Any]) -> None:
         """Starts an episode of the inner environment, seeded alike."""
-        super().reset(seed=seed)
-        drawn = seed if seed is not None else int(self.np_random.integers(2**31))
-        observation, _ = self._inner.reset(seed=drawn, options=options)
+        observation, _ = self._inner.reset(seed=seed, options=options or None)
         self._text = self._describe(observation)
         self._return = 0.0
-        self._limit.start()
-        return self._text, {"state_key": self._key(), "success": False}
 
-    def step(self, action: str) -> StepResult:
+    def play(self, text: str) -> Played:
         """Plays the action that the text names; a text without one is not played."""
-        limit_reached = self._limit.count()
-        scale = self.config.reward_scale
-        name = self._named(action)
-        reward, terminated, truncated, success, before = 0.0, False, False, False, self._text
-        if name is not None:
-            played = name if self._actions is None else self._actions[name]
-            observation, reward, terminated, truncated, info = cast(Any, self._inner.step(played))
-            self._return += reward
-            self._text = self._describe(observation)
-            success = self._succeeded(terminated, info)
-        truncated = not terminated and (truncated or limit_reached)
-        if terminated or truncated:
-            self._limit.stop()
-        return step_result(
-            self._text,
-            task_reward=scale * reward,
-            penalty=scale * self.config.format_penalty if name is None else 0.0,
-            terminated=terminated,
-            truncated=truncated,
-            action=name,
-            action_is_effective=name is not None and (terminated or self._text != before),
-            success=success,
-            state_key=self._key(),
-        )
+        name, before = self._named(text), self._text
+        if name is None:
+            return Played(None, 0.0, False, False, False)
+        played = name if self._actions is None else self._actions[name]
+        observation, reward, terminated, truncated, info = cast(Any, self._inner.step(played))
+        self._return += reward
+        self._text = self._describe(observation)
+        success = self._succeeded(terminated, info)
+        effective = terminated or self._text != before
+        return Played(name, self.config.reward_scale * reward, effective, terminated, success, truncated)
 
     def render(self) -> Any:
         """The inner environment's own picture, where it has one."""
@@ -174,7 +155,7 @@ class GymnasiumEnv(TextEnv):
             return self._renderer(observation)
         return tell_colours(str(self._inner.render())).strip("\n")
 
-    def _key(self) -> str:
+    def state_key(self) -> str:
         return stable_hash(self._text.encode())
 
 

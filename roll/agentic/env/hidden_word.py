@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 import string
 from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, Literal
 
 from gymnasium.spaces import Text
 from pydantic import Field
 
-from roll.agentic.env.actions import ActionParser, pattern_problem
-from roll.agentic.env.base import StepLimit, StepResult, TextEnv, stable_hash, step_result
-from roll.agentic.env.config import ActionEnvConfig, parse_config
+from roll.agentic.env.actions import ActionParser
+from roll.agentic.env.base import stable_hash
+from roll.agentic.env.config import ActionEnvConfig
+from roll.agentic.env.game import Game, Played
 from roll.agentic.env.hidden_word_list import WORDS
 from roll.configs.problems import ConfigProblem
 
@@ -43,22 +45,21 @@ class HiddenWordConfig(ActionEnvConfig):
     )
     solved_reward: float = Field(1.0, ge=0, description="Task reward of the right guess.")
 
-    def problems(self) -> list[ConfigProblem]:
+    def problems(self) -> Iterator[ConfigProblem]:
         """Rules that pydantic cannot state."""
-        found = [pattern_problem(self.action_pattern)]
+        yield from super().problems()
         words = self.all_words()
         lengths = sorted({len(word) for word in words})
         odd = [word for word in words if not word or set(word) - set(string.ascii_lowercase)]
         if odd or len(lengths) > 1:
             seen = odd[0] if odd else f"words of {' and '.join(map(str, lengths))} letters"
-            found.append(self.problem("words", "words of one length, letters a to z", seen=seen))
+            yield self.problem("words", "words of one length, letters a to z", seen=seen)
         elif len(set(words)) < len(words):
             twice = next(word for word, count in Counter(words).items() if count > 1)
-            found.append(self.problem("words", "every word once", seen=twice))
+            yield self.problem("words", "every word once", seen=twice)
         elif not self.hidden_words():
             expected = f"at least one of {len(words)} words in the split {self.split}"
-            found.append(self.problem("holdout_fraction", expected, "split", "words"))
-        return [problem for problem in found if problem]
+            yield self.problem("holdout_fraction", expected, "split", "words")
 
     def all_words(self) -> tuple[str, ...]:
         """What may be guessed."""
@@ -71,47 +72,43 @@ class HiddenWordConfig(ActionEnvConfig):
         return tuple(word for word in words if self.split == "all" or (word in held_out) == (self.split == "eval"))
 
 
-class HiddenWordEnv(TextEnv):
+class HiddenWordEnv(Game):
     """One hidden word per seed. Each guess is answered with a mark for each of its letters.
 
     Args:
         env_config: the keys of ``HiddenWordConfig``.
     """
 
+    config: HiddenWordConfig
     config_class = HiddenWordConfig
     action_names = WORDS
     instant = True
 
     def __init__(self, **env_config: Any) -> None:
-        self.config = config = parse_config(HiddenWordConfig, env_config)
+        super().__init__(**env_config)
+        config = self.config
         self.action_names = config.all_words()
+        if config.env_instruction is None:
+            self.env_instruction = _instruction(self.action_names[0])
         self._hidden = config.hidden_words()
         self._parser = ActionParser(
             {word: index for index, word in enumerate(self.action_names)}, config.action_pattern
         )
-        self._limit = StepLimit(config.max_steps)
         self._word = self._hidden[0]
         self._guesses: list[str] = []
         self._found: set[int] = set()
-        told = _instruction(self.action_names[0])
-        self.env_instruction = told if config.env_instruction is None else config.env_instruction
         longest = max(len(_START), 2 * (len(self._word) + 1) * config.max_steps)
         self.observation_space = Text(max_length=longest, charset=string.printable)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def begin(self, seed: int, options: dict[str, Any]) -> None:
         """Hides the seed's word."""
-        super().reset(seed=seed)
-        drawn = seed if seed is not None else int(self.np_random.integers(2**62))
-        self._word = random.Random(drawn).choice(self._hidden)
+        self._word = random.Random(seed).choice(self._hidden)
         self._guesses, self._found = [], set()
-        self._limit.start()
-        return self._observation(), {"state_key": self._key(), "success": False}
 
-    def step(self, action: str) -> StepResult:
+    def play(self, text: str) -> Played:
         """Guesses the word that the text names; a text without one tells nothing and costs a guess."""
-        limit_reached = self._limit.count()
         config = self.config
-        guess = self._parser.parse(action)
+        guess = self._parser.parse(text)
         effective = guess is not None and guess not in self._guesses
         reward = config.step_penalty
         if guess is not None:
@@ -122,19 +119,7 @@ class HiddenWordEnv(TextEnv):
         success = guess == self._word
         if success:
             reward += config.solved_reward
-        if success or limit_reached:
-            self._limit.stop()
-        return step_result(
-            self._observation(),
-            task_reward=config.reward_scale * reward,
-            penalty=config.reward_scale * config.format_penalty if guess is None else 0.0,
-            terminated=success,
-            truncated=limit_reached and not success,
-            action=guess,
-            action_is_effective=effective,
-            success=success,
-            state_key=self._key(),
-        )
+        return Played(guess, config.reward_scale * reward, effective, success, success)
 
     def expert_actions(self) -> list[str]:
         """The words that fit everything that was told; empty when the word is found."""
@@ -143,11 +128,11 @@ class HiddenWordEnv(TextEnv):
         told = [(guess, marks(guess, self._word)) for guess in dict.fromkeys(self._guesses)]
         return [word for word in self._hidden if all(marks(guess, word) == marked for guess, marked in told)]
 
-    def _observation(self) -> str:
+    def observation(self) -> str:
         shown = self._guesses if self.config.show_history else self._guesses[-1:]
         return "\n".join(f"{guess} {marks(guess, self._word)}" for guess in shown) or _START
 
-    def _key(self) -> str:
+    def state_key(self) -> str:
         return stable_hash(" ".join((self._word, *self._guesses)).encode())
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from roll.agentic.env.actions import ActionParser, pattern_problem
-from roll.agentic.env.base import StepLimit, StepResult, TextEnv, stable_hash, step_result
-from roll.agentic.env.config import EnvConfig, parse_config
+from roll.agentic.env.actions import ActionParser
+from roll.agentic.env.base import stable_hash
+from roll.agentic.env.config import AdaptedEnvConfig
+from roll.agentic.env.game import Game, Played
 from roll.agentic.env.renderers import Renderer, find_renderer
 from roll.configs.problems import ConfigProblem
 from roll.utils.registry import UnknownNameError
@@ -30,14 +31,11 @@ _MAX_MESSAGE = 100 << 20
 """Bytes; the server's own bound."""
 
 
-class OpenEnvConfig(EnvConfig):
+class OpenEnvConfig(AdaptedEnvConfig):
     """Keys of ``env_config`` for ``env_type: openenv``."""
 
     url: str = Field(description="Where the server is: http://, https://, ws:// or wss://.")
     reset_kwargs: dict[str, Any] = Field(default_factory=dict, description="What reset is told beside the seed.")
-    action_pattern: str | None = Field(
-        None, description="Regular expression whose first group is the answer; null takes the whole text."
-    )
     action_key: str | None = Field(
         "message", description="Field of the action that is the answer; null: the answer is the whole action, as JSON."
     )
@@ -51,29 +49,24 @@ class OpenEnvConfig(EnvConfig):
     success_return: float | None = Field(
         None, description="An episode that ends with at least this sum of rewards (before reward_scale) succeeds."
     )
-    max_steps: int = Field(100, ge=1, description="Steps after which the episode is truncated.")
     timeout: float = Field(60.0, gt=0, description="Seconds that the server may take for an answer.")
 
-    def problems(self) -> list[ConfigProblem]:
+    def problems(self) -> Iterator[ConfigProblem]:
         """What is not there, and rules between keys."""
-        found: list[ConfigProblem | None] = []
+        yield from super().problems()
         try:
             import websockets.sync.client  # noqa: F401
         except ModuleNotFoundError as error:
-            found.append(self.problem("url", f"the package {error.name} to be installed", hint=INSTALL))
+            yield self.problem("url", f"the package {error.name} to be installed", hint=INSTALL)
         if not self.url.startswith(("http://", "https://", "ws://", "wss://")):
-            found.append(self.problem("url", "an address that begins with http://, https://, ws:// or wss://"))
-        if self.action_pattern is not None:
-            found.append(pattern_problem(self.action_pattern))
+            yield self.problem("url", "an address that begins with http://, https://, ws:// or wss://")
         if self.success_key is None and self.success_return is None:
-            expected = "a number, or success_key, to define success"
-            found.append(self.problem("success_return", expected, "success_key"))
+            yield self.problem("success_return", "a number, or success_key, to define success", "success_key")
         try:
             self.find_renderer()
         except UnknownNameError as error:
             expected = "values, package.module:function or folder/file.py:function"
-            found.append(self.problem("renderer", expected, hint=str(error)))
-        return [problem for problem in found if problem]
+            yield self.problem("renderer", expected, hint=str(error))
 
     def find_renderer(self) -> Renderer:
         """The function that ``renderer`` names."""
@@ -129,77 +122,61 @@ class _Session:
         self._open.close()
 
 
-class OpenEnvEnv(TextEnv):
+class OpenEnvEnv(Game):
     """One session of a server, which has an environment of its own for each.
 
     Args:
         env_config: the keys of ``OpenEnvConfig``.
     """
 
+    config: OpenEnvConfig
     config_class = OpenEnvConfig
+    num_seeds = 2**31
 
     def __init__(self, **env_config: Any) -> None:
-        self.config = config = parse_config(OpenEnvConfig, env_config)
-        self.env_instruction = config.env_instruction or ""
+        super().__init__(**env_config)
+        config = self.config
         self._render = config.find_renderer()
         self._parser = None if config.action_pattern is None else ActionParser({}, config.action_pattern)
-        self._limit = StepLimit(config.max_steps)
         self._session = _Session(config.url, config.timeout)
-        self._text = self._key = ""
         self._return: float | None = None
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def begin(self, seed: int, options: dict[str, Any]) -> None:
         """Starts an episode; the first one connects.
 
         Raises:
             Exception: there is no server, or it says no.
         """
-        super().reset(seed=seed)
-        drawn = seed if seed is not None else int(self.np_random.integers(2**31))
         self._key, self._return = "", None
-        self._observe(self._session.ask("reset", {**self.config.reset_kwargs, "seed": drawn}))
-        self._limit.start()
-        return self._text, {"state_key": self._key, "success": False}
+        self._observe(self._session.ask("reset", {**self.config.reset_kwargs, "seed": seed}))
 
-    def step(self, action: str) -> StepResult:
+    def play(self, text: str) -> Played:
         """Sends the answer of a text; one that the server does not understand is no action.
 
         Raises:
             RuntimeError: the server failed, or the episode ended and no step of it said a reward.
             Exception: the server does not answer.
         """
-        limit_reached = self._limit.count()
-        scale, before = self.config.reward_scale, self._text
-        answer = action if self._parser is None else self._parser.answer(action)
-        seen = None if answer is None else self._play(answer)
-        reward = 0.0 if seen is None or seen.reward is None else float(seen.reward)
-        done = seen is not None and seen.done
-        if seen is not None:
-            if seen.reward is not None:
-                self._return = reward + (self._return or 0.0)
-            self._observe(seen)
-            if done and self._return is None:
-                raise RuntimeError(f"{self.config.url}: the episode ended, and no step of it said a reward")
-        truncated = not done and limit_reached
-        if done or truncated:
-            self._limit.stop()
-        return step_result(
-            self._text,
-            task_reward=scale * reward,
-            penalty=scale * self.config.format_penalty if seen is None else 0.0,
-            terminated=done,
-            truncated=truncated,
-            action=None if seen is None else answer,
-            action_is_effective=seen is not None and (done or self._text != before),
-            success=seen is not None and self._succeeded(seen),
-            state_key=self._key,
-        )
+        before = self._text
+        answer = text if self._parser is None else self._parser.answer(text)
+        seen = None if answer is None else self._ask(answer)
+        if seen is None:
+            return Played(None, 0.0, False, False, False)
+        reward = 0.0
+        if seen.reward is not None:
+            reward = float(seen.reward)
+            self._return = reward + (self._return or 0.0)
+        self._observe(seen)
+        if seen.done and self._return is None:
+            raise RuntimeError(f"{self.config.url}: the episode ended, and no step of it said a reward")
+        effective = seen.done or self._text != before
+        return Played(answer, self.config.reward_scale * reward, effective, seen.done, self._succeeded(seen))
 
     def close(self) -> None:
         """Ends the session."""
         self._session.close()
 
-    def _play(self, answer: str) -> _Seen | None:
+    def _ask(self, answer: str) -> _Seen | None:
         fields = self._fields(answer)
         if fields is None:
             return None

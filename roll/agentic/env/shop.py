@@ -5,18 +5,21 @@ from __future__ import annotations
 import random
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from gymnasium.spaces import Text
 from pydantic import Field
 
-from roll.agentic.env.actions import ActionParser, pattern_problem
-from roll.agentic.env.base import StepLimit, StepResult, TextEnv, stable_hash, step_result
+from roll.agentic.env.actions import ActionParser
+from roll.agentic.env.base import stable_hash
 from roll.agentic.env.catalogue import ATTRIBUTES, KINDS, Catalogue, Goal, Shelves, catalogue, titles
-from roll.agentic.env.config import ActionEnvConfig, parse_config
-from roll.agentic.env.shop_tools import ShopCalls
+from roll.agentic.env.config import ActionEnvConfig
+from roll.agentic.env.game import Game, Played
+from roll.agentic.env.shop_tools import ShopCalls, ShopTurn
+from roll.agentic.tools.dialects import dialect
 from roll.configs.problems import ConfigProblem
+from roll.utils.registry import UnknownNameError
 
 Words = Annotated[list[str], Field(min_length=2)]
 
@@ -51,19 +54,23 @@ class ShopConfig(ActionEnvConfig):
         None, description="Tool dialect: commands are calls of tools, of which the chat template tells; null: text."
     )
 
-    def problems(self) -> list[ConfigProblem]:
+    def problems(self) -> Iterator[ConfigProblem]:
         """Rules that pydantic cannot state."""
-        found = [pattern_problem(self.action_pattern), ShopCalls.problem(self.dialect)]
+        yield from super().problems()
+        try:
+            if self.dialect is not None:
+                dialect(self.dialect)
+        except UnknownNameError as error:
+            yield self.problem("dialect", "a tool dialect", hint=str(error))
         words = [*self.kinds, *(value for values in self.attributes.values() for value in values)]
         odd = [word for word in words if not re.fullmatch("[a-z]{2,}", word)]
         twice = [word for word in dict.fromkeys(words) if words.count(word) > 1]
         if odd or twice:
             seen = (odd or twice)[0]
             expected = "words of at least two letters a to z" if odd else "every word once, in kinds and attributes"
-            found.append(self.problem("attributes", expected, "kinds", seen=seen))
+            yield self.problem("attributes", expected, "kinds", seen=seen)
         if self.num_shown > len(self.attributes):
-            found.append(self.problem("num_shown", f"at most {len(self.attributes)}, the attributes", "attributes"))
-        return [problem for problem in found if problem]
+            yield self.problem("num_shown", f"at most {len(self.attributes)}, the attributes", "attributes")
 
     def shelves(self) -> Shelves:
         """What the catalogue is drawn from."""
@@ -83,7 +90,7 @@ class ShopConfig(ActionEnvConfig):
         return self.split == "all" or held_out == (self.split == "eval")
 
 
-class ShopEnv(TextEnv):
+class ShopEnv(Game):
     """One wish per seed. Three commands: ``search <words>``, ``view <number>`` of a result, ``buy <number>``.
 
     What is bought ends the episode and is paid by the share of the demands that it meets.
@@ -95,64 +102,50 @@ class ShopEnv(TextEnv):
         ValueError: the catalogue has nothing to wish for in this split.
     """
 
+    config: ShopConfig
     config_class = ShopConfig
     action_names: Sequence[str] = ("view 1", "buy 1", *(f"search {kind}" for kind in KINDS))
     instant = True
 
     def __init__(self, **env_config: Any) -> None:
-        self.config = config = parse_config(ShopConfig, env_config)
+        super().__init__(**env_config)
+        config = self.config
         self.catalogue: Catalogue = catalogue(config.shelves())
         self._goals = [goal for goal in self.catalogue.goals if config.in_split(goal)]
         if not self._goals:
             raise ValueError(f"num_products: got {config.num_products}, too few for a goal of the split {config.split}")
+        if config.env_instruction is None:
+            self.env_instruction = _INSTRUCTION if config.dialect is None else _TOOLS_INSTRUCTION
         numbers = [f"{verb} {number}" for verb in ("buy", "view") for number in range(1, config.num_results + 1)]
         shown = list(config.attributes.values())[: config.num_shown]
         self.action_names = [*numbers, *(f"search {title}" for title in titles(config.kinds, shown))]
         self._parser = ActionParser({}, config.action_pattern)
         self._calls = None if config.dialect is None else ShopCalls(config.dialect)
-        self._limit = StepLimit(config.max_steps)
         self._goal = self._goals[0]
         self._results: tuple[int, ...] = ()
         self._viewed: set[int] = set()
         self._news = ""
-        told = _INSTRUCTION if config.dialect is None else _TOOLS_INSTRUCTION
-        self.env_instruction = told if config.env_instruction is None else config.env_instruction
+        self._turn: ShopTurn | None = None
         self.observation_space = Text(max_length=4096, charset=string.printable)
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Starts an episode with the seed's wish."""
-        super().reset(seed=seed)
-        rng = random.Random(seed if seed is not None else int(self.np_random.integers(2**62)))
+    def begin(self, seed: int, options: dict[str, Any]) -> None:
+        """Starts with the seed's wish."""
+        rng = random.Random(seed)
         wish = rng.choice(self._goals)
         self._goal = Goal(wish.kind, wish.values, wish.limit + rng.randint(0, self.config.max_price // 4))
-        self._results, self._viewed, self._news = (), set(), ""
-        self._limit.start()
-        return self._observation(), {"state_key": self._key(), "success": False, **self._tools()}
+        self._results, self._viewed, self._news, self._turn = (), set(), "", None
 
-    def step(self, action: str) -> StepResult:
+    def play(self, text: str) -> Played:
         """Does what the text says; what cannot be done, or is no command, changes nothing."""
-        limit_reached = self._limit.count()
-        config, before = self.config, self._key()
-        turn = None if self._calls is None else self._calls.read(action)
-        said = self._parser.answer(action) if turn is None else turn.command
+        before = self.state_key()
+        turn = self._turn = None if self._calls is None else self._calls.read(text)
+        said = self._parser.answer(text) if turn is None else turn.command
         command = _command(said or "")
         bought = self._do(*command) if command else None
         score = 0.0 if bought is None else self._goal.score(self.catalogue.products[bought])
-        if bought is not None or limit_reached:
-            self._limit.stop()
-        observation, reward, terminated, truncated, info = step_result(
-            self._observation(),
-            task_reward=config.reward_scale * (config.step_penalty + config.goal_reward * score),
-            penalty=0.0 if command else config.reward_scale * config.format_penalty,
-            terminated=bought is not None,
-            truncated=limit_reached and bought is None,
-            action=" ".join(command) if command else None,
-            action_is_effective=bought is not None or self._key() != before,
-            success=score == 1,
-            state_key=self._key(),
-        )
-        messages = {} if turn is None else {"messages": turn.answers(observation)}
-        return observation, reward, terminated, truncated, {**info, **self._tools(), **messages}
+        reward = self.config.reward_scale * (self.config.step_penalty + self.config.goal_reward * score)
+        effective = bought is not None or self.state_key() != before
+        return Played(" ".join(command) if command else None, reward, effective, bought is not None, score == 1)
 
     def expert_actions(self) -> list[str]:
         """Buying what is known to be right; else looking at what may be; else searching for the title."""
@@ -186,7 +179,7 @@ class ShopEnv(TextEnv):
         self._results = ()
         return place
 
-    def _observation(self) -> str:
+    def observation(self) -> str:
         shown = self.config.num_shown
         goal = self._goal
         hidden = "".join(f", {value}" for value in goal.values[shown:])
@@ -199,10 +192,14 @@ class ShopEnv(TextEnv):
         details = product.values[self.config.num_shown :] if place in self._viewed else ()
         return ", ".join((self.catalogue.title(place), f"{product.price} francs", *details))
 
-    def _tools(self) -> dict[str, Any]:
-        return {} if self._calls is None else {"tools": self._calls.told}
+    def more_info(self) -> dict[str, Any]:
+        """The tools, and what they have answered."""
+        if self._calls is None:
+            return {}
+        answers = {} if self._turn is None else {"messages": self._turn.answers(self.observation())}
+        return {"tools": self._calls.told, **answers}
 
-    def _key(self) -> str:
+    def state_key(self) -> str:
         return stable_hash(repr((self._goal, self._results, sorted(self._viewed))).encode())
 
 

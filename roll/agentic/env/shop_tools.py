@@ -7,8 +7,6 @@ from typing import Any
 
 from roll.agentic.tools.dialects import Dialect, dialect
 from roll.agentic.tools.types import AssistantTurn, ToolSchema
-from roll.configs.problems import ConfigProblem
-from roll.utils.registry import UnknownNameError
 
 
 def _schema(name: str, description: str, argument: str, kind: str) -> ToolSchema:
@@ -59,16 +57,6 @@ class ShopCalls:
     def __init__(self, name: str) -> None:
         self._dialect = dialect(name)
         self.told = [schema.as_openai() for schema in SCHEMAS]
-
-    @staticmethod
-    def problem(name: str | None) -> ConfigProblem | None:
-        """Why there is no such dialect."""
-        try:
-            if name is not None:
-                dialect(name)
-        except UnknownNameError as error:
-            return ConfigProblem("dialect", name, "a tool dialect", str(error))
-        return None
 
     def read(self, text: str) -> ShopTurn | None:
         """The turn; ``None`` if nothing in it is a call."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from gymnasium.spaces import Text
 from pydantic import Field
 
-from roll.agentic.env.actions import ActionParser, pattern_problem
-from roll.agentic.env.base import PICTURES, StepLimit, StepResult, TextEnv, stable_hash, step_result
+from roll.agentic.env.actions import ActionParser
+from roll.agentic.env.base import PICTURES, stable_hash
 from roll.agentic.env.config import ActionEnvConfig, parse_config
-from roll.agentic.env.grid import Vocabulary, build_vocabulary, vocabulary_problem
+from roll.agentic.env.game import Game, Played
+from roll.agentic.env.grid import Vocabulary, build_vocabulary, vocabulary_problems
 from roll.agentic.env.sokoban_boards import SYMBOLS, BackwardSearch, Board, BoardSpec, Split, cell_kind, generate_board
 from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.data.arrays import UInt8Array
@@ -54,22 +55,22 @@ class SokobanConfig(ActionEnvConfig):
     split: Split = Field("all", description="Which boards are drawn: train and eval never share one.")
     holdout_fraction: float = Field(0.1, gt=0, lt=1, description="Share of all boards that belongs to the eval split.")
 
-    def problems(self) -> list[ConfigProblem]:
+    def problems(self) -> Iterator[ConfigProblem]:
         """Rules between keys."""
-        found = [pattern_problem(self.action_pattern), vocabulary_problem(SYMBOLS, self.grid_lookup, self.grid_vocab)]
+        yield from super().problems()
+        yield from vocabulary_problems(SYMBOLS, self.grid_lookup, self.grid_vocab)
         low, high = self.solution_range()
         if low > high:
             limits = ("max_solution", "search_depth", "max_steps")
-            found.append(self.problem("min_solution", f"at most {high}, the least of {', '.join(limits)}", *limits))
+            yield self.problem("min_solution", f"at most {high}, the least of {', '.join(limits)}", *limits)
         if self.max_solution is not None and self.max_solution > min(self.search_depth, self.max_steps):
             expected = f"at most search_depth = {self.search_depth} and max_steps = {self.max_steps}"
-            found.append(self.problem("max_solution", expected, "search_depth", "max_steps"))
+            yield self.problem("max_solution", expected, "search_depth", "max_steps")
         inner = (self.dim_room[0] - 2) * (self.dim_room[1] - 2)
         if self.most_walls() + 2 * self.num_boxes + 1 > inner:
             most = inner - 2 * self.num_boxes - 1
             expected = f"at most {most} of the {inner} inner cells with {self.num_boxes} boxes"
-            found.append(self.problem("num_walls", expected, "dim_room", "num_boxes", seen=self.most_walls()))
-        return [problem for problem in found if problem]
+            yield self.problem("num_walls", expected, "dim_room", "num_boxes", seen=self.most_walls())
 
     def solution_range(self) -> tuple[int, int]:
         """Bounds of the optimal solution's length."""
@@ -93,7 +94,7 @@ def _is_quick(env_config: Mapping[str, Any]) -> bool:
     return config.num_boxes * config.solution_range()[1] <= _QUICK_MOVES
 
 
-class SokobanEnv(TextEnv):
+class SokobanEnv(Game):
     """One board per episode; every seed has its own.
 
     ``reset(options={"board": text})`` plays a given board instead (drawn with the environment's symbols).
@@ -104,16 +105,19 @@ class SokobanEnv(TextEnv):
 
     metadata = PICTURES
     render_mode = "rgb_array"
+    config: SokobanConfig
     config_class = SokobanConfig
     action_names = tuple(ACTIONS)
     instant = staticmethod(_is_quick)
 
     def __init__(self, **env_config: Any) -> None:
-        self.config = config = parse_config(SokobanConfig, env_config)
+        super().__init__(**env_config)
+        config = self.config
         vocabulary = build_vocabulary(SYMBOLS, config.grid_lookup, config.grid_vocab)
+        if config.env_instruction is None:
+            self.env_instruction = _instruction(vocabulary)
         self._symbols = vocabulary.symbols
         self._parser = ActionParser(ACTIONS, config.action_pattern)
-        self._limit = StepLimit(config.max_steps)
         height, width = config.dim_room
         low, high = config.solution_range()
         self._spec = BoardSpec(
@@ -123,50 +127,43 @@ class SokobanEnv(TextEnv):
         self._step_reward = scale * config.step_penalty
         self._box_reward = scale * config.box_reward
         self._solved_reward = scale * config.solved_reward
-        self._format_penalty = scale * config.format_penalty
-        self.env_instruction = _instruction(vocabulary) if config.env_instruction is None else config.env_instruction
         self.observation_space = Text(max_length=4096, charset="".join(self._symbols) + "\n(,)0123456789PXO")
         self._board: Board | None = None
         self._search: BackwardSearch | None = None
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Starts an episode.
+    def begin(self, seed: int, options: dict[str, Any]) -> None:
+        """Starts with the seed's board.
 
         Raises:
             ValueError: no board of the asked difficulty was found, or ``options["board"]`` is not one.
         """
-        super().reset(seed=seed)
-        if options and "board" in options:
+        if "board" in options:
             board = Board.parse(options["board"], self._symbols)
         else:
-            drawn = seed if seed is not None else int(self.np_random.integers(2**62))
-            board = generate_board(random.Random(drawn), self._spec)
-        self._start(board)
-        return self._observation, {"state_key": self._key, "success": False}
+            board = generate_board(random.Random(seed), self._spec)
+        self._board = board
+        self._search = None
+        self._floor, self._targets, self._boxes, self._player = board.floor, board.targets, board.boxes, board.player
+        self._layout_bytes = board.layout_bytes
+        self._deltas = {"Up": -board.stride, "Down": board.stride, "Left": -1, "Right": 1}
+        self._num_boxes = board.boxes.bit_count()
+        self._num_on_target = (board.boxes & board.targets).bit_count()
+        self._cells = board.drawn(self._symbols)
+        places = [f"({cell // board.stride},{cell % board.stride})" for cell in range(board.height * board.stride)]
+        self._places = places
+        self._target_places = _listed("O", board.targets, places)
+        self._describe()
 
-    def step(self, action: str) -> StepResult:
+    def play(self, text: str) -> Played:
         """Plays the action that the text names; a text without one leaves the board as it is."""
-        truncated = self._limit.count()
-        name = self._parser.parse(action)
         on_target = self._num_on_target
+        name = self._parser.parse(text)
         effective = name is not None and self._move(self._deltas[name])
         reward = self._step_reward + self._box_reward * (self._num_on_target - on_target)
         solved = self._num_on_target == self._num_boxes
         if solved:
             reward += self._solved_reward
-        if solved or truncated:
-            self._limit.stop()
-        return step_result(
-            self._observation,
-            task_reward=reward,
-            penalty=self._format_penalty if name is None else 0.0,
-            terminated=solved,
-            truncated=truncated and not solved,
-            action=name,
-            action_is_effective=effective,
-            success=solved,
-            state_key=self._key,
-        )
+        return Played(name, reward, effective, solved, solved)
 
     def render(self) -> UInt8Array:
         """The position as a picture, shape [height, width, 3]."""
@@ -213,21 +210,6 @@ class SokobanEnv(TextEnv):
             self._search = BackwardSearch(board.floor, board.targets, board.stride)
         return self._search
 
-    def _start(self, board: Board) -> None:
-        self._board = board
-        self._search = None
-        self._floor, self._targets, self._boxes, self._player = board.floor, board.targets, board.boxes, board.player
-        self._layout_bytes = board.layout_bytes
-        self._deltas = {"Up": -board.stride, "Down": board.stride, "Left": -1, "Right": 1}
-        self._num_boxes = board.boxes.bit_count()
-        self._num_on_target = (board.boxes & board.targets).bit_count()
-        self._cells = board.drawn(self._symbols)
-        places = [f"({cell // board.stride},{cell % board.stride})" for cell in range(board.height * board.stride)]
-        self._places = places
-        self._target_places = _listed("O", board.targets, places)
-        self._limit.start()
-        self._describe()
-
     def _successor(self, delta: int) -> tuple[int, int]:
         """Boxes and player after a move by ``delta``; the same as now if it is blocked."""
         target = self._player + delta
@@ -264,7 +246,7 @@ class SokobanEnv(TextEnv):
         if self.config.show_coordinates:
             boxes = _listed("X", self._boxes, self._places)
             text = f"{text}\nP{self._places[self._player]}{boxes}{self._target_places}"
-        self._observation = text
+        self._text = text
         self._key = stable_hash(self._layout_bytes + b"%x:%d" % (self._boxes, self._player))
 
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field
 
-from roll.agentic.env.actions import ActionParser, pattern_problem
-from roll.agentic.env.base import StepLimit, StepResult, TextEnv, stable_hash, step_result
-from roll.agentic.env.config import EnvConfig, parse_config
+from roll.agentic.env.actions import ActionParser
+from roll.agentic.env.base import stable_hash
+from roll.agentic.env.config import AdaptedEnvConfig
+from roll.agentic.env.game import Game, Played
 from roll.agentic.env.own_random import OwnRandom
 from roll.configs.problems import ConfigProblem
-from roll.configs.schema import nearest
+from roll.configs.schema import did_you_mean
 from roll.utils.registry import Registry, UnknownNameError, import_path
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ OPPONENTS: Registry[Opponent] = Registry("opponent")
 OPPONENTS.register("random", _random_move)
 
 
-class TextArenaConfig(EnvConfig):
+class TextArenaConfig(AdaptedEnvConfig):
     """Keys of ``env_config`` for ``env_type: textarena``."""
 
     env_id: str = Field(description="Name of a game, for textarena.make.")
@@ -64,39 +65,28 @@ class TextArenaConfig(EnvConfig):
         True,
         description="true: observations as the game's own wrappers show them; false: what is new, for conversations.",
     )
-    action_pattern: str | None = Field(
-        None, description="Regular expression whose first group is what the game is told; null tells it the whole text."
-    )
-    max_steps: int = Field(100, ge=1, description="Steps after which the episode is truncated.")
     success_reward: float = Field(1.0, description="The lowest reward at the end that counts as success.")
 
-    def problems(self) -> list[ConfigProblem]:
+    def problems(self) -> Iterator[ConfigProblem]:
         """What is not there, and rules between keys."""
-        found: list[ConfigProblem | None] = []
+        yield from super().problems()
         try:
             from textarena.envs.registration import ENV_REGISTRY
         except ModuleNotFoundError as error:
-            found.append(self.problem("env_id", f"the package {error.name} to be installed", hint=INSTALL))
+            yield self.problem("env_id", f"the package {error.name} to be installed", hint=INSTALL)
         else:
             if self.env_id not in ENV_REGISTRY:
-                near = nearest(self.env_id, list(ENV_REGISTRY))
-                found.append(
-                    self.problem("env_id", "a game of textarena", hint=f"did you mean {near}?" if near else "")
-                )
+                yield self.problem("env_id", "a game of textarena", hint=did_you_mean(self.env_id, ENV_REGISTRY))
         if self.player >= self.num_players:
-            found.append(self.problem("player", f"a number below num_players = {self.num_players}", "num_players"))
+            yield self.problem("player", f"a number below num_players = {self.num_players}", "num_players")
         if (self.num_players > 1) != (self.opponent is not None):
             expected = "who plays the others" if self.num_players > 1 else "null with one player"
-            found.append(self.problem("opponent", expected, "num_players"))
-        if self.action_pattern is not None:
-            found.append(pattern_problem(self.action_pattern))
+            yield self.problem("opponent", expected, "num_players")
         try:
             self.find_opponent()
         except UnknownNameError as error:
-            found.append(
-                self.problem("opponent", "random, package.module:function or folder/file.py:function", hint=str(error))
-            )
-        return [problem for problem in found if problem]
+            expected = "random, package.module:function or folder/file.py:function"
+            yield self.problem("opponent", expected, hint=str(error))
 
     def find_opponent(self) -> Opponent | None:
         """The function that ``opponent`` names."""
@@ -106,7 +96,7 @@ class TextArenaConfig(EnvConfig):
         return cast(Opponent, import_path(self.opponent, "opponent")) if is_file else OPPONENTS.get(self.opponent)
 
 
-class TextArenaEnv(TextEnv):
+class TextArenaEnv(Game):
     """A game: its words are the observations, and what it pays its player at the end is the reward.
 
     A game draws from Python's own random numbers, which a process has once: calls of games follow one another, each
@@ -119,49 +109,44 @@ class TextArenaEnv(TextEnv):
         ValueError: the game needs data that is not there.
     """
 
+    config: TextArenaConfig
     config_class = TextArenaConfig
+    num_seeds = 2**31
 
     def __init__(self, **env_config: Any) -> None:
-        self.config = config = parse_config(TextArenaConfig, env_config)
-        self.env_instruction = config.env_instruction or ""
+        super().__init__(**env_config)
+        config = self.config
         self._opponent = config.find_opponent()
         self._parser = None if config.action_pattern is None else ActionParser({}, config.action_pattern)
-        self._limit = StepLimit(config.max_steps)
         self._own_random = OwnRandom()
         self._rng = random.Random(0)
-        self._text = self._key = ""
         with self._own_random.take():
             self._new = _made(config)
         self._game: Any = self._new
 
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    def begin(self, seed: int, options: dict[str, Any]) -> None:
         """Starts a game; whoever moves before the policy does so.
 
         Raises:
             RuntimeError: the game is over before the policy's first move.
         """
-        super().reset(seed=seed)
-        drawn = seed if seed is not None else int(self.np_random.integers(2**31))
-        self._rng = random.Random(drawn)
+        self._rng = random.Random(seed)
         self._game = copy.deepcopy(self._new)
         with self._own_random.take():
-            self._game.reset(num_players=self.config.num_players, seed=drawn)
+            self._game.reset(num_players=self.config.num_players, seed=seed)
         if self._others():
             raise RuntimeError(f"{self.config.env_id} ended before the first move of player {self.config.player}")
         self._key = ""
         self._observe()
-        self._limit.start()
-        return self._text, {"state_key": self._key, "success": False}
 
-    def step(self, action: str) -> StepResult:
+    def play(self, text: str) -> Played:
         """Tells the game what was said, and has the others play until it is the policy's turn again.
 
         Raises:
             RuntimeError: the game ended without a reward, or by a move of an opponent that is not allowed.
         """
-        limit_reached = self._limit.count()
-        scale, before = self.config.reward_scale, self._refusals()
-        said = action if self._parser is None else self._parser.answer(action)
+        before = self._refusals()
+        said = text if self._parser is None else self._parser.answer(text)
         over = False
         if said is not None:
             with self._own_random.take():
@@ -174,20 +159,8 @@ class TextArenaEnv(TextEnv):
             self._key = stable_hash(f"{self._key}\n{self._text}".encode())
         elif said is not None:
             self._observe()
-        truncated = not over and limit_reached
-        if over or truncated:
-            self._limit.stop()
-        return step_result(
-            self._text,
-            task_reward=scale * reward,
-            penalty=scale * self.config.format_penalty if refused else 0.0,
-            terminated=over,
-            truncated=truncated,
-            action=None if refused else said,
-            action_is_effective=not refused,
-            success=over and reward >= self.config.success_reward,
-            state_key=self._key,
-        )
+        success = over and reward >= self.config.success_reward
+        return Played(None if refused else said, self.config.reward_scale * reward, not refused, over, success)
 
     def _others(self) -> bool:
         """Moves of the other players; True when the game is over."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -106,19 +106,17 @@ def _plain_annotation(node: ast.expr) -> str:
     return ast.unparse(node) if _plain_types(node) else ""
 
 
-def type_problems(options: Mapping[str, Any], annotations: Mapping[str, str]) -> list[ConfigProblem]:
+def type_problems(options: Mapping[str, Any], annotations: Mapping[str, str]) -> Iterator[ConfigProblem]:
     """Values that an engine's constructor takes for another type; what it says of ranges is left to it.
 
     Args:
         options: keys and values.
         annotations: of the constructor's arguments; those that are not made of plain types are not looked at.
     """
-    problems = []
     for key, value in options.items():
         words = _plain_types(ast.parse(annotations.get(key) or "Any", mode="eval").body)
         if words is not None and not any(_is_of(value, word) for word in words):
-            problems.append(ConfigProblem(key, value, " or ".join(words)))
-    return problems
+            yield ConfigProblem(key, value, " or ".join(words))
 
 
 def _plain_types(node: ast.expr) -> list[str] | None:
@@ -163,7 +161,7 @@ def option_problems(
     known: Signature,
     elsewhere: Mapping[str, str],
     arguments: str,
-) -> list[ConfigProblem]:
+) -> Iterator[ConfigProblem]:
     """Wrong keys and values of a ``strategy_config`` among those that an engine's constructor gets.
 
     Args:
@@ -173,21 +171,18 @@ def option_problems(
         elsewhere: arguments that are set by other keys, and by which; also what other engines call an option.
         arguments: what they are called, for messages, e.g. ``vLLM's AsyncEngineArgs``.
     """
-    extra = [key for key in options if key not in typed]
-    problems = [
-        ConfigProblem(key, options[key], here if here.startswith("no such key") else f"{here} instead")
-        for key in extra
-        if (here := elsewhere.get(key))
-    ]
-    passed_on, taken = {key: options[key] for key in extra if key not in elsewhere}, known.arguments
-    unknown = [key for key in passed_on if taken and key not in taken]
-    wrong = [
-        ConfigProblem(
-            key, options[key], f"an argument of {arguments}", foreign_key_hint(key, {*taken, *typed} - {*elsewhere})
-        )
-        for key in unknown
-    ]
-    return problems + [known.attributed(problem) for problem in wrong + type_problems(passed_on, taken)]
+    taken, passed_on, wrong = known.arguments, {}, []
+    for key, value in options.items():
+        if key in typed:
+            continue
+        if here := elsewhere.get(key):
+            yield ConfigProblem(key, value, here if here.startswith("no such key") else f"{here} instead")
+            continue
+        passed_on[key] = value
+        if taken and key not in taken:
+            hint = foreign_key_hint(key, {*taken, *typed} - {*elsewhere})
+            wrong.append(ConfigProblem(key, value, f"an argument of {arguments}", hint))
+    yield from map(known.attributed, [*wrong, *type_problems(passed_on, taken)])
 
 
 def foreign_key_hint(key: str, known: Collection[str]) -> str:

@@ -140,9 +140,9 @@ class EngineCard:
         by_path = {strategy.path: strategy for strategy in self.strategies.values()}
         return self.strategies.get(name) or by_path.get(name) or next(iter(self.strategies.values()))
 
-    def option_problems(self, options: Mapping[str, Any]) -> list[ConfigProblem]:
+    def option_problems(self, options: Mapping[str, Any]) -> Iterator[ConfigProblem]:
         """Keys and values that are passed on and that the engine would refuse, keys relative to ``strategy_config``."""
-        return []
+        return iter(())
 
     def passed_on(self, options: Mapping[str, Any]) -> list[str]:
         """Keys that no field of the options is for."""

@@ -65,17 +65,15 @@ class DeepSpeedConfig(PassedOnOptions):
         chosen = ((self.optimizer or {}).get("params") or {}).get("torch_adam", AUTO)
         return True if chosen == AUTO else bool(chosen)
 
-    def problems(self) -> list[ConfigProblem]:
-        stage = self.zero_optimization.get("stage", AUTO)
-        known = stage == AUTO or (type(stage) is int and 0 <= stage <= 3)
-        found = [] if known else [ConfigProblem("zero_optimization.stage", stage, "0, 1, 2 or 3")]
-        extra = self.model_extra or {}
-        found += [
-            ConfigProblem(key, extra[key], instead)
-            for key, instead in ELSEWHERE.items()
-            if extra.get(key, AUTO) != AUTO
-        ]
-        return [*found, *self._optimizer_problems(), *self._section_problems()]
+    def problems(self) -> Iterator[ConfigProblem]:
+        stage, extra = self.zero_optimization.get("stage", AUTO), self.model_extra or {}
+        if stage != AUTO and not (type(stage) is int and 0 <= stage <= 3):
+            yield ConfigProblem("zero_optimization.stage", stage, "0, 1, 2 or 3")
+        for key, instead in ELSEWHERE.items():
+            if extra.get(key, AUTO) != AUTO:
+                yield ConfigProblem(key, extra[key], instead)
+        yield from self._optimizer_problems()
+        yield from self._section_problems()
 
     def _optimizer_problems(self) -> Iterator[ConfigProblem]:
         options = self.optimizer or {}
@@ -241,13 +239,12 @@ class DeepSpeedCard(EngineCard):
     )
     trains_modules = True
 
-    def option_problems(self, options: Mapping[str, Any]) -> list[ConfigProblem]:
+    def option_problems(self, options: Mapping[str, Any]) -> Iterator[ConfigProblem]:
         """What ``DeepSpeedConfig`` itself refuses is not repeated."""
-        problems = [
-            ConfigProblem(key, options[key], "a key of DeepSpeed's configuration", foreign_key_hint(key, PASSED_ON))
-            for key in options
-            if key not in PASSED_ON and key not in ELSEWHERE
-        ]
+        for key in options:
+            if key not in PASSED_ON and key not in ELSEWHERE:
+                hint = foreign_key_hint(key, PASSED_ON)
+                yield ConfigProblem(key, options[key], "a key of DeepSpeed's configuration", hint)
         known = self.signature(options)
         for place, model in SECTIONS.items():
             section, fields = _section(options, place), known.classes.get(model, {})
@@ -256,10 +253,10 @@ class DeepSpeedCard(EngineCard):
                 for key, value in section.items()
                 if fields and key not in fields
             ]
-            given = {key: value for key, value in section.items() if value != AUTO and value is not None}
-            problems += [known.attributed(problem).under(place) for problem in wrong + type_problems(given, fields)]
-        given = {key: value for key, value in options.items() if value != AUTO and value is not None}
-        return problems + type_problems(given, SCALARS) + _format_problems(options)
+            for problem in (*wrong, *type_problems(_given(section), fields)):
+                yield known.attributed(problem).under(place)
+        yield from type_problems(_given(options), SCALARS)
+        yield from _format_problems(options)
 
     def passed_on(self, options: Mapping[str, Any]) -> list[str]:
         return [place for place in SECTIONS if _section(options, place)]
@@ -273,19 +270,19 @@ def _section(options: Mapping[str, Any], place: str) -> Mapping[str, Any]:
     return options
 
 
-def _format_problems(options: Mapping[str, Any]) -> list[ConfigProblem]:
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if value != AUTO and value is not None}
+
+
+def _format_problems(options: Mapping[str, Any]) -> Iterator[ConfigProblem]:
     given = {key: value for key, value in options.items() if key in FORMATS}
     for place in ("data_types", "torch_autocast"):
         given |= {f"{place}.{key}": value for key, value in _section(options, place).items()}
-    problems = []
     for key, value in given.items():
         if key not in FORMATS:
-            problems.append(
-                ConfigProblem(key, value, "a key of DeepSpeed's configuration", foreign_key_hint(key, FORMATS))
-            )
+            yield ConfigProblem(key, value, "a key of DeepSpeed's configuration", foreign_key_hint(key, FORMATS))
         elif (allowed := FORMATS[key]) and value not in (*allowed, AUTO, None):
-            problems.append(ConfigProblem(key, value, " or ".join(allowed)))
-    return problems
+            yield ConfigProblem(key, value, " or ".join(allowed))
 
 
 CARD = DeepSpeedCard()

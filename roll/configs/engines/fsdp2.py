@@ -61,13 +61,12 @@ class Fsdp2Config(EngineOptions):
         """Every worker holds a whole replica, and the weights are never sharded."""
         return self.fsdp_size == 1 and not self.cpu_offload and self.tensor_parallel_size == 1
 
-    def problems(self) -> list[ConfigProblem]:
+    def problems(self) -> Iterator[ConfigProblem]:
         if self.fsdp_size == 0:
-            return [self.problem("fsdp_size", "-1 or at least 1")]
-        if self.replicated and self.reduce_dtype not in (None, "fp32"):
+            yield self.problem("fsdp_size", "-1 or at least 1")
+        elif self.replicated and self.reduce_dtype not in (None, "fp32"):
             expected = "null or fp32 with fsdp_size 1: replicas add up gradients in fp32"
-            return [self.problem("reduce_dtype", expected, "fsdp_size", "cpu_offload", "tensor_parallel_size")]
-        return []
+            yield self.problem("reduce_dtype", expected, "fsdp_size", "cpu_offload", "tensor_parallel_size")
 
 
 _STRATEGIES = "roll.distributed.strategy.fsdp2.strategy"

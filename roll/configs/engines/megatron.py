@@ -115,8 +115,9 @@ class MegatronConfig(PassedOnOptions):
         arguments = {name: value for name, value in self if name not in ours}
         return arguments | {"virtual_pipeline_model_parallel_size": self.virtual_stages}
 
-    def problems(self) -> list[ConfigProblem]:
-        return [*self._layout_problems(), *self._recompute_problems()]
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from self._layout_problems()
+        yield from self._recompute_problems()
 
     def _layout_problems(self) -> Iterator[ConfigProblem]:
         tensor, stages = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -240,23 +241,21 @@ class MegatronCard(EngineCard):
     fit = "roll.distributed.strategy.megatron.fit:check_model"
     adapter_fit = "roll.distributed.strategy.megatron.fit:check_adapter"
 
-    def option_problems(self, options: Mapping[str, Any]) -> list[ConfigProblem]:
+    def option_problems(self, options: Mapping[str, Any]) -> Iterator[ConfigProblem]:
         known = self.signature(options)
         fields = {name: kind for name, kind in known.arguments.items() if name not in OWNED and name not in CALLABLES}
         typed = set(MegatronConfig.model_fields)
-        problems = []
         for name in sorted(options.keys() - typed):
             if name in MODEL_FIELDS:
-                problems.append(ConfigProblem(name, options[name], "model_args.model_config_kwargs instead"))
+                yield ConfigProblem(name, options[name], "model_args.model_config_kwargs instead")
             elif name in OWNED:
-                problems.append(ConfigProblem(name, options[name], OWNED[name]))
+                yield ConfigProblem(name, options[name], OWNED[name])
             elif fields and name not in fields:
                 hint = foreign_key_hint(name, fields.keys() | typed)
                 wrong = ConfigProblem(name, options[name], "an option of Megatron-Core", hint)
-                problems.append(known.attributed(wrong))
+                yield known.attributed(wrong)
             else:
-                problems += map(known.attributed, type_problems({name: options[name]}, fields))
-        return problems
+                yield from map(known.attributed, type_problems({name: options[name]}, fields))
 
     def rules(self, role: str, worker: WorkerConfig, config: PipelineConfig) -> Iterator[ConfigProblem]:
         """Experts can be dealt out to the workers of a stage; recomputation is on where it is described."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -108,7 +108,7 @@ class SglangCard(EngineCard):
     keeps_kv = False
     size_key = "tp_size"
 
-    def option_problems(self, options: Mapping[str, Any]) -> list[ConfigProblem]:
+    def option_problems(self, options: Mapping[str, Any]) -> Iterator[ConfigProblem]:
         return option_problems(
             options,
             typed=SglangConfig.model_fields,

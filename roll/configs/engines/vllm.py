@@ -99,7 +99,7 @@ class VllmCard(EngineCard):
     own_attention = True
     size_key = "tensor_parallel_size"
 
-    def option_problems(self, options: Mapping[str, Any]) -> list[ConfigProblem]:
+    def option_problems(self, options: Mapping[str, Any]) -> Iterator[ConfigProblem]:
         return option_problems(
             options,
             typed=VllmConfig.model_fields,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +87,7 @@ def padded_vocab_size(vocab_size: int, tensor_parallel_size: int) -> int:
 
 def parallel_size_problems(
     config: MegatronModelConfig, *, tensor: int = 1, expert: int = 1, expert_tensor: int | None = None
-) -> list[ConfigProblem]:
+) -> Iterator[ConfigProblem]:
     """Parallel sizes that do not divide what they deal out of the model, with the nearest that do.
 
     Args:
@@ -97,30 +98,28 @@ def parallel_size_problems(
     """
     size = config.transformer
     name = "tensor_model_parallel_size"
-    problems = _indivisible(name, tensor, "num_attention_heads", size["num_attention_heads"])
+    yield from _indivisible(name, tensor, "num_attention_heads", size["num_attention_heads"])
     groups = size["num_query_groups"]
     if groups % tensor and tensor % groups:
-        problems.append(ConfigProblem(name, tensor, f"a divisor or multiple of num_key_value_heads {groups}"))
+        yield ConfigProblem(name, tensor, f"a divisor or multiple of num_key_value_heads {groups}")
     if not all(config.moe_layers):
-        problems += _indivisible(name, tensor, "intermediate_size", size["ffn_hidden_size"])
+        yield from _indivisible(name, tensor, "intermediate_size", size["ffn_hidden_size"])
     if shared := size.get("moe_shared_expert_intermediate_size"):
-        problems += _indivisible(name, tensor, "shared_expert_intermediate_size", shared)
+        yield from _indivisible(name, tensor, "shared_expert_intermediate_size", shared)
     if config.num_experts:
         etp_name = name if expert_tensor is None else "expert_tensor_parallel_size"
         etp = tensor if expert_tensor is None else expert_tensor
-        problems += _indivisible(etp_name, etp, "moe_intermediate_size", size["moe_ffn_hidden_size"])
-        problems += _indivisible("expert_model_parallel_size", expert, "num_experts", config.num_experts)
+        yield from _indivisible(etp_name, etp, "moe_intermediate_size", size["moe_ffn_hidden_size"])
+        yield from _indivisible("expert_model_parallel_size", expert, "num_experts", config.num_experts)
     elif expert > 1:
         expected = f"1 ({config.model_class} has no experts)"
-        problems.append(ConfigProblem("expert_model_parallel_size", expert, expected))
-    return problems
+        yield ConfigProblem("expert_model_parallel_size", expert, expected)
 
 
-def _indivisible(name: str, divisor: int, what: str, number: int) -> list[ConfigProblem]:
-    if number % divisor == 0:
-        return []
-    near = min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: abs(n - divisor))
-    return [ConfigProblem(name, divisor, f"a divisor of {what} {number} (nearest: {near})")]
+def _indivisible(name: str, divisor: int, what: str, number: int) -> Iterator[ConfigProblem]:
+    if number % divisor:
+        near = min((n for n in range(1, number + 1) if number % n == 0), key=lambda n: abs(n - divisor))
+        yield ConfigProblem(name, divisor, f"a divisor of {what} {number} (nearest: {near})")
 
 
 def _known_class(config: PreTrainedConfig) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -33,19 +33,19 @@ class GeneratorSection(Config):
     template: str = Field(default="native", min_length=1, description="Chat template, as data_args.template.")
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, description="Variables that it reads.")
 
-    def problems(self) -> list[ConfigProblem]:
-        found = []
+    def problems(self) -> Iterator[ConfigProblem]:
         if self.generating_args.num_return_sequences > 1:
-            found.append(self.problem("generating_args.num_return_sequences", "-n, which says how many answers"))
+            yield self.problem("generating_args.num_return_sequences", "-n, which says how many answers")
         strategy, key = self.strategy_args, "strategy_args.strategy_name"
         card = strategy.card
         if card is None and ":" in strategy.strategy_name:
-            return found
+            return
         if card is None or not card.strategy(strategy.strategy_name).generates:
-            return [*found, self.problem(key, f"one of {', '.join(strategy_names('generates'))}")]
+            yield self.problem(key, f"one of {', '.join(strategy_names('generates'))}")
+            return
         options = strategy.strategy_config
         wrong = [*section_problems(card.options, options), *card.option_problems(options)]
-        return found + [problem.under("strategy_args.strategy_config") for problem in wrong]
+        yield from [problem.under("strategy_args.strategy_config") for problem in wrong]
 
 
 def generator_section(engine: str | None, sampling: Mapping[str, Any], words: Sequence[str] = ()) -> WorkerConfig:

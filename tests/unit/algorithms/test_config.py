@@ -15,13 +15,13 @@ from roll.configs.rl import RLConfig
 
 
 def test_defaults_have_no_problems() -> None:
-    assert AlgorithmConfig().problems() == []
+    assert not list(AlgorithmConfig().problems())
 
 
 @pytest.mark.parametrize("estimator", [*ADV_ESTIMATORS, "my.module:estimator"])
 def test_known_and_foreign_estimators_are_accepted(estimator: str) -> None:
     keys = {"gdpo_reward_keys": ["format/score"]} if estimator == "gdpo" else {}
-    assert AlgorithmConfig(adv_estimator=estimator, **keys).problems() == []
+    assert not list(AlgorithmConfig(adv_estimator=estimator, **keys).problems())
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_rules_of_train_infer_filters(keys: dict[str, Any], key: str, hint: str)
 
 @pytest.mark.parametrize("name", [*PG_VARIANTS, "my.module:loss"])
 def test_known_and_foreign_policy_losses_are_accepted(name: str) -> None:
-    assert AlgorithmConfig(pg_variant=name).problems() == []
+    assert not list(AlgorithmConfig(pg_variant=name).problems())
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ levels = st.sampled_from(LEVELS)
 
 def corrected(**keys: Any) -> AlgorithmConfig:
     config = AlgorithmConfig(train_infer_correction=keys)
-    assert config.train_infer_correction.problems() == []
+    assert not list(config.train_infer_correction.problems())
     return config
 
 

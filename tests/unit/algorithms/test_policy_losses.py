@@ -133,7 +133,7 @@ def test_loss_and_gradient_are_their_definition(
     if not batch.loss_mask_T.any():
         return
     config = AlgorithmConfig(loss_agg_mode=mode, **keys_of(name, sampling))
-    assert config.problems() == []
+    assert not list(config.problems())
     rows = rows_of(batch, batch.loss_mask_T)
     losses, slopes = oracle(name, sampling, scores, batch, turns_of(batch) if sampling == "segment" else rows)
     got = build_policy_loss(config)(scores, batch, context(batch)).loss.item()

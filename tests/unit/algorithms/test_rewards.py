@@ -34,7 +34,7 @@ def lone_turns(scores: list[float], groups: list[int] | None = None, tags: list[
 
 def shaped(batch: Batch, **keys: Any) -> list[float]:
     config = AlgorithmConfig(**keys)
-    assert config.problems() == []
+    assert not list(config.problems())
     return shape_rewards(batch, config, RunningStats())[0].rewards_T.tolist()
 
 
@@ -125,7 +125,7 @@ def test_mean_and_spread_may_come_from_different_peers(
     running = RunningStats()
     running.update(torch.tensor(earlier))
     config = AlgorithmConfig(norm_mean_type=mean_type, norm_std_type=std_type)
-    assert config.problems() == []
+    assert not list(config.problems())
     out, _ = shape_rewards(lone_turns([float(x) for x in scores], groups), config, running)
 
     def peers(scope: str, group: int) -> list[float]:
@@ -253,7 +253,7 @@ def test_lengths_change_the_score_before_it_is_normalised(
     if coef is not None:
         keys |= {"add_len_reward": True, "len_reward_coef": coef}
     config = AlgorithmConfig(**keys)
-    assert config.problems() == []
+    assert not list(config.problems())
     out, metrics = shape_rewards(batch, config, RunningStats())
     live = [e for e in episodes if any(turn.sampled for turn in e.turns)]
     lengths = {id(e): sum(len(turn.sampled) for turn in e.turns) for e in live}

@@ -367,7 +367,7 @@ def test_a_dataset_class_may_be_in_a_file(tmp_path: Path) -> None:
         "def rows(data_args, seed):\n    return [{'prompt': 'x', 'solution': seed, 'tag': 't'}]\n"
     )
     name = f"{tmp_path}/rows.py:rows"
-    assert DataArguments(dataset_cls=name, prompt="prompt").problems() == []
+    assert not list(DataArguments(dataset_cls=name, prompt="prompt").problems())
     assert [(p.id, p.ground_truth) for p in load(dataset_cls=name, seed=7)] == [(f"{name}:1", 7)]
 
 
@@ -410,7 +410,7 @@ def test_a_dataset_is_a_sequence_of_prompts(tmp_path: Path) -> None:
     ],
 )
 def test_rules_between_the_keys(args: dict[str, Any], problem: str | None) -> None:
-    found = DataArguments(**args).problems()
+    found = list(DataArguments(**args).problems())
     assert len(found) == (problem is not None)
     assert problem is None or re.search(problem, str(found[0]))
 
@@ -419,7 +419,7 @@ def test_rules_of_the_filter() -> None:
     args = DataArguments(dataset_filter={"min_difficulty": 2, "max_difficulty": 1})
     (problem,) = args.dataset_filter.problems()
     assert str(problem) == "min_difficulty: seen 2.0, expected at most max_difficulty = 1.0"
-    assert DataArguments(dataset_filter={"source": [""]}).dataset_filter.problems()
+    assert list(DataArguments(dataset_filter={"source": [""]}).dataset_filter.problems())
     with pytest.raises(ValueError, match="prompt_overflow"):
         DataArguments(prompt_overflow="middle")
 

@@ -100,7 +100,7 @@ def test_padded_vocabulary_is_the_next_multiple(size: int, rows: int) -> None:
 def test_parallel_sizes_that_do_not_divide_are_all_named() -> None:
     moe = megatron_config(CONFIGS["qwen3 moe, second layer dense"])
     for tensor, expert in [(1, 1), (2, 4), (4, 2)]:
-        assert not parallel_size_problems(moe, tensor=tensor, expert=expert)
+        assert not list(parallel_size_problems(moe, tensor=tensor, expert=expert))
     assert [str(problem) for problem in parallel_size_problems(moe, tensor=5, expert=3)] == [
         "tensor_model_parallel_size: seen 5, expected a divisor of num_attention_heads 4 (nearest: 4)",
         "tensor_model_parallel_size: seen 5, expected a divisor or multiple of num_key_value_heads 2",

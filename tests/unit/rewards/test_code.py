@@ -516,6 +516,6 @@ def test_it_is_registered():
 
 
 def test_rules_between_keys():
-    assert CodeConfig().problems() == []
+    assert not list(CodeConfig().problems())
     (problem,) = CodeConfig(total_timeout=1).problems()
     assert str(problem) == "total_timeout: seen 1.0, expected at least limits.wall_seconds = 10.0"

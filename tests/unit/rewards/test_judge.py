@@ -449,7 +449,7 @@ def test_wrong_configurations_are_named(args: dict[str, Any], problem: str):
     config = JudgeConfig(**{"judge_api_url": "http://host/v1", "judge_model_name": "wise", **args})
     with pytest.raises(ValueError, match=problem):
         JudgeVerifier(config)
-    assert len(config.problems()) == 1
+    assert len(list(config.problems())) == 1
 
 
 def test_secrets_in_the_wrong_place_are_not_repeated():

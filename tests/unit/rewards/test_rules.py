@@ -130,9 +130,9 @@ def test_the_configuration_says_where_the_answer_stands():
     pattern = MathVerifier(MathConfig(answer_pattern=r"Result: (.*?);"))
     assert pattern.check(sample("Result: 4; Result: 1/2; 7", 0.5)).correct
     assert pattern.check(sample(r"\boxed{5}", 5)).answer is None
-    assert "regular expression" in MathConfig(answer_pattern="(").problems()[0].expected
-    assert "a group" in MathConfig(answer_pattern="x").problems()[0].expected
-    assert MathConfig(answer_pattern="(x)", strict_boxed=True).problems()[0].path == "strict_boxed"
+    assert "regular expression" in next(MathConfig(answer_pattern="(").problems()).expected
+    assert "a group" in next(MathConfig(answer_pattern="x").problems()).expected
+    assert next(MathConfig(answer_pattern="(x)", strict_boxed=True).problems()).path == "strict_boxed"
 
 
 @pytest.mark.parametrize("truth", [None, True, "", [1], float("nan"), {"a": 1}])
@@ -310,14 +310,15 @@ def test_the_built_in_format(response, matches):
 def test_a_format_of_ones_own_matches_the_whole_response():
     verifier = FormatVerifier(FormatConfig(pattern=r"\d+.*end"))
     assert verifier.check(sample("1\nend")).correct and not verifier.check(sample("1 end.")).correct
-    assert str(FormatConfig(pattern="[").problems()[0]).startswith('pattern: seen "[", expected a regular expression')
+    problem = next(FormatConfig(pattern="[").problems())
+    assert str(problem).startswith('pattern: seen "[", expected a regular expression')
 
 
 @pytest.mark.parametrize(("tokens", "score"), [(0, -0.5), (100, -0.5), (250, -0.25), (400, 0.0), (900, 0.0)])
 def test_a_short_answer_has_a_penalty_that_falls_to_nothing(tokens, score):
     verdict = LengthVerifier(LengthConfig(min_tokens=100, max_tokens=400)).check(sample("…", num_tokens=tokens))
     assert verdict == Verdict(score=score, correct=tokens >= 400, seeks_answer=False)
-    assert LengthConfig(min_tokens=5, max_tokens=5).problems()[0].path == "max_tokens"
+    assert next(LengthConfig(min_tokens=5, max_tokens=5).problems()).path == "max_tokens"
 
 
 # --- custom -----------------------------------------------------------------------------------------------------------
@@ -390,7 +391,7 @@ def test_results_that_are_no_numbers_are_errors(result):
 
 def test_an_asynchronous_function_is_awaited():
     config = CustomConfig(path=f"{__name__}:later")
-    assert config.problems() == []
+    assert not list(config.problems())
     verdict = CustomVerifier(config).check(sample("0.25"))
     assert (verdict.score, verdict.correct) == (0.25, True)
 
@@ -407,7 +408,7 @@ def half_marks(data_sources, solution_strs, ground_truths, extra_infos, worth=1.
 
 def test_a_function_of_lists_judges_all_at_once():
     verifier = CustomVerifier(CustomConfig(path=f"{__name__}:half_marks", batch=True, kwargs={"worth": 0.5}))
-    assert verifier.config.problems() == []
+    assert not list(verifier.config.problems())
     assert verifier.batching(verifier.config).size == 16
     outcomes = verifier.check_all([sample("4", "4"), sample("5", "4", extra_info={"told": 1})], 1.0)
     assert [outcome.score for outcome in outcomes] == [0.5, 0.0] and outcomes[1].parts == {"others": 1.0}
@@ -452,7 +453,7 @@ def test_asynchronous_calls_run_side_by_side_in_one_loop_and_fail_alone():
     ],
 )
 def test_functions_are_looked_at_before_the_run(values, message):
-    problems = CustomConfig(**values).problems()
+    problems = list(CustomConfig(**values).problems())
     assert len(problems) == 1
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(str(problems[0]))

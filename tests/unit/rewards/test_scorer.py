@@ -350,4 +350,4 @@ def test_what_is_wrong_is_told_before_the_run(verifier, message):
 def test_all_problems_are_told_at_once_and_a_right_domain_has_none():
     assert len(check_rewards(config({"name": "mth"}, {"name": "format", "args": {"x": 1, "y": 2}}))) == 3
     names = ("math", "gsm8k", "multiple_choice", "format", "instruction")
-    assert check_rewards(config(*({"name": name} for name in names), fake())) == []
+    assert list(check_rewards(config(*({"name": name} for name in names), fake()))) == []

@@ -35,7 +35,7 @@ class DeepSpeedInfer(ModuleScorer[EngineWeights]):
         super().__init__(context)
         strategy = context.worker.strategy_args
         require_engine("deepspeed", extra="deepspeed", strategy=strategy.strategy_name)
-        if problems := CARD.option_problems(strategy.strategy_config):
+        if problems := list(CARD.option_problems(strategy.strategy_config)):
             prefix = f"{context.role}.strategy_args.strategy_config"
             raise ConfigErrors([problem.under(prefix) for problem in problems])
         self._options = DeepSpeedConfig.model_validate(strategy.strategy_config)

@@ -41,7 +41,7 @@ def add_adapter(model: MegatronModel, context: StrategyContext, spec: LoraSpec, 
             hf_model = make_skeleton(context.head, context.model_path, dtype=torch.float32, config_kwargs=kwargs)
         layers = adapted_layers(hf_model, (ALL_LINEAR,))
         adapted = adapted_layers(hf_model, spec.targets, spec.excluded)
-        if problems := check_adapter_fit(hf_model.config, options, adapted, dropout=spec.dropout):
+        if problems := list(check_adapter_fit(hf_model.config, options, adapted, dropout=spec.dropout)):
             raise ValueError("; ".join(f"{context.role}.{problem}" for problem in problems))
     for chunk, layout in zip(model.chunks, model.layouts, strict=True):
         for name, linear in list(chunk.decoder.named_modules(prefix="decoder")):

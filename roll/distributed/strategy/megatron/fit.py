@@ -46,32 +46,32 @@ def check_adapter(worker: WorkerConfig, sizes: PreTrainedConfig, layers: Iterabl
     options = worker.strategy_args.typed()
     assert isinstance(options, MegatronConfig)
     try:
-        fits = not check_model_fit(sizes, options)
+        fits = not any(check_model_fit(sizes, options))
     except ValueError:
         fits = False
     return check_adapter_fit(sizes, options, layers, dropout=worker.model_args.lora_dropout) if fits else ()
 
 
-def check_model_fit(hf_config: PreTrainedConfig, options: MegatronConfig) -> list[ConfigProblem]:
+def check_model_fit(hf_config: PreTrainedConfig, options: MegatronConfig) -> Iterator[ConfigProblem]:
     """Options of a layout that do not go together with a model, with the nearest right choice.
 
     Raises:
         ValueError: the model cannot be converted.
     """
     converted = megatron_config(hf_config)
-    problems = parallel_size_problems(
+    yield from parallel_size_problems(
         converted,
         tensor=options.tensor_model_parallel_size,
         expert=options.expert_model_parallel_size,
         expert_tensor=options.expert_tensor_parallel_size,
     )
-    stages = _stage_problems(converted.num_layers, options)
-    return problems + (stages or _recompute_problems(converted.num_layers, options)) + _moe_problems(converted, options)
+    yield from [*_stage_problems(converted.num_layers, options)] or _recompute_problems(converted.num_layers, options)
+    yield from _moe_problems(converted, options)
 
 
 def check_adapter_fit(
     hf_config: PreTrainedConfig, options: MegatronConfig, layers: Iterable[str], *, dropout: float
-) -> list[ConfigProblem]:
+) -> Iterator[ConfigProblem]:
     """Keys of a LoRA adapter that Megatron's layers cannot have, with the nearest right choice.
 
     Args:
@@ -86,45 +86,40 @@ def check_adapter_fit(
     converted = megatron_config(hf_config)
     known = list(adaptable_layers(converted))
     names = sorted({name.rpartition(".")[2] for name in known})
-    problems = []
     base = "strategy_args.strategy_config"
     layers = list(layers)
     if left := sorted({name.rpartition(".")[2] for name in layers} - set(names)):
         expected = f"some of {', '.join(names)}"
-        problems.append(ConfigProblem("model_args.lora_target", Words(f"{', '.join(left)} among the layers"), expected))
+        yield ConfigProblem("model_args.lora_target", Words(f"{', '.join(left)} among the layers"), expected)
     if dropout:
-        problems.append(ConfigProblem("model_args.lora_dropout", dropout, "0 with Megatron-Core"))
+        yield ConfigProblem("model_args.lora_dropout", dropout, "0 with Megatron-Core")
     tensor, groups = options.tensor_model_parallel_size, converted.transformer["num_query_groups"]
     if tensor > groups and any(name.endswith((".q_proj", ".k_proj", ".v_proj")) for name in layers):
         expected = f"at most num_key_value_heads {groups} with an adapter on queries, keys or values"
-        problems.append(ConfigProblem(f"{base}.tensor_model_parallel_size", tensor, expected))
+        yield ConfigProblem(f"{base}.tensor_model_parallel_size", tensor, expected)
     if options.moe_shared_expert_overlap and any(".shared_expert." in name for name in layers):
         expected = "false with an adapter on the shared expert"
-        problems.append(ConfigProblem(f"{base}.moe_shared_expert_overlap", True, expected))
-    return problems
+        yield ConfigProblem(f"{base}.moe_shared_expert_overlap", True, expected)
 
 
-def _stage_problems(num_layers: int, options: MegatronConfig) -> list[ConfigProblem]:
+def _stage_problems(num_layers: int, options: MegatronConfig) -> Iterator[ConfigProblem]:
     """Layers that cannot be dealt out to the pipeline's stages."""
     stages, virtual = options.pipeline_model_parallel_size, options.virtual_stages or 1
     if options.num_layers_in_first_pipeline_stage is None and options.num_layers_in_last_pipeline_stage is None:
         chunks = stages * virtual
-        if num_layers % chunks == 0:
-            return []
-        seen = Words(f"{stages} x {VIRTUAL} {virtual} = {chunks}") if virtual > 1 else stages
-        nearest = min(_divisors(num_layers), key=lambda divisor: abs(divisor - chunks))
-        expected = f"a divisor of num_hidden_layers {num_layers} (nearest: {nearest})"
-        return [ConfigProblem("pipeline_model_parallel_size", seen, expected)]
-    if stages == 1:
-        return []  # refused by itself
-    counts = _uneven_stages(num_layers, options)
-    if isinstance(counts, ConfigProblem):
-        return [counts]
-    return [
-        ConfigProblem(VIRTUAL, virtual, f"a divisor of the {count} layers of a {where} stage")
-        for where, count in counts.items()
-        if count % virtual
-    ]
+        if num_layers % chunks:
+            seen = Words(f"{stages} x {VIRTUAL} {virtual} = {chunks}") if virtual > 1 else stages
+            nearest = min(_divisors(num_layers), key=lambda divisor: abs(divisor - chunks))
+            expected = f"a divisor of num_hidden_layers {num_layers} (nearest: {nearest})"
+            yield ConfigProblem("pipeline_model_parallel_size", seen, expected)
+    elif stages > 1:  # one stage is refused by itself
+        counts = _uneven_stages(num_layers, options)
+        if isinstance(counts, ConfigProblem):
+            yield counts
+            return
+        for where, count in counts.items():
+            if count % virtual:
+                yield ConfigProblem(VIRTUAL, virtual, f"a divisor of the {count} layers of a {where} stage")
 
 
 def _uneven_stages(num_layers: int, options: MegatronConfig) -> dict[str, int] | ConfigProblem:
@@ -147,47 +142,45 @@ def _uneven_stages(num_layers: int, options: MegatronConfig) -> dict[str, int] |
     return ConfigProblem(key, seen, f"to leave {share} of {num_layers} layers{near}")
 
 
-def _recompute_problems(num_layers: int, options: MegatronConfig) -> list[ConfigProblem]:
+def _recompute_problems(num_layers: int, options: MegatronConfig) -> Iterator[ConfigProblem]:
     """Groups of recomputed layers that do not fit the layers of a stage."""
     count = options.recompute_num_layers
     if count is None:
-        return []
+        return
     stages, virtual = options.pipeline_model_parallel_size, options.virtual_stages or 1
     given = options.num_layers_in_first_pipeline_stage or options.num_layers_in_last_pipeline_stage
     uneven = _uneven_stages(num_layers, options) if stages > 1 and given else None
     layers = {n // virtual for n in uneven.values()} if isinstance(uneven, dict) else {num_layers // stages // virtual}
     if options.recompute_method == "block" and count > max(layers):
-        return [options.problem("recompute_num_layers", f"at most {max(layers)}, the layers of a stage")]
+        yield options.problem("recompute_num_layers", f"at most {max(layers)}, the layers of a stage")
     if options.recompute_method != "block" and any(n % count for n in layers):
         words = ", ".join(map(str, sorted(layers)))
         shared = [n for n in range(1, max(layers) + 1) if not any(each % n for each in layers)]
         near = min(shared, key=lambda n: abs(n - count))
         expected = f"with recompute_method uniform a divisor of the {words} layers of a stage (nearest: {near})"
-        return [options.problem("recompute_num_layers", expected)]
-    return []
+        yield options.problem("recompute_num_layers", expected)
 
 
-def _moe_problems(converted: MegatronModelConfig, options: MegatronConfig) -> list[ConfigProblem]:
+def _moe_problems(converted: MegatronModelConfig, options: MegatronConfig) -> Iterator[ConfigProblem]:
     """Options for experts that the model does not have, or that need others."""
     parts = [part for part in options.recompute_modules or () if part in ("moe", "moe_act", "shared_experts")]
     if not converted.num_experts:
         default = MegatronConfig()
         unread = [key for key in FOR_EXPERTS if getattr(options, key) != getattr(default, key)]
         words = f"({converted.model_class} has no experts)"
-        problems = [options.problem(key, f"{show(getattr(default, key))} {words}") for key in unread]
-        return problems + [options.problem("recompute_modules", f"no {part} {words}") for part in parts]
-    problems = []
+        yield from [options.problem(key, f"{show(getattr(default, key))} {words}") for key in unread]
+        yield from [options.problem("recompute_modules", f"no {part} {words}") for part in parts]
+        return
     tensor = options.tensor_model_parallel_size
     if tensor > 1 and not options.sequence_parallel:
         expected = f"true with experts and tensor_model_parallel_size {tensor}"
-        problems.append(options.problem("sequence_parallel", expected))
+        yield options.problem("sequence_parallel", expected)
     if not converted.transformer.get("moe_shared_expert_intermediate_size"):
         words = f"({converted.model_class} has no shared expert)"
         if options.moe_shared_expert_overlap:
-            problems.append(options.problem("moe_shared_expert_overlap", f"false {words}"))
+            yield options.problem("moe_shared_expert_overlap", f"false {words}")
         if "shared_experts" in parts:
-            problems.append(options.problem("recompute_modules", f"no shared_experts {words}"))
-    return problems
+            yield options.problem("recompute_modules", f"no shared_experts {words}")
 
 
 def _divisors(number: int) -> list[int]:

@@ -365,15 +365,13 @@ def _layout(chunk: Any, *, first: bool, last: bool) -> ParallelLayout:
     )
 
 
-def _machine_problems(context: StrategyContext, options: MegatronConfig, dtype: torch.dtype) -> list[ConfigProblem]:
+def _machine_problems(context: StrategyContext, options: MegatronConfig, dtype: torch.dtype) -> Iterator[ConfigProblem]:
     """Options for which this machine has not the kernels."""
-    problems = []
     kernels = torch.cuda.is_available() and importlib.util.find_spec("grouped_gemm") is not None
     engine = uses_transformer_engine(context, dtype)
     if options.moe_grouped_gemm and not engine and not (kernels and dtype == torch.bfloat16):
         needs = "a GPU, TransformerEngine without lora_target (or grouped_gemm) and dtype bf16"
-        problems.append(options.problem("moe_grouped_gemm", f"false without {needs}"))
+        yield options.problem("moe_grouped_gemm", f"false without {needs}")
     if options.attention_backend not in (None, "auto") and not engine:
         needs = "a GPU, TransformerEngine and dtype bf16, and with lora_target"
-        problems.append(options.problem("attention_backend", f"null without {needs}"))
-    return problems
+        yield options.problem("attention_backend", f"null without {needs}")

@@ -68,7 +68,7 @@ class SglangStrategy(Generator[dict[str, str]]):
         options = context.worker.strategy_args.strategy_config
         self._config = SglangConfig.model_validate(options)
         require_sglang(self._config.python_executable)
-        if problems := CARD.option_problems(options):
+        if problems := list(CARD.option_problems(options)):
             prefix = f"{context.role}.strategy_args.strategy_config"
             raise ConfigErrors([problem.under(prefix) for problem in problems])
         self._on_cpu = not torch.accelerator.is_available()

@@ -73,7 +73,7 @@ class VllmStrategy(Generator[dict[str, str]]):
         require_engine("vllm", extra="vllm", strategy="vllm")
         options = context.worker.strategy_args.strategy_config
         self._config = VllmConfig.model_validate(options)
-        if problems := CARD.option_problems(options):
+        if problems := list(CARD.option_problems(options)):
             prefix = f"{context.role}.strategy_args.strategy_config"
             raise ConfigErrors([problem.under(prefix) for problem in problems])
         self._on_cpu = not torch.cuda.is_available()

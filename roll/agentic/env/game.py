@@ -1,0 +1,96 @@
+"""What the environments here have in common: configuration, seeds, the count of steps, what a step returns."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+from roll.agentic.env.base import StepLimit, StepResult, TextEnv, step_result
+from roll.agentic.env.config import EnvConfig, parse_config
+
+
+class Played(NamedTuple):
+    """Effect of a turn of the policy."""
+
+    action: str | None
+    """Its name; ``None``: the text holds none, which costs ``format_penalty``."""
+    reward: float
+    """What the task pays, times ``reward_scale``."""
+    effective: bool
+    """The state is another one."""
+    terminated: bool
+    success: bool
+    truncated: bool = False
+    """By a limit that is not ``max_steps``."""
+
+
+class Game(TextEnv):
+    """An environment that is configured by the keys of an ``EnvConfig``; one step long without ``max_steps``.
+
+    A subclass implements ``begin`` and ``play``, which set ``_text`` and ``_key``, or ``observation`` and
+    ``state_key`` too.
+
+    Args:
+        env_config: the keys of ``config_class``.
+
+    Raises:
+        ConfigErrors: all that is wrong with them.
+    """
+
+    config_class: ClassVar[type[EnvConfig]] = EnvConfig
+    num_seeds: ClassVar[int] = 2**62
+    """Where ``reset`` is told no seed, one below this is drawn."""
+    config: EnvConfig
+
+    def __init__(self, **env_config: Any) -> None:
+        self.config = parse_config(self.config_class, env_config)
+        self.env_instruction = self.config.env_instruction or ""
+        self._limit = StepLimit(getattr(self.config, "max_steps", 1))
+        self._text = self._key = ""
+
+    @abstractmethod
+    def begin(self, seed: int, options: dict[str, Any]) -> None:
+        """Sets up the seed's episode."""
+
+    @abstractmethod
+    def play(self, text: str) -> Played:
+        """Does what the text says."""
+
+    def observation(self) -> str:
+        """What the policy sees now."""
+        return self._text
+
+    def state_key(self) -> str:
+        """Hash of the state; equal keys mean equal states."""
+        return self._key
+
+    def more_info(self) -> dict[str, Any]:
+        """Further entries of ``info``."""
+        return {}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Starts an episode."""
+        super().reset(seed=seed)
+        self.begin(int(self.np_random.integers(self.num_seeds)) if seed is None else seed, options or {})
+        self._limit.start()
+        return self.observation(), {"state_key": self.state_key(), "success": False, **self.more_info()}
+
+    def step(self, action: str) -> StepResult:
+        """Plays a turn; a text without an action changes nothing."""
+        limit_reached = self._limit.count()
+        played = self.play(action)
+        truncated = not played.terminated and (played.truncated or limit_reached)
+        if played.terminated or truncated:
+            self._limit.stop()
+        text, reward, terminated, truncated, info = step_result(
+            self.observation(),
+            task_reward=played.reward,
+            penalty=self.config.reward_scale * self.config.format_penalty if played.action is None else 0.0,
+            terminated=played.terminated,
+            truncated=truncated,
+            action=played.action,
+            action_is_effective=played.effective,
+            success=played.success,
+            state_key=self.state_key(),
+        )
+        return text, reward, terminated, truncated, info | self.more_info()
