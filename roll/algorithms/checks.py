@@ -12,9 +12,7 @@ def require_columns(batch: Batch, user: str, *names: str) -> None:
     """Raises ``ValueError`` unless the batch has all the named columns.
 
     Args:
-        batch: Any batch.
         user: Who needs them, with its configuration key, for the message.
-        names: Fields of ``Batch``.
     """
     if missing := [name for name in names if getattr(batch, name) is None]:
         raise ValueError(f"{user} needs Batch.{', Batch.'.join(missing)}, which is not set")

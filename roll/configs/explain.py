@@ -101,8 +101,6 @@ def explain(word: str, schemas: Schemas, parts: Sequence[Part]) -> Explanation:
 
     Args:
         word: a key, or the last parts of one; what stands behind ``=`` is left out.
-        schemas: of all pipelines.
-        parts: options of plug-ins.
     """
     path = tuple(ALIASES.get(part, part) for part in word.partition("=")[0].split("."))
     known = all_keys(schemas, parts)

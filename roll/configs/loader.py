@@ -127,8 +127,6 @@ def validate(
     Args:
         schema: a pipeline's class, see ``PIPELINE_RULES``.
         values: what the configuration says, by top-level key.
-        extra_checks: rules of upper layers.
-        problems: those already known.
         variables: further valid top-level names, for suggestions.
 
     Raises:

@@ -31,8 +31,6 @@ def parse(
     """Builds a section with every wrong value replaced by its default, and a problem for each of those.
 
     Args:
-        schema: the section's class.
-        values: what was given.
         strict: ``"5"`` is no int.
         advise: hints for unknown keys; the nearest known one, if not given.
 
@@ -100,9 +98,6 @@ def nearest_key(section: type[Config], path: Path, value: Any, others: Iterable[
     A key that could not have the value must be very similar: then the value is wrong too.
 
     Args:
-        section: class of the section.
-        path: of the unknown key.
-        value: what it was given.
         others: further names that are known.
     """
     name, fields = str(path[-1]), section.model_fields

@@ -161,13 +161,7 @@ class ToolsConfig(Config):
 
 
 def tool_tag_problems(tools: ToolsConfig | None, tags: Sequence[str], beside: str) -> Iterator[ConfigProblem]:
-    """Tools for tags that there are not.
-
-    Args:
-        tools: the section.
-        tags: of the prompts or environments.
-        beside: the section that has them.
-    """
+    """Tools for tags that there are not."""
     if tools is None:
         return
     entries: dict[str, ToolConfig | McpServerConfig] = {f"use.{name}": entry for name, entry in tools.use.items()}

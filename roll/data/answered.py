@@ -63,8 +63,6 @@ def read_answered(
 
     Args:
         files: see ``read_rows``: what ``roll generate`` writes, a run's episodes, or any rows with a column of answers.
-        columns: their names.
-        problems: learns what is wrong.
         without: a column that the rows must not have, as it will be written.
     """
     for row in read_rows(files, problems):

@@ -23,9 +23,6 @@ class ControlText:
     which DeepSeek's tokenizer does not call so. Others, such as ``<think>``, are words that a message may use.
 
     A hidden text stands for itself while a template is rendered: letters and digits that no filter changes.
-
-    Args:
-        tokenizer: any Hugging Face tokenizer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

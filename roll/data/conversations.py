@@ -109,13 +109,9 @@ def load_conversations(
 
     Args:
         args: where the conversations are, and what their columns mean.
-        renderer: messages to token ids.
-        max_tokens: of a conversation.
         overflow: a longer one is an error, loses its end or is left out.
-        last_only: only the last answer is imitated.
         scoring: what the questions must bring to have their answers scored; ``None``: they are not.
         seed: of the run; it draws ``dataset_filter.num_samples`` and goes to ``dataset_cls``.
-        tools: that the assistant is told of.
 
     Raises:
         DataError: everything that is wrong with the dataset, by file and line.
@@ -202,9 +198,6 @@ def row_question(
     """What a row asks, with all that a verifier of the answer wants to know.
 
     Args:
-        row: of the dataset.
-        args: meaning of its columns.
-        messages: the question.
         scoring: see ``load_conversations``.
         read: further columns that have a place of their own.
 

@@ -27,8 +27,6 @@ class PromptSampler:
     small domains repeat sooner than large ones.
 
     Args:
-        dataset: the prompts.
-        seed: of the run.
         shuffle: a new order in every epoch; otherwise that of the dataset.
         interleave_probs: share of each domain, all positive, sum 1; every prompt belongs to one of them.
         domain_of_tag: the domains of the tags, where domains are not the tags themselves.

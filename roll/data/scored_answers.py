@@ -87,9 +87,6 @@ def load_scored(
     Args:
         args: where the rows are, and what their columns mean.
         columns: of the scores, or of the steps and their labels.
-        in_steps: the latter.
-        renderer: messages to token ids.
-        max_tokens: of a conversation.
         overflow: a longer one is an error or left out.
         seed: of the run; it draws ``dataset_filter.num_samples`` and goes to ``dataset_cls``.
 

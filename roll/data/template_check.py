@@ -84,8 +84,6 @@ def check_template(
     """Renders short conversations and compares them.
 
     Args:
-        tokenizer: whose tokens a template is for.
-        template: as ``ChatRenderer`` takes it.
         parsers: of the tool dialects that may be spoken, by name, the likeliest first.
 
     Raises:

@@ -33,11 +33,8 @@ def compare_tokens(
     """How a row that is trained differs from its conversation; ``None`` if it does not, or in nothing that counts.
 
     Args:
-        renderer: has rendered the conversation.
         messages: the whole conversation, the last of which is the assistant's.
         ids: what is trained, shape [tokens], its last sampled; what closes that turn may be missing.
-        tools: as the prompt was given them.
-        check: what counts.
     """
     if check == "disable":
         return None

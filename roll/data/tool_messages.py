@@ -97,8 +97,6 @@ def without_tools(
     assistant's words, results in a user message, which also takes in what a user says right behind them.
 
     Args:
-        messages: tidied.
-        tools: told of, if any.
         takes_system: whether the template takes a system message.
     """
     plain: list[dict[str, Any]] = []

@@ -51,12 +51,9 @@ def write_dataset(
     Args:
         folder: made if it is not there.
         seed: draws the problems and what the teacher does.
-        min_operand: smallest operand.
-        max_operand: largest operand.
         held_out_share: part of all operand pairs from which ``val.jsonl`` is drawn.
         call_rate: how often the teacher calls the tool as it should.
         slip_rate: how often it writes a call that cannot be read, or a program that prints nothing.
-        tool: what it calls.
         num_train: rows of ``train.jsonl``.
         num_val: rows of ``val.jsonl``.
         num_demonstrations: rows of ``demonstrations.jsonl``, conversations.

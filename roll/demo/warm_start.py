@@ -58,11 +58,7 @@ class WarmStartError(RunFailedError):
 
 
 class Untaught:
-    """The tiny model with random weights, made if it is not there (a ``Start``).
-
-    Args:
-        config: the run's configuration.
-    """
+    """The tiny model with random weights, made if it is not there (a ``Start``)."""
 
     def __init__(self, config: PipelineConfig) -> None:
         self.config = config

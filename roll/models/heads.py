@@ -16,8 +16,6 @@ class ValueHead(nn.Module):
     """Maps a hidden state to a value. Starts at zero, so that an untrained critic predicts nothing.
 
     Args:
-        hidden_size: of the trunk.
-        dtype: of the weights.
         bias: a reward model has none, as classifiers have none.
     """
 

@@ -130,11 +130,6 @@ def matrix_shapes(model: PreTrainedModel, shape: LoraSpec) -> dict[str, tuple[in
 def initial_value(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
     """Start of an adapter's matrix: B is zero, A as in ``nn.Linear``, from the seed and its name alone.
 
-    Args:
-        name: in a peft folder.
-        shape: of the whole matrix.
-        seed: the run's.
-
     Returns:
         float32, the same on every rank, in every layout and every engine.
     """

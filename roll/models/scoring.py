@@ -238,9 +238,6 @@ def score_input(
     """Runs one micro-batch; returns scores with gradient, on the model's device.
 
     Args:
-        scorer: a ``TokenScorer``.
-        inputs: the micro-batch's layout.
-        num_tokens: the micro-batch's T.
         ref_hidden_TH: the reference's hidden states; the scores then hold the KL to it.
         teacher: what a teacher says of the micro-batch's tokens; the scores then hold the divergence from it.
     """
@@ -325,8 +322,6 @@ def gather_scores(batch: Batch, groups: Sequence[Tensor], parts: Sequence[TokenS
     """Puts the scores of micro-batches back into the batch's order, on the CPU.
 
     Args:
-        batch: the whole batch.
-        groups: row indices per micro-batch.
         parts: scores per micro-batch; at least one. Those past the last group are padding, and ignored.
     """
     columns = {}

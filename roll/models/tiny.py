@@ -74,9 +74,7 @@ def tiny_config(num_heads: int = 4, hidden_size: int = 64, num_layers: int = 2) 
     ``initializer_range`` is 0.1: with 0.02 a model this narrow hardly learns.
 
     Args:
-        num_heads: attention heads, which share the units.
         hidden_size: units of a layer, an even number for each head.
-        num_layers: layers.
     """
     tokenizer = make_tokenizer()
     return {
@@ -103,11 +101,7 @@ def make_tiny_model(path: Path, seed: int, num_heads: int = 4, hidden_size: int 
     """Writes the tokenizer and a randomly initialised model to ``path`` (replaced if it exists).
 
     Args:
-        path: its folder.
-        seed: of the weights.
         num_heads: see ``tiny_config``, as the others.
-        hidden_size: units of a layer.
-        num_layers: layers.
     """
     from safetensors.torch import save_file
 

@@ -86,8 +86,6 @@ def enable(model: PreTrainedModel, size: int, tensor_size: int = 1) -> None:
     """Lets a model take slices of sequences; whole ones go on as before.
 
     Args:
-        model: a decoder.
-        size: ranks that will share sequences.
         tensor_size: ranks that split its layers and with them the heads.
 
     Raises:
@@ -122,8 +120,6 @@ def score_shared_input(
     Args:
         scorer: a ``TokenScorer`` whose model is prepared with ``enable``, or an engine around it.
         inputs: the whole micro-batch's layout, on the CPU.
-        num_tokens: the micro-batch's T.
-        group: the ranks.
         ref_hidden_TH: the reference's hidden states; the scores then hold the KL to it.
         teacher: what a teacher says of the micro-batch's tokens; the scores then hold the divergence from it.
 

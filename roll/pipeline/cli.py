@@ -82,8 +82,6 @@ def perform(
 
     Args:
         action: ``train`` runs it, ``validate`` shows what it amounts to, ``print`` shows it resolved.
-        config_name: its name in ``folder``.
-        folder: folder of configurations.
         overrides: ``key=value`` texts.
         program: its pipeline; the one whose sections it has, if not given.
         started: ``time.time()`` at launch; now, if not given.

@@ -77,11 +77,8 @@ def launch(
     """Starts the clusters of a configuration and runs ``body`` with them.
 
     Args:
-        config: a checked configuration.
-        program: its pipeline.
         body: the pipeline's own part; gets the configuration, the session, the signals, the started clusters and what
             the run starts from, which is found or made while they come up.
-        workers: the process class of every cluster.
         notes: lines to show first, such as the batch arithmetic in words.
         started: ``time.time()`` at launch; now, if not given.
 

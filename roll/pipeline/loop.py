@@ -40,8 +40,6 @@ class TrainingLoop(ABC):
     """Takes the steps of a run. Subclasses say what a step is.
 
     Args:
-        config: the run's configuration.
-        session: its folder, display, trackers and checkpoints.
         roles: the model roles, set up with the starting weights.
         signals: holds back Ctrl-C while the state could not be saved.
     """

@@ -99,9 +99,7 @@ class ModelCluster:
         """Starts scoring and returns at once, so that roles on other devices can work meanwhile.
 
         Args:
-            batch: what to score.
             rows: those to score; ``None`` is all. The others' scores are 0.
-            adapter: with LoRA, whether the adapter counts.
         """
         parts = batch.split(self.dp_size, self.linear)
         if rows is not None:
@@ -182,11 +180,7 @@ class ModelCluster:
 
 
 class WithoutAdapter:
-    """The reference of a LoRA run: the actor as it was before its adapter.
-
-    Args:
-        actor: the trained role.
-    """
+    """The reference of a LoRA run: the actor as it was before its adapter."""
 
     def __init__(self, actor: ModelCluster) -> None:
         self._actor = actor

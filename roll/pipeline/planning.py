@@ -29,13 +29,10 @@ def plan(
     """Says what a configuration takes, or writes its launcher.
 
     Args:
-        config_name: its name in ``folder``.
-        folder: folder of configurations.
         overrides: ``key=value`` texts.
         devices: kind of device, see ``parse_devices``; that of this machine, if not given.
         json: machine-readable.
         write: ``slurm`` or ``kuberay``: the launcher goes where the page would.
-        output: file for it.
 
     Returns:
         0 where it fits, 1 where it does not, 2 for a wrong configuration or command line.

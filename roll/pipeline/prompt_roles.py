@@ -24,12 +24,7 @@ class PromptRoles(RolloutRoles):
     """Rollout workers and reward domains.
 
     Args:
-        config: the run's configuration.
-        clusters: started clusters by name.
-        roles: the model roles.
-        tokenizer_path: folder with the policy's tokenizer.
         train: the prompts to train on; ``None`` with ``eval_only``, and where prompts are not trained on.
-        val: the held-out ones.
         on_tick: see ``RolloutRoles``.
     """
 

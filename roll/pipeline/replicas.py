@@ -17,11 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class RestartBudget:
-    """Dead workers that a run may still replace.
-
-    Args:
-        limit: ``max_worker_restarts``.
-    """
+    """Dead workers that a run may still replace."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -46,9 +42,6 @@ class Replicas:
     """The generating workers of one role.
 
     Args:
-        cluster: the workers.
-        actor: the trainer's, which send the weights.
-        config: the run's configuration.
         offload_manager: has a role's states moved to its devices.
         restarts: dead workers that may be replaced.
         on_replaced: called after an update of weights in which some were replaced; they have other handles then.

@@ -51,8 +51,6 @@ class RLPipeline(TrainingLoop):
     """Trains a policy. Subclasses bring the rollouts.
 
     Args:
-        config: the run's configuration.
-        session: its folder, display, trackers and checkpoints.
         roles: the model roles, set up with the starting weights.
         signals: holds back Ctrl-C while the state could not be saved.
     """

@@ -25,12 +25,7 @@ from roll.utils.checksums import WrittenFile
 
 
 class Roles:
-    """``actor_train``; ``actor_infer`` where something is generated; ``critic``, ``reference``, ``teacher`` …
-
-    Args:
-        config: the run's configuration.
-        clusters: started clusters by role name.
-    """
+    """``actor_train``; ``actor_infer`` where something is generated; ``critic``, ``reference``, ``teacher`` …"""
 
     def __init__(self, config: PipelineConfig, clusters: Mapping[str, Cluster]) -> None:
         self.config = config
@@ -95,8 +90,6 @@ class Roles:
         """Loads the policy everywhere, the same weights in all its roles but those with models of their own.
 
         Args:
-            model_path: Hugging Face folder of the policy.
-            total_optimizer_steps: horizon of the learning-rate schedules.
             teacher_path: Hugging Face folder of the teacher, where there is one.
         """
         loading = []

@@ -27,9 +27,6 @@ class RolloutRoles(ABC):
     """Workers that play episodes, and whatever they need beside the engines.
 
     Args:
-        config: the run's configuration.
-        clusters: the clusters by name.
-        contexts: the arguments of each cluster's ``setup``.
         roles: the model roles; their generating workers answer the requests.
         on_tick: called at least once a second during rollouts; may raise to stop.
     """

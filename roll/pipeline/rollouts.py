@@ -36,8 +36,6 @@ def collect(
     Args:
         session: see ``take``.
         scheduler: see ``take``.
-        num_groups: so many.
-        version: of the weights that are evaluated.
         check: see ``take``.
 
     Raises:
@@ -65,8 +63,6 @@ def take(
     """Takes a step's groups, shows how many have come in, and tells of failed episodes.
 
     Args:
-        session: shows the progress.
-        scheduler: plays the groups.
         admission: see ``RolloutScheduler.take``.
         step: see there.
         what: what they are for, to complete "no episode to …".

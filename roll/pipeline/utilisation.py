@@ -26,8 +26,6 @@ class Utilisation:
     """Notes on the spans of a step what was worked on, and on how many devices.
 
     Args:
-        config: of the run.
-        trainer: the workers of ``actor_train``.
         generator: those of ``actor_infer``, if there are any.
     """
 
@@ -50,9 +48,6 @@ class Utilisation:
         """A batch that was trained on.
 
         Args:
-            span: of the phase.
-            batch: what.
-            passes: times that each row was.
             counts: False where the policy took no optimizer step.
         """
         span.tokens, span.devices = batch.num_tokens * passes, num_devices(self._trainer)

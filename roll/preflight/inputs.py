@@ -132,12 +132,7 @@ def hub_endpoint() -> str:
 
 
 def ask_hub(what: str, seconds: float) -> int | None:
-    """Status of an answer of the hub, within ``seconds``; ``None`` without one.
-
-    Args:
-        what: path below ``/api/``.
-        seconds: patience.
-    """
+    """Status of an answer of the hub, within ``seconds``; ``None`` without one."""
     answers: list[int] = []
 
     def ask() -> None:

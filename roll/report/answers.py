@@ -18,9 +18,6 @@ def save_answers(trajectories: Sequence[Trajectory], folder: Path, step: int, *,
 
     Args:
         trajectories: one-turn episodes whose info has ``prompt_id`` and ``ground_truth``.
-        folder: the run's renders.
-        step: of the evaluation.
-        scored: a verifier has judged them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / f"answers-{step:06d}.html"

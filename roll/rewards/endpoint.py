@@ -93,8 +93,6 @@ class Endpoint:
     """One URL that takes JSON by POST. Serves one event loop.
 
     Args:
-        url: where requests go.
-        name: what it is, for messages.
         patience: see ``Patience``.
         key: sent as a bearer token; ``None``: none is.
     """

@@ -95,8 +95,6 @@ class RulePool:
         """Judges several samples in one call, in the next free child; those that it could not judge are errors.
 
         Args:
-            verifier: index into ``specs``.
-            samples: one or more.
             timeout: seconds of the call, or of each sample where these are judged ``side_by_side``.
             side_by_side: see ``Batching``.
 

@@ -76,8 +76,6 @@ class HostedJudge:
         model: folder in Hugging Face format, or a name on the hub.
         engine: see ``JudgeEngine``.
         sampling: temperature and length of what it says.
-        most: requests at a time.
-        host: starts it.
     """
 
     def __init__(self, model: str, engine: JudgeEngine, sampling: SamplingParams, most: int, host: HostModel) -> None:

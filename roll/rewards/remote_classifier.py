@@ -28,10 +28,6 @@ class RemoteClassifierConfig(RemoteConfig):
 class RemoteClassifier:
     """Asks the server. Serves one event loop.
 
-    Args:
-        config: where it is.
-        num_labels: outputs of the model.
-
     Raises:
         ValueError: the key's environment variable is unset or no possible key.
     """

@@ -110,8 +110,6 @@ class DomainScorer:
     """Scores the samples of one reward domain.
 
     Args:
-        name: the domain, for messages.
-        config: its section under ``rewards``.
         num_processes: child processes for the verifiers by rule.
         context: further arguments for the constructors of the other verifiers that name them, e.g. a device.
 

@@ -31,11 +31,8 @@ class Conversation:
     """Turns of a user and a model. What was sampled is never tokenised again.
 
     Args:
-        engine: samples.
-        renderer: messages to token ids.
         params: of every answer; each has a seed of its own.
         system: the system's message, if there is one.
-        seed: of the conversation.
     """
 
     def __init__(

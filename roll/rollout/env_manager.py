@@ -74,10 +74,7 @@ class EnvManager(ABC):
     """Plays episodes of one tag. Subclasses say what the policy sees at each turn.
 
     Args:
-        config: the tag's entry in ``custom_envs``.
-        renderer: messages to token ids.
         params: sampling parameters; the seed is set per turn.
-        limits: token budgets.
     """
 
     history: bool

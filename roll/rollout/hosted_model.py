@@ -19,8 +19,6 @@ class HostedGenerator:
     Args:
         model: a folder in Hugging Face format, or a name on the hub.
         engine: see ``JudgeEngine``.
-        most: requests at a time.
-        devices: of this process, for one engine.
 
     Raises:
         ValueError: the model cannot be loaded, or an option does not fit it.

@@ -89,13 +89,7 @@ class PromptEnv:
 
 
 class PromptManager(EnvManager):
-    """Plays ``PromptEnv``s: the policy sees the dataset's messages as they are.
-
-    Args:
-        renderer: messages to token ids.
-        params: how answers are sampled.
-        limits: token budgets.
-    """
+    """Plays ``PromptEnv``s: the policy sees the dataset's messages as they are."""
 
     history = True
 

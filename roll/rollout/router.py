@@ -37,9 +37,6 @@ class GenerationClient:
 
     Requests made in the same tick of the event loop travel in one call; finished completions come back through one
     long poll per engine worker. A request goes to the worker with the fewest requests in flight.
-
-    Args:
-        engines: handles of engine workers (``roll.pipeline.workers.InferWorker``).
     """
 
     def __init__(self, engines: Sequence[Any]) -> None:

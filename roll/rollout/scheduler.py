@@ -40,15 +40,12 @@ class RolloutScheduler:
     """Keeps as many groups running as ``admission`` lets start and ``plan`` has slots for.
 
     Args:
-        plan: which groups to play.
-        workers: the environment manager's cluster.
         recover: called when rollout workers died; brings them back so that lost groups can be played again. Always in
             the thread that calls ``take``.
         rpc_timeout: seconds that one group may take.
         on_tick: called at least once a second while ``take`` waits; may raise to stop.
         beside: go on between two calls of ``take``, on a thread of its own; otherwise what a batch leaves running is
             given up.
-        replay: the run to repeat.
         max_running: most groups that are played at once, if fewer than the plan has slots for.
     """
 

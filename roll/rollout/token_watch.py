@@ -37,12 +37,7 @@ class Conversation:
 
 
 class TokenWatch:
-    """Compares rows of one process; says each reason once and counts it always.
-
-    Args:
-        renderer: has rendered them.
-        check: what counts as a difference.
-    """
+    """Compares rows of one process; says each reason once and counts it always."""
 
     def __init__(self, renderer: ChatRenderer, check: TokenCheck) -> None:
         self._renderer = renderer
@@ -55,12 +50,7 @@ class TokenWatch:
         return self._check != "disable" and member == 0
 
     def compare(self, name: str, rows: Iterable[tuple[Conversation, Sequence[Turn]]]) -> dict[str, int]:
-        """Counts for ``Trajectory.info``; none where no row has several turns.
-
-        Args:
-            name: of the episode, for the log.
-            rows: conversations and their turns.
-        """
+        """Counts for ``Trajectory.info``; none where no row has several turns."""
         counts: Counter[str] = Counter()
         for conversation, turns in rows:
             if len(turns) < 2:

@@ -46,8 +46,6 @@ class ToolBox:
     """The tools of one process, for all of its episodes.
 
     Args:
-        config: the section ``tools``.
-        renderer: counts and cuts tokens.
         threads: where tools run that are no coroutine functions.
     """
 
@@ -87,13 +85,7 @@ class ToolBox:
         return turn.as_openai() if written and not turn.errors else {"role": "assistant", "content": text}
 
     async def answer(self, turn: AssistantTurn, names: Sequence[str], states: dict[str, dict[str, Any]]) -> Answers:
-        """Runs the calls of a turn side by side.
-
-        Args:
-            turn: what the policy said.
-            names: the tools that it has.
-            states: of each tool in this episode.
-        """
+        """Runs the calls of a turn side by side."""
         limit = self.config.max_parallel_calls
         counts = Counter(tool_calls=len(turn.calls), malformed_calls=len(turn.errors))
         tasks = [self._answer(call, names, states, counts) for call in turn.calls[:limit]]

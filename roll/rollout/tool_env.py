@@ -20,13 +20,7 @@ COUNTS = ("tool_calls", "failed_calls", "call_timeouts", "malformed_calls")
 
 
 class ToolEnv:
-    """An environment or a prompt with tools (an ``AsyncEnv``), for one episode.
-
-    Args:
-        env: what the policy plays or answers.
-        box: runs the calls.
-        schemas: of the tools that there are.
-    """
+    """An environment or a prompt with tools (an ``AsyncEnv``), for one episode."""
 
     def __init__(self, env: AsyncEnv, box: ToolBox, schemas: Sequence[ToolSchema]) -> None:
         self._env = env

@@ -305,9 +305,6 @@ def _write_manifest(folder: Path, step: int, saved_at: float, written: Iterable[
     """Lists every file once all are on disk; the manifest is the last file to appear.
 
     Args:
-        folder: of the checkpoint.
-        step: its step.
-        saved_at: when.
         written: files that are on disk already, with their checksums; the others are read.
     """
     known = {file.path: file for file in written}

@@ -107,8 +107,6 @@ class Display:
         """The training loop begins (anew). The clock of a step starts.
 
         Args:
-            total_steps: of the whole run.
-            done_steps: finished before a resume.
             eval_steps: an evaluation every so many steps and after the last; 0: after the last alone.
             save_steps: a checkpoint every so many steps and after the last; 0: after the last alone; ``None``: none.
             evaluates_last: false: no evaluation after the last step but for ``eval_steps``.

@@ -46,11 +46,8 @@ class ChildPool:
     it.
 
     Args:
-        module: calls ``serve``.
         setup: what every child shall hold; JSON.
         num_processes: children, and requests that are answered at the same time.
-        what: the children's name in errors.
-        max_reply_bytes: a longer reply is an error.
     """
 
     def __init__(

@@ -40,11 +40,7 @@ class AdventureConfig(ActionEnvConfig):
 
 
 class AdventureEnv(Game):
-    """One house per seed, solvable in ``max_steps``. The player sees the room that they are in and what they carry.
-
-    Args:
-        env_config: the keys of ``AdventureConfig``.
-    """
+    """One house per seed, solvable in ``max_steps``. The player sees the room that they are in and what they carry."""
 
     config: AdventureConfig
     config_class = AdventureConfig

@@ -69,10 +69,6 @@ class Goal:
 class Catalogue:
     """Products and the search over them.
 
-    Args:
-        shelves: what to draw from.
-        products: instead of drawn ones.
-
     Raises:
         ModuleNotFoundError: bm25s is not installed.
     """

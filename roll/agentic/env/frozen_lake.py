@@ -69,11 +69,7 @@ class FrozenLakeConfig(ActionEnvConfig):
 
 
 class FrozenLakeEnv(Game):
-    """One solvable lake per seed, from the upper left to the lower right corner; the slips follow the seed too.
-
-    Args:
-        env_config: the keys of ``FrozenLakeConfig``.
-    """
+    """One solvable lake per seed, from the upper left to the lower right corner; the slips follow the seed too."""
 
     metadata = PICTURES
     render_mode = "rgb_array"

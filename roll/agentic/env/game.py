@@ -30,9 +30,6 @@ class Game(TextEnv):
     A subclass implements ``begin`` and ``play``, which set ``_text`` and ``_key``, or ``observation`` and
     ``state_key`` too.
 
-    Args:
-        env_config: the keys of ``config_class``.
-
     Raises:
         ConfigErrors: all that is wrong with them.
     """

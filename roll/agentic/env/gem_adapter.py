@@ -45,9 +45,6 @@ class GemEnv(Game):
 
     It reads the answer itself (most look for a last ``\\boxed{}``), and pays what it says. It draws from the random
     numbers of the process: calls follow one another, each with the numbers of its own episode.
-
-    Args:
-        env_config: the keys of ``GemConfig``.
     """
 
     config: GemConfig

@@ -78,9 +78,6 @@ class GymnasiumEnv(Game):
 
     Equal texts count as equal states: ``state_key`` is the hash of the observation.
 
-    Args:
-        env_config: the keys of ``GymnasiumConfig``.
-
     Raises:
         ValueError: actions are neither discrete nor text, ``action_names`` has the wrong length, there is no ansi text,
             or observations are neither text nor discrete and ``renderer`` is not given.

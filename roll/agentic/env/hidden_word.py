@@ -73,11 +73,7 @@ class HiddenWordConfig(ActionEnvConfig):
 
 
 class HiddenWordEnv(Game):
-    """One hidden word per seed. Each guess is answered with a mark for each of its letters.
-
-    Args:
-        env_config: the keys of ``HiddenWordConfig``.
-    """
+    """One hidden word per seed. Each guess is answered with a mark for each of its letters."""
 
     config: HiddenWordConfig
     config_class = HiddenWordConfig

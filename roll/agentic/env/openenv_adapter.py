@@ -123,11 +123,7 @@ class _Session:
 
 
 class OpenEnvEnv(Game):
-    """One session of a server, which has an environment of its own for each.
-
-    Args:
-        env_config: the keys of ``OpenEnvConfig``.
-    """
+    """One session of a server, which has an environment of its own for each."""
 
     config: OpenEnvConfig
     config_class = OpenEnvConfig

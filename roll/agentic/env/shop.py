@@ -95,9 +95,6 @@ class ShopEnv(Game):
 
     What is bought ends the episode and is paid by the share of the demands that it meets.
 
-    Args:
-        env_config: the keys of ``ShopConfig``.
-
     Raises:
         ValueError: the catalogue has nothing to wish for in this split.
     """

@@ -48,11 +48,7 @@ class ShopTurn:
 
 
 class ShopCalls:
-    """Reads calls.
-
-    Args:
-        name: the tool dialect.
-    """
+    """Reads calls."""
 
     def __init__(self, name: str) -> None:
         self._dialect = dialect(name)

@@ -83,9 +83,6 @@ class SingleTurnEnv(Game):
     """An episode of one step: the observation is the prompt, the score of the text is the task reward.
 
     ``reset(options={"prompt": …, "answer": …})`` plays that item instead of one that the seed picks.
-
-    Args:
-        env_config: the keys of ``SingleTurnConfig``.
     """
 
     config: SingleTurnConfig

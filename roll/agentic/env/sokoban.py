@@ -98,9 +98,6 @@ class SokobanEnv(Game):
     """One board per episode; every seed has its own.
 
     ``reset(options={"board": text})`` plays a given board instead (drawn with the environment's symbols).
-
-    Args:
-        env_config: the keys of ``SokobanConfig``.
     """
 
     metadata = PICTURES

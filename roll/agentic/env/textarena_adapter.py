@@ -102,9 +102,6 @@ class TextArenaEnv(Game):
     A game draws from Python's own random numbers, which a process has once: calls of games follow one another, each
     with the numbers of its own episode.
 
-    Args:
-        env_config: the keys of ``TextArenaConfig``.
-
     Raises:
         ValueError: the game needs data that is not there.
     """

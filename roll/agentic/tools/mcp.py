@@ -19,12 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class McpServer:
-    """One connection to a server, made again where it broke, for all episodes of a process.
-
-    Args:
-        name: in the configuration.
-        config: where the server is.
-    """
+    """One connection to a server, made again where it broke, for all episodes of a process."""
 
     def __init__(self, name: str, config: McpServerConfig) -> None:
         self.name = name

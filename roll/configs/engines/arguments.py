@@ -165,9 +165,6 @@ def option_problems(
     """Wrong keys and values of a ``strategy_config`` among those that an engine's constructor gets.
 
     Args:
-        options: the whole section.
-        typed: keys that its own class checks.
-        known: arguments of the constructor.
         elsewhere: arguments that are set by other keys, and by which; also what other engines call an option.
         arguments: what they are called, for messages, e.g. ``vLLM's AsyncEngineArgs``.
     """

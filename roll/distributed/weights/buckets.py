@@ -91,11 +91,7 @@ def pack(
     """Copies tensors to their places in a bucket.
 
     Args:
-        outline: of the bucket.
         tensors: in its order; one that is its place already stays there.
-        data: the bucket's memory.
-        places: its tensors, views of ``data``.
-        check: add a checksum.
     """
     moves = [(p, t) for p, t in zip(places, tensors, strict=True) if p.data_ptr() != t.data_ptr() and t.numel()]
     if moves:

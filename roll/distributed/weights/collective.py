@@ -32,9 +32,7 @@ class BroadcastGroup:
         """Meets the other members: with gloo at once, with nccl in the first broadcast.
 
         Args:
-            invitation: the sender's.
             rank: 0 is the sender.
-            store: its key-value store.
             own_host: the address at which this process listens (gloo).
 
         Raises:

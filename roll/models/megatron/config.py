@@ -91,9 +91,6 @@ def parallel_size_problems(
     """Parallel sizes that do not divide what they deal out of the model, with the nearest that do.
 
     Args:
-        config: of the model.
-        tensor: tensor-parallel size.
-        expert: expert-parallel size.
         expert_tensor: tensor-parallel size within an expert; ``None``: as ``tensor``.
     """
     size = config.transformer

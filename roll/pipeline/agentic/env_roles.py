@@ -26,10 +26,6 @@ class EnvRoles(RolloutRoles):
     """Training and validation environments.
 
     Args:
-        config: the run's configuration.
-        clusters: started clusters by role name.
-        roles: the model roles.
-        tokenizer_path: folder with the policy's tokenizer.
         on_tick: see ``RolloutRoles``.
     """
 
@@ -88,8 +84,6 @@ class EnvRoles(RolloutRoles):
         """The groups of one manager; ``seed_name`` separates their episodes from everybody else's.
 
         Args:
-            name: ``train_env_manager`` or ``val_env_manager``.
-            seed_name: part of their seeds.
             **fields: of ``GroupPlan``, where they differ from the manager's configuration.
         """
         manager = self._managers[name]

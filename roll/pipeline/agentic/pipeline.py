@@ -21,11 +21,7 @@ from roll.utils.signals import SignalGuard
 
 
 class AgenticPipeline(RLPipeline):
-    """Trains a policy on environments (see ``RLPipeline``).
-
-    Args:
-        envs: the training and validation environment managers.
-    """
+    """Trains a policy on environments (see ``RLPipeline``)."""
 
     config: AgenticConfig
 

@@ -19,8 +19,6 @@ def progress(what: str, total: int, done: int = 0) -> Iterator[Callable[[str], N
     """Counts what is finished.
 
     Args:
-        what: what is counted, in the plural.
-        total: how many there are.
         done: how many of them were finished before.
 
     Yields:

@@ -62,9 +62,6 @@ class Anchors:
     answer of the row that follows it. The estimate is a constant of the optimizer step, and at least 0.
 
     Args:
-        data: the dataset.
-        actor: the policy.
-        reference: scores the crossed rows.
         max_tokens: of a crossed row, which loses its end.
         ahead: all of them now, else those of each step.
     """

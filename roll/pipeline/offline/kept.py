@@ -39,9 +39,6 @@ def read_kept(
     """The columns of a file; ``None`` where there is none.
 
     Args:
-        file: the file.
-        names: the columns.
-        what: words for what they are.
         about: what the file must say of their making.
 
     Raises:

@@ -32,12 +32,8 @@ class OfflineTraining:
 
     Args:
         actor: the role that is trained, set up.
-        data: the samples.
         build_loss: makes the loss of its further arguments, in the trainers.
-        loss_args: these.
         batch_size: samples of an optimizer step, at least.
-        max_steps: optimizer steps in all.
-        seed: of the order.
         prepare: adds to the samples of a step what depends on the model as it is then; ``None``: nothing does.
     """
 

@@ -64,12 +64,7 @@ def installed_versions(requirements: list[Requirement]) -> dict[str, str]:
 
 
 def check_requirements(requirements: list[Requirement], versions: dict[str, str]) -> Iterator[Finding]:
-    """A finding for each that is wrong, and one that counts the right ones.
-
-    Args:
-        requirements: as a distribution states them.
-        versions: what is installed.
-    """
+    """A finding for each that is wrong, and one that counts the right ones."""
     right = []
     for requirement in requirements:
         name, optional = requirement.name, "extra" in str(requirement.marker or "")

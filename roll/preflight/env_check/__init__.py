@@ -60,8 +60,6 @@ def assert_env_ok(
 
     Args:
         env_type: a name, ``package.module:Class``, or the class.
-        env_config: keyword arguments of the environment.
-        allow: names of findings that are meant.
         options: further ones of ``check_env``.
 
     Raises:

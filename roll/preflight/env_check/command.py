@@ -29,8 +29,6 @@ def check(env_type: str, overrides: Sequence[str], *, allow: Collection[str] = (
     Args:
         env_type: a name or ``package.module:Class``.
         overrides: ``key=value`` of its ``env_config``, values as in YAML.
-        allow: findings that are meant.
-        options: of ``check_env``.
 
     Returns:
         0: no error and no warning; 1: some; 2: no such environment, configuration or option.

@@ -26,8 +26,6 @@ async def replay_elsewhere(subject: Subject, episodes: Sequence[Episode], patien
     """The episodes as another process plays them, one whose ``hash`` of texts is another.
 
     Args:
-        subject: its ``env_type`` is a path.
-        episodes: what to say.
         patience: seconds for the playing, beside the start of Python.
 
     Raises:

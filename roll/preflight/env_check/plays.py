@@ -150,8 +150,6 @@ class Play:
     """An episode under way.
 
     Args:
-        runner: owns the environment.
-        seed: of the episode.
         seconds: durations of calls are added to it, by ``reset`` and ``step``.
     """
 

@@ -28,11 +28,7 @@ class StopCheckError(Exception):
 
 
 class Trial:
-    """An environment under trial: the episodes that all probes play again, and what was measured.
-
-    Args:
-        subject: the environment.
-    """
+    """An environment under trial: the episodes that all probes play again, and what was measured."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject

@@ -60,9 +60,7 @@ class Cell:
         """Runs a command to its end.
 
         Args:
-            command: program and arguments.
             env: all of its environment, but for ``HOME`` and ``TMPDIR``.
-            cwd: where it starts.
             folders: what it may write to, beside its own ``/tmp``; at the same paths as here.
             port: of 127.0.0.1, the only address that it reaches; ``None``: there is no network.
 

@@ -37,8 +37,6 @@ class AgentPlayer:
     """Has an agent program play prompts or environments, in the event loop of a rollout worker.
 
     Args:
-        config: the section ``agent``.
-        renderer: messages to token ids.
         limits: token budgets; of them the longest sequence bounds a conversation.
         rank: of the worker, whose endpoint listens at ``agent.port + rank``.
         watch: compares what is trained with its conversations; ``None``: nobody does.
@@ -77,11 +75,6 @@ class AgentPlayer:
 
         Args:
             env: judges the task and has been reset; a program that has taken no step has its answer taken as one.
-            prompt: the task.
-            generate: the way to the engines.
-            params: how answers are sampled.
-            episode: which one it is.
-            trains: whether its rows are trained.
             max_steps: most steps that the program may take in ``env`` by ``/v1/step``; ``None``: it may take none.
 
         Raises:

@@ -185,10 +185,7 @@ def entering(root: Path, places: Mapping[str, Path], where: str, command: Sequen
     """The command that runs another one where it sees folders at other places.
 
     Args:
-        root: an empty folder.
         places: folders of this machine by where they are seen.
-        where: it starts.
-        command: program and arguments.
     """
     tops = "".join(f" /{PurePosixPath(place).parts[1]} " for place in places)
     pairs = [str(part) for place in places.items() for part in place]

@@ -46,9 +46,6 @@ _INHERITED_OUTSIDE = (
 async def workplace(template: str | None) -> AsyncIterator[Workplace]:
     """A fresh workplace, removed at the end.
 
-    Args:
-        template: folder whose files it begins with.
-
     Raises:
         AgentError: they cannot be copied.
     """

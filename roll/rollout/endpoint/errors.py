@@ -12,9 +12,7 @@ class ApiError(Exception):
     """A request that is refused.
 
     Args:
-        status: of HTTP.
         message: what was seen and what was expected.
-        code: a word for programs.
         param: the field of the request that is to blame.
     """
 

@@ -93,9 +93,6 @@ class Session:
     """One episode. It is made and used in one event loop.
 
     Args:
-        config: the section ``agent``.
-        policy: messages to token ids and back.
-        generate: the way to the engines.
         params: how answers are sampled; the seed is set for each.
         episode: says whether to be greedy, and the seed.
     """

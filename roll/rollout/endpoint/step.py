@@ -31,8 +31,6 @@ class Steps:
     """An episode's environment, which has been reset, and what has been done in it.
 
     Args:
-        env: takes the actions.
-        session: of the same episode.
         most: steps after which the episode is truncated.
     """
 

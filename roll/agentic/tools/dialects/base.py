@@ -258,8 +258,6 @@ def call_of(value: object, text: str, *, arguments: Sequence[str] = ("arguments"
     """A call written as a JSON object of a name and arguments.
 
     Args:
-        value: the object as read.
-        text: as written.
         arguments: keys that arguments may have.
         more: keys that may stand beside them and say nothing.
     """

@@ -17,9 +17,6 @@ def training_config(options: DeepSpeedConfig, args: TrainingArguments, *, bf16: 
     """For a trainer.
 
     Args:
-        options: the configuration file's.
-        args: Adam's rates.
-        bf16: the model computes in it.
         limit: of the gradient's norm; 0: none.
     """
     config = _passed_on(options)

@@ -49,13 +49,7 @@ class Fragment:
 
 
 class EngineWeights(ABC):
-    """Parameters of an engine, as far as all stages have them alike. ``fragments`` is empty without an optimizer.
-
-    Args:
-        engine: what ``deepspeed.initialize`` returned.
-        scorer: the module in it.
-        device: where it computes.
-    """
+    """Parameters of an engine, as far as all stages have them alike. ``fragments`` is empty without an optimizer."""
 
     copies = 1
     """Ranks that update the same part of a parameter, each in its own copy."""

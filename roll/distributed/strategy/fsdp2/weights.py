@@ -135,9 +135,7 @@ class ReplicatedWeights(Weights):
 
     Args:
         scorer: the model, in the number format that the optimizer works in.
-        device: where it computes.
         compute_dtype: format of matrix products (autocast); float32 means as stored.
-        trained: allocate gradients.
     """
 
     def __init__(self, scorer: TokenScorer, device: torch.device, *, compute_dtype: torch.dtype, trained: bool) -> None:

@@ -55,8 +55,6 @@ def generator_of(
         model: a folder in Hugging Face format, that of a LoRA adapter, or a name on the hub.
         worker: the engine and how it loads the model.
         sequence_length: longest prompt plus completion; ``None``: as many as the model has, to ``MOST_POSITIONS``.
-        max_running_requests: at the same time.
-        seed: for requests that bring none.
 
     Raises:
         ValueError: the model cannot be loaded, or an option does not fit it.

@@ -37,8 +37,6 @@ class EngineProcess:
 
     Args:
         command: starts the process; the number of its end of the sockets is appended.
-        environment: all of its environment variables.
-        name: for messages.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], name: str) -> None:

@@ -292,10 +292,6 @@ class Generator(ABC, Generic[PlanT]):
         """Checks and counts what an engine sampled for a request.
 
         Args:
-            request: what was asked.
-            tokens: sampled ids.
-            logprobs: one for each.
-            reason: of ``FinishReason``.
             cached: prompt tokens that came from the prefix cache.
             spans: the weight version of the tokens from a start up to an end, in order, all of them.
 

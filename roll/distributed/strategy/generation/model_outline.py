@@ -101,8 +101,6 @@ def stop_token_ids(
     """Every token that ends a completion: those of the generation defaults, of the tokenizer and of the chat template.
 
     Args:
-        generation_config: the model's.
-        tokenizer: the policy's.
         template: as ``ChatRenderer`` takes it; where there is none, turns end as sequences do.
     """
     stated = generation_config.eos_token_id if generation_config is not None else None

@@ -61,9 +61,7 @@ def check_request(request: GenerateRequest, *, vocab_size: int, sequence_length:
     """Checks a request before an engine sees it, where an error could take other requests along.
 
     Args:
-        request: what the caller asks for.
         vocab_size: token ids must be below it.
-        sequence_length: longest prompt plus completion.
 
     Returns:
         The most tokens to sample: ``max_new_tokens``, or what is left of the context.

@@ -108,8 +108,6 @@ class ContinuousBatching:
 
     Args:
         model: takes a ``Cache``, a 4D attention mask and ``position_ids``; its attention must be full and causal.
-        stop_ids: tokens that end a completion.
-        stop_strings: finds stop strings.
         max_running: most sequences in one step.
         max_prefill_tokens: most prompt tokens admitted in one step (a longer prompt is admitted alone).
         max_cache_tokens: most positions of the key-value cache, slots × longest sequence; ``None``: no bound.

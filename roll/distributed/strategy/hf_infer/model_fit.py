@@ -27,10 +27,6 @@ def foreign_attention(config: PreTrainedConfig, sequence_length: int) -> str | N
     """The kinds of attention layers that the engine does not have; ``None`` if it has them all.
 
     A window that the context never fills hides nothing.
-
-    Args:
-        config: of the model's text part.
-        sequence_length: longest prompt plus completion.
     """
     window = getattr(config, "sliding_window", None)
     default = "full_attention" if window is None else "sliding_attention"

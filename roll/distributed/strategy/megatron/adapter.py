@@ -83,9 +83,7 @@ class LinearAdapter(nn.ModuleDict):
     """The matrices of a linear layer's projections, by the last part of their Hugging Face names.
 
     Args:
-        linear: Megatron's layer.
         projections: the Hugging Face layers in it, in order, and whether each is adapted.
-        spec: of the adapter.
         groups: of queries, if those, their key and their value follow each other; 1 if whole projections do.
     """
 

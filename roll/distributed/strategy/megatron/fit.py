@@ -76,9 +76,7 @@ def check_adapter_fit(
 
     Args:
         hf_config: of a model that can be converted.
-        options: the layout.
         layers: Hugging Face names of the adapted layers.
-        dropout: of the adapter's inputs.
 
     Returns:
         Problems with keys of the role's section.

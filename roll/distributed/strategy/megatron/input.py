@@ -89,8 +89,6 @@ def lay_out(micro_batch: Batch, rounding: Rounding, shape: tuple[int, int] | Non
     """Lays a micro-batch out.
 
     Args:
-        micro_batch: sequences.
-        rounding: of the parallel layout.
         shape: of the grid, where all micro-batches need the same; at least ``grid_shape``, columns a multiple of
             ``rounding.unit``. ``None``: its own.
     """

@@ -107,8 +107,6 @@ def held_columns(lengths: list[int], rank: int, size: int) -> Tensor:
 
     Args:
         lengths: of the row's sequences; multiples of ``2 * size``.
-        rank: in the context-parallel group.
-        size: of that group.
     """
     if size == 1:
         return torch.arange(sum(lengths))

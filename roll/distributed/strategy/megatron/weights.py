@@ -76,8 +76,6 @@ class WeightGatherer:
         """Tensors under the names of a Hugging Face checkpoint, an adapter's under those of a peft folder.
 
         Args:
-            part: of the model.
-            dtype: their number format.
             updated: reads what the optimizer has of a parameter; without it, the parameters themselves are meant.
         """
         return [self._piece(item, dtype, updated) for item in self._items_of_part(part)]

@@ -115,8 +115,6 @@ def check_tensor_parallel(model_config: Any, tp_size: int, *, lora: bool) -> Non
     """Refuses a model that ``tp_size`` processes cannot share evenly: on a CPU, SGLang pads it and then cannot load it.
 
     Args:
-        model_config: the language model's, of Transformers.
-        tp_size: of the engine.
         lora: whether it holds an adapter, which SGLang does not pad with the layers.
 
     Raises:

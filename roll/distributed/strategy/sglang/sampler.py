@@ -94,8 +94,6 @@ class SampledBatch:
         params: of each request ``seed`` (unsigned 64 bits), ``prompt_len``, ``temperature``, ``top_k``, ``top_p``,
             ``min_p``, ``first_token_temperature``, ``first_token_top_k``, ``repetition_penalty``, ``presence_penalty``
             and ``frequency_penalty``, and SGLang's own ``__req__``.
-        device: where the logits are.
-        vocab_size: V.
     """
 
     def __init__(self, params: list[dict[str, Any]], device: torch.device, vocab_size: int) -> None:

@@ -203,9 +203,7 @@ def resume_contents(
     """Contents of the folder that resumes training.
 
     Args:
-        path: folder.
         optimizer: see ``optimizer_tensors``.
-        state: the counters.
         device: whose generator states are kept beside the CPU's; ``None``: none are.
     """
     counters = json.dumps(asdict(state), indent=2) + "\n"
@@ -223,9 +221,7 @@ def write_contents(
     """Gathers folders and hands them to the ranks' writers, each a share (collective).
 
     Args:
-        contents: the folders.
         read: see ``gather``.
-        group: over which the ranks talk.
 
     Returns:
         What this rank wrote, but for small files, once all of it is on disk; or the ``OSError``.
@@ -295,9 +291,6 @@ def restore_checkpoint(
     """Restores what a trainer saved, whatever its ranks and engine (collective).
 
     Args:
-        path: the checkpoint's folder.
-        role: whose folders in it.
-        trained: what is set.
         parts: of the checkpoint that are taken; moments that are not stay as they are, in their first step.
         tensors: False leaves weights and moments as they are, which an engine then reads in a way of its own.
 

@@ -71,11 +71,6 @@ def export(planned: Sequence[PlannedBucket], ranks: Collection[int], *, check: b
 
     Two buckets in host memory are packed at the same time, each by a thread, while the next ones are gathered; on
     another device one. No more than these are held.
-
-    Args:
-        planned: the same on all ranks.
-        ranks: those that get the buckets.
-        check: with checksums.
     """
     if own_rank() not in ranks:
         for bucket in planned:

@@ -63,11 +63,6 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
 def share_sequences(context: StrategyContext, scorer: TokenScorer, tensor_size: int = 1) -> SequenceGroup | None:
     """Prepares model and ranks for ``ulysses_size`` (collective; after ``planned_attention.enable_sharing``).
 
-    Args:
-        context: the role's options.
-        scorer: its model.
-        tensor_size: neighbouring ranks that split each layer.
-
     Returns:
         This rank's group for ``score_micro_batch``; ``None`` with an ``ulysses_size`` of 1.
 

@@ -177,10 +177,6 @@ def _model_pieces(
     """Parameters of a module as its model folder has them.
 
     Args:
-        export: the number format.
-        folder: has the configuration.
-        kind: of head.
-        trunk: by the names in the module.
         head: see ``model_tensors``.
     """
     stated = json.loads((folder / _CONFIG).read_text(encoding="utf-8")).get("dtype")

@@ -182,10 +182,7 @@ def module_files(
     """Contents of its model folder.
 
     Args:
-        weights: the parameters.
         pieces: the model in it, see ``hf_pieces``; or the adapter's, see ``adapter_pieces``.
-        dtype: number format of the model's weights.
-        context: the role's.
     """
     lora = context.lora
 

@@ -130,8 +130,6 @@ def gather(
     """Makes pieces whole on some ranks (all take part: the others give their parts and get nothing).
 
     Args:
-        pieces: what.
-        targets: the ranks.
         into: places of the named tensors, to which parts of plain pieces from other ranks go directly. What a rank has
             whole stays where it is.
         read: this rank's parts in host memory; without it they are read where they are now.

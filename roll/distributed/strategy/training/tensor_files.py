@@ -116,8 +116,6 @@ def plan_files(
     What few ranks have is written by one of these, if all ranks write.
 
     Args:
-        stem: of the files' names.
-        pieces: what to write.
         ranks: how many may write; a rank is left out that would have less than ``MIN_SHARE_BYTES``.
         single: all in one file, whatever its size.
         max_bytes: of a file, unless one piece alone has more.
@@ -275,10 +273,6 @@ class StoredTensors:
 
     def __init__(self, folder: Path, files: Sequence[Path] | None = None) -> None:
         """Opens the files.
-
-        Args:
-            folder: of the files.
-            files: not all of it.
 
         Raises:
             ValueError: there are none, or one is damaged.

@@ -300,8 +300,6 @@ class Trainer(Scorer):
 
         Args:
             bucket_bytes: size of a bucket, unless one tensor is larger.
-            ranks: those that get the buckets.
-            check: with checksums.
         """
         return self._export("weights", bucket_bytes, ranks, check)
 
@@ -465,8 +463,6 @@ def join_group(context: StrategyContext, device: torch.device, *, alone: bool) -
     """Joins the role's process group, or finds it joined by an earlier strategy in this process.
 
     Args:
-        context: rank and world size.
-        device: chooses the backend.
         alone: a lone worker gets a group too, for engines that need one.
     """
     if dist.is_initialized():
