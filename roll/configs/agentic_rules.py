@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.algorithm import STATE_ESTIMATORS
+from roll.configs.algorithm_names import STATE_ESTIMATORS
 from roll.configs.env import EnvManagerConfig
 from roll.configs.generating import GeneratingArguments
 from roll.configs.pipeline import TINY

@@ -2,94 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
+from roll.configs.algorithm_names import ADV_ESTIMATORS, PG_VARIANTS, TOKEN_BASELINES
+from roll.configs.algorithm_rules import ALGORITHM_RULES
 from roll.configs.base import Config
 from roll.configs.correction import TrainInferCorrectionConfig
 from roll.configs.problems import ConfigProblem
-
-ADV_ESTIMATORS: tuple[str, ...] = (
-    "gae",
-    "gdpo",
-    "gigpo",
-    "gpg",
-    "grpo",
-    "grpo_passk",
-    "opo",
-    "optimal_token_baseline",
-    "reinforce",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "rloo",
-    "step_reinforce",
-    "tir_optimal_token_baseline",
-)
-"""Names that ``adv_estimator`` accepts besides ``package.module:function``."""
-
-STATE_ESTIMATORS: tuple[str, ...] = ("gigpo", "step_reinforce")
-"""Those that compare turns which start from the same state; every turn must be a sample of its own."""
-
-TOKEN_BASELINES: tuple[str, ...] = ("optimal_token_baseline", "tir_optimal_token_baseline")
-"""Those that weigh tokens by the probabilities of the policy before the update."""
-
-PG_VARIANTS: tuple[str, ...] = (
-    "cispo",
-    "clip_cov",
-    "dppo_kl",
-    "dppo_tv",
-    "gmpo",
-    "kimi15",
-    "kl_cov",
-    "ppo",
-    "sapo",
-    "tis",
-    "topr",
-    "vanilla",
-)
-"""Names that ``pg_variant`` accepts besides ``package.module:function``."""
-
-_PER_TOKEN = ("dppo_kl", "dppo_tv", "gmpo", "kimi15", "vanilla")
-"""Policy losses without a ratio of whole sequences."""
-
-SWITCHES: dict[str, str] = {
-    "difficulty_high_threshold": "difficulty_mask",
-    "difficulty_low_threshold": "difficulty_mask",
-    "dual_clip_c": "dual_clip_loss",
-    "error_max_len_threshold": "error_max_len_clip",
-    "init_kl_coef": "add_token_level_kl",
-    "kl_loss_coef": "use_kl_loss",
-    "len_reward_coef": "add_len_reward",
-    "pg_clip_high": "use_pg_clip_range",
-    "pg_clip_low": "use_pg_clip_range",
-}
-"""Keys that are read only when another one is true."""
-
-_SHAPING: dict[str, object] = {
-    "add_len_reward": False,
-    "add_token_level_kl": False,
-    "norm_mean_type": None,
-    "norm_std_type": None,
-    "overlong_buffer.enable": False,
-    "reward_clip": None,
-    "reward_norm": None,
-    "reward_normalization.method": "identity",
-    "use_reward_scaling": False,
-    "whiten_rewards": False,
-}
-"""Keys that change rewards before advantages, and the values with which they do not."""
 
 KlPenalty = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "low_var_kl+", "k3+", "full"
 ]
 NormType = Literal["batch", "group", "running"]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-NORMED = ("token-sum", "seq-mean-token-sum-norm")
-"""Aggregations that ``loss_agg_norm`` divides."""
 
 
 class RewardNormalizationConfig(Config):
@@ -410,123 +338,5 @@ class AlgorithmConfig(Config):
 
     def problems(self) -> Iterator[ConfigProblem]:
         yield from super().problems()
-        yield from self._advantage_problems()
-        yield from self._reward_problems()
-        yield from self._policy_problems()
-
-    def _advantage_problems(self) -> Iterator[ConfigProblem]:
-        estimator = f"with adv_estimator {self.adv_estimator}"
-        yield from self._name_problems("adv_estimator", ADV_ESTIMATORS)
-        if self.turn_level_gae and self.adv_estimator != "gae":
-            yield self.problem("turn_level_gae", f"false {estimator}", "adv_estimator")
-        if not self.norm_adv_by_std_in_grpo and self.adv_estimator not in ("grpo", "grpo_passk"):
-            expected = f"true {estimator}, which does not read it"
-            yield self.problem("norm_adv_by_std_in_grpo", expected, "adv_estimator")
-        yield from self._gdpo_problems()
-        if self.sums_squares and self.bypasses_old_logprobs:
-            bypass = "train_infer_correction.bypass"
-            expected = f"another with {bypass}: its weights are probabilities that the trainer then does not compute"
-            yield self.problem("adv_estimator", expected, bypass)
-        if self.adv_estimator == "remax" and self.whiten_rewards:
-            expected = f"false {estimator}, whose baseline is a score as it is"
-            yield self.problem("whiten_rewards", expected, "adv_estimator")
-        if self.critic_warmup and self.adv_estimator in ADV_ESTIMATORS and self.adv_estimator != "gae":
-            yield self.problem("critic_warmup", f"0 {estimator}, which has no critic", "adv_estimator")
-
-    def _gdpo_problems(self) -> Iterator[ConfigProblem]:
-        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
-        if self.adv_estimator != "gdpo":
-            for key in ("gdpo_reward_keys", "gdpo_reward_weights"):
-                if getattr(self, key):
-                    expected = f"no such key with adv_estimator {self.adv_estimator}, which does not read it"
-                    yield self.problem(key, expected, "adv_estimator")
-            return
-        if not keys or len(set(keys)) < len(keys):
-            yield self.problem("gdpo_reward_keys", "at least one name, every one once", "adv_estimator")
-        if weights is not None and len(weights) != len(keys):
-            expected = f"null, or {len(keys)} numbers: one for each of gdpo_reward_keys"
-            yield self.problem("gdpo_reward_weights", expected, "gdpo_reward_keys")
-        for key, neutral in _SHAPING.items():
-            section, _, name = key.rpartition(".")
-            seen = getattr(getattr(self, section) if section else self, name)
-            if seen != neutral:
-                expected = f"{'null' if neutral is None else str(neutral).lower()} with adv_estimator gdpo"
-                yield self.problem(key, f"{expected}, which reads the rewards apart, not their sum", "adv_estimator")
-
-    def _reward_problems(self) -> Iterator[ConfigProblem]:
-        if self.use_reward_norm and not self.use_reward_scaling:
-            yield self.problem("use_reward_norm", "false unless use_reward_scaling is true", "use_reward_scaling")
-        if self.reward_shift and self.reward_scale:
-            expected = "false beside reward_shift: true; for (score - mean) / std leave both false"
-            yield self.problem("reward_scale", expected, "reward_shift")
-        for key in ("reward_shift", "reward_scale"):
-            if getattr(self, key) and self.reward_norm is None:
-                yield self.problem(key, "false unless reward_norm is set", "reward_norm")
-        newer = "norm_std_type" if self.norm_mean_type is None else "norm_mean_type"
-        normalisers = {
-            newer: getattr(self, newer) is not None,
-            "reward_norm": self.reward_norm is not None,
-            "use_reward_scaling": self.use_reward_scaling,
-            "reward_normalization.method": self.reward_normalization.method != "identity",
-        }
-        if len(chosen := [key for key, on in normalisers.items() if on]) > 1:
-            expected = f"nothing beside {chosen[0]}: at most one normalisation of the rewards"
-            yield self.problem(chosen[1], expected, chosen[0])
-        buffer, limit = self.overlong_buffer, self.overlong_max_length
-        if buffer.enable and buffer.len < 1:
-            yield self.problem("overlong_buffer.len", "at least 1 with enable: true", "overlong_buffer.enable")
-        elif buffer.enable and limit is not None and buffer.len > limit:
-            limits = ("overlong_buffer.max_length", "response_length")
-            yield self.problem("overlong_buffer.len", f"at most the limit of {limit} tokens", *limits)
-        if self.target_kl is not None and not self.add_token_level_kl:
-            yield self.problem("target_kl", "null unless add_token_level_kl is true", "add_token_level_kl")
-
-    def _policy_problems(self) -> Iterator[ConfigProblem]:
-        loss, chosen = f"with pg_variant {self.policy_loss}", ("pg_variant", "use_topr_loss")
-        yield from self._name_problems("pg_variant", PG_VARIANTS)
-        if self.use_topr_loss and self.pg_variant not in ("ppo", "topr"):
-            yield self.problem("pg_variant", "topr or nothing beside use_topr_loss: true", "use_topr_loss")
-        if self.importance_sampling != "token" and self.policy_loss in _PER_TOKEN:
-            yield self.problem("importance_sampling", f"token {loss}, which does not read it", *chosen)
-        if self.dual_clip_loss and self.policy_loss in set(PG_VARIANTS) - {"ppo", "clip_cov"}:
-            yield self.problem("dual_clip_loss", f"false {loss}", *chosen)
-        if self.pg_loss_cap is not None and self.policy_loss in set(PG_VARIANTS) - {"ppo", "clip_cov"}:
-            yield self.problem("pg_loss_cap", f"null {loss}", *chosen)
-        if self.loss_agg_norm is not None and self.loss_agg_mode not in NORMED:
-            expected = f"null with loss_agg_mode {self.loss_agg_mode}; {' and '.join(NORMED)} have a divisor"
-            yield self.problem("loss_agg_norm", expected, "loss_agg_mode")
-        for key in ("kl_loss_penalty", "kl_loss_target"):
-            if getattr(self, key) is not None and not self.use_kl_loss:
-                yield self.problem(key, "null unless use_kl_loss is true", "use_kl_loss")
-        if self.kl_loss_target is not None and self.loss_kl_penalty == "full":
-            expected = "null with the KL over the vocabulary, which is known after the update only"
-            yield self.problem("kl_loss_target", expected, "kl_penalty", "kl_loss_penalty")
-        if self.bypasses_old_logprobs and self.enable_old_logprobs_recompute:
-            expected = "false with train_infer_correction.bypass: nothing reads them"
-            yield self.problem("enable_old_logprobs_recompute", expected, "train_infer_correction.bypass")
-        if self.bypasses_old_logprobs and self.add_token_level_kl and self.kl_penalty == "full":
-            expected = "an estimator with train_infer_correction.bypass: the trainer does not score what it trains on"
-            yield self.problem("kl_penalty", expected, "train_infer_correction.bypass")
-        unset = AlgorithmConfig.model_fields
-        for key, switch in SWITCHES.items():
-            if getattr(self, key) != unset[key].default and not getattr(self, switch):
-                yield self.problem(key, f"no such key, or {switch}: true, without which nothing reads it", switch)
-        if self.use_kl_loss and not self.kl_loss_coef:
-            yield self.problem("kl_loss_coef", "above 0 with use_kl_loss: true", "use_kl_loss")
-        if self.mask_type == "all" and not self.masks_samples:
-            masks = ("max_len_mask", "difficulty_mask", "error_max_len_clip")
-            yield self.problem("mask_type", f"loss unless one of {', '.join(masks)} is true", *masks)
-        for low, high in (
-            ("tis_lower_bound", "tis_upper_bound"),
-            ("clip_cov_lb", "clip_cov_ub"),
-            ("difficulty_low_threshold", "difficulty_high_threshold"),
-        ):
-            if getattr(self, low) > getattr(self, high):
-                yield self.problem(low, f"at most {high} = {getattr(self, high)}", high)
-
-    def _name_problems(self, key: str, known: tuple[str, ...]) -> Iterator[ConfigProblem]:
-        name = getattr(self, key)
-        if name not in known and ":" not in name:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            expected = f"one of {', '.join(known)} or package.module:function"
-            yield self.problem(key, expected, hint=f"did you mean {near[0]}?" if near else "")
+        for rule in ALGORITHM_RULES:
+            yield from rule(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from roll.configs.algorithm import ADV_ESTIMATORS, PG_VARIANTS, STATE_ESTIMATORS
+from roll.configs.algorithm_names import ADV_ESTIMATORS, PG_VARIANTS, STATE_ESTIMATORS
 from roll.configs.problems import ConfigProblem, show
 from roll.configs.rl import RLConfig
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from roll.configs.algorithm import STATE_ESTIMATORS, AlgorithmConfig
+from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.algorithm_names import STATE_ESTIMATORS
 from roll.configs.pipeline import TINY
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompt_rules import TRAIN_DATA, VAL_DATA, check_datasets, check_templates

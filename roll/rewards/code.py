@@ -9,8 +9,8 @@ The tests of a row, from ``data_args.response`` or another column, are one of
 
 or a text with the JSON of one of these. Outputs that a program prints, and values that a function returns, are compared
 outside the sandbox, so nothing in it knows them. Assertions run inside, in a process beside the program's
-(``roll.rewards.sandbox.inner``), which only plain values reach: neither ``os._exit(0)``, nor patched built-ins, nor an
-``__eq__`` that always agrees passes a test.
+(``roll.rewards.sandbox.harness``), which only plain values reach: neither ``os._exit(0)``, nor patched built-ins, nor
+an ``__eq__`` that always agrees passes a test.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pydantic import Field
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
 from roll.rewards.code_tests import CallTest, CodeTest, ProgramTest, TestSuite, parse_tests
-from roll.rewards.sandbox.inner import decode
+from roll.rewards.sandbox.harness import decode
 from roll.rewards.sandbox.pool import Sandbox, SandboxLimits
 from roll.rewards.sandbox.remote import READ_LIMITS, RemoteSandbox, RemoteSandboxConfig
 from roll.rewards.types import Sample, Verdict, Verifier

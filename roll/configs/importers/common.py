@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from roll.configs.algorithm import SWITCHES
+from roll.configs.algorithm_names import SWITCHES
 from roll.configs.devices import parse_device_mapping
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.inert import unread

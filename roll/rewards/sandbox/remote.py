@@ -8,7 +8,6 @@ process beside the program's, but of the same user, so how far a program can get
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 from typing import Any
@@ -17,13 +16,11 @@ import httpx
 from pydantic import Field
 
 from roll.rewards.endpoint import Endpoint, RemoteConfig, TransientError, read_key
-from roll.rewards.sandbox.run import INNER, SandboxLimits, SandboxResult
+from roll.rewards.sandbox.run import SandboxLimits, SandboxResult, harness
 from roll.rewards.types import RewardError
 
 READ_LIMITS = ("wall_seconds", "memory_mb", "output_kb")
 """Keys of ``SandboxLimits`` that such a service understands or its client sees to."""
-
-_MAIN = 'if __name__ == "__main__":'
 
 
 class RemoteSandboxConfig(RemoteConfig):
@@ -75,7 +72,7 @@ class RemoteSandbox:
             RewardError: the service did not run them, in every attempt, or said what no tester says.
         """
         limits = limits or SandboxLimits()
-        tester = f"{_tester()}\nimport json\nrun_tests({source!r}, {limits.output_kb << 10}, json.loads)\n"
+        tester = f"{harness()}\nimport json\nrun_tests({source!r}, {limits.output_kb << 10}, json.loads)\n"
         result = await self.run_program(tester, json.dumps(plan), limits)
         try:
             return [json.loads(line) for line in result.stdout.split("\n")[:-1]], result
@@ -118,9 +115,3 @@ def _result(run: dict[str, Any], limits: SandboxLimits, attempts: int, waited_s:
         wall_s=float(spent) if isinstance(spent, int | float) else min(waited_s, limits.wall_seconds),
         attempts=attempts,
     )
-
-
-@functools.cache
-def _tester() -> str:
-    """The local sandbox's program without its beginning: what splits into a candidate and its tester."""
-    return INNER.read_text(encoding="utf-8").partition(_MAIN)[0]

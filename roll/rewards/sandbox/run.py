@@ -23,12 +23,14 @@ from typing import Literal
 from pydantic import Field
 
 from roll.configs.base import Config
+from roll.rewards.sandbox.memory import uses_more
 from roll.rewards.types import RewardError
 
 Backend = Literal["bubblewrap", "namespaces", "unsafe"]
 
 INNER = Path(__file__).with_name("inner.py")
 """The program that isolates itself."""
+_HARNESS = Path(__file__).with_name("harness.py")
 
 _SYSTEM_FOLDERS = ("/bin", "/lib", "/lib32", "/lib64", "/libx32", "/sbin", "/usr")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -167,6 +169,12 @@ class Run:
         return []
 
 
+@functools.cache
+def harness() -> str:
+    """The text that runs a source or its tests in the sandbox."""
+    return _HARNESS.read_text(encoding="utf-8")
+
+
 def memory_file(data: bytes) -> int:
     """An open file with this content that nobody can change."""
     import fcntl
@@ -249,6 +257,7 @@ def started(
     drop_to = random.SystemRandom().randrange(10**9, 2 * 10**9) if backend == "bubblewrap" and not os.getuid() else None
     job = {
         "mode": mode,
+        "harness": harness(),
         "source": source,
         "max_bytes": limits.output_kb << 10,
         "max_seconds": limits.wall_seconds + _GRACE,
@@ -373,42 +382,3 @@ async def _watch_memory(root: int, limits: SandboxLimits, stop: asyncio.Future[N
         if uses_more(root, allowed):
             return True
     return False
-
-
-def uses_more(root: int, allowed: int) -> bool:
-    """Tells whether a process and its descendants use more than that many bytes together."""
-    pids = _tree(root)
-    # The exact figure takes milliseconds; what is resident counts shared pages more than once.
-    return sum(map(_resident, pids)) > allowed and sum(map(_proportional, pids)) > allowed
-
-
-def _tree(root: int) -> list[int]:
-    """A process and its descendants; a process of another namespace has its number of this one."""
-    found = [root]
-    for pid in found:  # grows meanwhile
-        with suppress(OSError):
-            for task in os.listdir(f"/proc/{pid}/task"):
-                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-    return found
-
-
-def _resident(pid: int) -> int:
-    """Bytes of a process that are in memory, those that it shares with others too."""
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return 0
-
-
-def _proportional(pid: int) -> int:
-    """Bytes of a process that no file holds; a page that n processes share counts 1/n for each.
-
-    Where only root may see that, a shared page counts for each of them.
-    """
-    sizes: dict[str, int] = {}
-    for name in ("smaps_rollup", "status"):
-        with suppress(OSError):
-            lines = (line.split() for line in Path(f"/proc/{pid}/{name}").read_text().splitlines())
-            sizes = {words[0]: int(words[1]) << 10 for words in lines if len(words) == 3 and words[2] == "kB"}
-        if sizes:
-            break
-    return sum(sizes.get(f"{name}:", 0) for name in ("Pss_Anon", "Pss_Shmem", "RssShmem"))

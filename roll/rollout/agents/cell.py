@@ -20,8 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from roll.configs.agent import AgentSandboxConfig
 from roll.rewards.sandbox.inner import INSIDE_UID
+from roll.rewards.sandbox.memory import uses_more
 from roll.rewards.sandbox.pool import Sandbox
-from roll.rewards.sandbox.run import INNER, memory_file, uses_more, view_of
+from roll.rewards.sandbox.run import INNER, memory_file, view_of
 from roll.rollout.agents.command import Ended, Launch, Running, started
 from roll.rollout.agents.task import AgentError
 

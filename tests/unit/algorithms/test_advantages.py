@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from roll.algorithms.advantages import ADVANTAGES, advantage_metrics, compute_advantages, value_mask
 from roll.algorithms.episodes import find_episodes, reverse_recurrence
-from roll.configs.algorithm import ADV_ESTIMATORS, AlgorithmConfig
+from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.algorithm_names import ADV_ESTIMATORS
 from roll.data.batch import Batch
 from tests.support.algorithms_batches import Episode, Token, Turn, assert_close, by_token, random_episodes, to_batch
 

@@ -9,7 +9,8 @@ from typing import Any
 import pydantic
 import pytest
 
-from roll.configs.algorithm import ADV_ESTIMATORS, PG_VARIANTS, AlgorithmConfig
+from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.algorithm_names import ADV_ESTIMATORS, PG_VARIANTS
 from roll.configs.parsing import rules_broken
 from roll.configs.rl import RLConfig
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from roll.algorithms.losses import build_policy_loss
 from roll.algorithms.policy_losses import POLICY_LOSSES, PolicyTokens
 from roll.algorithms.types import LossContext, TokenScores
-from roll.configs.algorithm import PG_VARIANTS, AlgorithmConfig, LossAggMode
+from roll.configs.algorithm import AlgorithmConfig, LossAggMode
+from roll.configs.algorithm_names import PG_VARIANTS
 from roll.data.batch import Batch
 from tests.support.algorithms_batches import aggregate, assert_any_split_adds_up, context, gradient, make_batch, rows_of
 

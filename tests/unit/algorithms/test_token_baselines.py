@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll.algorithms.advantages import compute_advantages
-from roll.configs.algorithm import TOKEN_BASELINES, AlgorithmConfig
+from roll.configs.algorithm import AlgorithmConfig
+from roll.configs.algorithm_names import TOKEN_BASELINES
 from roll.data.batch import Batch
 from tests.support.algorithms_batches import Episode, assert_close, by_token, random_episodes, to_batch
 

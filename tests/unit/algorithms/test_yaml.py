@@ -25,9 +25,6 @@ from roll.algorithms.statistics import RunningStats
 from roll.algorithms.types import LossContext, TokenScores
 from roll.configs.agentic import AgenticConfig
 from roll.configs.algorithm import (
-    ADV_ESTIMATORS,
-    PG_VARIANTS,
-    TOKEN_BASELINES,
     AlgorithmConfig,
     KlPenalty,
     LossAggMode,
@@ -35,6 +32,7 @@ from roll.configs.algorithm import (
     PfPpoConfig,
     RewardNormalizationConfig,
 )
+from roll.configs.algorithm_names import ADV_ESTIMATORS, PG_VARIANTS, TOKEN_BASELINES
 from roll.configs.base import Config
 from roll.configs.correction import AggregationLevel, TrainInferFilterConfig
 from roll.configs.loader import load_config

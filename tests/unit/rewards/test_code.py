@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roll.rewards import VERIFIERS, Sample, Verdict
 from roll.rewards.code import CodeConfig, CodeVerifier, extract_code, same_output, same_value
 from roll.rewards.code_tests import CallTest, CodeTest, ProgramTest, parse_tests
-from roll.rewards.sandbox.inner import decode, encode
+from roll.rewards.sandbox.harness import decode, encode
 from roll.rewards.sandbox.pool import Sandbox, SandboxLimits, SandboxUnavailableError
 
 LIMITS = {"wall_seconds": 5, "cpu_seconds": 5, "memory_mb": 256, "output_kb": 64}

@@ -24,7 +24,7 @@ from roll.distributed.strategy.training.checkpoint import TrainerState
 from roll.distributed.strategy.training.hf_scorer import rank_info, recompute_activations
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
 from roll.distributed.strategy.training.optim import DECAYS, set_rates
-from roll.distributed.strategy.training.trainer import join_group, local_device
+from roll.distributed.strategy.training.scorer import join_group, local_device
 from roll.models.scoring import TokenScorer
 
 

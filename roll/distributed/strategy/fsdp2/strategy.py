@@ -34,8 +34,8 @@ from roll.distributed.strategy.training.checkpoint import (
 from roll.distributed.strategy.training.hf_scorer import rank_info, recompute_activations
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
 from roll.distributed.strategy.training.optim import make_adamw, set_rates
+from roll.distributed.strategy.training.scorer import Limits, join_group, local_device
 from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER
-from roll.distributed.strategy.training.trainer import Limits, join_group, local_device
 from roll.models.scoring import TokenScorer
 
 

@@ -50,7 +50,8 @@ from roll.distributed.strategy.megatron.weights import WeightGatherer
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import ModelFiles, TrainerState
 from roll.distributed.strategy.training.pieces import Piece
-from roll.distributed.strategy.training.trainer import Limits, Scorer, Trainer, join_group, local_device
+from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group, local_device
+from roll.distributed.strategy.training.trainer import Trainer
 from roll.models.comparison import TeacherView
 from roll.models.loading import load_config, resolve_dtype
 from roll.models.scoring import TOP_COLUMNS

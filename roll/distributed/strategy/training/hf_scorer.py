@@ -10,7 +10,7 @@ from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.distributed.strategy.engines import require_engine
-from roll.distributed.strategy.training.trainer import Limits
+from roll.distributed.strategy.training.scorer import Limits
 from roll.models.comparison import TeacherView
 from roll.models.freezing import freeze
 from roll.models.heads import ValueHead

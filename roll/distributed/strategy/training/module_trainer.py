@@ -27,7 +27,8 @@ from roll.distributed.strategy.training.module_weights import (
     start_adapter,
 )
 from roll.distributed.strategy.training.pieces import Piece
-from roll.distributed.strategy.training.trainer import Limits, Scorer, Trainer
+from roll.distributed.strategy.training.scorer import Limits, Scorer
+from roll.distributed.strategy.training.trainer import Trainer
 from roll.models import planned_attention
 from roll.models.comparison import WholeVocabulary
 from roll.models.loading import load_config, resolve_dtype

@@ -1,4 +1,4 @@
-"""Scoring and the optimizer step, whichever engine computes the gradient.
+"""The optimizer step, whichever engine computes the gradient.
 
 An engine brings the forward pass, the gradient and the optimizer. What is here is the same for all of them: cutting a
 batch into micro-batches, the loss's denominators over all ranks, metrics, the learning rate, skipped steps.
@@ -9,13 +9,11 @@ divided by counts over all ranks, and the gradient is the plain sum of all share
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
-import os
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -24,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from roll.algorithms.types import LossContext, LossFn, TokenScores
+from roll.algorithms.types import LossContext, LossFn
 from roll.data.batch import Batch
-from roll.data.packing import padding_waste, take_micro_batch
+from roll.data.packing import padding_waste
 from roll.data.shared_prompts import worth_sharing
-from roll.distributed.strategy.base import Metrics, RankInfo, States, StrategyContext
-from roll.distributed.strategy.training.agreement import all_gather, raise_on_all_ranks
+from roll.distributed.strategy.base import Metrics, States, StrategyContext
+from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import (
     BackgroundSaves,
     Contents,
@@ -47,122 +45,15 @@ from roll.distributed.strategy.training.checkpoint import (
 from roll.distributed.strategy.training.export import PlannedBucket, export, plan_buckets
 from roll.distributed.strategy.training.optim import learning_rate, weight_decay
 from roll.distributed.strategy.training.pieces import Piece
+from roll.distributed.strategy.training.scorer import Limits, Scorer, take_all
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import Payload
-from roll.models.scoring import gather_scores, split_batch
+from roll.models.scoring import split_batch
 from roll.utils.checksums import WrittenFile
 
 logger = logging.getLogger(__name__)
 
 _SQUARE = "gradient's squared norm"
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Bounds of a micro-batch, and its layout."""
-
-    max_sequences: int | None
-    max_tokens: int | None
-    round_to: int
-    packing: bool
-    sharing: bool
-
-
-class Scorer(ABC):
-    """Scores tokens with a model that lies on the role's workers in whatever way the engine likes.
-
-    ``setup`` must set ``device`` and ``info``.
-    """
-
-    device: torch.device
-    info: RankInfo
-    shares_prompts = False
-    """The model takes rows that hold a common prompt once, see ``data/shared_prompts.py``."""
-
-    def __init__(self, context: StrategyContext) -> None:
-        self.context = context
-        self.area = {"lm": "actor", "value": "critic", "score": "reward_model"}[context.head]
-        self._resident = States.ALL
-
-    @abstractmethod
-    def setup(self) -> RankInfo:
-        """Joins the process group and loads the model; may be called once per object.
-
-        Raises:
-            ValueError: the model or an option cannot be used.
-        """
-
-    def shutdown(self) -> None:  # noqa: B027 (optional to override)
-        """Frees what would outlive the object, such as an engine's process groups. The object is not used again."""
-
-    @abstractmethod
-    def forward(self, micro_batch: Batch, limits: Limits) -> TokenScores:
-        """Scores of one micro-batch, flat [T], on the device; with gradient where it is enabled (collective)."""
-
-    def forward_all(self, micro_batches: list[Batch], limits: Limits) -> list[TokenScores]:
-        """Scores of all micro-batches without gradient (collective; engines with a schedule of their own override)."""
-        return [self.forward(micro_batch, limits) for micro_batch in micro_batches]
-
-    @abstractmethod
-    def move(self, what: States, device: torch.device) -> None:
-        """Moves states between the device and host memory; called only when they are on the other side."""
-
-    def without_adapter(self) -> contextlib.AbstractContextManager[object]:
-        """Forward passes inside leave the LoRA adapter out (engines that train one override)."""
-        raise ValueError(f"{self.context.role}: it has no LoRA adapter to leave out")
-
-    def logprobs(self, batch: Batch, *, adapter: bool = True) -> TokenScores:
-        """Scores this rank's share (collective; the share may be empty).
-
-        Args:
-            batch: the share.
-            adapter: False scores with the model as it was before its LoRA adapter.
-
-        Returns:
-            Flat [T]: log-probabilities and entropies, or values of a critic; 0 where the loss mask is 0.
-        """
-        self._require(States.WEIGHTS)
-        limits = self.limits("infer")
-        groups = split_batch(batch, **dataclasses.asdict(limits))
-        rounds = int(self._gather_counts([len(groups)]).max())
-        with torch.no_grad(), contextlib.nullcontext() if adapter else self.without_adapter():
-            parts = self.forward_all(_take_all(batch, groups, max(1, rounds)), limits)
-        return gather_scores(batch, groups, parts)
-
-    def offload(self, what: States) -> None:
-        """Moves states to host memory; using them before ``onload`` is an error. On a CPU nothing moves."""
-        if self.device.type != "cpu":
-            self.move(what & self._resident, torch.device("cpu"))
-            torch.cuda.empty_cache()  # what PyTorch keeps for later, other processes on the device cannot have
-        self._resident &= ~what
-
-    def onload(self, what: States) -> None:
-        """Brings states back to the device."""
-        if self.device.type != "cpu":
-            self.move(what & ~self._resident, self.device)
-        self._resident |= what
-
-    def limits(self, phase: str) -> Limits:
-        """The layout of micro-batches; ``phase`` is ``train`` or ``infer``."""
-        worker = self.context.worker
-        dynamic = getattr(worker, f"use_dynamic_batching_in_{phase}")
-        per_pass = worker.infer_batch_size if phase == "infer" else worker.training_args.per_device_train_batch_size
-        return Limits(
-            max_sequences=None if dynamic else per_pass,
-            max_tokens=getattr(worker, f"max_tokens_per_microbatch_in_{phase}") if dynamic else None,
-            round_to=getattr(worker, f"sequence_length_round_in_{phase}"),
-            packing=worker.use_sequence_packing,
-            sharing=self.shares_prompts,
-        )
-
-    def _gather_counts(self, counts: list[float]) -> Tensor:
-        """Every rank's counts, shape [ranks, len(counts)] (collective)."""
-        row = torch.tensor(counts, dtype=torch.float64)
-        return row[None] if self.context.world_size == 1 else all_gather(row)
-
-    def _require(self, what: States) -> None:
-        if missing := what & ~self._resident:
-            raise RuntimeError(f"{self.context.role}: {missing} is offloaded; expected onload() before use")
 
 
 class Trainer(Scorer):
@@ -351,7 +242,7 @@ class Trainer(Scorer):
         taken = False
         try:
             if context.num_tokens > 0:
-                micro_batches = _take_all(batch, groups, rounds)
+                micro_batches = take_all(batch, groups, rounds)
                 metrics |= self._reduce(self.accumulate(micro_batches, limits, loss_fn, context))
                 loss, norm = metrics[self._loss_name], metrics[f"{self.area}/grad_norm"]
                 if taken := math.isfinite(loss) and math.isfinite(norm):
@@ -448,38 +339,3 @@ class Trainer(Scorer):
     def _copies(self) -> int:
         """Ranks that work on the same data."""
         return self.info.world_size // self.info.dp_size
-
-
-def local_device(rank: int) -> torch.device:
-    """This process's GPU, made the current one, or the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def join_group(context: StrategyContext, device: torch.device, *, alone: bool) -> None:
-    """Joins the role's process group, or finds it joined by an earlier strategy in this process.
-
-    Args:
-        alone: a lone worker gets a group too, for engines that need one.
-    """
-    if dist.is_initialized():
-        if (dist.get_rank(), dist.get_world_size()) != (context.rank, context.world_size):
-            raise ValueError(
-                f"{context.role}: this process is rank {dist.get_rank()} of {dist.get_world_size()} already, "
-                f"expected rank {context.rank} of {context.world_size}"
-            )
-        return
-    # Both backends on a GPU: counts and offloaded shards travel through host memory.
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-    if context.world_size > 1:
-        address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        dist.init_process_group(backend, init_method=address, rank=context.rank, world_size=context.world_size)
-    elif alone:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-
-
-def _take_all(batch: Batch, groups: list[Tensor], rounds: int) -> list[Batch]:
-    return [take_micro_batch(batch, groups, index) for index in range(rounds)]
