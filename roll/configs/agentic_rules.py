@@ -11,7 +11,7 @@ from roll.configs.generating import GeneratingArguments
 from roll.configs.pipeline import TINY
 from roll.configs.problems import ConfigProblem
 from roll.configs.rules import Rule, check_sampling, too_many_tokens
-from roll.configs.schema import nearest
+from roll.configs.schema import did_you_mean
 from roll.configs.tools import tool_tag_problems
 
 _MANAGERS = {"train_env_manager": "rollout_batch_size", "val_env_manager": "val_batch_size"}
@@ -30,12 +30,11 @@ def check_tags(config: AgenticConfig) -> Iterator[ConfigProblem]:
         for i, tag in enumerate(manager.tags):
             if tag in config.custom_envs:
                 continue
-            near = nearest(tag, known)
             yield ConfigProblem(
                 f"{key}.tags.{i}",
                 tag,
                 f"a key of custom_envs: {', '.join(known) or 'which is empty'}",
-                f"did you mean {near}?" if near else f"add custom_envs.{tag}: ${{custom_env.{tag}}}",
+                did_you_mean(tag, known) or f"add custom_envs.{tag}: ${{custom_env.{tag}}}",
                 involves=(f"custom_envs.{tag}", f"{key}.tags"),
             )
 

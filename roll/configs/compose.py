@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
-from roll.configs.schema import nearest
+from roll.configs.schema import did_you_mean
 from roll.configs.shipped import SHIPPED, config_groups, config_names
 
 _REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*)")
@@ -72,11 +72,8 @@ def _read(config_name: str, config_path: Path) -> DictConfig:
         raise ConfigErrors([ConfigProblem("--config_path", str(config_path), "an existing folder")])
     if not (config_path / f"{config_name}.yaml").is_file():
         names = config_names(config_path)
-        near = nearest(config_name, names)
         known = f"one of the files in {config_path}: {', '.join(names) or 'none'}"
-        raise ConfigErrors(
-            [ConfigProblem("--config_name", config_name, known, f"did you mean {near}?" if near else "")]
-        )
+        raise ConfigErrors([ConfigProblem("--config_name", config_name, known, did_you_mean(config_name, names))])
     return _compose(config_name, config_path)
 
 
@@ -102,9 +99,8 @@ def _choose(
     """Lays the chosen file of a group over the configuration."""
     group, choice = ".".join(_path(item)), item[1]
     if item[0].is_delete() or choice not in groups[group]:
-        near = nearest(str(choice), groups[group])
         known = f"one of: {', '.join(groups[group])}"
-        return [ConfigProblem(group, choice, known, f"did you mean {near}?" if near else "")]
+        return [ConfigProblem(group, choice, known, did_you_mean(str(choice), groups[group]))]
     own = (config_path / group / f"{choice}.yaml").is_file()
     file = _compose(f"{group}/{choice}", config_path if own else SHIPPED)
     for role in _OPTIONAL_ROLES:

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
-from roll.configs.schema import nearest
+from roll.configs.schema import did_you_mean
 from roll.configs.worker import EnvironmentVariables
 
 AUTO_DIALECT = "auto"
@@ -169,8 +169,7 @@ def tool_tag_problems(tools: ToolsConfig | None, tags: Sequence[str], beside: st
     for key, one in entries.items():
         for tag in one.tags or ():
             if tag not in tags:
-                near = nearest(tag, tags)
-                hint = f"did you mean {near}?" if near else ""
+                hint = did_you_mean(tag, tags)
                 expected = f"tags among {', '.join(tags) or 'none'}"
                 yield ConfigProblem(f"tools.{key}.tags", tag, expected, hint, involves=(beside,))
 

@@ -15,10 +15,9 @@ from jinja2 import TemplateError
 from roll.configs.data import DataArguments
 from roll.data.arrays import BoolArray, IntArray
 from roll.data.batch import Batch
-from roll.data.prompt_files import DataError, Problems, Row
+from roll.data.prompt_files import DataError, Row
 from roll.data.prompt_rows import (
     Message,
-    RowError,
     lookup,
     other_columns,
     row_conversation,
@@ -26,7 +25,8 @@ from roll.data.prompt_rows import (
     row_tag,
     used_columns,
 )
-from roll.data.prompts import Prompt, checked, draw_samples, kept_rows, no_rows
+from roll.data.prompts import Prompt
+from roll.data.reading import Reading
 
 if TYPE_CHECKING:
     from roll.data.renderer import ChatRenderer, Tool
@@ -117,23 +117,18 @@ def load_conversations(
         DataError: everything that is wrong with the dataset, by file and line.
         ValueError: ``dataset_cls`` cannot be imported.
     """
-    problems = Problems()
-    counts: Counter[str] = Counter()
-    samples, not_drawn = draw_samples(list(_read(args, scoring, seed, problems, counts)), args, seed)
-    counts["filtered"] += not_drawn
-    rendered = render(
-        samples,
-        lambda sample: renderer.conversation(sample.messages, last_only=last_only, tools=tools),
-        problems,
-    )
-    kept = list(fit(rendered, max_tokens, overflow, problems, counts))
-    problems.raise_any()
-    if not samples:
-        raise DataError([no_rows(args, counts)])
+    reading = Reading(args, seed)
+    samples = reading.drawn(_read(reading, scoring))
+
+    def encode(sample: ReadConversation) -> tuple[IntArray, BoolArray]:
+        return renderer.conversation(sample.messages, last_only=last_only, tools=tools)
+
+    kept = fit(render(samples, encode, reading), max_tokens, overflow, reading)
+    reading.require(samples)
     if not kept:
         raise DataError([f"no conversations: all {len(samples):,} are longer than sequence_length = {max_tokens}"])
     batch = to_batch(kept)
-    report = report_of(batch, counts, overflow, max_tokens)
+    report = report_of(batch, reading.counts, overflow, max_tokens)
     return Conversations(batch, tuple(sample.question for sample, _, _ in kept), report)
 
 
@@ -148,10 +143,8 @@ def check_conversations(
     Raises:
         DataError: everything that is wrong with them, by file and line.
     """
-    problems = Problems()
-    counts: Counter[str] = Counter()
-    tags = Counter(sample.question.tag for sample in _read(args, scoring, seed, problems, counts, head))
-    return checked(tags, args, problems, counts, head)
+    reading = Reading(args, seed, head)
+    return reading.checked(sample.question.tag for sample in _read(reading, scoring))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,23 +166,14 @@ Raises ``ValueError`` or jinja2's ``TemplateError`` where the template refuses i
 """
 
 
-def _read(
-    args: DataArguments,
-    scoring: Scoring | None,
-    seed: int,
-    problems: Problems,
-    counts: Counter[str],
-    head: int | None = None,
-) -> Iterator[ReadConversation]:
+def _read(reading: Reading, scoring: Scoring | None) -> Iterator[ReadConversation]:
     """The rows that the filter keeps, as conversations."""
-    for row in kept_rows(args, seed, problems, counts, head):
-        try:
-            messages = row_conversation(row.values, args)
-            question = row_question(row, args, messages[:-1], scoring)
-        except RowError as error:
-            problems.add(row.place, str(error))
-        else:
-            yield ReadConversation(messages, question, row.place)
+
+    def read(row: Row) -> ReadConversation:
+        messages = row_conversation(row.values, reading.args)
+        return ReadConversation(messages, row_question(row, reading.args, messages[:-1], scoring), row.place)
+
+    return reading.each(read)
 
 
 def row_question(
@@ -243,34 +227,34 @@ def report_of(batch: Batch, counts: Counter[str], overflow: str, max_tokens: int
     return report
 
 
-def render(samples: Iterable[ReadConversation], encode: Encode, problems: Problems) -> Iterator[Rendered]:
-    """Token ids of conversations; what a template refuses goes to ``problems``."""
+def render(samples: Iterable[ReadConversation], encode: Encode, reading: Reading) -> Iterator[Rendered]:
+    """Token ids of conversations; what a template refuses is a problem."""
     for sample in samples:
         try:
             ids, mask = encode(sample)
         except TemplateError as error:
-            problems.add(sample.place, f"the chat template refuses the messages: {error}")
+            reading.problems.add(sample.place, f"the chat template refuses the messages: {error}")
         except ValueError as error:
-            problems.add(sample.place, str(error))
+            reading.problems.add(sample.place, str(error))
         else:
             mask[0] = False  # nothing predicts it
             yield sample, ids, mask
 
 
-def fit(
-    rendered: Iterable[Rendered], max_tokens: int, overflow: str, problems: Problems, counts: Counter[str]
-) -> Iterator[Rendered]:
-    """Those of at most ``max_tokens``; ``counts`` learns of ``longest``, ``overlong`` and ``silent``."""
+def fit(rendered: Iterable[Rendered], max_tokens: int, overflow: str, reading: Reading) -> list[Rendered]:
+    """Those of at most ``max_tokens``; ``longest``, ``overlong`` and ``silent`` are counted."""
+    kept, counts = [], reading.counts
     for sample, ids, mask in rendered:
         counts["longest"] = max(counts["longest"], len(ids))
         if len(ids) > max_tokens:
             counts["overlong"] += 1
             if overflow == "error":
                 expected = f"expected at most sequence_length = {max_tokens} (see sample_overflow)"
-                problems.add(sample.place, f"{len(ids):,} tokens, {expected}")
+                reading.problems.add(sample.place, f"{len(ids):,} tokens, {expected}")
             if overflow != "truncate":
                 continue
         if mask[:max_tokens].any():
-            yield sample, ids[:max_tokens], mask[:max_tokens]
+            kept.append((sample, ids[:max_tokens], mask[:max_tokens]))
         else:
             counts["silent"] += 1
+    return kept

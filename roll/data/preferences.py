@@ -23,9 +23,9 @@ from roll.data.conversations import (
     row_question,
     to_batch,
 )
-from roll.data.prompt_files import DataError, Problems
+from roll.data.prompt_files import DataError, Row
 from roll.data.prompt_rows import Message, RowError, check_encodable, lookup, number, row_conversation, row_messages
-from roll.data.prompts import checked, draw_samples, kept_rows, no_rows
+from roll.data.reading import Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +70,12 @@ def load_preferences(
         DataError: everything that is wrong with the dataset, by file and line.
         ValueError: ``dataset_cls`` cannot be imported.
     """
-    problems = Problems()
-    counts: Counter[str] = Counter()
-    rows = list(_read(args, columns, label, scoring, seed, problems, counts))
-    rows, not_drawn = draw_samples(rows, args, seed)
-    counts["filtered"] += not_drawn
+    reading = Reading(args, seed)
+    rows = reading.drawn(_read(reading, columns, label, scoring))
     owners = {id(answer): index for index, row in enumerate(rows) for answer in row.answers}
-    rendered = render(chain.from_iterable(row.answers for row in rows), encode, problems)
-    fitting = list(fit(rendered, max_tokens, overflow, problems, counts))
-    problems.raise_any()
-    if not rows:
-        raise DataError([no_rows(args, counts)])
+    rendered = render(chain.from_iterable(row.answers for row in rows), encode, reading)
+    fitting = fit(rendered, max_tokens, overflow, reading)
+    reading.require(rows)
     sides = Counter(owners[id(answer)] for answer, _, _ in fitting)
     kept = [one for one in fitting if sides[owners[id(one[0])]] == (2 if label is None else 1)]
     noun = "pairs" if label is None else "answers"
@@ -96,7 +91,8 @@ def load_preferences(
     else:
         batch = batch.replace(preferred_B=torch.tensor([rows[index].good for index in row_B.tolist()]))
     questions = tuple(rows[index].answers[0].question for index in dict.fromkeys(row_B.tolist()))
-    return Conversations(batch, questions, report_of(batch, counts, overflow, max_tokens, noun=noun, purpose="compare"))
+    report = report_of(batch, reading.counts, overflow, max_tokens, noun=noun, purpose="compare")
+    return Conversations(batch, questions, report)
 
 
 def check_preferences(
@@ -116,39 +112,27 @@ def check_preferences(
     Raises:
         DataError: everything that is wrong with them, by file and line.
     """
-    problems = Problems()
-    counts: Counter[str] = Counter()
-    rows = _read(args, columns, label, scoring, seed, problems, counts, head)
-    tags = Counter(row.answers[0].question.tag for row in rows)
-    return checked(tags, args, problems, counts, head)
+    reading = Reading(args, seed, head)
+    return reading.checked(row.answers[0].question.tag for row in _read(reading, columns, label, scoring))
 
 
-def _read(
-    args: DataArguments,
-    columns: PairColumns,
-    label: str | None,
-    scoring: Scoring | None,
-    seed: int,
-    problems: Problems,
-    counts: Counter[str],
-    head: int | None = None,
-) -> Iterator[_Judged]:
+def _read(reading: Reading, columns: PairColumns, label: str | None, scoring: Scoring | None) -> Iterator[_Judged]:
     """The rows that the filter keeps."""
-    read = [columns.chosen, columns.rejected, columns.margin or columns.chosen] if label is None else [label]
-    for row in kept_rows(args, seed, problems, counts, head):
+    args = reading.args
+    own = [columns.chosen, columns.rejected, columns.margin or columns.chosen] if label is None else [label]
+
+    def read(row: Row) -> _Judged:
         good, margin = True, 0.0
-        try:
-            if label is None:
-                talks: tuple[tuple[Message, ...], ...] = row_pair(row.values, args, columns)
-                margin = row_margin(row.values, columns.margin) if columns.margin else 0.0
-            else:
-                talks = (row_conversation(row.values, args),)
-                good = row_label(row.values, label)
-            question = row_question(row, args, talks[0][:-1], scoring, *read)
-        except RowError as error:
-            problems.add(row.place, str(error))
+        if label is None:
+            talks: tuple[tuple[Message, ...], ...] = row_pair(row.values, args, columns)
+            margin = row_margin(row.values, columns.margin) if columns.margin else 0.0
         else:
-            yield _Judged(tuple(ReadConversation(talk, question, row.place) for talk in talks), good, margin)
+            talks = (row_conversation(row.values, args),)
+            good = row_label(row.values, label)
+        question = row_question(row, args, talks[0][:-1], scoring, *own)
+        return _Judged(tuple(ReadConversation(talk, question, row.place) for talk in talks), good, margin)
+
+    return reading.each(read)
 
 
 def row_pair(

@@ -10,26 +10,23 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 import numpy as np
 
 from roll.configs.data import DataArguments
 from roll.configs.problems import ConfigErrors
 from roll.data.arrays import IntArray
-from roll.data.prompt_files import DataError, Problems, Row, plain_row, read_rows
+from roll.data.prompt_files import DataError, Problems, Row
 from roll.data.prompt_rows import (
-    RowError,
     other_columns,
-    passes,
     row_id,
     row_messages,
     row_response,
     row_tag,
     used_columns,
 )
-from roll.utils.registry import import_path
-from roll.utils.seeding import derive_seed
+from roll.data.reading import Reading
 
 if TYPE_CHECKING:
     from roll.data.renderer import ChatRenderer, Tool
@@ -146,21 +143,17 @@ def load_prompts(
     if wrong or not args.has_dataset:
         wrong = wrong or [args.problem("file_name", "files")]
         raise ConfigErrors([problem.under("data_args") for problem in wrong])
-    problems = Problems()
-    counts: Counter[str] = Counter()
-    placed = list(_prompts(args, allowed_tags, seed, problems, counts))
-    _check_ids(placed, problems)
-    problems.raise_any()
-    if not placed:
-        raise DataError([no_rows(args, counts)])
-    placed, not_drawn = draw_samples(placed, args, seed)
-    fitted, overlong, longest = _fit(placed, args, renderer, prompt_length, tools or {}, problems)
-    problems.raise_any()
+    reading = Reading(args, seed)
+    placed = _placed(reading, allowed_tags)
+    reading.require(placed)
+    placed = reading.drawn(placed)
+    fitted, overlong, longest = _fit(placed, args, renderer, prompt_length, tools or {}, reading.problems)
+    reading.problems.raise_any()
     if not fitted:
         raise DataError([f"no prompts: all {overlong:,} have more than prompt_length = {prompt_length} tokens"])
     report = LoadReport(
-        rows=counts["rows"],
-        filtered=counts["filtered"] + not_drawn,
+        rows=reading.counts["rows"],
+        filtered=reading.counts["filtered"],
         overlong=overlong,
         overflow=args.prompt_overflow,
         longest=longest,
@@ -182,14 +175,12 @@ def check_prompts(
     Raises:
         DataError: everything that is wrong with those rows, by file and line.
     """
-    problems = Problems()
-    counts: Counter[str] = Counter()
-    placed = list(_prompts(args, allowed_tags, seed, problems, counts, head))
-    _check_ids(placed, problems)
-    problems.raise_any()
-    whole = counts["rows"] < head
-    if not counts["rows"] or (whole and not placed):
-        raise DataError([no_rows(args, counts)])
+    reading = Reading(args, seed, head)
+    placed = _placed(reading, allowed_tags)
+    reading.problems.raise_any()
+    whole = reading.counts["rows"] < head
+    if whole:  # otherwise the filter may keep some of the others
+        reading.require(placed)
     return Counter(item.prompt.tag for item in placed), whole
 
 
@@ -201,100 +192,27 @@ class _Placed:
     place: str
 
 
-def _dataset_rows(args: DataArguments, seed: int, problems: Problems, head: int | None = None) -> Iterator[Row]:
-    """The rows of the dataset's files or class, at most ``head`` of a file; what is wrong goes to ``problems``."""
-    if args.dataset_cls is None:
-        yield from read_rows(args.file_names, problems, head)
-        return
-    make = cast(Any, import_path(args.dataset_cls, "data_args.dataset_cls"))
-    for number, values in enumerate(make(args, seed), 1):
-        row = plain_row(f"{args.dataset_cls}:{number}", f"{args.dataset_cls}:row {number}", values, problems)
-        if row is not None:
-            yield row
+def _placed(reading: Reading, allowed_tags: Collection[str] | None) -> list[_Placed]:
+    """The rows that the filter keeps, as prompts; ids that come twice are problems."""
+    args, used = reading.args, used_columns(reading.args)
 
+    def read(row: Row) -> _Placed:
+        prompt = Prompt(
+            id=row_id(row.values, args, row.name),
+            tag=row_tag(row.values, args, allowed_tags),
+            messages=row_messages(row.values, args),
+            ground_truth=row_response(row.values, args),
+            extra_info=other_columns(row.values, used),
+        )
+        return _Placed(prompt, row.place)
 
-def kept_rows(
-    args: DataArguments, seed: int, problems: Problems, counts: Counter[str], head: int | None = None
-) -> Iterator[Row]:
-    """The dataset's rows that ``dataset_filter`` keeps; ``counts`` learns of ``rows`` and ``filtered``."""
-    for row in _dataset_rows(args, seed, problems, head):
-        counts["rows"] += 1
-        try:
-            kept = passes(row.values, args.dataset_filter)
-        except RowError as error:
-            problems.add(row.place, str(error))
-            continue
-        if kept:
-            yield row
-        else:
-            counts["filtered"] += 1
-
-
-def _prompts(
-    args: DataArguments,
-    allowed_tags: Collection[str] | None,
-    seed: int,
-    problems: Problems,
-    counts: Counter[str],
-    head: int | None = None,
-) -> Iterator[_Placed]:
-    """The rows that the filter keeps, as prompts: those of a source that is not wanted may be of another shape."""
-    used = used_columns(args)
-    for row in kept_rows(args, seed, problems, counts, head):
-        try:
-            prompt = Prompt(
-                id=row_id(row.values, args, row.name),
-                tag=row_tag(row.values, args, allowed_tags),
-                messages=row_messages(row.values, args),
-                ground_truth=row_response(row.values, args),
-                extra_info=other_columns(row.values, used),
-            )
-        except RowError as error:
-            problems.add(row.place, str(error))
-        else:
-            yield _Placed(prompt, row.place)
-
-
-def _check_ids(placed: Sequence[_Placed], problems: Problems) -> None:
-    first: dict[str, str] = {}
+    placed, first = list(reading.each(read)), dict[str, str]()
     for item in placed:
         earlier = first.setdefault(item.prompt.id, item.place)
         if earlier != item.place:
-            problems.add(item.place, f"id {item.prompt.id!r} is taken by {earlier}, expected ids that differ")
-
-
-def no_rows(args: DataArguments, counts: Counter[str]) -> str:
-    """Why nothing is left of a dataset."""
-    where = args.dataset_cls or ", ".join(args.file_names)
-    if not counts["rows"]:
-        return f"{where}: no rows"
-    return f"{where}: dataset_filter left out all {counts['rows']:,} rows"
-
-
-def checked(
-    tags: Counter[str], args: DataArguments, problems: Problems, counts: Counter[str], head: int
-) -> tuple[Counter[str], bool]:
-    """What a check of the first ``head`` rows of each file has found: samples by tag, and whether these are all.
-
-    Raises:
-        DataError: everything that is wrong with them, by file and line, or that there are none.
-    """
-    problems.raise_any()
-    if not tags:
-        raise DataError([no_rows(args, counts)])
-    return tags, counts["rows"] < head
-
-
-def draw_samples(samples: list[T], args: DataArguments, seed: int) -> tuple[list[T], int]:
-    """``num_samples`` of them, in their order; also how many are left out."""
-    wanted = args.dataset_filter.num_samples
-    if wanted == 0 or wanted >= len(samples):
-        return samples, 0
-    if not args.shuffle:
-        return samples[:wanted], len(samples) - wanted
-    generator = np.random.Generator(np.random.PCG64(derive_seed(seed, "prompts", "num_samples")))
-    chosen = np.sort(generator.permutation(len(samples))[:wanted])
-    return [samples[index] for index in chosen], len(samples) - wanted
+            expected = f"is taken by {earlier}, expected ids that differ"
+            reading.problems.add(item.place, f"id {item.prompt.id!r} {expected}")
+    return placed
 
 
 def _fit(

@@ -26,9 +26,9 @@ from roll.data.conversations import (
     row_question,
     to_batch,
 )
-from roll.data.prompt_files import DataError, Problems
+from roll.data.prompt_files import DataError, Row
 from roll.data.prompt_rows import Message, RowError, lookup, number, row_conversation, row_messages
-from roll.data.prompts import checked, draw_samples, kept_rows, no_rows
+from roll.data.reading import Reading
 
 if TYPE_CHECKING:
     from roll.data.renderer import ChatRenderer
@@ -97,10 +97,8 @@ def load_scored(
         DataError: everything that is wrong with the dataset, by file and line.
         ValueError: ``dataset_cls`` cannot be imported.
     """
-    problems = Problems()
-    counts: Counter[str] = Counter()
-    rows, not_drawn = draw_samples(list(_read(args, columns, in_steps, seed, problems, counts)), args, seed)
-    counts["filtered"] += not_drawn
+    reading = Reading(args, seed)
+    rows = reading.drawn(_read(reading, columns, in_steps))
     scored = {id(row.talk): row for row in rows}
 
     def encode(talk: ReadConversation) -> tuple[IntArray, BoolArray]:
@@ -108,17 +106,15 @@ def load_scored(
             return encode_steps(renderer, talk.messages, scored[id(talk)].steps)
         return encode_whole(renderer, talk.messages)
 
-    kept = list(fit(render((row.talk for row in rows), encode, problems), max_tokens, overflow, problems, counts))
-    problems.raise_any()
-    if not rows:
-        raise DataError([no_rows(args, counts)])
+    kept = fit(render((row.talk for row in rows), encode, reading), max_tokens, overflow, reading)
+    reading.require(rows)
     if not kept:
         raise DataError([f"no answers: all {len(rows):,} are longer than sequence_length = {max_tokens}"])
     batch = to_batch(kept)
     returns_T = torch.zeros(batch.num_tokens)
     returns_T[batch.loss_mask_T] = torch.tensor([target for talk, _, _ in kept for target in scored[id(talk)].targets])
     questions = tuple(talk.question for talk, _, _ in kept)
-    report = report_of(batch, counts, overflow, max_tokens, noun="answers", purpose="score")
+    report = report_of(batch, reading.counts, overflow, max_tokens, noun="answers", purpose="score")
     return Conversations(batch.replace(returns_T=returns_T), questions, report)
 
 
@@ -133,37 +129,26 @@ def check_scored(
     Raises:
         DataError: everything that is wrong with them, by file and line.
     """
-    problems = Problems()
-    counts: Counter[str] = Counter()
-    rows = _read(args, columns, in_steps, seed, problems, counts, head)
-    tags = Counter(row.talk.question.tag for row in rows)
-    return checked(tags, args, problems, counts, head)
+    reading = Reading(args, seed, head)
+    return reading.checked(row.talk.question.tag for row in _read(reading, columns, in_steps))
 
 
-def _read(
-    args: DataArguments,
-    columns: RewardColumns,
-    in_steps: bool,
-    seed: int,
-    problems: Problems,
-    counts: Counter[str],
-    head: int | None = None,
-) -> Iterator[_Scored]:
+def _read(reading: Reading, columns: RewardColumns, in_steps: bool) -> Iterator[_Scored]:
     """The rows that the filter keeps."""
-    for row in kept_rows(args, seed, problems, counts, head):
-        try:
-            if in_steps:
-                steps, targets = row_steps(row.values, columns)
-                answer: Message = {"role": "assistant", "content": "".join(steps)}
-                messages: tuple[Message, ...] = (*row_messages(row.values, args), answer)
-            else:
-                messages, steps = row_conversation(row.values, args), ()
-                targets = (number(lookup(row.values, columns.score), columns.score),)
-            question = row_question(row, args, messages[:-1], None)
-        except RowError as error:
-            problems.add(row.place, str(error))
+    args = reading.args
+
+    def read(row: Row) -> _Scored:
+        if in_steps:
+            steps, targets = row_steps(row.values, columns)
+            answer: Message = {"role": "assistant", "content": "".join(steps)}
+            messages: tuple[Message, ...] = (*row_messages(row.values, args), answer)
         else:
-            yield _Scored(ReadConversation(messages, question, row.place), targets, steps)
+            messages, steps = row_conversation(row.values, args), ()
+            targets = (number(lookup(row.values, columns.score), columns.score),)
+        question = row_question(row, args, messages[:-1], None)
+        return _Scored(ReadConversation(messages, question, row.place), targets, steps)
+
+    return reading.each(read)
 
 
 def row_steps(values: Mapping[str, Any], columns: RewardColumns) -> tuple[tuple[str, ...], tuple[float, ...]]:

@@ -13,10 +13,13 @@ from roll.data.requests import sampling_params
 from roll.data.templates import ChatTemplate
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import WorkerDiedError
+from roll.distributed.cluster.worker import Worker
+from roll.pipeline.launch import MODEL_WORKERS
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollout_roles import RolloutRoles
 from roll.rollout.env_manager import Limits
-from roll.rollout.prompt_worker import PromptPlan, PromptWorkerContext
+from roll.rollout.prompt_worker import PromptPlan, PromptWorker, PromptWorkerContext
+from roll.rollout.reward_worker import RewardWorker
 from roll.rollout.scheduler import RolloutScheduler
 
 
@@ -97,6 +100,12 @@ class PromptRoles(RolloutRoles):
     def _val_scheduler(self, prompts: PromptSampler, group_size: int, *, greedy: bool) -> RolloutScheduler:
         plan = PromptPlan(prompts, group_size, self.num_val_prompts, self._config.seed, "val", greedy)
         return self.make_scheduler(plan, ROLLOUT_CLUSTER, evaluates=True)
+
+
+def prompt_workers(config: PromptsConfig) -> dict[str, type[Worker]]:
+    """The process classes of all that answers and scores prompts."""
+    rewards = {f"{REWARD_CLUSTER}{name}": RewardWorker for name in config.rewards}
+    return {**MODEL_WORKERS, ROLLOUT_CLUSTER: PromptWorker, **rewards}
 
 
 def train_sampler(config: RLVRConfig, dataset: Sequence[Prompt]) -> PromptSampler:

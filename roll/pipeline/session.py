@@ -124,7 +124,7 @@ class RunSession:
         def attempt() -> None:
             try:
                 work()
-            except Exception:
+            except Exception:  # pictures and pages must not end the training
                 logger.exception("beside the run: it goes on without this")
 
         self._aside.submit(attempt)

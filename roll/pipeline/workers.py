@@ -238,7 +238,7 @@ class InferWorker(Worker):
 
     async def num_recorded(self, version: int) -> int:
         """Tokens that a version has sampled so far of requests with ``recorded`` versions."""
-        return self.strategy.num_recorded(version)
+        return int(cast(Any, self.strategy).num_recorded(version))  # only engines that replay are asked
 
     async def offload(self, what: States) -> None:
         """Moves states off the device; requests wait. Nothing, before ``setup``."""

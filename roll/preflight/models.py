@@ -14,7 +14,7 @@ from roll.configs.engines.card import EngineCard
 from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.rules import TRAINED, Rule, sections
-from roll.configs.schema import nearest
+from roll.configs.schema import did_you_mean, nearest
 from roll.configs.worker import WorkerConfig
 from roll.models.tiny import MAX_POSITIONS
 from roll.models.tokenizer import load_tokenizer
@@ -147,8 +147,7 @@ def check_model_kwargs(config: PipelineConfig) -> Iterator[ConfigProblem]:
         known = set() if sizes is None else set(sizes.to_dict())
         for key in given if sizes is not None else ():
             if not hasattr(sizes, key):
-                near = nearest(key, sorted(known))
-                hint = f"did you mean {near}?" if near else ""
+                hint = did_you_mean(key, sorted(known))
                 path = f"{role}.model_args.model_config_kwargs.{key}"
                 expected = f"an entry of {type(sizes).__name__}"
                 yield ConfigProblem(path, given[key], expected, hint, involves=("pretrain",))

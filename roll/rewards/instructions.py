@@ -16,7 +16,7 @@ from pydantic import Field
 from roll.configs.base import Config
 from roll.configs.parsing import section_problems
 from roll.configs.problems import ConfigErrors, ConfigProblem, pattern_problems
-from roll.configs.schema import nearest
+from roll.configs.schema import did_you_mean
 from roll.rewards.types import RewardError, RuleVerifier, Sample, Verdict
 
 
@@ -216,8 +216,7 @@ def parse_constraints(rows: Any, key: str) -> tuple[list[Constraint], list[Confi
 def _unknown_kind(base: str, kind: Any, row: Any) -> ConfigProblem:
     if not isinstance(kind, str):
         return ConfigProblem(base, row, "a mapping with kind")
-    near = nearest(kind, list(CONSTRAINTS))
-    hint = f"did you mean {near}?" if near else ""
+    hint = did_you_mean(kind, list(CONSTRAINTS))
     return ConfigProblem(f"{base}.kind", kind, f"one of {', '.join(CONSTRAINTS)}", hint)
 
 

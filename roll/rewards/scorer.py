@@ -15,7 +15,7 @@ import tenacity
 from roll.configs.parsing import section_problems
 from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig, VerifierConfig
-from roll.configs.schema import nearest
+from roll.configs.schema import did_you_mean
 from roll.rewards import VERIFIERS
 from roll.rewards.batching import MicroBatcher
 from roll.rewards.isolation import RulePool, RuleSpec, rule_spec
@@ -71,8 +71,7 @@ def check_rewards(config: RewardConfig) -> Iterator[ConfigProblem]:
 def _unknown_verifier(path: str, name: str, error: UnknownNameError) -> ConfigProblem:
     if ":" in name or "." in name:
         return ConfigProblem(path, name, "a class that can be imported", str(error))
-    near = nearest(name, VERIFIERS.names())
-    hint = f"did you mean {near}?" if near else f"known: {', '.join(VERIFIERS.names())}"
+    hint = did_you_mean(name, VERIFIERS.names()) or f"known: {', '.join(VERIFIERS.names())}"
     return ConfigProblem(path, name, "a registered verifier or package.module:Class", hint)
 
 

@@ -68,7 +68,7 @@ class _Call:
             raise self.fail(field, value, expected)
         try:
             number = float(value)
-        except Exception as error:
+        except Exception as error:  # a user's object may raise anything
             raise self.fail(field, value, expected) from error
         if not abs(number) <= MAX_REWARD:  # so written, NaN fails too
             raise self.fail(field, value, expected)
@@ -82,7 +82,7 @@ class _Call:
     def key(self, field: str, value: object) -> str:
         try:
             name = str(value)
-        except Exception as error:
+        except Exception as error:  # a user's object may raise anything
             raise self.fail(field, value, "a value with a text") from error
         return self.text(field, name)
 
@@ -151,7 +151,7 @@ def checked_frame(env: TextEnv) -> Frame | None:
     """
     try:
         return frame(env)
-    except Exception as error:
+    except Exception as error:  # a user's render may raise anything
         _warn_once(f"{type(env).__name__}.render: no picture: {describe_error(error)}")
         return None
 

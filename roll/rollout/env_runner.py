@@ -73,7 +73,7 @@ class EnvRunner:
             raise
         except CallTimeoutError as error:
             raise EnvTimeoutError(f"environment {what} took longer than step_timeout={self._timeout:g}s") from error
-        except Exception as error:
+        except Exception as error:  # a user's environment may raise anything
             raise EnvCrashError(f"environment {what} raised {describe_error(error)}") from error
 
     def close(self) -> None:

@@ -251,7 +251,7 @@ class RolloutScheduler:
             while going:
                 self._fill(rollouts, wants_batch=False)
                 going = self._wait(rollouts)
-        except BaseException as error:
+        except BaseException as error:  # raised by the next ``take``
             self._failure = error
 
     def _fill(self, rollouts: _Rollouts, *, wants_batch: bool = True) -> None:

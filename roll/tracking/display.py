@@ -247,14 +247,14 @@ class Display:
         return Panel(Group(*rows), title=Text(self._title, style="bold"), border_style="dim", padding=(0, 1))
 
 
-def sparkline(values: list[float], width: int, low: float = 0.0, high: float = 1.0) -> str:
-    """``values`` as a line of block characters, at most ``width`` of them, each the mean of its share."""
+def sparkline(values: list[float], width: int) -> str:
+    """``values``, from 0 to 1, as a line of block characters, at most ``width`` of them, each the mean of its share."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) > width:
         edges = [round(i * len(finite) / width) for i in range(width + 1)]
         finite = [statistics.fmean(finite[a:b]) for a, b in itertools.pairwise(edges)]
     top = len(_BLOCKS) - 1
-    return "".join(_BLOCKS[round(min(1.0, max(0.0, (value - low) / (high - low))) * top)] for value in finite)
+    return "".join(_BLOCKS[round(min(1.0, max(0.0, value)) * top)] for value in finite)
 
 
 def closing_line(summary: Mapping[str, Any], run_dir: Path) -> str:

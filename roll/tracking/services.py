@@ -33,7 +33,19 @@ def service_package(name: str) -> Any:
         raise ImportError(f"track_with: {name} is not installed; run: pip install 'roll-rl[{name}]'") from error
 
 
-class WandbTracker:
+class _RunTracker:
+    """What the services share whose run takes a step's metrics as they are."""
+
+    _run: Any
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class WandbTracker(_RunTracker):
     """Weights & Biases. Without ``WANDB_API_KEY`` (or ``api_key``) it works offline, to be sent by ``wandb sync``."""
 
     def __init__(
@@ -74,14 +86,8 @@ class WandbTracker:
             settings=wandb.Settings(silent=True, console="off"),
         )
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
     def log_answers(self, rows: Sequence[AnswerRow], step: int) -> None:
         self._run.log({ANSWERS: self._wandb.Table(columns=_COLUMNS, data=_cells(rows))}, step=step)
-
-    def finish(self) -> None:
-        self._run.finish()
 
 
 class MlflowTracker:
@@ -144,7 +150,7 @@ class MlflowTracker:
             self._client.log_batch(run_id, params=params[start : start + _MLFLOW_PARAMS])
 
 
-class SwanlabTracker:
+class SwanlabTracker(_RunTracker):
     """SwanLab. Without ``SWANLAB_API_KEY`` (or ``api_key``) it works offline, to be sent by ``swanlab sync``."""
 
     def __init__(
@@ -185,19 +191,13 @@ class SwanlabTracker:
             settings=swanlab.Settings(interactive=False, terminal={"proxy_type": "none"}),
         )
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
     def log_answers(self, rows: Sequence[AnswerRow], step: int) -> None:
         table = self._swanlab.echarts.Table()
         table.add(_COLUMNS, _cells(rows))
         self._run.log({ANSWERS: table}, step=step)
 
-    def finish(self) -> None:
-        self._run.finish()
 
-
-class TrackioTracker:
+class TrackioTracker(_RunTracker):
     """Trackio. Without ``space_id`` or ``server_url`` a database in the run's folder, for ``trackio show``."""
 
     def __init__(
@@ -237,14 +237,8 @@ class TrackioTracker:
             auto_log_cpu=False,
         )
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
     def log_answers(self, rows: Sequence[AnswerRow], step: int) -> None:
         self._run.log({ANSWERS: self._trackio.Table(columns=_COLUMNS, data=_cells(rows))}, step=step)
-
-    def finish(self) -> None:
-        self._run.finish()
 
 
 def _shown(context: TrackerContext) -> Any:

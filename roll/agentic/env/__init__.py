@@ -17,7 +17,7 @@ from roll.agentic.env.base import TextEnv
 from roll.configs.base import Config
 from roll.configs.parsing import section_problems
 from roll.configs.problems import NOTHING, ConfigProblem
-from roll.configs.schema import nearest
+from roll.configs.schema import did_you_mean
 from roll.utils.registry import Registry, UnknownNameError
 
 __all__ = [
@@ -143,8 +143,7 @@ def _signature_problems(factory: EnvFactory, env_config: Mapping[str, Any]) -> I
     known = sorted(p.name for p in named)
     for key in env_config:
         if key not in known and not takes_any:
-            near = nearest(key, known)
-            hint = f"did you mean {near}?" if near else f"known here: {', '.join(known) or 'none'}"
+            hint = did_you_mean(key, known) or f"known here: {', '.join(known) or 'none'}"
             yield ConfigProblem(key, env_config[key], "no such key", hint)
     missing = [p.name for p in named if p.default is p.empty and p.name not in env_config]
     yield from [ConfigProblem(key, NOTHING, "a value, since it has no default") for key in missing]

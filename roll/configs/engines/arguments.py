@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 
 from roll.configs.importers.table import advice
 from roll.configs.problems import ConfigProblem
+from roll.configs.schema import did_you_mean
 
 PLAIN: dict[str, type | tuple[type, ...]] = {
     "bool": bool,
@@ -156,7 +156,6 @@ def _is_of(value: Any, word: str) -> bool:
 
 def option_problems(
     options: Mapping[str, Any],
-    *,
     typed: Collection[str],
     known: Signature,
     elsewhere: Mapping[str, str],
@@ -184,7 +183,4 @@ def option_problems(
 
 def foreign_key_hint(key: str, known: Collection[str]) -> str:
     """The hint for a key that an engine does not have: where it belongs, or what it may be meant for."""
-    if hint := advice([key]):
-        return hint
-    near = difflib.get_close_matches(key, sorted(known), n=1)
-    return f"did you mean {near[0]}?" if near else ""
+    return advice([key]) or did_you_mean(key, sorted(known))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import ConfigDict
 
 from roll.configs.base import Config
-from roll.configs.engines.arguments import EngineSource, Signature
+from roll.configs.engines.arguments import EngineSource, Signature, option_problems
 from roll.configs.problems import ConfigProblem
 
 if TYPE_CHECKING:
@@ -112,6 +112,10 @@ class EngineCard:
     """``None``: PyTorch and Transformers are enough."""
     source: ClassVar[EngineSource | None] = None
     """Where the engine names the arguments that options are passed on to."""
+    arguments: ClassVar[str] = ""
+    """Name of those arguments in messages, e.g. ``vLLM's AsyncEngineArgs``; empty: the card compares options itself."""
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Those of them that other keys set, and which; also what other engines call an option."""
     optimizers: ClassVar[tuple[str, ...]] = ("adamw",)
     """Values of ``training_args.optimizer`` that it can train with."""
     trains_modules: ClassVar[bool] = False
@@ -142,7 +146,10 @@ class EngineCard:
 
     def option_problems(self, options: Mapping[str, Any]) -> Iterator[ConfigProblem]:
         """Keys and values that are passed on and that the engine would refuse, keys relative to ``strategy_config``."""
-        return iter(())
+        if not self.arguments:
+            return iter(())
+        own, known = self.options.model_fields, self.signature(options)
+        return option_problems(options, own, known, self.elsewhere, self.arguments)
 
     def passed_on(self, options: Mapping[str, Any]) -> list[str]:
         """Keys that no field of the options is for."""

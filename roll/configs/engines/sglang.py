@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from roll.configs.engines.arguments import EngineSource, option_problems
+from roll.configs.engines.arguments import EngineSource
 from roll.configs.engines.card import EngineCard, EnginePackage, PassedOnOptions, Strategy
 from roll.configs.problems import ConfigProblem
 
@@ -104,18 +104,11 @@ class SglangCard(EngineCard):
     package = EnginePackage("sglang", "sglang")
     source = EngineSource("SGLang", Path(__file__).with_suffix(".json"), {"srt/arg_groups/fields/*.py": ()})
     """SGLang puts `ServerArgs` together from classes that hold nothing but its fields."""
+    arguments = "SGLang's ServerArgs"
+    elsewhere = OWNED_OPTIONS | OTHER_NAMES
     own_attention = True
     keeps_kv = False
     size_key = "tp_size"
-
-    def option_problems(self, options: Mapping[str, Any]) -> Iterator[ConfigProblem]:
-        return option_problems(
-            options,
-            typed=SglangConfig.model_fields,
-            known=self.signature(options),
-            elsewhere=OWNED_OPTIONS | OTHER_NAMES,
-            arguments="SGLang's ServerArgs",
-        )
 
     def installed_at(self, options: Mapping[str, Any]) -> Path | None:
         python = options.get("python_executable")

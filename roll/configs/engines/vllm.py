@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
-from roll.configs.engines.arguments import EngineSource, option_problems
+from roll.configs.engines.arguments import EngineSource
 from roll.configs.engines.card import EngineCard, EnginePackage, PassedOnOptions, Strategy
 from roll.configs.problems import ConfigProblem
 
@@ -96,17 +96,10 @@ class VllmCard(EngineCard):
     source = EngineSource(
         "vLLM", Path(__file__).with_suffix(".json"), {"engine/arg_utils.py": ("EngineArgs", "AsyncEngineArgs")}
     )
+    arguments = "vLLM's AsyncEngineArgs"
+    elsewhere = OWNED_OPTIONS | OTHER_NAMES
     own_attention = True
     size_key = "tensor_parallel_size"
-
-    def option_problems(self, options: Mapping[str, Any]) -> Iterator[ConfigProblem]:
-        return option_problems(
-            options,
-            typed=VllmConfig.model_fields,
-            known=self.signature(options),
-            elsewhere=OWNED_OPTIONS | OTHER_NAMES,
-            arguments="vLLM's AsyncEngineArgs",
-        )
 
     def rules(self, role: str, worker: WorkerConfig, config: PipelineConfig) -> Iterator[ConfigProblem]:
         options, name = worker.strategy_args.typed(), f"{role}.strategy_args.strategy_name"

@@ -15,10 +15,9 @@ from roll.data.renderer import ChatRenderer
 from roll.pipeline.dpo.pipeline import DPOPipeline
 from roll.pipeline.dpo.reference import Anchors, ReferenceScores
 from roll.pipeline.offline.launch import Parts, run_offline
-from roll.pipeline.offline.training import OfflineTraining, Prepare
+from roll.pipeline.offline.training import Prepare
 from roll.pipeline.programs import DPO
 from roll.pipeline.roles import Roles
-from roll.utils.seeding import derive_seed
 
 
 def run_dpo(config: DPOConfig, started: float | None = None) -> int:
@@ -53,18 +52,8 @@ def _build(config: DPOConfig, parts: Parts) -> DPOPipeline:
             anchors = Anchors(held_out, roles.actor, reference, config.sequence_length, ahead=True)
         if train is not None:
             train, prepare = _prepared(config, roles, train, reference)
-    training = None
-    if train is not None:
-        training = OfflineTraining(
-            roles.actor,
-            train,
-            build_preference_loss,
-            PreferenceConfig.model_validate(config.model_dump(include=set(PreferenceConfig.model_fields))),
-            batch_size=config.actor_train.global_train_batch_size,
-            max_steps=config.max_steps,
-            seed=derive_seed(config.seed, "dpo"),
-            prepare=prepare,
-        )
+    loss = PreferenceConfig.model_validate(config.model_dump(include=set(PreferenceConfig.model_fields)))
+    training = parts.training(config, train, "dpo", build_preference_loss, loss, prepare=prepare)
     return DPOPipeline(config, parts.session, roles, parts.signals, training, held_out, parts.prompts, anchors)
 
 

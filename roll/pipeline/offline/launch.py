@@ -6,28 +6,27 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+from roll.algorithms.types import LossFn
 from roll.configs.batches import describe_batches
 from roll.configs.data import DataArguments
 from roll.configs.offline import OfflineConfig
-from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER
 from roll.data.batch import Batch
 from roll.data.conversations import Conversations, Scoring
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
 from roll.distributed.cluster.cluster import Cluster
-from roll.pipeline.launch import EXIT_USAGE, MODEL_WORKERS, WorkerClasses, launch
+from roll.pipeline.launch import EXIT_USAGE, launch
 from roll.pipeline.offline.pipeline import OfflinePipeline
-from roll.pipeline.offline.training import first_samples, steps_per_epoch
+from roll.pipeline.offline.training import OfflineTraining, Prepare, first_samples, steps_per_epoch
 from roll.pipeline.programs import Program
-from roll.pipeline.prompt_roles import PromptRoles
+from roll.pipeline.prompt_roles import PromptRoles, prompt_workers
 from roll.pipeline.rlvr.datasets import load_renderer, make_data
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
 from roll.pipeline.start import Start, teacher_weights
-from roll.rollout.prompt_worker import PromptWorker
-from roll.rollout.reward_worker import RewardWorker
+from roll.utils.seeding import derive_seed
 from roll.utils.signals import SignalGuard
 
 ConfigT = TypeVar("ConfigT", bound=OfflineConfig)
@@ -67,6 +66,29 @@ class Parts:
     teacher_path: str | None
     """Folder or hub name of the teacher, where there is one."""
 
+    def training(
+        self,
+        config: OfflineConfig,
+        train: Batch | None,
+        name: str,
+        build_loss: Callable[..., LossFn],
+        *loss_args: Any,
+        prepare: Prepare | None = None,
+    ) -> OfflineTraining | None:
+        """The optimizer steps on ``train``, in an order that ``name`` separates from others of the run's seed."""
+        if train is None:
+            return None
+        return OfflineTraining(
+            self.roles.actor,
+            train,
+            build_loss,
+            *loss_args,
+            batch_size=config.actor_train.global_train_batch_size,
+            max_steps=config.max_steps,
+            seed=derive_seed(config.seed, name),
+            prepare=prepare,
+        )
+
 
 Build: TypeAlias = Callable[[ConfigT, Parts], "OfflinePipeline | None"]
 """Makes the pipeline once the models are there; ``None``: all that was wanted is done."""
@@ -86,14 +108,9 @@ def run_offline(
     if config.num_train_epochs is not None and datasets.train is not None:
         per_epoch = steps_per_epoch(len(datasets.train.batch.samples), config.actor_train.global_train_batch_size)
         config = config.model_copy(update={"max_steps": config.num_train_epochs * per_epoch})
-    workers: WorkerClasses = {
-        **MODEL_WORKERS,
-        ROLLOUT_CLUSTER: PromptWorker,
-        **{f"{REWARD_CLUSTER}{name}": RewardWorker for name in config.rewards},
-    }
     notes = [*describe_batches(config), *datasets.describe()]
     body = partial(_run, program=program, datasets=datasets, build=build)
-    return launch(config, program, body, workers, notes=notes, started=started)
+    return launch(config, program, body, prompt_workers(config), notes=notes, started=started)
 
 
 def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) -> Datasets:

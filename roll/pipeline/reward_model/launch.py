@@ -10,10 +10,8 @@ from roll.data.preferences import load_preferences
 from roll.data.renderer import ChatRenderer
 from roll.data.scored_answers import encode_whole, load_scored
 from roll.pipeline.offline.launch import Parts, run_offline
-from roll.pipeline.offline.training import OfflineTraining
 from roll.pipeline.programs import REWARD_MODEL
 from roll.pipeline.reward_model.pipeline import RewardModelPipeline
-from roll.utils.seeding import derive_seed
 
 
 def run_reward_model(config: RewardTrainingConfig, started: float | None = None) -> int:
@@ -48,15 +46,6 @@ def _load(
 
 
 def _build(config: RewardTrainingConfig, parts: Parts) -> RewardModelPipeline:
-    training = None
-    if parts.train is not None:
-        training = OfflineTraining(
-            parts.roles.actor,
-            parts.train,
-            build_reward_loss,
-            RewardLossConfig(reward_loss=config.reward_loss, center_coef=config.center_coef),
-            batch_size=config.actor_train.global_train_batch_size,
-            max_steps=config.max_steps,
-            seed=derive_seed(config.seed, "reward model"),
-        )
+    loss = RewardLossConfig(reward_loss=config.reward_loss, center_coef=config.center_coef)
+    training = parts.training(config, parts.train, "reward model", build_reward_loss, loss)
     return RewardModelPipeline(config, parts.session, parts.roles, parts.signals, training, parts.held_out, None)

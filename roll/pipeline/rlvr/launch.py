@@ -8,20 +8,17 @@ from functools import partial
 
 from roll.algorithms.preferences import build_preference_loss
 from roll.configs.batches import describe_batches
-from roll.configs.prompts import REWARD_CLUSTER, ROLLOUT_CLUSTER
 from roll.configs.rlvr import RLVRConfig
 from roll.distributed.cluster.cluster import Cluster
-from roll.pipeline.launch import EXIT_USAGE, MODEL_WORKERS, WorkerClasses, launch
+from roll.pipeline.launch import EXIT_USAGE, launch
 from roll.pipeline.programs import RLVR
-from roll.pipeline.prompt_roles import PromptRoles
+from roll.pipeline.prompt_roles import PromptRoles, prompt_workers
 from roll.pipeline.rl import set_losses
 from roll.pipeline.rlvr.datasets import Datasets, describe_datasets, load_datasets, load_renderer, make_data
 from roll.pipeline.rlvr.pipeline import RLVRPipeline
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
 from roll.pipeline.start import Start, teacher_weights
-from roll.rollout.prompt_worker import PromptWorker
-from roll.rollout.reward_worker import RewardWorker
 from roll.utils.signals import SignalGuard
 
 
@@ -35,13 +32,8 @@ def run_rlvr(config: RLVRConfig, started: float | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
     config = config if datasets.train is None else config.with_length(len(datasets.train))
-    workers: WorkerClasses = {
-        **MODEL_WORKERS,
-        ROLLOUT_CLUSTER: PromptWorker,
-        **{f"{REWARD_CLUSTER}{name}": RewardWorker for name in config.rewards},
-    }
     notes = [*describe_batches(config), *describe_datasets(datasets)]
-    return launch(config, RLVR, partial(_run, datasets=datasets), workers, notes=notes, started=started)
+    return launch(config, RLVR, partial(_run, datasets=datasets), prompt_workers(config), notes=notes, started=started)
 
 
 def _run(

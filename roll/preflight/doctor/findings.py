@@ -39,7 +39,7 @@ def examine(name: str, check: Check) -> list[Finding]:
     """Runs a check; one that fails itself is a warning, so that the others are still heard."""
     try:
         return list(check())
-    except Exception as error:
+    except Exception as error:  # of drivers and libraries, whatever they are
         return [
             Finding("warning", name, f"could not be checked: {type(error).__name__}: {error}", "Look at it by hand.")
         ]

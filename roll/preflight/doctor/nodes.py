@@ -94,7 +94,7 @@ def _examine_nodes(output_dir: Path) -> Iterator[Finding]:
         try:
             host, versions, findings = ray.get(pending[name], timeout=PATIENCE_S)
             ahead, doubt = _clock(examiners[name], ray)
-        except Exception as error:
+        except Exception as error:  # of Ray, or of what is installed there
             seen = f"{where}: {type(error).__name__}: {(str(error).strip().splitlines() or ['no reason given'])[-1]}"
             fix = "Install the same environment, roll included, at the same place on every machine."
             yield Finding("error", "cluster", seen, fix)

@@ -114,10 +114,9 @@ def check_names(names: Collection[str]) -> None:
     Raises:
         ValueError: with the nearest name.
     """
-    from roll.configs.schema import nearest
+    from roll.configs.schema import did_you_mean
 
     for name in names:
         if name not in RULES:
-            near = nearest(name, list(RULES))
-            hint = f"did you mean {near}?" if near else f"known are {', '.join(RULES)}"
+            hint = did_you_mean(name, list(RULES)) or f"known are {', '.join(RULES)}"
             raise ValueError(f"no finding is called {name!r}; {hint}")

@@ -128,7 +128,7 @@ class _Served:
             async with env.serving():
                 self.ready.set_result(env)
                 await asyncio.Event().wait()
-        except Exception as error:
+        except Exception as error:  # a package's code, raised where it is waited for
             if not self.ready.done():
                 self.ready.set_exception(error)
 

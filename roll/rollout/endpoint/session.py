@@ -269,7 +269,7 @@ class Session:
             if self._ended:
                 raise self._over() from None
             raise
-        except Exception as error:
+        except Exception as error:  # whatever it was, the episode is told of it
             self.fail(error)
             raise ApiError(500, "the engine failed; the episode is over", code="engine_failed") from error
         finally:

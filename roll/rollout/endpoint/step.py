@@ -84,7 +84,7 @@ class StepRequest(BaseModel):
             observation, reward, terminated, truncated, _info = await session.act(self.action)
         except ApiError as error:
             raise session.refuse(error) from None
-        except Exception as error:
+        except Exception as error:  # a user's environment may raise anything
             session.fail(error)
             raise ApiError(500, "the environment failed; the episode is over", code="environment_failed") from error
         return {"observation": observation, "reward": reward, "terminated": terminated, "truncated": truncated}

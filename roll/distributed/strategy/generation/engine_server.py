@@ -47,7 +47,7 @@ class EngineServer:
     async def _answer(self, number: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:
             result = await function(*args)
-        except Exception as error:
+        except Exception as error:  # raised again where the call came from
             self._send(number, False, (type(error).__name__, str(error), traceback.format_exc()))
         else:
             self._send(number, True, result)

@@ -270,10 +270,6 @@ class Generator(ABC, Generic[PlanT]):
         totals = {name: float(value) for name, value in asdict(self.counters).items()}
         return {**totals, "in_flight": float(len(self._open)), "weight_version": float(self.weight_version)}
 
-    def num_recorded(self, version: int) -> int:
-        """Tokens that a version has sampled so far of requests with ``recorded`` versions."""
-        raise NotImplementedError(f"{self.name} samples tokens with the weights that it has (replay_schedule)")
-
     def seed_of(self, request: GenerateRequest) -> int:
         """The request's own seed, or the next of this worker's stream; unsigned 64 bits."""
         seed = request.params.seed

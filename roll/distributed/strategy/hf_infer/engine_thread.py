@@ -177,7 +177,7 @@ def _execute(function: Callable[[], Any], future: Future[Any]) -> None:
         return  # its caller was cancelled
     try:
         result = function()
-    except Exception as error:
+    except Exception as error:  # raised where the result is waited for
         future.set_exception(error)
     else:
         future.set_result(result)

@@ -1,0 +1,90 @@
+"""One pass over a dataset: the rows that its filter keeps, what is made of them, and all that is wrong."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from roll.configs.data import DataArguments
+from roll.data.prompt_files import DataError, Problems, Row, plain_row, read_rows
+from roll.data.prompt_rows import RowError, passes
+from roll.utils.registry import import_path
+from roll.utils.seeding import derive_seed
+
+T = TypeVar("T")
+
+
+@dataclass
+class Reading:
+    """Reads the rows that ``args`` means; whatever is wrong is collected, to be raised together."""
+
+    args: DataArguments
+    seed: int
+    """Of the run; it draws ``dataset_filter.num_samples`` and goes to ``dataset_cls``."""
+    head: int | None = None
+    """Most rows of each file."""
+    problems: Problems = field(default_factory=Problems)
+    counts: Counter[str] = field(default_factory=Counter)
+    """``rows`` read and ``filtered`` out, and what a loader counts of the others."""
+
+    def each(self, make: Callable[[Row], T]) -> Iterator[T]:
+        """What is made of the rows that ``dataset_filter`` keeps; others may be of another shape."""
+        for row in self._rows():
+            self.counts["rows"] += 1
+            try:
+                if passes(row.values, self.args.dataset_filter):
+                    yield make(row)
+                else:
+                    self.counts["filtered"] += 1
+            except RowError as error:
+                self.problems.add(row.place, str(error))
+
+    def _rows(self) -> Iterator[Row]:
+        """The rows of the dataset's files or class."""
+        args = self.args
+        if args.dataset_cls is None:
+            yield from read_rows(args.file_names, self.problems, self.head)
+            return
+        make = cast(Any, import_path(args.dataset_cls, "data_args.dataset_cls"))
+        for number, values in enumerate(make(args, self.seed), 1):
+            row = plain_row(f"{args.dataset_cls}:{number}", f"{args.dataset_cls}:row {number}", values, self.problems)
+            if row is not None:
+                yield row
+
+    def drawn(self, samples: Iterable[T]) -> list[T]:
+        """``dataset_filter.num_samples`` of them, in their order."""
+        found, wanted = list(samples), self.args.dataset_filter.num_samples
+        if wanted == 0 or wanted >= len(found):
+            return found
+        self.counts["filtered"] += len(found) - wanted
+        if not self.args.shuffle:
+            return found[:wanted]
+        generator = np.random.Generator(np.random.PCG64(derive_seed(self.seed, "prompts", "num_samples")))
+        return [found[index] for index in np.sort(generator.permutation(len(found))[:wanted])]
+
+    def require(self, samples: Sequence[object]) -> None:
+        """Raises all that was wrong, or that nothing is left.
+
+        Raises:
+            DataError: by file and line.
+        """
+        self.problems.raise_any()
+        if not samples:
+            rows, where = self.counts["rows"], self.args.dataset_cls or ", ".join(self.args.file_names)
+            why = f"dataset_filter left out all {rows:,} rows" if rows else "no rows"
+            raise DataError([f"{where}: {why}"])
+
+    def checked(self, tags: Iterable[str]) -> tuple[Counter[str], bool]:
+        """Samples by tag of the first ``head`` rows of each file, and whether these are all.
+
+        Raises:
+            DataError: everything that is wrong with them, or that there are none.
+        """
+        found = list(tags)
+        self.require(found)
+        assert self.head is not None
+        return Counter(found), self.counts["rows"] < self.head
