@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from roll.agentic.env.actions import ANSWER_PATTERN
 from roll.configs.base import Config
 from roll.configs.parsing import section_problems
 from roll.configs.problems import ConfigErrors, ConfigProblem, pattern_problems
+from roll.configs.schema import did_you_mean
 
 
 class EnvConfig(Config):
@@ -47,6 +49,17 @@ class AdaptedEnvConfig(EnvConfig):
     def problems(self) -> Iterator[ConfigProblem]:
         """A pattern that is none."""
         yield from pattern_problems("action_pattern", self.action_pattern)
+
+    def id_problems(self, env_id: str, package: str, what: str) -> Iterator[ConfigProblem]:
+        """A package that is not installed, or an environment that its registry lacks."""
+        try:
+            registry = importlib.import_module(f"{package}.envs.registration").ENV_REGISTRY
+        except ModuleNotFoundError as error:
+            hint = f"pip install 'roll-rl[{package}]'"
+            yield self.problem("env_id", f"the package {error.name} to be installed", hint=hint)
+            return
+        if env_id not in registry:
+            yield self.problem("env_id", what, hint=did_you_mean(env_id, registry))
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
+from roll.agentic.env.actions import ActionParser
 from roll.agentic.env.base import StepLimit, StepResult, TextEnv, step_result
-from roll.agentic.env.config import EnvConfig, parse_config
+from roll.agentic.env.config import AdaptedEnvConfig, EnvConfig, parse_config
 
 
 class Played(NamedTuple):
@@ -91,3 +92,19 @@ class Game(TextEnv):
             state_key=self.state_key(),
         )
         return text, reward, terminated, truncated, info | self.more_info()
+
+
+class AdaptedGame(Game):
+    """An environment of another library, which is told a part of the policy's text, or all of it."""
+
+    config: AdaptedEnvConfig
+    num_seeds = 2**31
+
+    def __init__(self, **env_config: Any) -> None:
+        super().__init__(**env_config)
+        pattern = self.config.action_pattern
+        self._parser = None if pattern is None else ActionParser({}, pattern)
+
+    def said(self, text: str) -> str | None:
+        """What the environment is told; ``None``: the pattern finds nothing."""
+        return text if self._parser is None else self._parser.answer(text)

@@ -7,18 +7,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field
 
-from roll.agentic.env.actions import ActionParser
 from roll.agentic.env.base import stable_hash
 from roll.agentic.env.config import AdaptedEnvConfig
-from roll.agentic.env.game import Game, Played
+from roll.agentic.env.game import AdaptedGame, Played
 from roll.agentic.env.own_random import OwnRandom
 from roll.configs.problems import ConfigProblem
-from roll.configs.schema import did_you_mean
 
 if TYPE_CHECKING:
     import gem
-
-INSTALL = "pip install 'roll-rl[gem]'"
 
 
 class GemConfig(AdaptedEnvConfig):
@@ -31,16 +27,10 @@ class GemConfig(AdaptedEnvConfig):
     def problems(self) -> Iterator[ConfigProblem]:
         """What is not there, and a pattern that is none."""
         yield from super().problems()
-        try:
-            from gem.envs.registration import ENV_REGISTRY
-        except ModuleNotFoundError as error:
-            yield self.problem("env_id", f"the package {error.name} to be installed", hint=INSTALL)
-        else:
-            if self.env_id not in ENV_REGISTRY:
-                yield self.problem("env_id", "an environment of gem", hint=did_you_mean(self.env_id, ENV_REGISTRY))
+        yield from self.id_problems(self.env_id, "gem", "an environment of gem")
 
 
-class GemEnv(Game):
+class GemEnv(AdaptedGame):
     """An environment of GEM: its words, with what it adds to them for the next turn, are the observation.
 
     It reads the answer itself (most look for a last ``\\boxed{}``), and pays what it says. It draws from the random
@@ -49,12 +39,9 @@ class GemEnv(Game):
 
     config: GemConfig
     config_class = GemConfig
-    num_seeds = 2**31
 
     def __init__(self, **env_config: Any) -> None:
         super().__init__(**env_config)
-        pattern = self.config.action_pattern
-        self._parser = None if pattern is None else ActionParser({}, pattern)
         self._own_random = OwnRandom()
         with self._own_random.take():
             self._inner = _made(self.config)
@@ -68,7 +55,7 @@ class GemEnv(Game):
 
     def play(self, text: str) -> Played:
         """Tells the environment what was said; a text without an answer is not told."""
-        said = text if self._parser is None else self._parser.answer(text)
+        said = self.said(text)
         if said is None:
             return Played(None, 0.0, False, False, False)
         with self._own_random.take():

@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from roll.agentic.env.actions import ActionParser
 from roll.agentic.env.base import stable_hash
 from roll.agentic.env.config import AdaptedEnvConfig
-from roll.agentic.env.game import Game, Played
+from roll.agentic.env.game import AdaptedGame, Played
 from roll.agentic.env.renderers import Renderer, find_renderer
 from roll.configs.problems import ConfigProblem
 from roll.utils.registry import UnknownNameError
@@ -122,18 +121,16 @@ class _Session:
         self._open.close()
 
 
-class OpenEnvEnv(Game):
+class OpenEnvEnv(AdaptedGame):
     """One session of a server, which has an environment of its own for each."""
 
     config: OpenEnvConfig
     config_class = OpenEnvConfig
-    num_seeds = 2**31
 
     def __init__(self, **env_config: Any) -> None:
         super().__init__(**env_config)
         config = self.config
         self._render = config.find_renderer()
-        self._parser = None if config.action_pattern is None else ActionParser({}, config.action_pattern)
         self._session = _Session(config.url, config.timeout)
         self._return: float | None = None
 
@@ -154,7 +151,7 @@ class OpenEnvEnv(Game):
             Exception: the server does not answer.
         """
         before = self._text
-        answer = text if self._parser is None else self._parser.answer(text)
+        answer = self.said(text)
         seen = None if answer is None else self._ask(answer)
         if seen is None:
             return Played(None, 0.0, False, False, False)

@@ -10,19 +10,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field
 
-from roll.agentic.env.actions import ActionParser
 from roll.agentic.env.base import stable_hash
 from roll.agentic.env.config import AdaptedEnvConfig
-from roll.agentic.env.game import Game, Played
+from roll.agentic.env.game import AdaptedGame, Played
 from roll.agentic.env.own_random import OwnRandom
 from roll.configs.problems import ConfigProblem
-from roll.configs.schema import did_you_mean
 from roll.utils.registry import Registry, UnknownNameError, import_path
 
 if TYPE_CHECKING:
     import textarena
-
-INSTALL = "pip install 'roll-rl[textarena]'"
 
 Opponent = Callable[[str, random.Random], str]
 """``(what it sees, its own random numbers) -> what it says``."""
@@ -70,13 +66,7 @@ class TextArenaConfig(AdaptedEnvConfig):
     def problems(self) -> Iterator[ConfigProblem]:
         """What is not there, and rules between keys."""
         yield from super().problems()
-        try:
-            from textarena.envs.registration import ENV_REGISTRY
-        except ModuleNotFoundError as error:
-            yield self.problem("env_id", f"the package {error.name} to be installed", hint=INSTALL)
-        else:
-            if self.env_id not in ENV_REGISTRY:
-                yield self.problem("env_id", "a game of textarena", hint=did_you_mean(self.env_id, ENV_REGISTRY))
+        yield from self.id_problems(self.env_id, "textarena", "a game of textarena")
         if self.player >= self.num_players:
             yield self.problem("player", f"a number below num_players = {self.num_players}", "num_players")
         if (self.num_players > 1) != (self.opponent is not None):
@@ -96,7 +86,7 @@ class TextArenaConfig(AdaptedEnvConfig):
         return cast(Opponent, import_path(self.opponent, "opponent")) if is_file else OPPONENTS.get(self.opponent)
 
 
-class TextArenaEnv(Game):
+class TextArenaEnv(AdaptedGame):
     """A game: its words are the observations, and what it pays its player at the end is the reward.
 
     A game draws from Python's own random numbers, which a process has once: calls of games follow one another, each
@@ -108,13 +98,11 @@ class TextArenaEnv(Game):
 
     config: TextArenaConfig
     config_class = TextArenaConfig
-    num_seeds = 2**31
 
     def __init__(self, **env_config: Any) -> None:
         super().__init__(**env_config)
         config = self.config
         self._opponent = config.find_opponent()
-        self._parser = None if config.action_pattern is None else ActionParser({}, config.action_pattern)
         self._own_random = OwnRandom()
         self._rng = random.Random(0)
         with self._own_random.take():
@@ -143,7 +131,7 @@ class TextArenaEnv(Game):
             RuntimeError: the game ended without a reward, or by a move of an opponent that is not allowed.
         """
         before = self._refusals()
-        said = text if self._parser is None else self._parser.answer(text)
+        said = self.said(text)
         over = False
         if said is not None:
             with self._own_random.take():
