@@ -38,7 +38,6 @@ def compute_advantages(batch: Batch, config: AlgorithmConfig) -> Batch:
 
     Args:
         batch: With ``rewards_T`` and what the estimator needs (its docstring says).
-        config: Algorithm keys.
 
     Raises:
         ValueError: a needed column is missing, holds NaN or infinity, or has rewards on tokens that were not sampled.

@@ -75,7 +75,6 @@ def importance_weights(log_ratio_M: Tensor, levels: Levels, config: IsWeightConf
 
     Args:
         log_ratio_M: log p of the training engine minus that of the generating one.
-        levels: Which tokens belong together.
         config: Reads ``weight_type`` and ``upper_bound``.
     """
     ratio_M = importance_ratio(log_ratio_M, levels, config.weight_type)
@@ -102,7 +101,6 @@ def passes_filter(trained_M: Tensor, generated_M: Tensor, levels: Levels, config
     Args:
         trained_M: log p under the training engine.
         generated_M: log p as the generating engine reported it.
-        levels: Which tokens belong together.
         config: Reads all but ``enabled``.
     """
     keep_M = torch.ones(len(trained_M), dtype=torch.bool)

@@ -189,7 +189,6 @@ def value_loss(scores: TokenScores, batch: Batch, ctx: LossContext, config: Algo
         scores: ``values_T``.
         batch: One micro-batch with ``returns_T``; ``values_T`` (before the update) with ``value_clip``. With
             ``turn_level_gae`` only each turn's first sampled token has a target (``advantages.value_mask``).
-        ctx: Counts over the optimizer step.
         config: Reads ``value_clip``, ``value_loss_coef``, ``loss_agg_mode``, ``turn_level_gae``.
     """
     require_columns(batch, "value_loss", "returns_T")

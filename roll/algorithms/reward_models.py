@@ -89,7 +89,6 @@ def calibration_error(probability_N: Tensor, right_N: Tensor, bins: int = 10) ->
     """Expected calibration error: how far stated probabilities are from the shares that came true.
 
     Args:
-        probability_N: that a statement is true.
         right_N: whether it was, 0 or 1.
         bins: of equal width, over which the differences of the means are averaged by their counts.
     """

@@ -209,7 +209,6 @@ def apply_kl_penalty(batch: Batch, config: AlgorithmConfig, coef: float) -> tupl
         batch: With ``rewards_T``, and ``ref_logprobs_T`` and ``old_logprobs_T`` (else ``rollout_logprobs_T``); with
             ``kl_penalty: full``, ``kl_T``.
         config: Reads ``kl_penalty``.
-        coef: The controller's current coefficient.
 
     Returns:
         The batch with new rewards, and metrics ``reward/kl`` (mean over sequences of their mean over sampled tokens:
@@ -228,7 +227,6 @@ def mean_kl(batch: Batch, kind: KlPenalty) -> float:
 
     Args:
         batch: With ``ref_logprobs_T`` and ``old_logprobs_T`` (else ``rollout_logprobs_T``); ``full``: ``kl_T``.
-        kind: The estimator.
     """
     return _sequence_mean(_old_kl(batch, kind), batch)
 

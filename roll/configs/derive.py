@@ -21,9 +21,6 @@ def derive(values: Mapping[str, Any]) -> dict[str, Any]:
     ``sequence_length`` is the sum of prompt and response, ``num_nodes``, where it is null, holds the largest device of
     a role, ``num_gpus_per_worker`` is a generator's tensor-parallel size, and held-out data has the columns of the
     training data. What is given stays, and so does what is wrong: the check finds it.
-
-    Args:
-        values: plain values by top-level key; not changed.
     """
     whole = dict(values)
     for role in _ROLES:

@@ -63,8 +63,6 @@ def load_config(
 
     Args:
         schema: a pipeline's class, see ``PIPELINE_RULES``.
-        config_name: file in ``config_path``, with or without ``.yaml``.
-        config_path: folder of configurations.
         overrides: ``key=value`` texts in Hydra's syntax; ``+`` is not needed.
         extra_checks: rules of upper layers. They also run when other sections are wrong.
 

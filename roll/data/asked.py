@@ -40,7 +40,6 @@ def read_asked(
     Args:
         files: see ``read_rows``.
         column: of the question, a text or a list of messages; ``None``: the first of ``PROMPTS`` that there is.
-        problems: learns what is wrong.
         system: message of the system, for the rows that have none.
         without: a column that the rows must not have, as it will be written.
     """

@@ -108,10 +108,8 @@ def load_conversations(
     """Reads, filters, renders and checks a dataset.
 
     Args:
-        args: where the conversations are, and what their columns mean.
         overflow: a longer one is an error, loses its end or is left out.
         scoring: what the questions must bring to have their answers scored; ``None``: they are not.
-        seed: of the run; it draws ``dataset_filter.num_samples`` and goes to ``dataset_cls``.
 
     Raises:
         DataError: everything that is wrong with the dataset, by file and line.

@@ -83,7 +83,6 @@ def make_micro_batches(
     """Groups sequences of similar length into rectangles.
 
     Args:
-        lengths_B: tokens per sequence.
         max_sequences: most sequences per micro-batch.
         max_tokens: most tokens per micro-batch, padding included. A longer sequence gets a micro-batch of its own.
         round_to: a rectangle's width is rounded up to a multiple of this.

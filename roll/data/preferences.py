@@ -53,14 +53,11 @@ def load_preferences(
     """Reads, filters, renders and checks a dataset; the last answers of its conversations are what is compared.
 
     Args:
-        args: where the rows are, and what their columns mean.
         columns: those of a chosen and a rejected answer.
         label: column of the label of the one answer that a row then has; ``None``: rows are pairs.
         encode: messages to token ids, and those that the loss looks at.
-        max_tokens: of a conversation.
         overflow: see ``load_conversations``; where one side of a pair goes, so does the other.
         scoring: what the questions must bring to have answers of the policy scored; ``None``: they are not.
-        seed: of the run; it draws ``dataset_filter.num_samples`` and goes to ``dataset_cls``.
 
     Returns:
         With ``preferred_B`` and, in pairs, ``pair_B``, and ``target_B`` where a column has margins; the better side

@@ -127,12 +127,9 @@ def load_prompts(
     """Reads, filters and checks the dataset, and fits its prompts to ``prompt_length``.
 
     Args:
-        args: where the prompts are and what their columns mean.
         renderer: counts tokens; ``None`` leaves lengths unchecked.
         prompt_length: most tokens of a rendered prompt; ``None`` for any. Needs a renderer.
         allowed_tags: the domains that have rewards; ``None`` for any.
-        seed: of the run; it draws ``dataset_filter.num_samples`` and goes to ``dataset_cls``.
-        tools: by tag, what prompts tell of.
 
     Raises:
         DataError: everything that is wrong with the dataset, by file and line.

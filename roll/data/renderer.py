@@ -40,7 +40,6 @@ class ChatRenderer:
     is given them in the Hermes form (``without_tools``).
 
     Args:
-        tokenizer: any Hugging Face tokenizer.
         template: ``native`` for the tokenizer's own chat template, or a name (``roll.data.templates``), or a path to a
             Jinja file, or the Jinja text itself; with variables, a ``ChatTemplate``.
 
@@ -113,7 +112,6 @@ class ChatRenderer:
         Args:
             messages: what was said after the assistant turn (user or tool messages).
             completion_ids: the sampled ids; an end-of-turn token that was sampled is not written twice.
-            tools: as the prompt was given them.
         """
         ids = self._encode_cached("continuation", self.tail(messages, tools))
         return ids[1:] if self._is_closed(ids, completion_ids) else ids

@@ -85,10 +85,8 @@ def load_scored(
     """Reads, filters, renders and checks a dataset of answers with scores, or of steps with labels.
 
     Args:
-        args: where the rows are, and what their columns mean.
         columns: of the scores, or of the steps and their labels.
         overflow: a longer one is an error or left out.
-        seed: of the run; it draws ``dataset_filter.num_samples`` and goes to ``dataset_cls``.
 
     Returns:
         With ``returns_T``, what the score of each end should be.

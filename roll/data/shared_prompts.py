@@ -113,7 +113,6 @@ def make_shared_batches(
     """Micro-batches in which sequences with a common prompt stay together as far as the bounds allow.
 
     Args:
-        batch: the sequences.
         max_sequences: most samples per micro-batch: sequences, or pairs of them, which are never cut.
         max_tokens: most tokens of its row. A longer sample gets a micro-batch of its own.
 

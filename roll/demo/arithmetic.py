@@ -81,7 +81,6 @@ def worked_solution(
     """The scratchpad and the answer, as the policy is to write them.
 
     Args:
-        problem: what to solve.
         forgotten_columns: columns (0: the ones) that ignore the carry or borrow into them; the answer follows from
             what is written, so it is wrong where one was due.
         invented_columns: columns that use a carry or borrow of 1, owed or not.
@@ -105,7 +104,6 @@ def is_held_out(x: int, y: int, share: float) -> bool:
     """Whether the operands belong to validation: by a hash of the unordered pair, the same for every seed.
 
     Args:
-        x: one operand.
         y: the other; swapping the two changes nothing.
         share: part of all pairs that is held out.
     """
@@ -137,7 +135,6 @@ def write_dataset(
     Args:
         folder: made if it is not there.
         seed: draws the problems and the teacher's mistakes; the split does not depend on it.
-        min_operand: smallest operand.
         max_operand: largest operand; with as many digits as ``min_operand`` all prompts are equally long.
         operations: ``+``, ``-`` or both, drawn evenly; a difference has the larger operand first.
         held_out_share: part of all operand pairs from which ``val.jsonl`` is drawn.

@@ -29,7 +29,6 @@ def write_pairs(folder: Path, *, seed: int = 0, slip_rate: float = 0.0, **option
 
     Args:
         folder: made if it is not there.
-        seed: draws the problems and the mistakes.
         slip_rate: probability of another mistake than a forgotten carry: one that nothing owes, a wrong result that
             the answer follows from, or a digit that is wrong, doubled or left out. A problem without carries has no
             other.

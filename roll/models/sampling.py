@@ -132,7 +132,6 @@ def sample(
 
     Args:
         logits_BV: the model's logits, any float dtype.
-        rows: the rows' parameters.
         uniform_B: float32 in (0, 1), one per row.
         seen_BV: bool, tokens of the prompt and the completion so far; needed when ``rows.penalty_B`` is set.
         index_B: how many tokens of the completion each row has; needed when ``rows.counts_tokens``.

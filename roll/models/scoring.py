@@ -65,7 +65,6 @@ class TokenScorer(nn.Module):
     Args:
         model: a causal language model; with ``value_head``, its trunk (what ``AutoModel`` loads).
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
-        value_head: makes this a critic.
         returns_hidden: also gives the hidden states that the tokens are predicted from.
         marks_hits: also tells which tokens are the model's first choice.
         sums_squares: also gives the sums of squared probabilities.
@@ -120,7 +119,6 @@ class TokenScorer(nn.Module):
         """Scores one ``ModelInput``.
 
         Args:
-            input_ids_RC: token ids.
             position_ids_RC: see ``ModelInput``.
             source_K: see ``ModelInput``.
             target_K: see ``ModelInput``.
@@ -204,7 +202,6 @@ def in_chunks(
 
     Args:
         score: maps hidden states, targets, and what a reference and a teacher say of them to scores by name.
-        vocabulary: logits of a token.
     """
 
     def whole(

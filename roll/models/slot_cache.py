@@ -103,7 +103,6 @@ class SlotCache(Cache):
     """The cache of all layers. Tell it what the next forward is (``plan_prefill``, ``plan_decode``), then run that.
 
     Args:
-        num_layers: attention layers of the model.
         max_positions: bound on slots × capacity beyond which memory is not kept for later; ``None``: no bound.
     """
 

@@ -23,10 +23,6 @@ PARTIAL = "replicated_with_grad_allreduce"
 def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> set[str]:
     """Splits the decoder layers of a model whose weights are on the meta device.
 
-    Args:
-        model: a causal language model or a trunk.
-        mesh: the ranks of one tensor-parallel group, one axis.
-
     Returns:
         Names of whole parameters whose gradients must be summed over the group.
 

@@ -122,7 +122,6 @@ def initial_weights(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
 
     Args:
         config: see ``tiny_config``.
-        seed: of the weights.
     """
     import torch
     from torch import nn

@@ -50,7 +50,6 @@ def main(argv: Sequence[str] | None = None, program: Program = AGENTIC) -> int:
     """Runs a pipeline, as the start scripts do.
 
     Args:
-        argv: the command line; that of the process, if not given.
         program: one of ``PROGRAMS``.
 
     Returns:
@@ -171,7 +170,6 @@ def locate(config: str, folder: str) -> tuple[str, Path]:
 
     Args:
         config: ``./mine.yaml`` is a file, ``mine`` a name.
-        folder: where names are looked for.
     """
     file = Path(config).expanduser()
     if file.suffix == ".yaml" or len(file.parts) > 1:

@@ -13,7 +13,6 @@ def run(system: str, words: Sequence[str], output: str | None) -> int:
     """Imports files and prints what became of each key.
 
     Args:
-        system: whose files they are.
         words: files, and ``key=value`` changes with the system's keys.
         output: file to write; the YAML goes to standard output and the report to standard error, if not given.
 

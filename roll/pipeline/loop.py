@@ -40,7 +40,6 @@ class TrainingLoop(ABC):
     """Takes the steps of a run. Subclasses say what a step is.
 
     Args:
-        roles: the model roles, set up with the starting weights.
         signals: holds back Ctrl-C while the state could not be saved.
     """
 

@@ -47,7 +47,6 @@ class ModelCluster:
     """The cluster of one scoring or training role, with its data-parallel layout.
 
     Args:
-        cluster: its workers.
         offload_manager: each use of the role has it load what is needed. ``None``: all is on the devices.
         by_work: ranks get equal shares of the model's arithmetic, not of tokens.
     """

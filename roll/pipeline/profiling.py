@@ -21,7 +21,6 @@ class StepProfiler:
     """Has workers record the steps that are asked for.
 
     Args:
-        config: which steps, roles and ranks.
         clusters: of the roles that have a model.
         folder: of the files, which all machines share.
     """

@@ -51,7 +51,6 @@ class RLPipeline(TrainingLoop):
     """Trains a policy. Subclasses bring the rollouts.
 
     Args:
-        roles: the model roles, set up with the starting weights.
         signals: holds back Ctrl-C while the state could not be saved.
     """
 

@@ -97,7 +97,6 @@ class RolloutRoles(ABC):
         weights may not be theirs.
 
         Args:
-            error: what told of a death.
             evaluates: see ``make_scheduler``.
 
         Raises:

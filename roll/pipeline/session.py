@@ -32,7 +32,6 @@ class RunSession:
     """Use as a context manager; the summary is written whatever happens inside.
 
     Args:
-        config: the run's configuration.
         started: ``time.time()`` at launch, so that figures include the start-up.
     """
 

@@ -39,7 +39,6 @@ def figures_at_k(prompts: Sequence[Sequence[Judged]], n: int) -> dict[str, float
 
     Args:
         prompts: the answers to each, at least one; a prompt with fewer than n counts with those it has.
-        n: answers to a prompt.
     """
     correct = [[judged.correct for judged in answers] for answers in prompts]
     scores = [[judged.score for judged in answers] for answers in prompts]

@@ -16,7 +16,6 @@ class MicroBatcher(Generic[ItemT, ResultT]):
 
     Args:
         function: items to as many results, in the same order. What it raises, every caller of that batch gets.
-        max_size: items of one batch.
         wait: seconds that a batch which is not full waits for more. Items that arrive while all batches run wait for
             the next.
         parallel: batches that run at the same time.

@@ -117,7 +117,6 @@ class Endpoint:
         """Asks, again where that may help.
 
         Args:
-            body: of the request.
             read: makes the result of an answer with status 200; may raise ``TransientError``.
             more_s: seconds that a request may take beyond ``request_timeout``.
 
@@ -191,7 +190,6 @@ def read_key(name: str | None, setting: str) -> SecretStr | None:
 
     Args:
         name: of the variable; ``None``: there is no key.
-        setting: the configuration's key that names it.
 
     Raises:
         ValueError: the variable is unset, or no possible key.

@@ -48,10 +48,6 @@ class RulePool:
     """Child processes that run ``RuleVerifier.check``, each one sample at a time, under a hard timeout.
 
     See ``ChildPool`` for what becomes of a child that exceeds the timeout or dies, and of all with their parent.
-
-    Args:
-        specs: the verifiers that every child holds.
-        num_processes: children, and samples that are checked at the same time.
     """
 
     def __init__(self, specs: Sequence[RuleSpec], num_processes: int = 1) -> None:
@@ -78,7 +74,6 @@ class RulePool:
         """Judges a sample in the next free child.
 
         Args:
-            verifier: index into ``specs``.
             timeout: seconds of the check itself; waiting for a free child does not count.
 
         Raises:

@@ -158,7 +158,6 @@ class JudgeVerifier(Verifier):
     ``Verdict.parts`` has ``judge_score``, the number as the judge gave it.
 
     Args:
-        config: its keys.
         host: starts a model in this process, for ``judge_model_type: inference``.
 
     Raises:

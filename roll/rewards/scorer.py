@@ -109,7 +109,6 @@ class DomainScorer:
     """Scores the samples of one reward domain.
 
     Args:
-        num_processes: child processes for the verifiers by rule.
         context: further arguments for the constructors of the other verifiers that name them, e.g. a device.
 
     Raises:

@@ -56,7 +56,6 @@ class Scoring:
     """Scores answers. Use as an asynchronous context manager.
 
     Args:
-        domains: by name.
         num_processes: child processes for rules, for each domain; ``None``: as the domain says.
         context: further arguments for the constructors of verifiers that name them, see ``DomainScorer``.
     """

@@ -130,7 +130,6 @@ class RuleVerifier(Verifier):
         """Judges several samples, in the child process; may take any time and raise anything.
 
         Args:
-            samples: as many as ``batching`` allows.
             timeout: seconds after which the process is killed, or, ``side_by_side``, seconds for each sample.
 
         Returns:

@@ -194,7 +194,6 @@ class Admission:
         """Takes up a state; steps are counted by who calls ``open``.
 
         Args:
-            state: of ``state_dict``.
             keeps_groups: the finished groups that were saved beside it are there; otherwise they are played again.
         """
         self.next_draw, self.num_trained = int(state["next_draw"]), int(state["trained"])

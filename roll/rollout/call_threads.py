@@ -110,7 +110,6 @@ class Mailbox:
 
         Args:
             kind: calls of one kind are expected to take about as long as the last of them.
-            work: the call.
             timeout: seconds that it may take from its beginning; with a thread of its own, from now on.
             ends_with_caller: when the caller is cancelled, the call is given up as if it had taken too long.
 

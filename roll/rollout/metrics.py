@@ -61,7 +61,6 @@ def overlap_metrics(batch: Batch, admission: Admission, version: int) -> dict[st
     """How old a step's rollouts are, and what waits behind it.
 
     Args:
-        batch: the step's, with ``rollout_versions_T``.
         admission: after the step has taken its groups.
         version: of the weights that are trained next.
 

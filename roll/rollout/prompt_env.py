@@ -22,7 +22,6 @@ class PromptEnv:
     """One prompt that is answered once (an ``AsyncEnv``).
 
     Args:
-        prompt: the question.
         score: judges the answer; what it raises ends the episode.
     """
 

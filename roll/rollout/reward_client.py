@@ -22,7 +22,6 @@ class RewardClient:
 
     Args:
         domain: name of the reward domain, for messages.
-        workers: handles of reward workers (``roll.rollout.reward_worker.RewardWorker``).
     """
 
     def __init__(self, domain: str, workers: Sequence[Any]) -> None:

@@ -188,7 +188,6 @@ async def make_tools(config: ToolsConfig, opened: contextlib.AsyncExitStack) -> 
     """The tools by name.
 
     Args:
-        config: the section ``tools``.
         opened: ends what the tools hold when it is closed.
 
     Raises:

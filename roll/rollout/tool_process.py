@@ -52,7 +52,6 @@ class ProcessTool(Tool):
     """A tool in child processes.
 
     Args:
-        name: the policy's word for it.
         entry: what it is, its time, its memory, and how many calls run at once.
         inner: the same tool in this process, of which nothing but the schema is used.
         max_chars: of a longer result the beginning and the end come back, together one more than these.

@@ -51,7 +51,6 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str], parts: 
     Args:
         groups: finished groups; trajectories and turns in which nothing was sampled are left out. So are groups without
             a ``baseline`` where others have one (``rollout/no_baseline`` counts them): 0 would be a wrong one.
-        tags: all tags; ``tag_B`` indexes into it.
         parts: names in ``Trajectory.info`` of the numbers that ``parts_BK`` holds.
 
     Raises:

@@ -90,7 +90,6 @@ class Checkpointer:
         """Writes ``checkpoint-<step>`` and prunes old ones. Waits first for a save that still runs.
 
         Args:
-            step: the number of finished steps.
             write: may let other processes on the same filesystem write. Whatever it changes afterwards is not saved.
                 Checksums of files that it does not name are read.
             state: the pipeline's own state, JSON values only.

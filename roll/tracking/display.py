@@ -264,7 +264,6 @@ def closing_line(summary: Mapping[str, Any], run_dir: Path) -> str:
         summary: as in ``summary.json``; read are ``status``, ``steps``, ``wall_s``, and of ``eval.before`` and
             ``eval.after`` ``accuracy`` (else ``success``), ``episodes`` and ``prompts``. Whatever is missing is not
             mentioned. Something was learned, or lost, where the difference is beyond its 95% confidence interval.
-        run_dir: the run's folder.
     """
     evals = summary.get("eval") or {}
     first, last = evals.get("before") or {}, evals.get("after") or {}

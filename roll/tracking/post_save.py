@@ -28,7 +28,6 @@ class PostSaveHook:
     Args:
         command: program and arguments; none: nothing is run.
         timeout: seconds, after which it is killed with all that it has started.
-        required: a failure ends the run.
     """
 
     def __init__(self, command: Sequence[str], timeout: float = 3600.0, *, required: bool = False) -> None:

@@ -29,7 +29,6 @@ def find_saved(path: str, role: str = POLICY) -> Saved:
 
     Args:
         path: a run's folder (its newest whole checkpoint), a checkpoint, a model's folder, or a name on the hub.
-        role: whose model of a checkpoint.
 
     Raises:
         CheckpointError: the folder of a run without a whole checkpoint.

@@ -19,7 +19,6 @@ async def in_order(
 
     Args:
         items: taken one by one, as there is room.
-        work: what it raises ends everything.
         window: items that are under way, or done and waiting for one before them, at the same time.
     """
     source = iter(items)

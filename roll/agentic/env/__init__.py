@@ -113,7 +113,6 @@ def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> list[Confi
 
     Args:
         env_type: name or path; it is imported, not built.
-        env_config: keyword arguments of the environment.
     """
     try:
         factory = _ENVS.get(env_type)

@@ -46,7 +46,6 @@ class Tool(ABC):
         """Answers a call; a coroutine function is awaited, any other runs in a thread.
 
         Args:
-            arguments: as the policy wrote them.
             state: of this tool in this episode: empty at its start, for whatever the tool keeps between calls.
 
         Returns:
@@ -113,9 +112,7 @@ def make_tool(name: str, target: str, args: Mapping[str, Any]) -> Tool:
     """Builds a tool.
 
     Args:
-        name: the policy's word for it.
         target: a registered name, or the path of a function or of a subclass of ``Tool``.
-        args: keyword arguments of its constructor; none for a function.
 
     Raises:
         UnknownNameError: there is none.

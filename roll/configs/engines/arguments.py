@@ -110,7 +110,6 @@ def type_problems(options: Mapping[str, Any], annotations: Mapping[str, str]) ->
     """Values that an engine's constructor takes for another type; what it says of ranges is left to it.
 
     Args:
-        options: keys and values.
         annotations: of the constructor's arguments; those that are not made of plain types are not looked at.
     """
     for key, value in options.items():

@@ -158,7 +158,6 @@ class Cluster:
         """Waits for submitted calls and returns their results in the order of ``refs``.
 
         Args:
-            call: the method's name, for messages.
             ranks: the rank behind each reference; ``None`` for one reference per rank in rank order.
             timeout: seconds, in place of ``rpc_timeout``.
         """

@@ -61,7 +61,6 @@ def ray_session(
 
     Args:
         ray_init: arguments of ``ray.init``; the sizes of a new cluster are left out when one is joined.
-        system_envs: environment variables of every worker.
         log_dir: where the workers' output is kept when a local cluster ends; ``None`` drops it.
         on_daemon_death: called, in a thread of its own, when a daemon of a local cluster is gone before the block ends.
 

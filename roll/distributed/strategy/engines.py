@@ -20,11 +20,6 @@ class MissingEngineError(ImportError):
 def require_engine(module: str, *, extra: str, strategy: str) -> None:
     """Checks that an engine can be imported, without importing it.
 
-    Args:
-        module: top-level name to import, e.g. ``vllm``.
-        extra: the extra of this package that installs it.
-        strategy: ``strategy_name`` of the role that needs it, for the message.
-
     Raises:
         MissingEngineError: the package is not there; says which extra to install.
     """

@@ -116,7 +116,6 @@ def renamed(contents: Contents, names: Mapping[str, str]) -> Contents:
     """What is wanted of a bucket.
 
     Args:
-        contents: all that is in it.
         names: the tensors that are wanted, and their new names.
     """
     return [(names[name], dtype, shape, offset) for name, dtype, shape, offset in contents if name in names]
@@ -127,7 +126,6 @@ def views(block: Tensor, wanted: Contents) -> Iterator[tuple[str, Tensor]]:
 
     Args:
         block: uint8 [num_bytes].
-        wanted: what is in it.
 
     Raises:
         ValueError: a dtype that torch does not have, or a tensor that ends behind the block.

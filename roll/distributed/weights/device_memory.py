@@ -26,7 +26,6 @@ def open_shared(handle: Handle, device: int) -> Tensor:
     """The sender's bytes; their memory is kept for as long as anything here refers to it.
 
     Args:
-        handle: what ``share`` returned.
         device: index of the GPU among those that this process sees.
     """
     from torch.multiprocessing.reductions import rebuild_cuda_tensor

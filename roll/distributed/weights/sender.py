@@ -80,7 +80,6 @@ class WeightSender:
     """Lives on a trainer's rank from update to update, with its shared memory and its process groups.
 
     Args:
-        rank: the trainer's.
         host: this node's address, at which a process group meets.
     """
 

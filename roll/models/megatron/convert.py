@@ -30,7 +30,6 @@ def load_shards(
     Args:
         read: the whole tensor for a Hugging Face name (``WeightFiles.read`` for a model folder).
         names: the model's own parameter names, e.g. of ``model.named_parameters()``, of either module set.
-        config: of the model.
         layout: of the rank, or of the model chunk that the names are from.
 
     Yields:
@@ -69,7 +68,6 @@ def join(
     Args:
         name: of the parameter, on the rank of ``layout``.
         shards: that parameter on every rank of its ``shard_group``, in rank order; just one if it is replicated.
-        config: of the model.
         layout: of any of these ranks (their layers and experts are the same).
 
     Yields:

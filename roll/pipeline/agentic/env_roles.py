@@ -72,7 +72,6 @@ class EnvRoles(RolloutRoles):
         """A scheduler over one manager's workers, with the arguments of ``plan``.
 
         Args:
-            name: ``train_env_manager`` or ``val_env_manager``.
             seed_name: see ``plan``.
             trains: see ``make_scheduler``.
             **plan: see ``plan``.

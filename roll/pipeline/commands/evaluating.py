@@ -58,7 +58,6 @@ def changes(saved: Saved, run: Path | None) -> list[str]:
     """What makes a run's configuration one that evaluates a saved model, as ``key=value``.
 
     Args:
-        saved: the model.
         run: the folder of the run, beside which the evaluation's is made; ``None``: where the configuration says.
     """
     values: dict[str, str] = {}

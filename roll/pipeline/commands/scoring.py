@@ -52,7 +52,6 @@ def rewards_of(config: tuple[str, Path] | None, verifier: str | None, words: Seq
     """The ``rewards`` section of a configuration, or one of a single verifier.
 
     Args:
-        config: name and folder.
         verifier: its name, if there is no configuration.
         words: ``key=value``: of the configuration, or arguments of the verifier.
 

@@ -25,7 +25,6 @@ class DPOPipeline(OfflinePipeline):
 
     Args:
         held_out: brings the reference's log-probabilities, where the loss asks for them.
-        anchors: those of the held-out answers (kto).
     """
 
     config: DPOConfig

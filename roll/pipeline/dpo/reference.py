@@ -21,8 +21,6 @@ class ReferenceScores:
     A role of its own gives it, else the policy without its adapter, else, ahead of the first step, the policy itself.
 
     Args:
-        roles: the model roles, set up with the starting weights.
-        model_path: folder of these.
         folder: where ``ahead`` keeps what it finds; ``None``: nowhere.
     """
 

@@ -19,7 +19,6 @@ def doctor(address: str | None, model: str | None, output_dir: Path, *, json: bo
     Args:
         address: of a running Ray cluster whose machines are examined too.
         model: folder or hub name whose chat template is tried.
-        output_dir: where runs will write.
         json: machine-readable.
 
     Returns:
@@ -42,7 +41,6 @@ def machine_findings(output_dir: Path, more: Mapping[str, Check] | None = None) 
     """What is found on the machine that this process runs on.
 
     Args:
-        output_dir: where runs will write.
         more: further checks by name.
     """
     checks: dict[str, Check] = {

@@ -63,7 +63,6 @@ def check_cluster(address: str, output_dir: Path) -> Iterator[Finding]:
 
     Args:
         address: ``host:port``, or ``auto``.
-        output_dir: as every machine sees it.
     """
     from roll.distributed.cluster.errors import RaySessionError
     from roll.distributed.cluster.ray_session import ray_session

@@ -33,7 +33,6 @@ def check_env(
 
     Args:
         env_type: a name, ``package.module:Class``, or the class.
-        env_config: keyword arguments of the environment.
         answers: texts to play; without them ``action_names``, ``expert_actions()``, and guesses.
         effort: ``episodes`` (6) to play in each way, ``max_steps`` (32) of an episode, ``timeout`` (30) seconds of a
             call, of which ``slow`` (1) are too many, ``max_chars`` (16384) of an observation.

@@ -136,7 +136,6 @@ async def _side_by_side(trial: Trial, *, at_once: bool) -> str | None:
     """Plays all episodes turn by turn, each several times; tells what came out otherwise than alone.
 
     Args:
-        trial: the environment.
         at_once: the calls of a turn run at the same time, not one after the other.
     """
     episodes = trial.episodes * (_COPIES if at_once else 1)

@@ -27,7 +27,6 @@ def tricks(observation: str, instruction: str, answers: Sequence[str], won: str 
 
     Args:
         observation: the first one of the episode.
-        instruction: of the environment.
         answers: names of actions, or other answers that it may understand.
         won: what the environment says to a success, if that was seen.
     """

@@ -124,7 +124,6 @@ class Sandbox:
             source: the program, loaded as a module named ``solution``.
             plan: ``setup`` (code before the tests), ``entry_point`` (a name or ``""``), ``timeout`` (seconds of one
                 test) and ``tests``: each ``{"code": …}`` or ``{"call": name, "args": […]}``.
-            limits: of the whole run.
 
         Returns:
             What the tester said, and the run. First ``{"missing": module that the tests import}`` or ``{"load": error

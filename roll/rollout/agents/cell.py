@@ -40,7 +40,6 @@ class Cell:
     """Runs commands of one kind in a sandbox.
 
     Args:
-        config: the section ``agent.sandbox``.
         command: what it names by whole paths may be read.
 
     Raises:

@@ -12,7 +12,6 @@ class ApiError(Exception):
     """A request that is refused.
 
     Args:
-        message: what was seen and what was expected.
         param: the field of the request that is to blame.
     """
 

@@ -192,7 +192,6 @@ def check_json(value: object, levels: int = _LEVELS) -> None:
     """Raises ``ValueError`` for what has no JSON form that every reader takes, such as infinities and half characters.
 
     Args:
-        value: an argument or all of them.
         levels: that lists and objects may be nested.
     """
     if isinstance(value, str):

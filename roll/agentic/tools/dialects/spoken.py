@@ -13,7 +13,6 @@ def dialect_for(name: str, renderer: ChatRenderer, default: str | None = None) -
 
     Args:
         name: ``auto``, the name of a dialect, or ``package.module:Class``.
-        renderer: has the template.
         default: the dialect's name where the template speaks none that is known.
 
     Raises:

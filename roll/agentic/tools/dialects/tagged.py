@@ -66,7 +66,6 @@ def read_bare(words: str, schema: object) -> Any:
     """The value that bare words stand for.
 
     Args:
-        words: as written.
         schema: JSON schema of the value, if there is one.
     """
     kinds, bare = _kinds(schema), words.strip()

@@ -190,7 +190,6 @@ class ShardedWeights(Weights):
 
     Args:
         scorer: the model, in the number format that the optimizer works in.
-        device: where it computes.
         compute_dtype: format of the gathered weights and of activations.
         config: sharding options; ``fsdp_size`` smaller than the world replicates groups of shards (HSDP).
     """

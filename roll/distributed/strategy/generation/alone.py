@@ -53,7 +53,6 @@ def generator_of(
 
     Args:
         model: a folder in Hugging Face format, that of a LoRA adapter, or a name on the hub.
-        worker: the engine and how it loads the model.
         sequence_length: longest prompt plus completion; ``None``: as many as the model has, to ``MOST_POSITIONS``.
 
     Raises:

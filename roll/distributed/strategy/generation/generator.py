@@ -209,7 +209,6 @@ class Generator(ABC, Generic[PlanT]):
         computed with the old weights serve only the requests in flight, for which they are stale by one update.
 
         Args:
-            buckets: all of the model's weights under Hugging Face names.
             version: what completions that start from now on report.
             recompute_kv: prefill the running requests anew, so that nothing is stale; ``None``: as the context says.
                 SGLang always does.
@@ -227,7 +226,6 @@ class Generator(ABC, Generic[PlanT]):
         """Puts a LoRA adapter on the base weights, in place of the one before; otherwise as ``update_weights``.
 
         Args:
-            buckets: the whole adapter under the names of peft's state dict.
             version: what completions that start from now on report.
 
         Raises:

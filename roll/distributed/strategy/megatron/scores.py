@@ -53,7 +53,6 @@ class TokenScorer:
     """Scores tokens from hidden states that all tensor-parallel ranks hold alike.
 
     Args:
-        share: of the vocabulary.
         temperature: divides the logits; 0 (greedy sampling) counts as 1.
         marks_hits: also tells which tokens are the model's first choice.
         sums_squares: also gives the sums of squared probabilities.

@@ -65,7 +65,6 @@ def rotary_embedding(
     """Rotates queries and keys in place (RoFormer, Su et al. 2021), with the signature of vLLM's kernel.
 
     Args:
-        positions_T: of T tokens.
         query_TQ: Q = heads x head_size.
         key_TK: K = key heads x head_size.
         head_size: the first R dimensions of each head are rotated.

@@ -123,7 +123,6 @@ class SampledBatch:
         """One token and its log-probability per row.
 
         Args:
-            logits_BV: of the next token.
             position_B: of the last token that the model has seen.
         """
         index_B = position_B.to(torch.int64) - self._last_prompt_position_B

@@ -95,7 +95,6 @@ def export_folder(export: Export, target: Path) -> Exported:
     """Writes a model folder in Hugging Face form, or that of an adapter which is not merged.
 
     Args:
-        export: what.
         target: an empty folder, or one to be made.
 
     Raises:

@@ -77,7 +77,6 @@ class Scorer(ABC):
         """Scores this rank's share (collective; the share may be empty).
 
         Args:
-            batch: the share.
             adapter: False scores with the model as it was before its LoRA adapter.
 
         Returns:

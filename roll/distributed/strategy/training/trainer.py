@@ -154,7 +154,6 @@ class Trainer(Scorer):
         """The role's part of a checkpoint (collective).
 
         Args:
-            path: the checkpoint's folder.
             copied: what is not in ``tensors`` is taken as it is now, in host memory.
         """
         self._require(States.WEIGHTS | States.OPTIMIZER)

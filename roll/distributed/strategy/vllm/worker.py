@@ -80,7 +80,6 @@ class WorkerExtension:
         Args:
             handles: one for each rank, see ``device_memory.share``.
             device: where the memory is, among the devices that all these processes see.
-            staged: the tensors in it.
         """
         from vllm.config import set_current_vllm_config
 
