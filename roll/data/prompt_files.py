@@ -15,7 +15,7 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -189,16 +189,23 @@ def _read_jsonl(path: Path, problems: Problems) -> Iterator[Row]:
         yield from _json_lines(path, lines, problems)
 
 
-def _json_lines(path: Path, lines: Iterator[bytes] | io.BufferedIOBase, problems: Problems) -> Iterator[Row]:
+def _text_lines(path: Path, lines: Iterable[bytes], problems: Problems) -> Iterator[tuple[str, str]]:
+    """Place and text of the lines that are not blank."""
     for number, line in enumerate(lines, 1):
         place = f"{path}:{number}"
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            if not text.strip():
-                continue
-            values = json.loads(text)
         except UnicodeDecodeError as error:
             problems.add(place, f"invalid UTF-8 at byte {error.start + 1} of the line")
+        else:
+            if text.strip():
+                yield place, text
+
+
+def _json_lines(path: Path, lines: Iterable[bytes], problems: Problems) -> Iterator[Row]:
+    for place, text in _text_lines(path, lines, problems):
+        try:
+            values = json.loads(text)
         except (ValueError, RecursionError) as error:
             problems.add(place, _json_reason(error))
         else:
@@ -211,15 +218,8 @@ def _json_lines(path: Path, lines: Iterator[bytes] | io.BufferedIOBase, problems
 def _read_txt(path: Path, problems: Problems) -> Iterator[Row]:
     """Lines of text, each a row with the column ``prompt``; blank ones are none."""
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            place = f"{path}:{number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                problems.add(place, f"invalid UTF-8 at byte {error.start + 1} of the line")
-                continue
-            if text.strip():
-                yield Row(place, place, {"prompt": text})
+        for place, text in _text_lines(path, lines, problems):
+            yield Row(place, place, {"prompt": text.rstrip("\r\n")})
 
 
 def _read_json(path: Path, problems: Problems) -> Iterator[Row]:
