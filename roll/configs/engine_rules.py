@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from roll.configs.engines.card import task_of
 from roll.configs.pipeline import PipelineConfig
-from roll.configs.problems import ConfigProblem
+from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.rules import TRAINED, Rule, sections
 from roll.configs.worker import WorkerConfig
 
@@ -36,11 +37,14 @@ def check_unread(config: PipelineConfig) -> Iterator[ConfigProblem]:
     default = WorkerConfig()
     for role, worker in sections(config):
         keys, hint = _UNREAD.get(role, ((), ""))
+        card = worker.strategy_args.card
+        if task_of(role) == "scores" and card is not None and card.scores_prompts:
+            keys, hint = keys + _SCORING, f"{worker.strategy_args.strategy_name} forms batches itself"
         for key in keys:
             seen = getattr(worker, key)
             if seen not in (getattr(default, key), getattr(config.actor_train, key)):
                 expected = f"nothing: {role} does not read it"
-                involved = (f"actor_train.{key}",)
+                involved = (f"actor_train.{key}", f"{role}.strategy_args.strategy_name")
                 yield ConfigProblem(f"{role}.{key}", seen, expected, hint, involves=involved)
 
 
@@ -120,10 +124,29 @@ def check_attention(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(path, kernel, expected, involves=also)
 
 
+def check_hidden_states(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """A comparison over the whole vocabulary takes hidden states, which who scores prompts does not send."""
+    whole = config.divergence is not None and config.divergence.logits_topk is None
+    needs = {
+        "teacher": ("logits_topk", NOTHING, "a number of top tokens", whole),
+        "reference": ("kl_penalty", "full", "an estimator such as k3", config.uses_full_kl),
+    }
+    for role, worker in sections(config):
+        name, card = worker.strategy_args.strategy_name, worker.strategy_args.card
+        if role not in needs or card is None or not card.scores_prompts:
+            continue
+        path = f"{role}.strategy_args.strategy_name"
+        key, seen, expected, wanted = needs[role]
+        if wanted:
+            expected = f"{expected} with {path} {name}, which sends no hidden states"
+            yield ConfigProblem(key, seen, expected, involves=(path,))
+
+
 ENGINE_RULES: tuple[Rule, ...] = (
     check_unread,
     check_rounding,
     check_precision,
     check_optimizer,
     check_attention,
+    check_hidden_states,
 )

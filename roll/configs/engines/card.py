@@ -126,6 +126,8 @@ class EngineCard:
     """Chooses among attention kernels of its own, by ``attention_backend``."""
     size_key: ClassVar[str | None] = None
     """Option that says the same as ``num_gpus_per_worker``, of an engine whose workers may hold several devices."""
+    scores_prompts: ClassVar[bool] = False
+    """Scores given tokens as prompts, which it batches itself: log-probabilities and top tokens, no hidden states."""
     replays: ClassVar[bool] = False
     """Holds requests until the weights are there that sampled their next token in a recorded run."""
     keeps_kv: ClassVar[bool] = True

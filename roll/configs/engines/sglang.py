@@ -1,4 +1,4 @@
-"""`sglang`: generation with SGLang, which may be installed in an environment of its own."""
+"""`sglang`: generation and scoring with SGLang, which may be installed in an environment of its own."""
 
 from __future__ import annotations
 
@@ -96,10 +96,12 @@ _STRATEGIES = "roll.distributed.strategy.sglang.strategy"
 
 
 class SglangCard(EngineCard):
-    """Generates on one device or several of a machine."""
+    """Generates, and scores what it is given, on one device or several of a machine."""
 
     name = "sglang"
-    strategies: ClassVar[Mapping[str, Strategy]] = {"sglang": Strategy(f"{_STRATEGIES}:SglangStrategy", generates=True)}
+    strategies: ClassVar[Mapping[str, Strategy]] = {
+        "sglang": Strategy(f"{_STRATEGIES}:SglangStrategy", scores=True, generates=True)
+    }
     options = SglangConfig
     package = EnginePackage("sglang", "sglang")
     source = EngineSource("SGLang", Path(__file__).with_suffix(".json"), {"srt/arg_groups/fields/*.py": ()})
@@ -107,6 +109,7 @@ class SglangCard(EngineCard):
     arguments = "SGLang's ServerArgs"
     elsewhere = OWNED_OPTIONS | OTHER_NAMES
     own_attention = True
+    scores_prompts = True
     keeps_kv = False
     size_key = "tp_size"
 

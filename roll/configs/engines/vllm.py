@@ -1,4 +1,4 @@
-"""`vllm`: generation with vLLM."""
+"""`vllm`: generation and scoring with vLLM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from roll.configs.engines.arguments import EngineSource
-from roll.configs.engines.card import EngineCard, EnginePackage, PassedOnOptions, Strategy
+from roll.configs.engines.card import EngineCard, EnginePackage, PassedOnOptions, Strategy, task_of
 from roll.configs.problems import ConfigProblem
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ OWNED_OPTIONS = {
     "max_lora_rank": "lora_rank in actor_train",
     "max_loras": "lora_target in actor_train",
     "trust_remote_code": "no such key, since code that comes with a model never runs",
+    "max_logprobs": "logits_topk",
     "logprobs_mode": "no such key, since log-probs follow the sampling temperature",
     "speculative_config": "no such key, since draft tokens would report other log-probs",
     "generation_config": "generating_args",
@@ -87,10 +88,12 @@ _STRATEGIES = "roll.distributed.strategy.vllm.strategy"
 
 
 class VllmCard(EngineCard):
-    """Generates on one device or several of a machine."""
+    """Generates, and scores what it is given, on one device or several of a machine."""
 
     name = "vllm"
-    strategies: ClassVar[Mapping[str, Strategy]] = {"vllm": Strategy(f"{_STRATEGIES}:VllmStrategy", generates=True)}
+    strategies: ClassVar[Mapping[str, Strategy]] = {
+        "vllm": Strategy(f"{_STRATEGIES}:VllmStrategy", scores=True, generates=True)
+    }
     options = VllmConfig
     package = EnginePackage("vllm", "vllm")
     source = EngineSource(
@@ -99,6 +102,7 @@ class VllmCard(EngineCard):
     arguments = "vLLM's AsyncEngineArgs"
     elsewhere = OWNED_OPTIONS | OTHER_NAMES
     own_attention = True
+    scores_prompts = True
     size_key = "tensor_parallel_size"
 
     def rules(self, role: str, worker: WorkerConfig, config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -109,14 +113,15 @@ class VllmCard(EngineCard):
             expected = f"null, or at least sequence_length = {config.sequence_length}"
             yield ConfigProblem(key, options.max_model_len, expected, involves=("sequence_length",))
         adapter = config.actor_train.model_args
-        if config.uses_lora and adapter.lora_rank > LORA_RANKS[-1]:
+        if config.uses_lora and task_of(role) == "generates" and adapter.lora_rank > LORA_RANKS[-1]:
             key, expected = "actor_train.model_args.lora_rank", f"at most {LORA_RANKS[-1]} with vllm"
             involved = (name, "actor_train.model_args.lora_target")
             yield ConfigProblem(key, adapter.lora_rank, expected, involves=involved)
         heads, units, _ = config.tiny_sizes
-        if config.pretrain == "tiny" and units < 32 * heads:
+        if config.model_of(role) == "tiny" and units < 32 * heads:
             expected = "at most tiny_hidden_size / 32 with vllm: its attention kernels take heads of 32 units or more"
-            yield ConfigProblem("tiny_num_heads", heads, expected, involves=("pretrain", "tiny_hidden_size", name))
+            model = "teacher_pretrain" if role == "teacher" else "pretrain"
+            yield ConfigProblem("tiny_num_heads", heads, expected, involves=(model, "tiny_hidden_size", name))
 
 
 CARD = VllmCard()

@@ -243,14 +243,12 @@ def _memory(config: PipelineConfig, role: Role, device: Device, samples: Samples
         truncates=sampling.top_p < 1 or sampling.top_k > 0,
         device_bytes=device.memory,
     )
-    if not _generates(role.name):
-        return trainer_memory(role, around)
     options = role.worker.strategy_args.typed()
     if isinstance(options, VllmConfig):
         return external_generator_memory(role, around, options.gpu_memory_utilization)
     if isinstance(options, SglangConfig):
         return external_generator_memory(role, around, options.mem_fraction_static)
-    return hf_generator_memory(role, around)
+    return hf_generator_memory(role, around) if _generates(role.name) else trainer_memory(role, around)
 
 
 def _times(

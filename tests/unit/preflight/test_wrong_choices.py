@@ -272,7 +272,8 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
         (sglang(python_executable="/no/such/python"), f"{INFER}.python_executable", "make_sglang_env.sh"),
         (sglang(python_executable="/tmp"), f"{INFER}.python_executable", "no such program"),
         # roles
-        ({**REFERENCE, **engine("vllm", "reference")}, "reference.strategy_args.strategy_name", "that scores"),
+        ({**REFERENCE, **engine("vllm", "reference"), "tiny_num_heads": 2, "kl_penalty": "full"}, "kl_penalty",
+         "an estimator such as k3 with reference.strategy_args.strategy_name vllm, which sends no hidden states"),
         (engine("fsdp2_infer"), "actor_train.strategy_args.strategy_name", "did you mean fsdp2_train?"),
         (engine("deepspeed_zero2"), "actor_train.strategy_args.strategy_name", "did you mean deepspeed_train?"),
         (engine("hf", "actor_infer"), "actor_infer.strategy_args.strategy_name", "did you mean hf_infer?"),

@@ -1,9 +1,12 @@
-"""Where SGLang is installed. Imports neither SGLang nor torch."""
+"""Where SGLang is installed, and what its processes are told. Imports neither SGLang nor torch."""
 
 from __future__ import annotations
 
 from roll.configs.engines.sglang import interpreter_problem
 from roll.distributed.strategy.engines import MissingEngineError, require_engine
+
+SCORING = "ROLL_SGLANG_SCORING"
+"""Environment variable of the engine's processes: the fields of a ``PromptScoring`` as JSON."""
 
 
 def require_sglang(python: str | None) -> None:

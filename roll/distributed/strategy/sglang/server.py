@@ -95,6 +95,29 @@ class SglangServer:
                 del self._tasks[rid]
         return _result(last)
 
+    async def score(self, rid: str, tokens: list[int], width: int) -> tuple[list[float], list[int], list[float]]:
+        """Scores a prompt, see ``PromptScores``; ``width`` as ``PromptScoring.width``."""
+        from sglang.srt.managers.io_struct import GenerateReqInput
+
+        if len(tokens) == 1:
+            return [], [], []
+        request = GenerateReqInput(
+            rid=rid,
+            input_ids=tokens,
+            sampling_params={"max_new_tokens": 0, "temperature": 0},
+            return_logprob=True,
+            logprob_start_len=0,
+            top_logprobs_num=int(width > 0),  # ``scheduler.score_prompts`` puts its own in their place
+            return_flat_raw_top_logprobs=width > 0,
+        )
+        info: dict[str, Any] = {}
+        async for output in self._manager.generate_request(request, None):
+            info = output["meta_info"]
+        logprobs = [logprob for logprob, *_ in info["input_token_logprobs"][1:]]  # nothing is said of the first token
+        if not width:
+            return logprobs, [], []
+        return logprobs, list(info["input_top_logprobs_idx_flat"]), list(info["input_top_logprobs_val_flat"])
+
     async def abort(self, rids: list[str]) -> None:
         """Ends requests with what they have."""
         for rid in rids:

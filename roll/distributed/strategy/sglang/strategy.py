@@ -1,4 +1,4 @@
-"""``sglang``: generation with SGLang's asynchronous engine, on GPUs or on a CPU.
+"""``sglang``: generation and scoring with SGLang's asynchronous engine, on GPUs or on a CPU.
 
 SGLang has a process to itself (``server.py``), which may run under another interpreter: its pinned packages
 agree with no other engine's. This file is the near side: what crosses to that process, and when. Sampling and loading
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import json
 import logging
@@ -31,11 +32,11 @@ from roll.configs.problems import ConfigErrors
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.generation.engine_process import EngineCallError, EngineProcess
-from roll.distributed.strategy.generation.generator import Generator
 from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.distributed.strategy.generation.requests import EngineStoppedError
+from roll.distributed.strategy.generation.scoring import PromptScores, ScoringGenerator
 from roll.distributed.strategy.sglang import cpu
-from roll.distributed.strategy.sglang.options import require_sglang
+from roll.distributed.strategy.sglang.options import SCORING, require_sglang
 from roll.distributed.weights.adapters import adapted_names, peft_config
 from roll.distributed.weights.buckets import as_tensor, pack_buckets
 from roll.distributed.weights.contents import WeightBucket, renamed
@@ -54,8 +55,8 @@ ENGINE = "sglang"  # who reads the buckets, as one
 ADAPTERS = 3  # in one batch: none, the old one of requests in flight, and the new one
 
 
-class SglangStrategy(Generator[dict[str, str]]):
-    """A ``GenerateStrategy`` whose engine has a process of its own.
+class SglangStrategy(ScoringGenerator[dict[str, str]]):
+    """A ``GenerateStrategy`` and ``ScoreStrategy`` whose engine has a process of its own.
 
     A seed gives the tokens that it gives in ``hf_infer``. Requests in flight are prefilled anew by an update, so that
     no keys and values of the old weights are left; they finish with the adapter that they started with.
@@ -131,6 +132,9 @@ class SglangStrategy(Generator[dict[str, str]]):
             cached=result["cached"],
             spans=result["spans"],
         )
+
+    def score(self, name: str, token_ids: list[int]) -> Future[PromptScores]:
+        return self._engine.submit("score", f"{next(self._numbers):016x}", token_ids, self.scoring.width)
 
     def end(self, request_id: str) -> Future[None]:
         rid = self._ids.get(request_id)
@@ -228,6 +232,7 @@ class SglangStrategy(Generator[dict[str, str]]):
             # The context is a little longer than the model's, for the positions that SGLang leaves empty.
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
             "PYTHONWARNINGS": "ignore",
+            SCORING: json.dumps(dataclasses.astuple(self.scoring)),
         }
         if self._on_cpu:
             wanted |= cpu.environment(self._tp_size)

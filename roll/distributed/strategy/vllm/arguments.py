@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from roll.configs.engines.card import task_of
 from roll.configs.engines.vllm import LORA_RANKS, VllmConfig
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.generation.model_outline import ModelOutline
+from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
 from roll.models.tokenizer import locate_model
 from roll.utils.seeding import derive_seed
 
@@ -27,6 +29,7 @@ COMMON_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_HOST_IP": "127.0.0.1",  # all processes of an engine are on one machine
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would copy threads' locks
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",  # whoever scores asks for one more, see engine_arguments; roles are checked
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # its sampler reports log-probs without the temperature
 }
 CPU_ENVIRONMENT = {
@@ -64,6 +67,9 @@ def engine_arguments(
         "disable_log_stats": True,
         "trust_remote_code": False,
     }
+    if task_of(context.role) == "scores":
+        arguments["max_model_len"] += 1  # for the token that vLLM always samples; nobody reads it
+        arguments["max_logprobs"] = PromptScoring.of(context, outline.vocab_size).width
     if context.lora is not None:
         room = next((size for size in LORA_RANKS if size >= context.lora.rank), None)
         if room is None:
@@ -99,7 +105,7 @@ def _cpu_arguments(context: StrategyContext, config: VllmConfig, outline: ModelO
         "enforce_eager": True,
         # After part of a prompt vLLM winds a seeded generator back; a CPU's cannot be wound, and the engine would die.
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(CPU_STEP_TOKENS, config.max_model_len or context.sequence_length),
+        "max_num_batched_tokens": max(CPU_STEP_TOKENS, 1 + (config.max_model_len or context.sequence_length)),
     }
 
 

@@ -1,4 +1,4 @@
-"""``vllm``: generation with vLLM's asynchronous engine (V1), on GPUs or on a CPU.
+"""``vllm``: generation and scoring with vLLM's asynchronous engine (V1), on GPUs or on a CPU.
 
 The engine runs in processes of its own, so this file is about what crosses to them: requests with token ids, weights
 through files in memory, and an adapter the way vLLM reads one. What runs over there is ``worker.py``.
@@ -9,6 +9,7 @@ Several workers of a role are independent replicas; one worker has ``tensor_para
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import os
@@ -19,6 +20,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,9 +30,9 @@ from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.engines import require_engine
 from roll.distributed.strategy.generation.engine_loop import EngineLoop, brought_from
-from roll.distributed.strategy.generation.generator import Generator
 from roll.distributed.strategy.generation.model_outline import ModelOutline
 from roll.distributed.strategy.generation.requests import EngineStoppedError, scratch_folder
+from roll.distributed.strategy.generation.scoring import PromptScores, ScoringGenerator
 from roll.distributed.strategy.vllm.arguments import (
     check_cpu_kernels,
     engine_arguments,
@@ -60,10 +62,11 @@ MEMORY = {States.WEIGHTS: "weights", States.CACHE: "kv_cache"}  # vLLM's names
 ADAPTER_ID = 1  # vLLM counts adapters from 1; there is only one, replaced in place
 
 
-class VllmStrategy(Generator[dict[str, str]]):
-    """A ``GenerateStrategy`` whose engine runs in processes of its own, on an event loop of this one.
+class VllmStrategy(ScoringGenerator[dict[str, str]]):
+    """A ``GenerateStrategy`` and ``ScoreStrategy``.
 
-    A request in flight keeps its own keys and values over an update; an adapter changes them with the update.
+    The engine runs in processes of its own, on an event loop of this one. A request in flight keeps its own keys and
+    values over an update; an adapter changes them with the update.
     """
 
     name = "vllm"
@@ -114,6 +117,9 @@ class VllmStrategy(Generator[dict[str, str]]):
 
     async def sample(self, request: GenerateRequest, limit: int) -> Completion:
         return await asyncio.wrap_future(self._loop.submit(self._sample(request, self._sampling(request, limit))))
+
+    def score(self, name: str, token_ids: list[int]) -> Future[PromptScores]:
+        return self._loop.submit(self._score(name, token_ids))
 
     def end(self, request_id: str) -> Future[None]:
         return self._loop.submit(self._abort(request_id))
@@ -196,28 +202,13 @@ class VllmStrategy(Generator[dict[str, str]]):
             except RuntimeError as error:  # one of its processes ended
                 reason = f"{context.model_path}: {self._failures.first()}"
                 raise ValueError(f"{context.role}: vllm could not start with {reason}") from error
-        self._num_processes = len(await self._rpc("roll_prepare", os.getpid()))
+        self._num_processes = len(await self._rpc("roll_prepare", os.getpid(), dataclasses.astuple(self.scoring)))
         await self._engine.update_weight_version("0")
         await self._engine.get_supported_tasks()  # cached, so that a request is registered without a pause
         logger.info("%s: vllm started in %.1f s", context.role, time.monotonic() - started)
 
     async def _sample(self, request: GenerateRequest, sampling: VllmSamplingParams) -> Completion:
-        from vllm.inputs.engine import tokens_input
-        from vllm.v1.engine.exceptions import EngineDeadError
-
-        # The salt is part of the prefix cache's keys: nothing computed with other weights is ever found.
-        prompt = tokens_input(request.prompt_ids.tolist(), cache_salt=f"weights-{self._cache_epoch}")
-        last: RequestOutput | None = None
-        try:
-            async for output in self._engine.generate(prompt, sampling, request.request_id, lora_request=self._adapter):
-                last = output
-        except EngineDeadError as error:
-            self._stopped = self._stopped or "died"
-            raise EngineStoppedError(f"the generation engine died: {self._failures.first()}") from error
-        except asyncio.CancelledError:
-            self._check_alive()  # it is the engine that ends, and not the caller who left
-            raise
-        assert last is not None
+        last = await self._last_output(request.request_id, request.prompt_ids.tolist(), sampling)
         (sample,) = last.outputs
         logprobs: list[float] = sample.logprobs.logprobs if sample.token_ids else []  # type: ignore[union-attr]
         # With logprobs=0 there is one entry per token.
@@ -230,6 +221,45 @@ class VllmStrategy(Generator[dict[str, str]]):
             cached=last.num_cached_tokens or 0,
             spans=spans,
         )
+
+    async def _score(self, name: str, token_ids: list[int]) -> PromptScores:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        if len(token_ids) == 1:
+            return [], [], []
+        width = self.scoring.width
+        sampling = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=width,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        said: Any = (await self._last_output(name, token_ids, sampling)).prompt_logprobs
+        # Nothing is said of the first token; of each other its own number comes first.
+        values, ids = (np.asarray(flat).reshape(-1, 1 + width) for flat in (said.logprobs, said.token_ids))
+        return values[:, 0], ids[:, 1:].ravel(), values[:, 1:].ravel()  # type: ignore[return-value]
+
+    async def _last_output(self, name: str, token_ids: list[int], sampling: VllmSamplingParams) -> RequestOutput:
+        """Everything that the engine says of a request."""
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        # The salt is part of the prefix cache's keys: nothing computed with other weights is ever found.
+        prompt = tokens_input(token_ids, cache_salt=f"weights-{self._cache_epoch}")
+        last: RequestOutput | None = None
+        try:
+            async for output in self._engine.generate(prompt, sampling, name, lora_request=self._adapter):
+                last = output
+        except EngineDeadError as error:
+            self._stopped = self._stopped or "died"
+            raise EngineStoppedError(f"the generation engine died: {self._failures.first()}") from error
+        except asyncio.CancelledError:
+            self._check_alive()  # it is the engine that ends, and not the caller who left
+            raise
+        assert last is not None
+        return last
 
     async def _abort(self, request_id: str) -> None:
         await asyncio.sleep(0)  # a request that came just before becomes known to the engine in this turn of the loop

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from roll.distributed.strategy.generation.prompt_scoring import PromptScoring
 from roll.distributed.weights.buckets import as_tensor
 from roll.distributed.weights.contents import Contents, views
 from roll.distributed.weights.device_memory import Handle, open_shared
@@ -38,15 +39,18 @@ class WorkerExtension:
     rank: int
     device: torch.device
 
-    def roll_prepare(self, owner: int) -> None:
+    def roll_prepare(self, owner: int, scoring: Sequence[Any]) -> None:
         """Makes the reported log-probabilities those of the distribution that a trainer computes again.
 
         Args:
             owner: the strategy's process, with which this one ends.
+            scoring: what is reported of prompts whose log-probabilities are asked for: the fields of a
+                ``PromptScoring``, as vLLM's calls carry plain data.
         """
         threading.Thread(target=_end_with, args=(owner,), name="owner", daemon=True).start()
         runner = self.model_runner
         scale_logprobs(runner.sampler)
+        score_prompts(runner, PromptScoring(*scoring))
         sample_first_tokens_apart(runner.sampler, lambda: (runner.requests[key] for key in runner.input_batch.req_ids))
         self._roll_segments = SegmentReader()
 
@@ -143,6 +147,35 @@ def scale_logprobs(sampler: Any) -> None:
 
     sampler.register_forward_pre_hook(remember, with_kwargs=True)
     sampler.compute_logprobs = compute_logprobs
+
+
+def score_prompts(runner: Any, scoring: PromptScoring) -> None:
+    """Reports of prompts what ``scoring`` says, in place of the log-probabilities of so many top tokens.
+
+    vLLM has no temperature for prompts, and of tokens beyond the top ones it says nothing. It asks its sampler's two
+    methods for prompts and for sampled tokens alike; while prompts are scored they are others.
+    """
+    sampler, ask = runner.sampler, runner._get_prompt_logprobs_dict
+
+    def gather(logprobs_LV: Tensor, _: int, token_L: Tensor) -> Any:
+        from vllm.v1.outputs import LogprobsTensors
+
+        ids_LW, values_LW = scoring.told(logprobs_LV)
+        own_L1 = token_L[:, None]
+        ids = torch.cat([own_L1.int(), ids_LW], dim=1)
+        return LogprobsTensors(
+            ids, torch.cat([logprobs_LV.gather(1, own_L1), values_LW], dim=1), torch.zeros_like(token_L)
+        )
+
+    def scored(*args: Any, **kwargs: Any) -> Any:
+        sampling = sampler.compute_logprobs, sampler.gather_logprobs
+        sampler.compute_logprobs, sampler.gather_logprobs = scoring.logprobs, gather
+        try:
+            return ask(*args, **kwargs)
+        finally:
+            sampler.compute_logprobs, sampler.gather_logprobs = sampling
+
+    runner._get_prompt_logprobs_dict = scored
 
 
 def sample_first_tokens_apart(sampler: Any, requests: Callable[[], Iterable[Any]]) -> None:
