@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from roll.algorithms.alignment import NO_CHUNK, chunk_means
 from roll.algorithms.checks import require_columns, require_finite
 from roll.algorithms.losses import SampledTokens
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
@@ -54,16 +55,22 @@ def no_advantages(batch: Batch) -> Batch:
 
 
 def teacher_metrics(batch: Batch) -> dict[str, float]:
-    """Means over sampled tokens: ``teacher/reverse_kl`` (the estimate, in nats) and ``teacher/logprob``."""
+    """Means over sampled tokens: ``teacher/reverse_kl`` (the estimate, in nats) and ``teacher/logprob``.
+
+    With a teacher that has another tokenizer, ``teacher/aligned`` is the share of those that are in a chunk of text.
+    """
     mask_T = batch.loss_mask_T
     if not mask_T.any():
         return {}
     gap_T = _gap(batch)
     assert batch.teacher_logprobs_T is not None
-    return {
+    metrics = {
         "teacher/reverse_kl": -float(gap_T[mask_T].mean()),
         "teacher/logprob": float(batch.teacher_logprobs_T[mask_T].double().mean()),
     }
+    if batch.teacher_chunk_T is not None:
+        metrics["teacher/aligned"] = float((batch.teacher_chunk_T[mask_T] != NO_CHUNK).double().mean())
+    return metrics
 
 
 def distill_loss(scores: TokenScores, batch: Batch, ctx: LossContext, config: DistillLossConfig) -> LossOutput:
@@ -100,7 +107,10 @@ def build_distill_loss(config: DistillLossConfig) -> LossFn:
 
 
 def _gap(batch: Batch) -> Tensor:
-    """float64 [T]: the teacher's log-probability minus that of the policy before the update; 0 off the mask."""
+    """float64 [T]: the teacher's log-probability minus that of the policy before the update; 0 off the mask.
+
+    Of a teacher with another tokenizer, it is that of a chunk of text, spread evenly over the policy's tokens in it.
+    """
     require_columns(batch, "distillation from a teacher", "teacher_logprobs_T")
     fresh_T = None if batch.fresh_B is None else batch.fresh_B[batch.rows_T]
     require_finite(batch, "teacher_logprobs_T", "old_logprobs_T", "rollout_logprobs_T")
@@ -112,4 +122,6 @@ def _gap(batch: Batch) -> Tensor:
         policy_T = sampled_T if policy_T is None or fresh_T is None else torch.where(fresh_T, sampled_T, policy_T)
     assert batch.teacher_logprobs_T is not None
     gap_T = batch.teacher_logprobs_T.double() - policy_T.double()
+    if batch.teacher_chunk_T is not None:
+        gap_T = chunk_means(gap_T, batch.rows_T, batch.teacher_chunk_T)
     return torch.where(batch.loss_mask_T, gap_T, torch.zeros_like(gap_T))

@@ -39,6 +39,9 @@ class TokenScores:
     """float32 [T, K] their log-probabilities."""
     tail_T: Tensor | None = None
     """float32 log of the probability of all other tokens together."""
+    chunk_T: Tensor | None = None
+    """int64 the chunk of text (``roll.algorithms.alignment``) of which the log-probability is an equal part, of a
+    teacher with another tokenizer."""
     hidden_TH: Tensor | None = None
     """float32 [T, H] final hidden state that predicts the token (a reference's); 0 where the loss mask is 0."""
 

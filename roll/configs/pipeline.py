@@ -285,6 +285,11 @@ class PipelineConfig(RunConfig):
         return None
 
     @property
+    def aligns_teacher(self) -> bool:
+        """Whether the teacher reads the policy's text in tokens of its own."""
+        return False
+
+    @property
     def teacher_temperature(self) -> float:
         """Temperature by which the teacher's logits, and those compared with them, are divided."""
         return self.scoring_temperature

@@ -21,7 +21,7 @@ class TeacherConfig(Config):
     teacher: WorkerConfig | None = Field(
         default=None,
         description="The role of the model that is learnt from, with any scoring strategy. It has the policy's "
-        "vocabulary; size and architecture are its own.",
+        "vocabulary, or in an RL run another one (align_tokenizers); size and architecture are its own.",
     )
     teacher_pretrain: str | None = Field(
         default=None,
@@ -68,6 +68,17 @@ class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
         "adds the divergence (kd_objective) at each sampled token to the policy's loss.",
     )
 
+    align_tokenizers: Literal["text"] | None = Field(
+        default=None,
+        description="`text`: a teacher with another tokenizer scores the same text in its own tokens, and its opinion "
+        "is that of chunks, the shortest spans which begin and end in both (`opd_form` advantage or reward). null: "
+        "the teacher has the policy's tokens.",
+    )
+
+    @property
+    def aligns_teacher(self) -> bool:
+        return self.teacher is not None and self.align_tokenizers is not None
+
     @property
     def estimates_advantages(self) -> bool:
         """Whether rewards become advantages: not where the teacher's opinion is the whole of them."""
@@ -90,9 +101,12 @@ class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
                 if getattr(self, key) != field.default
             ]
         if self.teacher is not None:
+            if self.align_tokenizers is not None and self.opd_form == "loss":
+                expected = "null with opd_form: loss, which compares distributions over one vocabulary"
+                yield self.problem("align_tokenizers", expected, "opd_form")
             return
         yield from [
             self.problem(key, "no such key without a section teacher", "teacher")
-            for key in ("is_pure_opd", "opd_kl_coef", "opd_form")
+            for key in ("is_pure_opd", "opd_kl_coef", "opd_form", "align_tokenizers")
             if getattr(self, key) != OnPolicyDistillationConfig.model_fields[key].default
         ]

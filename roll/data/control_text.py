@@ -87,6 +87,16 @@ class ControlText:
                 ids += self._tokenizer.encode(piece, add_special_tokens=False)
         return ids
 
+    def spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of a text in which nothing is a control token, and the characters that each stands for.
+
+        For a fast tokenizer; tokens of one character have the same span.
+        """
+        core = self._literal_core()
+        assert core is not None, "a fast tokenizer has one"
+        encoding = core.encode(text, add_special_tokens=False)
+        return list(encoding.ids), list(encoding.offsets)
+
     def _fold(self) -> re.Pattern[str] | None:
         """What control tokens look like once normalised, if the tokenizer looks for them there."""
         normalizer = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "normalizer", None)
@@ -141,7 +151,7 @@ class ControlText:
             spec = json.loads(core.to_str())
             for token in spec["added_tokens"]:
                 token["special"] = token["content"] in self._tokens
-            copy = type(core).from_str(json.dumps(spec | {"truncation": None, "padding": None}))
+            copy = type(core).from_str(json.dumps(spec | {"truncation": None, "padding": None, "post_processor": None}))
             copy.encode_special_tokens = True
             self._core = copy
         return self._core

@@ -28,6 +28,7 @@ from roll.configs.divergence import DivergenceConfig
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
+from roll.pipeline.aligned_teacher import AlignedTeacher
 from roll.pipeline.idleness import Idleness
 from roll.pipeline.loop import TrainingLoop, mean_metrics
 from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter, plan_optimizer_steps, rows_trained_later
@@ -307,7 +308,7 @@ def _with_old_policy(batch: Batch) -> Batch:
 
 def _with_scores(
     batch: Batch,
-    roles: Mapping[str, ModelCluster | WithoutAdapter | None],
+    roles: Mapping[str, ModelCluster | WithoutAdapter | AlignedTeacher | None],
     old_rows: Tensor,
     divergence: DivergenceConfig | None = None,
 ) -> Batch:

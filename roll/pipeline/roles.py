@@ -16,7 +16,10 @@ from roll.configs.worker import WorkerConfig
 from roll.data.templates import ChatTemplate
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import States, StrategyContext
+from roll.models.aligned_text import Retokenizer
 from roll.models.lora import LoraSpec
+from roll.models.tokenizer import load_tokenizer, policy_tokenizer
+from roll.pipeline.aligned_teacher import AlignedTeacher, of_own_tokens
 from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter
 from roll.pipeline.offload_manager import OffloadManager
 from roll.pipeline.replicas import Replicas, RestartBudget
@@ -65,9 +68,9 @@ class Roles:
             self.reference = ModelCluster(clusters["reference"], self.offload_manager, by_work)
         elif config.uses_reference and config.uses_lora:
             self.reference = WithoutAdapter(self.actor)
-        self.teacher = (
-            ModelCluster(clusters["teacher"], self.offload_manager, by_work) if "teacher" in clusters else None
-        )
+        self.teacher: ModelCluster | AlignedTeacher | None = None
+        if "teacher" in clusters:
+            self.teacher = ModelCluster(clusters["teacher"], self.offload_manager, by_work)
         self._teaching = Teaching()
 
     @property
@@ -95,9 +98,18 @@ class Roles:
         loading = []
         if (divergence := self.config.divergence) is not None:
             self._teaching = Teaching.of(divergence, self.config.teacher_temperature, model_path, teacher_path)
-        if self.teacher is not None:
+        if isinstance(self.teacher, ModelCluster):
             assert teacher_path is not None, "a rule"
-            loading.append((self.teacher, self.teacher.submit_setup(self._context("teacher", teacher_path))))
+            context = self._context("teacher", teacher_path)
+            if self.config.aligns_teacher:
+                context = of_own_tokens(context)
+            loading.append((self.teacher, self.teacher.submit_setup(context)))
+            if self.config.aligns_teacher:
+                policy = policy_tokenizer(model_path, self.config.tokenizer_path)
+                retokenizer = Retokenizer(
+                    policy, load_tokenizer(teacher_path), context.template, context.sequence_length
+                )
+                self.teacher = AlignedTeacher(self.teacher, retokenizer)
         if isinstance(self.reference, ModelCluster):
             loading.append((self.reference, self.reference.submit_setup(self._own_context("reference", model_path))))
         if self.critic is not None:

@@ -57,7 +57,8 @@ def teacher_weights(
     path = config.model_of("teacher")
     if "teacher" not in config.roles:
         return None
-    check_same_ids(config.pretrain, path, config.tokenizer_path)
+    if not config.aligns_teacher:
+        check_same_ids(config.pretrain, path, config.tokenizer_path)
     if path != TINY:
         return path
     session.display.note("the teacher is taught first")

@@ -56,7 +56,10 @@ def with_teacher(batch: Batch, scores: TokenScores, teaching: DivergenceConfig |
     Raises:
         ValueError: they say too little for a comparison over the vocabulary.
     """
-    columns: dict[str, Tensor | None] = {"teacher_logprobs_T": scores.logprobs_T}
+    columns: dict[str, Tensor | None] = {
+        "teacher_logprobs_T": scores.logprobs_T,
+        "teacher_chunk_T": scores.chunk_T,
+    }
     if teaching is not None:
         found = (scores.hidden_TH, scores.top_ids_TK, scores.top_logprobs_TK, scores.tail_T)
         if all(column is None for column in found):

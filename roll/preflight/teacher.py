@@ -14,12 +14,16 @@ def check_teacher(config: PipelineConfig) -> list[ConfigProblem]:
     teacher = config.models.get("teacher_pretrain")
     own = config.tokenizer_path
     here = own is None or Path(own).expanduser().is_dir()
-    if teacher is None or not (here and _is_here(teacher) and (own is not None or _is_here(config.pretrain))):
+    if (
+        teacher is None
+        or config.aligns_teacher
+        or not (here and _is_here(teacher) and (own is not None or _is_here(config.pretrain)))
+    ):
         return []
     try:
         check_same_ids(config.pretrain, teacher, config.tokenizer_path)
     except ValueError as error:
-        expected = "a model with the policy's vocabulary"
+        expected = "a model with the policy's vocabulary, or in an RL run align_tokenizers: text"
         return [ConfigProblem("teacher_pretrain", teacher, expected, str(error), involves=("pretrain",))]
     return []
 

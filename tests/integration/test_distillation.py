@@ -14,6 +14,7 @@ from torch import Tensor
 from roll.pipeline.model_cluster import plan_optimizer_steps
 from roll.utils.seeding import derive_seed
 from tests.integration.conftest import ROOT, Launch, Rlvr, Run
+from tests.support.foreign import save_foreign_model
 from tests.support.imitation import Imitator, Talk
 from tests.support.resuming import stop_and_resume
 
@@ -144,7 +145,9 @@ def test_what_a_teacher_wrote_takes_its_place(
     assert again.metrics[0]["eval/divergence"] == pytest.approx(read.metrics[4]["eval/divergence"], rel=1e-5)
 
 
+VLLM = ("teacher.strategy_args={strategy_name: vllm}", "teacher.device_mapping=[1]")
 LAYOUTS = {
+    "a teacher that vllm serves": (*VLLM, "logits_topk=5000"),
     "deepspeed": ("train=deepspeed",),
     "megatron, its teacher too": (
         "train=megatron",
@@ -173,6 +176,8 @@ LAYOUTS = {
 def test_every_engine_learns_as_float64_does(
     distill: Distill, expected: dict[int, dict[str, float]], layout: str
 ) -> None:
+    if "vllm" in layout:
+        pytest.importorskip("vllm")
     assert_as_expected(distill(*LAYOUTS[layout], "save_steps=4"), expected)
 
 
@@ -206,6 +211,25 @@ def test_on_the_policys_own_samples(rlvr: Rlvr, model: Path, teacher: Path, form
         assert itself.metrics[1]["actor/distill_loss"] == pytest.approx(0, abs=1e-5)
     if form == "advantage":
         assert metrics[1]["actor/advantage_mean"] == pytest.approx(-metrics[1]["teacher/reverse_kl"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_teacher_with_another_tokenizer(rlvr: Rlvr, model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    save_foreign_model(tmp_path / "foreign", seed=3)
+    aligned = (*TEACHER, *FORMS["advantage"], "align_tokenizers=text")
+    served = (*VLLM, f"teacher_pretrain={tmp_path / 'foreign'}")
+    refused = rlvr(*TEACHER, *FORMS["advantage"], *served, output="refused")
+    assert refused.wait() == 2 and "align_tokenizers: text" in " ".join(refused.output.split()), refused.output
+    itself = rlvr(*aligned, f"teacher_pretrain={model}", output="itself")
+    assert itself.wait() == 0, itself.output
+    assert itself.metrics[1]["teacher/reverse_kl"] == pytest.approx(0, abs=1e-5), "each token is a chunk"
+    assert itself.metrics[1]["teacher/aligned"] == 1
+    run = rlvr(*aligned, *served, output="other")
+    assert run.wait() == 0, run.output
+    assert run.metrics[1]["teacher/aligned"] > 0.9 and run.metrics[1]["teacher/reverse_kl"] > 0.1
+    assert run.metrics[1]["actor/advantage_mean"] == pytest.approx(-run.metrics[1]["teacher/reverse_kl"], rel=1e-5)
 
 
 def test_what_is_wrong_is_told_before_ray_starts(distill: Distill) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from roll.configs.distill import DistillConfig
 from roll.data.batch import Batch
+from roll.pipeline.model_cluster import ModelCluster
 from roll.pipeline.offline.kept import digest_of, kept, read_kept, weight_files
 from roll.pipeline.roles import Roles
 from roll.pipeline.teaching import with_teacher
@@ -36,7 +37,7 @@ class Teacher:
 
     def score(self, batch: Batch) -> Batch:
         """The batch with the teacher's columns."""
-        assert self._model is not None, "a rule"
+        assert isinstance(self._model, ModelCluster), "a rule"
         return with_teacher(batch, self._model.logprobs(batch), self._config.divergence)
 
     def ahead(self, batch: Batch) -> Batch:

@@ -50,6 +50,21 @@ def test_the_gap_is_added_where_the_configuration_says() -> None:
     assert found.advantages_T.tolist() == pytest.approx([2 * gap for gap in GAPS]) and not found.returns_T.any()
 
 
+def test_chunks_of_text_share_their_gap() -> None:
+    alone = BATCH.replace(teacher_chunk_T=torch.tensor([-1, 0, 1, -1, 0, -1, 0, 1, 2]))
+    for form in (teacher_advantages, teacher_rewards):
+        expected, found = (form(batch, rl(opd_kl_coef=0.3)) for batch in (BATCH, alone))
+        assert torch.equal(found.rewards_T, expected.rewards_T) and torch.equal(
+            found.advantages_T, expected.advantages_T
+        )
+    shared = BATCH.replace(teacher_chunk_T=torch.tensor([-1, 0, 0, -1, -1, -1, 0, 1, 1]))
+    gaps = [0, -0.75, -0.75, 0, 0, 0, -1.0, 0.5, 0.5]
+    found = teacher_rewards(shared, rl(opd_form="reward", is_pure_opd=True))
+    assert found.rewards_T.tolist() == pytest.approx(gaps)
+    metrics = teacher_metrics(shared)
+    assert metrics["teacher/aligned"] == pytest.approx(5 / 6) and metrics["teacher/reverse_kl"] == pytest.approx(0.25)
+
+
 def test_the_policy_is_the_one_before_the_update() -> None:
     recomputed = BATCH.replace(old_logprobs_T=BATCH.rollout_logprobs_T + 0.125)
     metrics = [teacher_metrics(batch) for batch in (BATCH, recomputed)]

@@ -13,6 +13,7 @@ from roll.configs.problems import ConfigErrors
 from roll.configs.rlvr import RLVRConfig
 from roll.models.tiny import make_tokenizer
 from roll.models.tokenizer import check_same_ids
+from roll.preflight.choices import check_engine_options, check_strategies
 
 ROLE = {"strategy_args": {"strategy_name": "hf_infer"}}
 RLVR = {
@@ -33,12 +34,13 @@ DISTILL = {
         "strategy_args": {"strategy_name": "fsdp2_train"},
     },
 }
+VLLM, SGLANG = ({"strategy_args": {"strategy_name": name}} for name in ("vllm", "sglang"))
 TAUGHT = {"teacher": ROLE, "teacher_pretrain": "org/teacher"}
 
 
 def wrong(schema: type, values: dict) -> set[str]:
     try:
-        validate(schema, values)
+        validate(schema, values, (check_strategies, check_engine_options))
     except ConfigErrors as errors:
         return {problem.path for problem in errors.problems}
     return set()
@@ -60,6 +62,14 @@ def wrong(schema: type, values: dict) -> set[str]:
             TAUGHT | {"teacher": ROLE | {"training_args": {"learning_rate": 1}, "model_update_frequency": 2}},
             {"teacher.training_args", "teacher.model_update_frequency"},
         ),
+        (TAUGHT | {"align_tokenizers": "text", "opd_form": "reward"}, set()),
+        (TAUGHT | {"align_tokenizers": "text", "opd_form": "loss"}, {"align_tokenizers"}),
+        ({"align_tokenizers": "text"}, {"align_tokenizers"}),
+        (TAUGHT | {"teacher": VLLM}, set()),  # log-probabilities of the sampled tokens are all that is asked
+        (TAUGHT | {"teacher": SGLANG, "opd_form": "loss", "logits_topk": 8}, set()),
+        (TAUGHT | {"teacher": SGLANG, "opd_form": "loss"}, {"logits_topk"}),
+        ({"reference": VLLM, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_penalty": "full"}, {"kl_penalty"}),
+        (TAUGHT | {"teacher": VLLM | {"infer_batch_size": 2}}, {"teacher.infer_batch_size"}),
     ],
 )
 def test_a_teacher_of_an_rl_run(given: dict, keys: set[str]) -> None:
@@ -77,6 +87,13 @@ def test_a_teacher_of_an_rl_run(given: dict, keys: set[str]) -> None:
         ({"teacher_logprobs": "kept", "logits_topk": 8, "precompute_only": True}, {"precompute_only"}),
         (TAUGHT | {"skew_lambda": 0.3}, {"skew_lambda"}),
         (TAUGHT | {"warm_start": {"file_name": "x.jsonl"}}, {"warm_start.file_name"}),
+        (TAUGHT | {"align_tokenizers": "text"}, {"align_tokenizers"}),  # an unknown key
+        (TAUGHT | {"teacher": VLLM}, {"logits_topk"}),
+        (TAUGHT | {"teacher": VLLM, "logits_topk": 8}, set()),
+        (
+            TAUGHT | {"teacher": {"strategy_args": {"strategy_name": "sglang", "strategy_config": {"tp": 2}}}},
+            {"logits_topk", "teacher.strategy_args.strategy_config.tp"},
+        ),
     ],
 )
 def test_a_teacher_of_a_distillation(given: dict, keys: set[str]) -> None:
