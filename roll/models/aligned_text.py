@@ -24,6 +24,9 @@ from roll.data.templates import ChatTemplate
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_BROKEN = "\ufffd"
+"""In place of bytes that are no character."""
+
 
 @dataclass
 class _Row:
@@ -108,7 +111,7 @@ class Retokenizer:
             else:
                 written, spans = self._teacher.spans(text)
                 places = _ends(spans)
-            own, theirs = common_chunks(ends or [len(text)], places)
+            own, theirs = common_chunks([len(text)] if ends is None else ends, places)
             if not sampled:
                 own, theirs = [NO_CHUNK] * len(own), [NO_CHUNK] * len(theirs)
             row.add(written, theirs, own)
@@ -123,21 +126,29 @@ class Retokenizer:
     def _stretches(
         self, ids: Sequence[int], mask: Sequence[bool]
     ) -> Iterator[tuple[bool, list[int], str, list[int] | None]]:
-        """A row's stretches: whether sampled, tokens, text, and where in it each ends; ``None`` of a control token."""
+        """A row's stretches: whether sampled, tokens, text, and where in it each ends; ``None`` of a control token.
+
+        Bytes that are no characters are a stretch that counts as not sampled: their text is not what was sampled.
+        """
         from tokenizers.decoders import DecodeStream
 
-        stream = DecodeStream(skip_special_tokens=False)
+        core, stream = self._policy.backend_tokenizer, DecodeStream(skip_special_tokens=False)
         stretch: list[int] = []
         ends: list[int] = []
         text = ""
         for index, (token, sampled) in enumerate(zip(ids, mask, strict=True)):
-            piece = stream.step(self._policy.backend_tokenizer, token)
+            piece = stream.step(core, token)
             if token in self._control.ids:
                 yield sampled, [token], piece or "", None
             else:
                 stretch.append(token)
+                ends.append(WITHIN if piece is None else len(text) + len(piece))
+                if piece is not None and _BROKEN in piece:
+                    whole = 1 + max((at for at, end in enumerate(ends[:-1]) if end != WITHIN), default=-1)
+                    yield sampled, stretch[:whole], text, ends[:whole]
+                    yield False, stretch[whole:], piece, [WITHIN] * (len(stretch) - whole)
+                    stretch, ends, text, piece = [], [], "", None
                 text += piece or ""
-                ends.append(WITHIN if piece is None else len(text))
             following = ids[index + 1 : index + 2]
             closes = not following or following[0] in self._control.ids or mask[index + 1] != sampled
             if closes and stretch:

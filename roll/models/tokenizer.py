@@ -83,7 +83,8 @@ def check_same_ids(pretrain: str, teacher: str, tokenizer_path: str | None = Non
         index, token, other = wrong[0] if wrong else (0, None, None)
         raise ValueError(
             f"{teacher!r} has another tokenizer than {pretrain!r}: {len(wrong)} of {len(shared)} ids differ, the first "
-            f"is {index}: {other!r} in place of {token!r}; a teacher must have the policy's vocabulary"
+            f"is {index}: {other!r} in place of {token!r}; a teacher must have the policy's vocabulary, or "
+            "in an RL run align_tokenizers: text"
         )
 
 

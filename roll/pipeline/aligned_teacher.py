@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import ray
 from torch import Tensor
@@ -13,18 +14,14 @@ from roll.data.batch import Batch
 from roll.distributed.strategy.base import StrategyContext
 from roll.models.aligned_text import Retokenizer
 from roll.models.loading import load_config
+from roll.models.tokenizer import load_tokenizer
 from roll.pipeline.model_cluster import ModelCluster
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MORE_TOKENS = 2
 """Times the policy's longest row that a teacher may need for the same text, where its model has positions for it."""
-
-
-def of_own_tokens(context: StrategyContext) -> StrategyContext:
-    """The context of a teacher that reads tokens of its own, and maybe more of them."""
-    text = load_config(context.model_path, context.worker.model_args.model_config_kwargs).get_text_config()
-    longest = _MORE_TOKENS * context.sequence_length
-    positions = getattr(text, "max_position_embeddings", None) or longest
-    return replace(context, tokenizer_path=None, sequence_length=min(longest, positions))
 
 
 class AlignedTeacher:
@@ -56,3 +53,25 @@ class AlignedTeacher:
         assert scores.logprobs_T is not None, "a language model's"
         theirs, own = (self._theirs.rows_T, self._chunk_S), (batch.rows_T, self._chunk_T)
         return TokenScores(shared_logprobs(scores.logprobs_T, theirs, own).float(), chunk_T=self._chunk_T)
+
+
+def aligned(
+    context: StrategyContext, teacher: ModelCluster, policy: PreTrainedTokenizerBase
+) -> tuple[StrategyContext, ModelCluster | AlignedTeacher]:
+    """A teacher that reads the text of a policy, and the context to set it up with.
+
+    With the policy's own vocabulary it is a teacher like any other: it reads the very tokens that were sampled.
+
+    Args:
+        context: that of a teacher with the policy's tokens.
+        teacher: its role.
+        policy: the policy's tokenizer.
+    """
+    own = load_tokenizer(context.model_path)
+    if own.get_vocab() == policy.get_vocab():
+        return context, teacher
+    text = load_config(context.model_path, context.worker.model_args.model_config_kwargs).get_text_config()
+    longest = _MORE_TOKENS * context.sequence_length
+    longest = min(longest, getattr(text, "max_position_embeddings", None) or longest)
+    retokenizer = Retokenizer(policy, own, context.template, longest)
+    return replace(context, tokenizer_path=None, sequence_length=longest), AlignedTeacher(teacher, retokenizer)

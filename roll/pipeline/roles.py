@@ -16,10 +16,9 @@ from roll.configs.worker import WorkerConfig
 from roll.data.templates import ChatTemplate
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import States, StrategyContext
-from roll.models.aligned_text import Retokenizer
 from roll.models.lora import LoraSpec
-from roll.models.tokenizer import load_tokenizer, policy_tokenizer
-from roll.pipeline.aligned_teacher import AlignedTeacher, of_own_tokens
+from roll.models.tokenizer import policy_tokenizer
+from roll.pipeline.aligned_teacher import AlignedTeacher, aligned
 from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter
 from roll.pipeline.offload_manager import OffloadManager
 from roll.pipeline.replicas import Replicas, RestartBudget
@@ -100,16 +99,11 @@ class Roles:
             self._teaching = Teaching.of(divergence, self.config.teacher_temperature, model_path, teacher_path)
         if isinstance(self.teacher, ModelCluster):
             assert teacher_path is not None, "a rule"
-            context = self._context("teacher", teacher_path)
-            if self.config.aligns_teacher:
-                context = of_own_tokens(context)
-            loading.append((self.teacher, self.teacher.submit_setup(context)))
+            context, cluster = self._context("teacher", teacher_path), self.teacher
             if self.config.aligns_teacher:
                 policy = policy_tokenizer(model_path, self.config.tokenizer_path)
-                retokenizer = Retokenizer(
-                    policy, load_tokenizer(teacher_path), context.template, context.sequence_length
-                )
-                self.teacher = AlignedTeacher(self.teacher, retokenizer)
+                context, self.teacher = aligned(context, cluster, policy)
+            loading.append((cluster, cluster.submit_setup(context)))
         if isinstance(self.reference, ModelCluster):
             loading.append((self.reference, self.reference.submit_setup(self._own_context("reference", model_path))))
         if self.critic is not None:

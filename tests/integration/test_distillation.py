@@ -224,11 +224,11 @@ def test_a_teacher_with_another_tokenizer(rlvr: Rlvr, model: Path, tmp_path: Pat
     assert refused.wait() == 2 and "align_tokenizers: text" in " ".join(refused.output.split()), refused.output
     itself = rlvr(*aligned, f"teacher_pretrain={model}", output="itself")
     assert itself.wait() == 0, itself.output
-    assert itself.metrics[1]["teacher/reverse_kl"] == pytest.approx(0, abs=1e-5), "each token is a chunk"
-    assert itself.metrics[1]["teacher/aligned"] == 1
+    assert itself.metrics[1]["teacher/reverse_kl"] == pytest.approx(0, abs=1e-5), "it reads what was sampled"
+    assert "teacher/aligned" not in itself.metrics[1]
     run = rlvr(*aligned, *served, output="other")
     assert run.wait() == 0, run.output
-    assert run.metrics[1]["teacher/aligned"] > 0.9 and run.metrics[1]["teacher/reverse_kl"] > 0.1
+    assert run.metrics[1]["teacher/aligned"] > 0.3 and run.metrics[1]["teacher/reverse_kl"] > 0.1
     assert run.metrics[1]["actor/advantage_mean"] == pytest.approx(-run.metrics[1]["teacher/reverse_kl"], rel=1e-5)
 
 

@@ -20,7 +20,9 @@ def merging_tokenizer() -> PreTrainedTokenizerFast:
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<s>", "</s>"]
-    core.train_from_iterator(TEXTS * 5, trainers.BpeTrainer(310, special_tokens=special, initial_alphabet=alphabet))
+    core.train_from_iterator(
+        TEXTS * 5, trainers.BpeTrainer(vocab_size=310, special_tokens=special, initial_alphabet=alphabet)
+    )
     core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
 

@@ -79,7 +79,9 @@ def test_what_is_sampled_against_the_tokenizers_habit(merging: PreTrainedTokeniz
     theirs, chunk_S, chunk_T = Retokenizer(policy, merging).batch(batch)
     first, second = (chunk_T[batch.rows_T == row][len(prompt) :].tolist() for row in (0, 1))
     assert first[-len(half) :] == [NO_CHUNK] * len(half), "it ends amid a character: the teacher is not asked"
-    assert NO_CHUNK not in first[:2] + second
+    assert NO_CHUNK not in first[:2]
+    assert second[: len(half) + 1] == [NO_CHUNK] * (len(half) + 1) and second[-1] != NO_CHUNK, "and what shows it"
+    assert merging.decode(theirs.tokens_T[(theirs.rows_T == 1) & (chunk_S != NO_CHUNK)].tolist()) == "p"
     assert merging.decode(theirs.tokens_T[(theirs.rows_T == 0) & (chunk_S != NO_CHUNK)].tolist()) == "Up"
 
 
