@@ -66,8 +66,7 @@ def check_inert(config: RLConfig) -> Iterator[ConfigProblem]:
     off = {key for key in SWITCHED if not getattr(config, key)}  # 0 asks for nothing
 
     def given(key: str) -> Any:
-        yield from config.policy_loss if key == _LOSS else getattr(config, key)
-        return
+        return config.policy_loss if key == _LOSS else getattr(config, key)
 
     for key, expected, involved in unread(given):
         seen, default = getattr(config, key), fields[key].get_default(call_default_factory=True)

@@ -411,7 +411,9 @@ def test_unknown_keys_are_refused_with_the_nearest_one(model: Path, options: dic
 
 def test_keys_of_every_section_and_second_names_are_known() -> None:
     zero = {"stage": 3, "stage3_max_live_parameters": 1, "max_live_parameters": 1, "offload_optimizer": {"ratio": 0.5}}
-    assert not CARD.option_problems({"zero_optimization": zero, "bf16": {"enabled": "auto"}, "steps_per_print": 5})
+    assert not list(
+        CARD.option_problems({"zero_optimization": zero, "bf16": {"enabled": "auto"}, "steps_per_print": 5})
+    )
 
 
 @pytest.mark.parametrize(
@@ -455,5 +457,5 @@ def test_examples_are_used_as_documented(tmp_path: Path, name: str) -> None:
         f"    strategy_config: ${{deepspeed_{name}}}\n"
     )
     options = load_config(AgenticConfig, "mine", folder).actor_train.strategy_args.strategy_config
-    assert not CARD.option_problems(options)
+    assert not list(CARD.option_problems(options))
     assert DeepSpeedConfig.model_validate(options).stage == (int(name[4]) if name != "zero" else 0)

@@ -491,7 +491,7 @@ def test_model_that_does_not_fit_the_layout(options: dict[str, Any], expected: s
     config = Qwen3MoeConfig(
         num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2
     )
-    problems = check_model_fit(config, MegatronConfig.model_validate(options))
+    problems = list(check_model_fit(config, MegatronConfig.model_validate(options)))
     assert any(expected in str(problem) for problem in problems), problems
 
 
@@ -501,4 +501,4 @@ def test_unknown_model_class_is_named() -> None:
     from roll.distributed.strategy.megatron.fit import check_model_fit
 
     with pytest.raises(ValueError, match=r"(?s)gemma.*LlamaForCausalLM"):
-        check_model_fit(GemmaConfig(), MegatronConfig())
+        list(check_model_fit(GemmaConfig(), MegatronConfig()))

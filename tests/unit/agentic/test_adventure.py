@@ -35,7 +35,7 @@ def in_house(house: House, **config: object) -> AdventureEnv:
 
 def fewest_steps(env: AdventureEnv) -> int:
     """Breadth first, through the environment's own steps and by what it shows."""
-    states, seen = [env], {env._observation() + repr(env._state)}
+    states, seen = [env], {env.observation() + repr(env._state)}
     for steps in range(1, 100):
         following = []
         for state in states:
@@ -54,7 +54,7 @@ def fewest_steps(env: AdventureEnv) -> int:
 
 def test_a_house_is_told_and_solved() -> None:
     env = in_house(HOUSE, step_penalty=-0.01, door_reward=0.25, reward_scale=2.0)
-    seen = [env._observation()]
+    seen = [env.observation()]
     rewards = []
     for name in WAY:
         text, reward, terminated, _, info = env.step(answer(name.upper()))
@@ -77,7 +77,7 @@ def test_a_house_is_told_and_solved() -> None:
 @pytest.mark.parametrize("name", ["go east", "go south", "unlock east", "unlock north", "take"])
 def test_what_cannot_be_done_changes_nothing(name: str) -> None:
     env = in_house(HOUSE)
-    before = env._observation()
+    before = env.observation()
     text, reward, terminated, truncated, info = env.step(answer(name))
     assert (text, reward, terminated, truncated, info["action_is_effective"]) == (before, 0.0, False, False, False)
     assert info["action"] == name and info["penalty"] == 0.0
@@ -86,7 +86,7 @@ def test_what_cannot_be_done_changes_nothing(name: str) -> None:
 @pytest.mark.parametrize("said", ["", "go north", answer("walk north"), answer("go north, take")])
 def test_what_is_no_action_costs_the_penalty(said: str) -> None:
     env = in_house(HOUSE, format_penalty=-0.25)
-    before = env._observation()
+    before = env.observation()
     text, reward, _, _, info = env.step(said)
     assert (text, reward, info["action"], info["action_is_effective"]) == (before, -0.25, None, False)
 

@@ -50,7 +50,7 @@ def in_shop(goal: Goal, **config: object) -> ShopEnv:
 def test_a_visit_is_told_and_paid() -> None:
     env = in_shop(Goal("mug", ("red", "small"), 8), step_penalty=-0.01, goal_reward=2.0, reward_scale=0.5)
     wanted = "Wanted: red mug, small, at most 8 francs."
-    assert env._observation() == wanted and env.expert_actions() == ["search red mug"]
+    assert env.observation() == wanted and env.expert_actions() == ["search red mug"]
     text, reward, *_, info = env.step(answer(" Search  RED mug "))
     assert text == f"{wanted}\n1. red mug, 20 francs\n2. red mug, 5 francs\n3. blue mug, 7 francs"
     assert (info["action"], info["action_is_effective"], reward) == ("search red mug", True, -0.005)
@@ -82,7 +82,7 @@ def test_another_kind_of_product_earns_nothing() -> None:
 @pytest.mark.parametrize("said", ["view 1", "buy 1", "buy 99"])
 def test_what_is_not_listed_cannot_be_had(said: str) -> None:
     env = in_shop(Goal("mug", ("red", "small"), 8))
-    before, key = env._observation(), env._key()
+    before, key = env.observation(), env.state_key()
     text, reward, terminated, _, info = env.step(answer(said))
     assert text == f"{before}\nThere is no result {said.split()[1]}."
     assert (reward, terminated, info["action"], info["action_is_effective"]) == (0.0, False, said, False)
@@ -92,7 +92,7 @@ def test_what_is_not_listed_cannot_be_had(said: str) -> None:
 @pytest.mark.parametrize("said", ["", "buy 1", answer("buy"), answer("buy one"), answer("search"), answer("steal 1")])
 def test_what_is_no_command_costs_the_penalty(said: str) -> None:
     env = in_shop(Goal("mug", ("red", "small"), 8), format_penalty=-0.25)
-    before = env._observation()
+    before = env.observation()
     text, reward, _, _, info = env.step(said)
     assert (text, reward, info["action"], info["action_is_effective"]) == (before, -0.25, None, False)
 

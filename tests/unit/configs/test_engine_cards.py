@@ -134,7 +134,7 @@ def test_options_are_checked_where_the_engine_is_not_installed(name: str, monkey
     (problem,) = card.option_problems(wrong)
     assert where in problem.expected and f" {version}, as none is installed here" in problem.expected
     assert problem.hint == f"did you mean {right}?"
-    assert not card.option_problems(RIGHT[name])
+    assert not list(card.option_problems(RIGHT[name]))
     assert card.signature({}).note.endswith(f" {version}, as none is installed here")
 
 

@@ -341,13 +341,13 @@ def test_context_reaches_the_constructors_that_name_it():
     ],
 )
 def test_what_is_wrong_is_told_before_the_run(verifier, message):
-    problems = check_rewards(config(verifier))
+    problems = list(check_rewards(config(verifier)))
     assert len(problems) == 1 and message in str(problems[0])
     with pytest.raises(ValueError, match=r"rewards\.maths\.verifiers"):
         DomainScorer("maths", config(verifier))
 
 
 def test_all_problems_are_told_at_once_and_a_right_domain_has_none():
-    assert len(check_rewards(config({"name": "mth"}, {"name": "format", "args": {"x": 1, "y": 2}}))) == 3
+    assert len(list(check_rewards(config({"name": "mth"}, {"name": "format", "args": {"x": 1, "y": 2}})))) == 3
     names = ("math", "gsm8k", "multiple_choice", "format", "instruction")
     assert list(check_rewards(config(*({"name": name} for name in names), fake()))) == []
