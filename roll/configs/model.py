@@ -79,6 +79,12 @@ class ModelArguments(Config):
     use_liger_kernel: bool = Field(
         default=False, description="Fused kernels of liger-kernel, on GPUs (fsdp2 and deepspeed strategies)."
     )
+    trust_remote_code: bool = Field(
+        default=False,
+        description="Run Python files that come with the model (auto_map in its config.json): they can do whatever the "
+        "run may. Only for files that you have read; a warning at the start names role and folder. Each role says it "
+        "for itself; actor_train's holds for the policy's tokenizer too. Megatron has model code of its own.",
+    )
     model_config_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Entries written over the checkpoint's own config.json before loading."
     )

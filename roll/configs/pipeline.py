@@ -344,6 +344,11 @@ class PipelineConfig(RunConfig):
         """The model that a role starts from."""
         return self.pretrain
 
+    def trusts(self, role: str) -> bool:
+        """Whether Python files that come with a role's model may run; the policy's tokenizer is actor_train's."""
+        worker: WorkerConfig | None = getattr(self, role, None)
+        return worker is not None and worker.model_args.trust_remote_code
+
     def of_teacher(self) -> Self:
         """The configuration of the start of a tiny teacher.
 

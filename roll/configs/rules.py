@@ -94,6 +94,10 @@ def check_roles(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if role in ("actor_infer", "reference") and own != actor and config.model_of(role) == config.pretrain:
             key, expected = "model_args.model_config_kwargs", "the same as actor_train's, whose model it is"
             yield ConfigProblem(f"{role}.{key}", own, f"{expected}: {actor}", involves=(f"actor_train.{key}",))
+        key, same = "model_args.trust_remote_code", role != "actor_train" and config.model_of(role) == config.pretrain
+        if same and (own_trust := config.trusts(role)) != config.trusts("actor_train"):
+            expected, actor_key = "the same as actor_train's, whose model it is", f"actor_train.{key}"
+            yield ConfigProblem(f"{role}.{key}", own_trust, expected, involves=(actor_key, "pretrain"))
         if worker.data_args not in (DataArguments(), config.actor_train.data_args):
             expected = "the same as actor_train.data_args, which is what is read, or nothing"
             yield ConfigProblem(f"{role}.data_args", "a section", expected, involves=("actor_train.data_args",))

@@ -1,4 +1,4 @@
-"""Opens and writes models in Hugging Face format. Weights are safetensors; code that comes with a model never runs."""
+"""Opens and writes models in Hugging Face format. Weights are safetensors; a model's own code runs only if asked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from roll.models.tokenizer import TOKENIZER_FILES, locate_model
+from roll.models.scoring import check_output_layer
+from roll.models.tokenizer import TOKENIZER_FILES, asking_for_trust, locate_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -39,16 +40,20 @@ def resolve_dtype(name: str | None, config: PreTrainedConfig | None = None) -> t
     return dtype
 
 
-def load_config(path: str, config_kwargs: Mapping[str, Any] | None = None) -> PreTrainedConfig:
+def load_config(
+    path: str, config_kwargs: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
+) -> PreTrainedConfig:
     """The model's configuration, with entries replaced by ``config_kwargs``.
 
     Raises:
-        ValueError: no such folder, no ``config.json`` in it, or an entry that the configuration does not have.
+        ValueError: no such folder, no ``config.json`` in it, an entry that the configuration does not have, or a model
+            with code of its own, which runs with ``trust_remote_code`` alone.
     """
     from transformers import AutoConfig
 
     path, local = locate_model(path)
-    config = AutoConfig.from_pretrained(path, local_files_only=local, trust_remote_code=False)
+    with asking_for_trust(path):
+        config = AutoConfig.from_pretrained(path, local_files_only=local, trust_remote_code=trust_remote_code)
     for key, value in (config_kwargs or {}).items():
         if not hasattr(config, key):
             raise ValueError(f"model_config_kwargs.{key}: {type(config).__name__} has no such entry")
@@ -63,6 +68,7 @@ def load_causal_lm(
     device: torch.device | str = "cpu",
     attn_implementation: str | None = None,
     config_kwargs: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode.
 
@@ -72,11 +78,12 @@ def load_causal_lm(
         device: where the weights go.
         attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2`` …; ``None`` lets transformers choose.
         config_kwargs: entries of the model's configuration to replace.
+        trust_remote_code: whether Python files that come with the model may run.
 
     Raises:
-        ValueError: no such folder, or nothing in it that can be loaded.
+        ValueError: no such folder, nothing in it that can be loaded, or a model whose own code changes its logits.
     """
-    return _load("lm", path, dtype, device, attn_implementation, config_kwargs)
+    return _load("lm", path, dtype, device, attn_implementation, config_kwargs, trust_remote_code)
 
 
 def load_trunk(
@@ -86,9 +93,10 @@ def load_trunk(
     device: torch.device | str = "cpu",
     attn_implementation: str | None = None,
     config_kwargs: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model without its output layer: what a value head sits on. Arguments as ``load_causal_lm``."""
-    return _load("value", path, dtype, device, attn_implementation, config_kwargs)
+    return _load("value", path, dtype, device, attn_implementation, config_kwargs, trust_remote_code)
 
 
 def make_skeleton(
@@ -98,6 +106,7 @@ def make_skeleton(
     dtype: torch.dtype,
     attn_implementation: str | None = None,
     config_kwargs: Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model with unset weights, for ranks that receive them: its memory is not touched until it is filled."""
     from transformers import AutoModel, AutoModelForCausalLM
@@ -105,10 +114,9 @@ def make_skeleton(
 
     kind = AutoModelForCausalLM if head == "lm" else AutoModel
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    config = load_config(path, config_kwargs, trust_remote_code=trust_remote_code)
     with no_init_weights():
-        model: PreTrainedModel = kind.from_config(
-            load_config(path, config_kwargs), dtype=dtype, trust_remote_code=False, **options
-        )
+        model: PreTrainedModel = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code, **options)
     model.tie_weights()  # initialisation would have done it
     return model.eval()
 
@@ -168,8 +176,9 @@ def classifier_of(config: PreTrainedConfig) -> str:
 def copy_companions(source: Path, target: Path, tokenizer: Path | None = None) -> None:
     """Copies what stands beside the weights of a model folder into one that is made from it.
 
-    Tokenizer files, and ``generation_config.json`` in place of the one that ``save_config`` wrote: a model with unset
-    weights knows its configuration alone, not which other tokens end a completion. A hub name as ``source`` has none.
+    Tokenizer files, the Python files of a model that has code of its own, and ``generation_config.json`` in place of
+    the one that ``save_config`` wrote: a model with unset weights knows its configuration alone, not which other tokens
+    end a completion. A hub name as ``source`` has none.
 
     Args:
         source: the model folder.
@@ -183,6 +192,15 @@ def copy_companions(source: Path, target: Path, tokenizer: Path | None = None) -
         for file in (file for pattern in patterns for file in folder.glob(pattern)):
             if file.is_file():
                 shutil.copy2(file, target / file.name)
+    copy_own_code(source, target)
+
+
+def copy_own_code(source: Path, target: Path) -> None:
+    """Copies the Python files of a model that has code of its own into a folder whose ``config.json`` names them."""
+    config = target / "config.json"
+    if source.resolve() != target.resolve() and config.is_file() and "auto_map" in json.loads(config.read_text()):
+        for file in source.glob("*.py"):
+            shutil.copy2(file, target)
 
 
 def _load(
@@ -192,6 +210,7 @@ def _load(
     device: torch.device | str,
     attn_implementation: str | None,
     config_kwargs: Mapping[str, Any] | None,
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
     from safetensors import SafetensorError
     from transformers import AutoModel, AutoModelForCausalLM
@@ -200,7 +219,7 @@ def _load(
     if not sys.stderr.isatty():
         disable_progress_bar()  # in a log it is lines that overwrite nothing
     path, local = locate_model(path)
-    config = load_config(path, config_kwargs)
+    config = load_config(path, config_kwargs, trust_remote_code=trust_remote_code)
     kind = AutoModelForCausalLM if head == "lm" else AutoModel
     options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
@@ -210,7 +229,7 @@ def _load(
             dtype=dtype or resolve_dtype(None, config),
             use_safetensors=True,
             local_files_only=local,
-            trust_remote_code=False,
+            trust_remote_code=trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below
             **options,
@@ -224,7 +243,10 @@ def _load(
         raise ValueError(f"model path {path!r}: {len(missing)} weights are missing, the first is {missing[0]!r}")
     for name, seen, expected in report["mismatched_keys"]:
         raise ValueError(f"model path {path!r}: {name}: seen shape {tuple(seen)}, expected {tuple(expected)}")
-    return model.to(device).eval()  # type: ignore[arg-type]
+    model = model.to(device).eval()  # type: ignore[arg-type]
+    if trust_remote_code and head == "lm":
+        check_output_layer(model)
+    return model
 
 
 def converts_weights(model: PreTrainedModel) -> bool:

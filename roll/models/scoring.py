@@ -340,3 +340,21 @@ def logit_transform(config: object) -> Callable[[Tensor], Tensor]:
         return lambda logits: torch.tanh(logits / softcap) * softcap
     factor = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     return (lambda logits: logits * factor) if factor != 1.0 else (lambda logits: logits)
+
+
+@torch.no_grad()
+def check_output_layer(model: PreTrainedModel) -> None:
+    """Compares a model's own logits with those that ``TokenScorer`` makes of its hidden states.
+
+    Raises:
+        ValueError: they differ: code of the model's own does something to them that nobody else knows.
+    """
+    ids_RC = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
+    hidden_RCH = model.base_model(input_ids=ids_RC, use_cache=False).last_hidden_state
+    ours = logit_transform(model.config)(model.get_output_embeddings()(hidden_RCH).float())
+    theirs = model(input_ids=ids_RC, use_cache=False).logits.float()
+    if not torch.allclose(ours, theirs, rtol=1e-2, atol=1e-2 * float(theirs.abs().max())):
+        raise ValueError(
+            f"{type(model).__name__} changes what its output layer gives, in code of its own; expected a model whose "
+            "logits are those of its output layer, which is what is trained"
+        )

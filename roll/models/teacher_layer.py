@@ -11,18 +11,19 @@ from roll.models.megatron.weight_files import WeightFiles
 from roll.models.scoring import logit_transform
 
 
-def load_teacher_layer(path: str, dtype: torch.dtype) -> TeacherLayer:
+def load_teacher_layer(path: str, dtype: torch.dtype, *, trust_remote_code: bool = False) -> TeacherLayer:
     """A model's output layer in host memory.
 
     Args:
         path: folder in Hugging Face format, or a hub name.
         dtype: that it computes in.
+        trust_remote_code: whether Python files that come with the model may run.
 
     Raises:
         ValueError: it is not a linear map of the hidden states, or its weights are not in the files.
     """
     with torch.device("meta"):
-        model = make_skeleton("lm", path, dtype=dtype)
+        model = make_skeleton("lm", path, dtype=dtype, trust_remote_code=trust_remote_code)
     layer = model.get_output_embeddings()
     if not isinstance(layer, nn.Linear):
         raise ValueError(f"teacher {path!r}: the output layer is a {type(layer).__name__}, expected Linear")
@@ -56,5 +57,6 @@ def make_comparison(
     """
     layer = None
     if spec.teacher_path is not None:
-        layer = load_teacher_layer(spec.teacher_path, dtype).rows(vocabulary.start, num_logits)
+        layer = load_teacher_layer(spec.teacher_path, dtype, trust_remote_code=spec.trusts_teacher)
+        layer = layer.rows(vocabulary.start, num_logits)
     return Comparison(spec, vocabulary, temperature if temperature > 0 else 1.0, layer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,60 +23,93 @@ TOKENIZER_FILES = (
 )
 
 
-def load_tokenizer(path: str, *, alone: bool = False) -> PreTrainedTokenizerBase:
+@contextlib.contextmanager
+def asking_for_trust(path: str) -> Iterator[None]:
+    """Says which key runs the code that a model comes with, where Transformers refuses it.
+
+    Raises:
+        ValueError: it does.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ValueError(
+            f"model path {path!r}: it comes with Python files of its own, which would have to run; read them, then "
+            "allow it with trust_remote_code: true (in model_args of its role, or beside a reward model's model_path)"
+        ) from error
+
+
+def load_tokenizer(path: str, *, alone: bool = False, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The model's tokenizer.
 
     Args:
         path: a model's folder, or its name on the hub.
         alone: whether a folder may hold a tokenizer and no model.
+        trust_remote_code: whether Python files that come with it may run.
 
     Raises:
-        ValueError: no such folder, or no tokenizer in it.
+        ValueError: no such folder, no tokenizer in it, or one with code of its own that may not run.
     """
     path, local = locate_model(path, tokenizer_alone=alone)
     if local and not any(any(Path(path).glob(pattern)) for pattern in TOKENIZER_FILES):
         # transformers would make an empty one from the model's configuration.
         raise ValueError(f"model path {path!r}: no tokenizer files in it, such as tokenizer.json")
     try:
-        tokenizer: PreTrainedTokenizerBase = _tokenizer_class(path, local).from_pretrained(
-            path, local_files_only=local, trust_remote_code=False
-        )
+        with asking_for_trust(path):
+            tokenizer: PreTrainedTokenizerBase = _tokenizer_class(path, local).from_pretrained(
+                path, local_files_only=local, trust_remote_code=trust_remote_code
+            )
     except OSError as error:
         raise ValueError(f"model path {path!r}: no tokenizer in Hugging Face format ({error})") from error
     return tokenizer
 
 
-def policy_tokenizer(pretrain: str, tokenizer_path: str | None = None) -> PreTrainedTokenizerBase:
+def policy_tokenizer(
+    pretrain: str, tokenizer_path: str | None = None, *, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a run's policy before there is a model: ``pretrain`` may be ``tiny``.
 
     Args:
         pretrain: the model.
         tokenizer_path: where the tokenizer is, if it is not the model's.
+        trust_remote_code: whether Python files that come with it may run.
 
     Raises:
         ValueError: see ``load_tokenizer``.
     """
     if tokenizer_path is not None:
-        return load_tokenizer(tokenizer_path, alone=True)
+        return load_tokenizer(tokenizer_path, alone=True, trust_remote_code=trust_remote_code)
     if pretrain == TINY:
         from roll.models.tiny import make_tokenizer
 
         return make_tokenizer()
-    return load_tokenizer(pretrain)
+    return load_tokenizer(pretrain, trust_remote_code=trust_remote_code)
 
 
-def check_same_ids(pretrain: str, teacher: str, tokenizer_path: str | None = None) -> None:
+def check_same_ids(
+    pretrain: str,
+    teacher: str,
+    tokenizer_path: str | None = None,
+    *,
+    trust_policy: bool = False,
+    trust_teacher: bool = False,
+) -> None:
     """Compares the vocabularies of a policy and its teacher: an id that both have stands for the same token.
 
     Args:
         pretrain: the policy, which may be ``tiny``.
         teacher: the teacher, likewise.
         tokenizer_path: where the policy's tokenizer is, if it is not the model's.
+        trust_policy: whether Python files that come with the policy's tokenizer may run.
+        trust_teacher: the same of the teacher's.
 
     Raises:
         ValueError: they differ, or a tokenizer cannot be read.
     """
-    tokens, others = policy_tokenizer(pretrain, tokenizer_path).get_vocab(), policy_tokenizer(teacher).get_vocab()
+    tokens = policy_tokenizer(pretrain, tokenizer_path, trust_remote_code=trust_policy).get_vocab()
+    others = policy_tokenizer(teacher, trust_remote_code=trust_teacher).get_vocab()
     names = {index: token for token, index in others.items()}
     shared = [(index, token) for token, index in tokens.items() if index in names]
     wrong = sorted((index, token, names[index]) for index, token in shared if names[index] != token)

@@ -67,11 +67,12 @@ def aligned(
         teacher: its role.
         policy: the policy's tokenizer.
     """
-    own = load_tokenizer(context.model_path)
+    args = context.worker.model_args
+    own = load_tokenizer(context.model_path, trust_remote_code=args.trust_remote_code)
     if own.get_vocab() == policy.get_vocab():
         return context, teacher
-    text = load_config(context.model_path, context.worker.model_args.model_config_kwargs).get_text_config()
+    config = load_config(context.model_path, args.model_config_kwargs, trust_remote_code=args.trust_remote_code)
     longest = _MORE_TOKENS * context.sequence_length
-    longest = min(longest, getattr(text, "max_position_embeddings", None) or longest)
+    longest = min(longest, getattr(config.get_text_config(), "max_position_embeddings", None) or longest)
     retokenizer = Retokenizer(policy, own, context.template, longest)
     return replace(context, tokenizer_path=None, sequence_length=longest), AlignedTeacher(teacher, retokenizer)

@@ -26,6 +26,7 @@ from roll.pipeline.session import RunFailedError, RunSession
 from roll.pipeline.start import Start, start_of
 from roll.pipeline.workers import InferWorker, ScoreWorker, TrainWorker
 from roll.preflight.choices import role_requests
+from roll.preflight.models import trusted_code
 from roll.preflight.templates import describe_template
 from roll.tracking.checkpointer import CheckpointError
 from roll.utils.collector import calm_collector
@@ -93,6 +94,8 @@ def launch(
             )
             return EXIT_OK
         with SignalGuard() as signals, session, signals.named():
+            for line in trusted_code(config):
+                logger.warning("%s", line)
             for line in notes:
                 session.display.note(line)
             with ExitStack() as stack:

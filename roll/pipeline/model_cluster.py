@@ -73,7 +73,9 @@ class ModelCluster:
         if self._offload_manager is not None:
             self._offload_manager.reserve(self.cluster.name)
         if self._by_work:
-            self.linear = 6 * int(load_config(context.model_path).get_text_config().hidden_size)
+            trusts = context.worker.model_args.trust_remote_code
+            sizes = load_config(context.model_path, trust_remote_code=trusts).get_text_config()
+            self.linear = 6 * int(sizes.hidden_size)
         self.cluster.rendezvous()
         return self.cluster.submit_each("setup", [(context.at_rank(rank, self.size),) for rank in range(self.size)])
 

@@ -98,7 +98,10 @@ def model_shapes(config: PipelineConfig) -> dict[str, ModelShape]:
         try:
             sizes = model_config(config, "actor_infer" if role == VAL_INFER else role)
             if sizes is None:
-                sizes = load_config(model, worker.model_args.model_config_kwargs).get_text_config()
+                args = worker.model_args
+                sizes = load_config(
+                    model, args.model_config_kwargs, trust_remote_code=args.trust_remote_code
+                ).get_text_config()
             shapes[role] = ModelShape.of(sizes.to_dict())
         except (OSError, ValueError) as error:
             key = next((key for key, name in config.models.items() if name == model), "pretrain")

@@ -96,12 +96,20 @@ class Roles:
         """
         loading = []
         if (divergence := self.config.divergence) is not None:
-            self._teaching = Teaching.of(divergence, self.config.teacher_temperature, model_path, teacher_path)
+            self._teaching = Teaching.of(
+                divergence,
+                self.config.teacher_temperature,
+                model_path,
+                teacher_path,
+                trust_policy=self.config.trusts("actor_train"),
+                trust_teacher=self.config.trusts("teacher"),
+            )
         if isinstance(self.teacher, ModelCluster):
             assert teacher_path is not None, "a rule"
             context, cluster = self._context("teacher", teacher_path), self.teacher
             if self.config.aligns_teacher:
-                policy = policy_tokenizer(model_path, self.config.tokenizer_path)
+                trusts = self.config.trusts("actor_train")
+                policy = policy_tokenizer(model_path, self.config.tokenizer_path, trust_remote_code=trusts)
                 context, self.teacher = aligned(context, cluster, policy)
             loading.append((cluster, cluster.submit_setup(context)))
         if isinstance(self.reference, ModelCluster):

@@ -34,7 +34,14 @@ class Teaching:
 
     @classmethod
     def of(
-        cls, divergence: DivergenceConfig, temperature: float, model_path: str, teacher_path: str | None
+        cls,
+        divergence: DivergenceConfig,
+        temperature: float,
+        model_path: str,
+        teacher_path: str | None,
+        *,
+        trust_policy: bool = False,
+        trust_teacher: bool = False,
     ) -> Teaching:
         """The setting of a run.
 
@@ -43,10 +50,12 @@ class Teaching:
             temperature: divides the logits of both.
             model_path: the policy's folder or hub name.
             teacher_path: the teacher's; ``None``: its top tokens are on disk.
+            trust_policy: whether Python files that come with the policy may run.
+            trust_teacher: the same of the teacher's.
         """
-        shared = _num_ids(model_path, teacher_path)
+        shared = _num_ids(model_path, teacher_path, trust_policy, trust_teacher)
         if divergence.logits_topk is None:
-            return cls(ComparisonSpec(divergence, temperature, teacher_path, shared))
+            return cls(ComparisonSpec(divergence, temperature, teacher_path, trust_teacher, shared))
         return cls(ComparisonSpec(divergence, temperature), divergence.logits_topk, shared)
 
 
@@ -71,9 +80,9 @@ def with_teacher(batch: Batch, scores: TokenScores, teaching: DivergenceConfig |
     return batch.replace(**columns)
 
 
-def _num_ids(model_path: str, teacher_path: str | None) -> int | None:
+def _num_ids(model_path: str, teacher_path: str | None, trust_policy: bool, trust_teacher: bool) -> int | None:
     """Ids that both models have, from 0 on; ``None`` where no teacher is loaded."""
     if teacher_path is None:
         return None
-    sizes = [load_config(path).get_text_config().vocab_size for path in (model_path, teacher_path)]
-    return int(min(sizes))
+    models = ((model_path, trust_policy), (teacher_path, trust_teacher))
+    return int(min(load_config(path, trust_remote_code=trust).get_text_config().vocab_size for path, trust in models))

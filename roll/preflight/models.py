@@ -30,8 +30,9 @@ def check_models(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if model == TINY:
             continue
         if (folder.expanduser() / "config.json").is_file():
-            _, problem = _read_config(model)
-            if problem:
+            trusts = any(worker.model_args.trust_remote_code for worker in _readers(config, model).values())
+            _, problem = _read_config(model, trust_remote_code=trusts)
+            if problem and "trust_remote_code" not in problem:  # see check_trust
                 yield ConfigProblem(key, model, "a model that Transformers knows", problem)
             continue
         if folder.exists():
@@ -45,6 +46,42 @@ def check_models(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("resume_from_checkpoint", seen, "true, false or an existing checkpoint folder")
 
 
+def check_trust(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Models that come with code of their own, without which they cannot be read, are trusted."""
+    for role, worker in sections(config):
+        model = config.model_of(role)
+        if worker.model_args.trust_remote_code or (role != "actor_train" and model == config.pretrain):
+            continue  # a copy of the policy says what actor_train does: a rule
+        if "trust_remote_code" in _read_config(model)[1]:
+            files = ", ".join(sorted(path.name for path in Path(model).expanduser().glob("*.py")))
+            expected = f"true, for a model that comes with code of its own ({files}), once you have read it"
+            key = f"{role}.model_args.trust_remote_code"
+            yield ConfigProblem(key, False, expected, f"the model is {model}", involves=("pretrain",))
+
+
+def _readers(config: PipelineConfig, model: str) -> dict[str, WorkerConfig]:
+    """The roles that start from a model."""
+    return {role: worker for role, worker in sections(config) if config.model_of(role) == model}
+
+
+def trusted_code(config: PipelineConfig) -> list[str]:
+    """A warning for every model whose own code may run, with the key that allows it and the folder."""
+    found = []
+    for role, worker in sections(config):
+        if worker.model_args.trust_remote_code:
+            own_tokenizer = config.tokenizer_path if role == "actor_train" else None
+            folders = " and ".join(filter(None, (config.model_of(role), own_tokenizer)))
+            found.append((f"{role}.model_args.trust_remote_code", folders))
+    for name, domain in getattr(config, "rewards", {}).items():
+        for verifier in domain.verifiers:
+            args, base = verifier.args, f"rewards.{name}.verifiers.{verifier.name}.args"
+            if args.get("trust_remote_code"):
+                found.append((f"{base}.trust_remote_code", args.get("model_path")))
+            if ((args.get("engine") or {}).get("model_args") or {}).get("trust_remote_code"):
+                found.append((f"{base}.engine.model_args.trust_remote_code", args.get("judge_model_name")))
+    return [f"{key}: Python files that come with {model} run, with all that this run may do" for key, model in found]
+
+
 def check_tokenizer(config: PipelineConfig) -> list[ConfigProblem]:
     """A tokenizer of its own is one, and the model has a row for each of its tokens."""
     key, path = "tokenizer_path", config.tokenizer_path
@@ -56,7 +93,7 @@ def check_tokenizer(config: PipelineConfig) -> list[ConfigProblem]:
     if not folder.exists() and _HUB_ID.fullmatch(path):
         return []
     try:
-        tokenizer = load_tokenizer(path, alone=True)
+        tokenizer = load_tokenizer(path, alone=True, trust_remote_code=config.trusts("actor_train"))
     except ValueError as error:
         return [ConfigProblem(key, path, "a tokenizer's folder, or an org/name on the hub", str(error))]
     sizes = model_config(config, "actor_train")
@@ -143,7 +180,9 @@ def check_model_kwargs(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """``model_config_kwargs`` are entries that the model's configuration has."""
     for role, worker in sections(config):
         given = worker.model_args.model_config_kwargs
-        sizes, _ = _read_config(config.model_of(role), *config.tiny_sizes) if given else (None, "")
+        trusts = worker.model_args.trust_remote_code
+        path = config.model_of(role)
+        sizes, _ = _read_config(path, *config.tiny_sizes, trust_remote_code=trusts) if given else (None, "")
         known = set() if sizes is None else set(sizes.to_dict())
         for key in given if sizes is not None else ():
             if not hasattr(sizes, key):
@@ -165,7 +204,7 @@ def check_adapted_layers(config: PipelineConfig) -> list[ConfigProblem]:
     from roll.models.lora import UnknownLayerError, adapted_layers
 
     try:
-        layers = adapted_layers(_outline(sizes), targets, args.lora_excluded)
+        layers = adapted_layers(_outline(sizes, args.trust_remote_code), targets, args.lora_excluded)
     except UnknownLayerError as error:
         key = f"actor_train.model_args.{error.key}"
         return [ConfigProblem(key, getattr(args, error.key), error.expected, error.reason, involves=("pretrain",))]
@@ -182,20 +221,21 @@ def check_frozen_parts(config: PipelineConfig) -> Iterator[ConfigProblem]:
         from roll.models.freezing import UnknownPartError, frozen_parameters
 
         try:
-            frozen_parameters(_outline(sizes), prefixes, head=role == "critic")
+            outline = _outline(sizes, worker.model_args.trust_remote_code)
+            frozen_parameters(outline, prefixes, head=role == "critic")
         except UnknownPartError as error:
             key, seen = f"{role}.model_args.freeze_module_prefix", worker.model_args.freeze_module_prefix
             yield ConfigProblem(key, seen, error.expected, error.reason, involves=("pretrain",))
 
 
-def _outline(sizes: Any) -> Any:
+def _outline(sizes: Any, trust_remote_code: bool) -> Any:
     """A model without its weights."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     with torch.device("meta"), no_init_weights():
-        model = AutoModelForCausalLM.from_config(sizes, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(sizes, trust_remote_code=trust_remote_code)
         model.tie_weights()
     return model
 
@@ -220,6 +260,7 @@ def check_adapter_start(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 MODEL_CHECKS: tuple[Rule, ...] = (
     check_models,
+    check_trust,
     check_tokenizer,
     check_model_kwargs,
     check_fit,
@@ -234,8 +275,9 @@ MODEL_CHECKS: tuple[Rule, ...] = (
 def model_config(config: PipelineConfig, role: str) -> Any:
     """A role's model as its text part is configured, ``model_config_kwargs`` included; ``None`` if it is not on this
     machine or wrong, which is reported elsewhere."""
-    sizes, _ = _read_config(config.model_of(role), *config.tiny_sizes)
-    given = getattr(config, role).model_args.model_config_kwargs
+    args = getattr(config, role).model_args
+    trusts, given = args.trust_remote_code, args.model_config_kwargs
+    sizes, _ = _read_config(config.model_of(role), *config.tiny_sizes, trust_remote_code=trusts)
     if sizes is None or not all(hasattr(sizes, key) for key in given):
         return None
     if given:
@@ -243,7 +285,7 @@ def model_config(config: PipelineConfig, role: str) -> Any:
     return sizes.get_text_config()
 
 
-def _read_config(path: str, *tiny_sizes: int) -> tuple[Any, str]:
+def _read_config(path: str, *tiny_sizes: int, trust_remote_code: bool = False) -> tuple[Any, str]:
     """A model's configuration, and why it cannot be read; neither where there is none on this machine."""
     if path == TINY:
         from transformers import Qwen2Config
@@ -255,13 +297,13 @@ def _read_config(path: str, *tiny_sizes: int) -> tuple[Any, str]:
     if not file.is_file():
         return None, ""
     try:
-        return _parse_config(path, file.read_text(encoding="utf-8"))
+        return _parse_config(path, file.read_text(encoding="utf-8"), trust_remote_code)
     except OSError as error:
         return None, str(error)
 
 
 @functools.lru_cache(maxsize=8)
-def _parse_config(path: str, text: str) -> tuple[Any, str]:
+def _parse_config(path: str, text: str, trust_remote_code: bool) -> tuple[Any, str]:
     """The same for a folder whose ``config.json`` says ``text``."""
     try:
         content = json.loads(text)
@@ -272,6 +314,6 @@ def _parse_config(path: str, text: str) -> tuple[Any, str]:
     from roll.models.loading import load_config
 
     try:
-        return load_config(path), ""
+        return load_config(path, trust_remote_code=trust_remote_code), ""
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return None, str(error).splitlines()[0]

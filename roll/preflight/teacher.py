@@ -21,7 +21,8 @@ def check_teacher(config: PipelineConfig) -> list[ConfigProblem]:
     ):
         return []
     try:
-        check_same_ids(config.pretrain, teacher, config.tokenizer_path)
+        trust = {"trust_policy": config.trusts("actor_train"), "trust_teacher": config.trusts("teacher")}
+        check_same_ids(config.pretrain, teacher, config.tokenizer_path, **trust)
     except ValueError as error:
         expected = "a model with the policy's vocabulary, or in an RL run align_tokenizers: text"
         return [ConfigProblem("teacher_pretrain", teacher, expected, str(error), involves=("pretrain",))]

@@ -75,7 +75,8 @@ def _has_turns(config: PipelineConfig) -> bool:
 
 
 def _report(config: PipelineConfig) -> TemplateReport:
-    tokenizer = policy_tokenizer(config.pretrain, config.tokenizer_path)
+    trusts = config.trusts("actor_train")
+    tokenizer = policy_tokenizer(config.pretrain, config.tokenizer_path, trust_remote_code=trusts)
     return check_renderer(ChatRenderer(tokenizer, ChatTemplate.of(config.actor_train.data_args)), parsers())
 
 

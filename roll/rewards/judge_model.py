@@ -81,7 +81,9 @@ class HostedJudge:
     def __init__(self, model: str, engine: JudgeEngine, sampling: SamplingParams, most: int, host: HostModel) -> None:
         self._model = host(model, engine, most)
         template = ChatTemplate(engine.template, engine.chat_template_kwargs)
-        self._renderer = ChatRenderer(load_tokenizer(model), template)
+        self._renderer = ChatRenderer(
+            load_tokenizer(model, trust_remote_code=engine.model_args.trust_remote_code), template
+        )
         self._sampling = sampling
         self._numbers = itertools.count()
 

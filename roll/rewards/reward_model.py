@@ -58,6 +58,9 @@ class RewardModelConfig(Config):
     dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
         default=None, description="Number format of the weights. null: what the model's config.json says."
     )
+    trust_remote_code: bool = Field(
+        default=False, description="Run Python files that come with the model, as in model_args; only if you know them."
+    )
     device: str = Field(default="auto", description="cpu, cuda, cuda:1 …; `auto`: cuda where one is visible, else cpu.")
     attn_implementation: str | None = Field(
         default=None, description="sdpa, eager, flash_attention_2 …; null: the library's choice."
@@ -128,7 +131,7 @@ class RewardModelVerifier(Verifier):
         if problems := list(config.problems()):
             raise ConfigErrors(problems)
         self._args = config
-        self.tokenizer = _load_tokenizer(config.model_path)
+        self.tokenizer = _load_tokenizer(config)
         self._template = read_template(config.template)
         self._control = ControlText(self.tokenizer)
         self._check_template()
@@ -138,7 +141,7 @@ class RewardModelVerifier(Verifier):
             self.model = _load_model(config).to(self._device)  # type: ignore[arg-type]
             sizes = self.model.config
         else:
-            sizes = _load_config(config.model_path)
+            sizes = _load_config(config)
             self._remote = RemoteClassifier(config.remote, int(sizes.num_labels or 0))
         self._label = _label_index(config, sizes)
         self._text_config = sizes.get_text_config()
@@ -299,11 +302,11 @@ def _assistant(answer: str) -> dict[str, str]:
     return {"role": "assistant", "content": answer}
 
 
-def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+def _load_tokenizer(config: RewardModelConfig) -> PreTrainedTokenizerBase:
     from roll.models.tokenizer import load_tokenizer
 
     try:
-        return load_tokenizer(path)
+        return load_tokenizer(config.model_path, trust_remote_code=config.trust_remote_code)
     except ValueError as error:
         raise ValueError(f"model_path: {error}") from error
 
@@ -312,15 +315,17 @@ def _load_model(config: RewardModelConfig) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForSequenceClassification
 
+    sizes = _load_config(config)
     options: dict[str, Any] = {"dtype": getattr(torch, _DTYPES[config.dtype]) if config.dtype else "auto"}
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
     try:
         loaded: Any = AutoModelForSequenceClassification.from_pretrained(
             str(Path(config.model_path).expanduser()),
+            config=sizes,
             use_safetensors=True,
             local_files_only=True,
-            trust_remote_code=False,
+            trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
             **options,
         )
@@ -339,11 +344,11 @@ def _load_model(config: RewardModelConfig) -> PreTrainedModel:
     return model.eval()
 
 
-def _load_config(path: str) -> PreTrainedConfig:
+def _load_config(config: RewardModelConfig) -> PreTrainedConfig:
     from roll.models.loading import load_config
 
     try:
-        return load_config(path)
+        return load_config(config.model_path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"model_path: {error}") from error
 

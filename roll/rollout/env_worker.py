@@ -74,6 +74,8 @@ class EnvWorkerContext:
     """What the policy may call beside playing."""
     token_check: TokenCheck = "disable"
     """How rows that are trained are compared with their conversations."""
+    trust_remote_code: bool = False
+    """Whether Python files that come with the tokenizer may run."""
 
 
 class EnvironmentWorker(RolloutWorker):
@@ -84,7 +86,9 @@ class EnvironmentWorker(RolloutWorker):
 
         self.context = context
         self.retries = context.retries
-        renderer = ChatRenderer(load_tokenizer(context.tokenizer_path, alone=True), context.template)
+        trusts = context.trust_remote_code
+        tokenizer = load_tokenizer(context.tokenizer_path, alone=True, trust_remote_code=trusts)
+        renderer = ChatRenderer(tokenizer, context.template)
         self.managers: dict[str, EnvManager] = {
             tag: ENV_MANAGERS.get(config.env_manager_cls)(config, renderer, context.params, context.limits)
             for tag, config in context.envs.items()

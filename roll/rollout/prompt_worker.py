@@ -91,6 +91,8 @@ class PromptWorkerContext:
     """How rows that are trained are compared with their conversations."""
     agent: AgentConfig | None = None
     """The program that plays the prompts, if the policy does not answer them itself."""
+    trust_remote_code: bool = False
+    """Whether Python files that come with the tokenizer may run."""
 
 
 class PromptWorker(RolloutWorker):
@@ -103,7 +105,9 @@ class PromptWorker(RolloutWorker):
         from roll.models.tokenizer import load_tokenizer  # brings transformers
 
         self.context = context
-        renderer = ChatRenderer(load_tokenizer(context.tokenizer_path, alone=True), context.template)
+        trusts = context.trust_remote_code
+        tokenizer = load_tokenizer(context.tokenizer_path, alone=True, trust_remote_code=trusts)
+        renderer = ChatRenderer(tokenizer, context.template)
         self.managers = {
             name: PromptManager(renderer, params, context.limits) for name, params in context.params.items()
         }

@@ -261,6 +261,10 @@ class MegatronCard(EngineCard):
         """Experts can be dealt out to the workers of a stage; recomputation is on where it is described."""
         options = worker.strategy_args.typed()
         assert isinstance(options, MegatronConfig)
+        if worker.model_args.trust_remote_code:
+            name, key = worker.strategy_args.strategy_name, f"{role}.model_args.trust_remote_code"
+            expected = f"false with {name}, which computes models in Megatron's own code; fsdp2 and hf_infer run theirs"
+            yield ConfigProblem(key, True, expected)
         if worker.num_workers % options.model_parallel_size == 0:
             yield from _expert_problems(role, worker, options)
             yield from _recompute_problems(role, worker, options)

@@ -62,7 +62,7 @@ OWNED_OPTIONS = {
     "max_lora_rank": "lora_rank in actor_train",
     "max_loras_per_batch": "lora_target in actor_train",
     "max_loaded_loras": "lora_target in actor_train",
-    "trust_remote_code": "no such key, since code that comes with a model never runs",
+    "trust_remote_code": "model_args.trust_remote_code",
     "sampling_backend": "no such key, since seeds and log-probs are those of hf_infer",
     "enable_custom_logit_processor": "no such key, since sampling parameters travel with it",
     "speculative_algorithm": "no such key, since draft tokens would report other log-probs",

@@ -61,7 +61,7 @@ OWNED_OPTIONS = {
     "enable_lora": "lora_target in actor_train",
     "max_lora_rank": "lora_rank in actor_train",
     "max_loras": "lora_target in actor_train",
-    "trust_remote_code": "no such key, since code that comes with a model never runs",
+    "trust_remote_code": "model_args.trust_remote_code",
     "max_logprobs": "logits_topk",
     "logprobs_mode": "no such key, since log-probs follow the sampling temperature",
     "speculative_config": "no such key, since draft tokens would report other log-probs",

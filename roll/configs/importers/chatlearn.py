@@ -10,6 +10,7 @@ from roll.configs.importers.common import (
     set_budget,
     tidy_engines,
     to_do,
+    trust_code,
     verl_columns,
 )
 from roll.configs.importers.draft import Draft, Kind
@@ -50,6 +51,7 @@ def derive(draft: Draft) -> None:
     _validation(draft)
     _batches(draft)
     drop_unread(draft)
+    trust_code(draft, [f"{section}.trust_remote_code" for section in (TRAINER, POLICY, REF)])
     tidy_engines(draft)
     profiler_of_chatlearn(draft)
 

@@ -117,9 +117,13 @@ def drop_unread_of_roles(draft: Draft) -> None:
 
 def tidy_engines(draft: Draft) -> None:
     """Makes every role's options such as its engine takes: sizes of 1 that mean nothing, null sections, kernels."""
+    names = {role: draft.get(f"{role}.strategy_args.strategy_name", "") for role, _ in draft.roles()}
+    megatron = any(name.startswith("megatron") for name in names.values())
     for role, section in list(draft.roles()):
-        base = f"{role}.strategy_args.strategy_config"
-        name = draft.get(f"{role}.strategy_args.strategy_name", "")
+        base, name = f"{role}.strategy_args.strategy_config", names[role]
+        if megatron and draft.get(f"{role}.model_args.trust_remote_code"):
+            note = "Megatron computes models in code of its own; with fsdp2_train give it to every role"
+            draft.drop_ours(f"{role}.model_args.trust_remote_code", note)
         if draft.get(base, {}) is None:
             draft.remove(base)
         if draft.get(f"{base}.sequence_parallel") and draft.get(f"{base}.tensor_model_parallel_size", 1) == 1:
@@ -210,6 +214,23 @@ def set_everywhere(draft: Draft, key: str, roles: tuple[str, ...]) -> None:
     for role in roles:
         if value is not None and role in draft.ours:
             draft.set(f"{role}.{key}", value)
+
+
+def trust_code(
+    draft: Draft, keys: list[str], roles: tuple[str, ...] = ("actor_train", "actor_infer", "reference")
+) -> None:
+    """Lets code that comes with a model run where their files ask for it.
+
+    Args:
+        draft: the configuration, all its roles there.
+        keys: of theirs, of which one asks.
+        roles: of ours that load that model.
+    """
+    asked = [key for key in keys if draft.theirs(key)]
+    for role, _ in list(draft.roles()) if asked else ():
+        if role in roles:
+            note = "Python files that come with the model run: read them"
+            draft.derive(asked, f"{role}.model_args.trust_remote_code", True, note)
 
 
 def drop_nulls(draft: Draft, takes_null: Callable[[str], bool]) -> None:

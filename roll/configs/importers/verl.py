@@ -13,9 +13,11 @@ from roll.configs.importers.common import (
     set_everywhere,
     tidy_engines,
     to_do,
+    trust_code,
 )
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.profiling import profiler_of_verl
+from roll.configs.importers.table import ROLES
 from roll.configs.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
 from roll.configs.importers.verl_algorithm import set_algorithm, set_optimizer, set_rewards
 from roll.configs.importers.verl_roles import ACTOR, CRITIC, REF, ROLLOUT, set_critic, set_roles
@@ -39,6 +41,12 @@ def derive(draft: Draft) -> None:
         set_critic(draft)
     _batches(draft)
     drop_unread(draft)
+    policy = ["data.trust_remote_code", "actor_rollout_ref.model.trust_remote_code"]
+    if draft.get("reward_pretrain") is None:
+        trust_code(draft, policy, ROLES)
+    else:
+        trust_code(draft, policy)
+        trust_code(draft, ["critic.model.trust_remote_code"], ("critic",))
     tidy_engines(draft)
     profiler_of_verl(draft)
 

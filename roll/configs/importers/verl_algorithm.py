@@ -186,7 +186,13 @@ def set_rewards(draft: Draft) -> None:
         note = "data_source, with which the function is called, is the row's tag: custom"
         to_do(draft, f"{where}.path", note)
     elif model := _reward_model(draft):
-        _one_domain(draft, model, "reward_model", {"model_path": draft.theirs(model)})
+        trusted = {"trust_remote_code": True} if draft.theirs("reward_model.model.trust_remote_code") else {}
+        _one_domain(draft, model, "reward_model", {"model_path": draft.theirs(model), **trusted})
+        if trusted:
+            note = "Python files that come with the reward model run: read them"
+            draft.tell(
+                Kind.DERIVED, "reward_model.model.trust_remote_code", True, "rewards.reward_model.verifiers", note=note
+            )
     else:
         public_domains(draft, "data.reward_fn_key")
         _set_sandbox(draft)

@@ -12,6 +12,7 @@ from roll.configs.importers.common import (
     set_budget,
     tidy_engines,
     to_do,
+    trust_code,
 )
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.transforms import TRANSFORMS
@@ -36,6 +37,7 @@ def derive(draft: Draft) -> None:
     _optimizer(draft, engine)
     _batches(draft, engine)
     drop_unread_of_roles(draft)
+    trust_code(draft, ["model.trust_remote_code"])
     tidy_engines(draft)
 
 

@@ -112,4 +112,5 @@ def _worker_context(config: AgenticConfig, manager: EnvManagerConfig, tokenizer_
         retries=manager.env_retries,
         tools=config.tools and config.tools.placed(),
         token_check=config.tokenization_sanity_check if manager is config.train_env_manager else "disable",
+        trust_remote_code=config.trusts("actor_train"),
     )

@@ -202,12 +202,23 @@ def _add_export(commands: Any, add: Add) -> None:
         "--max-shard-size", default="4GiB", metavar="SIZE", help="of a file of weights, as 500MB or 4GiB (%(default)s)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace DIR if it is there")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python files that come with the model")
 
 
 def _export(options: argparse.Namespace) -> int:
     from roll.pipeline.commands.exporting import Job, run
 
-    names = ("model", "output", "role", "dtype", "merge_adapter", "base", "max_shard_size", "overwrite")
+    names = (
+        "model",
+        "output",
+        "role",
+        "dtype",
+        "merge_adapter",
+        "base",
+        "max_shard_size",
+        "overwrite",
+        "trust_remote_code",
+    )
     return run(Job(**{name: getattr(options, name) for name in names}))
 
 

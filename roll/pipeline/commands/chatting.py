@@ -43,7 +43,8 @@ def run(job: Job) -> int:
     worker = job.worker
     try:
         model = find_saved(job.model).model
-        renderer = ChatRenderer(load_tokenizer(base_of(model)[0]), ChatTemplate.of(worker.data_args))
+        tokenizer = load_tokenizer(base_of(model)[0], trust_remote_code=worker.model_args.trust_remote_code)
+        renderer = ChatRenderer(tokenizer, ChatTemplate.of(worker.data_args))
         engine = generator_of(model, worker, sequence_length=job.sequence_length, max_running_requests=1, seed=job.seed)
         with engine as generator:
             params = sampling_params(worker.generating_args)

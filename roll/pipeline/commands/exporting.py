@@ -32,6 +32,7 @@ class Job:
     base: str | None = None
     max_shard_size: str = "4GiB"
     overwrite: bool = False
+    trust_remote_code: bool = False
 
 
 def run(job: Job) -> int:
@@ -94,6 +95,7 @@ def _export(job: Job, saved: Saved) -> Any:
         base=job.base,
         config_kwargs=_config_kwargs(saved, model.name),
         max_file_bytes=num_bytes(job.max_shard_size),
+        trust_remote_code=job.trust_remote_code,
     )
 
 

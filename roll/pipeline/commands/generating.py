@@ -186,7 +186,7 @@ def _generate(job: Job, total: int, done: int, totals: Totals) -> None:
     from roll.rollout.answering import Answerer
 
     worker = job.worker
-    tokenizer = load_tokenizer(base_of(job.model)[0])
+    tokenizer = load_tokenizer(base_of(job.model)[0], trust_remote_code=worker.model_args.trust_remote_code)
     try:
         renderer = ChatRenderer(tokenizer, ChatTemplate.of(worker.data_args))
     except ValueError as error:

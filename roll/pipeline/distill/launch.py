@@ -21,7 +21,9 @@ def run_distill(config: DistillConfig, started: float | None = None) -> int:
 
 def _build(config: DistillConfig, parts: Parts) -> DistillPipeline | None:
     roles, train, held_out = parts.roles, parts.train, parts.held_out
-    vocab_size = load_config(parts.model_path).get_text_config().vocab_size
+    vocab_size = (
+        load_config(parts.model_path, trust_remote_code=config.trusts("actor_train")).get_text_config().vocab_size
+    )
     teacher = Teacher(config, roles, parts.teacher_path, vocab_size)
     held_out = None if held_out is None else teacher.ahead(held_out)
     on_disk = config.teacher_logprobs is not None

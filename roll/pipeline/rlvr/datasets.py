@@ -51,7 +51,8 @@ def make_data(generator: DataGeneratorConfig) -> None:
 
 def load_renderer(config: PromptsConfig) -> ChatRenderer:
     """The policy's tokenizer and chat template."""
-    tokenizer = policy_tokenizer(config.pretrain, config.tokenizer_path)
+    trusts = config.trusts("actor_train")
+    tokenizer = policy_tokenizer(config.pretrain, config.tokenizer_path, trust_remote_code=trusts)
     return ChatRenderer(tokenizer, ChatTemplate.of(config.actor_train.data_args))
 
 

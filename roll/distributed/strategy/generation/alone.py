@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,8 @@ from roll.distributed.weights.buckets import pack_buckets
 from roll.distributed.weights.contents import WeightBucket
 from roll.models.loading import load_config
 from roll.models.lora import ADAPTER_CONFIG, ADAPTER_FILE, LoraSpec
+
+logger = logging.getLogger(__name__)
 
 MOST_POSITIONS = 8192
 """Longest sample where nobody says, of a model that has more."""
@@ -60,8 +63,12 @@ def generator_of(
         MissingEngineError: the engine's package is not installed.
     """
     base, lora = base_of(model)
+    if worker.model_args.trust_remote_code:
+        logger.warning("model_args.trust_remote_code: Python files that come with %s run", base)
     if sequence_length is None:
-        text = load_config(base, worker.model_args.model_config_kwargs).get_text_config()
+        text = load_config(
+            base, worker.model_args.model_config_kwargs, trust_remote_code=worker.model_args.trust_remote_code
+        ).get_text_config()
         sequence_length = min(MOST_POSITIONS, getattr(text, "max_position_embeddings", None) or MOST_POSITIONS)
     context = StrategyContext(
         worker,

@@ -31,11 +31,16 @@ class ModelOutline:
 
     def __init__(self, context: StrategyContext) -> None:
         args = context.worker.model_args
-        config = load_config(context.model_path, args.model_config_kwargs)
+        trusts = args.trust_remote_code
+        config = load_config(context.model_path, args.model_config_kwargs, trust_remote_code=trusts)
         self.dtype = resolve_dtype(args.dtype, config)
         with torch.device("meta"):
             self._model: PreTrainedModel = make_skeleton(
-                "lm", context.model_path, dtype=self.dtype, config_kwargs=args.model_config_kwargs
+                "lm",
+                context.model_path,
+                dtype=self.dtype,
+                config_kwargs=args.model_config_kwargs,
+                trust_remote_code=trusts,
             )
         text = self._model.config.get_text_config()
         self.text_config = text
@@ -44,7 +49,7 @@ class ModelOutline:
         self.max_positions: int | None = getattr(text, "max_position_embeddings", None)
         self.stop_ids = stop_token_ids(
             _generation_config(context.model_path, self._model),
-            load_tokenizer(context.tokenizer_path or context.model_path, alone=True),
+            load_tokenizer(context.tokenizer_path or context.model_path, alone=True, trust_remote_code=trusts),
             context.template,
         )
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads

@@ -71,9 +71,12 @@ class HfInfer(Generator[WeightUpdate]):
             device=self._device,
             attn_implementation=_attention(model_args.attn_implementation),
             config_kwargs=model_args.model_config_kwargs,
+            trust_remote_code=model_args.trust_remote_code,
         )
         _check_model(self._model, context.sequence_length)
-        tokenizer = load_tokenizer(context.tokenizer_path or context.model_path, alone=True)
+        tokenizer = load_tokenizer(
+            context.tokenizer_path or context.model_path, alone=True, trust_remote_code=model_args.trust_remote_code
+        )
         self._adapter = MergedAdapter(self._model, context.lora) if context.lora is not None else None
         self.vocab_size = self._model.config.get_text_config().vocab_size
         self._scorer = TokenScorer(

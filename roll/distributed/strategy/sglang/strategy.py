@@ -259,7 +259,7 @@ def engine_arguments(
         "load_format": config.load_format,
         "disable_radix_cache": config.disable_radix_cache,
         "log_level": "error",
-        "trust_remote_code": False,
+        "trust_remote_code": context.worker.model_args.trust_remote_code,
     }
     if context.lora is not None:
         arguments |= {

@@ -37,6 +37,7 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         dtype=dtype,
         attn_implementation=ATTENTION.get(args.attn_implementation, args.attn_implementation),
         config_kwargs=args.model_config_kwargs,
+        trust_remote_code=args.trust_remote_code,
     )
     if args.use_liger_kernel:
         use_liger_kernels(model)

@@ -35,7 +35,7 @@ from roll.distributed.strategy.training.pieces import Piece, Spread, TensorForm,
 from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER, StoredShards
 from roll.distributed.strategy.training.tensor_files import MAX_FILE_BYTES, Reader, StoredTensors
 from roll.models.heads import VALUE_HEAD_FILE
-from roll.models.loading import GENERATION_FILE, Head, make_skeleton, resolve_dtype, to_hf_weights
+from roll.models.loading import GENERATION_FILE, Head, copy_own_code, make_skeleton, resolve_dtype, to_hf_weights
 from roll.models.lora import ADAPTER_CONFIG, ADAPTER_FILE, PREFIX, adapter_name, is_adapter, matrix_name
 from roll.models.tokenizer import TOKENIZER_FILES, locate_model
 
@@ -66,6 +66,8 @@ class Export:
     config_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Entries of the base's configuration that the run replaced."""
     max_file_bytes: int = MAX_FILE_BYTES
+    trust_remote_code: bool = False
+    """Whether Python files that come with the model may run."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ def _model_pieces(
     """
     stated = json.loads((folder / _CONFIG).read_text(encoding="utf-8")).get("dtype")
     dtype = export.dtype or resolve_dtype(stated)
-    model = _skeleton(kind, folder)
+    model = _skeleton(kind, folder, export.trust_remote_code)
     pieces = [hf_piece(model, name, _as(one, dtype), torch.Size(one.shape)) for name, one in trunk.items()]
     return model_tensors(pieces, head, kind, model.base_model_prefix)
 
@@ -193,7 +195,7 @@ def _adapter(export: Export, folder: Path, matrices: Mapping[str, Spread]) -> _D
     if unusual := [key for key in _UNUSUAL if config.get(key)] + ["bias"] * (config.get("bias", "none") != "none"):
         raise ValueError(f"{folder}: {unusual[0]} is {config[unusual[0]]!r}, expected an adapter without it to merge")
     base = _local(export.base or config["base_model_name_or_path"])
-    skeleton, scale = _skeleton("lm", base), config["lora_alpha"] / config["r"]
+    skeleton, scale = _skeleton("lm", base, export.trust_remote_code), config["lora_alpha"] / config["r"]
     layers = _layers(skeleton, matrices)
     stored = _spreads(StoredTensors(base, weight_files(base)))
     if missing := [name for name in layers if name not in stored]:
@@ -265,6 +267,7 @@ def _write_beside(export: Export, draft: _Draft, target: Path) -> None:
         content.pop("torch_dtype", None)  # its name of old
         content["dtype"] = str(export.dtype).removeprefix("torch.")
     (target / _CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    copy_own_code(folders[0], target)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -292,10 +295,10 @@ def _local(base: str) -> Path:
     return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors", *TOKENIZER_FILES]))
 
 
-def _skeleton(kind: Head, folder: Path) -> PreTrainedModel:
+def _skeleton(kind: Head, folder: Path, trust_remote_code: bool) -> PreTrainedModel:
     """The module without values, which knows how its checkpoints name and shape them."""
     with torch.device("meta"):
-        return make_skeleton(kind, str(folder), dtype=torch.float32)
+        return make_skeleton(kind, str(folder), dtype=torch.float32, trust_remote_code=trust_remote_code)
 
 
 def _head_of(folder: Path) -> Head:

@@ -85,13 +85,14 @@ class ModuleScorer(Scorer, Generic[W]):
         args, path = context.worker.model_args, context.model_path
         with raise_on_all_ranks():
             # The format in which weights leave: exports and saved models.
-            self._model_dtype = resolve_dtype(args.dtype, load_config(path, args.model_config_kwargs))
+            config = load_config(path, args.model_config_kwargs, trust_remote_code=args.trust_remote_code)
+            self._model_dtype = resolve_dtype(args.dtype, config)
             compute = self._model_dtype if compute_dtype is None else resolve_dtype(compute_dtype)
             scorer = make_scorer(context, self._stored_dtype(compute))
         self.shares_prompts = context.worker.share_prompts and planned_attention.enable_sharing(scorer.model)
         self._sequence_group = share_sequences(context, scorer, self._tensor_size)
         weights = self._place(scorer, compute)
-        load_model(Path(path), weights, args.model_config_kwargs)
+        load_model(Path(path), weights, args.model_config_kwargs, trust_remote_code=args.trust_remote_code)
         if context.lora is not None:
             start_adapter(weights, context.seed)
             if context.lora.start is not None:
@@ -130,7 +131,7 @@ class ModuleTrainer(ModuleScorer[W], Trainer):
 
     @property
     def trained(self) -> TrainedModule:
-        return TrainedModule(self.weights)
+        return TrainedModule(self.weights, self.context.worker.model_args.trust_remote_code)
 
     def model_files(self) -> ModelFiles:
         pieces = self.pieces("weights" if self.context.lora is None else "adapter")

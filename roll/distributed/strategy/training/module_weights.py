@@ -76,6 +76,8 @@ class TrainedModule:
     """``checkpoint.Trained`` for such a module."""
 
     weights: ModuleWeights
+    trust_remote_code: bool = False
+    """Whether Python files that come with a model may run to read it."""
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +100,7 @@ class TrainedModule:
     def load(self, path: Path) -> None:
         weights = self.weights
         if not any(map(is_adapter, weights.trained)):
-            load_model(path, weights)
+            load_model(path, weights, trust_remote_code=self.trust_remote_code)
             return
         # What is trained beside frozen weights: the adapter, and a critic's head.
         with raise_on_all_ranks():
@@ -109,7 +111,13 @@ class TrainedModule:
         self.weights.set_steps(steps)
 
 
-def load_model(path: Path, weights: ModuleWeights, config_kwargs: Mapping[str, Any] | None = None) -> None:
+def load_model(
+    path: Path,
+    weights: ModuleWeights,
+    config_kwargs: Mapping[str, Any] | None = None,
+    *,
+    trust_remote_code: bool = False,
+) -> None:
     """Sets all parameters, but for an adapter's, to those of a model folder that rank 0 reads (collective).
 
     Raises:
@@ -118,7 +126,7 @@ def load_model(path: Path, weights: ModuleWeights, config_kwargs: Mapping[str, A
     whole: dict[str, Tensor] = {}
     with raise_on_all_ranks():
         if _rank() == 0:
-            whole = _read_model(path, weights.scorer.value_head, config_kwargs)
+            whole = _read_model(path, weights.scorer.value_head, config_kwargs, trust_remote_code)
     names = [name for name in weights.parameters if not is_adapter(name)]
     _fill(weights, names, MASTER, lambda name: whole[base_name(name)])
 
@@ -201,9 +209,11 @@ def module_files(
     return ModelFiles(tensors, write_config, context.model_path, context.tokenizer_path)
 
 
-def _read_model(path: Path, head: ValueHead | None, config_kwargs: Mapping[str, Any] | None) -> dict[str, Tensor]:
+def _read_model(
+    path: Path, head: ValueHead | None, config_kwargs: Mapping[str, Any] | None, trust_remote_code: bool
+) -> dict[str, Tensor]:
     load = load_causal_lm if head is None else load_trunk
-    model = load(str(path), dtype=torch.float32, config_kwargs=config_kwargs)
+    model = load(str(path), dtype=torch.float32, config_kwargs=config_kwargs, trust_remote_code=trust_remote_code)
     whole = {MODEL_PREFIX + name: parameter.detach() for name, parameter in model.named_parameters()}
     if head is not None:
         bias = head.linear.bias is not None

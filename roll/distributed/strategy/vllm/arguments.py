@@ -65,7 +65,7 @@ def engine_arguments(
         "logprobs_mode": "raw_logprobs",
         "worker_extension_cls": "roll.distributed.strategy.vllm.worker.WorkerExtension",
         "disable_log_stats": True,
-        "trust_remote_code": False,
+        "trust_remote_code": context.worker.model_args.trust_remote_code,
     }
     if task_of(context.role) == "scores":
         arguments["max_model_len"] += 1  # for the token that vLLM always samples; nobody reads it

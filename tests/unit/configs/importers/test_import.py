@@ -17,6 +17,7 @@ from roll.configs.importers.convert import Imported, convert
 from roll.configs.importers.draft import Kind
 from roll.configs.importers.reading import UnreadableError
 from roll.configs.importers.report import report
+from roll.configs.importers.table import ROLES
 from roll.configs.loader import load_composed
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.rlvr import RLVRConfig
@@ -433,6 +434,59 @@ def test_mindspeed(tmp_path: Path) -> None:
     assert [(entry.name, entry.weight) for entry in config.rewards["math"].verifiers] == [("math", 1), ("format", 0.5)]
     assert config.pretrain == "./weights/hf"
     assert {"actor_config.load", "megatron_training.data_path"} <= kinds(imported, Kind.TO_DO)
+
+
+@pytest.mark.parametrize(
+    ("system", "file", "words", "trusted"),
+    [
+        ("verl", SCRIPT, ["data.trust_remote_code=true"], {"actor_train", "actor_infer", "reference"}),
+        ("verl", SCRIPT, ["actor_rollout_ref.model.trust_remote_code=false", "data.trust_remote_code=false"], set()),
+        (
+            "verl",
+            SCRIPT,
+            ["algorithm.adv_estimator=gae", "critic.model.path=other/model", "critic.model.trust_remote_code=true"],
+            {"critic"},
+        ),
+        (
+            "verl",
+            SCRIPT,
+            ["actor_rollout_ref.model.trust_remote_code=true", "algorithm.adv_estimator=gae"],
+            {"actor_train", "actor_infer", "reference", "critic"},
+        ),
+        ("verl", SCRIPT, ["data.trust_remote_code=true", "actor_rollout_ref.actor.strategy=megatron"], set()),
+        ("verl_sft", FILES / "run_verl_sft.sh", ["model.trust_remote_code=true"], {"actor_train"}),
+        (
+            "chatlearn",
+            FILES / "chatlearn.yaml",
+            ["models.policy.trust_remote_code=true", "runtime_args.train_backend=fsdp"],
+            {"actor_train", "actor_infer", "reference"},
+        ),
+        ("mindspeed", FILES / "mindspeed.yaml", ["generate_config.trust_remote_code=true"], set()),
+        (
+            "roll",
+            FILES / "roll" / "run" / "rlvr.yaml",
+            [f"{role}.model_args.trust_remote_code=true" for role in ("actor_train", "actor_infer", "reference")],
+            set(),  # its trainer is Megatron
+        ),
+    ],
+)
+def test_code_that_comes_with_a_model_runs_where_they_ask(
+    system: str, file: Path, words: list[str], trusted: set[str], tmp_path: Path
+) -> None:
+    imported = convert(system, [file], words)
+    config = loaded(imported, tmp_path)
+    assert {role for role in ROLES if config.trusts(role)} == trusted
+    asked = {word.partition("=")[0] for word in words if "trust_remote_code=true" in word}
+    told = {key for outcome in imported.outcomes for key in outcome.key.split(", ")}
+    assert asked <= told
+
+
+def test_a_reward_model_of_verl_is_trusted_by_itself() -> None:
+    words = ["reward_model.enable=true", "reward_model.model.path=a/b", "reward_model.model.trust_remote_code=true"]
+    written = yaml.safe_load(convert("verl", [SCRIPT], words).text)
+    (verifier,) = written["rewards"]["reward_model"]["verifiers"]
+    assert verifier["args"] == {"model_path": "a/b", "trust_remote_code": True}
+    assert "trust_remote_code" not in str(written["actor_train"])
 
 
 @pytest.mark.parametrize(

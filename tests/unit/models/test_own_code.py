@@ -1,0 +1,217 @@
+"""Models that come with code of their own: nothing of it runs unless ``trust_remote_code`` says so."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from roll.__main__ import main
+from roll.algorithms.types import LossOutput
+from roll.configs.agentic import AgenticConfig
+from roll.configs.loader import validate
+from roll.configs.model import ModelArguments
+from roll.configs.problems import ConfigErrors
+from roll.configs.worker import WorkerConfig
+from roll.data.requests import GenerateRequest, SamplingParams
+from roll.distributed.strategy.base import StrategyContext
+from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
+from roll.distributed.strategy.generation.alone import generator_of
+from roll.distributed.strategy.generation.model_outline import ModelOutline
+from roll.distributed.strategy.vllm.arguments import engine_arguments
+from roll.models.loading import load_causal_lm, load_config
+from roll.models.teacher_layer import load_teacher_layer
+from roll.models.tokenizer import check_same_ids, load_tokenizer
+from roll.preflight.choices import CHECKS
+from roll.preflight.models import trusted_code
+from roll.rewards.reward_model import RewardModelConfig, RewardModelVerifier
+from roll.rewards.types import Sample
+from roll.tracking.checkpointer import Checkpointer
+from tests.support.contract import forward_logprobs, greedy_oracle
+from tests.support.own_code import make_model
+from tests.support.trainers import make_batch, make_context
+
+KEY = "trust_remote_code: true"
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from transformers import dynamic_module_utils
+
+    cache = tmp_path_factory.mktemp("modules")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(cache))
+    patch.syspath_prepend(str(cache))
+    yield str(make_model(tmp_path_factory.mktemp("own") / "own_policy"))
+    patch.undo()
+
+
+def own_modules() -> list[str]:
+    return [name for name in sys.modules if name.endswith(("modeling_own", "tokenization_own"))]
+
+
+def test_nothing_runs_unless_asked(own: str) -> None:
+    """First in the file: nothing has loaded the modules yet."""
+    for load in (load_config, load_causal_lm, load_tokenizer, lambda path: check_same_ids("tiny", path)):
+        with pytest.raises(ValueError, match=KEY):
+            load(own)
+    with pytest.raises(ValueError, match=KEY):
+        load_teacher_layer(own, torch.float32)
+    assert not own_modules()
+
+
+def test_asked_it_is_the_models_own_code_that_runs(own: str) -> None:
+    model = load_causal_lm(own, trust_remote_code=True)
+    assert type(model).__name__ == "OwnForCausalLM" and type(model.config).__name__ == "OwnConfig"
+    tokenizer = load_tokenizer(own, trust_remote_code=True)
+    assert type(tokenizer).__name__ == "OwnTokenizer" and tokenizer.decode(tokenizer.encode("12+3")) == "12+3"
+    check_same_ids("tiny", own, trust_teacher=True)
+    layer = load_teacher_layer(own, torch.float32, trust_remote_code=True)
+    assert layer.weight_VH.equal(model.get_output_embeddings().weight)
+
+
+def test_an_output_layer_that_only_its_own_code_knows_is_refused(own: str, tmp_path: Path) -> None:
+    """Trainers compute log-probabilities of the output layer themselves; they would learn another policy."""
+    folder = make_model(tmp_path / "own_head", logit_factor=0.5)
+    with pytest.raises(ValueError, match="OwnForCausalLM changes what its output layer gives"):
+        load_causal_lm(str(folder), trust_remote_code=True)
+
+
+def worker(trusts: bool, **sections: Any) -> WorkerConfig:
+    return WorkerConfig.model_validate({"model_args": {"trust_remote_code": trusts}, **sections})
+
+
+def test_a_generator_samples_with_it(own: str, caplog: pytest.LogCaptureFixture) -> None:
+    sections = {"strategy_args": {"strategy_name": "hf_infer"}}
+    options: dict[str, Any] = {"sequence_length": 64, "max_running_requests": 4, "seed": 1}
+    with pytest.raises(ValueError, match=KEY), generator_of(own, worker(False, **sections), **options):
+        pass
+    model = load_causal_lm(own, trust_remote_code=True)
+    prompt = torch.tensor([5, 9, 30, 2]).numpy()
+    with generator_of(own, worker(True, **sections), **options) as engine:
+        request = GenerateRequest("a", prompt, SamplingParams(temperature=0, max_new_tokens=8))
+        completion = asyncio.run(engine.generate(request))
+    assert completion.token_ids.tolist() == greedy_oracle(model, prompt, 8)
+    assert completion.logprobs == pytest.approx(forward_logprobs(model, prompt, completion.token_ids, 1.0), abs=1e-4)
+    assert f"Python files that come with {own} run" in caplog.text
+
+
+def values(scores: Any, batch: Any, context: Any) -> LossOutput:
+    return LossOutput((scores.logprobs_T * batch.loss_mask_T).sum() / 7, {})
+
+
+def test_a_trainer_learns_with_it_and_saves_it(own: str, tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(ValueError, match=KEY):
+        Fsdp2Train(make_context(Path(own), "fsdp2_train")).setup()
+    context = make_context(Path(own), "fsdp2_train", model_args={"trust_remote_code": True}, temperature=1.0)
+    trainer = Fsdp2Train(context)
+    trainer.setup()
+    batch = make_batch()
+    before, model = trainer.logprobs(batch).logprobs_T, load_causal_lm(own, trust_remote_code=True)
+    first = batch.tokens_T[: batch.lengths_B[0]]
+    oracle = torch.log_softmax(model(first[None]).logits[0, :-1].double(), -1).gather(1, first[1:, None])[:, 0]
+    mask = batch.loss_mask_T[1 : len(first)]
+    assert before[1 : len(first)][mask].double().sub(oracle[mask]).abs().max() < 1e-5
+    trainer.train_step(batch, values)
+    checkpoints = tmp_path / "checkpoints"
+    checkpoints.mkdir()
+    saved = Checkpointer(checkpoints).save(1, lambda path: trainer.save(path) and None, {})
+    folder = (saved or next(checkpoints.glob("checkpoint-*"))) / "actor_train"
+    assert {"modeling_own.py", "configuration_own.py", "tokenization_own.py"} <= {f.name for f in folder.iterdir()}
+    with pytest.raises(ValueError, match=KEY):
+        load_causal_lm(str(folder))
+    learnt = load_causal_lm(str(folder), trust_remote_code=True)
+    assert type(learnt).__name__ == "OwnForCausalLM"
+    trainer.load(folder.parent)
+    for name, parameter in learnt.named_parameters():
+        assert parameter.equal(trainer.weights.parameters[f"model.{name}"].detach().float()), name
+    assert main(["export", str(folder), "-o", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "modeling_own.py").is_file()
+
+
+def test_vllm_and_sglang_are_told(own: str) -> None:
+    from roll.configs.engines.sglang import SglangConfig
+    from roll.configs.engines.vllm import VllmConfig
+    from roll.distributed.strategy.sglang.strategy import engine_arguments as sglang_arguments
+
+    with pytest.raises(ValueError, match=KEY):
+        ModelOutline(StrategyContext(worker(False), "actor_infer", own))
+    for trusts, model in ((True, own),):
+        context = StrategyContext(worker(trusts), "actor_infer", model)
+        outline = ModelOutline(context)
+        assert engine_arguments(context, VllmConfig(), outline, on_cpu=True)["trust_remote_code"] is trusts
+        assert sglang_arguments(context, SglangConfig(), outline, on_cpu=True)["trust_remote_code"] is trusts
+
+
+def test_a_reward_model_has_a_switch_of_its_own(own: str, tmp_path: Path) -> None:
+    folder = str(make_model(tmp_path / "own_reward", "SequenceClassification", num_labels=1))
+    with pytest.raises(ValueError, match=KEY):
+        RewardModelVerifier(RewardModelConfig(model_path=folder))
+    verifier = RewardModelVerifier(RewardModelConfig(model_path=folder, trust_remote_code=True))
+    assert type(verifier.model).__name__ == "OwnForSequenceClassification"
+    sample = Sample([{"role": "user", "content": "1+1="}], "2", None, "sums")
+    assert isinstance(asyncio.run(verifier.score(sample)).score, float)
+
+
+VALUES = {
+    "adv_estimator": "reinforce",
+    "rollout_batch_size": 8,
+    "prompt_length": 24,
+    "response_length": 8,
+    "sequence_length": 32,
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.1,
+    "custom_envs": {"Lake": {"env_type": "frozen_lake", "env_manager_cls": "traj"}},
+    "train_env_manager": {"env_groups": 2, "group_size": 4, "tags": ["Lake"]},
+    "val_env_manager": {"env_groups": 1, "tags": ["Lake"]},
+    "reference": {"strategy_args": {"strategy_name": "hf_infer"}},
+    "actor_infer": {"strategy_args": {"strategy_name": "hf_infer"}},
+}
+
+
+def config(pretrain: str, trusted: tuple[str, ...], **sections: Any) -> AgenticConfig:
+    values = {**VALUES, "pretrain": pretrain, **sections}
+    for role in trusted:
+        values[role] = {**values.get(role, {}), "model_args": {"trust_remote_code": True}}
+    return validate(AgenticConfig, values, CHECKS[AgenticConfig])
+
+
+def refusals(*args: Any, **sections: Any) -> dict[str, str]:
+    with pytest.raises(ConfigErrors) as errors:
+        config(*args, **sections)
+    return {problem.path: problem.expected for problem in errors.value.problems}
+
+
+def test_a_configuration_says_it_for_every_role(own: str) -> None:
+    everyone = ("actor_train", "actor_infer", "reference")
+    found = config(own, everyone)
+    assert ModelArguments().trust_remote_code is False
+    warnings = trusted_code(found)
+    assert [line.partition(":")[0] for line in warnings] == [
+        f"{role}.model_args.trust_remote_code" for role in everyone
+    ]
+    assert all(f"come with {own} run" in line for line in warnings)
+    missing = refusals(own, ())
+    assert list(missing) == ["actor_train.model_args.trust_remote_code"]
+    assert "configuration_own.py, modeling_own.py" in missing["actor_train.model_args.trust_remote_code"]
+    assert set(refusals(own, ("actor_train", "reference"))) == {"actor_infer.model_args.trust_remote_code"}
+    own_reference = refusals("tiny", (), reference_pretrain=own)
+    assert list(own_reference) == ["reference.model_args.trust_remote_code"]
+    assert not trusted_code(config("tiny", ()))
+
+
+def test_megatron_refuses_it(own: str) -> None:
+    megatron = {"strategy_args": {"strategy_name": "megatron_train"}}
+    found = refusals(own, ("actor_train", "actor_infer", "reference"), actor_train=megatron)
+    assert "Megatron's own code" in found["actor_train.model_args.trust_remote_code"]
+
+
+def test_transformers_still_does_not_know_the_model(own: str) -> None:
+    """Last in the file: what was trusted above stays with those who said so."""
+    with pytest.raises(ValueError):
+        AutoConfig.from_pretrained(own, trust_remote_code=False)
