@@ -268,6 +268,11 @@ class AlgorithmConfig(Config):
         description="Recompute the old log-probabilities of all rows with the training engine; else rows that only the "
         "first optimizer step of a rollout trains go without, as their old policy is the one that trains.",
     )
+    force_disable_old_logprobs_recompute: bool = Field(
+        False,
+        description="Never score rollouts with the training engine before they are trained: in every optimizer step, "
+        "also the later ones of a rollout, the old policy is the one that trains, so ratios are 1 and clips idle.",
+    )
 
     # Value loss
     value_clip: float | None = Field(

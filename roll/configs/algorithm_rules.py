@@ -153,8 +153,28 @@ def _name_problems(config: AlgorithmConfig, key: str, known: tuple[str, ...]) ->
         yield config.problem(key, expected, hint=did_you_mean(name, known, cutoff=0.5))
 
 
+def _unscored_problems(config: AlgorithmConfig) -> Iterator[ConfigProblem]:
+    """What reads log-probabilities of the training engine before the update, where it computes none."""
+    if not config.force_disable_old_logprobs_recompute:
+        return
+    key, expected = "force_disable_old_logprobs_recompute", "false"
+    if config.ppo_epochs > 1:
+        yield config.problem(key, f"{expected} with ppo_epochs {config.ppo_epochs}: later passes clip", "ppo_epochs")
+    for reader, reads in (
+        ("train_infer_correction.bypass", config.bypasses_old_logprobs),
+        ("enable_old_logprobs_recompute", config.enable_old_logprobs_recompute),
+        ("add_token_level_kl", config.add_token_level_kl),
+        ("adv_estimator", config.sums_squares),
+        ("train_infer_correction", config.train_infer_correction.uses_old_logprobs),
+    ):
+        if reads:
+            words = "which takes the sampler's" if reader.endswith("bypass") else "which reads what it leaves out"
+            yield config.problem(key, f"{expected} beside {reader}, {words}", reader)
+
+
 ALGORITHM_RULES: tuple[Callable[[AlgorithmConfig], Iterator[ConfigProblem]], ...] = (
     _advantage_problems,
     _reward_problems,
     _policy_problems,
+    _unscored_problems,
 )

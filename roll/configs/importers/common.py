@@ -85,6 +85,7 @@ def drop_unread(draft: Draft) -> None:
     drop_unread_of_roles(draft)
     if draft.get("use_kl_loss") and not draft.get("kl_loss_coef"):
         draft.drop_ours("use_kl_loss", "its coefficient is 0")
+    _old_logprobs(draft)
     for key, switch in SWITCHES.items():
         if key in draft.ours and not draft.get(switch):
             draft.drop_ours(key, f"{switch} is off, nothing reads it")
@@ -102,6 +103,24 @@ def drop_unread(draft: Draft) -> None:
             draft.drop_ours(key, expected.removeprefix("no such key "))
     if draft.get("target_kl") is not None and not draft.get("add_token_level_kl"):
         draft.drop_ours("target_kl", "it adapts the KL in the reward, which is off")
+
+
+def _old_logprobs(draft: Draft) -> None:
+    """``force_disable_old_logprobs_recompute`` beside what reads old log-probabilities, or trains a sample twice."""
+    key, correction = "force_disable_old_logprobs_recompute", draft.get("train_infer_correction", {}) or {}
+    if not draft.get(key):
+        return
+    filters = any(each.get("enabled") for each in correction.get("filters") or [])
+    weight = correction.get("is_weight") or {}
+    weighted = weight.get("enabled") and weight.get("detach", True)
+    if filters or weighted or correction.get("bypass") or draft.get("add_token_level_kl"):
+        draft.drop_ours(key, "the correction, or the KL in the reward, reads log-probabilities of the training engine")
+    elif (epochs := draft.get("ppo_epochs", 1)) > 1:
+        draft.remove(key)
+        note = f"with ppo_epochs {epochs} later passes compare with the first one's log-probabilities, not kept here"
+        draft.retell(key, Kind.IMPOSSIBLE, note)
+    else:
+        draft.drop_ours("enable_old_logprobs_recompute", f"{key} goes before it")
 
 
 def drop_unread_of_roles(draft: Draft) -> None:

@@ -74,6 +74,15 @@ def test_known_and_foreign_estimators_are_accepted(estimator: str) -> None:
             "enable_old_logprobs_recompute",
             "bypass",
         ),
+        *(
+            ({"force_disable_old_logprobs_recompute": True, **beside}, "force_disable_old_logprobs_recompute", word)
+            for beside, word in (
+                ({"train_infer_correction": {"bypass": True}}, "takes the sampler's"),
+                ({"train_infer_correction": {"is_weight": {"enabled": True}}}, "reads what it leaves out"),
+                ({"enable_old_logprobs_recompute": True}, "beside enable_old_logprobs_recompute"),
+                ({"ppo_epochs": 2}, "ppo_epochs 2"),
+            )
+        ),
         ({"pg_variant": "gspo"}, "pg_variant", "expected one of cispo"),
         ({"pg_variant": "topl"}, "pg_variant", "did you mean topr"),
         ({"pg_variant": "tis", "use_topr_loss": True}, "pg_variant", "use_topr_loss"),

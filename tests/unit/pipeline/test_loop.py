@@ -8,11 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.pipeline import PipelineConfig
+from roll.data.batch import Batch
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import Metrics
 from roll.pipeline.loop import TrainingLoop
+from roll.pipeline.rl import RLPipeline
 from roll.pipeline.session import RunSession
 from roll.utils.signals import SignalGuard
 
@@ -66,3 +70,21 @@ def test_evaluations_and_checkpoints_are_those_that_were_asked_for(
     folders = tmp_path / "loop" / "checkpoints"
     assert sorted(path.name for path in folders.glob("checkpoint-*")) == [f"checkpoint-{step}" for step in saved]
     assert session.summary["steps"] == 5
+
+
+@pytest.mark.parametrize(
+    ("keys", "scored"),
+    [
+        ({}, [0, 2]),
+        ({"enable_old_logprobs_recompute": True}, [0, 1, 2, 3]),
+        ({"pg_variant": "clip_cov"}, [0, 1, 2, 3]),
+        ({"force_disable_old_logprobs_recompute": True}, []),
+        ({"force_disable_old_logprobs_recompute": True, "pg_variant": "clip_cov"}, []),
+        ({"train_infer_correction": {"bypass": True}}, []),
+    ],
+)
+def test_rows_that_are_scored_before_the_update(keys: dict[str, Any], scored: list[int]) -> None:
+    pipeline: Any = SimpleNamespace(config=AlgorithmConfig.model_validate(keys))
+    batch = Batch(torch.ones(4, dtype=torch.int64), torch.zeros(4, dtype=torch.int64), torch.ones(4).bool())
+    steps = [torch.tensor([1, 3]), torch.tensor([2, 0])]
+    assert RLPipeline.rows_with_old_logprobs(pipeline, batch, steps).tolist() == scored

@@ -481,6 +481,25 @@ def test_code_that_comes_with_a_model_runs_where_they_ask(
     assert asked <= told
 
 
+@pytest.mark.parametrize(
+    ("words", "kept", "kind"),
+    [
+        ([], True, Kind.KEPT),
+        (["+enable_old_logprobs_recompute=true"], True, Kind.KEPT),
+        (["+ppo_epochs=2"], False, Kind.IMPOSSIBLE),
+        (["+add_token_level_kl=true"], False, Kind.DROPPED),
+        (["+train_infer_correction={is_weight: {enabled: true}}"], False, Kind.DROPPED),
+    ],
+)
+def test_old_log_probabilities_of_roll(words: list[str], kept: bool, kind: Kind, tmp_path: Path) -> None:
+    key = "force_disable_old_logprobs_recompute"
+    imported = convert("roll", [FILES / "roll" / "run" / "rlvr.yaml"], [f"+{key}=true", *words])
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, RLVRConfig)
+    assert config.force_disable_old_logprobs_recompute is kept and not config.enable_old_logprobs_recompute
+    assert key in kinds(imported, kind)
+
+
 def test_a_reward_model_of_verl_is_trusted_by_itself() -> None:
     words = ["reward_model.enable=true", "reward_model.model.path=a/b", "reward_model.model.trust_remote_code=true"]
     written = yaml.safe_load(convert("verl", [SCRIPT], words).text)
