@@ -39,6 +39,8 @@ class Given:
     notes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     """Configurations that the files build on and that are not there."""
+    folders: list[Path] = field(default_factory=list)
+    """Where files that they name by relative paths may lie."""
 
 
 def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
@@ -75,15 +77,26 @@ def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
     links = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(links, dict)
     read_by_links = frozenset(_REFERENCE.findall(str(links)))
-    return Given(_plain(tree), {str(key): value for key, value in links.items()}, read_by_links, notes, missing)
+    folders = list(dict.fromkeys(folder for file in files for folder in _around(file)))
+    links = {str(key): value for key, value in links.items()}
+    return Given(_plain(tree), links, read_by_links, notes, missing, folders)
+
+
+def find_file(path: str, folders: Sequence[Path]) -> Path | None:
+    """The file that a script names by a path of its own, in the first of the folders that has it."""
+    relative = Path(re.sub(r"^\$\{oc\.env:\w+\}/|^\$\(pwd\)/", "", path)).expanduser()
+    return next((folder / relative for folder in folders if (folder / relative).is_file()), None)
 
 
 def _named(config: str, script: Path) -> Path | None:
-    """The file that a script names, looked for from its folder and those above, and from the working folder."""
-    relative = Path(re.sub(r"^\$\{oc\.env:\w+\}/|^\$\(pwd\)/", "", config))
-    relative = relative if relative.suffix in (".yaml", ".yml") else relative.with_name(f"{relative.name}.yaml")
-    folders = [Path.cwd(), *script.resolve().parents[:4]]
-    return next((folder / relative for folder in folders if (folder / relative).is_file()), None)
+    """The configuration that a script names."""
+    path = config if config.endswith((".yaml", ".yml")) else f"{config}.yaml"
+    return find_file(path, _around(script))
+
+
+def _around(file: Path) -> list[Path]:
+    """The working folder, that of a file, and those above it."""
+    return [Path.cwd(), *file.resolve().parents[:4]]
 
 
 def _tree(file: Path, notes: list[str], absent: list[str]) -> DictConfig:

@@ -21,6 +21,7 @@ from roll.configs.importers.table import ROLES
 from roll.configs.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
 from roll.configs.importers.verl_algorithm import set_algorithm, set_optimizer, set_rewards
 from roll.configs.importers.verl_roles import ACTOR, CRITIC, REF, ROLLOUT, set_critic, set_roles
+from roll.configs.importers.verl_tools import set_tools
 
 PROJECTS = {"wandb": "project", "swanlab": "project", "trackio": "project", "mlflow": "experiment_name"}
 """By tracker: its name for a project."""
@@ -36,6 +37,7 @@ def derive(draft: Draft) -> None:
     set_algorithm(draft)
     set_optimizer(draft, f"{ACTOR}.optim", "actor_train")
     set_rewards(draft)
+    set_tools(draft)
     _validation(draft)
     if draft.get("adv_estimator") == "gae":
         set_critic(draft)
@@ -57,7 +59,8 @@ def _length(draft: Draft) -> None:
         draft.derive(["trainer.total_training_steps", "trainer.total_epochs"], "max_steps", int(steps))
     else:
         draft.derive("trainer.total_epochs", "total_epochs", int(epochs))
-    if int(draft.theirs("trainer.test_freq") or 0) <= 0:
+    frequency = draft.theirs("trainer.test_freq") or 0
+    if not isinstance(frequency, str) and int(frequency) <= 0:
         draft.derive("trainer.test_freq", "val_after_train", False)
     if draft.theirs("trainer.max_actor_ckpt_to_keep"):
         draft.derive(

@@ -234,7 +234,7 @@ def test_supervised_training_of_verl_with_an_engine(tmp_path: Path) -> None:
     script.write_text(
         "torchrun --nproc_per_node 4 -m verl.trainer.sft_trainer data.train_files=a.parquet model.path=Qwen/Qwen3-0.6B "
         "engine=megatron optim=megatron optim.lr=1e-5 engine.tensor_model_parallel_size=2 data.train_batch_size=64 "
-        "trainer.test_freq=after_each_epoch data.val_files=null"
+        "trainer.test_freq=after_each_epoch trainer.save_freq=after_each_epoch data.val_files=null"
     )
     imported = convert("verl", [script])
     config = loaded(imported, tmp_path)
@@ -244,7 +244,10 @@ def test_supervised_training_of_verl_with_an_engine(tmp_path: Path) -> None:
     assert (config.actor_train.max_tokens_per_microbatch_in_train, config.num_gpus_per_node) == (16384, 4)
     training = config.actor_train.training_args
     assert (training.lr_scheduler_type, training.warmup_ratio) == ("constant_with_warmup", 0.0)
-    assert kinds(imported, Kind.IMPOSSIBLE) == {"trainer.test_freq"}
+    assert not kinds(imported, Kind.IMPOSSIBLE) and imported.exit_code == 0
+    assert config.eval_steps == 0 and "trainer.save_freq" in kinds(imported, Kind.DROPPED)
+    told = {outcome.key: outcome.note for outcome in imported.outcomes}
+    assert "rows / global batch" in told["trainer.test_freq"]
 
 
 def test_megatron_of_verl_and_no_key_without_a_word(tmp_path: Path) -> None:
@@ -264,6 +267,61 @@ def test_megatron_of_verl_and_no_key_without_a_word(tmp_path: Path) -> None:
     told = {key for outcome in imported.outcomes for key in outcome.key.split(", ")}
     given = {word.partition("=")[0] for word in words} | {"data.truncation", "trainer.project_name", "trainer.nnodes"}
     assert told >= given and "actor_rollout_ref.rollout.multi_turn.max_turns" in kinds(imported, Kind.DROPPED)
+
+
+TOOLS = """
+tools:
+  - class_name: verl.tools.sandbox_fusion_tools.SandboxFusionTool
+    config: {type: native, sandbox_fusion_url: "http://box", default_timeout: 20}
+    tool_schema: {type: function, function: {name: run_code, parameters: {properties: {code: {type: string}}}}}
+  - class_name: my_package.find.FindTool
+    config: {type: native, timeout: 7, top: 3}
+    tool_schema: {type: function, function: {name: find, parameters: {properties: {words: {}, most: {}}}}}
+  - class_name: verl.tools.mcp_search_tool.MCPSearchTool
+    config: {type: mcp, timeout: 120}
+    mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
+"""
+SERVERS = """
+{"mcpServers": {"The Web": {"url": "http://web/mcp", "auth_token": "x"}, "sums": {"command": "uvx", "args": ["s"]}}}
+"""
+
+
+def test_tools_of_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tools.yaml").write_text(TOOLS)
+    (tmp_path / "servers.json").write_text(SERVERS)
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    words = [
+        f"{turns}.tool_config_path=tools.yaml",
+        f"{turns}.enable=true",
+        f"{turns}.max_assistant_turns=5",
+        f"{turns}.max_parallel_calls=3",
+        f"{turns}.format=hermes",
+        "+actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+    ]
+    imported = convert("verl", [SCRIPT], words)
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, RLVRConfig) and config.tools is not None
+    program, find = config.tools.use["run_code"], config.tools.use["find"]
+    assert (program.tool, program.args, program.timeout) == ("python", {"wall_seconds": 20.0}, 30.0)
+    assert (find.tool, find.args, find.timeout) == ("my_package.find:FindTool", {"top": 3}, 7.0)
+    web, sums = config.tools.servers["The_Web"], config.tools.servers["sums"]
+    assert (web.url, web.only, web.timeout, sums.command) == ("http://web/mcp", ["search"], 120.0, ["uvx", "s"])
+    assert (config.tools.max_turns, config.tools.max_parallel_calls, config.tools.dialect) == (4, 3, "hermes")
+    notes = {outcome.note for outcome in imported.outcomes if outcome.kind == Kind.TO_DO}
+    assert any("FindTool a subclass" in note and "words, most" in note for note in notes)
+    assert [outcome.seen for outcome in imported.outcomes if outcome.kind == Kind.IMPOSSIBLE] == ["The Web"]
+
+
+def test_tools_of_verl_that_cannot_be_read(tmp_path: Path) -> None:
+    key = "actor_rollout_ref.rollout.multi_turn.tool_config_path"
+    (tmp_path / "empty.yaml").write_text("a: 1\n")
+    for path, words in (("nowhere.yaml", "is not there"), (str(tmp_path / "empty.yaml"), "no list of tools")):
+        imported = convert("verl", [SCRIPT], [f"{key}={path}"])
+        (told,) = [outcome for outcome in imported.outcomes if outcome.kind == Kind.IMPOSSIBLE]
+        assert told.key == key and words in told.note
+    alone = convert("verl", [SCRIPT], ["actor_rollout_ref.rollout.multi_turn.enable=true"])
+    assert kinds(alone, Kind.IMPOSSIBLE) == {"actor_rollout_ref.rollout.multi_turn.enable"}
 
 
 def test_a_critic_and_a_reward_function_of_verl(tmp_path: Path) -> None:
