@@ -55,6 +55,24 @@ def profiler_of_verl(draft: Draft) -> None:
     _record(draft, ["global_profiler.steps", "global_profiler.tool"], steps, switches)
 
 
+def profiler_of_verl_supervised(draft: Draft) -> None:
+    """The steps of ``trainer.profile_interval``, both ends, where ``profiler`` is switched on."""
+    interval = draft.theirs("trainer.profile_interval")
+    if not draft.theirs("profiler.enable") or not isinstance(interval, list) or int(interval[0]) < 1:
+        return
+    keys = ["trainer.profile_interval", "profiler.enable", "profiler.tool"]
+    tool, contents = draft.theirs("profiler.tool"), draft.theirs("profiler.tool_config.torch.contents") or ()
+    ranks = None if draft.theirs("profiler.all_ranks") else [int(rank) for rank in draft.theirs("profiler.ranks") or ()]
+    draft.derive(["profiler.all_ranks", "profiler.ranks"], "profiler.ranks", [0] if ranks == [] else ranks)
+    if tool == "nsys":
+        draft.derive(keys, "profiler.nsight", {}, "whole processes, not single steps")
+        return
+    switches = (
+        ["memory"] if tool == "torch_memory" else [_VERL_CONTENTS[name] for name in contents if name in _VERL_CONTENTS]
+    )
+    _record(draft, keys, range(int(interval[0]), int(interval[1]) + 1), switches)
+
+
 _TIMELINES = ("ray_kwargs.timeline_json_file", "ray_init.timeline_json_file")
 
 

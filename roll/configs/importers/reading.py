@@ -78,8 +78,8 @@ def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
     assert isinstance(links, dict)
     read_by_links = frozenset(_REFERENCE.findall(str(links)))
     folders = list(dict.fromkeys(folder for file in files for folder in _around(file)))
-    links = {str(key): value for key, value in links.items()}
-    return Given(_plain(tree), links, read_by_links, notes, missing, folders)
+    unresolved = {str(key): value for key, value in links.items()}
+    return Given(_plain(tree), unresolved, read_by_links, notes, missing, folders)
 
 
 def find_file(path: str, folders: Sequence[Path]) -> Path | None:

@@ -15,6 +15,7 @@ from roll.configs.importers.common import (
     trust_code,
 )
 from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.profiling import profiler_of_verl_supervised
 from roll.configs.importers.transforms import TRANSFORMS
 from roll.configs.importers.verl import set_run
 from roll.configs.importers.verl_algorithm import set_optimizer
@@ -39,6 +40,7 @@ def derive(draft: Draft) -> None:
     drop_unread_of_roles(draft)
     trust_code(draft, ["model.trust_remote_code"])
     tidy_engines(draft)
+    profiler_of_verl_supervised(draft)
 
 
 def _length(draft: Draft) -> None:

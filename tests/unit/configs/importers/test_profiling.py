@@ -38,6 +38,22 @@ def drafted(system: str, keys: dict[str, Any]) -> Draft:
 @pytest.mark.parametrize(
     ("system", "keys", "expected"),
     [
+        (
+            "verl_sft",
+            {
+                "profiler.enable": True,
+                "profiler.tool": "torch",
+                "profiler.all_ranks": True,
+                "profiler.tool_config.torch.contents": ["cpu", "shapes"],
+                "trainer.profile_interval": [2, 3],
+            },
+            {"steps": [2, 3], "ranks": None, "shapes": True},
+        ),
+        (
+            "verl_sft",
+            {"profiler.enable": True, "profiler.tool": "nsys", "trainer.profile_interval": [2, 3]},
+            {"ranks": [0], "nsight": {}},
+        ),
         ("verl", {**STEPS, f"{VERL}.enable": True, f"{VERL}.ranks": [0, 2]}, {"steps": [1, 3], "ranks": [0, 2]}),
         ("verl", {**STEPS, f"{VERL}.enable": True, f"{VERL}.all_ranks": True}, {"steps": [1, 3], "ranks": None}),
         (
