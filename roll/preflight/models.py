@@ -222,10 +222,14 @@ def check_frozen_parts(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
         try:
             outline = _outline(sizes, worker.model_args.trust_remote_code)
-            frozen_parameters(outline, prefixes, head=role == "critic")
+            frozen = frozen_parameters(outline, prefixes, head=role == "critic")
         except UnknownPartError as error:
             key, seen = f"{role}.model_args.freeze_module_prefix", worker.model_args.freeze_module_prefix
             yield ConfigProblem(key, seen, error.expected, error.reason, involves=("pretrain",))
+            continue
+        if (card := worker.strategy_args.card) is not None and card.frozen_fit:
+            for problem in _import(card.frozen_fit)(worker, sizes, frozen):
+                yield problem.under(role)
 
 
 def _outline(sizes: Any, trust_remote_code: bool) -> Any:

@@ -137,6 +137,9 @@ class EngineCard:
     fit: ClassVar[str | None] = None
     """``module:function`` (role, worker, model's text configuration, whole configuration) that yields what else of a
     model does not fit. Imported where the model is on this machine."""
+    frozen_fit: ClassVar[str | None] = None
+    """``module:function`` (worker, model's text configuration, names of the frozen parameters) that yields which of
+    them cannot be frozen apart. ``None``: any can."""
     adapter_fit: ClassVar[str | None] = None
     """``module:function`` (worker, model's text configuration, names of the adapted layers) that yields what of an
     adapter does not fit. ``None``: all does."""

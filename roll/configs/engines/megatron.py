@@ -239,6 +239,7 @@ class MegatronCard(EngineCard):
     ulysses_instead = "context_parallel_size shares sequences"
     splits_heads = False  # among other layouts: its own fit knows
     fit = "roll.distributed.strategy.megatron.fit:check_model"
+    frozen_fit = "roll.distributed.strategy.megatron.fit:check_frozen"
     adapter_fit = "roll.distributed.strategy.megatron.fit:check_adapter"
 
     def option_problems(self, options: Mapping[str, Any]) -> Iterator[ConfigProblem]:

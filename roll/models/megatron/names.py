@@ -9,7 +9,7 @@ which fuses the normalisation into the linear layer after it. Experts come in th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -164,6 +164,22 @@ def layer_entries(config: MegatronModelConfig, layer: int, experts: ExpertModule
     return entries + MOE + (SHARED_EXPERT if has.get("moe_shared_expert_gate") else ()) + EXPERTS[experts]
 
 
+def module_parts(name: str) -> tuple[str, ...]:
+    """Parameters of a Hugging Face module that stand or fall with a checkpoint's tensor: a layer's experts do
+    together."""
+    found = _ROUTED.fullmatch(name)
+    return (name,) if found is None else (f"{found['experts']}.gate_up_proj", f"{found['experts']}.down_proj")
+
+
+def torn(held: Collection[str], frozen: Collection[str]) -> str:
+    """What would have to be frozen beside those of Megatron's one tensor that are; empty where all or none are."""
+    missing = set(held).difference(frozen)
+    if not missing or missing == set(held):
+        return ""
+    names = ", ".join(sorted(missing))
+    return f"{names} beside the rest of what Megatron keeps together ({', '.join(sorted(held))}), or none of them"
+
+
 def adaptable_layers(config: MegatronModelConfig) -> Iterator[str]:
     """Hugging Face names of the linear layers that can have an adapter: not routers, gates and routed experts."""
     for layer in range(config.num_layers):
@@ -185,6 +201,7 @@ def _adapter_source(found: re.Match[str], config: MegatronModelConfig, layout: P
     return Source(form, ((matrix_name(layer, found["matrix"]),),), expert=False)
 
 
+_ROUTED = re.compile(r"(?P<experts>.*\.mlp\.experts)\.\d+\.\w+\.weight")
 _ADAPTER = re.compile(r"(?P<linear>.+)\.lora\.(?P<projection>\w+)\.lora_(?P<matrix>[AB])\.weight")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+$")

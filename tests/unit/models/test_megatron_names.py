@@ -18,7 +18,9 @@ from roll.models.megatron.names import (
     ExpertModules,
     ModuleSet,
     adaptable_layers,
+    module_parts,
     source,
+    torn,
 )
 from tests.support.megatron_models import CONFIGS, checkpoint, make_model, parameter_names
 
@@ -152,3 +154,12 @@ def test_a_layer_or_expert_that_the_rank_does_not_hold_is_an_error() -> None:
         source("decoder.layers.2.input_layernorm.weight", config, stage)
     with pytest.raises(ValueError, match="expert 3, but the rank holds 2"):
         source("decoder.layers.0.mlp.experts.linear_fc1.weight3", config, stage)
+
+
+def test_parts_that_stand_or_fall_together() -> None:
+    expert = "model.layers.3.mlp.experts.7.up_proj.weight"
+    assert module_parts(expert) == tuple(f"model.layers.3.mlp.experts.{name}_proj" for name in ("gate_up", "down"))
+    assert module_parts("model.norm.weight") == ("model.norm.weight",)
+    held = ["q", "k", "v"]
+    assert torn(held, ["q", "k", "v", "o"]) == torn(held, ["o"]) == ""
+    assert torn(held, ["k", "o"]).startswith("q, v beside the rest")

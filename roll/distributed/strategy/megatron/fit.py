@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.problems import ConfigProblem, Words, show
 from roll.models.megatron.config import MegatronModelConfig, megatron_config, parallel_size_problems
-from roll.models.megatron.names import adaptable_layers
+from roll.models.megatron.names import adaptable_layers, layer_entries, module_parts, torn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -50,6 +50,21 @@ def check_adapter(worker: WorkerConfig, sizes: PreTrainedConfig, layers: Iterabl
     except ValueError:
         fits = False
     return check_adapter_fit(sizes, options, layers, dropout=worker.model_args.lora_dropout) if fits else ()
+
+
+def check_frozen(worker: WorkerConfig, sizes: PreTrainedConfig, frozen: Collection[str]) -> Iterator[ConfigProblem]:
+    """Frozen parameters that Megatron keeps in one tensor with others, the first of them; keys relative to the role."""
+    try:
+        converted = megatron_config(sizes)
+    except ValueError:
+        return  # told of elsewhere
+    for layer in range(converted.num_layers):
+        for entry in layer_entries(converted, layer, "sequential"):
+            names = [f"model.layers.{layer}.{hf.format(expert=0)}" for hf in entry.hf]
+            if expected := torn({part for name in names for part in module_parts(name)}, frozen):
+                key, name = "model_args.freeze_module_prefix", worker.strategy_args.strategy_name
+                yield ConfigProblem(key, worker.model_args.freeze_module_prefix, f"with {name} {expected}")
+                return
 
 
 def check_model_fit(hf_config: PreTrainedConfig, options: MegatronConfig) -> Iterator[ConfigProblem]:

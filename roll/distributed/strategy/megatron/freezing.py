@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,12 +12,10 @@ from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX
 from roll.models.freezing import frozen_parameters
 from roll.models.loading import make_skeleton
-from roll.models.megatron.names import source
+from roll.models.megatron.names import module_parts, source, torn
 
 if TYPE_CHECKING:
     from roll.distributed.strategy.megatron.model import MegatronModel
-
-_EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.\d+\.\w+\.weight")
 
 
 def freeze_parts(model: MegatronModel, context: StrategyContext) -> None:
@@ -37,23 +34,14 @@ def freeze_parts(model: MegatronModel, context: StrategyContext) -> None:
             for name, parameter in chunk.named_parameters():
                 if name.startswith(HEAD_PREFIX):
                     continue
-                held = {part for group in source(name, model.converted, layout).hf for hf in group for part in _in(hf)}
-                if held & frozen and not held <= frozen:
-                    missing = ", ".join(sorted(held - frozen))
-                    raise ValueError(
-                        f"{context.role}.model_args.freeze_module_prefix: Megatron keeps {', '.join(sorted(held))} "
-                        f"together, expected {missing} beside the rest, or none of them"
-                    )
+                groups = source(name, model.converted, layout).hf
+                held = {part for group in groups for hf in group for part in module_parts(hf)}
+                if expected := torn(held, frozen):
+                    raise ValueError(f"{context.role}.model_args.freeze_module_prefix: expected {expected}")
                 parameter.requires_grad_(not held <= frozen)
     for chunk, layout in zip(model.chunks, model.layouts, strict=True):
         if layout.first_stage:
             chunk.embedding.register_forward_hook(with_gradient)
-
-
-def _in(name: str) -> tuple[str, ...]:
-    """The module's parameters that stand or fall with a checkpoint's tensor: a layer's experts do together."""
-    found = _EXPERT.fullmatch(name)
-    return (name,) if found is None else (f"{found['experts']}.gate_up_proj", f"{found['experts']}.down_proj")
 
 
 def with_gradient(module: nn.Module, args: object, embedded: Tensor) -> Tensor:
