@@ -12,6 +12,7 @@ from roll.pipeline.cli import EXIT_CONFIG, read_config, report
 
 if TYPE_CHECKING:
     from roll.configs.pipeline import PipelineConfig
+    from roll.configs.problems import ConfigProblem
     from roll.preflight.plan.plan import Plan
     from roll.preflight.plan.shapes import ModelShape
 
@@ -79,15 +80,16 @@ def plan(
 
 
 def model_shapes(config: PipelineConfig) -> dict[str, ModelShape]:
-    """Sizes of every role's model.
+    """Sizes of every role's model, and of those that rewards hold.
 
     Raises:
         ConfigErrors: a model whose ``config.json`` is neither on this machine nor given by the hub.
     """
-    from roll.configs.problems import ConfigErrors, ConfigProblem
+    from roll.configs.problems import ConfigErrors
     from roll.configs.val_infer import VAL_INFER
     from roll.models.loading import load_config
     from roll.preflight.models import model_config
+    from roll.preflight.plan.hosted import hosted_models
     from roll.preflight.plan.plan import model_workers
     from roll.preflight.plan.shapes import ModelShape
 
@@ -105,11 +107,24 @@ def model_shapes(config: PipelineConfig) -> dict[str, ModelShape]:
             shapes[role] = ModelShape.of(sizes.to_dict())
         except (OSError, ValueError) as error:
             key = next((key for key, name in config.models.items() if name == model), "pretrain")
-            hint = f"a folder with nothing but its config.json is enough for a plan; {str(error).splitlines()[0]}"
-            problems[key] = ConfigProblem(key, model, "a model whose config.json can be read from here", hint)
+            problems[key] = _unreadable(key, model, error)
+    for hosted in hosted_models(config):
+        try:
+            kwargs = hosted.worker.model_args.model_config_kwargs
+            sizes = load_config(hosted.model, kwargs, trust_remote_code=hosted.trust_remote_code).get_text_config()
+            shapes[hosted.key] = ModelShape.of(sizes.to_dict())
+        except (OSError, ValueError) as error:
+            problems[hosted.key] = _unreadable(hosted.key, hosted.model, error)
     if problems:
         raise ConfigErrors(list(problems.values()))
     return shapes
+
+
+def _unreadable(key: str, model: str, error: Exception) -> ConfigProblem:
+    from roll.configs.problems import ConfigProblem
+
+    hint = f"a folder with nothing but its config.json is enough for a plan; {str(error).splitlines()[0]}"
+    return ConfigProblem(key, model, "a model whose config.json can be read from here", hint)
 
 
 def _command(config_name: str, folder: Path, overrides: Sequence[str]) -> list[str]:

@@ -73,8 +73,8 @@ def trusted_code(config: PipelineConfig) -> list[str]:
             folders = " and ".join(filter(None, (config.model_of(role), own_tokenizer)))
             found.append((f"{role}.model_args.trust_remote_code", folders))
     for name, domain in getattr(config, "rewards", {}).items():
-        for verifier in domain.verifiers:
-            args, base = verifier.args, f"rewards.{name}.verifiers.{verifier.name}.args"
+        for number, verifier in enumerate(domain.verifiers):
+            args, base = verifier.args, f"rewards.{name}.verifiers.{number}.args"
             if args.get("trust_remote_code"):
                 found.append((f"{base}.trust_remote_code", args.get("model_path")))
             if ((args.get("engine") or {}).get("model_args") or {}).get("trust_remote_code"):

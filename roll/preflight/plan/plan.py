@@ -14,6 +14,7 @@ from roll.configs.engines.vllm import VllmConfig
 from roll.configs.model import ModelArguments
 from roll.configs.offline import OfflineConfig
 from roll.configs.pipeline import PipelineConfig
+from roll.configs.prompts import REWARD_CLUSTER
 from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.val_infer import VAL_INFER
@@ -22,6 +23,7 @@ from roll.distributed.cluster.resources import PlacementPlan, plan_placement, pr
 from roll.preflight.choices import role_requests
 from roll.preflight.plan import timing
 from roll.preflight.plan.devices import Device
+from roll.preflight.plan.hosted import Hosted, hosted_memory, hosted_models, together
 from roll.preflight.plan.memory import (
     PHASES,
     RoleMemory,
@@ -43,8 +45,13 @@ ACTIVE = {
     "train": ("actor_train", "critic"),
 }
 """Roles that work in a phase."""
-TOGETHER = ("sync",)
+MAX_SAID = 512
+"""Tokens of a judge that has no bound."""
+BESIDE = ("load", "rollout")
+"""Phases in which the models of rewards are there."""
+TOGETHER = ("sync", "rollout")
 """Phases in which roles that share a GPU are on it at the same time; in the others they take turns."""
+_NOTHING = RoleMemory({}, {})
 RAY_PROCESSES = 3
 """Of a machine: the scheduler with its object store, the agent, and on the first one the control service."""
 
@@ -117,7 +124,8 @@ class Plan:
         return total
 
     def _active(self, phase: str) -> list[str]:
-        return [name for name in ACTIVE[phase] if name in self.roles and phase in self.memory[name].phases]
+        rewards = [name for name in self.roles if name.startswith(REWARD_CLUSTER)] if phase in BESIDE else []
+        return [name for name in (*ACTIVE[phase], *rewards) if phase in self.memory.get(name, _NOTHING).phases]
 
     def _machines(self) -> Iterator[Place]:
         """On a CPU nothing moves: what a role keeps stays beside what others do."""
@@ -163,12 +171,19 @@ def make_plan(config: PipelineConfig, device: Device, shapes: Mapping[str, Model
     Args:
         config: that has been checked.
         device: kind of all devices.
-        shapes: of the models, by role.
+        shapes: of the models, by role; those of rewards by ``Hosted.key``.
     """
     samples = _samples(config)
     workers = model_workers(config)
     roles = {name: _role(config, name, worker, shapes[name]) for name, worker in workers.items()}
     memory = {name: _memory(config, role, device, samples) for name, role in roles.items()}
+    for hosted in hosted_models(config):
+        role = hosted.role(shapes[hosted.key])
+        found = _hosted_memory(config, hosted, role, device, samples)
+        name = hosted.cluster
+        if name not in roles or role.parameters > roles[name].parameters:
+            roles[name] = role
+        memory[name] = together(memory[name], found) if name in memory else found
     nodes = pretend_nodes(config.num_nodes, config.num_gpus_per_node)
     placement = plan_placement(role_requests(config), nodes)
     times = dict(_times(config, roles, device, samples))
@@ -176,7 +191,7 @@ def make_plan(config: PipelineConfig, device: Device, shapes: Mapping[str, Model
 
 
 def model_workers(config: PipelineConfig) -> dict[str, WorkerConfig]:
-    """The sections of all roles that hold a model; those of rewards are not among them."""
+    """The sections of all roles that hold a model; those of rewards are ``hosted_models``."""
     evaluator = {name: worker for name, worker in config.clusters.items() if name == VAL_INFER}
     return {**config.roles, **evaluator}
 
@@ -243,12 +258,36 @@ def _memory(config: PipelineConfig, role: Role, device: Device, samples: Samples
         truncates=sampling.top_p < 1 or sampling.top_k > 0,
         device_bytes=device.memory,
     )
+    if _generates(role.name) or isinstance(role.worker.strategy_args.typed(), VllmConfig | SglangConfig):
+        return _generator_memory(role, around)
+    return trainer_memory(role, around)
+
+
+def _hosted_memory(config: PipelineConfig, hosted: Hosted, role: Role, device: Device, samples: Samples) -> RoleMemory:
+    """One model of one worker of rewards. It reads conversations as long as the policy's, in tokens of its own."""
+    on_cpu, judge = device.kind == "cpu", hosted.judge
+    said = 0 if judge is None else judge.max_tokens or MAX_SAID
+    longest = min(hosted.longest or samples.length + said, samples.length + said)
+    around = Surroundings(
+        process=PROCESS_BYTES if on_cpu else CONTEXT_BYTES,
+        lengths=Lengths(longest, min(said, longest - 1)),
+        on_cpu=on_cpu,
+        max_running=judge.max_concurrency if judge else 1,
+        requests=max(1, -(-samples.rows // hosted.num_workers)),
+        device_bytes=device.memory,
+    )
+    if judge is None:
+        return hosted_memory(trainer_memory(role, around), "logprobs")
+    return hosted_memory(_generator_memory(role, around), "rollout")
+
+
+def _generator_memory(role: Role, around: Surroundings) -> RoleMemory:
     options = role.worker.strategy_args.typed()
     if isinstance(options, VllmConfig):
         return external_generator_memory(role, around, options.gpu_memory_utilization)
     if isinstance(options, SglangConfig):
         return external_generator_memory(role, around, options.mem_fraction_static)
-    return hf_generator_memory(role, around) if _generates(role.name) else trainer_memory(role, around)
+    return hf_generator_memory(role, around)
 
 
 def _times(

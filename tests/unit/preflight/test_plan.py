@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from roll.__main__ import main
+from roll.configs.shipped import SHIPPED
 from roll.configs.worker import WorkerConfig
 from roll.models import scoring
 from roll.models.freezing import freeze
@@ -213,6 +215,41 @@ def test_a_plan_that_fits(seven_billion: str, capsys: pytest.CaptureFixture[str]
     assert main(["plan", "rlvr_math", seven_billion, "actor_train.model_args.dtype=bf16", "--devices", "H200"]) == 0
     told = capsys.readouterr().out
     assert "it fits" in told and "GPU 0 and 1 like it" in told and "512 samples" in told and "GiB" in told
+
+
+def test_models_of_rewards_count(seven_billion: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    (small / "config.json").write_text(json.dumps(QWEN_7B | {"num_hidden_layers": 4, "num_labels": 1}))
+    other = seven_billion.partition("=")[2]
+    scorer = {"name": "reward_model", "args": {"model_path": str(small), "batch_size": 8, "max_length": 512}}
+    args = {"judge_model_type": "inference", "judge_model_name": other, "judge_prompt": "{{ response }}"}
+    judge = {"name": "judge", "args": args}
+    served = {"name": "reward_model", "args": {**scorer["args"], "remote": {"url": "http://10.0.0.5:8000"}}}
+    file = tmp_path / "mine.yaml"
+    words = [seven_billion, "actor_train.model_args.dtype=bf16", "--devices", "H200", "--json"]
+    shipped = yaml.safe_load((SHIPPED / "rlvr_math.yaml").read_text())
+
+    def planned(*verifiers: dict[str, Any]) -> dict[str, Any]:
+        domain = {"tag_included": ["arithmetic"], "verifiers": list(verifiers), "device_mapping": [1]}
+        file.write_text(yaml.safe_dump({**shipped, "rewards": {"arithmetic": domain}}))
+        code, told = main(["plan", str(file), *words]), capsys.readouterr()
+        assert code in (0, 1), told.err
+        return json.loads(told.out)
+
+    plain, scored, both = planned(served), planned(scorer), planned(scorer, judge)
+    assert "reward_arithmetic" not in plain["memory_bytes"]
+    weights = {name: ModelShape.of(QWEN_7B | {"num_hidden_layers": layers}) for name, layers in (("s", 4), ("j", 28))}
+    held = 2 * (weights["s"].trunk + QWEN_7B["hidden_size"] + 1)
+    assert scored["memory_bytes"]["reward_arithmetic"]["load"]["weights"] == held
+    own = both["memory_bytes"]["reward_arithmetic"]
+    assert own["load"]["weights"] == held + 2 * weights["j"].parameters and own["rollout"]["kv cache"] > 0
+    assert own["rollout"]["process"] == scored["memory_bytes"]["reward_arithmetic"]["rollout"]["process"]
+    fullest = [{place["name"]: place["needed"] for place in plan["places"]} for plan in (plain, both)]
+    assert set(own) == {"load", "rollout"} and fullest[1]["GPU 1"] > fullest[0]["GPU 1"]
+    assert fullest[1]["GPU 0"] == fullest[0]["GPU 0"]
+    with pytest.raises(AssertionError, match=r"rewards\.arithmetic\.verifiers\.0\.args\.judge_model_name"):
+        planned(judge | {"args": args | {"judge_model_name": "nobody/nothing"}})
 
 
 def test_advice_is_what_the_plan_with_it_says(capsys: pytest.CaptureFixture[str]) -> None:

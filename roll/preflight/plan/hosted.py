@@ -1,0 +1,99 @@
+"""Models that the workers of reward domains hold beside the run's roles: reward models, and judges that they host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from pydantic import ValidationError
+
+from roll.configs.pipeline import PipelineConfig
+from roll.configs.prompts import REWARD_CLUSTER, PromptsConfig
+from roll.configs.strategy import StrategyArguments
+from roll.configs.worker import WorkerConfig
+from roll.preflight.plan.memory import PHASES, RoleMemory
+from roll.preflight.plan.shapes import ModelShape
+from roll.preflight.plan.work import Role
+from roll.rewards.judge import JudgeConfig
+from roll.rewards.reward_model import RewardModelConfig
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """A model of one verifier, which each worker of the domain has."""
+
+    cluster: str
+    key: str
+    """Unique in the run, and the configuration key that names the model."""
+    model: str
+    worker: WorkerConfig
+    """What of the role keys it has."""
+    num_workers: int
+    trust_remote_code: bool = False
+    judge: JudgeConfig | None = None
+    """How it is asked, if it generates."""
+    longest: int | None = None
+    """Tokens that it reads at most, if its configuration says so."""
+
+    def role(self, shape: ModelShape) -> Role:
+        return Role(self.cluster, self.worker, shape, "lm" if self.judge else "score", trained=False)
+
+
+def hosted_models(config: PipelineConfig) -> Iterator[Hosted]:
+    """The models in the workers of all domains; those that others serve are not among them."""
+    if not isinstance(config, PromptsConfig):
+        return
+    for name, domain in config.rewards.items():
+        cluster, workers = f"{REWARD_CLUSTER}{name}", domain.worker_config().num_workers
+        for number, verifier in enumerate(domain.verifiers):
+            key = f"rewards.{name}.verifiers.{number}.args"
+            try:
+                if verifier.name == "reward_model":
+                    args = RewardModelConfig.model_validate(verifier.args)
+                    if args.remote is None:
+                        worker = WorkerConfig.model_validate(
+                            {"model_args": {"dtype": args.dtype}, "infer_batch_size": args.batch_size}
+                        )
+                        worker = worker.model_copy(
+                            update={"strategy_args": StrategyArguments(strategy_name="hf_infer")}
+                        )
+                        trusts = args.trust_remote_code
+                        path = f"{key}.model_path"
+                        yield Hosted(cluster, path, args.model_path, worker, workers, trusts, None, args.max_length)
+                elif verifier.name == "judge":
+                    judge = JudgeConfig.model_validate(verifier.args)
+                    if judge.judge_model_type == "inference":
+                        worker = judge.engine.worker(domain.num_gpus_per_worker)
+                        trusts = worker.model_args.trust_remote_code
+                        path, longest = f"{key}.judge_model_name", judge.engine.max_length
+                        yield Hosted(cluster, path, judge.judge_model_name, worker, workers, trusts, judge, longest)
+            except ValidationError:
+                continue  # told of elsewhere
+
+
+def hosted_memory(memory: RoleMemory, scores_in: str) -> RoleMemory:
+    """What a role's memory is in a worker of rewards: loaded at the start, at work while answers are sampled.
+
+    Args:
+        memory: of a role that scores or generates.
+        scores_in: its phase that becomes ``rollout``.
+    """
+    return RoleMemory(memory.resident, {"load": memory.resident, "rollout": memory.phases[scores_in]})
+
+
+def together(one: RoleMemory, other: RoleMemory) -> RoleMemory:
+    """Two models of one worker: the process counts once."""
+
+    def added(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:
+        parts = {part: left.get(part, 0) + right.get(part, 0) for part in {**left, **right}}
+        return parts | {"process": left.get("process", 0)}
+
+    phases = [phase for phase in PHASES if phase in one.phases or phase in other.phases]
+    return replace(
+        one,
+        resident=added(one.resident, other.resident),
+        phases={
+            phase: added(one.phases.get(phase, one.resident), other.phases.get(phase, other.resident))
+            for phase in phases
+        },
+    )
