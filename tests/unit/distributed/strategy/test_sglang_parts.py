@@ -165,13 +165,13 @@ def test_an_argument_that_sglang_does_not_have_names_the_nearest(fake_environmen
     (problem,) = CARD.option_problems(options)
     assert (problem.path, problem.seen) == ("chunked_prefil_size", 64)
     assert problem.hint == "did you mean chunked_prefill_size?"
-    assert not CARD.option_problems({"python_executable": fake_environment, "chunked_prefill_size": 64})
+    assert not list(CARD.option_problems({"python_executable": fake_environment, "chunked_prefill_size": 64}))
 
 
 def test_arguments_are_those_of_the_sglang_that_is_installed(fake_environment: str) -> None:
     """Not those of the version whose arguments are shipped."""
     known = {"python_executable": fake_environment, "chunked_by": "pages", "chunk_limit": "4k"}
-    assert not CARD.option_problems(known)
+    assert not list(CARD.option_problems(known))
     (wrong,) = CARD.option_problems(known | {"chunked_by": "lines"})
     assert str(wrong) == """chunked_by: seen "lines", expected 'tokens' or 'pages'"""
     (other,) = CARD.option_problems(known | {"page_size": 16})
