@@ -317,6 +317,11 @@ class AlgorithmConfig(Config):
         return self.train_infer_correction.bypass
 
     @property
+    def leaves_rollouts_unscored(self) -> bool:
+        """Whether the training engine says nothing of a rollout before it is trained."""
+        return self.bypasses_old_logprobs or self.force_disable_old_logprobs_recompute
+
+    @property
     def overlong_max_length(self) -> int | None:
         """The limit that ``overlong_buffer`` counts from; a run's configuration knows it also without the key."""
         return self.overlong_buffer.max_length

@@ -131,10 +131,10 @@ class ComparisonSpec:
     """Divides the logits of both."""
     teacher_path: str | None = None
     """Folder or hub name of the teacher whose hidden states come; ``None``: its top tokens come."""
-    trusts_teacher: bool = False
-    """Whether Python files that come with the teacher may run."""
     num_ids: int | None = None
     """Ids that both have, from 0 on: with hidden states, probabilities are those of them. ``None``: all."""
+    trusts_teacher: bool = False
+    """Whether Python files that come with the teacher may run."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Teaching:
         """
         shared = _num_ids(model_path, teacher_path, trust_policy, trust_teacher)
         if divergence.logits_topk is None:
-            return cls(ComparisonSpec(divergence, temperature, teacher_path, trust_teacher, shared))
+            return cls(ComparisonSpec(divergence, temperature, teacher_path, shared, trust_teacher))
         return cls(ComparisonSpec(divergence, temperature), divergence.logits_topk, shared)
 
 

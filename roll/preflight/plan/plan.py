@@ -315,6 +315,5 @@ def _times(
 def _scoring_roles(config: RLConfig, roles: Mapping[str, Role]) -> list[str]:
     """Roles that score the rollouts; the actor does where its old log-probabilities are needed."""
     several = config.optimizer_steps_per_epoch * config.ppo_epochs > 1
-    unscored = config.bypasses_old_logprobs or config.force_disable_old_logprobs_recompute
-    needs_old = not unscored and (several or config.wants_old_logprobs)
+    needs_old = not config.leaves_rollouts_unscored and (several or config.wants_old_logprobs)
     return [name for name in ACTIVE["logprobs"] if name in roles and (name != "actor_train" or needs_old)]

@@ -85,6 +85,7 @@ CASES: list[tuple[str, str, str]] = [
     ("run", "", "l2=0.1"),
     ("run", "adv_estimator=gae", "critic_warmup=3"),
     ("run", "", "enable_old_logprobs_recompute=true"),
+    ("run", "", "force_disable_old_logprobs_recompute=true"),
     # Advantages
     *(("advantages", "adv_estimator=grpo", f"adv_estimator={x}") for x in ADV_ESTIMATORS if x not in ASKING),
     *(("run", "adv_estimator=grpo", f"adv_estimator={x}") for x in TOKEN_BASELINES),  # the trainer has to score
@@ -306,6 +307,7 @@ def run_properties(config: AgenticConfig, batch: Batch) -> list[float]:
         config.total_optimizer_steps,
         config.wants_old_logprobs,
         config.bypasses_old_logprobs,
+        config.leaves_rollouts_unscored,
         pipeline.kl_loss_controller.coef != config.kl_loss_coef,
         config.needs_greedy_baseline,
         recorders.actor.trained,
