@@ -94,7 +94,7 @@ def task_of(role: str) -> Literal["trains", "scores", "generates"]:
     """The verb of a role."""
     if role in ("actor_train", "critic"):
         return "trains"
-    return "generates" if role == "actor_infer" else "scores"
+    return "generates" if role in ("actor_infer", "val_infer") else "scores"
 
 
 class EngineCard:

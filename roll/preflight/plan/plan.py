@@ -196,10 +196,6 @@ def model_workers(config: PipelineConfig) -> dict[str, WorkerConfig]:
     return {**config.roles, **evaluator}
 
 
-def _generates(name: str) -> bool:
-    return name == VAL_INFER or task_of(name) == "generates"
-
-
 def _role(config: PipelineConfig, name: str, worker: WorkerConfig, shape: ModelShape) -> Role:
     args = config.actor_train.model_args
     adapted = config.uses_lora and name in ("actor_train", "actor_infer", VAL_INFER)
@@ -258,7 +254,7 @@ def _memory(config: PipelineConfig, role: Role, device: Device, samples: Samples
         truncates=sampling.top_p < 1 or sampling.top_k > 0,
         device_bytes=device.memory,
     )
-    if _generates(role.name) or isinstance(role.worker.strategy_args.typed(), VllmConfig | SglangConfig):
+    if task_of(role.name) == "generates" or isinstance(role.worker.strategy_args.typed(), VllmConfig | SglangConfig):
         return _generator_memory(role, around)
     return trainer_memory(role, around)
 

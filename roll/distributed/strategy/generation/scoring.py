@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.types import TokenScores
+from roll.configs.engines.card import task_of
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import States
 from roll.distributed.strategy.generation.generator import Generator, PlanT
@@ -81,8 +82,9 @@ class ScoringGenerator(Generator[PlanT]):
         )
 
     def onload(self, what: States) -> None:
-        """As a generator's; the cache comes with the weights, which a scorer is asked for alone."""
-        super().onload(what | States.CACHE if States.WEIGHTS in what else what)
+        """As a generator's; where it scores, the cache comes with the weights, as a scorer is asked for these alone."""
+        scores = task_of(self.context.role) == "scores"
+        super().onload(what | States.CACHE if scores and States.WEIGHTS in what else what)
 
     def _check_rows(self, batch: Batch) -> None:
         role, tokens_T = self.context.role, batch.tokens_T
