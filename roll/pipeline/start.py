@@ -57,9 +57,9 @@ def teacher_weights(
     path = config.model_of("teacher")
     if "teacher" not in config.roles:
         return None
-    trust = {"trust_policy": config.trusts("actor_train"), "trust_teacher": config.trusts("teacher")}
     if not config.aligns_teacher:
-        check_same_ids(config.pretrain, path, config.tokenizer_path, **trust)
+        trusts = {"trust_policy": config.trusts("actor_train"), "trust_teacher": config.trusts("teacher")}
+        check_same_ids(config.pretrain, path, config.tokenizer_path, **trusts)
     if path != TINY:
         return path
     session.display.note("the teacher is taught first")

@@ -44,31 +44,54 @@ def hosted_models(config: PipelineConfig) -> Iterator[Hosted]:
     if not isinstance(config, PromptsConfig):
         return
     for name, domain in config.rewards.items():
-        cluster, workers = f"{REWARD_CLUSTER}{name}", domain.worker_config().num_workers
+        cluster, workers = f"{REWARD_CLUSTER}{name}", domain.worker_config()
         for number, verifier in enumerate(domain.verifiers):
             key = f"rewards.{name}.verifiers.{number}.args"
             try:
                 if verifier.name == "reward_model":
-                    args = RewardModelConfig.model_validate(verifier.args)
-                    if args.remote is None:
-                        worker = WorkerConfig.model_validate(
-                            {"model_args": {"dtype": args.dtype}, "infer_batch_size": args.batch_size}
-                        )
-                        worker = worker.model_copy(
-                            update={"strategy_args": StrategyArguments(strategy_name="hf_infer")}
-                        )
-                        trusts = args.trust_remote_code
-                        path = f"{key}.model_path"
-                        yield Hosted(cluster, path, args.model_path, worker, workers, trusts, None, args.max_length)
+                    found = _reward_model(RewardModelConfig.model_validate(verifier.args), cluster, key, workers)
                 elif verifier.name == "judge":
-                    judge = JudgeConfig.model_validate(verifier.args)
-                    if judge.judge_model_type == "inference":
-                        worker = judge.engine.worker(domain.num_gpus_per_worker)
-                        trusts = worker.model_args.trust_remote_code
-                        path, longest = f"{key}.judge_model_name", judge.engine.max_length
-                        yield Hosted(cluster, path, judge.judge_model_name, worker, workers, trusts, judge, longest)
+                    found = _judge(JudgeConfig.model_validate(verifier.args), cluster, key, workers)
+                else:
+                    continue
             except ValidationError:
                 continue  # told of elsewhere
+            if found is not None:
+                yield found
+
+
+def _reward_model(args: RewardModelConfig, cluster: str, key: str, workers: WorkerConfig) -> Hosted | None:
+    """``None``: others serve it."""
+    if args.remote is not None:
+        return None
+    worker = WorkerConfig.model_validate({"model_args": {"dtype": args.dtype}, "infer_batch_size": args.batch_size})
+    worker = worker.model_copy(update={"strategy_args": StrategyArguments(strategy_name="hf_infer")})
+    return Hosted(
+        cluster,
+        f"{key}.model_path",
+        args.model_path,
+        worker,
+        workers.num_workers,
+        args.trust_remote_code,
+        longest=args.max_length,
+    )
+
+
+def _judge(args: JudgeConfig, cluster: str, key: str, workers: WorkerConfig) -> Hosted | None:
+    """``None``: others serve it."""
+    if args.judge_model_type != "inference":
+        return None
+    worker = args.engine.worker(workers.num_gpus_per_worker)
+    return Hosted(
+        cluster,
+        f"{key}.judge_model_name",
+        args.judge_model_name,
+        worker,
+        workers.num_workers,
+        worker.model_args.trust_remote_code,
+        judge=args,
+        longest=args.engine.max_length,
+    )
 
 
 def hosted_memory(memory: RoleMemory, scores_in: str) -> RoleMemory:

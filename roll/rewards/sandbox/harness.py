@@ -199,14 +199,14 @@ class Candidate:
         try:
             module = _load(source, "solution")
             loaded: dict[str, Any] = {"names": {name: self._refer(value) for name, value in vars(module).items()}}
-        except Exception as error:
+        except Exception as error:  # whatever the candidate's module raises
             loaded = {"error": f"{type(error).__name__}: {error}"}
         self._channel.send({"token": self._channel.receive()["token"], **loaded})
         while "names" in loaded:
             request = self._channel.receive()
             try:
                 answer = self._answer(request)
-            except Exception as error:
+            except Exception as error:  # whatever a call of the candidate's raises
                 answer = {"raised": type(error).__name__, "text": str(error)}
             self._channel.send({"token": request["token"], **answer})
         os._exit(1)
@@ -341,7 +341,7 @@ class Tester:
             try:
                 result = self._run(test, space)
                 self._channel.check()
-            except Exception as error:
+            except Exception as error:  # whatever the test or what it calls raises
                 result = {"error": f"{type(error).__name__}: {error}"[:500]}
             self.say(**result)
 
