@@ -94,16 +94,6 @@ def _judge(args: JudgeConfig, cluster: str, key: str, workers: WorkerConfig) -> 
     )
 
 
-def hosted_memory(memory: RoleMemory, scores_in: str) -> RoleMemory:
-    """What a role's memory is in a worker of rewards: loaded at the start, at work while answers are sampled.
-
-    Args:
-        memory: of a role that scores or generates.
-        scores_in: its phase that becomes ``rollout``.
-    """
-    return RoleMemory(memory.resident, {"load": memory.resident, "rollout": memory.phases[scores_in]})
-
-
 def together(one: RoleMemory, other: RoleMemory) -> RoleMemory:
     """Two models of one worker: the process counts once."""
 

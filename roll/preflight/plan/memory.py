@@ -40,6 +40,10 @@ class RoleMemory:
         """Bytes in a phase; those that stay, where it does nothing in it."""
         return sum(self.phases.get(phase, self.resident).values())
 
+    def that_works_in(self, phase: str, as_in: str) -> RoleMemory:
+        """The memory of a model that is loaded and works in one phase alone, as this one does in another."""
+        return RoleMemory(self.resident, {"load": self.resident, phase: self.phases[as_in]})
+
 
 @dataclass(frozen=True)
 class Surroundings:

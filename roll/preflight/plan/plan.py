@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from roll.configs.agentic import AgenticConfig
+from roll.configs.distill import DistillConfig
+from roll.configs.dpo import DPOConfig
 from roll.configs.engines.card import task_of
 from roll.configs.engines.sglang import SglangConfig
 from roll.configs.engines.vllm import VllmConfig
@@ -23,7 +25,7 @@ from roll.distributed.cluster.resources import PlacementPlan, plan_placement, pr
 from roll.preflight.choices import role_requests
 from roll.preflight.plan import timing
 from roll.preflight.plan.devices import Device
-from roll.preflight.plan.hosted import Hosted, hosted_memory, hosted_models, together
+from roll.preflight.plan.hosted import Hosted, hosted_models, together
 from roll.preflight.plan.memory import (
     PHASES,
     RoleMemory,
@@ -38,10 +40,10 @@ from roll.preflight.plan.timing import Duration, Samples
 from roll.preflight.plan.work import Lengths, Role
 
 ACTIVE = {
-    "load": ("actor_train", "actor_infer", "critic", "reference", VAL_INFER),
+    "load": ("actor_train", "actor_infer", "critic", "reference", "teacher", VAL_INFER),
     "sync": ("actor_train", "actor_infer", VAL_INFER),
     "rollout": ("actor_infer", VAL_INFER),
-    "logprobs": ("actor_train", "critic", "reference"),
+    "logprobs": ("actor_train", "critic", "reference", "teacher"),
     "train": ("actor_train", "critic"),
 }
 """Roles that work in a phase."""
@@ -250,12 +252,14 @@ def _memory(config: PipelineConfig, role: Role, device: Device, samples: Samples
         group=samples.group,
         entropy=isinstance(config, RLConfig) and config.entropy_loss_coef > 0,
         exports=role.name == "actor_train" and config.actor_infer is not None,
-        scores=not isinstance(config, OfflineConfig) or role.name == "reference",
+        scores=not isinstance(config, OfflineConfig) or task_of(role.name) == "scores",
         truncates=sampling.top_p < 1 or sampling.top_k > 0,
         device_bytes=device.memory,
     )
-    if task_of(role.name) == "generates" or isinstance(role.worker.strategy_args.typed(), VllmConfig | SglangConfig):
+    if task_of(role.name) == "generates":
         return _generator_memory(role, around)
+    if isinstance(role.worker.strategy_args.typed(), VllmConfig | SglangConfig):
+        return _generator_memory(role, around).that_works_in("logprobs", as_in="rollout")
     return trainer_memory(role, around)
 
 
@@ -273,8 +277,8 @@ def _hosted_memory(config: PipelineConfig, hosted: Hosted, role: Role, device: D
         device_bytes=device.memory,
     )
     if judge is None:
-        return hosted_memory(trainer_memory(role, around), "logprobs")
-    return hosted_memory(_generator_memory(role, around), "rollout")
+        return trainer_memory(role, around).that_works_in("rollout", as_in="logprobs")
+    return _generator_memory(role, around).that_works_in("rollout", as_in="rollout")
 
 
 def _generator_memory(role: Role, around: Surroundings) -> RoleMemory:
@@ -299,17 +303,21 @@ def _times(
                 generator, samples, device, worker.num_workers, worker.num_gpus_per_worker, config.max_running_requests
             ),
         )
-        for name in _scoring_roles(config, roles):
-            role = roles[name]
-            yield f"logprobs of {name}", timing.scoring_time(role, samples, device, role.worker.num_devices)
+    for name in _scoring_roles(config, roles):
+        role = roles[name]
+        yield f"logprobs of {name}", timing.scoring_time(role, samples, device, role.worker.num_devices)
     for name in ("actor_train", "critic"):
         if name in roles:
             role = roles[name]
             yield f"train {name}", timing.training_time(role, samples, device, role.worker.num_devices)
 
 
-def _scoring_roles(config: RLConfig, roles: Mapping[str, Role]) -> list[str]:
-    """Roles that score the rollouts; the actor does where its old log-probabilities are needed."""
+def _scoring_roles(config: PipelineConfig, roles: Mapping[str, Role]) -> list[str]:
+    """Roles that score a step's samples; the actor does where its old log-probabilities are needed."""
+    if not isinstance(config, RLConfig):
+        ahead = isinstance(config, DPOConfig) and config.precompute_reference
+        ahead |= isinstance(config, DistillConfig) and config.teacher_logprobs is not None
+        return [] if ahead else [name for name in roles if task_of(name) == "scores"]
     several = config.optimizer_steps_per_epoch * config.ppo_epochs > 1
     needs_old = not config.leaves_rollouts_unscored and (several or config.wants_old_logprobs)
     return [name for name in ACTIVE["logprobs"] if name in roles and (name != "actor_train" or needs_old)]

@@ -19,6 +19,7 @@ from roll.models import scoring
 from roll.models.freezing import freeze
 from roll.models.lora import LoraSpec, inject_adapter
 from roll.models.slot_cache import SlotCache
+from roll.models.tiny import make_tokenizer
 from roll.preflight.plan.activations import CHUNK_LOGITS, kept_per_token
 from roll.preflight.plan.devices import GPUS, parse_devices
 from roll.preflight.plan.memory import Surroundings, hf_generator_memory, trainer_memory
@@ -250,6 +251,20 @@ def test_models_of_rewards_count(seven_billion: str, tmp_path: Path, capsys: pyt
     assert fullest[1]["GPU 0"] == fullest[0]["GPU 0"]
     with pytest.raises(AssertionError, match=r"rewards\.arithmetic\.verifiers\.0\.args\.judge_model_name"):
         planned(judge | {"args": args | {"judge_model_name": "nobody/nothing"}})
+
+
+@pytest.mark.parametrize("strategy", ["hf_infer", "vllm"])
+def test_a_teacher_works_beside_the_roles_that_score(strategy: str, seven_billion: str, capsys: Any) -> None:
+    make_tokenizer().save_pretrained(seven_billion.partition("=")[2])
+    words = [seven_billion, f"teacher_{seven_billion}", f"teacher.strategy_args.strategy_name={strategy}"]
+    words += ["teacher.device_mapping=[1]", "teacher.model_args.dtype=bf16", "--devices", "H200", "--json"]
+    words += ["actor_train.model_args.dtype=bf16", "actor_infer.model_args.dtype=bf16"]
+    assert main(["plan", "rlvr_distill", *words]) in (0, 1)
+    told = json.loads(capsys.readouterr().out)
+    own, held = told["memory_bytes"]["teacher"], 2 * ModelShape.of(QWEN_7B).parameters
+    assert set(own) == {"load", "logprobs"} and own["load"]["weights"] == own["logprobs"]["weights"] == held
+    assert (own["logprobs"].get("kv cache", 0) > 0) == (strategy == "vllm")
+    assert told["seconds"]["logprobs of teacher"] > 0
 
 
 def test_advice_is_what_the_plan_with_it_says(capsys: pytest.CaptureFixture[str]) -> None:
