@@ -26,14 +26,14 @@ $(ENGINES): $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python examples/start_agentic_pipeline.py --config_name agentic_sokoban $(DEMO_ARGS)
 
-# Two files at a time: of the tests that start a cluster, most wait for processes to come up most of the time. In the
-# order of their names, the many short files of tests/unit come last; by number of tests, a file of one long test would.
+# Three files at a time keep two cores busy: tests that start a cluster wait for processes to come up half of the time. In
+# the order of their names, the many short files of tests/unit come last; by number of tests, a file of one long test would.
 # PYTEST_ARGS="tests/unit/data/test_batch.py -k split" picks some.
 test: $(ENGINES)
 ifdef PYTEST_ARGS
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 else
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 endif
 
 # SGLang's packages agree with no other engine's: an environment of its own (3 GB), which the tests reach from here.

@@ -135,6 +135,7 @@ def _add_doctor(commands: Any) -> None:
     parser = _add(commands, "doctor", text, _doctor)
     parser.add_argument("--address", metavar="HOST:PORT", help="a running Ray cluster, all machines of it; or auto")
     parser.add_argument("--model", metavar="FOLDER", help="a model or tokenizer whose chat template is tried")
+    _add_trust(parser, "--model")
     parser.add_argument("--output-dir", default="./output", metavar="FOLDER", help="where runs write (%(default)s)")
     parser.add_argument("--json", action="store_true", help="machine-readable")
 
@@ -142,7 +143,8 @@ def _add_doctor(commands: Any) -> None:
 def _doctor(options: argparse.Namespace) -> int:
     from roll.preflight.doctor.command import doctor
 
-    return doctor(options.address, options.model, Path(options.output_dir), json=options.json)
+    trusts = options.trust_remote_code
+    return doctor(options.address, options.model, Path(options.output_dir), json=options.json, trusts=trusts)
 
 
 def _add_import(commands: Any) -> None:
@@ -206,6 +208,12 @@ def _add_template_check(commands: Any) -> None:
     parser.add_argument(
         "--template", default="native", help="a name, a Jinja file or Jinja text, as data_args.template takes it"
     )
+    _add_trust(parser, "FOLDER")
+
+
+def _add_trust(parser: argparse.ArgumentParser, whose: str) -> None:
+    text = f"let Python files that come with {whose} run, in this process; off, as everywhere"
+    parser.add_argument("--trust-remote-code", action="store_true", help=text)
 
 
 def _check_template(options: argparse.Namespace) -> int:
@@ -214,7 +222,8 @@ def _check_template(options: argparse.Namespace) -> int:
     from roll.models.tokenizer import load_tokenizer
 
     try:
-        report = check_template(load_tokenizer(options.folder, alone=True), options.template, parsers())
+        tokenizer = load_tokenizer(options.folder, alone=True, trust_remote_code=options.trust_remote_code)
+        report = check_template(tokenizer, options.template, parsers())
     except ValueError as error:
         sys.stderr.write(f"roll template check: {error}\n")
         return EXIT_CONFIG

@@ -37,7 +37,8 @@ def asking_for_trust(path: str) -> Iterator[None]:
             raise
         raise ValueError(
             f"model path {path!r}: it comes with Python files of its own, which would have to run; read them, then "
-            "allow it with trust_remote_code: true (in model_args of its role, or beside a reward model's model_path)"
+            "allow it with trust_remote_code: true (in model_args of its role, or beside a reward model's model_path; "
+            "commands that only read a tokenizer have --trust-remote-code)"
         ) from error
 
 

@@ -13,20 +13,23 @@ from roll.preflight.doctor.findings import Check, Finding, as_json, examine, exi
 from roll.tracking.redact import redact
 
 
-def doctor(address: str | None, model: str | None, output_dir: Path, *, json: bool = False) -> int:
+def doctor(
+    address: str | None, model: str | None, output_dir: Path, *, json: bool = False, trusts: bool = False
+) -> int:
     """Examines this machine, and what is asked for beside it; writes what was found.
 
     Args:
         address: of a running Ray cluster whose machines are examined too.
         model: folder or hub name whose chat template is tried.
         json: machine-readable.
+        trusts: whether Python files that come with the model may run.
 
     Returns:
         1 where something would make a run fail, else 0.
     """
     checks: dict[str, Check] = {"hub": services.check_hub}
     if model is not None:
-        checks["template"] = partial(services.check_chat_template, model)
+        checks["template"] = partial(services.check_chat_template, model, trusts)
     findings = machine_findings(output_dir, checks)
     if address is not None:
         from roll.preflight.doctor.nodes import check_cluster

@@ -43,11 +43,12 @@ def check_sandbox() -> Iterator[Finding]:
     yield Finding("ok", "sandbox", f"programs are isolated by {backend}")
 
 
-def check_chat_template(model: str) -> Iterator[Finding]:
+def check_chat_template(model: str, trusts: bool = False) -> Iterator[Finding]:
     """What the chat template of a model does to conversations that grow.
 
     Args:
         model: folder, or a name on the hub.
+        trusts: whether Python files that come with it may run.
     """
     from roll.agentic.tools.dialects import parsers
     from roll.data.template_check import check_template
@@ -55,7 +56,8 @@ def check_chat_template(model: str) -> Iterator[Finding]:
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
-        report = check_template(load_tokenizer(model, alone=True), "native", parsers())
+        tokenizer = load_tokenizer(model, alone=True, trust_remote_code=trusts)
+        report = check_template(tokenizer, "native", parsers())
     except (OSError, ValueError) as error:
         yield Finding("error", "template", f"{model}: {str(error).splitlines()[0]}", "roll doctor --model FOLDER")
         return

@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from roll.__main__ import main
+from roll.__main__ import main
 from roll.algorithms.types import LossOutput
 from roll.configs.agentic import AgenticConfig
 from roll.configs.loader import validate
@@ -73,6 +74,16 @@ def test_asked_it_is_the_models_own_code_that_runs(own: str) -> None:
     check_same_ids("tiny", own, trust_teacher=True)
     layer = load_teacher_layer(own, torch.float32, trust_remote_code=True)
     assert layer.weight_VH.equal(model.get_output_embeddings().weight)
+
+
+def test_commands_that_read_its_tokenizer_ask_too(own: str, capsys: pytest.CaptureFixture[str]) -> None:
+    doctor = ["doctor", "--json", "--model", own]
+    for command in (["template", "check", own], doctor):
+        assert main(command) in (1, 2)
+        told = capsys.readouterr()
+        assert KEY in told.out + told.err
+    assert main(["template", "check", own, "--trust-remote-code"]) in (0, 1)
+    assert KEY not in (told := capsys.readouterr()).out + told.err and told.out
 
 
 def test_an_output_layer_that_only_its_own_code_knows_is_refused(own: str, tmp_path: Path) -> None:
