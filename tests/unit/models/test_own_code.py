@@ -12,7 +12,6 @@ import torch
 from transformers import AutoConfig
 
 from roll.__main__ import main
-from roll.__main__ import main
 from roll.algorithms.types import LossOutput
 from roll.configs.agentic import AgenticConfig
 from roll.configs.loader import validate
