@@ -87,6 +87,12 @@ class DataArguments(Config):
         "as mappings; takes the place of reading files.",
     )
     prompt: str | None = Field(default=None, min_length=1, description="Column with the question as text.")
+    query: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Column with what an instruction in `prompt` is about; a line of its own below it where it is not "
+        "empty, as `input` below `instruction`.",
+    )
     messages: str | None = Field(
         default=None,
         min_length=1,
@@ -94,6 +100,12 @@ class DataArguments(Config):
     )
     system_prompt: str | None = Field(
         default=None, min_length=1, description="System message of the conversations that do not begin with one."
+    )
+    system: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Column with the row's own system message, which goes before system_prompt. Rows where it is empty "
+        "or null have none of their own.",
     )
     response: str | None = Field(
         default="solution", min_length=1, description="Column with the reference answer. null: there is none."
@@ -143,6 +155,8 @@ class DataArguments(Config):
             yield self.problem("file_name", "null, a path or a list of paths")
         if self.prompt is not None and self.messages is not None:
             yield self.problem("messages", f"null beside prompt = {self.prompt}: one of the two", "prompt")
+        if self.query is not None and self.prompt is None:
+            yield self.problem("query", "null without prompt, the column of the instruction", "prompt")
         if self.has_dataset and self.prompt is None and self.messages is None:
             given = "file_name" if self.file_names else "dataset_cls"
             expected = f"the column of the question, or messages that of the conversation, since {given} is set"

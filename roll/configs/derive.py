@@ -10,7 +10,7 @@ from roll.configs.engines import card_of
 from roll.configs.rules import TRAINED
 
 _ROLES = (*TRAINED, "actor_infer", "reference", "teacher")
-_COLUMNS = ("prompt", "messages", "response", "tag", "id", "default_tag", "system_prompt")
+_COLUMNS = ("prompt", "messages", "response", "tag", "id", "default_tag", "system_prompt", "system", "query")
 _LENGTH = 1024
 _DEVICES_PER_NODE = 8
 

@@ -127,7 +127,7 @@ def row_messages(values: Mapping[str, Any], args: DataArguments) -> tuple[Messag
         messages = _conversation(lookup(values, args.messages), args.messages, last="user")
     else:
         messages = (_question(values, args),)
-    return _with_system_prompt(messages, args)
+    return _with_system_message(messages, values, args)
 
 
 def row_conversation(values: Mapping[str, Any], args: DataArguments) -> tuple[Message, ...]:
@@ -149,18 +149,38 @@ def row_conversation(values: Mapping[str, Any], args: DataArguments) -> tuple[Me
             raise RowError(f"column {args.response!r}: {_short(answer)}, expected the text of an answer")
         check_encodable(answer, f"column {args.response!r}")
         messages = (_question(values, args), {"role": "assistant", "content": answer})
-    return _with_system_prompt(messages, args)
+    return _with_system_message(messages, values, args)
 
 
 def _question(values: Mapping[str, Any], args: DataArguments) -> Message:
     assert args.prompt is not None
-    return {"role": "user", "content": _text(lookup(values, args.prompt), args.prompt)}
+    question = _text(lookup(values, args.prompt), args.prompt)
+    if args.query is not None and (query := _optional_text(values, args.query)):
+        question = f"{question}\n{query}"
+    return {"role": "user", "content": question}
 
 
-def _with_system_prompt(messages: tuple[Message, ...], args: DataArguments) -> tuple[Message, ...]:
-    if args.system_prompt is None or messages[0]["role"] == "system":
+def _with_system_message(
+    messages: tuple[Message, ...], values: Mapping[str, Any], args: DataArguments
+) -> tuple[Message, ...]:
+    """The conversation behind the row's own system message, else ``system_prompt``, if it does not begin with one.
+
+    Raises:
+        RowError: the row has a system message of its own beside a conversation that begins with one.
+    """
+    own = None if args.system is None else _optional_text(values, args.system)
+    if messages[0]["role"] == "system":
+        if own:
+            raise RowError(f"column {args.system!r}: a system message, but column {args.messages!r} begins with one")
         return messages
-    return ({"role": "system", "content": args.system_prompt}, *messages)
+    system = own or args.system_prompt
+    return messages if system is None else ({"role": "system", "content": system}, *messages)
+
+
+def _optional_text(values: Mapping[str, Any], column: str) -> str:
+    """A column's text, empty where it says nothing."""
+    value = lookup(values, column)
+    return "" if value is None or (isinstance(value, str) and not value.strip()) else _text(value, column)
 
 
 def _text(value: Any, column: str) -> str:
@@ -241,7 +261,7 @@ def other_columns(values: Mapping[str, Any], used: Collection[str]) -> dict[str,
 
 def used_columns(args: DataArguments) -> Sequence[str]:
     """The columns that have a place of their own in a prompt."""
-    columns = (args.prompt, args.messages, args.response, args.id, args.tag)
+    columns = (args.prompt, args.query, args.messages, args.system, args.response, args.id, args.tag)
     return [column for column in columns if column is not None]
 
 

@@ -96,6 +96,24 @@ def test_conversations_and_the_system_prompt(tmp_path: Path) -> None:
     assert load(path, system_prompt="Think.")[0].messages == (think, {"role": "user", "content": "1+1="})
 
 
+def test_a_row_has_a_system_message_and_a_matter_of_its_own(tmp_path: Path) -> None:
+    rows = [{"s": "Add.", "question": "Sum up:", "input": "1 2"}, {"s": None, "question": "Greet.", "input": " "}]
+    prompts = load(dataset(tmp_path, *rows), prompt="question", system="s", query="input", system_prompt="Think.")
+    assert [[message["content"] for message in prompt.messages] for prompt in prompts] == [
+        ["Add.", "Sum up:\n1 2"],
+        ["Think.", "Greet."],
+    ]
+    assert [prompt.messages[0]["role"] for prompt in prompts] == ["system", "system"]
+    assert prompts[0].extra_info == {"prompt": "1+1="}
+    path = dataset(
+        tmp_path, {"s": "Add.", "messages": [{"role": "system", "content": "No."}, *USER]}, {"messages": USER}
+    )
+    twice, missing = reasons(path, messages="messages", system="s")
+    assert twice == "1: column 's': a system message, but column 'messages' begins with one"
+    assert missing.startswith("2: ") and "'s'" in missing
+    assert [problem.path for problem in DataArguments(query="input", messages="m").problems()] == ["query"]
+
+
 def test_rows_as_verl_writes_them(tmp_path: Path) -> None:
     rows = [
         {
