@@ -119,6 +119,8 @@ def check_turn_lengths(config: AgenticConfig) -> Iterator[ConfigProblem]:
         f"custom_envs.{tag}.max_tokens_per_step": env.max_tokens_per_step for tag, env in config.custom_envs.items()
     }
     for key, arguments in _own_sampling(config).items():
+        if key == "val_env_manager" and config.val_sequence_length is not None:
+            continue
         turns[f"{key}.generating_args.max_new_tokens"] = arguments.max_new_tokens
     yield from too_many_tokens(config, turns)
 

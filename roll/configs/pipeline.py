@@ -361,6 +361,15 @@ class PipelineConfig(RunConfig):
         """The configuration key of a cluster's section."""
         return cluster
 
+    def lengths(self, *, held_out: bool) -> tuple[int, int]:
+        """Most tokens of a first prompt, and of a whole sample, in training or in evaluations."""
+        return self.prompt_length, self.sequence_length
+
+    @property
+    def longest_sequence(self) -> int:
+        """Most tokens of a sample that is generated."""
+        return max(self.lengths(held_out=held_out)[1] for held_out in (False, True))
+
     def problems(self) -> Iterator[ConfigProblem]:
         yield from super().problems()
         least = self.prompt_length + self.response_length

@@ -24,6 +24,15 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
     """The rollouts, the critic and the reference; pipelines add where their rollouts come from."""
 
     rollout_batch_size: int = Field(default=128, ge=1, description="Episodes (agentic) or prompts (RLVR) of a step.")
+    val_prompt_length: int | None = Field(
+        default=None, ge=1, description="Most tokens of a held-out first prompt. null: prompt_length."
+    )
+    val_sequence_length: int | None = Field(
+        default=None,
+        ge=2,
+        description="Most tokens of a whole held-out sample, which is never trained on; with it the evaluation's own "
+        "max_new_tokens may be above response_length. null: sequence_length.",
+    )
     is_use_additional_prompts: bool = Field(
         default=False, description="Start more groups than the step needs; those that finish late are given up."
     )
@@ -172,6 +181,11 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
         if not self.overlaps:
             return 0
         return math.ceil((self.groups_ahead + self.window - 1) / self.groups_per_step)
+
+    def lengths(self, *, held_out: bool) -> tuple[int, int]:
+        if not held_out:
+            return super().lengths(held_out=held_out)
+        return self.val_prompt_length or self.prompt_length, self.val_sequence_length or self.sequence_length
 
     @property
     def optimizer_steps_per_epoch(self) -> int:

@@ -79,7 +79,7 @@ def check_answers(config: RLVRConfig) -> Iterator[ConfigProblem]:
             key = f"rewards.{name}.query_filter_config.type"
             yield ConfigProblem(key, "std_filter", expected, involves=("num_return_sequences_in_group",))
     own = config.validation.generating_args if config.validation else None
-    if own is not None:
+    if own is not None and config.val_sequence_length is None:
         yield from too_many_tokens(config, {"validation.generating_args.max_new_tokens": own.max_new_tokens})
 
 

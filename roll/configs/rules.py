@@ -48,6 +48,16 @@ def check_lengths(config: PipelineConfig) -> Iterator[ConfigProblem]:
                 yield ConfigProblem(f"{role}.{key}", budget, expected, involves=("sequence_length",))
 
 
+def check_held_out_lengths(config: RLConfig) -> Iterator[ConfigProblem]:
+    """A held-out prompt leaves room for an answer."""
+    prompt, whole = config.lengths(held_out=True)
+    if (prompt, whole) != config.lengths(held_out=False) and whole <= prompt:
+        key = "val_prompt_length" if config.val_sequence_length is None else "val_sequence_length"
+        expected = f"room for an answer: held-out prompts of {prompt}, held-out samples of {whole} tokens"
+        involved = ("val_prompt_length", "val_sequence_length", "prompt_length", "sequence_length")
+        yield ConfigProblem(key, getattr(config, key), expected, involves=involved)
+
+
 def too_many_tokens(config: PipelineConfig, limits: Mapping[str, int | None]) -> Iterator[ConfigProblem]:
     """Those of the sampling limits, given by key, that are beyond ``response_length``."""
     expected = f"at most response_length = {config.response_length}"
@@ -319,6 +329,7 @@ RULES: tuple[Rule, ...] = (
     check_engines,
 )
 RL_RULES: tuple[Rule, ...] = (
+    check_held_out_lengths,
     check_rl_roles,
     check_batches,
     check_overlap,

@@ -133,7 +133,7 @@ def _worker_context(config: PromptsConfig, tokenizer_path: str) -> PromptWorkerC
         tokenizer_path=tokenizer_path,
         template=ChatTemplate.of(config.actor_train.data_args),
         params=params,
-        limits=Limits(config.prompt_length, config.sequence_length),
+        limits={use: Limits(*config.lengths(held_out=use == "val")) for use in params},
         domains=config.domains,
         spread=config.is_num_return_sequences_expand,
         tools=config.tools.placed() if isinstance(config, RLVRConfig) and config.tools else None,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from roll.configs.engines.card import task_of
 from roll.configs.model import ModelArguments
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.prompts import REWARD_CLUSTER
@@ -235,7 +236,7 @@ class Roles:
             temperature=config.teacher_temperature if role == "teacher" else config.scoring_temperature,
             max_grad_norm=config.max_grad_norm,
             l2=config.l2,
-            sequence_length=config.sequence_length,
+            sequence_length=config.longest_sequence if task_of(role) == "generates" else config.sequence_length,
             max_running_requests=config.max_running_requests,
             template=ChatTemplate.of(config.actor_train.data_args),
             saves=frozenset(config.checkpoint_config.save_contents),

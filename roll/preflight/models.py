@@ -160,10 +160,11 @@ def check_positions(config: PipelineConfig) -> Iterator[ConfigProblem]:
     most = MAX_POSITIONS
     if config.pretrain != TINY:
         sizes = model_config(config, "actor_train")
-        most = getattr(sizes, "max_position_embeddings", None) or config.sequence_length
-    if config.sequence_length > most:
-        expected = f"at most {most}, the positions that the model has"
-        yield ConfigProblem("sequence_length", config.sequence_length, expected, involves=("pretrain",))
+        most = getattr(sizes, "max_position_embeddings", None) or config.longest_sequence
+    for key in ("sequence_length", "val_sequence_length"):
+        if (length := getattr(config, key, None) or 0) > most:
+            expected = f"at most {most}, the positions that the model has"
+            yield ConfigProblem(key, length, expected, involves=("pretrain",))
 
 
 def check_trained_format(config: PipelineConfig) -> Iterator[ConfigProblem]:

@@ -111,7 +111,7 @@ class EnvironmentWorker(RolloutWorker):
         from roll.rollout.agents.episode import AgentPlayer  # brings the HTTP server
 
         assert config.agent is not None
-        return AgentPlayer(config.agent, renderer, self.context.limits, self.rank, self._watch)
+        return AgentPlayer(config.agent, renderer, self.rank, self._watch)
 
     async def probe(self, envs: Mapping[str, CustomEnvConfig], retries: int, seed: int) -> list[str]:
         """Builds and resets one environment of each tag; returns what went wrong, a line each.
@@ -155,7 +155,7 @@ class EnvironmentWorker(RolloutWorker):
             f"{episode.tag}-{episode.env_seed}", episode.tag, tuple(messages), extra_info={"seed": episode.env_seed}
         )
         most = manager.config.max_steps
-        return await agent.play(env, prompt, generate, manager.params, episode, max_steps=most)
+        return await agent.play(env, prompt, generate, manager.params, manager.limits, episode, max_steps=most)
 
     def _take_runner(self, tag: str) -> EnvRunner:
         if self._idle[tag]:

@@ -80,7 +80,8 @@ class PromptWorkerContext:
     tokenizer_path: str
     template: str | ChatTemplate
     params: Mapping[str, SamplingParams]
-    limits: Limits
+    """By what answers are for, ``train`` or ``val``; so are ``limits``."""
+    limits: Mapping[str, Limits]
     domains: Mapping[str, str]
     """The reward domain of each tag; answers to prompts of other tags are not scored."""
     spread: bool
@@ -109,7 +110,7 @@ class PromptWorker(RolloutWorker):
         tokenizer = load_tokenizer(context.tokenizer_path, alone=True, trust_remote_code=trusts)
         renderer = ChatRenderer(tokenizer, context.template)
         self.managers = {
-            name: PromptManager(renderer, params, context.limits) for name, params in context.params.items()
+            name: PromptManager(renderer, params, context.limits[name]) for name, params in context.params.items()
         }
         watch = TokenWatch(renderer, context.token_check)
         if "train" in self.managers:
@@ -122,7 +123,7 @@ class PromptWorker(RolloutWorker):
             from roll.rollout.agents.episode import AgentPlayer  # brings the HTTP server
 
             self.retries = context.agent.retries
-            self._agent = AgentPlayer(context.agent, renderer, context.limits, self.rank, watch)
+            self._agent = AgentPlayer(context.agent, renderer, self.rank, watch)
         calm_collector()
 
     async def set_engines(self, engines: Sequence[Any], evaluators: Sequence[Any] | None = None) -> None:
@@ -143,10 +144,10 @@ class PromptWorker(RolloutWorker):
         assert isinstance(spec, PromptSpec)
         env = PromptEnv(spec.prompt, self._score)
         generate = env.watch(generate)
-        if self._agent is not None:
-            params, trains = self.context.params[spec.sampling], spec.sampling == "train"
-            return await self._agent.play(env, spec.prompt, generate, params, episode, trains=trains)
         manager = self.managers[spec.sampling]
+        if self._agent is not None:
+            params, limits, trains = manager.params, manager.limits, spec.sampling == "train"
+            return await self._agent.play(env, spec.prompt, generate, params, limits, episode, trains=trains)
         partner, generate = await with_tools(env, spec.prompt.tag, self._tools, generate)
         return await manager.run_episode(partner, generate, episode)
 

@@ -108,10 +108,11 @@ class VllmCard(EngineCard):
     def rules(self, role: str, worker: WorkerConfig, config: PipelineConfig) -> Iterator[ConfigProblem]:
         options, name = worker.strategy_args.typed(), f"{role}.strategy_args.strategy_name"
         assert isinstance(options, VllmConfig)
-        if options.max_model_len is not None and options.max_model_len < config.sequence_length:
+        if options.max_model_len is not None and options.max_model_len < config.longest_sequence:
             key = f"{role}.strategy_args.strategy_config.max_model_len"
-            expected = f"null, or at least sequence_length = {config.sequence_length}"
-            yield ConfigProblem(key, options.max_model_len, expected, involves=("sequence_length",))
+            longest = "sequence_length" if config.longest_sequence == config.sequence_length else "val_sequence_length"
+            expected = f"null, or at least {longest} = {config.longest_sequence}"
+            yield ConfigProblem(key, options.max_model_len, expected, involves=(longest,))
         adapter = config.actor_train.model_args
         if config.uses_lora and task_of(role) == "generates" and adapter.lora_rank > LORA_RANKS[-1]:
             key, expected = "actor_train.model_args.lora_rank", f"at most {LORA_RANKS[-1]} with vllm"

@@ -108,7 +108,7 @@ def _worker_context(config: AgenticConfig, manager: EnvManagerConfig, tokenizer_
         tokenizer_path=tokenizer_path,
         template=ChatTemplate.of(config.actor_train.data_args),
         params=sampling_params(config.sampling(manager)),
-        limits=Limits(config.prompt_length, config.sequence_length),
+        limits=Limits(*config.lengths(held_out=manager is not config.train_env_manager)),
         retries=manager.env_retries,
         tools=config.tools and config.tools.placed(),
         token_check=config.tokenization_sanity_check if manager is config.train_env_manager else "disable",

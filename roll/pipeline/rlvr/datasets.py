@@ -67,7 +67,7 @@ def load_datasets(config: RLVRConfig, renderer: ChatRenderer) -> Datasets:
     train = None if config.eval_only else _load(config, config.actor_train.data_args, renderer, tools)
     if train is not None:
         train_sampler(config, train)  # what is wrong with the shares is told before Ray starts
-    val = _load(config, config.validation.data_args, renderer, tools) if config.validation else None
+    val = _load(config, config.validation.data_args, renderer, tools, held_out=True) if config.validation else None
     return Datasets(train, val)
 
 
@@ -78,12 +78,17 @@ def describe_datasets(datasets: Datasets) -> list[str]:
 
 
 def _load(
-    config: RLVRConfig, data: DataArguments, renderer: ChatRenderer, tools: Mapping[str, Sequence[Tool]]
+    config: RLVRConfig,
+    data: DataArguments,
+    renderer: ChatRenderer,
+    tools: Mapping[str, Sequence[Tool]],
+    *,
+    held_out: bool = False,
 ) -> PromptDataset:
     return load_prompts(
         data,
         renderer=renderer,
-        prompt_length=config.prompt_length,
+        prompt_length=config.lengths(held_out=held_out)[0],
         allowed_tags=config.domains,
         seed=config.seed,
         tools=tools,

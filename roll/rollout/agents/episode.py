@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from roll.agentic.tools.dialects.spoken import dialect_for
@@ -37,7 +38,6 @@ class AgentPlayer:
     """Has an agent program play prompts or environments, in the event loop of a rollout worker.
 
     Args:
-        limits: token budgets; of them the longest sequence bounds a conversation.
         rank: of the worker, whose endpoint listens at ``agent.port + rank``.
         watch: compares what is trained with its conversations; ``None``: nobody does.
 
@@ -47,11 +47,9 @@ class AgentPlayer:
         UnknownNameError: there is no such program or dialect.
     """
 
-    def __init__(
-        self, config: AgentConfig, renderer: ChatRenderer, limits: Limits, rank: int, watch: TokenWatch | None = None
-    ) -> None:
+    def __init__(self, config: AgentConfig, renderer: ChatRenderer, rank: int, watch: TokenWatch | None = None) -> None:
         self._config = config
-        self._policy = Policy(renderer, dialect_for(config.dialect, renderer, default="hermes"), limits)
+        self._policy = partial(Policy, renderer, dialect_for(config.dialect, renderer, default="hermes"))
         self._watch = watch
         self._program = PROGRAMS[config.type](config)
         self._verification = Verification(config) if config.reward == "verify" else None
@@ -63,6 +61,7 @@ class AgentPlayer:
         prompt: Prompt,
         generate: GenerateFn,
         params: SamplingParams,
+        limits: Limits,
         episode: EpisodeSpec,
         *,
         max_steps: int | None = None,
@@ -75,6 +74,7 @@ class AgentPlayer:
 
         Args:
             env: judges the task and has been reset; a program that has taken no step has its answer taken as one.
+            limits: token budgets; of them the longest sequence bounds a conversation.
             max_steps: most steps that the program may take in ``env`` by ``/v1/step``; ``None``: it may take none.
 
         Raises:
@@ -82,7 +82,7 @@ class AgentPlayer:
             Exception: what made an answer impossible, such as an engine's death.
         """
         await self.endpoint.start()
-        session = Session(self._config, self._policy, generate, params, episode)
+        session = Session(self._config, self._policy(limits), generate, params, episode)
         steps = Steps(env, session, max_steps or 1)
         if max_steps is not None:
             session.act = steps.take
@@ -96,7 +96,7 @@ class AgentPlayer:
                     answer = None
             if not session.turns:
                 long = session.end is EpisodeEnd.CONTEXT_FULL
-                told = f"its first prompt does not fit in sequence_length {self._policy.limits.sequence_length}"
+                told = f"its first prompt does not fit in sequence_length {limits.sequence_length}"
                 raise AgentError(told if long else "the agent program asked nothing of the policy")
             words = session.turns[-1].text if answer is None else answer
             if self._config.reward == "task" and not steps.taken:

@@ -10,6 +10,7 @@ import pytest
 
 from roll.configs.prompts import DataGeneratorConfig
 from roll.configs.rlvr import RLVRConfig
+from roll.data.prompts import DataError
 from roll.distributed.cluster.errors import WorkerDiedError
 from roll.models.tiny import make_tiny_model
 from roll.pipeline.prompt_roles import PromptRoles
@@ -67,6 +68,15 @@ def test_datasets_are_read_and_told_of_in_a_line_each(model: str, tmp_path: Path
     only = run.model_copy(update={"eval_only": True})
     assert load_datasets(only, load_renderer(only)).train is None
     assert len(describe_datasets(load_datasets(run.model_copy(update={"validation": None}), load_renderer(run)))) == 1
+
+
+def test_held_out_prompts_have_a_bound_of_their_own(model: str, tmp_path: Path) -> None:
+    run = config(model, tmp_path, prompt_overflow="drop")
+    renderer, short = load_renderer(run), {"prompt_length": 1}
+    with pytest.raises(DataError, match="more than prompt_length = 1 tokens"):
+        load_datasets(run.model_copy(update=short), renderer)
+    datasets = load_datasets(run.model_copy(update={**short, "val_prompt_length": 64, "eval_only": True}), renderer)
+    assert datasets.val is not None and len(datasets.val) == 1
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [

@@ -150,10 +150,13 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def run_group(tokenizer_path: str, engine: Engine, scorer: Any, group: PromptSpec) -> RolloutGroup:
+def run_group(
+    tokenizer_path: str, engine: Engine, scorer: Any, group: PromptSpec, held_out: Limits = LIMITS
+) -> RolloutGroup:
     worker = PromptWorker("rollout", 0, 1, {})
     params = {"train": PARAMS, "val": replace(PARAMS, temperature=0.3)}
-    worker.setup(PromptWorkerContext(tokenizer_path, "native", params, LIMITS, {"sums": "maths"}, spread=False))
+    limits = {"train": LIMITS, "val": held_out}
+    worker.setup(PromptWorkerContext(tokenizer_path, "native", params, limits, {"sums": "maths"}, spread=False))
     worker.client = engine  # type: ignore[assignment]
     worker.rewards = {"maths": scorer}
     return asyncio.run(worker.run_group(group))
@@ -181,8 +184,11 @@ def test_a_group_answers_one_prompt_with_seeds_of_their_own(tokenizer_path: str)
     assert len({request.params.seed for request in engine.requests}) == 3
     assert (group.tag, group.dropped, group.errors, group.baseline) == ("sums", 0, (), None)
     val = Engine()
-    run_group(tokenizer_path, val, Choosy(), spec(sampling="val", greedy=False))
+    short = Limits(LIMITS.prompt_length, len(engine.requests[0].prompt_ids) + 3)
+    run_group(tokenizer_path, val, Choosy(), spec(sampling="val", greedy=False), short)
     assert {request.params.temperature for request in val.requests} == {0.3}
+    rooms = [{request.params.max_new_tokens for request in each.requests} for each in (engine, val)]
+    assert rooms == [{4}, {3}], "held-out samples have a bound of their own"
 
 
 def test_an_answer_without_a_reward_is_dropped_and_told(tokenizer_path: str) -> None:

@@ -119,12 +119,12 @@ async def judge(sample: Sample) -> Verdict:
 
 
 async def play_with(player: AgentPlayer, engine: Engine) -> Trajectory:
-    return await player.play(PromptEnv(PROMPT, judge), PROMPT, engine.generate, PARAMS, EPISODE)
+    return await player.play(PromptEnv(PROMPT, judge), PROMPT, engine.generate, PARAMS, LIMITS, EPISODE)
 
 
 def play(engine: Engine, *, more: float = 0.0, **keys: Any) -> Trajectory:
     async def run() -> Trajectory:
-        player = AgentPlayer(AgentConfig(**keys).placed(), RENDERER, LIMITS, 0)
+        player = AgentPlayer(AgentConfig(**keys).placed(), RENDERER, 0)
         try:
             return await play_with(player, engine)
         finally:

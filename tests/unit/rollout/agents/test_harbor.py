@@ -158,10 +158,10 @@ def test_an_agent_program_plays_it_as_an_episode(tmp_path: Path) -> None:
     config = AgentConfig(command=[*module, "play", *script(program)], reward="verify", verify=[*module, "verify"])
 
     async def run(answer: str) -> Trajectory:
-        player = AgentPlayer(config.placed(), RENDERER, LIMITS, 0)
+        player = AgentPlayer(config.placed(), RENDERER, 0)
         try:
             generate = Engine([answer]).generate
-            return await player.play(PromptEnv(prompt, judge), prompt, generate, PARAMS, EPISODE)
+            return await player.play(PromptEnv(prompt, judge), prompt, generate, PARAMS, LIMITS, EPISODE)
         finally:
             await player.endpoint.stop()
 

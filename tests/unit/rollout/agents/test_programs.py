@@ -32,7 +32,6 @@ from roll.rollout.types import EpisodeEnd
 from tests.unit.rollout.agents.harness import (
     ASK,
     GOOD,
-    LIMITS,
     PROMPT,
     RENDERER,
     Engine,
@@ -184,7 +183,6 @@ def test_calls_after_the_end_are_refused(tmp_path: Path) -> None:
         player = AgentPlayer(
             AgentConfig(command=script(ASK + f"open({str(keys)!r}, 'w').write(os.environ['OPENAI_API_KEY'])")),
             RENDERER,
-            LIMITS,
             0,
         )
         await play_with(player, Engine([GOOD]))
@@ -202,7 +200,7 @@ def test_cancelling_an_episode_ends_its_program() -> None:
 
     async def run() -> None:
         engine = Engine([GOOD], seconds=1000)
-        player = AgentPlayer(AgentConfig(command=script(ASK + f"{mark!r}")), RENDERER, LIMITS, 0)
+        player = AgentPlayer(AgentConfig(command=script(ASK + f"{mark!r}")), RENDERER, 0)
         playing = asyncio.create_task(play_with(player, engine))
         while not engine.requests:
             await asyncio.sleep(0.02)
@@ -338,7 +336,7 @@ async def service() -> AsyncIterator[str]:
 def test_a_running_service_is_a_program_too() -> None:
     async def run() -> None:
         async with service() as url:
-            player = AgentPlayer(AgentConfig(type="url", url=url), RENDERER, LIMITS, 0)
+            player = AgentPlayer(AgentConfig(type="url", url=url), RENDERER, 0)
             episode = await play_with(player, Engine([GOOD]))
             assert episode.success
             with pytest.raises(AgentError, match=r"status 502: upstream \*\*\*"):

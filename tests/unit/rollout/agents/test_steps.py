@@ -62,14 +62,14 @@ async def program(task: AgentTask) -> str | None:
 def play(own: Program, *, max_steps: int | None = 5, reward: str = "task") -> Trajectory:
     async def run() -> Trajectory:
         PROGRAM[:] = [own]
-        player = AgentPlayer(
-            AgentConfig(type="python", path=f"{HERE}:program", reward=reward, timeout=20), RENDERER, LIMITS, 0
-        )
+        player = AgentPlayer(AgentConfig(type="python", path=f"{HERE}:program", reward=reward, timeout=20), RENDERER, 0)
         env = EnvRunner(Stairs, 10.0)
         observation, _ = await env.reset(0)
         task = Prompt("Stairs-0", "Stairs", ({"role": "user", "content": observation},), extra_info={"seed": 0})
         try:
-            return await player.play(env, task, Engine(["up", "on"]).generate, PARAMS, EPISODE, max_steps=max_steps)
+            return await player.play(
+                env, task, Engine(["up", "on"]).generate, PARAMS, LIMITS, EPISODE, max_steps=max_steps
+            )
         finally:
             env.close()
             await player.endpoint.stop()
