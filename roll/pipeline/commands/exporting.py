@@ -77,6 +77,8 @@ def _check(job: Job, saved: Saved) -> None:
         raise ValueError(f"-o {job.output}: seen the folder of what is exported, expected another")
     if saved.checkpoint is not None and (damage := find_damage(saved.checkpoint)) is not None:
         raise ValueError(f"{saved.checkpoint} cannot be used: {damage}")
+    if job.role not in (POLICY, model.name) and model.is_dir():
+        raise ValueError(f"--role {job.role}: seen {job.model}, a model by itself, expected a run or a checkpoint")
     if saved.checkpoint is None and not model.is_dir():
         raise ValueError(f"{job.model}: no such folder, expected a run's, a checkpoint or a model's")
 

@@ -126,8 +126,11 @@ def _check(job: Job) -> int:
 
     Raises:
         DataError: everything that is wrong in them.
+        ValueError: the answers would take the place of a file of prompts.
     """
     problems, total = Problems(), 0
+    if job.output.resolve() in [path.resolve() for path in find_files(job.files, Problems())]:
+        raise ValueError(f"--output: seen {job.output}, a file of prompts, expected another")
     for row, question in _rows(job, problems):
         total += 1
         if question.is_text and job.system is not None and not job.chats:

@@ -86,6 +86,8 @@ def run(job: Job) -> int:
     try:
         domains = parse_rewards(job.rewards)
         total = _check(job, domains)
+        for path in filter(None, (job.output, job.summary)):
+            path.parent.mkdir(parents=True, exist_ok=True)
         tally, errors = asyncio.run(_score(job, domains, total))
     except ConfigErrors as problems:
         sys.stderr.write(report(problems, "roll score"))
@@ -131,7 +133,11 @@ def _check(job: Job, domains: Mapping[str, RewardConfig]) -> int:
 async def _score(job: Job, domains: Mapping[str, RewardConfig], total: int) -> tuple[Tally, list[str]]:
     tally, errors = Tally(), list[str]()
     rows = read_answered(job.files, job.columns, Problems(), without=job.score_key)
-    async with Scoring(domains, job.num_processes, host=_host) as scoring:
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            scoring = await stack.enter_async_context(Scoring(domains, job.num_processes, host=_host))
+        except ValueError as error:  # a model that a verifier loads
+            raise RewardError(str(error)) from error
         with _written(job.output) as file, progress("rows scored", total) as advance:
             async with contextlib.aclosing(in_order(rows, scoring.score, 2 * scoring.concurrency)) as done:
                 async for row, verdicts in done:

@@ -106,6 +106,10 @@ def test_everything_that_is_wrong_is_told_before_a_model_loads(rows, tmp_path, c
     assert "--chat asks it" in capsys.readouterr().err
     assert main(command) == 2
     assert "/nowhere" in capsys.readouterr().err
+    prompts = Path(rows("prompts.jsonl", [{"prompt": "x"}]))
+    assert main(["generate", "/nowhere", str(prompts), "-o", str(prompts), "--overwrite"]) == 2
+    assert "a file of prompts, expected another" in capsys.readouterr().err
+    assert read(prompts) == [{"prompt": "x"}]
 
 
 def test_an_adapter_is_put_on_the_model_that_it_names(model, rows, tmp_path) -> None:

@@ -111,6 +111,26 @@ def test_everything_that_is_wrong_is_told_at_once(rows, tmp_path, capsys) -> Non
     assert main(["score", rows("empty.jsonl", []), "--verifier", "math"]) == 2
 
 
+def test_figures_and_scores_go_into_folders_that_are_made(rows, tmp_path) -> None:
+    out, figures = tmp_path / "new" / "scores.jsonl", tmp_path / "other" / "figures.json"
+    command = ["score", rows("a.jsonl", SUMS[:2]), "--verifier", "math", "-o", str(out), "--summary", str(figures)]
+    assert main(command) == 0
+    assert len(read(out)) == 2 and json.loads(figures.read_text())["prompts"] == 2
+
+
+@pytest.mark.parametrize(
+    ("verifier", "reason"),
+    [
+        (["reward_model", "model_path={model}"], "expected a model with a trained classification head"),
+        (["judge", "judge_model_type=inference", "judge_model_name=./absent"], "'./absent': no such folder"),
+    ],
+)
+def test_a_model_that_cannot_score_is_told_without_a_traceback(rows, model, capsys, verifier, reason) -> None:
+    words = [word.format(model=model) for word in verifier]
+    assert main(["score", rows("a.jsonl", SUMS[:1]), "--verifier", *words]) == 2
+    assert reason in capsys.readouterr().err
+
+
 def test_figures_are_those_of_a_runs_evaluation() -> None:
     groups: list[RolloutGroup] = [
         group(answer(0.25, True, "1"), answer(0.5, False, "2"), answer(1.0, True, "1"), answer(0.0, False, None)),
