@@ -95,7 +95,9 @@ def workers() -> Iterator[Cluster]:
 def send_whole(cluster: Cluster, batch: Batch) -> Batch:
     parts = batch.split(2)
     refs = cluster.submit_each("echo", [(ray.put(batch.select(part)),) for part in parts])
-    joined = Batch.concat(cluster.gather(refs, call="echo"))
+    back: list[Batch] = cluster.gather(refs, call="echo")
+    names = [field.name for field in fields(Batch) if getattr(batch, field.name) is not None]
+    joined = Batch(**{name: torch.cat([getattr(part, name) for part in back]) for name in names})
     return joined.select(torch.cat(parts).argsort())
 
 

@@ -60,6 +60,7 @@ from roll.distributed.weights.update_stream import tensors_of
 from roll.models.loading import save_model
 from roll.models.scoring import TokenScorer
 from roll.models.tiny import make_tokenizer
+from roll.pipeline.model_cluster import ModelCluster
 from roll.pipeline.workers import InferWorker, TrainWorker
 from roll.utils.collector import end_start
 
@@ -171,10 +172,8 @@ def measure(path: Path, sizes: list[int], args: argparse.Namespace) -> dict[str,
         cluster.launch()
     for name, cluster in clusters.items():
         cluster.wait_ready()
-        cluster.rendezvous()
         strategy = "fsdp2_train" if issubclass(workers[name], TrainWorker) else "hf_infer"
-        each, size = context(path, name, strategy), cluster.world_size
-        cluster.dispatch("setup", [(each.at_rank(rank, size),) for rank in range(size)])
+        ModelCluster(cluster).setup(context(path, name, strategy))
     trainer, sharding, bucket_bytes = clusters["actor_train"], clusters["sharding"], args.bucket_mb << 20
     hf_infer = sync.WeightSync(trainer, clusters["actor_infer"], bucket_bytes=bucket_bytes)
     checking = sync.WeightSync(trainer, clusters["actor_infer"], bucket_bytes=bucket_bytes, check=True)

@@ -183,20 +183,6 @@ class Batch:
         shifts = self.offsets_B[rows] - (ends - lengths)
         return torch.arange(int(lengths.sum())) + torch.repeat_interleave(shifts, lengths)
 
-    @staticmethod
-    def concat(batches: Sequence[Batch]) -> Batch:
-        """Joins batches end to end. A field must be set in all of them or in none."""
-        if not batches:
-            raise ValueError("Batch.concat: no batches given")
-        columns: dict[str, Tensor | None] = {}
-        for f in fields(Batch):
-            values = [getattr(b, f.name) for b in batches]
-            missing = sum(v is None for v in values)
-            if missing not in (0, len(values)):
-                raise ValueError(f"Batch.concat: {f.name} is set in {len(values) - missing} of {len(values)} batches")
-            columns[f.name] = None if missing else torch.cat(values)
-        return Batch(**columns)  # type: ignore[arg-type]
-
     def split(self, num_parts: int, linear: int | None = None) -> list[Tensor]:
         """Row indices of ``num_parts`` parts of nearly equal load (heaviest first onto the lightest part).
 

@@ -133,10 +133,6 @@ class RunFolder:
         with self.schedule_path.open("a", encoding="utf-8") as file:
             file.write(to_json(record) + "\n")
 
-    def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines of ``metrics.jsonl``; one that a kill cut off is left out."""
-        return read_json_lines(self.metrics_path)
-
     def truncate_metrics(self, step: int) -> None:
         """Drops the lines after ``step``: those of the steps that a resumed run takes again."""
         _truncate(self.metrics_path, step)

@@ -20,6 +20,7 @@ from tests.support.contract import (
     forward_logprobs,
     load,
     make_adapter,
+    pause,
     prompts,
     requests_of,
     weights_of,
@@ -108,7 +109,7 @@ def test_shutdown_fails_what_is_in_flight_and_what_comes_after(lora_engine: Any)
     request = GenerateRequest("last", prompts(1, seed=35)[0], SamplingParams(max_new_tokens=900, temperature=2.0))
 
     async def run() -> None:
-        await lora_engine.pause()
+        await pause(lora_engine)
         task = asyncio.create_task(lora_engine.generate(request))
         await asyncio.sleep(0.1)
         await asyncio.to_thread(lora_engine.shutdown)

@@ -22,8 +22,10 @@ from tests.support.contract import (
     forward_logprobs,
     greedy_oracle,
     load,
+    pause,
     prompts,
     requests_of,
+    resume,
     staggered,
 )
 
@@ -246,14 +248,14 @@ def test_abort_gives_the_tokens_so_far(engine: Any, oracle: PreTrainedModel, end
 
 def test_abort_ends_a_request_even_before_its_first_token(engine: Any, endless: np.ndarray) -> None:
     async def run() -> Any:
-        await engine.pause()
+        await pause(engine)
         task = asyncio.create_task(engine.generate(GenerateRequest("a", endless)))
         await asyncio.sleep(0)
         await engine.abort("a")
         try:
             return await asyncio.wait_for(task, 10)
         finally:
-            await engine.resume()
+            await resume(engine)
 
     completion = asyncio.run(run())
     assert completion.finish_reason is FinishReason.ABORT
@@ -286,12 +288,12 @@ def test_requests_in_flight_wait_while_paused(engine: Any, oracle: PreTrainedMod
     async def run() -> Any:
         tasks = [asyncio.create_task(engine.generate(request)) for request in requests[:1]]
         await asyncio.sleep(0.05)
-        await engine.pause()
-        await engine.pause()  # twice is as good as once
+        await pause(engine)
+        await pause(engine)  # twice is as good as once
         tasks += [asyncio.create_task(engine.generate(request)) for request in requests[1:]]
         await asyncio.sleep(0.4)
         done = [task.done() for task in tasks]
-        await engine.resume()
+        await resume(engine)
         return done, await asyncio.wait_for(asyncio.gather(*tasks), 60)
 
     done, completions = asyncio.run(run())

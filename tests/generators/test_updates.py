@@ -32,8 +32,10 @@ from tests.support.contract import (
     forward_logprobs,
     greedy_oracle,
     load,
+    pause,
     prompts,
     requests_of,
+    resume,
     weights_of,
 )
 
@@ -52,7 +54,7 @@ def new(model_path: Any) -> PreTrainedModel:
 def fresh(engine: Any, old: PreTrainedModel) -> Iterator[Any]:
     """The engine with its first weights, before and after."""
     yield engine
-    asyncio.run(engine.resume())
+    asyncio.run(resume(engine))
     asyncio.run(engine.update_weights(buckets_of(weights_of(old)), 0))
 
 
@@ -160,13 +162,13 @@ def test_an_update_while_paused_leaves_the_engine_paused(fresh: Any, new: PreTra
     prompt_list = prompts(2, seed=24, low=40)
 
     async def run() -> Any:
-        await fresh.pause()
+        await pause(fresh)
         task = asyncio.create_task(burst(fresh, requests_of(prompt_list, temperature=0.0, max_new_tokens=16)))
         await asyncio.sleep(0.02)
         await fresh.update_weights(buckets_of(weights_of(new)), 2)
         await asyncio.sleep(0.2)
         done = task.done()
-        await fresh.resume()
+        await resume(fresh)
         return done, await task
 
     done, completions = asyncio.run(run())

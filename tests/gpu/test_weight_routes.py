@@ -24,6 +24,7 @@ from roll.distributed.weights.buckets import unpack_bucket
 from roll.distributed.weights.routes import Route, plan_routes
 from roll.distributed.weights.sync import WeightSync
 from roll.models.tiny import make_tiny_model
+from roll.pipeline.model_cluster import ModelCluster
 from tests.integration.test_weight_sync import BUCKET_BYTES, Generator, Trainer, assert_serves, context
 
 pytestmark = [
@@ -114,10 +115,7 @@ def start(case: Case, model: Path, generator: str) -> tuple[Cluster, Cluster]:
         cluster.launch()
     for cluster in (trainer, infer):
         cluster.wait_ready()
-    trainer.rendezvous()
-    size = trainer.world_size
-    train = context(model, "actor_train", "fsdp2_train")
-    trainer.dispatch("setup", [(train.at_rank(rank, size),) for rank in range(size)])
+    ModelCluster(trainer).setup(context(model, "actor_train", "fsdp2_train"))
     infer.call("setup", generating(model, generator))
     return trainer, infer
 

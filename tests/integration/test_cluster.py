@@ -155,10 +155,11 @@ def test_arguments_reach_all_ranks_or_each_its_own(start: Callable[..., Cluster]
     train = start("train", init_kwargs={"greeting": "hello"})
     array = np.arange(10.0)
     assert train.call("add", array, number=1) == [(46.0, False), (47.0, False)]
-    assert [total for total, _ in train.dispatch("add", [(array, 0), (array * 2, 5)])] == [45.0, 96.0]
+    refs = train.submit_each("add", [(array, 0), (array * 2, 5)])
+    assert [total for total, _ in train.gather(refs, call="add")] == [45.0, 96.0]
     assert train.call_rank(1, "add", array, 0)[0] == 46.0
     with pytest.raises(ValueError, match=r"train.add: 1 argument tuples for 2 workers"):
-        train.dispatch("add", [(array, 0)])
+        train.submit_each("add", [(array, 0)])
     assert all(10 < megabytes < 2000 for megabytes in train.call("peak_memory_mb"))
 
 

@@ -40,7 +40,7 @@ from tests.support.ranks import (
     whole,
     write,
 )
-from tests.support.trainers import VOCABULARY, shares
+from tests.support.trainers import VOCABULARY, make_batch, shares
 from tests.support.trainers import make_context as context_of
 
 pytest.importorskip("deepspeed", reason="the package deepspeed is not installed")
@@ -194,7 +194,7 @@ def run_others(out: Path, model: Path, rank: int) -> None:
         learner.shutdown()
     for name in ("zero1", "zero3"):
         other = zero_trainer(model, CASES[name], keeps_output_layer=True, **options)
-        batch = with_reference(Batch.concat(shares(0)))
+        batch = with_reference(make_batch(seed=0))
         part = batch.select(torch.arange(9).tensor_split([4])[rank])
         metrics = other.train_step(part, loss_fn)
         write(out, f"kl-{name}-{rank}", exported(other), metrics)
@@ -251,7 +251,7 @@ def one_process(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     trainer = fsdp_trainer(model)
     result: dict[str, Any] = {"folder": folder, "metrics": [], "scores": []}
     for step in range(3):
-        batch = Batch.concat(shares(step))
+        batch = make_batch(seed=step)
         result["scores"].append(trainer.logprobs(batch).logprobs_T)
         result["metrics"].append(trainer.train_step(batch, loss_fn))
         if step == 1:
@@ -303,7 +303,7 @@ def test_checkpoint_of_two_ranks_continues_with_fsdp2_on_one(
 ) -> None:
     trainer = fsdp_trainer(model)
     trainer.load(two_ranks / f"{name}-checkpoint")
-    trainer.train_step(Batch.concat(shares(2)), loss_fn)
+    trainer.train_step(make_batch(seed=2), loss_fn)
     assert_near(exported(trainer), one_process["final"], 5e-6)
 
 
@@ -317,7 +317,7 @@ def test_checkpoint_of_fsdp2_continues_and_states_come_back_as_they_left(
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_step_with_kl_over_the_vocabulary_is_that_of_one_process(two_ranks: Path, model: Path, name: str) -> None:
     trainer = fsdp_trainer(model, keeps_output_layer=True)
-    metrics = trainer.train_step(with_reference(Batch.concat(shares(0))), loss_fn)
+    metrics = trainer.train_step(with_reference(make_batch(seed=0)), loss_fn)
     found = metrics_of(two_ranks, f"kl-{name}-0")
     assert found["actor/loss"] == pytest.approx(metrics["actor/loss"], rel=2e-6)
     assert found["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=2e-6)
@@ -329,7 +329,7 @@ def test_adapter_is_that_of_one_process(two_ranks: Path, one_process: dict[str, 
     trainer = fsdp_trainer(model, lora=LORA)
     metrics: Metrics = {}
     for step in range(2):
-        metrics = trainer.train_step(Batch.concat(shares(step)), loss_fn)
+        metrics = trainer.train_step(make_batch(seed=step), loss_fn)
     found = metrics_of(two_ranks, f"lora-{name}-0")
     assert found["actor/loss"] == pytest.approx(metrics["actor/loss"], rel=2e-6)
     assert found["actor/grad_norm"] == pytest.approx(metrics["actor/grad_norm"], rel=2e-6)
@@ -346,11 +346,11 @@ def test_critic_is_the_same_on_one_process(two_ranks: Path, model: Path) -> None
     found = torch.cat([tensors_of(two_ranks, f"values-{rank}")["values"] for rank in range(2)])
     trained = fsdp_trainer(model, head="value", role="critic")
     for step in range(2):
-        trained.train_step(Batch.concat(shares(step)), loss_fn)
+        trained.train_step(make_batch(seed=step), loss_fn)
     saved = Fsdp2Infer(make_context(two_ranks / "critic" / "critic", "fsdp2_infer", head="value"))
     saved.setup()
     for critic in (trained, saved):
-        values = critic.logprobs(Batch.concat(shares(1))).values_T
+        values = critic.logprobs(make_batch(seed=1)).values_T
         assert values.abs().max() > 0
         torch.testing.assert_close(values, found, rtol=0, atol=1e-5)
 
@@ -359,7 +359,7 @@ def test_critic_is_the_same_on_one_process(two_ranks: Path, model: Path) -> None
 def test_bf16_reference_is_near_fp32(two_ranks: Path, model: Path, name: str) -> None:
     reference = Fsdp2Infer(make_context(model, "fsdp2_infer", returns_hidden=True))
     reference.setup()
-    expected = reference.logprobs(Batch.concat(shares(1)))
+    expected = reference.logprobs(make_batch(seed=1))
     parts = [tensors_of(two_ranks, f"reference-{name}-{rank}") for rank in range(2)]
     for key, tensor in (("logprobs", expected.logprobs_T), ("hidden", expected.hidden_TH)):
         torch.testing.assert_close(torch.cat([part[key] for part in parts]), tensor, rtol=0, atol=0.1)

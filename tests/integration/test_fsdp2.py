@@ -293,10 +293,9 @@ def test_kl_over_the_vocabulary_needs_the_kept_output_layer(model: Path) -> None
 
 def reference_shares(step: int) -> list[Batch]:
     """``shares`` with what ``ALGORITHM`` reads."""
-    parts = shares(step)
-    whole = with_reference(Batch.concat(parts), seed=step)
+    whole = with_reference(make_batch(seed=step), seed=step)
     rows = torch.arange(whole.num_sequences)
-    cut = parts[0].num_sequences
+    cut = shares(step)[0].num_sequences
     return [whole.select(rows[:cut]), whole.select(rows[cut:])]
 
 
@@ -382,7 +381,7 @@ def one_process(untied_model: Path) -> dict[str, Any]:
     trainer = make_trainer(untied_model)
     result: dict[str, Any] = {"gradients": [], "metrics": [], "scores": []}
     for step in range(3):
-        batch = Batch.concat(shares(step))
+        batch = make_batch(seed=step)
         result["scores"].append(trainer.logprobs(batch).logprobs_T)
         result["metrics"].append(trainer.train_step(batch, policy_loss))
         result["gradients"].append(trainer.gradient)
@@ -391,7 +390,7 @@ def one_process(untied_model: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_two_ranks_take_the_same_step_as_one(two_ranks: Path, untied_model: Path, one_process: dict, name: str) -> None:
-    loss, gradient = reference_step(untied_model, Batch.concat(shares(0)))
+    loss, gradient = reference_step(untied_model, make_batch(seed=0))
     assert_near(load_file(two_ranks / f"{name}-0/gradient0.safetensors"), gradient)
     for step in range(3):
         assert_near(load_file(two_ranks / f"{name}-1/gradient{step}.safetensors"), one_process["gradients"][step], 5e-6)
@@ -419,7 +418,7 @@ def test_resumed_run_equals_the_uninterrupted_one_bit_for_bit(two_ranks: Path, n
 def test_checkpoint_of_two_ranks_continues_on_one(two_ranks: Path, untied_model: Path) -> None:
     trainer = make_trainer(untied_model)
     trainer.load(two_ranks / "full-checkpoint")
-    trainer.train_step(Batch.concat(shares(2)), policy_loss)
+    trainer.train_step(make_batch(seed=2), policy_loss)
     assert_near(exported(trainer), load_file(two_ranks / "full-0/final.safetensors"), 2e-5)
 
 
@@ -443,7 +442,7 @@ def test_only_rank_0_receives_weight_buckets(two_ranks: Path) -> None:
 def test_critic_of_two_ranks_scores_the_same_on_one(two_ranks: Path) -> None:
     critic = Fsdp2Infer(make_context(two_ranks / "critic" / "critic", head="value"))
     critic.setup()
-    values = critic.logprobs(Batch.concat(shares(1))).values_T
+    values = critic.logprobs(make_batch(seed=1)).values_T
     found = torch.cat([load_file(two_ranks / f"values{rank}.safetensors")["values"] for rank in range(2)])
     assert values.abs().max() > 0
     torch.testing.assert_close(values, found, rtol=0, atol=1e-5)
@@ -452,7 +451,7 @@ def test_critic_of_two_ranks_scores_the_same_on_one(two_ranks: Path) -> None:
 def test_bf16_reference_is_near_fp32(two_ranks: Path, untied_model: Path) -> None:
     reference = Fsdp2Infer(make_context(untied_model, returns_hidden=True))
     reference.setup()
-    reference_scores = reference.logprobs(Batch.concat(shares(1)))
+    reference_scores = reference.logprobs(make_batch(seed=1))
     parts = [load_file(two_ranks / f"reference{rank}.safetensors") for rank in range(2)]
     found = torch.cat([part["logprobs"] for part in parts])
     torch.testing.assert_close(found, reference_scores.logprobs_T, rtol=0, atol=0.1)
@@ -466,7 +465,7 @@ def test_two_ranks_take_the_same_step_with_kl_over_the_vocabulary(
 ) -> None:
     trainer = make_trainer(untied_model, keeps_output_layer=True)
     for step in range(2):
-        batch = Batch.concat(reference_shares(step))
+        batch = with_reference(make_batch(seed=step), seed=step)
         found = [load_file(two_ranks / f"algorithm-{name}-kl{step}-{rank}.safetensors")["kl"] for rank in range(2)]
         torch.testing.assert_close(torch.cat(found), trainer.logprobs(batch).kl_T, rtol=1e-5, atol=2e-5)
         metrics = trainer.train_step(batch, build_policy_loss(ALGORITHM))

@@ -34,6 +34,7 @@ from roll.distributed.weights.sender import Delivery, WeightOrder
 from roll.distributed.weights.sync import WeightSync
 from roll.models.lora import LoraSpec
 from roll.models.tiny import make_tiny_model
+from roll.pipeline.model_cluster import ModelCluster
 from roll.pipeline.workers import InferWorker, TrainWorker
 
 BUCKET_BYTES = 100_000
@@ -332,8 +333,7 @@ def test_with_lora_generators_decode_as_hugging_face_with_base_and_adapter(
     trainer, generator = clusters
     lora = LoraSpec(rank=4, alpha=32, targets=("q_proj", "v_proj", "down_proj"))
     train = dataclasses.replace(context(model, "actor_train", "fsdp2_train"), lora=lora)
-    trainer.rendezvous()
-    trainer.dispatch("setup", [(train.at_rank(rank, 2),) for rank in range(2)])
+    ModelCluster(trainer).setup(train)
     infer = dataclasses.replace(context(model, "actor_infer", "hf_infer"), lora=lora)
     generator.call("setup", infer)
     updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True, adapter_only=True)

@@ -25,6 +25,7 @@ from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 from roll.data.requests import Completion, FinishReason, GenerateRequest, SamplingParams
 from roll.distributed.strategy.base import StrategyContext
+from roll.distributed.strategy.generation.generator import Generator
 from roll.distributed.weights.buckets import pack_buckets
 from roll.distributed.weights.contents import WeightBucket
 from roll.models.loading import to_hf_weights
@@ -99,6 +100,15 @@ def requests_of(prompt_list: Iterable[np.ndarray], **params: Any) -> list[Genera
 
 async def burst(engine: Any, requests: Iterable[GenerateRequest]) -> list[Completion]:
     return list(await asyncio.gather(*map(engine.generate, requests)))
+
+
+async def pause(engine: Generator) -> None:
+    """Returns when the step in progress is done; requests stay, and new ones queue, until ``resume``."""
+    await asyncio.wrap_future(engine._hold("pause"))
+
+
+async def resume(engine: Generator) -> None:
+    await asyncio.wrap_future(engine._release("pause"))
 
 
 def polled(worker: Any, requests: Sequence[GenerateRequest]) -> dict[str, Any]:

@@ -124,17 +124,13 @@ class Cluster:
         ref = getattr(self._handle(rank), method).remote(*args, **kwargs)
         return self.gather([ref], call=method, ranks=[rank])[0]
 
-    def dispatch(self, method: str, per_rank_args: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
-        """Runs the method on every rank with the rank's own positional arguments and common keyword arguments."""
-        return self.gather(self.submit_each(method, per_rank_args, **kwargs), call=method)
-
     def submit(self, method: str, *args: Any, **kwargs: Any) -> list[ObjectRef]:
         """Like ``call`` without waiting; pass the references to ``gather``."""
         shared = tuple(_put_once(arg) for arg in args) if self.world_size > 1 else args
         return self.submit_each(method, [shared] * self.world_size, **kwargs)
 
     def submit_each(self, method: str, per_rank_args: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[ObjectRef]:
-        """Like ``dispatch`` without waiting.
+        """Like ``submit``, but each rank has positional arguments of its own.
 
         Raises:
             ValueError: not one tuple of arguments per rank.

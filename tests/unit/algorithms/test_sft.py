@@ -66,9 +66,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def batch() -> Batch:
     renderer = ChatRenderer(make_tokenizer())
     rows = [renderer.conversation([{"role": role, "content": text} for role, text in talk]) for talk in TALKS]
-    return Batch.concat(
-        [Batch(torch.tensor([len(ids)]), torch.from_numpy(ids), torch.from_numpy(mask)) for ids, mask in rows]
-    )
+    lengths_B = torch.tensor([len(ids) for ids, _ in rows])
+    tokens_T, mask_T = (torch.cat([torch.from_numpy(row[i]) for row in rows]) for i in range(2))
+    return Batch(lengths_B, tokens_T, mask_T)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])

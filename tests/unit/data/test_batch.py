@@ -65,11 +65,6 @@ def test_select_takes_any_rows_in_any_order(sequences: Sequences, data: st.DataO
     assert batch.tokens_T[batch.token_index(rows)].tolist() == [token for tokens in expected for token in tokens]
 
 
-@given(st.lists(sequences_strategy, min_size=1, max_size=4))
-def test_concat_joins_end_to_end(parts: list[Sequences]) -> None:
-    assert lists(Batch.concat([make_batch(part) for part in parts])) == [tokens for part in parts for tokens in part]
-
-
 @given(sequences_strategy, st.booleans())
 def test_padded_is_a_rectangle(sequences: Sequences, left: bool) -> None:
     width = max(map(len, sequences), default=0)
@@ -145,7 +140,6 @@ def test_an_empty_share_goes_through_every_method() -> None:
         name for name, value in vars(full).items() if value is not None
     ]
     assert [len(part) for part in empty.split(3)] == [0, 0, 0]
-    assert lists(Batch.concat([empty, full, empty])) == [[1, 2, 3], [4]]
     assert empty.padded("tokens_T").shape == (0, 0)
     assert empty.padded("rewards_T", left=True).shape == (0, 0)
     assert empty.select([]).token_index([]).tolist() == []
@@ -167,14 +161,6 @@ def test_a_wrong_shape_names_the_field() -> None:
             continue
         with pytest.raises(ValueError, match=rf"Batch.ref_hidden_TH: shape \({shape}\), expected \(4, hidden size\)"):
             batch.replace(ref_hidden_TH=wrong)
-
-
-def test_concat_refuses_batches_that_hold_different_things() -> None:
-    batch = make_batch([[1]])
-    with pytest.raises(ValueError, match=r"Batch.concat: rewards_T is set in 1 of 2 batches"):
-        Batch.concat([batch, batch.replace(rewards_T=None)])
-    with pytest.raises(ValueError, match="no batches"):
-        Batch.concat([])
 
 
 def test_a_batch_does_not_change() -> None:

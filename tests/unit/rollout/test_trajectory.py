@@ -68,7 +68,7 @@ def test_rewards_by_name_are_of_every_row_of_the_episode() -> None:
     assert groups_to_batch(groups, ["A"]).parts_BK is None
     batch = groups_to_batch([RolloutGroup(0, "A", (one,))], ["A"], ["math/format", "math/score", "solved"])
     assert batch.parts_BK.tolist() == [[0.25, 1, 1]] * 2
-    assert Batch.concat([batch, batch]).select([3]).parts_BK.tolist() == [[0.25, 1, 1]]
+    assert batch.select([1]).parts_BK.tolist() == [[0.25, 1, 1]]
 
 
 def conversation(turns: list[tuple[list[int], list[int], float]]) -> list[Turn]:

@@ -191,15 +191,6 @@ class Generator(ABC, Generic[PlanT]):
             self._check_alive()
             await asyncio.sleep(_LOCK_POLL_S)
 
-    async def pause(self) -> None:
-        """Returns when the step in progress is done; requests stay, and new ones queue, until ``resume``."""
-        self._check_alive()
-        await asyncio.wrap_future(self._hold("pause"))
-
-    async def resume(self) -> None:
-        self._check_alive()
-        await asyncio.wrap_future(self._release("pause"))
-
     async def update_weights(
         self, buckets: AsyncIterator[WeightBucket], version: int, *, recompute_kv: bool | None = None
     ) -> None:

@@ -42,9 +42,11 @@ from tests.support.contract import (
     forward_logprobs,
     greedy_oracle,
     load,
+    pause,
     prompts,
     random_model,
     requests_of,
+    resume,
     staggered,
     weights_of,
 )
@@ -246,10 +248,10 @@ def test_samples_of_one_prompt_share_its_prefill(model_path: Callable[..., str])
     requests = [GenerateRequest(str(i), prompt, SamplingParams(max_new_tokens=6, seed=i)) for i in range(5)]
 
     async def run(engine: HfInfer) -> list[Completion]:
-        await engine.pause()  # so that they are admitted in one step
+        await pause(engine)  # so that they are admitted in one step
         tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
         await asyncio.sleep(0)
-        await engine.resume()
+        await resume(engine)
         return await asyncio.gather(*tasks)
 
     with engine_of(model_path()) as engine:
@@ -385,11 +387,11 @@ def test_a_cancelled_caller_aborts_its_request(model_path: Callable[..., str]) -
         with pytest.raises(asyncio.CancelledError):
             await task
         await wait_for(lambda: engine.stats()["running"] == 0)
-        pause = asyncio.create_task(engine.pause())
+        command = asyncio.create_task(pause(engine))
         await asyncio.sleep(0)
-        pause.cancel()  # nor does a cancelled command harm the engine
+        command.cancel()  # nor does a cancelled command harm the engine
         engine._release("test")
-        await engine.resume()
+        await resume(engine)
         await engine.generate(request)
 
     with engine_of(model_path()) as engine:
@@ -402,14 +404,14 @@ def test_pause_stops_steps_and_resume_goes_on_with_the_same_tokens(model_path: C
     async def run(engine: HfInfer) -> None:
         task = asyncio.create_task(engine.generate(request))
         await held_at(engine, 3)
-        await engine.pause()
+        await pause(engine)
         engine._release("test")
         steps = engine.stats()["steps"]
         late_task = asyncio.create_task(engine.generate(late))
         await asyncio.sleep(0.05)
         assert engine.stats()["steps"] == steps
         assert not task.done()
-        await engine.resume()
+        await resume(engine)
         model = load(model_path())
         for r, t in ((request, task), (late, late_task)):
             assert (await t).token_ids.tolist() == greedy_oracle(model, r.prompt_ids, 100)
@@ -619,7 +621,7 @@ def test_an_update_that_fails_half_way_stops_the_engine_and_whoever_waits(
         monkeypatch.setattr(engine, "load_weights", broken)
         with pytest.raises(EngineStoppedError, match="failed in a weight update: MemoryError"):
             await engine.update_weights(buckets_of(model_path(seed=1)), 1)
-        for call in (running, engine.generate(GenerateRequest("y", prompts(1)[0])), engine.pause()):
+        for call in (running, engine.generate(GenerateRequest("y", prompts(1)[0]))):
             with pytest.raises(EngineStoppedError, match="failed in a weight update: MemoryError"):
                 await asyncio.wait_for(call, 20)
 
@@ -647,7 +649,7 @@ def test_an_error_in_a_step_fails_every_pending_request_and_all_later_ones(
             assert isinstance(outcome, EngineStoppedError)
             assert "no room for the logits" in str(outcome)
             assert isinstance(outcome.__cause__, MemoryError)
-        for call in (engine.generate(requests[0]), engine.pause(), engine.update_weights(buckets_of(model_path()), 1)):
+        for call in (engine.generate(requests[0]), engine.update_weights(buckets_of(model_path()), 1)):
             with pytest.raises(EngineStoppedError, match="failed earlier: MemoryError"):
                 await call
 
