@@ -1,4 +1,4 @@
-"""Answers to prompts as a page: question, response, the answer found in it, the right one, and the score."""
+"""Answers to prompts as a page: question, response with what tools said, the answer in it, the right one, the score."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def save_answers(trajectories: Sequence[Trajectory], folder: Path, step: int, *,
     """Writes the page of an evaluation into ``folder``, and notes it for ``listed_answers``.
 
     Args:
-        trajectories: one-turn episodes whose info has ``prompt_id`` and ``ground_truth``.
+        trajectories: episodes whose info has ``prompt_id`` and ``ground_truth``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / f"answers-{step:06d}.html"

@@ -28,6 +28,9 @@ class PromptEnv:
     def __init__(self, prompt: Prompt, score: ScoreFn) -> None:
         self.prompt = prompt
         self._score = score
+        truth = "" if prompt.ground_truth is None else str(prompt.ground_truth)
+        self._known = {"prompt_id": prompt.id, "ground_truth": truth}
+        """Of every ``info``: an episode that is cut short is of this prompt too."""
         self._completion: Completion | None = None
 
     def watch(self, generate: GenerateFn) -> GenerateFn:
@@ -40,7 +43,7 @@ class PromptEnv:
         return watched
 
     async def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-        return self.question, {"prompt": self.prompt, "state_key": self.prompt.id}
+        return self.question, {"prompt": self.prompt, "state_key": self.prompt.id, **self._known}
 
     async def step(self, text: str) -> StepResult:
         """Scores the answer; ``action`` is what the verifier found in it."""
@@ -68,12 +71,7 @@ class PromptEnv:
             success=verdict.correct,
             state_key=self.prompt.id,
         )
-        info |= {
-            "prompt_id": self.prompt.id,
-            "ground_truth": "" if self.prompt.ground_truth is None else str(self.prompt.ground_truth),
-            **verdict.parts,
-            **verdict.notes,
-        }
+        info |= {**self._known, **verdict.parts, **verdict.notes}
         if verdict.valid is None:
             info[VALID_UNKNOWN] = True
         return observation, reward, terminated, truncated, info

@@ -1,5 +1,8 @@
 """The page of an evaluation's answers."""
 
+import dataclasses
+import itertools
+
 import numpy as np
 
 from roll.data.requests import Completion, FinishReason
@@ -22,6 +25,15 @@ def test_answers_are_listed_escaped_with_what_was_right(tmp_path):
     assert "Step 20: 1 of 2 answers right" in page
     assert "it is &lt;script&gt;4&lt;/script&gt;" in page and "question 1 &lt;b&gt;" in page
     assert 'title="row-1"' in page and "+1.00" in page and '">5</td>' in page and ">—</td>" in page
+
+
+def test_an_episode_of_several_turns_is_shown_from_its_question_on(tmp_path):
+    asked, ended = answer(0, "[add(1, 2)]", "add", "3", True), answer(0, "it is 3", "3", "3", True)
+    told = dataclasses.replace(ended.turns[0], observation="3 <b>")
+    page = save_answers([dataclasses.replace(asked, turns=(*asked.turns, told))], tmp_path, 1).read_text()
+    words = ["question 0 &lt;b&gt;", "[add(1, 2)]", "3 &lt;b&gt;", "it is 3", ">3</td>", ">3</td>"]
+    places = list(itertools.accumulate(words, lambda at, text: page.index(text, at + 1), initial=0))
+    assert places == sorted(places) and page.count("<tr>") == 2
 
 
 def test_the_index_links_the_pages_newest_first_and_each_once(tmp_path):

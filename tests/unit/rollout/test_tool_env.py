@@ -27,7 +27,7 @@ from roll.rollout.prompt_env import PromptEnv, PromptManager
 from roll.rollout.tool_box import ToolBox, told_tools
 from roll.rollout.tool_env import with_tools
 from roll.rollout.trajectory import groups_to_batch
-from roll.rollout.types import RolloutGroup, Trajectory
+from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
 
 TOKENIZER = make_tokenizer()
 RENDERER = ChatRenderer(TOKENIZER)
@@ -190,6 +190,14 @@ def test_after_the_last_turn_with_calls_the_answer_counts_as_it_is() -> None:
     trajectory = play(Engine(*[call("calculator", expression="1")] * 3), max_turns=2)
     assert len(trajectory.turns) == 3 and trajectory.end == "terminated" and not trajectory.success
     assert trajectory.info["tool_calls"] == 2
+
+
+def test_an_episode_that_is_cut_short_is_still_of_its_prompt() -> None:
+    params, limits = SamplingParams(max_new_tokens=400), Limits(prompt_length=2000, sequence_length=1800)
+    engine = Engine(call("tell", what="y" * 300))
+    trajectory = play(engine, PromptManager(RENDERER, params, limits))
+    assert (trajectory.end, len(trajectory.turns)) == (EpisodeEnd.CONTEXT_FULL, 1)
+    assert (trajectory.info["prompt_id"], trajectory.info["ground_truth"]) == ("p1", "51")
 
 
 @pytest.mark.parametrize("side", ["left", "middle", "right"])
