@@ -47,7 +47,12 @@ class RewardConfig(Config):
 
     tag_included: list[str] = Field(min_length=1, description="Tags of the prompts that this domain scores.")
     verifiers: list[VerifierConfig] = Field(min_length=1, description="The reward is the weighted sum of their scores.")
-    timeout: float = Field(default=30.0, gt=0, description="Seconds that one verifier may take for one sample.")
+    timeout: float = Field(
+        default=30.0,
+        gt=0,
+        description="Seconds that one verifier may take for one sample. The wait for a free sandbox or "
+        "connection does not count.",
+    )
     timeout_score: float | None = Field(
         default=None,
         allow_inf_nan=False,

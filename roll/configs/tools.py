@@ -29,7 +29,11 @@ class ToolConfig(Config):
     tags: list[str] | None = Field(
         default=None, description="Tags of prompts or environments that have the tool; null: all."
     )
-    timeout: float = Field(default=10.0, gt=0, description="Seconds that one call may take.")
+    timeout: float = Field(
+        default=10.0,
+        gt=0,
+        description="Seconds that one call may take, not counting waits for a free sandbox or process.",
+    )
     isolation: Literal["none", "process"] = Field(
         default="none",
         description="process: each call has a process of its own, a fork of one that has built the tool, which is "

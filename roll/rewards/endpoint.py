@@ -20,6 +20,7 @@ from pydantic import ConfigDict, Field, SecretStr
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem, Words
 from roll.rewards.types import RewardError
+from roll.utils.time_limit import turn
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +151,7 @@ class Endpoint:
         await self._client.aclose()
 
     async def _ask_once(self, body: dict[str, Any], read: Callable[[httpx.Response], T], more_s: float) -> T:
-        async with self._slots:  # the connection pool would bound it too, but on the request's time
+        async with turn(self._slots):  # the connection pool would bound it too, but on the request's time
             response = await self._post(body, self._patience.request_timeout + more_s)
         if response.status_code != httpx.codes.OK:
             words = f"status {response.status_code}, expected 200: {self.shorten(response.text)}"

@@ -21,6 +21,7 @@ from roll.rewards.batching import MicroBatcher
 from roll.rewards.isolation import RulePool, RuleSpec, rule_spec
 from roll.rewards.types import Batching, RewardError, RewardTimeoutError, RuleVerifier, Sample, Verdict, Verifier
 from roll.utils.registry import UnknownNameError
+from roll.utils.time_limit import time_limit
 
 RETRY_WAIT = 0.1
 """Seconds before the second attempt; each further wait is twice as long, to at most ``MAX_RETRY_WAIT``."""
@@ -237,7 +238,7 @@ class DomainScorer:
             assert self._pool is not None
             return finite(await self._pool.check(self._rules[i], sample, timeout))
         try:
-            async with asyncio.timeout(timeout) as limit:
+            async with time_limit(timeout) as limit:
                 verdict = await self._others[i].score(sample)
         except TimeoutError as error:
             if not limit.expired():

@@ -22,6 +22,7 @@ from roll.data.renderer import ChatRenderer, Message
 from roll.rollout.call_threads import CallThreads, CallTimeoutError
 from roll.rollout.errors import describe_error
 from roll.rollout.tool_process import ProcessTool, ToolProcessError
+from roll.utils.time_limit import time_limit
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class ToolBox:
         if tool.times_itself:
             return await tool.call(arguments, state)
         if inspect.iscoroutinefunction(tool.call):
-            async with asyncio.timeout(entry.timeout):
+            async with time_limit(entry.timeout):
                 return await tool.call(arguments, state)
         if tool.instant:
             result = tool.call(arguments, state)
@@ -146,7 +147,7 @@ class ToolBox:
             finally:
                 mailbox.close(lambda: None)
         if inspect.isawaitable(result):
-            async with asyncio.timeout(entry.timeout):
+            async with time_limit(entry.timeout):
                 return await result
         return result
 

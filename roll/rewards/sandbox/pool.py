@@ -42,6 +42,7 @@ from roll.rewards.sandbox.run import (
     view_of,
     watch,
 )
+from roll.utils.time_limit import turn
 
 __all__ = ["Sandbox", "SandboxError", "SandboxLimits", "SandboxResult", "SandboxUnavailableError"]
 
@@ -139,7 +140,7 @@ class Sandbox:
         return [json.loads(line) for line in lines], result
 
     async def _run(self, mode: str, source: str, stdin: bytes, limits: SandboxLimits) -> SandboxResult:
-        async with self._slots:
+        async with turn(self._slots):
             with started(self.backend, self._view, mode, source, stdin, limits) as run:
                 return await watch(run, limits)
 
