@@ -60,7 +60,7 @@ def take(
     check: Callable[[Sequence[RolloutGroup]], None] = lambda groups: None,
     **options: Any,
 ) -> Collected:
-    """Takes a step's groups, shows how many have come in, and tells of failed episodes.
+    """Takes a step's groups, shows how many have come in, and tells of failed episodes and late tools.
 
     Args:
         admission: see ``RolloutScheduler.take``.
@@ -86,6 +86,10 @@ def take(
         raise ValueError(f"no episode to {what}: all {len(groups)} groups were dropped; last errors:\n{summary}")
     if last_errors:
         logger.warning("episodes failed (rollout/env_errors counts them); last errors:\n%s", summary)
+    infos = [trajectory.info for group in finished for trajectory in group.trajectories]
+    if late := sum(info.get("call_timeouts", 0) for info in infos):
+        calls = sum(info.get("tool_calls", 0) for info in infos)
+        logger.warning("%d of %d tool calls took longer than their timeout, which the policy was told", late, calls)
     return collected
 
 
