@@ -12,9 +12,9 @@ Points: TypeAlias = Sequence[tuple[float, float]]
 _COLORS = ("#2563c9", "#d9574a", "#1f8a4d", "#b0762b", "#7c4dbd", "#2a8c99")
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 18, 44, 46
 _NARROW = 520
-"""Below this width the legend has a row of its own."""
+"""Below this width there are fewer numbers and smaller margins."""
 
-_LETTER = 7.4
+_LETTER, _TITLE_LETTER = 7.4, 9.6
 """Mean width of a letter, in pixels."""
 _FEW = 12
 """Up to so many points are marked one by one and not smoothed."""
@@ -41,15 +41,17 @@ def learning_curve_svg(
     named = points if isinstance(points, Mapping) else {"": points}
     series = {name: sorted((float(x), float(y)) for x, y in pairs if math.isfinite(y)) for name, pairs in named.items()}
     steps = [x for pairs in series.values() for x, _ in pairs] or [0.0]
-    frame = _Frame(min(0.0, *steps), max(1.0, *steps), *y_range, width, height)
+    labels, size = [name for name in series if name], 14 if width < _NARROW else 16
+    room = width - _LEFT - _RIGHT - _TITLE_LETTER * len(title)
+    below = width < _NARROW or room < _legend_width(labels)
+    frame = _Frame(min(0.0, *steps), max(1.0, *steps), *y_range, width, height, below)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
         'font-family="system-ui, Segoe UI, Roboto, Helvetica, Arial, sans-serif" font-size="13">',
         f'<rect width="{width}" height="{height}" rx="12" fill="#ffffff"/>',
-        f'<text x="{frame.title}" y="26" font-size="16" font-weight="600" fill="#20242c">{escape(title)}</text>',
+        f'<text x="{frame.title}" y="26" font-size="{size}" font-weight="600" fill="#20242c">{escape(title)}</text>',
         _axes(frame, x_label, percent),
     ]
-    labels = [name for name in series if name]
     for index, (name, pairs) in enumerate(series.items()):
         color = _COLORS[index % len(_COLORS)]
         parts.append(_curve(frame, pairs, color))
@@ -61,11 +63,11 @@ def learning_curve_svg(
 class _Frame:
     """Maps data to pixels."""
 
-    def __init__(self, x0: float, x1: float, y0: float, y1: float, width: int, height: int) -> None:
+    def __init__(self, x0: float, x1: float, y0: float, y1: float, width: int, height: int, legend_below: bool) -> None:
         self.x0, self.x1, self.y0, self.y1 = x0, x1, y0, y1
-        self.narrow = width < _NARROW
+        self.narrow, self.legend_below = width < _NARROW, legend_below
         self.left, self.right, self.bottom = (46 if self.narrow else _LEFT), width - _RIGHT, height - _BOTTOM
-        self.top = _TOP + 20 if self.narrow else _TOP
+        self.top = _TOP + 20 if legend_below else _TOP
         self.title = 14 if self.narrow else _LEFT
 
     def x(self, value: float) -> float:
@@ -116,15 +118,18 @@ def _polyline(frame: _Frame, pairs: list[tuple[float, float]], color: str, width
 
 
 def _legend(frame: _Frame, labels: list[str], name: str, color: str) -> str:
-    """Entries from the right edge leftwards, in a row with the title; below it where the drawing is narrow."""
+    """Entries from the right edge leftwards, in a row with the title; below it where both have no room in one."""
     index = labels.index(name)
-    others = labels[:index] if frame.narrow else labels[index:]
-    span = sum(30 + _LETTER * len(label) for label in others)
-    x, y = (frame.title + span, 48) if frame.narrow else (frame.right - span, 24)
+    span = _legend_width(labels[:index] if frame.legend_below else labels[index:])
+    x, y = (frame.title + span, 48) if frame.legend_below else (frame.right - span, 24)
     return (
         f'<rect x="{x:.1f}" y="{y - 7}" width="14" height="5" rx="2.5" fill="{color}"/>'
         f'<text x="{x + 19:.1f}" y="{y}" fill="#4a505c">{escape(name)}</text>'
     )
+
+
+def _legend_width(labels: list[str]) -> float:
+    return sum(30 + _LETTER * len(label) for label in labels)
 
 
 def _ticks(low: float, high: float, count: int) -> list[float]:

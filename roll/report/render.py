@@ -31,7 +31,7 @@ _LOSSES = {
     "loss_curve.svg": ("Loss by training step, nats per token", {"training": "sft/loss", "held-out": "eval/loss"}),
     "reward_loss_curve.svg": ("Loss by training step", {"training": "rm/loss", "held-out": "eval/loss"}),
     "distillation_curve.svg": (
-        "Divergence from the teacher by training step, nats per token",
+        "Divergence from teacher, nats per token",
         {"training": "distill/divergence", "held-out": "eval/divergence"},
     ),
     "preference_loss_curve.svg": ("Loss by training step", {"training": "dpo/loss", "held-out": "eval/loss"}),

@@ -290,6 +290,14 @@ def test_a_narrow_curve_keeps_its_letters_and_has_a_legend_below_the_title() -> 
         assert all(0 < float(t.get("x", "")) < float(root.get("viewBox", "").split()[2]) - 40 for t in legend)
 
 
+def test_a_long_title_has_the_legend_below_it() -> None:
+    names = {"training": [(0, 0.1)], "held-out": [(0, 0.2)]}
+    for title, below in (("Loss by training step", False), ("A" * 70, True)):
+        root = ElementTree.fromstring(learning_curve_svg(names, title=title))
+        heights = {text.text: float(text.get("y", "")) for text in root.iter(f"{SVG}text")}
+        assert (heights["held-out"] > heights[title] + 10) == below == (heights["training"] > heights[title] + 10)
+
+
 def test_several_curves_are_named_and_long_ones_are_smoothed() -> None:
     noisy = [(step, float(step % 2)) for step in range(200)]
     root = ElementTree.fromstring(learning_curve_svg({"seed <0>": noisy, "seed 1": [(1, 0.3), (2, float("nan"))]}))
