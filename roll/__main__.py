@@ -175,6 +175,7 @@ def _add_env_check(commands: Any) -> None:
         ("--timeout", float, "seconds that a call may take (30)"),
         ("--slow", float, "seconds of a call that are too many (1)"),
         ("--max-chars", int, "characters of an observation that are not too many (16384)"),
+        ("--judge-says", str, "what an environment that asks is answered (Score: 1)"),
     ):
         parser.add_argument(option, type=kind, default=argparse.SUPPRESS, help=about)
     parser.add_argument(
@@ -190,7 +191,7 @@ def _check_env(options: argparse.Namespace) -> int:
     from roll.preflight.env_check.command import check
 
     sys.path.insert(0, os.getcwd())  # a user's own environments
-    names = ("episodes", "max_steps", "timeout", "slow", "max_chars")
+    names = ("episodes", "max_steps", "timeout", "slow", "max_chars", "judge_says")
     effort = {name: getattr(options, name) for name in names if hasattr(options, name)}
     return check(options.env_type, options.overrides, answers=options.answers, allow=options.allow, **effort)
 

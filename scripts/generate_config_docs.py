@@ -20,6 +20,7 @@ from roll.configs.dpo import DPOConfig
 from roll.configs.engines import cards
 from roll.configs.env import ALIASES, CustomEnvConfig, EnvManagerConfig
 from roll.configs.generating import GeneratingArguments
+from roll.configs.judge import AskedModelConfig, JudgeEngine
 from roll.configs.model import ModelArguments
 from roll.configs.offline import HeldOutConfig, OfflineConfig
 from roll.configs.pipeline import CheckpointConfig, PipelineConfig, RayInitConfig, RunConfig
@@ -40,7 +41,6 @@ from roll.configs.val_infer import ValInferConfig
 from roll.configs.warm_start import PromptWarmStartConfig, WarmStartConfig
 from roll.configs.worker import WorkerConfig
 from roll.rewards import VERIFIERS
-from roll.rewards.judge_model import JudgeEngine
 from roll.rewards.remote_classifier import RemoteClassifierConfig
 from roll.rewards.sandbox.remote import RemoteSandboxConfig
 
@@ -76,6 +76,7 @@ AGENTIC: list[Group] = [
     ("Warm start by scripted play", "`warm_start`", WarmStartConfig),
     ("Environment manager", "`train_env_manager`, `val_env_manager`", EnvManagerConfig),
     ("Environment tag", "`custom_envs.<Tag>`", CustomEnvConfig),
+    ("Judge of environments", "`judge`; `engine` is *judge.engine* under *Verifiers*", AskedModelConfig),
 ]
 RLVR: list[Group] = [
     ("Answers to prompts", "top level", RLVRConfig),
@@ -216,7 +217,7 @@ def _verifiers() -> list[Group]:
     found = [(name, f"`args` of the verifier `{name}`", VERIFIERS.get(name).config_class) for name in VERIFIERS.names()]
     return [
         *found,
-        ("judge.engine", "`engine` in the `args` of the verifier `judge`", JudgeEngine),
+        ("judge.engine", "`engine` in the `args` of the verifier `judge`, `judge.engine` of environments", JudgeEngine),
         ("reward_model.remote", "`remote` in the `args` of the verifier `reward_model`", RemoteClassifierConfig),
         ("code.remote", "`remote` in the `args` of the verifier `code`", RemoteSandboxConfig),
     ]

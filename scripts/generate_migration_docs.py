@@ -94,7 +94,8 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "says so.",
         "A reward worker class becomes a verifier of the same purpose. The verifier `math` scores 1 or 0 and knows no "
         "penalty for repetition or length.",
-        "A judge that runs on the run's own devices becomes one that you serve and that is asked over HTTP.",
+        "A judge that runs on the run's own devices stays there (`judge_model_type: inference`); the cluster `reward`, "
+        "which environments ask, becomes `judge`.",
         "With `async_generation_ratio` old samples get importance weights (`train_infer_correction.is_weight`).",
         "Agentic batches are not filled up or cut by chance (`batch_adjust_mode`).",
         "Files of the SFT, DPO and distillation pipelines become configurations of those here; `num_train_epochs` is "

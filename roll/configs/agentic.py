@@ -7,11 +7,15 @@ from pydantic import Field
 from roll.configs.agent import AgentConfig
 from roll.configs.env import CustomEnvConfig, EnvManagerConfig
 from roll.configs.generating import GeneratingArguments
+from roll.configs.judge import AskedModelConfig
+from roll.configs.prompts import REWARD_CLUSTER
 from roll.configs.rl import RLConfig
 from roll.configs.warm_start import WarmStartConfig
 from roll.configs.worker import WorkerConfig
 
 MANAGERS = ("train_env_manager", "val_env_manager")
+JUDGE_CLUSTER = f"{REWARD_CLUSTER}judge"
+"""Name of the cluster of ``judge``; it takes turns on its devices as rewards do."""
 
 
 class AgenticConfig(RLConfig):
@@ -31,12 +35,23 @@ class AgenticConfig(RLConfig):
     val_env_manager: EnvManagerConfig = Field(
         default_factory=EnvManagerConfig, description="Environments of the evaluations."
     )
+    judge: AskedModelConfig | None = Field(
+        default=None, description="A model on the run's own devices that environments ask. null: none of them asks."
+    )
 
     @property
     def clusters(self) -> dict[str, WorkerConfig]:
         """Everything that gets worker processes: the model roles and the environment managers."""
         managers = {name: getattr(self, name).worker_config() for name in MANAGERS}
-        return {**super().clusters, **managers}
+        judge = {} if self.judge is None else {JUDGE_CLUSTER: self.judge.worker_config()}
+        return {**super().clusters, **managers, **judge}
+
+    @property
+    def models(self) -> dict[str, str]:
+        return super().models | ({} if self.judge is None else {"judge.model": self.judge.model})
+
+    def key_of(self, cluster: str) -> str:
+        return "judge" if cluster == JUDGE_CLUSTER else cluster
 
     @property
     def agents(self) -> dict[str, AgentConfig]:

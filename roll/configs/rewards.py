@@ -42,7 +42,36 @@ class RewardFilterConfig(Config):
             yield self.problem("high", f"more than low = {self.low}", "low")
 
 
-class RewardConfig(Config):
+class RewardWorkers(Config):
+    """The processes that score answers, or are asked about them, beside those of the roles."""
+
+    world_size: int | None = Field(default=None, ge=1, description="Worker processes. null: devices, else 1.")
+    device_mapping: DeviceMapping = Field(
+        default=None, description="Devices of the workers, for the models in them. null: CPU processes."
+    )
+    num_gpus_per_worker: int = Field(default=1, ge=1, description="Devices of one worker.")
+    worker_cls: str | None = Field(
+        default=None, description="package.module:Class of the worker process. null: the project's own."
+    )
+    system_envs: EnvironmentVariables = Field(
+        default_factory=dict, description="Environment variables of these processes, over the global ones."
+    )
+
+    def worker_config(self) -> WorkerConfig:
+        """The processes as a cluster."""
+        return WorkerConfig(
+            world_size=self.world_size,
+            device_mapping=self.device_mapping,
+            num_gpus_per_worker=self.num_gpus_per_worker,
+            worker_cls=self.worker_cls,
+            system_envs=self.system_envs,
+        )
+
+    def problems(self) -> Iterator[ConfigProblem]:
+        yield from self.worker_config().problems()
+
+
+class RewardConfig(RewardWorkers):
     """A reward domain: the tags it scores, its verifiers and its worker cluster."""
 
     tag_included: list[str] = Field(min_length=1, description="Tags of the prompts that this domain scores.")
@@ -75,28 +104,8 @@ class RewardConfig(Config):
     query_filter_config: RewardFilterConfig = Field(
         default_factory=RewardFilterConfig, description="Dynamic sampling: groups outside are replaced by new prompts."
     )
-    world_size: int | None = Field(default=None, ge=1, description="Worker processes. null: devices, else 1.")
-    device_mapping: DeviceMapping = Field(
-        default=None, description="Devices of the workers, for reward models. null: CPU processes."
-    )
-    num_gpus_per_worker: int = Field(default=1, ge=1, description="Devices of one worker.")
-    worker_cls: str | None = Field(
-        default=None, description="package.module:Class of the worker process. null: the project's own."
-    )
-    system_envs: EnvironmentVariables = Field(
-        default_factory=dict, description="Environment variables of these processes, over the global ones."
-    )
-
-    def worker_config(self) -> WorkerConfig:
-        """The processes as a cluster."""
-        return WorkerConfig(
-            world_size=self.world_size,
-            device_mapping=self.device_mapping,
-            num_gpus_per_worker=self.num_gpus_per_worker,
-            worker_cls=self.worker_cls,
-            system_envs=self.system_envs,
-        )
 
     def problems(self) -> Iterator[ConfigProblem]:
+        yield from super().problems()
         if len(set(self.tag_included)) < len(self.tag_included):
             yield self.problem("tag_included", "every tag once")

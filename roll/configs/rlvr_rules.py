@@ -119,20 +119,6 @@ def check_agent(config: RLVRConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("replay_schedule", config.replay_schedule, expected, involves=("agent",))
 
 
-def check_scorers(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """A reward model that answers wait for is on its devices while others are trained on theirs."""
-    if not config.overlaps:
-        return
-    others = [worker for role, worker in config.roles.items() if role != "actor_infer"]
-    trained = {device for worker in others for device in worker.device_mapping or ()}
-    ratio = "async_generation_ratio"
-    expected = f"devices apart from those that train and score with {ratio}: answers wait for it meanwhile"
-    for name, reward in config.rewards.items():
-        if trained.intersection(reward.device_mapping or ()):
-            key = f"rewards.{name}.device_mapping"
-            yield ConfigProblem(key, reward.device_mapping, expected, involves=(ratio,))
-
-
 RLVR_RULES: tuple[Rule, ...] = (
     check_online_dpo,
     check_datasets,
@@ -146,5 +132,4 @@ RLVR_RULES: tuple[Rule, ...] = (
     check_tool_tags,
     check_renders,
     check_agent,
-    check_scorers,
 )

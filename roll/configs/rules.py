@@ -17,6 +17,7 @@ from roll.configs.inert import check_inert
 from roll.configs.model import ModelArguments
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.prompts import REWARD_CLUSTER
 from roll.configs.rl import RLConfig
 from roll.configs.training import TrainingArguments
 from roll.configs.worker import WorkerConfig
@@ -261,6 +262,20 @@ def check_val_infer(config: RLConfig) -> Iterator[ConfigProblem]:
     yield ConfigProblem(key, NOTHING if mapping is None else mapping, expected, involves=involves)
 
 
+def check_scorers(config: RLConfig) -> Iterator[ConfigProblem]:
+    """A reward model or judge that answers wait for is on its devices while others are trained on theirs."""
+    if not config.overlaps:
+        return
+    others = [worker for role, worker in config.roles.items() if role != "actor_infer"]
+    trained = {device for worker in others for device in worker.device_mapping or ()}
+    ratio = "async_generation_ratio"
+    expected = f"devices apart from those that train and score with {ratio}: answers wait for it meanwhile"
+    for name, worker in config.clusters.items():
+        if name.startswith(REWARD_CLUSTER) and trained.intersection(worker.device_mapping or ()):
+            key = f"{config.key_of(name)}.device_mapping"
+            yield ConfigProblem(key, worker.device_mapping, expected, involves=(ratio,))
+
+
 def _nearest_batch(worker: WorkerConfig, samples: int) -> str:
     """Values that make whole optimizer steps of so many samples."""
     arguments, ranks = worker.training_args, worker.data_parallel_size
@@ -335,6 +350,7 @@ RL_RULES: tuple[Rule, ...] = (
     check_overlap,
     check_found_rollouts,
     check_val_infer,
+    check_scorers,
     check_inert,
 )
 

@@ -48,6 +48,7 @@ def check_envs(config: AgenticConfig) -> Iterator[ConfigProblem]:
         if env.env_manager_cls not in _ENV_MANAGERS:
             yield from _path_problems(f"{base}.env_manager_cls", env.env_manager_cls, _ENV_MANAGERS)
     yield from _tiny_problems(config)
+    yield from _asking_problems(config)
     for name in MANAGERS:
         manager = getattr(config, name)
         for tag, env in config.played_envs(manager).items():
@@ -55,6 +56,24 @@ def check_envs(config: AgenticConfig) -> Iterator[ConfigProblem]:
                 if problem.path == "env_config.format_penalty":
                     hint = f"{tag} ({env.env_type}) takes no format_penalty"
                     yield ConfigProblem(f"{name}.format_penalty", manager.format_penalty, "0", hint)
+
+
+def _asking_problems(config: AgenticConfig) -> Iterator[ConfigProblem]:
+    """Environments that ask have somebody to ask, and a model that nobody asks is not loaded."""
+    played = {tag: env for name in MANAGERS for tag, env in config.played_envs(getattr(config, name)).items()}
+    known = {
+        tag: env
+        for tag, env in played.items()
+        if all(problem.path != "env_type" for problem in envs.check_env_config(env.env_type, env.env_config))
+    }
+    asking = [f"{tag} ({env.env_type})" for tag, env in known.items() if envs.asks_judge(env.env_type)]
+    involved = tuple(f"custom_envs.{tag}" for tag in played)
+    if asking and config.judge is None:
+        expected = f"a section with the model that {' and '.join(asking)} asks"
+        yield ConfigProblem("judge", None, expected, involves=involved)
+    elif config.judge is not None and not asking and len(known) == len(played):
+        expected = "null, where no environment that is played asks (its class says asks = True)"
+        yield ConfigProblem("judge", Words("a section"), expected, involves=involved)
 
 
 def _tiny_problems(config: AgenticConfig) -> Iterator[ConfigProblem]:

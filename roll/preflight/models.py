@@ -81,6 +81,9 @@ def trusted_code(config: PipelineConfig) -> list[str]:
                 found.append((f"{base}.trust_remote_code", args.get("model_path")))
             if ((args.get("engine") or {}).get("model_args") or {}).get("trust_remote_code"):
                 found.append((f"{base}.engine.model_args.trust_remote_code", args.get("judge_model_name")))
+    judge = getattr(config, "judge", None)
+    if judge is not None and judge.engine.model_args.trust_remote_code:
+        found.append(("judge.engine.model_args.trust_remote_code", judge.model))
     return [f"{key}: Python files that come with {model} run, with all that this run may do" for key, model in found]
 
 

@@ -21,6 +21,7 @@ import jinja2.meta
 import jinja2.sandbox
 from pydantic import Field, JsonValue
 
+from roll.configs.judge import JudgeEngine
 from roll.configs.problems import ConfigErrors, ConfigProblem, Words, pattern_problems
 from roll.data.requests import SamplingParams
 from roll.rewards.endpoint import (
@@ -32,7 +33,7 @@ from roll.rewards.endpoint import (
     read_key,
     url_problems,
 )
-from roll.rewards.judge_model import HostedJudge, HostModel, JudgeEngine
+from roll.rewards.judge_model import HostedJudge, HostModel
 from roll.rewards.types import RewardError, Sample, Verdict, Verifier
 
 DEFAULT_PROMPT = """\

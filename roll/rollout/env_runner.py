@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from roll.agentic.env.base import StepResult, TextEnv
+from roll.rewards.types import RewardError
 from roll.rollout.call_threads import CallThreads, CallTimeoutError, as_runtime_error
 from roll.rollout.env_protocol import checked_frame, checked_reset, checked_step
 from roll.rollout.errors import EnvCrashError, EnvError, EnvTimeoutError, describe_error
+from roll.rollout.judge_worker import Asking
 from roll.rollout.types import Frame
 
 T = TypeVar("T")
@@ -27,6 +29,7 @@ class EnvRunner:
         instant: every call runs in the caller's event loop instead, unwatched (see ``TextEnv.instant``).
         own_thread: every call runs in the same thread (see ``TextEnv.own_thread``).
         threads: those of other environments too; its own if not given.
+        asking: becomes ``TextEnv.ask``; what it raises is a failure of the call in which it did.
     """
 
     def __init__(
@@ -38,8 +41,10 @@ class EnvRunner:
         instant: bool = False,
         own_thread: bool = False,
         threads: CallThreads | None = None,
+        asking: Asking | None = None,
     ) -> None:
         self._make = make
+        self._asking = asking
         self._timeout = timeout
         self._lock = lock
         self._env: TextEnv | None = None
@@ -62,9 +67,12 @@ class EnvRunner:
 
         Raises:
             EnvTimeoutError: it did not return in time; its thread ends as soon as it runs Python code again.
-            EnvCrashError: it raised.
+            EnvCrashError: it raised, or asked what the judge could not answer.
             EnvError: the job found what it got wrong.
+            Exception: the judge is not there.
         """
+        if self._asking is not None:
+            self._asking.listen()
         try:
             if self._mailbox is None:
                 return await self._here(job)
@@ -74,6 +82,10 @@ class EnvRunner:
         except CallTimeoutError as error:
             raise EnvTimeoutError(f"environment {what} took longer than step_timeout={self._timeout:g}s") from error
         except Exception as error:  # a user's environment may raise anything
+            if self._asking is not None and (failure := self._asking.failure) is not None:
+                if not isinstance(failure, RewardError):
+                    raise failure from error
+                raise EnvCrashError(f"environment {what} asked the judge: {failure}") from error
             raise EnvCrashError(f"environment {what} raised {describe_error(error)}") from error
 
     def close(self) -> None:
@@ -91,7 +103,12 @@ class EnvRunner:
         with self._lock or contextlib.nullcontext():
             if self._env is None:
                 self._env = self._make()
-            return job(self._env)
+                if self._asking is not None:
+                    self._env.ask = self._asking
+            done = job(self._env)
+            if self._asking is not None and self._asking.failure is not None:
+                raise self._asking.failure  # which the environment has caught
+            return done
 
     async def _here(self, job: Callable[[TextEnv], T]) -> T:
         await asyncio.sleep(0)  # whatever else is due comes in between the calls of many environments

@@ -5,23 +5,25 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from roll.agentic.env import is_instant, make, wants_own_thread
+from roll.agentic.env import asks_judge, is_instant, make, wants_own_thread
 from roll.configs.env import CustomEnvConfig
 from roll.configs.tools import ToolsConfig
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
-from roll.data.requests import GenerateFn, SamplingParams
+from roll.data.requests import GenerateFn, Question, SamplingParams
 from roll.data.templates import ChatTemplate
 from roll.data.token_check import TokenCheck
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.env_manager import ENV_MANAGERS, EnvManager, EpisodeSpec, Limits
 from roll.rollout.env_runner import EnvRunner
 from roll.rollout.errors import EnvError
+from roll.rollout.judge_worker import Asking
 from roll.rollout.plans import GroupPlan, GroupSpec
+from roll.rollout.reward_client import JudgeClient
 from roll.rollout.token_watch import TokenWatch
 from roll.rollout.tool_box import ToolBox
 from roll.rollout.tool_env import with_tools
@@ -113,8 +115,15 @@ class EnvironmentWorker(RolloutWorker):
         assert config.agent is not None
         return AgentPlayer(config.agent, renderer, self.rank, self._watch)
 
+    async def set_judge(self, workers: Sequence[Any]) -> None:
+        """Whom environments ask from now on."""
+        self.judge = JudgeClient(workers)
+
+    async def _ask(self, question: Question) -> str:
+        return await self.judge.ask(question)  # the present one: workers are replaced
+
     async def probe(self, envs: Mapping[str, CustomEnvConfig], retries: int, seed: int) -> list[str]:
-        """Builds and resets one environment of each tag; returns what went wrong, a line each.
+        """Builds and resets one environment of each tag, builds those that ask; returns what went wrong, a line each.
 
         It needs no ``setup``: a run asks before it spends time on models.
         """
@@ -160,10 +169,14 @@ class EnvironmentWorker(RolloutWorker):
     def _take_runner(self, tag: str) -> EnvRunner:
         if self._idle[tag]:
             return self._idle[tag].pop()
-        return _runner(self.context.envs[tag], self._threads, self._locks.get(tag))
+        config = self.context.envs[tag]
+        asking = Asking(self._ask) if asks_judge(config.env_type) else None
+        return _runner(config, self._threads, self._locks.get(tag), asking)
 
 
-def _runner(config: CustomEnvConfig, threads: CallThreads, lock: threading.Lock | None = None) -> EnvRunner:
+def _runner(
+    config: CustomEnvConfig, threads: CallThreads, lock: threading.Lock | None = None, asking: Asking | None = None
+) -> EnvRunner:
     return EnvRunner(
         lambda: make(config.env_type, **config.env_config),
         config.step_timeout,
@@ -171,6 +184,7 @@ def _runner(config: CustomEnvConfig, threads: CallThreads, lock: threading.Lock 
         instant=is_instant(config.env_type, config.env_config),
         own_thread=wants_own_thread(config.env_type),
         threads=threads,
+        asking=asking,
     )
 
 
@@ -179,7 +193,10 @@ async def _probe(tag: str, config: CustomEnvConfig, retries: int, seed: int) -> 
     for _ in range(1 + retries):
         runner = _runner(config, CallThreads())
         try:
-            await runner.reset(seed)
+            if asks_judge(config.env_type):
+                await runner.call("construction", lambda env: None)  # there is no judge yet
+            else:
+                await runner.reset(seed)
             return None
         except EnvError as error:
             problem = f"custom_envs.{tag}: {error}"

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
+from roll.configs.judge import JudgeEngine
 from roll.data.requests import Completion, GenerateRequest
 from roll.distributed.strategy.base import States
 from roll.distributed.strategy.generation.alone import generator_of
-from roll.rewards.judge_model import JudgeEngine
 
 
 class HostedGenerator:

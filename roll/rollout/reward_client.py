@@ -1,52 +1,56 @@
-"""Sends answers to the workers of one reward domain, one at a time for the caller, in batches over the wire."""
+"""Sends answers and questions to the workers of rewards, one at a time for the caller, in batches over the wire."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, Generic, TypeVar
 
 from ray.exceptions import RayActorError
 
+from roll.data.requests import Question
 from roll.rewards.types import Sample, Verdict
 from roll.rollout.router import EngineUnavailableError
 
-_Waiting: TypeAlias = "tuple[Sample, asyncio.Future[Verdict]]"
+ItemT = TypeVar("ItemT")
+ToldT = TypeVar("ToldT")
 
 
-class RewardClient:
-    """``score(sample)`` for many concurrent episodes, over few remote calls.
+class WorkerClient(Generic[ItemT, ToldT]):
+    """``send(item)`` for many concurrent episodes, over few remote calls.
 
-    An answer goes to the worker with the fewest in flight. Those that arrive in the same tick of the event loop
-    travel in one call to each worker, and come back together.
+    An item goes to the worker with the fewest in flight. Those that arrive in the same tick of the event loop travel
+    in one call to each worker, and come back together.
 
     Args:
-        domain: name of the reward domain, for messages.
+        name: of the workers, for messages.
+        method: of the workers, from a list of items to a list of what is told of each, or an exception.
     """
 
-    def __init__(self, domain: str, workers: Sequence[Any]) -> None:
-        self.domain = domain
+    def __init__(self, name: str, workers: Sequence[Any], method: str) -> None:
+        self.name = name
+        self._method = method
         self._workers = list(workers)
         self._in_flight = [0] * len(self._workers)
-        self._outbox: list[_Waiting] = []
+        self._outbox: list[tuple[ItemT, asyncio.Future[ToldT]]] = []
         self._sending: set[asyncio.Task[None]] = set()
 
-    async def score(self, sample: Sample) -> Verdict:
-        """Has one answer judged.
+    async def send(self, item: ItemT) -> ToldT:
+        """What a worker tells of one item.
 
         Raises:
-            RewardError: the verifiers could not tell.
             EngineUnavailableError: the worker died.
+            Exception: what it answers in place of words.
         """
-        future: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[ToldT] = asyncio.get_running_loop().create_future()
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append((sample, future))
+        self._outbox.append((item, future))
         return await future
 
     def _flush(self) -> None:
         waiting, self._outbox = [entry for entry in self._outbox if not entry[1].done()], []
-        shares: list[list[_Waiting]] = [[] for _ in self._workers]
+        shares: list[list[tuple[ItemT, asyncio.Future[ToldT]]]] = [[] for _ in self._workers]
         for entry in waiting:
             worker = self._in_flight.index(min(self._in_flight))
             self._in_flight[worker] += 1
@@ -57,12 +61,12 @@ class RewardClient:
                 self._sending.add(task)  # the event loop itself only holds a weak reference
                 task.add_done_callback(self._sending.discard)
 
-    async def _send(self, worker: int, waiting: list[_Waiting]) -> None:
-        outcomes: Sequence[Verdict | Exception]
+    async def _send(self, worker: int, waiting: list[tuple[ItemT, asyncio.Future[ToldT]]]) -> None:
+        outcomes: Sequence[ToldT | Exception]
         try:
-            outcomes = await self._workers[worker].score.remote([sample for sample, _ in waiting])
+            outcomes = await getattr(self._workers[worker], self._method).remote([item for item, _ in waiting])
         except RayActorError as error:
-            failure = EngineUnavailableError(f"worker {worker} of the rewards {self.domain!r} died: {error}")
+            failure = EngineUnavailableError(f"worker {worker} of {self.name} died: {error}")
             outcomes = [failure] * len(waiting)
         except Exception as error:  # a bug in the worker: it belongs to all who wait for it
             outcomes = [error] * len(waiting)
@@ -75,3 +79,35 @@ class RewardClient:
                 future.set_exception(outcome)
             else:
                 future.set_result(outcome)
+
+
+class RewardClient(WorkerClient[Sample, Verdict]):
+    """``score(sample)`` by the workers of one reward domain (see ``WorkerClient``)."""
+
+    def __init__(self, domain: str, workers: Sequence[Any]) -> None:
+        super().__init__(f"the rewards {domain!r}", workers, "score")
+
+    async def score(self, sample: Sample) -> Verdict:
+        """Has one answer judged.
+
+        Raises:
+            RewardError: the verifiers could not tell.
+            EngineUnavailableError: the worker died.
+        """
+        return await self.send(sample)
+
+
+class JudgeClient(WorkerClient[Question, str]):
+    """``ask(question)`` by the workers of the run's judge (see ``WorkerClient``)."""
+
+    def __init__(self, workers: Sequence[Any]) -> None:
+        super().__init__("the judge", workers, "ask")
+
+    async def ask(self, question: Question) -> str:
+        """What the judge says.
+
+        Raises:
+            RewardError: it cannot be asked that.
+            EngineUnavailableError: the worker died.
+        """
+        return await self.send(question)

@@ -22,6 +22,7 @@ from roll.utils.registry import Registry, UnknownNameError
 
 __all__ = [
     "TextEnv",
+    "asks_judge",
     "check_env_config",
     "is_instant",
     "make",
@@ -99,6 +100,8 @@ def names_actions(env_type: str) -> bool:
 
 def is_instant(env_type: str, env_config: Mapping[str, Any] = NO_KEYS) -> bool:
     """Whether the class itself, and not one that it inherits from, says ``instant`` (see ``TextEnv``)."""
+    if asks_judge(env_type):
+        return False
     instant = getattr(_ENVS.get(env_type), "__dict__", {}).get("instant", False)
     return bool(instant(env_config) if callable(instant) else instant)
 
@@ -106,6 +109,11 @@ def is_instant(env_type: str, env_config: Mapping[str, Any] = NO_KEYS) -> bool:
 def wants_own_thread(env_type: str) -> bool:
     """Whether all calls of an environment have to run in one thread (see ``TextEnv.own_thread``)."""
     return bool(getattr(_ENVS.get(env_type), "own_thread", False))
+
+
+def asks_judge(env_type: str) -> bool:
+    """Whether an environment asks the run's judge (see ``TextEnv.asks``)."""
+    return bool(getattr(_ENVS.get(env_type), "asks", False))
 
 
 def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> list[ConfigProblem]:

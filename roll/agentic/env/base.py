@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import gymnasium
 from gymnasium.spaces import Text
+
+from roll.data.requests import Question
 
 StepResult = tuple[str, float, bool, bool, dict[str, Any]]
 
@@ -52,6 +54,14 @@ class TextEnv(gymnasium.Env[str, str]):
     """True: all calls of an environment run in the same thread, and those of no other environment there. It is for code
     that is bound to the thread that it was made in, such as database connections, OpenGL and browsers. Otherwise calls
     follow one another in threads that many environments share."""
+
+    asks: ClassVar[bool] = False
+    """True: it asks the model of the configuration's section ``judge``, by ``self.ask``. Subclasses inherit it; its
+    calls are never ``instant``."""
+
+    ask: Callable[[Question], str]
+    """Has the judge answer a user's message, or a conversation, and waits for its words. Of an environment that
+    ``asks``, in a run; a test gives one of its own. What it raises ends the episode as a failure, caught or not."""
 
     def render(self) -> Any:
         """No picture: the observation is all there is to see."""

@@ -11,6 +11,7 @@ from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.profiling import profiler_of_roll
 from roll.configs.importers.roll_distillation import is_distillation, set_distillation, set_teacher
 from roll.configs.importers.roll_environments import set_environments
+from roll.configs.importers.roll_judges import judge_arguments, set_asked_model
 from roll.configs.importers.roll_offline import offline_schema, set_offline
 from roll.configs.importers.table import ROLES
 from roll.configs.problems import NOTHING
@@ -30,7 +31,6 @@ _VERIFIERS: dict[str, str] = {
 """Verifiers by the name of the worker class whose place they take."""
 _LENGTHS = {"min_tokens": 100, "max_tokens": 400}
 """Within them their length reward rises from -0.5 to 0; they count the padding too, which is not copied."""
-JUDGE_URL = "http://127.0.0.1:8000/v1"
 _SWANLAB = {"experiment_name": "name", "logdir": "log_dir"}
 _SECRETS = ("key", "token", "secret", "password", "login")
 
@@ -64,6 +64,7 @@ def derive(draft: Draft) -> None:
         _reward(draft, str(name))
     if agentic:
         set_environments(draft)
+        set_asked_model(draft)
     if draft.get("async_generation_ratio") and not draft.get("train_infer_correction.is_weight.enabled"):
         draft.derive(
             "async_generation_ratio", "train_infer_correction.is_weight.enabled", True, "old samples have weights"
@@ -294,7 +295,7 @@ def _reward(draft: Draft, name: str) -> None:
         verifier = "math"
     entry: dict[str, Any] = {"name": verifier}
     if verifier == "judge":
-        entry["args"] = _judge(draft, base, domain)
+        entry["args"] = judge_arguments(draft, base, domain)
     elif verifier == "code":
         entry["args"] = {"tests_key": "test_cases"}
         if domain.get("code_url") and domain.get("use_local") is False:
@@ -325,47 +326,6 @@ def _reward(draft: Draft, name: str) -> None:
             draft.tell(Kind.DERIVED, f"{base}.{key}", NOTHING, f"{base}.verifiers", note="of the judge")
         elif domain.get(key):
             draft.tell(Kind.DROPPED, f"{base}.{key}", "a section", note="rules load no model")
-
-
-def _judge(draft: Draft, base: str, domain: dict[str, Any]) -> dict[str, Any]:
-    """The judge's arguments: an endpoint, or a model on the domain's devices."""
-    own = (domain.get("model_args") or {}).get("model_name_or_path")
-    hosted = domain.get("judge_model_type") != "api" and own
-    model = own if hosted else domain.get("judge_model_name") or own
-    arguments: dict[str, Any] = {"judge_model_name": model or "judge"}
-    if hosted:
-        arguments |= {"judge_model_type": "inference", "engine": _judge_engine(draft, base, domain)}
-    else:
-        arguments["judge_api_url"] = domain.get("judge_api_url") or JUDGE_URL
-    sampling = domain.get("generating_args") or {}
-    for ours, theirs in (("temperature", "temperature"), ("max_tokens", "max_new_tokens")):
-        if sampling.get(theirs) is not None:
-            arguments[ours] = sampling[theirs]
-    if domain.get("judge_api_key") and not hosted:
-        arguments["judge_api_key_env"] = "JUDGE_API_KEY"
-        to_do(draft, f"{base}.judge_api_key", "put it into the environment as JUDGE_API_KEY")
-    if not hosted and not domain.get("judge_api_url"):
-        note = f"serve {model} at {JUDGE_URL}, for example with vllm serve, on devices that the run does not use"
-        to_do(draft, f"{base}.judge_model_type", note, domain.get("judge_model_type"))
-    if domain.get("judge_prompt"):
-        to_do(draft, f"{base}.judge_prompt", "its text is not copied: the judge's own is used unless you write one")
-    return arguments
-
-
-def _judge_engine(draft: Draft, base: str, domain: dict[str, Any]) -> dict[str, Any]:
-    """What samples a judge on the run's own devices: theirs, else plain Transformers."""
-    strategy = dict(domain.get("strategy_args") or {})
-    if strategy.get("strategy_name") not in ("vllm", "sglang"):
-        strategy = {"strategy_name": "hf_infer"}
-    elif (size := (strategy.get("strategy_config") or {}).get("tensor_parallel_size", 1)) > 1:
-        draft.derive(f"{base}.strategy_args", f"{base}.num_gpus_per_worker", size)
-    engine: dict[str, Any] = {"strategy_args": {key: value for key, value in strategy.items() if value is not None}}
-    model = domain.get("model_args") or {}
-    if model.get("dtype"):
-        engine["model_args"] = {"dtype": model["dtype"]}
-    if mapping := domain.get("device_mapping"):
-        draft.derive(f"{base}.device_mapping", f"{base}.device_mapping", mapping)
-    return engine
 
 
 def _normalisation(draft: Draft) -> None:

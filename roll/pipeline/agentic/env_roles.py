@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from roll.agentic.env import path_of
-from roll.configs.agentic import MANAGERS, AgenticConfig
+from roll.configs.agentic import JUDGE_CLUSTER, MANAGERS, AgenticConfig
 from roll.configs.env import EnvManagerConfig
 from roll.data.requests import sampling_params
 from roll.data.templates import ChatTemplate
@@ -23,7 +23,7 @@ from roll.utils.seeding import derive_seed
 
 
 class EnvRoles(RolloutRoles):
-    """Training and validation environments.
+    """Training and validation environments, and the judge that they ask.
 
     Args:
         on_tick: see ``RolloutRoles``.
@@ -38,10 +38,12 @@ class EnvRoles(RolloutRoles):
         on_tick: Callable[[], None],
     ) -> None:
         self._managers = {name: getattr(config, name) for name in MANAGERS}
-        contexts = {
+        contexts: dict[str, tuple[Any, ...]] = {
             name: (_worker_context(config, manager, tokenizer_path),) for name, manager in self._managers.items()
         }
-        super().__init__(config, {name: clusters[name] for name in MANAGERS}, contexts, roles, on_tick)
+        if config.judge is not None:
+            contexts[JUDGE_CLUSTER] = (config.judge,)
+        super().__init__(config, {name: clusters[name] for name in contexts}, contexts, roles, on_tick)
         baseline = config.needs_greedy_baseline
         self.train = self.scheduler("train_env_manager", "train", trains=True, baseline=baseline)
         # Twice as many as are shown, so that there are solved and unsolved ones to choose from.
@@ -51,6 +53,9 @@ class EnvRoles(RolloutRoles):
     def connect(self) -> None:
         self._clusters["train_env_manager"].call("set_engines", self._roles.infer.handles)
         self._clusters["val_env_manager"].call("set_engines", self._roles.evaluation_replicas.cluster.handles)
+        if (judge := self._clusters.get(JUDGE_CLUSTER)) is not None:
+            for name in MANAGERS:
+                self._clusters[name].call("set_judge", judge.handles)
 
     def probe(self) -> None:
         """Resets one environment of each tag, so that one that never starts ends the run before models are loaded.
@@ -62,7 +67,8 @@ class EnvRoles(RolloutRoles):
             name: self._clusters[name].submit(
                 "probe", context.envs, context.retries, derive_seed(self._config.seed, name)
             )
-            for name, (context,) in self._contexts.items()
+            for name in MANAGERS
+            for (context,) in [self._contexts[name]]
         }
         answers = [lines for name, ref in refs.items() for lines in self._clusters[name].gather(ref, call="probe")]
         if problems := dict.fromkeys(line for lines in answers for line in lines):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from roll.configs.agentic import MANAGERS, AgenticConfig
+from roll.configs.agentic import JUDGE_CLUSTER, MANAGERS, AgenticConfig
 from roll.configs.batches import describe_batches
 from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.agentic.env_roles import EnvRoles
@@ -16,12 +16,14 @@ from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
 from roll.pipeline.start import Start, teacher_weights
 from roll.rollout.env_worker import EnvironmentWorker
+from roll.rollout.judge_worker import JudgeWorker
 from roll.utils.signals import SignalGuard
 
 
 def run_agentic(config: AgenticConfig, started: float | None = None) -> int:
     """Runs the agentic pipeline to its end and returns the exit code, see ``launch``."""
-    workers: WorkerClasses = {**MODEL_WORKERS, **dict.fromkeys(MANAGERS, EnvironmentWorker)}
+    players = dict.fromkeys(MANAGERS, EnvironmentWorker)
+    workers: WorkerClasses = {**MODEL_WORKERS, **players, JUDGE_CLUSTER: JudgeWorker}
     return launch(config, AGENTIC, _run, workers, notes=describe_batches(config), started=started)
 
 

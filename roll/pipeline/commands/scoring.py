@@ -28,7 +28,8 @@ from roll.utils.ordered import in_order
 from roll.utils.plugins import plugin_variables
 
 if TYPE_CHECKING:
-    from roll.rewards.judge_model import HostedModel, JudgeEngine
+    from roll.configs.judge import JudgeEngine
+    from roll.rewards.judge_model import HostedModel
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 SHOWN_ERRORS = 3

@@ -35,7 +35,8 @@ def check_env(
         env_type: a name, ``package.module:Class``, or the class.
         answers: texts to play; without them ``action_names``, ``expert_actions()``, and guesses.
         effort: ``episodes`` (6) to play in each way, ``max_steps`` (32) of an episode, ``timeout`` (30) seconds of a
-            call, of which ``slow`` (1) are too many, ``max_chars`` (16384) of an observation.
+            call, of which ``slow`` (1) are too many, ``max_chars`` (16384) of an observation, and
+            what the judge of environments that ask says (``judge_says``, "Score: 1").
 
     Raises:
         ConfigErrors: there is no such environment, or it does not understand ``env_config``.

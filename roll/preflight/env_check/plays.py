@@ -39,6 +39,8 @@ class Subject:
     """Seconds of a call (median) that are too many."""
     max_chars: int = 16_384
     """Characters of an observation that are not too many."""
+    judge_says: str = "Score: 1"
+    """What environments that ask are answered, always."""
 
     def __post_init__(self) -> None:
         for name, least in (("episodes", 2), ("max_steps", 1), ("max_chars", 1)):
@@ -62,7 +64,10 @@ class Subject:
         return [derive_seed("env check", index) for index in range(self.episodes)]
 
     def make(self) -> TextEnv:
-        return envs.make(self.env_type, **self.env_config)
+        env = envs.make(self.env_type, **self.env_config)
+        if envs.asks_judge(self.env_type):
+            env.ask = lambda question: self.judge_says
+        return env
 
     def runner(self) -> EnvRunner:
         """A new environment in a thread of its own."""

@@ -1,4 +1,4 @@
-"""Models that the workers of reward domains hold beside the run's roles: reward models, and judges that they host."""
+"""Models that workers hold beside the run's roles: reward models and judges of domains, the judge of environments."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from pydantic import ValidationError
 
+from roll.configs.agentic import JUDGE_CLUSTER, AgenticConfig
+from roll.configs.judge import AskedModelConfig
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.prompts import REWARD_CLUSTER, PromptsConfig
 from roll.configs.strategy import StrategyArguments
@@ -20,7 +22,7 @@ from roll.rewards.reward_model import RewardModelConfig
 
 @dataclass(frozen=True)
 class Hosted:
-    """A model of one verifier, which each worker of the domain has."""
+    """A model that each worker of a cluster has."""
 
     cluster: str
     key: str
@@ -30,7 +32,7 @@ class Hosted:
     """What of the role keys it has."""
     num_workers: int
     trust_remote_code: bool = False
-    judge: JudgeConfig | None = None
+    judge: JudgeConfig | AskedModelConfig | None = None
     """How it is asked, if it generates."""
     longest: int | None = None
     """Tokens that it reads at most, if its configuration says so."""
@@ -40,7 +42,9 @@ class Hosted:
 
 
 def hosted_models(config: PipelineConfig) -> Iterator[Hosted]:
-    """The models in the workers of all domains; those that others serve are not among them."""
+    """The models in the workers of all domains, or the one that environments ask; not those that others serve."""
+    if isinstance(config, AgenticConfig) and config.judge is not None:
+        yield _asked("judge.model", config.judge.model, config.judge, JUDGE_CLUSTER, config.judge.worker_config())
     if not isinstance(config, PromptsConfig):
         return
     for name, domain in config.rewards.items():
@@ -81,11 +85,15 @@ def _judge(args: JudgeConfig, cluster: str, key: str, workers: WorkerConfig) -> 
     """``None``: others serve it."""
     if args.judge_model_type != "inference":
         return None
+    return _asked(f"{key}.judge_model_name", args.judge_model_name, args, cluster, workers)
+
+
+def _asked(key: str, model: str, args: JudgeConfig | AskedModelConfig, cluster: str, workers: WorkerConfig) -> Hosted:
     worker = args.engine.worker(workers.num_gpus_per_worker)
     return Hosted(
         cluster,
-        f"{key}.judge_model_name",
-        args.judge_model_name,
+        key,
+        model,
         worker,
         workers.num_workers,
         worker.model_args.trust_remote_code,

@@ -6,40 +6,22 @@ import asyncio
 import re
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 from roll.configs.rewards import RewardConfig
-from roll.data.renderer import ChatRenderer
-from roll.models.loading import load_causal_lm
-from roll.models.tiny import make_tokenizer
 from roll.rewards.judge import JudgeConfig, JudgeVerifier
 from roll.rewards.scorer import DomainScorer, check_rewards
 from roll.rewards.types import RewardError, Sample
 from roll.rollout.hosted_model import HostedGenerator
-from tests.support.contract import FAMILIES, HEADS, greedy_oracle, random_model
+from tests.support.judges import WORDS, digit_model, greedy_words
 
-PROMPT, LENGTH = "{{ prompt }}|{{ response }}", 5
+PROMPT = "{{ prompt }}|{{ response }}"
 SAMPLES = [Sample(prompt=f"{i}+1=", response=str(i * 7), ground_truth=None, data_source="sums") for i in range(8)]
 
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model whose every token is a digit, another one after every question."""
-    config_class, model_class, extra = FAMILIES["untied"]
-    model = random_model(config_class, model_class, 3, max_position_embeddings=256, **HEADS, **extra)
-    tokenizer = make_tokenizer()
-    digits = [tokenizer.convert_tokens_to_ids(digit) for digit in "0123456789"]
-    others = torch.ones(model.config.vocab_size, dtype=torch.bool)
-    others[digits] = False
-    with torch.no_grad():
-        model.lm_head.weight[others] = 0.0
-        model.lm_head.weight[digits] *= 20.0
-    folder = tmp_path_factory.mktemp("judge")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return digit_model(tmp_path_factory.mktemp("judge"))
 
 
 def settings(judge: str, **changes: Any) -> dict[str, Any]:
@@ -49,7 +31,7 @@ def settings(judge: str, **changes: Any) -> dict[str, Any]:
         "judge_prompt": PROMPT,
         "score_pattern": r"(\d)",
         "max_score": 9.0,
-        "max_tokens": LENGTH,
+        "max_tokens": WORDS,
     } | changes
 
 
@@ -71,10 +53,8 @@ def verdicts(config: JudgeConfig) -> list[float]:
 
 def test_the_score_is_that_of_transformers_greedy_words(judge: str) -> None:
     found = verdicts(JudgeConfig(**settings(judge)))
-    model, renderer = load_causal_lm(judge), ChatRenderer(make_tokenizer())
     for sample, score in zip(SAMPLES, found, strict=True):
-        prompt = renderer.prompt([{"role": "user", "content": f"{sample.prompt}|{sample.response}"}])
-        words = renderer.decode(np.array(greedy_oracle(model, prompt.copy(), LENGTH)))
+        words = greedy_words(judge, [{"role": "user", "content": f"{sample.prompt}|{sample.response}"}])
         assert score == float(re.findall(r"\d", words)[-1])
     assert len(set(found)) > 1
 

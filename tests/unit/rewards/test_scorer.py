@@ -241,7 +241,7 @@ def test_a_worker_of_rewards_takes_its_models_off_the_device_and_back():
         worker = RewardWorker("reward_maths", 0, 1, {})
         await worker.offload(States.ALL)  # before its set-up: nothing is there
         await worker.setup("maths", config(fake()))
-        verifier = worker.scorer._others[0]
+        verifier = worker.hosted._others[0]
         seen = []
         for move, what in (("offload", States.OPTIMIZER), ("offload", States.ALL), ("onload", States.WEIGHTS)):
             await getattr(worker, move)(what)

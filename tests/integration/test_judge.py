@@ -1,0 +1,40 @@
+"""A run whose environments ask a model on the run's own devices, and what it makes of a judge that dies or fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Launch
+from tests.support.judged_env import question, score
+from tests.support.judges import WORDS, digit_model, greedy_words
+
+
+@pytest.mark.slow
+def test_rewards_are_what_the_judge_says_and_its_failures_are_none(launch: Launch, tmp_path: Path) -> None:
+    judge, episodes, die = digit_model(tmp_path / "judge"), tmp_path / "episodes", tmp_path / "die"
+    die.touch()
+    env = "{env_type: tests.support.judged_env:JudgedEnv, max_steps: 2, agent_system_template: '', env_config: %s}"
+    run = launch(
+        f"judge={{model: {judge}, max_tokens: {WORDS}, device_mapping: [0], system_envs: {{DIE_ONCE: {die}}}}}",
+        "judge.worker_cls=tests.support.judged_env:DyingJudge",
+        f"custom_envs.Judged={env % '{}'}",
+        f"custom_envs.TooLong={env % '{padding: 300, catches: true}'}",
+        "train_env_manager.tags=[Judged,TooLong]",
+        "train_env_manager.worker_cls=null",
+        "max_steps=1",
+        f"rollout_dump_dir={episodes}",
+    )
+    assert run.wait() == 0, run.output
+    played = [json.loads(line) for line in (episodes / "step-00001" / "episodes.jsonl").read_text().splitlines()]
+    turns = [turn for episode in played for turn in episode["turns"]]
+    assert {episode["tag"] for episode in played} == {"Judged"} and len(turns) == 8
+    for turn in turns:
+        words = greedy_words(judge, [{"role": "user", "content": question(turn["text"])}])
+        assert turn["task_reward"] == pytest.approx(score(words))
+    assert run.metrics[1]["rollout/dropped"] == 4 and run.metrics[1]["rollout/env_errors"] == 8
+    assert "environment step asked the judge: judge: " in run.output
+    assert not die.exists() and "reward_judge rank 0 died" in run.output
+    run.assert_nothing_left()

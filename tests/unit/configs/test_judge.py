@@ -1,0 +1,88 @@
+"""The section ``judge``: who asks, which devices it may have, and what of ROLL's cluster ``reward`` it becomes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll.configs.agentic import JUDGE_CLUSTER, AgenticConfig
+from roll.configs.importers.convert import convert
+from roll.configs.importers.draft import Kind
+from roll.configs.loader import load_config
+from roll.configs.problems import ConfigErrors
+from roll.preflight.choices import CHECKS
+from roll.preflight.models import trusted_code
+from roll.preflight.plan.hosted import hosted_models
+from tests.unit.configs.test_config import MINIMAL
+
+ASKING = "Lake: {env_type: 'tests.support.judged_env:JudgedEnv', env_manager_cls: traj}"
+TEXT = MINIMAL.replace("Lake: {env_type: frozen_lake, env_manager_cls: traj}", ASKING).replace("tiny", "some/model")
+ROLL = Path(__file__).parent / "importers" / "files" / "roll" / "run" / "agentic.yaml"
+
+
+def load(folder: Path, *overrides: str, text: str = TEXT) -> AgenticConfig:
+    (folder / "mine.yaml").write_text(text)
+    return load_config(AgenticConfig, "mine", folder, overrides, CHECKS[AgenticConfig])
+
+
+def problems(folder: Path, *overrides: str, text: str = TEXT) -> dict[str, str]:
+    with pytest.raises(ConfigErrors) as caught:
+        load(folder, *overrides, text=text)
+    return {problem.path: str(problem) for problem in caught.value.problems}
+
+
+def test_it_is_a_cluster_of_its_own_and_a_model_that_counts(tmp_path: Path) -> None:
+    words = "judge={model: some/judge, device_mapping: [0, 1], num_gpus_per_worker: 2, max_tokens: 9}"
+    trust = "judge.engine.model_args.trust_remote_code=true"
+    config = load(tmp_path, words, trust)
+    assert config.clusters[JUDGE_CLUSTER].num_workers == 1 and config.key_of(JUDGE_CLUSTER) == "judge"
+    assert config.models["judge.model"] == "some/judge"
+    assert any("judge.engine.model_args.trust_remote_code" in line for line in trusted_code(config))
+    (hosted,) = hosted_models(config)
+    assert (hosted.cluster, hosted.key, hosted.model) == (JUDGE_CLUSTER, "judge.model", "some/judge")
+    assert hosted.judge is config.judge and hosted.worker.num_gpus_per_worker == 2
+
+
+def test_who_asks_has_a_judge_and_a_judge_is_asked(tmp_path: Path) -> None:
+    found = problems(tmp_path, text=TEXT)
+    assert "the model that Lake (tests.support.judged_env:JudgedEnv) asks" in found["judge"]
+    assert (
+        "no environment that is played asks" in problems(tmp_path, "judge={model: some/judge}", text=MINIMAL)["judge"]
+    )
+
+
+def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
+    found = problems(
+        tmp_path,
+        "judge={model: ./absent, max_tokens: 20, engine: {max_length: 20}}",
+        "judge.device_mapping=[0,1,9]",
+        "judge.num_gpus_per_worker=2",
+        "judge.engine.strategy_args.strategy_name=fsdp2_train",
+    )
+    expected = {
+        "judge.model": "there is nothing at this path",
+        "judge.max_tokens": "less than engine.max_length = 20",
+        "judge.num_gpus_per_worker": "a divisor of 3",
+        "judge.engine.strategy_args.strategy_name": "an engine that generates",
+    }
+    assert {key: words for key, words in expected.items() if words not in found.get(key, "")} == {}, found
+    assert "ids from 0" in problems(tmp_path, "judge={model: a/b, device_mapping: [99]}")["judge.device_mapping"]
+    beside = problems(tmp_path, "judge={model: a/b, device_mapping: [1]}", "async_generation_ratio=1")
+    assert "devices apart from those that train" in beside["judge.device_mapping"]
+
+
+def test_the_cluster_reward_of_roll_becomes_it() -> None:
+    engine = "strategy_args: {strategy_name: vllm, strategy_config: {gpu_memory_utilization: 0.5}}"
+    words = "model_args: {model_name_or_path: some/judge, dtype: bf16}, generating_args: {max_new_tokens: 99, top_p: 1}"
+    reward = f"+reward={{{words}, {engine}, device_mapping: 'list(range(0,2))', llm_proxy: {{proxy_type: policy}}}}"
+    imported = convert("roll", [ROLL], [reward, "+train_env_manager.llm_proxy={proxy_type: policy}"])
+    assert imported.schema is AgenticConfig
+    outcomes = {outcome.key: outcome.kind for outcome in imported.outcomes if "llm_proxy" in outcome.key}
+    assert set(outcomes.values()) == {Kind.DROPPED} and len(outcomes) == 2
+    for told in ("model: some/judge", "max_tokens: 99", "strategy_name: vllm", "dtype: bf16"):
+        assert told in imported.text
+    assert any(outcome.kind is Kind.TO_DO and "asks = True" in outcome.note for outcome in imported.outcomes)
+    other = convert("roll", [ROLL], ["+train_env_manager.llm_proxy={proxy_type: openai}"])
+    told = {outcome.key for outcome in other.outcomes if outcome.kind is Kind.IMPOSSIBLE}
+    assert "train_env_manager.llm_proxy.proxy_type" in told

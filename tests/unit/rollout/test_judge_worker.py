@@ -1,0 +1,137 @@
+"""Environments that ask a judge: what it says, and failures of it, which are never a reward."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import roll.agentic.env as envs
+from roll.configs.env import CustomEnvConfig
+from roll.configs.judge import AskedModelConfig
+from roll.data.requests import Question
+from roll.distributed.strategy.base import States
+from roll.preflight.env_check import check_env
+from roll.rewards.types import RewardError
+from roll.rollout.env_runner import EnvRunner
+from roll.rollout.env_worker import EnvironmentWorker
+from roll.rollout.errors import EnvCrashError, EnvTimeoutError
+from roll.rollout.judge_worker import AskFn, Asking, JudgeWorker
+from roll.rollout.router import EngineUnavailableError
+from tests.support.judged_env import JudgedEnv
+from tests.support.judges import WORDS, digit_model, greedy_words
+
+PATH = f"{JudgedEnv.__module__}:{JudgedEnv.__qualname__}"
+TALK = [{"role": "system", "content": "a"}, {"role": "user", "content": "1+1="}]
+
+
+class InstantlyAsking(JudgedEnv):
+    """It says what it cannot be."""
+
+    instant = True
+
+
+def test_what_it_says_is_what_transformers_says(tmp_path: Path) -> None:
+    folder = digit_model(tmp_path)
+    questions: list[Any] = [f"{i}+1=" for i in range(6)] + [
+        TALK,
+        "1 " * 300,
+        [{"role": "user", "content": "a", "seen": {1}}],
+    ]
+
+    async def run() -> list[str | RewardError]:
+        worker = JudgeWorker("reward_judge", 0, 1, {})
+        await worker.offload(States.ALL)  # before its set-up: nothing is there
+        await worker.setup(AskedModelConfig(model=folder, max_tokens=WORDS, max_concurrency=3))
+        await worker.offload(States.WEIGHTS)
+        asked = asyncio.create_task(worker.ask(questions))
+        await asyncio.sleep(0.1)
+        assert not asked.done(), "the judge is away"
+        await worker.onload(States.WEIGHTS)
+        try:
+            return pickle.loads(pickle.dumps(await asked))
+        finally:
+            await worker.close()
+
+    *words, too_long, odd = asyncio.run(run())
+    expected = [[{"role": "user", "content": text}] for text in questions[:6]] + [TALK]
+    assert words == [greedy_words(folder, messages) for messages in expected] and len(set(words)) > 1
+    assert isinstance(too_long, RewardError) and "judge: " in str(too_long)
+    assert isinstance(odd, RewardError) and "judge: " in str(odd)
+
+
+def play(ask: AskFn, *answers: str, timeout: float = 30.0, **env_config: Any) -> list[float]:
+    """Rewards of some environments side by side, one for each answer."""
+
+    async def run() -> list[float]:
+        runners = [EnvRunner(lambda: JudgedEnv(**env_config), timeout, asking=Asking(ask)) for _ in answers]
+        try:
+            await asyncio.gather(*(runner.reset(1) for runner in runners))
+            steps = zip(runners, answers, strict=True)
+            return [told[1] for told in await asyncio.gather(*(runner.step(text) for runner, text in steps))]
+        finally:
+            for runner in runners:
+                runner.close()
+
+    return asyncio.run(run())
+
+
+def test_environments_wait_for_it_side_by_side() -> None:
+    waiting, all_here = [], asyncio.Event()
+
+    async def ask(question: Question) -> str:
+        waiting.append(question)
+        if len(waiting) == 8:
+            all_here.set()
+        await asyncio.wait_for(all_here.wait(), 20)
+        return str(question)[-1] + "0"
+
+    answers = [str(number) for number in range(8)]
+    assert play(ask, *answers) == [int(answer) / 10 for answer in answers]
+    assert sorted(waiting) == [f"Grade: {answer}" for answer in answers]
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_a_failure_is_one_of_the_environment_whether_it_is_caught_or_not(catches: bool) -> None:
+    async def ask(question: Question) -> str:
+        raise RewardError("judge: too long")
+
+    with pytest.raises(EnvCrashError, match="environment step asked the judge: judge: too long"):
+        play(ask, "1", catches=catches)
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_a_judge_that_died_is_no_failure_of_the_environment(catches: bool) -> None:
+    async def ask(question: Question) -> str:
+        raise EngineUnavailableError("gone")
+
+    with pytest.raises(EngineUnavailableError, match="gone"):
+        play(ask, "1", catches=catches)
+
+
+def test_waiting_for_it_is_part_of_the_step() -> None:
+    async def ask(question: Question) -> str:
+        await asyncio.sleep(1)
+        return "1"
+
+    with pytest.raises(EnvTimeoutError, match=r"step_timeout=0\.2s"):
+        play(ask, "1", timeout=0.2)
+
+
+def test_an_environment_that_asks_is_built_before_the_run_and_never_instant() -> None:
+    instant = f"{InstantlyAsking.__module__}:{InstantlyAsking.__qualname__}"
+    assert envs.asks_judge(PATH) and not envs.asks_judge("sokoban") and not envs.is_instant(instant)
+    worker = EnvironmentWorker("train_env_manager", 0, 1, {})
+    tags = {"Fine": {}, "Wrong": {"padding": 1, "no_such_key": 1}}
+    played = {tag: CustomEnvConfig(env_type=PATH, env_config=keys) for tag, keys in tags.items()}
+    (problem,) = asyncio.run(worker.probe(played, 0, 1))
+    assert problem.startswith("custom_envs.Wrong: environment construction raised") and "no_such_key" in problem
+
+
+def test_the_check_of_environments_answers_in_its_place() -> None:
+    report = check_env(JudgedEnv, answers=["1"], judge_says="7", episodes=2, max_steps=2)
+    assert not {"step-raises", "cannot-travel"} & {finding.name for finding in report.findings}
+    assert ("rewards", "0.7 to 0.7 for a step") in report.facts
