@@ -76,6 +76,11 @@ class DataArguments(Config):
         default_factory=dict,
         description="Variables that the chat template reads, such as enable_thinking: false, wherever it is used.",
     )
+    tag_templates: dict[str, str] = Field(
+        default_factory=dict,
+        description="Chat templates of the tags that have one of their own, each as `template`; held-out prompts have "
+        "those of actor_train. Prompts of other tags have `template`.",
+    )
     file_name: str | list[str] | None = Field(
         default=None,
         description="Files of the dataset: json, jsonl, csv, parquet, arrow, txt (a line is the column `prompt`); a "

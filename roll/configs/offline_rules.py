@@ -25,6 +25,7 @@ def check_data_keys(config: OfflineConfig) -> Iterator[ConfigProblem]:
         "prompt_overflow": f"{expected}: sample_overflow is about the whole conversation",
         "domain_interleave_probs": f"{expected}: each {config.sample} comes once per epoch",
         "preprocessing_num_workers": expected,
+        "tag_templates": f"{expected}: all samples have one template",
     }
     default = DataArguments()
     for path, data in datasets(config):

@@ -24,7 +24,7 @@ def check_templates(config: PromptsConfig) -> Iterator[ConfigProblem]:
     """Held-out data is rendered like that of training."""
     if config.validation is None:
         return
-    for key, unset in (("template", "native"), ("chat_template_kwargs", {})):
+    for key, unset in (("template", "native"), ("chat_template_kwargs", {}), ("tag_templates", {})):
         trained = getattr(config.actor_train.data_args, key)
         if (held_out := getattr(config.validation.data_args, key)) not in (unset, trained):
             expected = f"the same as {TRAIN_DATA}.{key} = {trained}, or nothing"

@@ -11,6 +11,7 @@ from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompt_rules import TRAIN_DATA, VAL_DATA, check_datasets, check_templates
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import Rule, check_sampling, too_many_tokens
+from roll.configs.schema import did_you_mean
 from roll.configs.tools import tool_tag_problems
 
 
@@ -48,6 +49,20 @@ def check_shares(config: RLVRConfig) -> Iterator[ConfigProblem]:
     if held_out is not None:
         expected = "null: held-out prompts are all answered, in the order of the files"
         yield ConfigProblem(f"{VAL_DATA}.domain_interleave_probs", held_out, expected)
+
+
+def check_tag_templates(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Templates are given to tags that there are, whose prompts are answered in one turn."""
+    key, templates = f"{TRAIN_DATA}.tag_templates", config.actor_train.data_args.tag_templates
+    known = list(config.domains)
+    for tag in templates:
+        if tag not in known:
+            expected = f"tags of rewards: {', '.join(known) or 'there is none'}"
+            yield ConfigProblem(f"{key}.{tag}", templates[tag], expected, did_you_mean(tag, known), ("rewards",))
+    for section in ("tools", "agent"):
+        if templates and getattr(config, section) is not None:
+            expected = f"null beside {key}: conversations of several turns have one template"
+            yield ConfigProblem(section, "a section", expected)
 
 
 def check_demonstrations(config: RLVRConfig) -> Iterator[ConfigProblem]:
@@ -123,6 +138,7 @@ RLVR_RULES: tuple[Rule, ...] = (
     check_online_dpo,
     check_datasets,
     check_shares,
+    check_tag_templates,
     check_templates,
     check_demonstrations,
     check_teacher,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -61,7 +61,8 @@ class Prompt:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     """The row's other columns, JSON values."""
     prompt_ids: IntArray | None = None
-    """Token ids where the prompt was truncated to ``prompt_length``; ``None``: render the messages."""
+    """Token ids where the prompt was truncated to ``prompt_length``, or its tag has a chat template of its own;
+    ``None``: render the messages."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ def load_prompts(
     allowed_tags: Collection[str] | None,
     seed: int,
     tools: Mapping[str, Sequence[Tool]] | None = None,
+    tag_renderers: Mapping[str, ChatRenderer] | None = None,
 ) -> PromptDataset:
     """Reads, filters and checks the dataset, and fits its prompts to ``prompt_length``.
 
@@ -130,6 +132,7 @@ def load_prompts(
         renderer: counts tokens; ``None`` leaves lengths unchecked.
         prompt_length: most tokens of a rendered prompt; ``None`` for any. Needs a renderer.
         allowed_tags: the domains that have rewards; ``None`` for any.
+        tag_renderers: of tags whose prompts ``renderer`` does not render; these keep their ``prompt_ids``.
 
     Raises:
         DataError: everything that is wrong with the dataset, by file and line.
@@ -144,7 +147,8 @@ def load_prompts(
     placed = _placed(reading, allowed_tags)
     reading.require(placed)
     placed = reading.drawn(placed)
-    fitted, overlong, longest = _fit(placed, args, renderer, prompt_length, tools or {}, reading.problems)
+    renderers = _Renderers(renderer, tag_renderers or {}, prompt_length)
+    fitted, overlong, longest = _fit(placed, args, renderers, tools or {}, reading.problems)
     reading.problems.raise_any()
     if not fitted:
         raise DataError([f"no prompts: all {overlong:,} have more than prompt_length = {prompt_length} tokens"])
@@ -212,19 +216,44 @@ def _placed(reading: Reading, allowed_tags: Collection[str] | None) -> list[_Pla
     return placed
 
 
+@dataclass(frozen=True)
+class _Renderers:
+    """Who renders the prompts of which tag, and how long they may be."""
+
+    general: ChatRenderer | None
+    by_tag: Mapping[str, ChatRenderer]
+    prompt_length: int | None
+
+    def encode(
+        self, placed: Sequence[_Placed], tools: Mapping[str, Sequence[Tool]], num_workers: int
+    ) -> list[_Measured]:
+        """In the order of ``placed``."""
+        shares = defaultdict[str, list[int]](list)
+        for index, item in enumerate(placed):
+            shares[item.prompt.tag if item.prompt.tag in self.by_tag else ""].append(index)
+        found: dict[int, _Measured] = {}
+        for tag, indices in shares.items():
+            renderer = self.by_tag.get(tag, self.general)
+            assert renderer is not None
+            keep_over = -1 if tag in self.by_tag else np.inf if self.prompt_length is None else self.prompt_length
+            share = [placed[index] for index in indices]
+            found |= zip(indices, _encode(renderer, share, keep_over, tools, num_workers), strict=True)
+        return [found[index] for index in range(len(placed))]
+
+
 def _fit(
     placed: Sequence[_Placed],
     args: DataArguments,
-    renderer: ChatRenderer | None,
-    prompt_length: int | None,
+    renderers: _Renderers,
     tools: Mapping[str, Sequence[Tool]],
     problems: Problems,
 ) -> tuple[list[Prompt], int, int | None]:
     """Prompts of at most ``prompt_length`` tokens, how many had more, and the length of the longest."""
-    if renderer is None:
+    if renderers.general is None:
         return [item.prompt for item in placed], 0, None
     fitted, overlong, longest = [], 0, 0
-    encoded = _encode(renderer, placed, prompt_length, tools, args.preprocessing_num_workers or 1)
+    prompt_length = renderers.prompt_length
+    encoded = renderers.encode(placed, tools, args.preprocessing_num_workers or 1)
     for item, measured in zip(placed, encoded, strict=True):
         if measured.error is not None:
             problems.add(item.place, f"the chat template refuses the messages: {measured.error}")
@@ -233,7 +262,9 @@ def _fit(
         if measured.ids is None:
             fitted.append(item.prompt)
             continue
-        assert prompt_length is not None
+        if prompt_length is None or measured.length <= prompt_length:
+            fitted.append(dataclasses.replace(item.prompt, prompt_ids=measured.ids))
+            continue
         overlong += 1
         if args.prompt_overflow == "error":
             expected = f"expected at most prompt_length = {prompt_length} (see data_args.prompt_overflow)"
@@ -246,7 +277,7 @@ def _fit(
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """A rendered prompt: ``ids`` only of those that are too long, ``error`` where the template refused it."""
+    """A rendered prompt: ``ids`` only where they are needed, ``error`` where the template refused it."""
 
     length: int = 0
     ids: IntArray | None = None
@@ -256,20 +287,21 @@ class _Measured:
 def _encode(
     renderer: ChatRenderer,
     placed: Sequence[_Placed],
-    prompt_length: int | None,
+    keep_over: float,
     tools: Mapping[str, Sequence[Tool]],
     num_workers: int,
 ) -> Iterator[_Measured]:
+    """Prompts of one renderer; those of more than ``keep_over`` tokens keep their ids."""
     asked = [(item.prompt.messages, tools.get(item.prompt.tag) or None) for item in placed]
     num_workers = min(num_workers, len(placed) // _CHUNK_PER_PROCESS)
     if num_workers < 2:
         for part in _cut(asked, _CHUNK):
-            yield from _measure(renderer, part, prompt_length)
+            yield from _measure(renderer, part, keep_over)
         return
     parts = _cut(asked, -(-len(placed) // num_workers))
     # Not forked: this process may have threads, of the tokenizer's own for one.
     with ProcessPoolExecutor(len(parts), mp_context=get_context("spawn")) as pool:
-        running = [pool.submit(_measure, renderer, part, prompt_length) for part in parts]
+        running = [pool.submit(_measure, renderer, part, keep_over) for part in parts]
         for future in running:
             yield from future.result()
 
@@ -278,13 +310,12 @@ def _cut(asked: Sequence[_Asked], size: int) -> list[Sequence[_Asked]]:
     return [asked[start : start + size] for start in range(0, len(asked), size)]
 
 
-def _measure(renderer: ChatRenderer, asked: Sequence[_Asked], prompt_length: int | None) -> list[_Measured]:
+def _measure(renderer: ChatRenderer, asked: Sequence[_Asked], keep_over: float) -> list[_Measured]:
     """Renders prompts, those that follow one another with the same tools together."""
-    limit = prompt_length or np.inf
     found: list[_Measured] = []
     for _, part in itertools.groupby(asked, key=lambda one: id(one[1])):
         found += [
-            _Measured(len(ids), ids if len(ids) > limit else None)
+            _Measured(len(ids), ids if len(ids) > keep_over else None)
             if isinstance(ids, np.ndarray)
             else _Measured(error=ids)
             for ids in _render(renderer, list(part))

@@ -18,7 +18,7 @@ from roll.data.tool_messages import Message, Tool, calls_answered_by, calls_in_w
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatRenderer", "Message", "Tool"]
+__all__ = ["ChatRenderer", "Message", "Tool", "turn_ends"]
 
 _TOO_CLEVER = "so no prompt for it can be told from the answer; train_on: last, or another data_args.template, may do"
 _SENTINEL = "\u241fassistant-turn\u241f"
@@ -351,3 +351,13 @@ def _probe_call(text_arguments: bool) -> list[Message]:
     }
     answered: Message = {"role": "tool", "content": "-", "name": _PROBE, "tool_call_id": "call00000"}
     return list(tidy([_OPENING, called, answered], text_arguments=text_arguments))
+
+
+def turn_ends(tokenizer: PreTrainedTokenizerBase, template: str | ChatTemplate) -> frozenset[int]:
+    """Tokens at which an assistant's turn is over, in any of a run's templates; none where nobody talks."""
+    ends: set[int] = set()
+    of_tags = [] if isinstance(template, str) else template.of_tags().values()
+    for each in (template, *of_tags):
+        with suppress(ValueError):  # a model that nobody talks with has no template
+            ends |= ChatRenderer(tokenizer, each).stops
+    return frozenset(ends)

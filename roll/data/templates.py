@@ -78,11 +78,26 @@ class ChatTemplate:
     """``native``, a name, Jinja text or a path, as ``read_template`` takes it."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Those of ``chat_template_kwargs``."""
+    by_tag: Mapping[str, str] = field(default_factory=dict)
+    """Templates of prompts whose tag has one of its own."""
 
     @classmethod
     def of(cls, data_args: DataArguments) -> ChatTemplate:
         """The template that a role's data is rendered with."""
-        return cls(data_args.template, data_args.chat_template_kwargs)
+        return cls(data_args.template, data_args.chat_template_kwargs, data_args.tag_templates)
+
+    def of_tags(self) -> dict[str, ChatTemplate]:
+        """The templates of tags that have one of their own, each with the variables that it reads.
+
+        Raises:
+            ValueError: there is no such template.
+        """
+        found = {}
+        for tag, template in self.by_tag.items():
+            text = read_template(template)
+            read = {name: value for name, value in self.variables.items() if text is None or name in text}
+            found[tag] = ChatTemplate(template, read)
+        return found
 
 
 def read_template(template: str) -> str | None:

@@ -7,7 +7,6 @@ What is between them is text, which the teacher's tokenizer cuts as it would any
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from torch import Tensor
 from roll.algorithms.alignment import NO_CHUNK, WITHIN, common_chunks
 from roll.data.batch import Batch
 from roll.data.control_text import ControlText
-from roll.data.renderer import ChatRenderer
+from roll.data.renderer import turn_ends
 from roll.data.templates import ChatTemplate
 
 if TYPE_CHECKING:
@@ -178,7 +177,5 @@ def _same_meaning(
 
 def _turn_ends(tokenizer: PreTrainedTokenizerBase, template: str | ChatTemplate) -> set[int]:
     """Control tokens at which a turn or a text is over."""
-    found = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
-    with contextlib.suppress(ValueError):  # a model that nobody talks with has no template
-        found |= ChatRenderer(tokenizer, template).stops
-    return found
+    end = tokenizer.eos_token_id
+    return {*turn_ends(tokenizer, template), *([] if end is None else [end])}

@@ -151,6 +151,18 @@ def check_agents(config: RLConfig) -> Iterator[ConfigProblem]:
         ]
 
 
+def check_tag_templates(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """Templates of tags are there, as that of all others has to be."""
+    from roll.data.templates import read_template
+
+    for tag, template in config.actor_train.data_args.tag_templates.items():
+        try:
+            read_template(template)
+        except (ValueError, OSError) as error:
+            key = f"actor_train.data_args.tag_templates.{tag}"
+            yield ConfigProblem(key, template, "a chat template", str(error))
+
+
 def check_data_plugins(config: PromptsConfig) -> Iterator[ConfigProblem]:
     """Dataset classes and the data generator can be found."""
     datasets = {"actor_train.data_args": config.actor_train.data_args}
@@ -306,6 +318,7 @@ CHECKS: dict[type[PipelineConfig], tuple[Rule, ...]] = {
         check_verifiers,
         check_reward_parts,
         check_data_plugins,
+        check_tag_templates,
         check_tools,
         check_told_tools,
         check_dialect,

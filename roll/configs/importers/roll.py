@@ -180,9 +180,17 @@ def _precision(draft: Draft, role: str) -> None:
             draft.tell(Kind.DROPPED, key, asked, note=f"{ours} says it")
 
 
+def _is_template(template: Any) -> bool:
+    return template in TEMPLATES or "{" in str(template) or "/" in str(template)
+
+
 def _template(draft: Draft) -> None:
+    for tag, own in (draft.theirs("tag_to_template") or {}).items():
+        taken = own if _is_template(own) else "native"
+        note = "" if taken == own else f"{own}: the tokenizer's own"
+        draft.derive(f"tag_to_template.{tag}", f"actor_train.data_args.tag_templates.{tag}", taken, note)
     template = draft.theirs("actor_train.data_args.template") or draft.theirs("global_template")
-    if template and (template in TEMPLATES or "{" in str(template) or "/" in str(template)):
+    if template and _is_template(template):
         draft.set("actor_train.data_args.template", template)
         draft.tell(Kind.KEPT, "actor_train.data_args.template", template, "actor_train.data_args.template", template)
     elif template:

@@ -56,6 +56,12 @@ def load_renderer(config: PromptsConfig) -> ChatRenderer:
     return ChatRenderer(tokenizer, ChatTemplate.of(config.actor_train.data_args))
 
 
+def tag_renderers(config: RLVRConfig, renderer: ChatRenderer) -> dict[str, ChatRenderer]:
+    """Of the tags whose prompts have a chat template of their own, held-out ones too."""
+    templates = ChatTemplate.of(config.actor_train.data_args).of_tags()
+    return {tag: ChatRenderer(renderer.tokenizer, template) for tag, template in templates.items()}
+
+
 def load_datasets(config: RLVRConfig, renderer: ChatRenderer) -> Datasets:
     """The prompts that the run needs.
 
@@ -92,4 +98,5 @@ def _load(
         allowed_tags=config.domains,
         seed=config.seed,
         tools=tools,
+        tag_renderers=tag_renderers(config, renderer),
     )

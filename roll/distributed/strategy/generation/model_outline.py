@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from roll.data.renderer import ChatRenderer
+from roll.data.renderer import turn_ends
 from roll.data.templates import ChatTemplate
 from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.weights.adapters import check_adapter
@@ -110,9 +109,7 @@ def stop_token_ids(
     """
     stated = generation_config.eos_token_id if generation_config is not None else None
     ids = stated if isinstance(stated, list) else [stated]
-    ends: frozenset[int] = frozenset()
-    with contextlib.suppress(ValueError):  # a model that nobody talks with has no template
-        ends = ChatRenderer(tokenizer, template).stops
+    ends = turn_ends(tokenizer, template)
     return sorted({int(i) for i in [*ids, tokenizer.eos_token_id, *ends] if i is not None})
 
 
