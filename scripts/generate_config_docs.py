@@ -37,6 +37,7 @@ from roll.configs.strategy import StrategyArguments
 from roll.configs.teacher import OnPolicyDistillationConfig, TeacherConfig
 from roll.configs.tools import McpServerConfig, ToolConfig, ToolsConfig
 from roll.configs.training import TrainingArguments
+from roll.configs.user import UserConfig
 from roll.configs.val_infer import ValInferConfig
 from roll.configs.warm_start import PromptWarmStartConfig, WarmStartConfig
 from roll.configs.worker import WorkerConfig
@@ -80,6 +81,7 @@ AGENTIC: list[Group] = [
 ]
 RLVR: list[Group] = [
     ("Answers to prompts", "top level", RLVRConfig),
+    ("A user who answers", "`user`", UserConfig),
     ("Agent program", "`agent`, `custom_envs.<Tag>.agent`", AgentConfig),
     ("Sandbox of an agent program", "`agent.sandbox`", AgentSandboxConfig),
     ("Warm start from a file", "`warm_start`, `teacher_warm_start`", PromptWarmStartConfig),

@@ -9,9 +9,11 @@ from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.data import DataArguments
+from roll.configs.engines import strategy_names
 from roll.configs.model import ModelArguments
 from roll.configs.problems import ConfigProblem
 from roll.configs.rewards import RewardWorkers
+from roll.configs.rl import DEFAULT_GENERATOR
 from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 
@@ -20,7 +22,8 @@ class JudgeEngine(Config):
     """Engine that samples a judge on the run's own devices."""
 
     strategy_args: StrategyArguments = Field(
-        default_factory=lambda: StrategyArguments(strategy_name="hf_infer"), description="The engine and its options."
+        default_factory=lambda: StrategyArguments(strategy_name=DEFAULT_GENERATOR),
+        description="The engine and its options.",
     )
     model_args: ModelArguments = Field(default_factory=ModelArguments, description="How it loads the judge's weights.")
     template: str = Field(default="native", description="The judge's chat template, as in data_args.")
@@ -37,7 +40,11 @@ class JudgeEngine(Config):
         name, card = self.strategy_args.strategy_name, self.strategy_args.card
         if card is None or (known := card.strategies.get(name)) is None or known.generates:
             return []
-        return [self.problem("strategy_args.strategy_name", "an engine that generates: hf_infer, vllm or sglang")]
+        return [
+            self.problem(
+                "strategy_args.strategy_name", f"an engine that generates: {', '.join(strategy_names('generates'))}"
+            )
+        ]
 
     def worker(self, num_gpus_per_worker: int) -> WorkerConfig:
         """The engine as a role of its own."""

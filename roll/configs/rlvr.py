@@ -14,6 +14,7 @@ from roll.configs.preference import PreferenceConfig
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompts import PromptsConfig
 from roll.configs.rl import RLConfig
+from roll.configs.user import UserConfig
 from roll.configs.warm_start import PromptWarmStartConfig
 
 
@@ -37,6 +38,11 @@ class RLVRConfig(RLConfig, PromptsConfig):
     agent: AgentConfig | None = Field(
         default=None,
         description="A program that plays the prompts through an endpoint. null: the policy answers them itself.",
+    )
+    user: UserConfig | None = Field(
+        default=None,
+        description="Who answers what the policy says, turn by turn; its last answer is scored. null: nobody; a prompt "
+        "is answered once.",
     )
     warm_start: PromptWarmStartConfig = Field(
         default_factory=PromptWarmStartConfig,

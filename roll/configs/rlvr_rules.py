@@ -26,7 +26,7 @@ def check_online_dpo(config: RLVRConfig) -> Iterator[ConfigProblem]:
     if config.num_return_sequences_in_group < 2:
         seen, expected = config.num_return_sequences_in_group, "at least 2 with online_dpo: the best and the worst"
         yield ConfigProblem("num_return_sequences_in_group", seen, expected, involves=involved)
-    for key in ("agent", "tools", "teacher"):
+    for key in ("agent", "tools", "user", "teacher"):
         if getattr(config, key) is not None:
             expected = "null with online_dpo, which compares two answers of one turn"
             yield ConfigProblem(key, "a section", expected, involves=involved)
@@ -59,10 +59,20 @@ def check_tag_templates(config: RLVRConfig) -> Iterator[ConfigProblem]:
         if tag not in known:
             expected = f"tags of rewards: {', '.join(known) or 'there is none'}"
             yield ConfigProblem(f"{key}.{tag}", templates[tag], expected, did_you_mean(tag, known), ("rewards",))
-    for section in ("tools", "agent"):
+    for section in ("tools", "agent", "user"):
         if templates and getattr(config, section) is not None:
             expected = f"null beside {key}: conversations of several turns have one template"
             yield ConfigProblem(section, "a section", expected)
+
+
+def check_user(config: RLVRConfig) -> list[ConfigProblem]:
+    """The turns between two of the policy's are the user's."""
+    expected = "null with user, who takes the turns between those of the policy"
+    return [
+        ConfigProblem(key, "a section", expected)
+        for key in ("tools", "agent")
+        if config.user is not None and getattr(config, key) is not None
+    ]
 
 
 def check_demonstrations(config: RLVRConfig) -> Iterator[ConfigProblem]:
@@ -139,6 +149,7 @@ RLVR_RULES: tuple[Rule, ...] = (
     check_datasets,
     check_shares,
     check_tag_templates,
+    check_user,
     check_templates,
     check_demonstrations,
     check_teacher,

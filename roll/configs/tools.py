@@ -146,7 +146,7 @@ class ToolsConfig(Config):
 
     def placed(self) -> ToolsConfig:
         """The section with paths that are the same in every folder, where files lie in this one."""
-        use = {name: entry.model_copy(update={"tool": _placed_path(entry.tool)}) for name, entry in self.use.items()}
+        use = {name: entry.model_copy(update={"tool": placed_path(entry.tool)}) for name, entry in self.use.items()}
         servers = {
             name: server.model_copy(
                 update={
@@ -186,7 +186,7 @@ def placed_files(command: list[str]) -> list[str]:
     ]
 
 
-def _placed_path(path: str) -> str:
+def placed_path(path: str) -> str:
     """``folder/file.py:name`` with the file's whole path; any other as it is."""
     file, colon, name = path.rpartition(":")
     return f"{os.path.abspath(os.path.expanduser(file))}{colon}{name}" if file.endswith(".py") else path

@@ -139,5 +139,6 @@ def _worker_context(config: PromptsConfig, tokenizer_path: str) -> PromptWorkerC
         tools=config.tools.placed() if isinstance(config, RLVRConfig) and config.tools else None,
         token_check=config.tokenization_sanity_check if isinstance(config, RLVRConfig) else "disable",
         agent=config.agent.placed() if isinstance(config, RLVRConfig) and config.agent else None,
+        user=config.user and config.user.placed() if isinstance(config, RLVRConfig) else None,
         trust_remote_code=config.trusts("actor_train"),
     )

@@ -151,6 +151,17 @@ def check_agents(config: RLConfig) -> Iterator[ConfigProblem]:
         ]
 
 
+def check_user(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """The class of the user can be made."""
+    from roll.rollout.user_env import load_user
+
+    if config.user is not None:
+        try:
+            load_user(config.user)
+        except ValueError as error:
+            yield ConfigProblem("user", Words(config.user.path), "a user", str(error))
+
+
 def check_tag_templates(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """Templates of tags are there, as that of all others has to be."""
     from roll.data.templates import read_template
@@ -319,6 +330,7 @@ CHECKS: dict[type[PipelineConfig], tuple[Rule, ...]] = {
         check_reward_parts,
         check_data_plugins,
         check_tag_templates,
+        check_user,
         check_tools,
         check_told_tools,
         check_dialect,

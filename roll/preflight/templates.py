@@ -66,7 +66,7 @@ def _contradictions(config: PipelineConfig, report: TemplateReport) -> list[str]
 def _has_turns(config: PipelineConfig) -> bool:
     if not isinstance(config, RLConfig):
         return False
-    if config.tools is not None or config.agents:
+    if config.tools is not None or config.agents or getattr(config, "user", None) is not None:
         return True
     if not isinstance(config, AgenticConfig):
         return False

@@ -32,6 +32,8 @@ class PromptEnv:
         self._known = {"prompt_id": prompt.id, "ground_truth": truth}
         """Of every ``info``: an episode that is cut short is of this prompt too."""
         self._completion: Completion | None = None
+        self.heard = prompt.messages
+        """The conversation that the answer ends."""
 
     def watch(self, generate: GenerateFn) -> GenerateFn:
         """The same ``generate``, noting how long the answer was and why it ended."""
@@ -55,7 +57,7 @@ class PromptEnv:
                 ground_truth=self.prompt.ground_truth,
                 data_source=self.prompt.tag,
                 extra_info=self.prompt.extra_info,
-                messages=self.prompt.messages,
+                messages=self.heard,
                 num_tokens=0 if completion is None else len(completion.token_ids),
                 truncated=completion is not None and completion.finish_reason is FinishReason.LENGTH,
             )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from roll.configs.agent import AgentConfig
 from roll.configs.tools import ToolsConfig
+from roll.configs.user import UserConfig
 from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
@@ -26,6 +27,7 @@ from roll.rollout.token_watch import TokenWatch
 from roll.rollout.tool_box import ToolBox
 from roll.rollout.tool_env import with_tools
 from roll.rollout.types import Trajectory
+from roll.rollout.user_env import User, UserEnv, load_user
 from roll.rollout.worker import RolloutWorker
 from roll.utils.collector import calm_collector
 from roll.utils.seeding import derive_seed
@@ -92,6 +94,8 @@ class PromptWorkerContext:
     """How rows that are trained are compared with their conversations."""
     agent: AgentConfig | None = None
     """The program that plays the prompts, if the policy does not answer them itself."""
+    user: UserConfig | None = None
+    """Who answers the policy, if the prompts are conversations."""
     trust_remote_code: bool = False
     """Whether Python files that come with the tokenizer may run."""
 
@@ -118,6 +122,10 @@ class PromptWorker(RolloutWorker):
         self._tools: ToolBox | None = None
         if context.tools is not None:
             self._tools = ToolBox(context.tools, renderer, CallThreads())
+        self._user: User | None = None
+        if context.user is not None:
+            self.retries = context.user.retries
+            self._user = load_user(context.user)
         self._agent: AgentPlayer | None = None
         if context.agent is not None:
             from roll.rollout.agents.episode import AgentPlayer  # brings the HTTP server
@@ -148,6 +156,9 @@ class PromptWorker(RolloutWorker):
         if self._agent is not None:
             params, limits, trains = manager.params, manager.limits, spec.sampling == "train"
             return await self._agent.play(env, spec.prompt, generate, params, limits, episode, trains=trains)
+        if self._user is not None:
+            assert self.context.user is not None
+            return await manager.run_episode(UserEnv(env, self._user, self.context.user), generate, episode)
         partner, generate = await with_tools(env, spec.prompt.tag, self._tools, generate)
         return await manager.run_episode(partner, generate, episode)
 

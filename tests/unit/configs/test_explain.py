@@ -27,7 +27,7 @@ def test_a_key_is_told_with_its_type_range_default_places_and_other_names(capsys
     assert "pipelines all" in out and "verl: actor_rollout_ref.actor.optim.lr (renamed)" in out
     assert "MindSpeed RL: actor_config.lr (renamed)" in out and "warm_start" not in out
     assert "one of: kl, k1, abs" in told(capsys, "kl_penalty")
-    assert "holds tag_included, verifiers" in told(capsys, "rewards")
+    assert "tag_included, verifiers" in told(capsys, "rewards")
 
 
 def test_a_key_of_another_system_leads_to_ours_or_to_the_reason(capsys):
