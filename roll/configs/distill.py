@@ -40,6 +40,11 @@ class DistillConfig(DistillLossConfig, DivergenceConfig, TeacherConfig, OfflineC
         default="all",
         description="The answers of a conversation that are learnt: all of the assistant's, or its last.",
     )
+    distill_on_prompt: bool = Field(
+        default=False,
+        description="Learn at every token of a conversation but its first, not only at answers: divergence and "
+        "likelihood are then also those of questions, system messages and the template's own tokens.",
+    )
     kd_temperature: float = Field(
         default=1.0, gt=0, description="Divides the logits of teacher and student before they are compared."
     )
@@ -86,6 +91,8 @@ class DistillConfig(DistillLossConfig, DivergenceConfig, TeacherConfig, OfflineC
 
     def problems(self) -> Iterator[ConfigProblem]:
         yield from super().problems()
+        if self.distill_on_prompt and self.train_on != "all":
+            yield self.problem("train_on", "all with distill_on_prompt: every token is learnt", "distill_on_prompt")
         if self.teacher_logprobs is None and self.precompute_only:
             expected = "a folder, which precompute_only fills"
             yield self.problem("teacher_logprobs", expected, "precompute_only")

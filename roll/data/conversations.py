@@ -101,6 +101,7 @@ def load_conversations(
     max_tokens: int,
     overflow: Literal["error", "truncate", "drop"] = "error",
     last_only: bool = False,
+    whole: bool = False,
     scoring: Scoring | None = None,
     seed: int = 0,
     tools: Sequence[Tool] | None = None,
@@ -109,6 +110,8 @@ def load_conversations(
 
     Args:
         overflow: a longer one is an error, loses its end or is left out.
+        last_only: only the last answer is learnt.
+        whole: all is learnt, prompts too.
         scoring: what the questions must bring to have their answers scored; ``None``: they are not.
 
     Raises:
@@ -119,7 +122,8 @@ def load_conversations(
     samples = reading.drawn(_read(reading, scoring))
 
     def encode(sample: ReadConversation) -> tuple[IntArray, BoolArray]:
-        return renderer.conversation(sample.messages, last_only=last_only, tools=tools)
+        ids, said = renderer.conversation(sample.messages, last_only=last_only, tools=tools)
+        return ids, said | whole
 
     kept = fit(render(samples, encode, reading), max_tokens, overflow, reading)
     reading.require(samples)

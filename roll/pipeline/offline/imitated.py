@@ -12,7 +12,7 @@ from roll.data.renderer import ChatRenderer
 def load_imitated(
     config: SFTConfig | DistillConfig, data: DataArguments, renderer: ChatRenderer, scoring: Scoring | None = None
 ) -> Conversations:
-    """Reads conversations; what is learnt of them is as ``train_on`` says.
+    """Reads conversations; what is learnt of them is as ``train_on`` and ``distill_on_prompt`` say.
 
     Raises:
         DataError: everything that is wrong in the files.
@@ -23,6 +23,7 @@ def load_imitated(
         max_tokens=config.sequence_length,
         overflow=config.sample_overflow,
         last_only=config.train_on == "last",
+        whole=isinstance(config, DistillConfig) and config.distill_on_prompt,
         scoring=scoring,
         seed=config.seed,
     )

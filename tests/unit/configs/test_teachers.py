@@ -54,6 +54,7 @@ def wrong(schema: type, values: dict) -> set[str]:
         (TAUGHT | {"opd_form": "loss", "kd_objective": "js_divergence", "jsd_beta": 0.2, "logits_topk": 8}, set()),
         ({"teacher": ROLE}, {"teacher_pretrain"}),
         ({"teacher_pretrain": "org/teacher"}, {"teacher"}),
+        (TAUGHT | {"distill_on_prompt": True}, {"distill_on_prompt"}),
         ({"is_pure_opd": True, "opd_kl_coef": 0.5}, {"is_pure_opd", "opd_kl_coef"}),
         (TAUGHT | {"kd_objective": "reverse_kl", "logits_topk": 8}, {"kd_objective", "logits_topk"}),
         (TAUGHT | {"opd_form": "reward", "is_pure_opd": True, "adv_estimator": "gae"}, {"critic"}),
@@ -86,6 +87,8 @@ def test_a_teacher_of_an_rl_run(given: dict, keys: set[str]) -> None:
         (TAUGHT | {"precompute_only": True}, {"teacher_logprobs"}),
         ({"teacher_logprobs": "kept", "logits_topk": 8, "precompute_only": True}, {"precompute_only"}),
         (TAUGHT | {"skew_lambda": 0.3}, {"skew_lambda"}),
+        (TAUGHT | {"distill_on_prompt": True}, set()),
+        (TAUGHT | {"distill_on_prompt": True, "train_on": "last"}, {"train_on"}),
         (TAUGHT | {"warm_start": {"file_name": "x.jsonl"}}, {"warm_start.file_name"}),
         (TAUGHT | {"align_tokenizers": "text"}, {"align_tokenizers"}),  # an unknown key
         (TAUGHT | {"teacher": VLLM}, {"logits_topk"}),

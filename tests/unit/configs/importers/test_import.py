@@ -101,7 +101,8 @@ def test_distillation_of_roll(tmp_path: Path) -> None:
     other = convert(
         "roll", [FILES / "roll" / "run" / "distill.yaml"], ["teacher_temperature=1", "distill_on_prompt=true"]
     )
-    assert kinds(other, Kind.IMPOSSIBLE) == {"teacher_temperature", "distill_on_prompt"}
+    assert kinds(other, Kind.IMPOSSIBLE) == {"teacher_temperature"}
+    assert yaml.safe_load(other.text)["distill_on_prompt"] is True
 
 
 def test_supervised_training_of_roll(tmp_path: Path) -> None:
