@@ -34,7 +34,7 @@ from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import default_text, range_text, type_text
 from roll.configs.sft import SFTConfig
 from roll.configs.strategy import StrategyArguments
-from roll.configs.teacher import OnPolicyDistillationConfig, TeacherConfig
+from roll.configs.teacher import OnPolicyDistillationConfig, TaggedTeacherConfig, TeacherConfig
 from roll.configs.tools import McpServerConfig, ToolConfig, ToolsConfig
 from roll.configs.training import TrainingArguments
 from roll.configs.user import UserConfig
@@ -117,6 +117,7 @@ PROMPTS: list[Group] = [
 ]
 ROLES: list[Group] = [
     ("Worker", "`actor_train`, `actor_infer`, `critic`, `reference`, `teacher`", WorkerConfig),
+    ("One of several teachers", "`teachers.<name>`, with the keys of a worker", TaggedTeacherConfig),
     ("Model", "`<role>.model_args`", ModelArguments),
     ("Training", "`actor_train.training_args`, `critic.training_args`", TrainingArguments),
     ("Data", "`actor_train.data_args`, `validation.data_args`", DataArguments),
@@ -189,7 +190,7 @@ def render() -> str:
 
 
 def _section(heading: str, place: str, section: type[Config]) -> str:
-    shown = {each for _, _, each in [*TOP_LEVEL, *PROMPTS, *OFFLINE, *DISTILL, *DPO, *REWARD_MODEL]} & set(
+    shown = {each for _, _, each in [*TOP_LEVEL, *PROMPTS, *OFFLINE, *DISTILL, *DPO, *REWARD_MODEL, *ROLES]} & set(
         section.__mro__[1:]
     )
     inherited = {name for each in shown for name in each.model_fields}

@@ -54,6 +54,14 @@ class AgenticConfig(RLConfig):
         return "judge" if cluster == JUDGE_CLUSTER else cluster
 
     @property
+    def tags(self) -> list[str]:
+        return list(self.custom_envs)
+
+    @property
+    def trained_tags(self) -> list[str]:
+        return self.train_env_manager.tags
+
+    @property
     def agents(self) -> dict[str, AgentConfig]:
         return {f"custom_envs.{tag}.agent": env.agent for tag, env in self.custom_envs.items() if env.agent is not None}
 

@@ -26,6 +26,10 @@ def derive(values: Mapping[str, Any]) -> dict[str, Any]:
     for role in _ROLES:
         if isinstance(section := whole.get(role), dict):
             whole[role] = _role(section)
+    if isinstance(teachers := whole.get("teachers"), dict):
+        whole["teachers"] = {
+            name: _role(section) if isinstance(section, dict) else section for name, section in teachers.items()
+        }
     if whole.get("sequence_length") is None:
         lengths = [whole.get(key, _LENGTH) for key in ("prompt_length", "response_length")]
         if all(type(length) is int for length in lengths):
@@ -62,8 +66,8 @@ def _nodes(values: Mapping[str, Any]) -> int:
     if type(per_node) is not int or per_node < 1:
         return 1
     holders = [values.get(role) for role in (*_ROLES, "val_infer")]
-    rewards = values.get("rewards")
-    holders += list(rewards.values()) if isinstance(rewards, dict) else []
+    for section in (values.get("rewards"), values.get("teachers")):
+        holders += list(section.values()) if isinstance(section, dict) else []
     last = 0
     for holder in holders:
         try:

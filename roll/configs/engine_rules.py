@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from roll.configs.engines.card import task_of
+from roll.configs.engines.card import kind_of, task_of
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.rules import TRAINED, Rule, sections
@@ -36,7 +36,7 @@ def check_unread(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """No role is told what it never reads. What it says like ``actor_train`` may come from a shared section."""
     default = WorkerConfig()
     for role, worker in sections(config):
-        keys, hint = _UNREAD.get(role, ((), ""))
+        keys, hint = _UNREAD.get(kind_of(role), ((), ""))
         card = worker.strategy_args.card
         if task_of(role) == "scores" and card is not None and card.scores_prompts:
             keys, hint = keys + _SCORING, f"{worker.strategy_args.strategy_name} forms batches itself"

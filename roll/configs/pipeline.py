@@ -346,8 +346,13 @@ class PipelineConfig(RunConfig):
 
     def trusts(self, role: str) -> bool:
         """Whether Python files that come with a role's model may run; the policy's tokenizer is actor_train's."""
-        worker: WorkerConfig | None = getattr(self, role, None)
+        worker = self.section_of(role)
         return worker is not None and worker.model_args.trust_remote_code
+
+    def section_of(self, role: str) -> WorkerConfig | None:
+        """A model role's section, used or not."""
+        worker: WorkerConfig | None = getattr(self, role, None)
+        return worker
 
     def of_teacher(self) -> Self:
         """The configuration of the start of a tiny teacher.

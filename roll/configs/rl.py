@@ -235,12 +235,27 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
         return {**models, **self.teacher_models}
 
     def model_of(self, role: str) -> str:
+        if role.startswith("teachers."):
+            return self.teacher_models[f"{role}.pretrain"]
         own = {
             "critic": self.reward_pretrain,
             "reference": self.reference_pretrain,
             "teacher": self.teacher_pretrain,
         }
         return own.get(role) or self.pretrain
+
+    def section_of(self, role: str) -> WorkerConfig | None:
+        return self.teacher_roles.get(role) or super().section_of(role)
+
+    @property
+    def tags(self) -> list[str]:
+        """All tags of samples, as a batch's ``tag_B`` counts them."""
+        return []
+
+    @property
+    def trained_tags(self) -> list[str]:
+        """Those of the samples that are trained on."""
+        return self.tags
 
     @property
     def refers_to_actor(self) -> bool:

@@ -65,6 +65,10 @@ class RLVRConfig(RLConfig, PromptsConfig):
         return self.model_copy(update={"max_steps": steps, "total_epochs": None})
 
     @property
+    def tags(self) -> list[str]:
+        return list(self.domains)
+
+    @property
     def agents(self) -> dict[str, AgentConfig]:
         return {} if self.agent is None else {"agent": self.agent}
 

@@ -26,8 +26,8 @@ def check_online_dpo(config: RLVRConfig) -> Iterator[ConfigProblem]:
     if config.num_return_sequences_in_group < 2:
         seen, expected = config.num_return_sequences_in_group, "at least 2 with online_dpo: the best and the worst"
         yield ConfigProblem("num_return_sequences_in_group", seen, expected, involves=involved)
-    for key in ("agent", "tools", "user", "teacher"):
-        if getattr(config, key) is not None:
+    for key in ("agent", "tools", "user", "teacher", "teachers"):
+        if getattr(config, key):
             expected = "null with online_dpo, which compares two answers of one turn"
             yield ConfigProblem(key, "a section", expected, involves=involved)
     for key, field in AlgorithmConfig.model_fields.items():

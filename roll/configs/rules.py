@@ -15,7 +15,7 @@ from roll.configs.engines.card import EngineCard
 from roll.configs.generating import GeneratingArguments
 from roll.configs.inert import check_inert
 from roll.configs.model import ModelArguments
-from roll.configs.pipeline import PipelineConfig
+from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompts import REWARD_CLUSTER
 from roll.configs.rl import RLConfig
@@ -34,6 +34,8 @@ def sections(config: PipelineConfig) -> Iterator[tuple[str, WorkerConfig]]:
         worker = getattr(config, role, None)
         if worker is not None:
             yield role, worker
+    if isinstance(config, RLConfig):
+        yield from ((role, worker) for role, worker in config.teacher_roles.items() if role != "teacher")
 
 
 def check_lengths(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -86,7 +88,7 @@ def check_rl_roles(config: RLConfig) -> Iterator[ConfigProblem]:
     if other is not None and config.uses_full_kl:
         expected = "an estimator such as k3: hidden states of another model fit no output layer of the policy"
         yield ConfigProblem("kl_penalty", config.kl_penalty, expected, involves=("reference_pretrain",))
-    if config.teacher is not None and config.opd_form == "reward" and config.adv_estimator == "gdpo":
+    if config.teacher_roles and config.opd_form == "reward" and config.adv_estimator == "gdpo":
         expected = "advantage or loss with adv_estimator gdpo, which reads rewards by name"
         yield ConfigProblem("opd_form", config.opd_form, expected, involves=("adv_estimator", "teacher"))
     if config.uses_lora and config.uses_full_kl:
@@ -245,6 +247,39 @@ def check_found_rollouts(config: RLConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("rollout_replay_dir", config.rollout_replay_dir, expected, involves=(other,))
 
 
+def check_teachers(config: RLConfig) -> Iterator[ConfigProblem]:
+    """Each sample is judged by one teacher."""
+    if not config.teachers:
+        return
+    if config.teacher is not None:
+        yield ConfigProblem("teachers", "a section", "none beside a section teacher", involves=("teacher",))
+    if config.opd_form == "loss":
+        expected = "advantage or reward with several teachers: the policy is compared with one output layer"
+        yield ConfigProblem("opd_form", config.opd_form, expected, involves=("teachers",))
+    owners: dict[str, str] = {}
+    for name, teacher in config.teachers.items():
+        key = f"teachers.{name}"
+        if teacher.pretrain == TINY:
+            expected = "a model folder or a name on the hub: a tiny model is made for teacher alone"
+            yield ConfigProblem(f"{key}.pretrain", TINY, expected)
+        if len(set(teacher.tag_included)) < len(teacher.tag_included):
+            yield ConfigProblem(f"{key}.tag_included", teacher.tag_included, "every tag once")
+        for tag in dict.fromkeys(teacher.tag_included):
+            involved = [f"teachers.{owners[tag]}.tag_included"] if tag in owners else ["rewards", "custom_envs"]
+            if owner := owners.get(tag):
+                expected = f"every tag with one teacher; {tag} is {owner}'s already"
+            elif tag not in config.tags:
+                expected = f"tags that there are: {', '.join(config.tags)}"
+            else:
+                owners[tag] = name
+                continue
+            yield ConfigProblem(f"{key}.tag_included", teacher.tag_included, expected, involves=(*involved,))
+    if missing := [tag for tag in config.trained_tags if tag not in owners]:
+        involved = ["rewards", "train_env_manager.tags", *(f"teachers.{name}.tag_included" for name in config.teachers)]
+        expected = f"a teacher of every tag; {missing[0]} has none"
+        yield ConfigProblem("teachers", ", ".join(config.teachers), expected, involves=(*involved,))
+
+
 def check_val_infer(config: RLConfig) -> Iterator[ConfigProblem]:
     """Replicas that evaluate hold whole copies of the policy, beside those of the rollouts."""
     if config.val_infer is None:
@@ -349,6 +384,7 @@ RL_RULES: tuple[Rule, ...] = (
     check_batches,
     check_overlap,
     check_found_rollouts,
+    check_teachers,
     check_val_infer,
     check_scorers,
     check_inert,

@@ -48,9 +48,23 @@ class TeacherConfig(Config):
         return {} if self.teacher_pretrain is None else {"teacher_pretrain": self.teacher_pretrain}
 
 
+class TaggedTeacherConfig(WorkerConfig):
+    """One of several teachers: a role such as ``teacher``, its model, and whose samples it judges."""
+
+    pretrain: str = Field(
+        min_length=1, description="The teacher: a folder in Hugging Face format, or an org/name on the hub."
+    )
+    tag_included: list[str] = Field(min_length=1, description="Tags of the samples that it judges.")
+
+
 class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
     """What a teacher's opinion of the policy's own samples counts for."""
 
+    teachers: dict[str, TaggedTeacherConfig] = Field(
+        default_factory=dict,
+        description="In place of teacher: several, by name, each for the samples of its own tags. Every tag of the "
+        "training samples has one teacher.",
+    )
     is_pure_opd: bool = Field(
         default=False,
         description="The policy learns from the teacher alone: rewards are measured, and count for nothing.",
@@ -76,8 +90,19 @@ class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
     )
 
     @property
+    def teacher_roles(self) -> Mapping[str, WorkerConfig]:
+        """The teachers' roles, by the keys of their sections."""
+        return {**super().teacher_roles, **{f"teachers.{name}": each for name, each in self.teachers.items()}}
+
+    @property
+    def teacher_models(self) -> Mapping[str, str]:
+        """The teachers' models, by the keys that name them."""
+        several = {f"teachers.{name}.pretrain": each.pretrain for name, each in self.teachers.items()}
+        return {**super().teacher_models, **several}
+
+    @property
     def aligns_teacher(self) -> bool:
-        return self.teacher is not None and self.align_tokenizers is not None
+        return bool(self.teacher_roles) and self.align_tokenizers is not None
 
     @property
     def estimates_advantages(self) -> bool:
@@ -100,13 +125,13 @@ class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
                 for key, field in DivergenceConfig.model_fields.items()
                 if getattr(self, key) != field.default
             ]
-        if self.teacher is not None:
+        if self.teacher_roles:
             if self.align_tokenizers is not None and self.opd_form == "loss":
                 expected = "null with opd_form: loss, which compares distributions over one vocabulary"
                 yield self.problem("align_tokenizers", expected, "opd_form")
             return
         yield from [
-            self.problem(key, "no such key without a section teacher", "teacher")
+            self.problem(key, "no such key without a section teacher", "teacher", "teachers")
             for key in ("is_pure_opd", "opd_kl_coef", "opd_form", "align_tokenizers")
             if getattr(self, key) != OnPolicyDistillationConfig.model_fields[key].default
         ]

@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 
 import torch
 
+from roll.configs.engines.card import kind_of
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.val_infer import VAL_INFER
 from roll.configs.worker import WorkerConfig
@@ -156,7 +157,7 @@ def start_clusters(
             for name, worker in config.clusters.items():
                 clusters[name] = Cluster(
                     name,
-                    _worker_class(name, worker, workers[name]),
+                    _worker_class(name, worker, workers[kind_of(name)]),
                     placement,
                     system_envs={**config.system_envs, **plugin_variables(config.plugins), **worker.system_envs},
                     rpc_timeout=config.rpc_timeout,

@@ -35,6 +35,7 @@ from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter, plan_optim
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollouts import read_rollouts, take, write_rollouts
 from roll.pipeline.session import RunFailedError, RunSession
+from roll.pipeline.tagged_teachers import TaggedTeachers
 from roll.pipeline.teaching import TEACHER_COLUMNS, with_teacher
 from roll.rollout.admission import Admission
 from roll.rollout.metrics import overlap_metrics
@@ -213,6 +214,8 @@ class RLPipeline(TrainingLoop):
         taught = None if self.roles.teacher is None else self.config.opd_form
         if taught is not None:
             metrics |= teacher_metrics(batch)
+            if isinstance(self.roles.teacher, TaggedTeachers):
+                metrics |= self.roles.teacher.metrics(batch)
         if taught == "reward":
             batch = teacher_rewards(batch, self.config)
         if self.config.whiten_rewards:
@@ -309,7 +312,7 @@ def _with_old_policy(batch: Batch) -> Batch:
 
 def _with_scores(
     batch: Batch,
-    roles: Mapping[str, ModelCluster | WithoutAdapter | AlignedTeacher | None],
+    roles: Mapping[str, ModelCluster | WithoutAdapter | AlignedTeacher | TaggedTeachers | None],
     old_rows: Tensor,
     divergence: DivergenceConfig | None = None,
 ) -> Batch:

@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from roll.configs.engines.card import task_of
+from roll.configs.engines.card import kind_of, task_of
 from roll.configs.model import ModelArguments
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.prompts import REWARD_CLUSTER
 from roll.configs.rl import RLConfig
 from roll.configs.training import TrainingArguments
 from roll.configs.val_infer import VAL_INFER
-from roll.configs.worker import WorkerConfig
 from roll.data.templates import ChatTemplate
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import States, StrategyContext
@@ -23,6 +22,7 @@ from roll.pipeline.aligned_teacher import AlignedTeacher, aligned
 from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter
 from roll.pipeline.offload_manager import OffloadManager
 from roll.pipeline.replicas import Replicas, RestartBudget
+from roll.pipeline.tagged_teachers import TaggedTeachers
 from roll.pipeline.teaching import Teaching
 from roll.utils.checksums import WrittenFile
 
@@ -68,9 +68,13 @@ class Roles:
             self.reference = ModelCluster(clusters["reference"], self.offload_manager, by_work)
         elif config.uses_reference and config.uses_lora:
             self.reference = WithoutAdapter(self.actor)
-        self.teacher: ModelCluster | AlignedTeacher | None = None
-        if "teacher" in clusters:
-            self.teacher = ModelCluster(clusters["teacher"], self.offload_manager, by_work)
+        self._teachers = {
+            name: ModelCluster(clusters[name], self.offload_manager, by_work)
+            for name in self.clusters
+            if kind_of(name) == "teacher"
+        }
+        self.teacher: ModelCluster | AlignedTeacher | TaggedTeachers | None = None
+        """Known from ``setup`` on."""
         self._teaching = Teaching()
 
     @property
@@ -93,7 +97,7 @@ class Roles:
         """Loads the policy everywhere, the same weights in all its roles but those with models of their own.
 
         Args:
-            teacher_path: Hugging Face folder of the teacher, where there is one.
+            teacher_path: Hugging Face folder of the section ``teacher``, where there is one.
         """
         loading = []
         if (divergence := self.config.divergence) is not None:
@@ -105,14 +109,16 @@ class Roles:
                 trust_policy=self.config.trusts("actor_train"),
                 trust_teacher=self.config.trusts("teacher"),
             )
-        if isinstance(self.teacher, ModelCluster):
-            assert teacher_path is not None, "a rule"
-            context, cluster = self._context("teacher", teacher_path), self.teacher
+        taught: dict[str, ModelCluster | AlignedTeacher] = {}
+        for name, cluster in self._teachers.items():
+            context = self._context(name, teacher_path or self.config.model_of(name))
+            taught[name] = cluster
             if self.config.aligns_teacher:
                 trusts = self.config.trusts("actor_train")
                 policy = policy_tokenizer(model_path, self.config.tokenizer_path, trust_remote_code=trusts)
-                context, self.teacher = aligned(context, cluster, policy)
+                context, taught[name] = aligned(context, cluster, policy)
             loading.append((cluster, cluster.submit_setup(context)))
+        self.teacher = taught.get("teacher") or self._tagged(taught)
         if isinstance(self.reference, ModelCluster):
             loading.append((self.reference, self.reference.submit_setup(self._own_context("reference", model_path))))
         if self.critic is not None:
@@ -152,9 +158,11 @@ class Roles:
 
     def preload(self) -> None:
         """Has the roles beside the policy import what their set-up will need, while the policy is at work."""
-        for role in (self.critic, self.reference, self.teacher):
+        for role in (self.critic, self.reference, *self._teachers.values()):
             if isinstance(role, ModelCluster):
-                role.cluster.submit("preload", getattr(self.config, role.cluster.name).strategy_args.strategy_name)
+                worker = self.config.section_of(role.cluster.name)
+                assert worker is not None, "a role that the configuration has"
+                role.cluster.submit("preload", worker.strategy_args.strategy_name)
 
     @property
     def version(self) -> int:
@@ -210,30 +218,41 @@ class Roles:
         if self.critic is not None:
             self.critic.load(path)
 
+    def _tagged(self, teachers: Mapping[str, ModelCluster | AlignedTeacher]) -> TaggedTeachers | None:
+        """Several teachers as one, by the names that they have in ``teachers``."""
+        if not isinstance(self.config, RLConfig) or not teachers:
+            return None
+        number = {tag: index for index, tag in enumerate(self.config.tags)}
+        own = self.config.teachers
+        return TaggedTeachers(
+            {name: teachers[f"teachers.{name}"] for name in own},
+            {name: [number[tag] for tag in each.tag_included] for name, each in own.items()},
+        )
+
     def _own_context(self, role: str, policy: str) -> StrategyContext:
         """Of a role that may start from another model than the policy."""
         own = self.config.model_of(role)
         return self._context(role, policy if own == self.config.pretrain else own)
 
     def _context(self, role: str, model_path: str) -> StrategyContext:
-        config = self.config
-        worker: WorkerConfig = config.clusters[VAL_INFER] if role == VAL_INFER else getattr(config, role)
+        config, teaches = self.config, kind_of(role) == "teacher"
+        worker = config.clusters[VAL_INFER] if role == VAL_INFER else config.section_of(role)
+        assert worker is not None, "a role that the configuration has"
         return StrategyContext(
             worker=worker,
             role=role,
             model_path=model_path,
             tokenizer_path=config.tokenizer_path,
             head="score" if role == "actor_train" and config.trains_scores else "lm",
-            returns_hidden=(role == "reference" and config.uses_full_kl)
-            or (role == "teacher" and self._teaching.sends_hidden),
-            top_k=self._teaching.top_k if role == "teacher" else 0,
-            num_ids=self._teaching.num_ids if role == "teacher" else None,
+            returns_hidden=(role == "reference" and config.uses_full_kl) or (teaches and self._teaching.sends_hidden),
+            top_k=self._teaching.top_k if teaches else 0,
+            num_ids=self._teaching.num_ids if teaches else None,
             comparison=self._teaching.comparison if role == "actor_train" else None,
             marks_hits=role == "actor_train" and config.marks_hits,
             sums_squares=role == "actor_train" and config.sums_squares,
             keeps_output_layer=role == "actor_train" and config.uses_full_kl,
             seed=config.seed,
-            temperature=config.teacher_temperature if role == "teacher" else config.scoring_temperature,
+            temperature=config.teacher_temperature if teaches else config.scoring_temperature,
             max_grad_norm=config.max_grad_norm,
             l2=config.l2,
             sequence_length=config.longest_sequence if task_of(role) == "generates" else config.sequence_length,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from roll.configs.engines.card import kind_of
 from roll.configs.pipeline import TINY, PipelineConfig
 from roll.models.tokenizer import check_same_ids
 from roll.pipeline.programs import Program
@@ -49,18 +50,18 @@ def teacher_weights(
     """The folder or hub name of the teacher; with ``teacher_pretrain: tiny`` it is taught on the run's own workers.
 
     Returns:
-        ``None`` where the run has no teacher.
+        ``None`` where the run has no section ``teacher``; those of several teachers are as the configuration says.
 
     Raises:
-        ValueError: its tokens are not those of the policy.
+        ValueError: the tokens of a teacher are not those of the policy.
     """
-    path = config.model_of("teacher")
-    if "teacher" not in config.roles:
+    taught = [role for role in config.roles if kind_of(role) == "teacher"]
+    for role in taught if not config.aligns_teacher else ():
+        trusts = {"trust_policy": config.trusts("actor_train"), "trust_teacher": config.trusts(role)}
+        check_same_ids(config.pretrain, config.model_of(role), config.tokenizer_path, **trusts)
+    if "teacher" not in taught:
         return None
-    if not config.aligns_teacher:
-        trusts = {"trust_policy": config.trusts("actor_train"), "trust_teacher": config.trusts("teacher")}
-        check_same_ids(config.pretrain, path, config.tokenizer_path, **trusts)
-    if path != TINY:
+    if (path := config.model_of("teacher")) != TINY:
         return path
     session.display.note("the teacher is taught first")
     return start_of(config.of_teacher(), program).weights(session, roles, rollouts)

@@ -285,7 +285,9 @@ MODEL_CHECKS: tuple[Rule, ...] = (
 def model_config(config: PipelineConfig, role: str) -> Any:
     """A role's model as its text part is configured, ``model_config_kwargs`` included; ``None`` if it is not on this
     machine or wrong, which is reported elsewhere."""
-    args = getattr(config, role).model_args
+    worker = config.section_of(role)
+    assert worker is not None, "a role that the configuration has"
+    args = worker.model_args
     trusts, given = args.trust_remote_code, args.model_config_kwargs
     sizes, _ = _read_config(config.model_of(role), *config.tiny_sizes, trust_remote_code=trusts)
     if sizes is None or not all(hasattr(sizes, key) for key in given):

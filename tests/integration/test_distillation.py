@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from roll.pipeline.model_cluster import plan_optimizer_steps
+from roll.pipeline.rollouts import read_rollouts
+from roll.rollout.trajectory import groups_to_batch
 from roll.utils.seeding import derive_seed
-from tests.integration.conftest import ROOT, Launch, Rlvr, Run
+from tests.integration.conftest import ROOT, Launch, Rlvr, Run, rows, write
 from tests.support.foreign import save_foreign_model
 from tests.support.imitation import Imitator, Talk
 from tests.support.resuming import stop_and_resume
@@ -75,9 +77,9 @@ def expected(model: Path, teacher: Path) -> dict[int, dict[str, float]]:
 
     measured = {0: measure()}
     order = plan_optimizer_steps(10, steps_per_epoch=2, epochs=2, seed=derive_seed(7, "distill"))
-    for step, (rows, rate) in enumerate(zip(order, RATES, strict=True), start=1):
+    for step, (learnt, rate) in enumerate(zip(order, RATES, strict=True), start=1):
         optimizer.zero_grad()
-        loss(student, frozen, rows.tolist())[0].backward()
+        loss(student, frozen, learnt.tolist())[0].backward()
         torch.nn.utils.clip_grad_norm_(student.model.parameters(), 1.0)
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
@@ -211,6 +213,42 @@ def test_on_the_policys_own_samples(rlvr: Rlvr, model: Path, teacher: Path, form
         assert itself.metrics[1]["actor/distill_loss"] == pytest.approx(0, abs=1e-5)
     if form == "advantage":
         assert metrics[1]["actor/advantage_mean"] == pytest.approx(-metrics[1]["teacher/reverse_kl"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_teachers_judge_rows_of_their_own_tags(rlvr: Rlvr, model: Path, teacher: Path, tmp_path: Path) -> None:
+    section = "strategy_args: {strategy_name: hf_infer}, device_mapping: [0]"
+    owners = {"letters": ("itself", model), "digits": ("other", teacher)}
+    several = ", ".join(
+        f"{name}: {{pretrain: '{path}', tag_included: [{tag}], {section}}}" for tag, (name, path) in owners.items()
+    )
+    verifiers = "[{name: tests.support.scoring:Letters}]"
+    write(tmp_path / "train.jsonl", rows("t", [""] * 4) + rows("u", [""] * 4, "digits"))
+    run = rlvr(
+        "rollout_batch_size=8",
+        f"rewards.digits={{tag_included: [digits], verifiers: {verifiers}}}",
+        "is_pure_opd=true",
+        f"teachers={{{several}}}",
+        "rollout_dump_dir=dumped",
+        "max_steps=1",
+        "val_before_train=false",
+        "val_after_train=false",
+    )
+    assert run.wait() == 0, run.output
+    batch = groups_to_batch(read_rollouts(tmp_path / "dumped", 1).groups, list(owners))
+    for number, (name, path) in enumerate(owners.values()):
+        scorer = Imitator(path).model
+        found: list[Tensor] = []
+        for row in (batch.tag_B == number).nonzero()[:, 0].tolist():
+            one = batch.select([row])
+            with torch.no_grad():
+                logprobs = scorer(one.tokens_T[None], use_cache=False).logits[0].log_softmax(-1)
+            found.append(logprobs[:-1].gather(1, one.tokens_T[1:, None])[:, 0][one.loss_mask_T[1:]])
+        assert found, "both tags were played"
+        assert run.metrics[1][f"teacher/{name}/logprob"] == pytest.approx(float(torch.cat(found).mean()), rel=1e-5)
+    assert run.metrics[1]["teacher/itself/reverse_kl"] == pytest.approx(0, abs=1e-5)
+    assert run.metrics[1]["teacher/other/reverse_kl"] > 0.1
 
 
 @pytest.mark.slow

@@ -97,6 +97,11 @@ def task_of(role: str) -> Literal["trains", "scores", "generates"]:
     return "generates" if role in ("actor_infer", "val_infer") else "scores"
 
 
+def kind_of(role: str) -> str:
+    """The role that another is one of several of: ``teacher`` for ``teachers.maths``; else itself."""
+    return "teacher" if role.startswith("teachers.") else role
+
+
 class EngineCard:
     """Names, abilities and options of an engine. A subclass says what is special about its own.
 

@@ -9,7 +9,7 @@ from roll.configs.devices import parse_device_mapping
 from roll.configs.importers.common import devices_of, drop_unread, parallel_sizes, set_batch, tidy_engines, to_do
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.profiling import profiler_of_roll
-from roll.configs.importers.roll_distillation import is_distillation, set_distillation, set_teacher
+from roll.configs.importers.roll_distillation import is_distillation, set_distillation, set_teacher, set_teachers
 from roll.configs.importers.roll_environments import set_environments
 from roll.configs.importers.roll_judges import judge_arguments, set_asked_model
 from roll.configs.importers.roll_offline import offline_schema, set_offline
@@ -56,6 +56,7 @@ def derive(draft: Draft) -> None:
         return
     agentic = any(draft.has(key) for key in ("custom_envs", *MANAGERS))
     _roles(draft)
+    set_teachers(draft, _roles)
     set_teacher(draft)
     _data(draft, agentic)
     _validation(draft)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 from roll.configs.distill import DistillConfig
+from roll.configs.importers.common import drop_unread, tidy_engines
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.reading import Given
+from roll.configs.worker import WorkerConfig
 
 _STUDENTS = {
     "student_train": "actor_train",
@@ -25,6 +30,11 @@ def read_students(given: Given) -> None:
             if theirs in given.links:
                 given.links[ours] = given.links.pop(theirs)
             given.notes.append(f"{theirs} is read as {ours}")
+    teacher = given.values.get("teacher")
+    if isinstance(teacher, dict) and teacher and not teacher.keys() & WorkerConfig.model_fields.keys():
+        for tree in (given.values, given.links):
+            if "teacher" in tree:
+                tree["teachers"] = tree.pop("teacher")
 
 
 def is_distillation(draft: Draft) -> bool:
@@ -38,8 +48,46 @@ def set_teacher(draft: Draft) -> None:
         if draft.has("use_opd"):
             draft.tell(Kind.DROPPED, "use_opd", draft.theirs("use_opd"), note="a section teacher switches it on")
         return
-    for key in ("teacher", "opd_kl_coef", "teacher_pretrain", "is_pure_opd"):
+    for key in ("teacher", "teachers", "opd_kl_coef", "teacher_pretrain", "is_pure_opd"):
         draft.drop_ours(key, "use_opd is off")
+
+
+def set_teachers(draft: Draft, take_role: Callable[[Draft], None]) -> None:
+    """Several teachers, each as if it were the only one.
+
+    Args:
+        take_role: derives the keys of model roles.
+    """
+    coefficients = set()
+    for name, section in (draft.theirs("teachers") or {}).items():
+        role, links = dict(section), draft.link(f"teachers.{name}")
+        tags, coefficient = role.pop("tag_included", None), role.pop("opd_kl_coef", 1.0)
+        own = Draft(draft.system, Given({"teacher": role}, {"teacher": links}, frozenset()))
+        own.take_all()
+        take_role(own)
+        drop_unread(own)
+        tidy_engines(own)
+        model = own.ours.pop("teacher_pretrain", None)
+        draft.set(f"teachers.{name}", own.get("teacher", {}) | {"pretrain": model})
+        for each in own.outcomes:
+            if each.key.startswith("teacher."):
+                ours = each.ours.replace("teacher_pretrain", "teacher.pretrain").replace(
+                    "teacher.", f"teachers.{name}."
+                )
+                key = each.key.replace("teacher.", f"teacher.{name}.")
+                draft.outcomes.append(replace(each, key=key, ours=ours))
+        if tags:
+            draft.derive("teachers", f"teachers.{name}.tag_included", tags)
+        else:
+            note = "every tag has one teacher here: give the tags that are its own"
+            draft.tell(Kind.IMPOSSIBLE, f"teacher.{name}.tag_included", tags, note=note)
+        coefficients.add(float(coefficient))
+    if len(coefficients) == 1:
+        draft.derive("teachers", "opd_kl_coef", coefficients.pop())
+    elif coefficients:
+        draft.tell(
+            Kind.IMPOSSIBLE, "teacher.<name>.opd_kl_coef", sorted(coefficients), note="one holds for all teachers"
+        )
 
 
 def set_distillation(draft: Draft) -> None:

@@ -10,7 +10,7 @@ from functools import cached_property
 from roll.configs.agentic import AgenticConfig
 from roll.configs.distill import DistillConfig
 from roll.configs.dpo import DPOConfig
-from roll.configs.engines.card import task_of
+from roll.configs.engines.card import kind_of, task_of
 from roll.configs.engines.sglang import SglangConfig
 from roll.configs.engines.vllm import VllmConfig
 from roll.configs.model import ModelArguments
@@ -127,7 +127,8 @@ class Plan:
 
     def _active(self, phase: str) -> list[str]:
         rewards = [name for name in self.roles if name.startswith(REWARD_CLUSTER)] if phase in BESIDE else []
-        return [name for name in (*ACTIVE[phase], *rewards) if phase in self.memory.get(name, _NOTHING).phases]
+        working = [name for name in self.roles if kind_of(name) in ACTIVE[phase]]
+        return [name for name in (*working, *rewards) if phase in self.memory.get(name, _NOTHING).phases]
 
     def _machines(self) -> Iterator[Place]:
         """On a CPU nothing moves: what a role keeps stays beside what others do."""
@@ -320,4 +321,4 @@ def _scoring_roles(config: PipelineConfig, roles: Mapping[str, Role]) -> list[st
         return [] if ahead else [name for name in roles if task_of(name) == "scores"]
     several = config.optimizer_steps_per_epoch * config.ppo_epochs > 1
     needs_old = not config.leaves_rollouts_unscored and (several or config.wants_old_logprobs)
-    return [name for name in ACTIVE["logprobs"] if name in roles and (name != "actor_train" or needs_old)]
+    return [name for name in roles if kind_of(name) in ACTIVE["logprobs"] and (name != "actor_train" or needs_old)]

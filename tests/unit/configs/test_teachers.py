@@ -36,6 +36,8 @@ DISTILL = {
 }
 VLLM, SGLANG = ({"strategy_args": {"strategy_name": name}} for name in ("vllm", "sglang"))
 TAUGHT = {"teacher": ROLE, "teacher_pretrain": "org/teacher"}
+MATHS, CODE = (ROLE | {"pretrain": f"org/{tag}", "tag_included": [tag]} for tag in ("maths", "code"))
+TWO_TAGS = {"rewards": {"both": {"tag_included": ["maths", "code"], "verifiers": [{"name": "gsm8k"}]}}}
 
 
 def wrong(schema: type, values: dict) -> set[str]:
@@ -75,6 +77,44 @@ def wrong(schema: type, values: dict) -> set[str]:
 )
 def test_a_teacher_of_an_rl_run(given: dict, keys: set[str]) -> None:
     assert wrong(RLVRConfig, RLVR | given) == keys
+
+
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [
+        ({"m": MATHS, "c": CODE}, set()),
+        ({"m": MATHS}, {"teachers"}),
+        ({"m": MATHS, "c": CODE, "n": MATHS}, {"teachers.n.tag_included"}),
+        ({"m": MATHS | {"tag_included": ["maths", "maths"]}, "c": CODE}, {"teachers.m.tag_included"}),
+        ({"m": MATHS | {"tag_included": ["maths", "mathz"]}, "c": CODE}, {"teachers.m.tag_included"}),
+        ({"m": MATHS | {"tag_included": []}, "c": CODE}, {"teachers.m.tag_included"}),
+        ({"m": MATHS | {"pretrain": "tiny"}, "c": CODE}, {"teachers.m.pretrain"}),
+        (
+            {"m": MATHS | {"strategy_args": {"strategy_name": "fsdp2_infr"}}, "c": CODE},
+            {"teachers.m.strategy_args.strategy_name"},
+        ),
+        (
+            {"m": MATHS | {"training_args": {"learning_rate": 1}, "model_update_frequency": 2}, "c": CODE},
+            {"teachers.m.training_args", "teachers.m.model_update_frequency"},
+        ),
+        ({"m": MATHS, "c": CODE | VLLM | {"infer_batch_size": 2}}, {"teachers.c.infer_batch_size"}),
+        ({"m": MATHS, "c": CODE | {"pretrane": "org/x"}}, {"teachers.c.pretrane"}),
+    ],
+)
+def test_several_teachers_have_tags_of_their_own(given: dict, keys: set[str]) -> None:
+    assert wrong(RLVRConfig, RLVR | TWO_TAGS | {"teachers": given}) == keys
+
+
+def test_several_teachers_take_the_place_of_one() -> None:
+    several = RLVR | TWO_TAGS | {"teachers": {"m": MATHS, "c": CODE}}
+    assert wrong(RLVRConfig, several | TAUGHT) == {"teachers"}
+    assert wrong(RLVRConfig, several | {"opd_form": "loss"}) == {"opd_form"}
+    assert wrong(RLVRConfig, several | {"opd_form": "reward", "align_tokenizers": "text", "opd_kl_coef": 0.5}) == set()
+    config = validate(
+        RLVRConfig, several | {"num_nodes": None, "teachers": {"m": MATHS | {"device_mapping": [9]}, "c": CODE}}
+    )
+    assert list(config.roles) == ["actor_train", "actor_infer", "teachers.m", "teachers.c"] and config.num_nodes == 2
+    assert [config.model_of(f"teachers.{name}") for name in "mc"] == ["org/maths", "org/code"]
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,29 @@ def test_a_teacher_works_beside_the_roles_that_score(strategy: str, seven_billio
     assert told["seconds"]["logprobs of teacher"] > 0
 
 
+def test_several_teachers_are_planned(seven_billion: str, capsys: Any) -> None:
+    folder = seven_billion.partition("=")[2]
+    make_tokenizer().save_pretrained(folder)
+    words = [seven_billion, "teacher=null", "teacher_pretrain=null", "--devices", "H200", "--json"]
+    words += [f"{role}.model_args.dtype=bf16" for role in ("actor_train", "actor_infer")]
+    words += ["rewards.arithmetic.tag_included=[arithmetic,other]"]
+    strategy = "strategy_args: {strategy_name: hf_infer}, model_args: {dtype: bf16}"
+    each = [
+        f"{name}: {{pretrain: '{folder}', tag_included: [{tag}], device_mapping: [{device}], {strategy}}}"
+        for name, tag, device in (("a", "arithmetic", 0), ("b", "other", 1))
+    ]
+    code = main(["plan", "rlvr_distill", *words, f"teachers={{{', '.join(each)}}}"])
+    out = capsys.readouterr()
+    assert code in (0, 1), out.err
+    told, held = json.loads(out.out), 2 * ModelShape.of(QWEN_7B).parameters
+    for name in ("teachers.a", "teachers.b"):
+        own = told["memory_bytes"][name]
+        assert set(own) == {"load", "logprobs"} and own["logprobs"]["weights"] == held
+        assert told["seconds"][f"logprobs of {name}"] > 0
+    needed = {place["name"]: place["needed"] for place in told["places"]}
+    assert needed["GPU 1"] > held
+
+
 def test_advice_is_what_the_plan_with_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["plan", "rlvr_math", "--devices", "A100,memory=1.5", "--json"]
     assert main(command) == 1

@@ -151,6 +151,34 @@ def test_on_policy_distillation_of_roll(tmp_path: Path) -> None:
     assert isinstance(off, RLVRConfig) and off.teacher is None, "use_opd is off"
 
 
+def test_several_teachers_of_roll(tmp_path: Path) -> None:
+    def section(model: str, tags: str, coefficient: float = 0.5) -> str:
+        strategy = "strategy_args: {strategy_name: megatron_infer, strategy_config: {tensor_model_parallel_size: 2}}"
+        own = (
+            f"model_args: {{model_name_or_path: {model}, dtype: bf16}}, {strategy}, device_mapping: 'list(range(0,2))'"
+        )
+        return f"{{opd_kl_coef: {coefficient}, tag_included: {tags}, {own}}}"
+
+    file = tmp_path / "several.yaml"
+    values = yaml.safe_load((FILES / "roll" / "run" / "opd.yaml").read_text())
+    teachers = {"m": section("Qwen/Qwen2.5-7B", "[sums]"), "c": section("Qwen/Qwen2.5-Coder-7B", "[code]")}
+    values["teacher"] = {name: yaml.safe_load(text) for name, text in teachers.items()}
+    values["rewards"]["sums"]["tag_included"] = ["sums", "code"]
+    file.write_text(yaml.safe_dump(values))
+    imported = convert("roll", [file])
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, RLVRConfig) and imported.exit_code == 0, report(imported)
+    assert config.teacher is None and config.opd_kl_coef == 0.5
+    found = {name: (each.pretrain, each.tag_included) for name, each in config.teachers.items()}
+    assert found == {"m": ("Qwen/Qwen2.5-7B", ["sums"]), "c": ("Qwen/Qwen2.5-Coder-7B", ["code"])}
+    options = config.teachers["c"].strategy_args
+    assert (options.strategy_name, options.strategy_config["tensor_model_parallel_size"]) == ("megatron_infer", 2)
+    assert config.teachers["c"].model_args.dtype == "bf16"
+    values["teacher"]["m"] |= {"tag_included": [], "opd_kl_coef": 0.3}
+    file.write_text(yaml.safe_dump(values))
+    assert kinds(convert("roll", [file]), Kind.IMPOSSIBLE) == {"teacher.m.tag_included", "teacher.<name>.opd_kl_coef"}
+
+
 def test_agentic_of_roll(tmp_path: Path) -> None:
     imported = convert("roll", [FILES / "roll" / "run" / "agentic.yaml"])
     config = loaded(imported, tmp_path)

@@ -1,0 +1,101 @@
+"""Several teachers: each row is judged by the one of its tag, to float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
+
+from roll.algorithms.alignment import NO_CHUNK
+from roll.algorithms.distillation import teacher_metrics
+from roll.algorithms.types import TokenScores
+from roll.data.batch import Batch
+from roll.models.scoring import TokenScorer, score_batch
+from roll.pipeline.tagged_teachers import TaggedTeachers
+
+SIZES = Qwen2Config(
+    vocab_size=37,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    initializer_range=0.3,
+)
+TAGS = torch.tensor([0, 2, 1, 0, 1])
+
+
+class Here:
+    """A role in this process; with ``chunks``, as one that reads other tokens."""
+
+    def __init__(self, model: PreTrainedModel, chunks: bool = False) -> None:
+        self.scorer, self.chunks, self.seen = TokenScorer(model), chunks, 0
+
+    def submit_logprobs(self, batch: Batch) -> tuple[list[Tensor], list[object]]:
+        self.seen += batch.num_sequences
+        return [], []
+
+    def gather_scores(self, batch: Batch, parts: list[Tensor], refs: list[object]) -> TokenScores:
+        found = score_batch(self.scorer, batch).logprobs_T
+        return TokenScores(found, chunk_T=torch.where(batch.loss_mask_T, 0, NO_CHUNK) if self.chunks else None)
+
+
+def make(seed: int) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(SIZES).eval()
+
+
+def make_batch() -> Batch:
+    torch.manual_seed(0)
+    batch = Batch(torch.tensor([4, 6, 3, 5, 7]), torch.randint(0, 37, (25,)), torch.zeros(25).bool(), tag_B=TAGS)
+    batch = batch.replace(loss_mask_T=batch.positions_T > 1)
+    return batch.replace(rollout_logprobs_T=-torch.rand(25) * batch.loss_mask_T)
+
+
+@torch.no_grad()
+def oracle(model: PreTrainedModel, batch: Batch, row: int) -> Tensor:
+    one = batch.select([row])
+    logprobs = model.double()(one.tokens_T[None]).logits[0].log_softmax(-1)[:-1]
+    model.float()
+    return logprobs.gather(1, one.tokens_T[1:, None])[:, 0][one.loss_mask_T[1:]]
+
+
+def test_each_row_is_scored_by_the_teacher_of_its_tag() -> None:
+    batch, models = make_batch(), {"a": make(1), "b": make(2)}
+    here = {name: Here(model) for name, model in models.items()}
+    teachers = TaggedTeachers(here, {"a": [0, 2], "b": [1]})  # type: ignore[arg-type]
+    scores = teachers.gather_scores(batch, *teachers.submit_logprobs(batch))
+    assert (here["a"].seen, here["b"].seen) == (3, 2) and scores.chunk_T is None
+    want = [oracle(models["b" if tag == 1 else "a"], batch, row) for row, tag in enumerate(TAGS.tolist())]
+    found = scores.logprobs_T[batch.loss_mask_T].split([len(each) for each in want])
+    for row, each in enumerate(want):
+        torch.testing.assert_close(found[row].double(), each, rtol=1e-5, atol=1e-5)
+    assert not scores.logprobs_T[~batch.loss_mask_T].any()
+    judged = batch.replace(teacher_logprobs_T=scores.logprobs_T)
+    metrics = teachers.metrics(judged)
+    sampled = [each[each != 0].double() for each in batch.rollout_logprobs_T.split(batch.lengths_B.tolist())]
+    for name, rows in (("a", [0, 1, 3]), ("b", [2, 4])):
+        own = torch.cat([want[row] for row in rows])
+        gap = torch.cat([sampled[row] for row in rows]) - own
+        assert metrics[f"teacher/{name}/logprob"] == pytest.approx(float(own.mean()), rel=1e-5)
+        assert metrics[f"teacher/{name}/reverse_kl"] == pytest.approx(float(gap.mean()), rel=1e-5)
+    assert len(metrics) == 4
+    none = judged.select([2])
+    assert set(teachers.metrics(none)) == {"teacher/b/logprob", "teacher/b/reverse_kl"}
+    alone = teachers.gather_scores(none, *teachers.submit_logprobs(none))
+    torch.testing.assert_close(alone.logprobs_T[none.loss_mask_T].double(), want[2], rtol=1e-5, atol=1e-5)
+    assert here["a"].seen == 3, "it has nothing to score"
+
+
+def test_rows_of_a_teacher_with_other_tokens_have_chunks_and_others_have_their_tokens() -> None:
+    batch = make_batch()
+    tokens, chunks = Here(make(1)), Here(make(2), chunks=True)
+    teachers = TaggedTeachers({"a": tokens, "b": chunks}, {"a": [0, 2], "b": [1]})  # type: ignore[dict-item]
+    scores = teachers.gather_scores(batch, *teachers.submit_logprobs(batch))
+    judged = batch.replace(teacher_logprobs_T=scores.logprobs_T, teacher_chunk_T=scores.chunk_T)
+    assert teacher_metrics(judged)["teacher/aligned"] == 1
+    for row, tag in enumerate(TAGS.tolist()):
+        one = judged.select([row])
+        count = len(one.teacher_chunk_T[one.loss_mask_T].unique())
+        assert count == (1 if tag == 1 else int(one.loss_mask_T.sum())), "a chunk, or a chunk for each token"
