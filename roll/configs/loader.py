@@ -166,6 +166,7 @@ _PIPELINES = {
     "train_env_manager": "it belongs to the agentic pipeline; use num_return_sequences_in_group",
     "val_env_manager": "it belongs to the agentic pipeline; here validation",
     "distill_on_prompt": "it belongs to the distillation of given answers; here only what the policy says is learnt",
+    "teacher_prompt": "it belongs to RLVR; here nothing says which row a teacher would be told of",
     "rewards": "it belongs to RLVR; here the environments pay",
     "validation": "it belongs to RLVR; here val_env_manager",
 }

@@ -35,6 +35,13 @@ class RLVRConfig(RLConfig, PromptsConfig):
         "policy learns by this loss (any in pairs) beside the section reference. Batches of actor_train count pairs. "
         "null: policy gradients.",
     )
+    teacher_prompt: str | None = Field(
+        default=None,
+        min_length=1,
+        description="What the teacher reads in place of the last message of a prompt, before the policy's answer: a "
+        "text with {prompt}, that message, and columns of the row, such as {solution}, which the policy is not shown. "
+        "Its prompt and an answer fit into sequence_length. null: the teacher reads what the policy reads.",
+    )
     agent: AgentConfig | None = Field(
         default=None,
         description="A program that plays the prompts through an endpoint. null: the policy answers them itself.",

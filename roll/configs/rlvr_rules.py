@@ -89,6 +89,21 @@ def check_teacher(config: RLVRConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("teacher_warm_start.file_name", NOTHING, expected, involves=("teacher_pretrain",))
 
 
+def check_teacher_prompt(config: RLVRConfig) -> Iterator[ConfigProblem]:
+    """A prompt of the teacher's own stands before one answer."""
+    if config.teacher_prompt is None:
+        return
+    if config.teacher is None:
+        expected = (
+            "null without a section teacher, of which there is one" if config.teachers else "null without teacher"
+        )
+        yield ConfigProblem("teacher_prompt", config.teacher_prompt, expected, involves=("teacher", "teachers"))
+    for key in ("agent", "tools"):
+        if getattr(config, key):
+            expected = f"null with {key}: the teacher's prompt takes the place of one question before one answer"
+            yield ConfigProblem("teacher_prompt", config.teacher_prompt, expected, involves=(key,))
+
+
 def check_answers(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """Rules on the number of answers, their length, and their sampling."""
     path = "actor_infer.generating_args"
@@ -153,6 +168,7 @@ RLVR_RULES: tuple[Rule, ...] = (
     check_templates,
     check_demonstrations,
     check_teacher,
+    check_teacher_prompt,
     check_answers,
     check_estimator,
     check_evaluation,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 import torch
@@ -41,6 +41,19 @@ def plan_optimizer_steps(num_rows: int, steps_per_epoch: int, epochs: int, seed:
 def rows_trained_later(steps: Sequence[Tensor]) -> Tensor:
     """int64: the rows of all optimizer steps but the first: those whose policy has moved before they are trained."""
     return torch.cat([torch.empty(0, dtype=torch.int64), *steps[1:]]).unique()
+
+
+class Scorer(Protocol):
+    """Says how likely a model finds the tokens of a batch."""
+
+    def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> tuple[list[Tensor], list[ray.ObjectRef]]:
+        """Starts scoring."""
+        ...
+
+    @property
+    def gather_scores(self) -> Callable[[Batch, list[Tensor], list[ray.ObjectRef]], TokenScores]:
+        """Waits for it; gets the batch and what ``submit_logprobs`` has returned."""
+        ...
 
 
 class ModelCluster:

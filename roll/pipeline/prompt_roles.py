@@ -81,6 +81,11 @@ class PromptRoles(RolloutRoles):
         plan = PromptPlan(PromptSampler(self._prompts, seed), 1, num_slots, seed, sampling)
         return self.make_scheduler(plan, ROLLOUT_CLUSTER)
 
+    def drawn(self, draw: int) -> Prompt:
+        """The training prompt of a draw, which is a rollout group's number."""
+        assert self._train_prompts is not None
+        return self._train_prompts[draw]
+
     def epoch_of(self, draw: int) -> float:
         """Number of times that the training data has been met when the run comes to this draw."""
         assert self._train_prompts is not None

@@ -28,10 +28,9 @@ from roll.configs.divergence import DivergenceConfig
 from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
-from roll.pipeline.aligned_teacher import AlignedTeacher
 from roll.pipeline.idleness import Idleness
 from roll.pipeline.loop import TrainingLoop, mean_metrics
-from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter, plan_optimizer_steps, rows_trained_later
+from roll.pipeline.model_cluster import Scorer, plan_optimizer_steps, rows_trained_later
 from roll.pipeline.roles import Roles
 from roll.pipeline.rollouts import read_rollouts, take, write_rollouts
 from roll.pipeline.session import RunFailedError, RunSession
@@ -312,7 +311,7 @@ def _with_old_policy(batch: Batch) -> Batch:
 
 def _with_scores(
     batch: Batch,
-    roles: Mapping[str, ModelCluster | WithoutAdapter | AlignedTeacher | TaggedTeachers | None],
+    roles: Mapping[str, Scorer | None],
     old_rows: Tensor,
     divergence: DivergenceConfig | None = None,
 ) -> Batch:

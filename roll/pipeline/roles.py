@@ -18,8 +18,8 @@ from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import States, StrategyContext
 from roll.models.lora import LoraSpec
 from roll.models.tokenizer import policy_tokenizer
-from roll.pipeline.aligned_teacher import AlignedTeacher, aligned
-from roll.pipeline.model_cluster import ModelCluster, WithoutAdapter
+from roll.pipeline.aligned_teacher import aligned
+from roll.pipeline.model_cluster import ModelCluster, Scorer, WithoutAdapter
 from roll.pipeline.offload_manager import OffloadManager
 from roll.pipeline.replicas import Replicas, RestartBudget
 from roll.pipeline.tagged_teachers import TaggedTeachers
@@ -73,7 +73,7 @@ class Roles:
             for name in self.clusters
             if kind_of(name) == "teacher"
         }
-        self.teacher: ModelCluster | AlignedTeacher | TaggedTeachers | None = None
+        self.teacher: Scorer | None = None
         """Known from ``setup`` on."""
         self._teaching = Teaching()
 
@@ -109,7 +109,7 @@ class Roles:
                 trust_policy=self.config.trusts("actor_train"),
                 trust_teacher=self.config.trusts("teacher"),
             )
-        taught: dict[str, ModelCluster | AlignedTeacher] = {}
+        taught: dict[str, Scorer] = {}
         for name, cluster in self._teachers.items():
             context = self._context(name, teacher_path or self.config.model_of(name))
             taught[name] = cluster
@@ -218,7 +218,7 @@ class Roles:
         if self.critic is not None:
             self.critic.load(path)
 
-    def _tagged(self, teachers: Mapping[str, ModelCluster | AlignedTeacher]) -> TaggedTeachers | None:
+    def _tagged(self, teachers: Mapping[str, Scorer]) -> TaggedTeachers | None:
         """Several teachers as one, by the names that they have in ``teachers``."""
         if not isinstance(self.config, RLConfig) or not teachers:
             return None

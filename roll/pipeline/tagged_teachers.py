@@ -13,8 +13,7 @@ from roll.algorithms.distillation import teacher_metrics
 from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
-from roll.pipeline.aligned_teacher import AlignedTeacher
-from roll.pipeline.model_cluster import ModelCluster
+from roll.pipeline.model_cluster import Scorer
 
 
 class TaggedTeachers:
@@ -25,9 +24,7 @@ class TaggedTeachers:
         tags: of each teacher, as ``Batch.tag_B`` counts them.
     """
 
-    def __init__(
-        self, teachers: Mapping[str, ModelCluster | AlignedTeacher], tags: Mapping[str, Sequence[int]]
-    ) -> None:
+    def __init__(self, teachers: Mapping[str, Scorer], tags: Mapping[str, Sequence[int]]) -> None:
         self._teachers = teachers
         self._tags = tags
 

@@ -253,6 +253,35 @@ def test_two_teachers_judge_rows_of_their_own_tags(rlvr: Rlvr, model: Path, teac
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_the_policy_teaches_itself_with_the_solution(rlvr: Rlvr, model: Path, tmp_path: Path) -> None:
+    worked = [each | {"worked": "Up" * (1 + number % 3)} for number, each in enumerate(rows("t", [""] * 8))]
+    write(tmp_path / "train.jsonl", worked)
+    itself = (*TEACHER[:2], "max_steps=1", "is_pure_opd=true", f"teacher_pretrain={model}", "rollout_dump_dir=dumped")
+    missing = rlvr(*itself, "teacher_prompt={prompt} {solved}", output="missing")
+    assert missing.wait() == 2 and "teacher_prompt: no column 'solved'" in " ".join(missing.output.split())
+    run = rlvr(*itself, "teacher_prompt='{prompt} {worked}'", "sequence_length=60", output="itself")
+    assert run.wait() == 0, run.output
+    groups = read_rollouts(tmp_path / "dumped", 1).groups
+    batch, scorer = groups_to_batch(groups, ["letters"]), Imitator(model)
+    found: list[Tensor] = []
+    columns = (column.split(batch.lengths_B.tolist()) for column in (batch.tokens_T, batch.loss_mask_T))
+    for ids, mask in zip(*columns, strict=True):
+        text = scorer.tokenizer.decode(ids[~mask])
+        (own,) = [each for each in worked if f"<|im_start|>user\n{each['prompt']}<|im_end|>" in text]
+        prompt = text.replace(own["prompt"], f"{own['prompt']} {own['worked']}")
+        whole = torch.tensor([*scorer.tokenizer.encode(prompt, add_special_tokens=False), *ids[mask].tolist()])
+        with torch.no_grad():
+            logprobs = scorer.model(whole[None], use_cache=False).logits[0].log_softmax(-1)
+        said = int(mask.sum())
+        found.append(logprobs[-said - 1 : -1].gather(1, ids[mask][:, None])[:, 0])
+    sampled = batch.rollout_logprobs_T[batch.loss_mask_T].double()
+    assert run.metrics[1]["teacher/logprob"] == pytest.approx(float(torch.cat(found).mean()), rel=1e-5)
+    gap = float((sampled - torch.cat(found)).mean())
+    assert run.metrics[1]["teacher/reverse_kl"] == pytest.approx(gap, rel=1e-4) and abs(gap) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_teacher_with_another_tokenizer(rlvr: Rlvr, model: Path, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     save_foreign_model(tmp_path / "foreign", seed=3)

@@ -20,6 +20,9 @@ _STUDENTS = {
 """Sections of the trained model under other names."""
 _SKEWED = ("skewed_forward_kl", "skewed_reverse_kl")
 _THEIR_TOPK, _THEIR_WEIGHT = 64, 0.5
+_SOLUTION = "reference_solution"
+"""Where ROLL looks for a solution."""
+_TEACHER_PROMPT = "{prompt}\n\nA right solution:\n\n{solution}\n\nSolve the problem in your own words."
 
 
 def read_students(given: Given) -> None:
@@ -44,12 +47,29 @@ def is_distillation(draft: Draft) -> bool:
 
 def set_teacher(draft: Draft) -> None:
     """On-policy distillation: the teacher of an RL run is there where it is switched on."""
-    if draft.theirs("use_opd") or draft.theirs("is_pure_opd"):
+    privileged = draft.theirs("opsd_mode")
+    if privileged:
+        _set_teacher_prompt(draft)
+    if draft.theirs("use_opd") or draft.theirs("is_pure_opd") or privileged:
         if draft.has("use_opd"):
             draft.tell(Kind.DROPPED, "use_opd", draft.theirs("use_opd"), note="a section teacher switches it on")
         return
     for key in ("teacher", "teachers", "opd_kl_coef", "teacher_pretrain", "is_pure_opd"):
         draft.drop_ours(key, "use_opd is off")
+
+
+def _set_teacher_prompt(draft: Draft) -> None:
+    """A teacher that is told the solution."""
+    column, given = draft.theirs("opsd_solution_key", _SOLUTION), draft.theirs("opsd_teacher_template")
+    text = (given or _TEACHER_PROMPT).replace("{problem}", "{prompt}").replace("{solution}", f"{{{column}}}")
+    draft.derive(["opsd_mode", "opsd_teacher_template", "opsd_solution_key"], "teacher_prompt", text)
+    if given is None:
+        note = "the words of teacher_prompt are this library's own: see that they suit the policy"
+        draft.tell(Kind.TO_DO, "opsd_teacher_template", None, note=note)
+    elif "{{" in given or "}}" in given:
+        draft.tell(Kind.TO_DO, "opsd_teacher_template", given, note="double braces stay double: write single ones")
+    if not draft.theirs("use_opd"):
+        draft.derive("opsd_mode", "is_pure_opd", True)
 
 
 def set_teachers(draft: Draft, take_role: Callable[[Draft], None]) -> None:

@@ -13,6 +13,7 @@ from roll.configs.prompts import DataGeneratorConfig, PromptsConfig
 from roll.configs.rlvr import RLVRConfig
 from roll.data.prompts import PromptDataset, load_prompts
 from roll.data.renderer import ChatRenderer, Tool
+from roll.data.teacher_prompts import TeacherPrompts
 from roll.data.templates import ChatTemplate
 from roll.models.tokenizer import policy_tokenizer
 from roll.pipeline.prompt_roles import train_sampler
@@ -72,9 +73,18 @@ def load_datasets(config: RLVRConfig, renderer: ChatRenderer) -> Datasets:
     tools = told_tools(config.tools, list(config.domains))
     train = None if config.eval_only else _load(config, config.actor_train.data_args, renderer, tools)
     if train is not None:
+        if (writer := teacher_prompts(config, renderer)) is not None:
+            writer.check(train, config.sequence_length - (config.train_sampling.max_new_tokens or 0))
         train_sampler(config, train)  # what is wrong with the shares is told before Ray starts
     val = _load(config, config.validation.data_args, renderer, tools, held_out=True) if config.validation else None
     return Datasets(train, val)
+
+
+def teacher_prompts(config: RLVRConfig, renderer: ChatRenderer) -> TeacherPrompts | None:
+    """What writes the teacher's own prompts, where it has them."""
+    if config.teacher_prompt is None:
+        return None
+    return TeacherPrompts(config.teacher_prompt, renderer, config.actor_train.data_args.response)
 
 
 def describe_datasets(datasets: Datasets) -> list[str]:

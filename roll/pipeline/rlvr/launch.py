@@ -11,10 +11,18 @@ from roll.configs.batches import describe_batches
 from roll.configs.rlvr import RLVRConfig
 from roll.distributed.cluster.cluster import Cluster
 from roll.pipeline.launch import EXIT_USAGE, launch
+from roll.pipeline.privileged_teacher import PrivilegedTeacher
 from roll.pipeline.programs import RLVR
 from roll.pipeline.prompt_roles import PromptRoles, prompt_workers
 from roll.pipeline.rl import set_losses
-from roll.pipeline.rlvr.datasets import Datasets, describe_datasets, load_datasets, load_renderer, make_data
+from roll.pipeline.rlvr.datasets import (
+    Datasets,
+    describe_datasets,
+    load_datasets,
+    load_renderer,
+    make_data,
+    teacher_prompts,
+)
 from roll.pipeline.rlvr.pipeline import RLVRPipeline
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunSession
@@ -53,6 +61,9 @@ def _run(
     model_path = start.weights(session, roles, prompts)
     with session.phase("setup"):
         roles.setup(model_path, config.total_optimizer_steps, teacher_path)
+        if (writer := teacher_prompts(config, load_renderer(config))) is not None:
+            assert roles.teacher is not None, "a rule"
+            roles.teacher = PrivilegedTeacher(roles.teacher, lambda group: writer.ids(prompts.drawn(group)))
         if config.online_dpo is None:
             set_losses(roles, config)
         else:

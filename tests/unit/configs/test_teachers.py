@@ -65,6 +65,12 @@ def wrong(schema: type, values: dict) -> set[str]:
             TAUGHT | {"teacher": ROLE | {"training_args": {"learning_rate": 1}, "model_update_frequency": 2}},
             {"teacher.training_args", "teacher.model_update_frequency"},
         ),
+        (TAUGHT | {"teacher_prompt": "{prompt} ({solution})", "opd_form": "loss", "logits_topk": 8}, set()),
+        ({"teacher_prompt": "{prompt}"}, {"teacher_prompt"}),
+        (
+            TAUGHT | {"teacher_prompt": "{prompt}", "tools": {"use": {"calculator": {"tool": "calculator"}}}},
+            {"teacher_prompt"},
+        ),
         (TAUGHT | {"align_tokenizers": "text", "opd_form": "reward"}, set()),
         (TAUGHT | {"align_tokenizers": "text", "opd_form": "loss"}, {"align_tokenizers"}),
         ({"align_tokenizers": "text"}, {"align_tokenizers"}),
@@ -108,6 +114,7 @@ def test_several_teachers_have_tags_of_their_own(given: dict, keys: set[str]) ->
 def test_several_teachers_take_the_place_of_one() -> None:
     several = RLVR | TWO_TAGS | {"teachers": {"m": MATHS, "c": CODE}}
     assert wrong(RLVRConfig, several | TAUGHT) == {"teachers"}
+    assert wrong(RLVRConfig, several | {"teacher_prompt": "{prompt}"}) == {"teacher_prompt"}
     assert wrong(RLVRConfig, several | {"opd_form": "loss"}) == {"opd_form"}
     assert wrong(RLVRConfig, several | {"opd_form": "reward", "align_tokenizers": "text", "opd_kl_coef": 0.5}) == set()
     config = validate(

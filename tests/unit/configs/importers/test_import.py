@@ -151,6 +151,27 @@ def test_on_policy_distillation_of_roll(tmp_path: Path) -> None:
     assert isinstance(off, RLVRConfig) and off.teacher is None, "use_opd is off"
 
 
+def test_a_teacher_that_is_told_the_solution_of_roll(tmp_path: Path) -> None:
+    file = FILES / "roll" / "run" / "opd.yaml"
+    words = [
+        "opsd_mode=true",
+        "is_pure_opd=false",
+        "opsd_solution_key=worked",
+        "opsd_teacher_template='{problem} is {solution}'",
+    ]
+    imported = convert("roll", [file], [*words, "sequence_length=1024"])
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, RLVRConfig) and imported.exit_code == 0, report(imported)
+    assert (config.teacher_prompt, config.is_pure_opd) == ("{prompt} is {worked}", True)
+    mixed = convert("roll", [file], ["opsd_mode=true", "is_pure_opd=false", "use_opd=true"])
+    own = loaded(mixed, tmp_path)
+    assert isinstance(own, RLVRConfig) and not own.is_pure_opd and own.teacher is not None
+    assert "{prompt}" in own.teacher_prompt and "{reference_solution}" in own.teacher_prompt
+    assert kinds(mixed, Kind.TO_DO) >= {"opsd_teacher_template"}
+    cut = convert("roll", [file], [*words, "opsd_max_solution_length=64"])
+    assert kinds(cut, Kind.IMPOSSIBLE) == {"opsd_max_solution_length"}
+
+
 def test_several_teachers_of_roll(tmp_path: Path) -> None:
     def section(model: str, tags: str, coefficient: float = 0.5) -> str:
         strategy = "strategy_args: {strategy_name: megatron_infer, strategy_config: {tensor_model_parallel_size: 2}}"

@@ -1,0 +1,74 @@
+"""What a teacher reads in place of a prompt: the question, with columns of its row that the policy is not shown."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from roll.data.arrays import IntArray
+from roll.data.prompt_files import Problems
+from roll.data.prompt_rows import RowError, lookup
+from roll.data.prompts import Prompt
+from roll.data.renderer import ChatRenderer
+
+_PLACEHOLDER = re.compile(r"(?<![\w\\{])\{([\w.]+)\}(?!\})")  # not the braces of \boxed{answer}
+_BLOCK = 1024
+"""Prompts that are tokenised together."""
+
+
+class TeacherPrompts:
+    """Fills a template with a row and renders it.
+
+    Args:
+        template: text of the last message; ``{prompt}`` is what it is for the policy, ``{column}`` a column of the row.
+        renderer: the policy's: the teacher reads the same tokens.
+        response: column of the reference answer.
+    """
+
+    def __init__(self, template: str, renderer: ChatRenderer, response: str | None = None) -> None:
+        self._template = template
+        self._renderer = renderer
+        self._response = response
+
+    def messages(self, prompt: Prompt) -> tuple[Mapping[str, str], ...]:
+        """The conversation that the teacher reads.
+
+        Raises:
+            RowError: the row has no such column, or no text or number in it.
+        """
+        *before, question = prompt.messages
+        values = {**prompt.extra_info, "prompt": question["content"]}
+        if self._response is not None:
+            values.setdefault(self._response, prompt.ground_truth)
+
+        def fill(place: re.Match[str]) -> str:
+            value = lookup(values, place[1])
+            if not isinstance(value, str | int | float):
+                raise RowError(f"column {place[1]!r}: {value!r:.60}, expected text or a number")
+            return str(value)
+
+        return (*before, {**question, "content": _PLACEHOLDER.sub(fill, self._template)})
+
+    def ids(self, prompt: Prompt) -> IntArray:
+        """Token ids of the conversation, with the assistant's turn opened."""
+        return self._renderer.prompt(self.messages(prompt))
+
+    def check(self, prompts: Sequence[Prompt], most: int) -> None:
+        """Fills the template with every row.
+
+        Raises:
+            DataError: what is missing in which row, and which prompt has more than ``most`` tokens.
+        """
+        problems = Problems()
+        for start in range(0, len(prompts), _BLOCK):
+            filled = {}
+            for prompt in prompts[start : start + _BLOCK]:
+                try:
+                    filled[prompt.id] = self.messages(prompt)
+                except RowError as error:
+                    problems.add(prompt.id, f"teacher_prompt: {error}")
+            for name, ids in zip(filled, self._renderer.prompts(list(filled.values())), strict=True):
+                if len(ids) > most:
+                    expected = f"expected at most {most:,}: sequence_length less the longest answer"
+                    problems.add(name, f"teacher_prompt: {len(ids):,} tokens, {expected}")
+        problems.raise_any()

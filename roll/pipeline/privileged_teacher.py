@@ -1,0 +1,71 @@
+"""A teacher that reads more than the policy before the policy's answer (on-policy self-distillation)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import ray
+import torch
+from torch import Tensor
+
+from roll.algorithms.alignment import NO_CHUNK
+from roll.algorithms.types import TokenScores
+from roll.data.arrays import IntArray
+from roll.data.batch import Batch
+from roll.pipeline.model_cluster import Scorer
+
+
+class PrivilegedTeacher:
+    """Scores of the policy's answers behind prompts of the teacher's own.
+
+    Zhao et al. 2026, *Self-Distilled Reasoner: On-Policy Self-Distillation for Large Language Models*.
+
+    Args:
+        teacher: set up.
+        prompt: the teacher's prompt of a rollout group, as token ids.
+    """
+
+    def __init__(self, teacher: Scorer, prompt: Callable[[int], IntArray]) -> None:
+        self._teacher = teacher
+        self._prompt = prompt
+
+    def submit_logprobs(self, batch: Batch, rows: Tensor | None = None) -> tuple[list[Tensor], list[ray.ObjectRef]]:
+        """Starts scoring, as ``ModelCluster.submit_logprobs``."""
+        self._theirs = self.read(batch)
+        return self._teacher.submit_logprobs(self._theirs, rows)
+
+    def read(self, batch: Batch) -> Batch:
+        """The rows as the teacher reads them: its prompt in place of what stands before the first sampled token."""
+        assert batch.group_B is not None, "rollouts are groups"
+        prompts = {group: torch.tensor(self._prompt(group)) for group in batch.group_B.unique().tolist()}
+        lengths, tokens, masks = [], [], []
+        rows = zip(
+            *(column.split(batch.lengths_B.tolist()) for column in (batch.tokens_T, batch.loss_mask_T)), strict=True
+        )
+        for group, (own, sampled) in zip(batch.group_B.tolist(), rows, strict=True):
+            prompt, cut = prompts[group], int(sampled.long().argmax())
+            tokens += [prompt, own[cut:]]
+            masks += [torch.zeros(len(prompt), dtype=torch.bool), sampled[cut:]]
+            lengths.append(len(prompt) + len(own) - cut)
+        return Batch(torch.tensor(lengths), torch.cat(tokens), torch.cat(masks), group_B=batch.group_B)
+
+    def gather_scores(self, batch: Batch, parts: list[Tensor], refs: list[ray.ObjectRef]) -> TokenScores:
+        """What the teacher says of the sampled tokens, where they stand in the policy's rows.
+
+        Args:
+            batch: the one that was submitted last.
+            parts: see ``ModelCluster.gather_scores``.
+            refs: likewise.
+        """
+        scores = self._teacher.gather_scores(self._theirs, parts, refs)
+        placed = {}
+        for name in (f.name for f in fields(TokenScores)):
+            if (found := getattr(scores, name)) is None:
+                continue
+            own = torch.zeros(batch.num_tokens, *found.shape[1:], dtype=found.dtype)
+            if name == "chunk_T":
+                own += NO_CHUNK
+            own[batch.loss_mask_T] = found[self._theirs.loss_mask_T]
+            placed[name] = own
+        return TokenScores(**placed)
