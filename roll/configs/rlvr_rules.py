@@ -102,6 +102,9 @@ def check_teacher_prompt(config: RLVRConfig) -> Iterator[ConfigProblem]:
         if getattr(config, key):
             expected = f"null with {key}: the teacher's prompt takes the place of one question before one answer"
             yield ConfigProblem("teacher_prompt", config.teacher_prompt, expected, involves=(key,))
+    if config.rollout_replay_dir is not None:
+        expected = "null with rollout_replay_dir, whose answers may be to other rows"
+        yield ConfigProblem("teacher_prompt", config.teacher_prompt, expected, involves=("rollout_replay_dir",))
 
 
 def check_answers(config: RLVRConfig) -> Iterator[ConfigProblem]:

@@ -112,7 +112,7 @@ def convert(
         found = problems_of(text, schema, rules)
     problems = []
     for problem in found:
-        if problem.path in _PATHS or problem.path.endswith(".args.model_path"):
+        if problem.path in _PATHS or problem.path.endswith((".args.model_path", ".pretrain")):
             draft.tell(Kind.TO_DO, problem.path, problem.seen, note="there is no such folder on this machine")
         elif problem.path.startswith("plugins."):
             draft.tell(Kind.TO_DO, problem.path, problem.seen, note="it cannot be imported on this machine")

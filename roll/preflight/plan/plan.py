@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from roll.configs.agentic import AgenticConfig
@@ -237,8 +237,19 @@ def _samples(config: PipelineConfig) -> Samples:
     return Samples(rows, prompt, answer, 1, config.ppo_epochs)
 
 
+def _read_by(config: PipelineConfig, role: str, samples: Samples) -> Samples:
+    """What a role reads of them: a teacher with prompts of its own reads longer rows, one of several those of its tags,
+    which are taken to be equally frequent."""
+    if isinstance(config, RLVRConfig) and config.teacher_prompt is not None and role == "teacher":
+        return replace(samples, prompt=config.sequence_length - samples.answer)
+    if isinstance(config, RLConfig) and role.startswith("teachers."):
+        own = set(config.teachers[role.removeprefix("teachers.")].tag_included).intersection(config.trained_tags)
+        return replace(samples, rows=-(-samples.rows * len(own) // len(config.trained_tags)))
+    return samples
+
+
 def _memory(config: PipelineConfig, role: Role, device: Device, samples: Samples) -> RoleMemory:
-    on_cpu = device.kind == "cpu"
+    on_cpu, samples = device.kind == "cpu", _read_by(config, role.name, samples)
     per_sample = config.sequences_per_sample if isinstance(config, OfflineConfig | RLConfig) else 1
     lengths = Lengths(samples.length, samples.answer, per_sample)
     generators = config.actor_infer.num_workers if config.actor_infer else 1
@@ -306,7 +317,8 @@ def _times(
         )
     for name in _scoring_roles(config, roles):
         role = roles[name]
-        yield f"logprobs of {name}", timing.scoring_time(role, samples, device, role.worker.num_devices)
+        read = _read_by(config, name, samples)
+        yield f"logprobs of {name}", timing.scoring_time(role, read, device, role.worker.num_devices)
     for name in ("actor_train", "critic"):
         if name in roles:
             role = roles[name]

@@ -75,6 +75,18 @@ def test_shipped_configurations_are_valid(name):
         assert config.custom_envs["SimpleSokoban"].env_config["split"] == "train"
 
 
+def test_environments_that_are_trained_on_have_a_teacher(load, problems):
+    section = "{pretrain: org/model, tag_included: [%s], strategy_args: {strategy_name: hf_infer}}"
+    config = load(f"teachers={{a: {section % 'Lake'}}}")  # Boxes are evaluated alone
+    assert list(config.roles) == ["actor_train", "actor_infer", "teachers.a"]
+    assert (
+        problems(f"teachers={{a: {section % 'Boxes'}}}")["teachers"].expected == "a teacher of every tag; Lake has none"
+    )
+    found = problems(f"teachers={{a: {section % 'Lake,Lakes'}}}")
+    assert found["teachers.a.tag_included"].expected == "tags that there are: Lake, Boxes"
+    assert "it belongs to RLVR" in problems("teacher_prompt='{prompt}'")["teacher_prompt"].hint
+
+
 def test_values_defaults_and_interpolation(load):
     config = load("actor_infer.generating_args.max_new_tokens=${response_length}", "response_length=99")
     assert config.actor_infer.generating_args.max_new_tokens == 99

@@ -71,6 +71,7 @@ def wrong(schema: type, values: dict) -> set[str]:
             TAUGHT | {"teacher_prompt": "{prompt}", "tools": {"use": {"calculator": {"tool": "calculator"}}}},
             {"teacher_prompt"},
         ),
+        (TAUGHT | {"teacher_prompt": "{prompt}", "rollout_replay_dir": "dumped"}, {"teacher_prompt"}),
         (TAUGHT | {"align_tokenizers": "text", "opd_form": "reward"}, set()),
         (TAUGHT | {"align_tokenizers": "text", "opd_form": "loss"}, {"align_tokenizers"}),
         ({"align_tokenizers": "text"}, {"align_tokenizers"}),

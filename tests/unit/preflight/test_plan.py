@@ -288,6 +288,13 @@ def test_several_teachers_are_planned(seven_billion: str, capsys: Any) -> None:
         assert told["seconds"][f"logprobs of {name}"] > 0
     needed = {place["name"]: place["needed"] for place in told["places"]}
     assert needed["GPU 1"] > held
+    one = [seven_billion, f"teacher_{seven_billion}", "teacher.device_mapping=[1]", "teacher.model_args.dtype=bf16"]
+    seconds, room = [], ["teacher.infer_batch_size=1", "sequence_length=4096", "--devices", "H200", "--json"]
+    for more in ([], ["teacher_prompt='{prompt} {answer}'"]):
+        assert main(["plan", "rlvr_distill", *one, *more, *room]) in (0, 1)
+        seconds.append(json.loads(capsys.readouterr().out)["seconds"]["logprobs of teacher"])
+    assert seconds[1] > 10 * seconds[0], "it reads what fits into sequence_length"
+    assert told["seconds"]["logprobs of teachers.a"] == pytest.approx(seconds[0] / 2, rel=0.05), "half of the rows"
 
 
 def test_advice_is_what_the_plan_with_it_says(capsys: pytest.CaptureFixture[str]) -> None:
