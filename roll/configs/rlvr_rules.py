@@ -98,10 +98,14 @@ def check_teacher_prompt(config: RLVRConfig) -> Iterator[ConfigProblem]:
             "null without a section teacher, of which there is one" if config.teachers else "null without teacher"
         )
         yield ConfigProblem("teacher_prompt", config.teacher_prompt, expected, involves=("teacher", "teachers"))
-    for key in ("agent", "tools"):
+    for key in ("agent", "tools", "user"):
         if getattr(config, key):
             expected = f"null with {key}: the teacher's prompt takes the place of one question before one answer"
             yield ConfigProblem("teacher_prompt", config.teacher_prompt, expected, involves=(key,))
+    if config.actor_train.data_args.tag_templates:
+        expected = "null with tag_templates: the teacher's prompts have one template"
+        involved = ("actor_train.data_args.tag_templates",)
+        yield ConfigProblem("teacher_prompt", config.teacher_prompt, expected, involves=involved)
     if config.rollout_replay_dir is not None:
         expected = "null with rollout_replay_dir, whose answers may be to other rows"
         yield ConfigProblem("teacher_prompt", config.teacher_prompt, expected, involves=("rollout_replay_dir",))

@@ -72,6 +72,7 @@ def wrong(schema: type, values: dict) -> set[str]:
             {"teacher_prompt"},
         ),
         (TAUGHT | {"teacher_prompt": "{prompt}", "rollout_replay_dir": "dumped"}, {"teacher_prompt"}),
+        (TAUGHT | {"teacher_prompt": "{prompt}", "user": {"path": "mine:User"}}, {"teacher_prompt"}),
         (TAUGHT | {"align_tokenizers": "text", "opd_form": "reward"}, set()),
         (TAUGHT | {"align_tokenizers": "text", "opd_form": "loss"}, {"align_tokenizers"}),
         ({"align_tokenizers": "text"}, {"align_tokenizers"}),
