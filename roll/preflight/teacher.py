@@ -13,7 +13,7 @@ from roll.models.tokenizer import check_same_ids
 def check_teacher(config: PipelineConfig) -> list[ConfigProblem]:
     """An id that both models have stands for the same token."""
     own = config.tokenizer_path
-    here = (own is None or Path(own).expanduser().is_dir()) and (own is not None or _is_here(config.pretrain))
+    here = _is_here(config.pretrain) if own is None else Path(own).expanduser().is_dir()
     if config.aligns_teacher or not here:
         return []
     problems = []

@@ -41,10 +41,11 @@ def learning_curve_svg(
     named = points if isinstance(points, Mapping) else {"": points}
     series = {name: sorted((float(x), float(y)) for x, y in pairs if math.isfinite(y)) for name, pairs in named.items()}
     steps = [x for pairs in series.values() for x, _ in pairs] or [0.0]
-    labels, size = [name for name in series if name], 14 if width < _NARROW else 16
+    labels = [name for name in series if name]
     room = width - _LEFT - _RIGHT - _TITLE_LETTER * len(title)
     below = width < _NARROW or room < _legend_width(labels)
     frame = _Frame(min(0.0, *steps), max(1.0, *steps), *y_range, width, height, below)
+    size = 14 if frame.narrow else 16
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
         'font-family="system-ui, Segoe UI, Roboto, Helvetica, Arial, sans-serif" font-size="13">',

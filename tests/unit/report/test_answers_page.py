@@ -1,7 +1,7 @@
 """The page of an evaluation's answers."""
 
 import dataclasses
-import itertools
+import re
 
 import numpy as np
 
@@ -32,8 +32,7 @@ def test_an_episode_of_several_turns_is_shown_from_its_question_on(tmp_path):
     told = dataclasses.replace(ended.turns[0], observation="3 <b>")
     page = save_answers([dataclasses.replace(asked, turns=(*asked.turns, told))], tmp_path, 1).read_text()
     words = ["question 0 &lt;b&gt;", "[add(1, 2)]", "3 &lt;b&gt;", "it is 3", ">3</td>", ">3</td>"]
-    places = list(itertools.accumulate(words, lambda at, text: page.index(text, at + 1), initial=0))
-    assert places == sorted(places) and page.count("<tr>") == 2
+    assert re.search(".*".join(map(re.escape, words)), page, re.DOTALL) and page.count("<tr>") == 2
 
 
 def test_the_index_links_the_pages_newest_first_and_each_once(tmp_path):
