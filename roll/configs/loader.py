@@ -25,9 +25,10 @@ from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.reward_training_rules import REWARD_TRAINING_RULES
+from roll.configs.rl_rules import RL_RULES
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rlvr_rules import RLVR_RULES
-from roll.configs.rules import RL_RULES, RULES, Rule, sections
+from roll.configs.rules import RULES, Rule, sections
 from roll.configs.schema import leaf_paths
 from roll.configs.sft import SFTConfig
 from roll.configs.sft_rules import SFT_RULES

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from roll.data.asked import ANSWERS, PROMPTS, asked
-from roll.data.prompt_files import Problems, Row, read_rows
+from roll.data.files.read import read_rows
+from roll.data.files.rows import Problems, Row
 from roll.data.prompt_rows import Message, RowError, check_encodable, lookup
 
 TURNS = "turns"

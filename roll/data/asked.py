@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll.configs.data import DataArguments
-from roll.data.prompt_files import Problems, Row, read_rows
+from roll.data.files.read import read_rows
+from roll.data.files.rows import Problems, Row
 from roll.data.prompt_rows import Message, RowError, lookup, row_messages
 
 PROMPTS = ("messages", "prompt")

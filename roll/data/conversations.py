@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from roll.configs.data import DataArguments
 from roll.data.arrays import BoolArray, IntArray
 from roll.data.batch import Batch
-from roll.data.prompt_files import DataError, Row
+from roll.data.files.rows import DataError, Row
 from roll.data.prompt_rows import (
     Message,
     lookup,

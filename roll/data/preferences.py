@@ -23,7 +23,7 @@ from roll.data.conversations import (
     row_question,
     to_batch,
 )
-from roll.data.prompt_files import DataError, Row
+from roll.data.files.rows import DataError, Row
 from roll.data.prompt_rows import Message, RowError, check_encodable, lookup, number, row_conversation, row_messages
 from roll.data.reading import Reading
 

@@ -17,7 +17,7 @@ import numpy as np
 from roll.configs.data import DataArguments
 from roll.configs.problems import ConfigErrors
 from roll.data.arrays import IntArray
-from roll.data.prompt_files import DataError, Problems, Row
+from roll.data.files.rows import DataError, Problems, Row
 from roll.data.prompt_rows import (
     other_columns,
     row_id,

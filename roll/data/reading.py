@@ -10,7 +10,8 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from roll.configs.data import DataArguments
-from roll.data.prompt_files import DataError, Problems, Row, plain_row, read_rows
+from roll.data.files.read import read_rows
+from roll.data.files.rows import DataError, Problems, Row, plain_row
 from roll.data.prompt_rows import RowError, passes
 from roll.utils.registry import import_path
 from roll.utils.seeding import derive_seed

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from roll.configs.data import DataArguments
-from roll.data.prompt_files import DataError, Problems, Row, read_rows
+from roll.data.files.read import read_rows
+from roll.data.files.rows import DataError, Problems, Row
 
 
 def best_and_worst(args: DataArguments, seed: int) -> Iterator[dict[str, Any]]:

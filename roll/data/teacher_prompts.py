@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from roll.data.arrays import IntArray
-from roll.data.prompt_files import Problems
+from roll.data.files.rows import Problems
 from roll.data.prompt_rows import RowError, lookup
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer

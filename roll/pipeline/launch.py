@@ -29,7 +29,7 @@ from roll.pipeline.workers import InferWorker, ScoreWorker, TrainWorker
 from roll.preflight.choices import role_requests
 from roll.preflight.models import trusted_code
 from roll.preflight.templates import describe_template
-from roll.tracking.checkpointer import CheckpointError
+from roll.tracking.manifest import CheckpointError
 from roll.utils.collector import calm_collector
 from roll.utils.memory import keep_freed_memory
 from roll.utils.plugins import plugin_variables

@@ -21,7 +21,8 @@ from roll.pipeline.profiling import StepProfiler
 from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.pipeline.utilisation import Utilisation
-from roll.tracking.checkpointer import Checkpointer, CheckpointError, Write
+from roll.tracking.checkpointer import Checkpointer, Write
+from roll.tracking.manifest import CheckpointError
 from roll.tracking.rng import restore_rng_state, rng_state
 from roll.utils.signals import SignalGuard
 

@@ -15,20 +15,27 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from roll.tracking.manifest import (
+    MANIFEST_FILE,
+    CheckpointError,
+    find_damage,
+    read_manifest,
+    sync_folder,
+    write_manifest,
+)
 from roll.tracking.post_save import PostSaveHook
-from roll.utils.checksums import WrittenFile, checksum_of
+from roll.utils.checksums import WrittenFile
 from roll.utils.threads import in_background
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "pipeline_state.json"
-MANIFEST_FILE = "manifest.json"
 
 _FINAL = re.compile(r"checkpoint-(\d+)(?:\.replaced)?")
 _TEMPORARY = re.compile(r"\.tmp-checkpoint-[^-]+-(\d+)")
@@ -37,10 +44,6 @@ _DISK_FULL_TEXT = re.compile(r"no space left on device|storagefull|disk quota ex
 
 Write: TypeAlias = Callable[[Path], Callable[[], Iterable[WrittenFile]] | None]
 """Puts files into a folder, and returns what waits for those that are still being written and tells their checksums."""
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or the one that was asked for cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +112,12 @@ class Checkpointer:
         with self._cleaning_up(temporary, step):
             temporary.mkdir()
             finish = write(temporary)
-            _write_text(temporary / STATE_FILE, json.dumps(dict(state)))
+            (temporary / STATE_FILE).write_text(json.dumps(dict(state)), encoding="utf-8")
 
         def complete() -> None:
             with self._cleaning_up(temporary, step):
                 files = [] if finish is None else [file.relative_to(temporary) for file in finish() or ()]
-                _write_manifest(temporary, step, self._next_timestamp(), files)
+                write_manifest(temporary, step, self._next_timestamp(), files)
                 final = self._publish(temporary, step)
             logger.info("saved %s in %.1f s", final, time.monotonic() - started)
             self.saved = final
@@ -207,7 +210,7 @@ class Checkpointer:
     @staticmethod
     def step_of(path: Path) -> int:
         """The number of finished steps when ``path`` was saved."""
-        return int(_read_manifest(path)["step"])
+        return int(read_manifest(path)["step"])
 
     def _publish(self, temporary: Path, step: int) -> Path:
         """Renames into place. An older folder of the same step makes room under a name that ``latest`` still finds."""
@@ -217,7 +220,7 @@ class Checkpointer:
             shutil.rmtree(replaced, ignore_errors=True)
             final.rename(replaced)
         temporary.rename(final)
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
         return final
 
@@ -240,7 +243,7 @@ class Checkpointer:
         found = []
         for path in self._folders():
             try:
-                manifest = _read_manifest(path)
+                manifest = read_manifest(path)
             except CheckpointError:
                 continue
             num_bytes = sum(int(entry["size"]) for entry in manifest["files"].values())
@@ -274,118 +277,14 @@ class Checkpointer:
         return f"{needed}, {_mib(free + written)} free of which {_mib(written)} were filled before it stopped"
 
 
-def find_damage(path: Path) -> str | None:
-    """Why ``path`` is not a whole checkpoint, or None when every file matches the manifest."""
-    try:
-        manifest = _read_manifest(path)
-    except CheckpointError as error:
-        return str(error)
-    files: dict[str, dict[str, Any]] = manifest["files"]
-    sized = []
-    for name, expected in files.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if (size := file.stat().st_size) != expected["size"]:
-            return f"{name} has {size} bytes, expected {expected['size']}"
-        sized.append(file)
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        checksums = list(pool.map(checksum_of, sized))
-    for file, checksum in zip(sized, checksums, strict=True):
-        name = file.relative_to(path).as_posix()
-        if checksum != files[name]["xxh3"]:
-            return f"{name} has checksum {checksum}, expected {files[name]['xxh3']}"
-        if file.suffix == ".safetensors" and (problem := _safetensors_problem(file)):
-            return f"{name} {problem}"
-    return None
-
-
-def _write_manifest(folder: Path, step: int, saved_at: float, written: Iterable[WrittenFile]) -> None:
-    """Lists every file once all are on disk; the manifest is the last file to appear.
-
-    Args:
-        written: files that are on disk already, with their checksums; the others are read.
-    """
-    known = {file.path: file for file in written}
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    entries = {}
-    for path in paths:
-        name = path.relative_to(folder).as_posix()
-        if name not in known:
-            _sync_file(path)
-            known[name] = WrittenFile(name, path.stat().st_size, checksum_of(path))
-        entries[name] = {"size": known[name].size, "xxh3": known[name].checksum}
-    for name, file in known.items():
-        size = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if size != file.size:
-            raise CheckpointError(f"checkpoint-{step}: {name} has {size} bytes, {file.size} were written")
-        if name.endswith(".safetensors") and (problem := _safetensors_problem(folder / name)):
-            raise CheckpointError(f"checkpoint-{step}: {name} {problem}")
-    manifest = {"step": step, "saved_at": saved_at, "files": entries}
-    _write_text(folder / MANIFEST_FILE, json.dumps(manifest, indent=1))
-    _sync_file(folder / MANIFEST_FILE)
-    for sub in {path.parent for path in paths} | {folder}:
-        _sync_folder(sub)
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    file = path / MANIFEST_FILE
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"it has no {MANIFEST_FILE} (half-written, or not a checkpoint of this library)"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"its {MANIFEST_FILE} cannot be read ({error})") from error
-    if not isinstance(manifest, dict) or not {"step", "saved_at", "files"} <= manifest.keys():
-        raise CheckpointError(f"its {MANIFEST_FILE} lacks step, saved_at or files")
-    if any("xxh3" not in entry for entry in manifest["files"].values()):
-        raise CheckpointError("it is of an earlier version, whose model folders also held what resumes a run")
-    return manifest
-
-
 def _save_order(path: Path) -> tuple[float, int]:
     """Sort key: by time of saving; a folder whose manifest cannot be read counts as the oldest of its step."""
     match = _FINAL.fullmatch(path.name)
     step = int(match.group(1)) if match else 0
     try:
-        return float(_read_manifest(path)["saved_at"]), step
+        return float(read_manifest(path)["saved_at"]), step
     except CheckpointError:
         return path.stat().st_mtime, step
-
-
-def _safetensors_problem(path: Path) -> str | None:
-    """A safetensors file announces its own length (8 bytes of header size, a JSON header, the data)."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header_size = int.from_bytes(file.read(8), "little")
-        if size < 8 or header_size > size - 8:
-            return f"is cut off inside its header ({size} bytes)"
-        try:
-            header = json.loads(file.read(header_size))
-        except ValueError as error:
-            return f"has an unreadable header ({error})"
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    expected = 8 + header_size + max(ends, default=0)
-    return None if size == expected else f"has {size} bytes, its header announces {expected}"
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_other_live_process(pid: int) -> bool:

@@ -6,7 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll.tracking.checkpointer import MANIFEST_FILE, Checkpointer, CheckpointError
+from roll.tracking.checkpointer import Checkpointer
+from roll.tracking.manifest import MANIFEST_FILE, CheckpointError
 
 CONFIG_FILE = "config.yaml"
 POLICY = "actor_train"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from roll.tracking.checkpointer import find_damage
+from roll.tracking.manifest import find_damage
 from tests.integration.conftest import Launch, RayCluster, Run, assert_same_tensors
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from roll.configs.worker import WorkerConfig
-from roll.tracking.checkpointer import CheckpointError
+from roll.tracking.manifest import CheckpointError
 from roll.tracking.saved import find_saved
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from roll.configs.compose import compose_config
 from roll.configs.problems import ConfigErrors
 from roll.pipeline.cli import EXIT_CONFIG, perform, report
 from roll.pipeline.commands.figures import page
-from roll.tracking.checkpointer import Checkpointer, CheckpointError
+from roll.tracking.checkpointer import Checkpointer
 from roll.tracking.files import read_json_lines
+from roll.tracking.manifest import CheckpointError
 from roll.tracking.redact import REDACTED
 from roll.tracking.saved import CONFIG_FILE, Saved, find_saved
 

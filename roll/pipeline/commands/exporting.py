@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from roll.tracking.checkpointer import CheckpointError, find_damage
+from roll.tracking.manifest import CheckpointError, find_damage
 from roll.tracking.saved import CONFIG_FILE, POLICY, Saved, find_saved
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130

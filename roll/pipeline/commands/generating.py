@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from roll.configs.worker import WorkerConfig
 from roll.data.asked import Asked, read_asked
-from roll.data.prompt_files import DataError, Problems, Row, find_files
+from roll.data.files.find import find_files
+from roll.data.files.rows import DataError, Problems, Row
 from roll.pipeline.commands.progress import progress
-from roll.tracking.checkpointer import CheckpointError
 from roll.tracking.files import to_json, write_atomic
+from roll.tracking.manifest import CheckpointError
 from roll.tracking.saved import find_saved
 from roll.utils.checksums import checksum_of
 from roll.utils.ordered import in_order

@@ -16,7 +16,7 @@ from roll.configs.loader import plugin_problems
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig
 from roll.data.answered import AnswerColumns, Answered, read_answered
-from roll.data.prompt_files import DataError, Problems
+from roll.data.files.rows import DataError, Problems
 from roll.pipeline.cli import report
 from roll.pipeline.commands.figures import page
 from roll.pipeline.commands.progress import progress

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from typing import Any, NoReturn
 
 import sympy
 
+from roll.rewards.maths import operations
 from roll.rewards.maths.tokens import (
     CONSTANTS,
     FUNCTIONS,
     GREEK,
-    INVERSE,
-    TRIGONOMETRY,
     NotUnderstoodError,
     Token,
     number_token,
@@ -21,7 +19,6 @@ from roll.rewards.maths.tokens import (
 from roll.rewards.maths.units import is_unit
 from roll.rewards.maths.values import (
     DEGREE,
-    LOG_BASE,
     PERCENT,
     PLUS_MINUS,
     Group,
@@ -31,9 +28,6 @@ from roll.rewards.maths.values import (
     Value,
     Word,
 )
-
-MAX_BITS = 4096
-"""Longer powers and factorials are not computed: an answer must not cost more than it is worth."""
 
 _OPENING = {"(": ")", "[": "]", r"\{": r"\}", r"\langle": r"\rangle"}
 _MATRICES = {"pmatrix": "matrix", "bmatrix": "matrix", "matrix": "matrix", "smallmatrix": "matrix", "Bmatrix": "matrix",
@@ -99,9 +93,11 @@ class Factors(ABC):
             if self._accept("°") or self._degree():
                 value = Term(self._scalar(value) * DEGREE)
             elif self._accept("^"):
-                value = Term(self._power(self._term(value).expr, self._scalar(self._argument())))
+                value = Term(operations.power(self._term(value).expr, self._scalar(self._argument())))
             elif self._accept("!"):
-                value = Term(self._factorial(self._scalar(value)))
+                if self._is("!"):
+                    self._fail()
+                value = Term(operations.factorial(self._scalar(value)))
             elif self._accept(r"\%", "%"):
                 value = Term(self._scalar(value) * PERCENT, self._term(value).decimals)
             else:
@@ -115,23 +111,6 @@ class Factors(ABC):
         length = 2 if after[:1] == [r"\circ"] else 4 if after == ["{", r"\circ", "}"] else 0
         self._at += length
         return length > 0
-
-    def _power(self, base: Any, exponent: Any) -> Any:
-        if isinstance(base, sympy.MatrixBase):
-            self._fail()
-        if base.is_number and exponent.is_number and base not in (0, 1, -1):
-            bits = abs(float(exponent)) * max(1.0, abs(float(sympy.log(abs(base), 2)))) if exponent.is_real else 0
-            if bits > MAX_BITS:
-                self._fail()
-        elif exponent.is_number and exponent.is_real and abs(exponent) > MAX_BITS:
-            self._fail()
-        value = base**exponent
-        return self._fail() if value.has(sympy.zoo, sympy.nan) else value
-
-    def _factorial(self, value: Any) -> Any:
-        if self._is("!") or (value.is_number and not (value.is_Integer and 0 <= value <= 500)):
-            self._fail()
-        return sympy.factorial(value)
 
     # --- atoms
 
@@ -178,9 +157,9 @@ class Factors(ABC):
             return Sets("empty")
         if sign == r"\frac":
             above, below = self._scalar(self._argument()), self._scalar(self._argument())
-            return Term(self._divided(above, below))
+            return Term(operations.quotient(above, below))
         if sign == r"\binom":
-            return Term(self._binomial(self._scalar(self._argument()), self._scalar(self._argument())))
+            return Term(operations.binomial(self._scalar(self._argument()), self._scalar(self._argument())))
         if sign == r"\sqrt":
             return self._root()
         if name in FUNCTIONS and sign.startswith("\\"):
@@ -191,14 +170,6 @@ class Factors(ABC):
             return Term(self._subscripted(sympy.Symbol(name)))
         self._at -= 1
         return self._fail()
-
-    def _divided(self, above: Any, below: Any) -> Any:
-        return self._fail() if below == 0 else above / below
-
-    def _binomial(self, above: Any, below: Any) -> Any:
-        if above.is_number and not (above.is_Integer and abs(above) <= 1000):
-            self._fail()
-        return sympy.binomial(above, below)
 
     def _inside(self, closing: str) -> Any:
         self._bars += closing == "|"
@@ -325,15 +296,10 @@ class Factors(ABC):
         if self._accept("["):
             degree = self._scalar(self.sum())
             self._expect("]")
-        if degree == 0:
-            self._fail()
-        radicand = self._scalar(self._argument())
-        if degree.is_Integer and degree % 2 == 1 and radicand.is_real and radicand.is_negative:
-            return Term(-((-radicand) ** (1 / degree)))
-        return Term(radicand ** (1 / degree))
+        return Term(operations.root(self._scalar(self._argument()), degree))
 
     def _function(self, name: str) -> Value:
-        function, base, power = FUNCTIONS[name], None, None
+        base = power = None
         while self._is("_", "^"):
             if self._take().text == "_" and name == "log" and base is None:
                 base = self._scalar(self._argument())
@@ -341,22 +307,7 @@ class Factors(ABC):
                 power = self._scalar(self._argument())
             else:
                 self._fail()
-        if power == -1 and name in INVERSE:
-            function, power, name = INVERSE[name], None, f"arc{name}"
-        args = self._function_arguments()
-        if name not in ("max", "min", "gcd", "lcm") and len(args) != 1:
-            self._fail()
-        if name in TRIGONOMETRY:
-            args = [arg.subs(DEGREE, sympy.pi / 180) for arg in args]
-        if name == "log":
-            value = sympy.log(args[0]) / (LOG_BASE if base is None else sympy.log(base))
-        elif name in ("gcd", "lcm") and not all(arg.is_Integer for arg in args):
-            self._fail()
-        elif name in ("gcd", "lcm"):
-            value = functools.reduce(function, args)
-        else:
-            value = function(*args)
-        return Term(value if power is None else value**power)
+        return Term(operations.apply(name, self._function_arguments(), base, power))
 
     def _function_arguments(self) -> list[Any]:
         if self._accept("("):

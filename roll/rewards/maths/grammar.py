@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import sympy
 
+from roll.rewards.maths import operations
 from roll.rewards.maths.factors import Factors, names_unit
 from roll.rewards.maths.units import CURRENCIES, MULTIPLIERS, canonical_unit
 from roll.rewards.maths.values import Group, Quantity, Relation, Residue, Sets, Term, Value
@@ -162,7 +163,9 @@ class Answer(Factors):
                 value = Term(self._times(value, self._unary()))
             elif self._is("/", r"\div") and self._tokens[self._at + 1].kind not in ("text",):
                 self._take()
-                value = Term(self._times(value, Term(self._divided(sympy.Integer(1), self._scalar(self._unary())))))
+                value = Term(
+                    self._times(value, Term(operations.quotient(sympy.Integer(1), self._scalar(self._unary()))))
+                )
             elif self._starts_factor():
                 value = Term(self._times(value, self.factor()))
             else:

@@ -77,7 +77,7 @@ def tasks(args: DataArguments, seed: int) -> Iterator[dict[str, Any]]:
     Raises:
         DataError: every task that cannot be played, with all reasons.
     """
-    from roll.data.prompt_files import DataError
+    from roll.data.files.rows import DataError
 
     problems = []
     for name in args.file_names or [""]:

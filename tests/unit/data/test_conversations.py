@@ -10,7 +10,7 @@ import pytest
 
 from roll.configs.data import DataArguments
 from roll.data.conversations import Conversations, Scoring, load_conversations
-from roll.data.prompt_files import DataError
+from roll.data.files.rows import DataError
 from roll.data.renderer import ChatRenderer
 from roll.models.tiny import make_tokenizer
 

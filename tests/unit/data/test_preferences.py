@@ -12,8 +12,8 @@ import torch
 from roll.configs.data import DataArguments
 from roll.configs.preference import PairColumns
 from roll.data.conversations import Conversations
+from roll.data.files.rows import DataError
 from roll.data.preferences import load_preferences
-from roll.data.prompt_files import DataError
 from roll.data.renderer import ChatRenderer
 from roll.models.tiny import make_tokenizer
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from roll.configs.data import DataArguments
-from roll.data.prompt_files import DataError
+from roll.data.files.rows import DataError
 from roll.data.rollout_pairs import best_and_worst
 
 

@@ -11,7 +11,7 @@ import pytest
 from roll.configs.data import DataArguments
 from roll.configs.reward_training import RewardColumns
 from roll.data.conversations import Conversations
-from roll.data.prompt_files import DataError
+from roll.data.files.rows import DataError
 from roll.data.renderer import ChatRenderer
 from roll.data.scored_answers import load_scored
 from roll.models.tiny import make_tokenizer

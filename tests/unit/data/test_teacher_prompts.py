@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roll.data.prompt_files import DataError
+from roll.data.files.rows import DataError
 from roll.data.prompt_rows import RowError
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer

@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128
 
-from roll.tracking.checkpointer import MANIFEST_FILE, Checkpointer, CheckpointError, find_damage
+from roll.tracking.checkpointer import Checkpointer
+from roll.tracking.manifest import MANIFEST_FILE, CheckpointError, find_damage
 from roll.tracking.post_save import PostSaveHook
 from roll.tracking.rng import restore_rng_state, rng_state
 from roll.utils.checksums import WrittenFile

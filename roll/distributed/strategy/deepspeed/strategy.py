@@ -18,7 +18,8 @@ from roll.configs.engines.deepspeed import CARD, DeepSpeedConfig
 from roll.configs.problems import ConfigErrors
 from roll.distributed.strategy.base import RankInfo, States, StrategyContext
 from roll.distributed.strategy.deepspeed.config import scoring_config, training_config
-from roll.distributed.strategy.deepspeed.weights import EngineWeights, engine_weights
+from roll.distributed.strategy.deepspeed.stages import engine_weights
+from roll.distributed.strategy.deepspeed.weights import EngineWeights
 from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.training.checkpoint import TrainerState
 from roll.distributed.strategy.training.hf_scorer import rank_info, recompute_activations

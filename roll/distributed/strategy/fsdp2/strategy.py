@@ -24,16 +24,11 @@ from roll.distributed.strategy.fsdp2.activation_offload import OffloadedActivati
 from roll.distributed.strategy.fsdp2.muon import Muon
 from roll.distributed.strategy.fsdp2.shards import ShardCopies, load_shards, save_shards, shards_of
 from roll.distributed.strategy.fsdp2.weights import ReplicatedWeights, ShardedWeights, Weights
-from roll.distributed.strategy.training.checkpoint import (
-    Contents,
-    TrainerState,
-    model_contents,
-    restore_checkpoint,
-    resume_folder,
-)
+from roll.distributed.strategy.training.checkpoint import TrainerState, restore_checkpoint, resume_folder
 from roll.distributed.strategy.training.hf_scorer import rank_info, recompute_activations
 from roll.distributed.strategy.training.module_trainer import ModuleScorer, ModuleTrainer
 from roll.distributed.strategy.training.optim import make_adamw, set_rates
+from roll.distributed.strategy.training.saving import Contents, model_contents
 from roll.distributed.strategy.training.scorer import Limits, join_group, local_device
 from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER
 from roll.models.scoring import TokenScorer

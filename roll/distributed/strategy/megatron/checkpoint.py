@@ -26,13 +26,11 @@ from roll.distributed.strategy.training.checkpoint import (
     HEAD_PREFIX,
     MODEL_PREFIX,
     VALUE_HEAD,
-    ModelFiles,
-    Tensors,
     adapter_tensors,
-    model_tensors,
 )
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.distributed.strategy.training.pieces import Piece
+from roll.distributed.strategy.training.saving import ModelFiles, Tensors, model_tensors
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.loading import Head, make_skeleton, save_config
 from roll.models.lora import write_adapter_config

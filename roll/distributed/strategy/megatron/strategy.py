@@ -48,8 +48,9 @@ from roll.distributed.strategy.megatron.optimizer import (
 from roll.distributed.strategy.megatron.scores import TokenScorer, sum_over
 from roll.distributed.strategy.megatron.weights import WeightGatherer
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
-from roll.distributed.strategy.training.checkpoint import ModelFiles, TrainerState
+from roll.distributed.strategy.training.checkpoint import TrainerState
 from roll.distributed.strategy.training.pieces import Piece
+from roll.distributed.strategy.training.saving import ModelFiles
 from roll.distributed.strategy.training.scorer import Limits, Scorer, join_group, local_device
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models.comparison import TeacherView

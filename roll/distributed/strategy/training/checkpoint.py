@@ -14,46 +14,26 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from roll.configs.pipeline import PARTS
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.optim import MASTER
 from roll.distributed.strategy.training.pieces import (
     Piece,
-    Read,
-    Region,
-    Spread,
-    gather,
     own_rank,
-    piece_of,
-    world_size,
 )
-from roll.distributed.strategy.training.snapshots import Snapshots
 from roll.distributed.strategy.training.tensor_files import (
-    MAX_FILE_BYTES,
-    BackgroundWriter,
-    PlannedFile,
     Reader,
     StoredTensors,
-    cut_at_ranks,
-    plan_files,
-    write_index,
 )
-from roll.models.heads import SCORE_WEIGHT, VALUE_HEAD_FILE
-from roll.models.loading import Head, copy_companions
+from roll.models.heads import VALUE_HEAD_FILE
 from roll.models.lora import ADAPTER_FILE
-from roll.utils.checksums import WrittenFile
-from roll.utils.threads import in_background
 
 logger = logging.getLogger(__name__)
 
@@ -71,9 +51,6 @@ SINGLE = (ADAPTER, VALUE_HEAD, Path(RNG_FILE).stem)
 MODEL_PREFIX = "model."
 HEAD_PREFIX = "value_head."
 """Parameters of the language model and of a critic's head, as a trainer's whole module names them."""
-
-Tensors: TypeAlias = Mapping[str, Sequence[Piece]]
-"""Tensors in the files of a folder, by the stems."""
 
 
 @dataclass
@@ -119,170 +96,6 @@ class Trained(Protocol):
 
     def set_steps(self, steps: int) -> None:
         """Tells Adam how many steps it has taken, for its bias correction."""
-
-
-@dataclass(frozen=True)
-class ModelFiles:
-    """Parts of a model folder."""
-
-    tensors: Tensors
-    """By the stems of their files: ``MODEL`` under the names and in the number format of a Hugging Face checkpoint, or
-    ``ADAPTER`` under those of a peft folder; ``VALUE_HEAD``. Nothing is written of what has no tensors."""
-    write_config: Callable[[Path], None]
-    """Writes ``config.json`` and its like into the folder; called on rank 0."""
-    source: str
-    """Model folder from which tokenizer files and generation defaults are copied."""
-    tokenizer: str | None = None
-    """Where the tokenizer files are, if not there."""
-
-
-@dataclass(frozen=True)
-class Contents:
-    """Contents of a folder, which is made if need be."""
-
-    path: Path
-    tensors: Tensors
-    write_rest: Callable[[], None]
-    """Writes what is no tensor; called on rank 0."""
-    write_shards: Callable[[dist.ProcessGroup | None], None] | None = None
-    """Writes what an engine writes in a way of its own (collective over a process group)."""
-    max_file_bytes: int = MAX_FILE_BYTES
-
-    @cached_property
-    def pieces(self) -> Tensors:
-        """What is written: the tensors, or parts of those that no other program reads."""
-        return {
-            stem: cut_at_ranks(pieces, world_size()) if stem == OPTIMIZER else pieces
-            for stem, pieces in self.tensors.items()
-            if pieces
-        }
-
-    @cached_property
-    def files(self) -> dict[str, list[PlannedFile]]:
-        """The same on all ranks, by the stems."""
-        return {
-            stem: plan_files(stem, pieces, world_size(), single=stem in SINGLE, max_bytes=self.max_file_bytes)
-            for stem, pieces in self.pieces.items()
-        }
-
-    def targets(self) -> Iterator[tuple[Piece, PlannedFile]]:
-        """Every piece and where it belongs, in the order in which they are gathered."""
-        for stem, files in self.files.items():
-            file_of = {id(piece): file for file in files for piece in file.pieces}
-            yield from ((piece, file_of[id(piece)]) for piece in self.pieces[stem])
-
-
-def model_tensors(trunk: Sequence[Piece], head: Sequence[Piece], kind: Head, prefix: str) -> Tensors:
-    """A model's tensors, by the stems of their files.
-
-    Args:
-        trunk: the language model, or the trunk, whose names have no prefix.
-        head: a critic's or a reward model's; empty of a language model.
-        kind: of head. A reward model is one with its trunk, as a sequence classifier is.
-        prefix: before the trunk's names in a classifier.
-    """
-    if kind != "score":
-        return {MODEL: trunk, VALUE_HEAD: head}
-    named = [piece.renamed(lambda name: f"{prefix}.{name}") for piece in trunk]
-    return {MODEL: [*named, *(piece.renamed(lambda _: SCORE_WEIGHT) for piece in head)]}
-
-
-def model_contents(path: Path, files: ModelFiles) -> Contents:
-    """A model folder."""
-
-    def write_rest() -> None:
-        files.write_config(path)
-        copy_companions(Path(files.source), path, None if files.tokenizer is None else Path(files.tokenizer))
-
-    return Contents(path, files.tensors, write_rest)
-
-
-def resume_contents(
-    path: Path, optimizer: Sequence[Piece], state: TrainerState, device: torch.device | None
-) -> Contents:
-    """Contents of the folder that resumes training.
-
-    Args:
-        optimizer: see ``optimizer_tensors``.
-        device: whose generator states are kept beside the CPU's; ``None``: none are.
-    """
-    counters = json.dumps(asdict(state), indent=2) + "\n"
-
-    def write_rest() -> None:
-        (path / TRAINER_FILE).write_text(counters)
-
-    generators = [] if device is None else _rng_states(device)
-    return Contents(path, {OPTIMIZER: optimizer, Path(RNG_FILE).stem: generators}, write_rest)
-
-
-def write_contents(
-    contents: Sequence[Contents], *, read: Read | None = None, group: dist.ProcessGroup | None = None
-) -> Future[list[WrittenFile]]:
-    """Gathers folders and hands them to the ranks' writers, each a share (collective).
-
-    Args:
-        read: see ``gather``.
-
-    Returns:
-        What this rank wrote, but for small files, once all of it is on disk; or the ``OSError``.
-
-    Raises:
-        OSError: on every rank, when one cannot write what is not left to the writers.
-    """
-    writer = BackgroundWriter()
-    try:
-        for one in contents:
-            _hand_over(one, writer, read, group)
-    except BaseException:
-        writer.close().exception()  # it has stopped writing
-        raise
-    return writer.close()
-
-
-class BackgroundSaves:
-    """Writes contents as they were at the start, while the ranks go on and change them. One save at a time."""
-
-    def __init__(self) -> None:
-        self._snapshots = Snapshots()
-        self._group: dist.ProcessGroup | None = None
-        self._running: Future[list[WrittenFile]] | None = None
-
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """In which nothing else is sent, so that it may be used beside training (made collectively)."""
-        if self._group is None and world_size() > 1:
-            self._group = dist.new_group(backend="gloo")
-        return self._group
-
-    def start(self, contents: Sequence[Contents]) -> Future[list[WrittenFile]]:
-        """Copies this rank's parts to host memory and returns (collective); the result: see ``write_contents``."""
-        if self._running is not None:
-            self._running.exception()  # its copies are needed no more
-        group, rank = self.group, own_rank()
-        spreads = [
-            spread
-            for one in contents
-            for piece, file in one.targets()
-            for spread in piece.spreads
-            if spread.sent_by(rank, file.rank)
-        ]
-        copies = dict(zip(map(id, spreads), self._snapshots.take([one.own() for one in spreads]), strict=True))
-
-        def write() -> list[WrittenFile]:
-            return write_contents(contents, read=lambda spread: copies[id(spread)], group=group).result()
-
-        self._running = in_background(write, name="checkpoint")
-        return self._running
-
-
-def optimizer_tensors(trained: Trained, *, masters: bool) -> list[Piece]:
-    """``<parameter>.<kind>`` for each moment, and ``.master`` where the model is stored in fewer bits."""
-    kinds = (*trained.kinds, MASTER) if masters else trained.kinds
-    return [
-        piece.renamed(lambda name, kind=kind: f"{name}.{kind}")  # type: ignore[misc]
-        for kind in kinds
-        for piece in trained.tensors(kind)
-    ]
 
 
 def restore_checkpoint(
@@ -366,42 +179,3 @@ def _restore_rng(path: Path, device: torch.device) -> None:
     torch.set_rng_state(states[f"cpu.{own_rank()}"])
     if device.type == "cuda" and f"cuda.{own_rank()}" in states:
         torch.cuda.set_rng_state(states[f"cuda.{own_rank()}"], device)
-
-
-def _hand_over(
-    contents: Contents, writer: BackgroundWriter, read: Read | None, group: dist.ProcessGroup | None
-) -> None:
-    path = contents.path
-    with raise_on_all_ranks(group):
-        if own_rank() == 0:
-            path.mkdir(parents=True, exist_ok=True)
-            contents.write_rest()
-            for stem, files in contents.files.items():
-                write_index(path, stem, files)
-    if contents.write_shards is not None:
-        contents.write_shards(group)
-    for piece, file in contents.targets():
-        whole = gather([piece], [file.rank], read=read, group=group)
-        if own_rank() != file.rank:
-            continue
-        target = path / file.name
-        if piece is file.pieces[0]:
-            writer.begin(target, file.header())
-        for name, form in piece.outline.items():
-            tensor = whole[name]
-            assert (tensor.shape, tensor.dtype) == form, (name, tensor.shape, tensor.dtype, form)
-            writer.add(target, tensor)
-
-
-def _rng_states(device: torch.device) -> list[Piece]:
-    """Every rank's generator states."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-
-    def piece(kind: str, state: Tensor, rank: int) -> Piece:
-        region = Region((0,), tuple(state.shape), (rank,))
-        spread = Spread(tuple(state.shape), state.dtype, torch.device("cpu"), [region], lambda: state)
-        return piece_of(f"{kind}.{rank}", spread)
-
-    return [piece(kind, state, rank) for kind, state in states.items() for rank in range(world_size())]

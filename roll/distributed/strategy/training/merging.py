@@ -24,14 +24,11 @@ from roll.distributed.strategy.training.checkpoint import (
     MODEL_PREFIX,
     OPTIMIZER,
     VALUE_HEAD,
-    Contents,
-    Tensors,
-    model_tensors,
-    write_contents,
 )
 from roll.distributed.strategy.training.module_weights import hf_piece
 from roll.distributed.strategy.training.optim import MASTER, MOMENTS
 from roll.distributed.strategy.training.pieces import Piece, Spread, TensorForm, everywhere, piece_of
+from roll.distributed.strategy.training.saving import Contents, Tensors, model_tensors, write_contents
 from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER, StoredShards
 from roll.distributed.strategy.training.tensor_files import MAX_FILE_BYTES, Reader, StoredTensors
 from roll.models.heads import VALUE_HEAD_FILE

@@ -14,7 +14,6 @@ from roll.algorithms.types import TokenScores
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import States
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
-from roll.distributed.strategy.training.checkpoint import ModelFiles
 from roll.distributed.strategy.training.hf_scorer import make_scorer, score_micro_batch, share_sequences
 from roll.distributed.strategy.training.module_weights import (
     ModuleWeights,
@@ -27,6 +26,7 @@ from roll.distributed.strategy.training.module_weights import (
     start_adapter,
 )
 from roll.distributed.strategy.training.pieces import Piece
+from roll.distributed.strategy.training.saving import ModelFiles
 from roll.distributed.strategy.training.scorer import Limits, Scorer
 from roll.distributed.strategy.training.trainer import Trainer
 from roll.models import planned_attention

@@ -22,13 +22,11 @@ from roll.distributed.strategy.training.checkpoint import (
     HEAD_PREFIX,
     MODEL_PREFIX,
     VALUE_HEAD,
-    ModelFiles,
-    Tensors,
     adapter_tensors,
-    model_tensors,
 )
 from roll.distributed.strategy.training.optim import MASTER
 from roll.distributed.strategy.training.pieces import Piece, Spread, gather, piece_of, world_size
+from roll.distributed.strategy.training.saving import ModelFiles, Tensors, model_tensors
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.heads import ValueHead, load_value_head
 from roll.models.loading import converts_weights, load_causal_lm, load_trunk, save_config, to_hf_weights

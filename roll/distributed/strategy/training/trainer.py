@@ -29,22 +29,24 @@ from roll.data.shared_prompts import worth_sharing
 from roll.distributed.strategy.base import Metrics, States, StrategyContext
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import (
-    BackgroundSaves,
-    Contents,
-    ModelFiles,
     Trained,
     TrainerState,
-    model_contents,
     model_folder,
-    optimizer_tensors,
     restore_checkpoint,
-    resume_contents,
     resume_folder,
-    write_contents,
 )
 from roll.distributed.strategy.training.export import PlannedBucket, export, plan_buckets
 from roll.distributed.strategy.training.optim import learning_rate, weight_decay
 from roll.distributed.strategy.training.pieces import Piece
+from roll.distributed.strategy.training.saving import (
+    BackgroundSaves,
+    Contents,
+    ModelFiles,
+    model_contents,
+    optimizer_tensors,
+    resume_contents,
+    write_contents,
+)
 from roll.distributed.strategy.training.scorer import Limits, Scorer, take_all
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.messages import Payload

@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import ipc, parquet
 
-from roll.data.prompt_files import SHOWN_PROBLEMS, DataError, Problems, plain_row, read_rows
+from roll.data.files.read import read_rows
+from roll.data.files.rows import SHOWN_PROBLEMS, DataError, Problems, plain_row
 
 ROWS = [
     {"id": "a", "prompt": "1+1=", "solution": "2"},

@@ -1,0 +1,257 @@
+"""Dataset files to rows of plain values, with the place of every row and of everything that is wrong.
+
+A line of a text file is a row. JSON and CSV are read by the standard library; parquet and arrow by pyarrow, which is
+imported only for them.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from roll.data.files.find import find_files
+from roll.data.files.rows import Problems, Row, kind_of, plain_row
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_JSON_BLANK = re.compile(r"[ \t\r\n]*")
+
+
+def read_rows(names: Sequence[str], problems: Problems, head: int | None = None) -> Iterator[Row]:
+    """The rows of files, folders and globs, in the order given (globs and folders: by name).
+
+    ``head`` ends each file after so many rows.
+
+    Whatever cannot be read goes to ``problems``, and the reading goes on behind it where that is possible.
+    """
+    for path in find_files(names, problems):
+        try:
+            yield from itertools.islice(_READERS[path.suffix.lower()](path, problems), head)
+        except OSError as error:
+            problems.add(str(path), f"cannot be read ({error.strerror or error})")
+
+
+def _read_jsonl(path: Path, problems: Problems) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        yield from _json_lines(path, lines, problems)
+
+
+def _text_lines(path: Path, lines: Iterable[bytes], problems: Problems) -> Iterator[tuple[str, str]]:
+    """Place and text of the lines that are not blank."""
+    for number, line in enumerate(lines, 1):
+        place = f"{path}:{number}"
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            problems.add(place, f"invalid UTF-8 at byte {error.start + 1} of the line")
+        else:
+            if text.strip():
+                yield place, text
+
+
+def _json_lines(path: Path, lines: Iterable[bytes], problems: Problems) -> Iterator[Row]:
+    for place, text in _text_lines(path, lines, problems):
+        try:
+            values = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            problems.add(place, _json_reason(error))
+        else:
+            if isinstance(values, dict):
+                yield Row(place, place, values)
+            else:
+                problems.add(place, f"{kind_of(values)}, expected an object")
+
+
+def _read_txt(path: Path, problems: Problems) -> Iterator[Row]:
+    """Lines of text, each a row with the column ``prompt``; blank ones are none."""
+    with path.open("rb") as lines:
+        for place, text in _text_lines(path, lines, problems):
+            yield Row(place, place, {"prompt": text.rstrip("\r\n")})
+
+
+def _read_json(path: Path, problems: Problems) -> Iterator[Row]:
+    """An array of objects; also one object per line, which many tools write under this suffix."""
+    content = path.read_bytes()
+    text = _decode(path, content, problems)
+    if text is None:
+        return
+    start = _skip_blank(text, 0)
+    if text[start : start + 1] == "[":
+        yield from _json_array(path, text, start + 1, problems)
+    elif text[start : start + 1] != "{":
+        problems.add(f"{path}:{_line_of(text, start)}", "expected an array of objects, [{…}, …]")
+    elif _is_one_object(text):
+        problems.add(f"{path}:1", "one object, expected an array of objects, [{…}, …], or one object per line")
+    else:
+        yield from _json_lines(path, io.BytesIO(content), problems)
+
+
+def _is_one_object(text: str) -> bool:
+    if "\n" not in text.strip():
+        return False
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _json_array(path: Path, text: str, position: int, problems: Problems) -> Iterator[Row]:
+    """Reads element by element, to know where each begins. After a syntax error nothing more can be read."""
+    decoder = json.JSONDecoder()
+    number, line, counted = 0, 1, 0
+    position = _skip_blank(text, position)
+    if text[position : position + 1] == "]":
+        return
+    while True:
+        number += 1
+        line, counted = line + text.count("\n", counted, position), position
+        place = f"{path}:{line} (row {number})"
+        try:
+            values, position = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            at = error.lineno if isinstance(error, json.JSONDecodeError) else line
+            problems.add(f"{path}:{at} (row {number})", _json_reason(error))
+            return
+        if isinstance(values, dict):
+            yield Row(f"{path}:{number}", place, values)
+        else:
+            problems.add(place, f"{kind_of(values)}, expected an object")
+        position = _skip_blank(text, position)
+        separator = text[position : position + 1]
+        if separator != ",":
+            break
+        position = _skip_blank(text, position + 1)
+    end = _skip_blank(text, position + 1)
+    if separator != "]" or end != len(text):
+        at = position if separator != "]" else end
+        seen = repr(text[at]) if at < len(text) else "the end of the file"
+        expected = "',' or ']'" if separator != "]" else "the end of the file"
+        problems.add(f"{path}:{_line_of(text, at)}", f"invalid JSON: {seen} after row {number}, expected {expected}")
+
+
+def _read_csv(path: Path, problems: Problems) -> Iterator[Row]:
+    """Comma-separated, quoted by ``"``, the first row names the columns; an empty field is null."""
+    text = _decode(path, path.read_bytes(), problems)
+    if text is None:
+        return
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    limit = csv.field_size_limit(len(text) + 1)  # the default refuses long fields, such as test cases of a program
+    try:
+        header: list[str] | None = None
+        for line, fields in _csv_records(path, reader, problems):
+            place = f"{path}:{line}"
+            if header is None:
+                header = fields
+                if "" in header or len(set(header)) != len(header):
+                    problems.add(place, f"the columns {', '.join(map(repr, header))}, expected a name of its own each")
+                    return
+            elif len(fields) != len(header):
+                problems.add(place, f"{len(fields)} fields, expected {len(header)} (is a comma or a quote unquoted?)")
+            else:
+                yield Row(place, place, {name: field or None for name, field in zip(header, fields, strict=True)})
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _csv_records(path: Path, reader: Any, problems: Problems) -> Iterator[tuple[int, list[str]]]:
+    """Records with the line they start in; one that is not CSV is a problem, and the next line is tried."""
+    while True:
+        line = reader.line_num + 1
+        try:
+            fields = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            problems.add(f"{path}:{line}", f"invalid CSV: {error}" + _unclosed(line, reader.line_num))
+            continue
+        if fields:
+            yield line, fields
+
+
+def _unclosed(first: int, last: int) -> str:
+    return f" (a quote was opened in line {first} and read on to line {last})" if last > first else ""
+
+
+def _read_parquet(path: Path, problems: Problems) -> Iterator[Row]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            yield from _arrow_rows(path, file.iter_batches(), problems)
+    except (pyarrow.ArrowException, KeyError) as error:  # KeyError: a map with a key twice
+        problems.add(str(path), f"cannot be read as parquet ({error})")
+
+
+def _read_arrow(path: Path, problems: Problems) -> Iterator[Row]:
+    """Arrow's stream format, which Hugging Face datasets writes, or its file format."""
+    import pyarrow
+    from pyarrow import ipc
+
+    try:
+        with pyarrow.memory_map(str(path)) as source:
+            is_file = source.read(6) == b"ARROW1"
+            source.seek(0)
+            if is_file:
+                reader = ipc.open_file(source)
+                batches = (reader.get_batch(index) for index in range(reader.num_record_batches))
+            else:
+                batches = iter(ipc.open_stream(source))
+            yield from _arrow_rows(path, batches, problems)
+    except (pyarrow.ArrowException, KeyError) as error:  # KeyError: a map with a key twice
+        problems.add(str(path), f"cannot be read as arrow ({error})")
+
+
+def _arrow_rows(path: Path, batches: Iterator[pyarrow.RecordBatch], problems: Problems) -> Iterator[Row]:
+    number = 0
+    for batch in batches:
+        for values in batch.to_pylist(maps_as_pydicts="strict"):
+            number += 1
+            row = plain_row(f"{path}:{number}", f"{path}:row {number}", values, problems)
+            if row is not None:
+                yield row
+
+
+def _decode(path: Path, content: bytes, problems: Problems) -> str | None:
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        # Positions count from behind the byte order mark, as does error.object.
+        before = error.object[: error.start]
+        line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
+        problems.add(f"{path}:{line}", f"invalid UTF-8 at byte {column} of the line")
+        return None
+
+
+def _json_reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"invalid JSON: {error.msg} (column {error.colno})"
+    return f"invalid JSON: {'nested too deeply' if isinstance(error, RecursionError) else error}"
+
+
+def _skip_blank(text: str, position: int) -> int:
+    match = _JSON_BLANK.match(text, position)
+    assert match is not None  # it matches the empty text
+    return match.end()
+
+
+def _line_of(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1
+
+
+_READERS: dict[str, Callable[[Path, Problems], Iterator[Row]]] = {
+    ".json": _read_json,
+    ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".txt": _read_txt,
+}

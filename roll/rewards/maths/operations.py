@@ -1,0 +1,87 @@
+"""What the signs and names of an answer compute: SymPy's functions, within bounds and without values that are none.
+
+All raise ``NotUnderstoodError`` for operands that they have no value for, or whose value would be too long.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+
+from roll.rewards.maths.tokens import FUNCTIONS, INVERSE, TRIGONOMETRY, NotUnderstoodError
+from roll.rewards.maths.values import DEGREE, LOG_BASE
+
+MAX_BITS = 4096
+"""Longer powers and factorials are not computed: an answer must not cost more than it is worth."""
+
+_OF_MANY = ("max", "min", "gcd", "lcm")
+
+
+def power(base: Any, exponent: Any) -> Any:
+    if isinstance(base, sympy.MatrixBase):
+        raise NotUnderstoodError("the power of a matrix")
+    if base.is_number and exponent.is_number and base not in (0, 1, -1):
+        bits = abs(float(exponent)) * max(1.0, abs(float(sympy.log(abs(base), 2)))) if exponent.is_real else 0
+    else:
+        bits = abs(exponent) if exponent.is_number and exponent.is_real else 0
+    if bits > MAX_BITS:
+        raise NotUnderstoodError(f"a power of more than {MAX_BITS} bits")
+    value = base**exponent
+    if value.has(sympy.zoo, sympy.nan):
+        raise NotUnderstoodError(f"{base} to the power {exponent}")
+    return value
+
+
+def factorial(value: Any) -> Any:
+    if value.is_number and not (value.is_Integer and 0 <= value <= 500):
+        raise NotUnderstoodError(f"the factorial of {value}")
+    return sympy.factorial(value)
+
+
+def quotient(above: Any, below: Any) -> Any:
+    if below == 0:
+        raise NotUnderstoodError("a division by zero")
+    return above / below
+
+
+def binomial(above: Any, below: Any) -> Any:
+    if above.is_number and not (above.is_Integer and abs(above) <= 1000):
+        raise NotUnderstoodError(f"the binomial coefficient of {above}")
+    return sympy.binomial(above, below)
+
+
+def root(radicand: Any, degree: Any) -> Any:
+    """The real root where there is one: of an odd degree also of what is negative."""
+    if degree == 0:
+        raise NotUnderstoodError("a root of degree 0")
+    if degree.is_Integer and degree % 2 == 1 and radicand.is_real and radicand.is_negative:
+        return -((-radicand) ** (1 / degree))
+    return radicand ** (1 / degree)
+
+
+def apply(name: str, args: Sequence[Any], base: Any | None, exponent: Any | None) -> Any:
+    r"""A named function's value, as ``\log_2 8`` or ``\sin^2 x``.
+
+    Args:
+        base: of a logarithm.
+        exponent: between name and arguments: a power of the value, or with -1 the inverse function.
+    """
+    function = FUNCTIONS[name]
+    if exponent == -1 and name in INVERSE:
+        function, exponent, name = INVERSE[name], None, f"arc{name}"
+    if name not in _OF_MANY and len(args) != 1:
+        raise NotUnderstoodError(f"{name} of {len(args)} arguments")
+    if name in TRIGONOMETRY:
+        args = [arg.subs(DEGREE, sympy.pi / 180) for arg in args]
+    if name == "log":
+        value = sympy.log(args[0]) / (LOG_BASE if base is None else sympy.log(base))
+    elif name in ("gcd", "lcm"):
+        if not all(arg.is_Integer for arg in args):
+            raise NotUnderstoodError(f"{name} of what is no integer")
+        value = functools.reduce(function, args)
+    else:
+        value = function(*args)
+    return value if exponent is None else value**exponent
