@@ -17,41 +17,69 @@ from roll.algorithms.checks import require_columns, require_finite
 from roll.algorithms.losses import SampledTokens
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
 from roll.configs.distill import DistillLossConfig
-from roll.configs.teacher import OnPolicyDistillationConfig
+from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
 
 
-def teacher_rewards(batch: Batch, config: OnPolicyDistillationConfig) -> Batch:
+def teacher_rewards(batch: Batch, config: RLConfig) -> Batch:
     """Adds the teacher's term to the rewards, or with ``is_pure_opd`` puts it in their place (``opd_form: reward``).
 
     Args:
         batch: With ``rewards_T``, ``teacher_logprobs_T``, and ``old_logprobs_T`` (else ``rollout_logprobs_T``).
-        config: Reads ``is_pure_opd``, ``opd_kl_coef``.
+        config: Reads ``is_pure_opd``, and what ``teacher_term`` reads.
     """
     require_columns(batch, "opd_form reward", "rewards_T")
     assert batch.rewards_T is not None
-    gap_T = _gap(batch)
-    own_T = torch.zeros_like(gap_T) if config.is_pure_opd else batch.rewards_T.double()
-    return batch.replace(rewards_T=(own_T + config.opd_kl_coef * gap_T).float())
+    term_T = teacher_term(batch, config)
+    own_T = torch.zeros_like(term_T) if config.is_pure_opd else batch.rewards_T.double()
+    return batch.replace(rewards_T=(own_T + term_T).float())
 
 
-def teacher_advantages(batch: Batch, config: OnPolicyDistillationConfig) -> Batch:
+def teacher_advantages(batch: Batch, config: RLConfig) -> Batch:
     """Adds the teacher's term to the advantages (``opd_form: advantage``).
 
     Args:
         batch: With ``advantages_T``; otherwise as ``teacher_rewards``.
-        config: Reads ``opd_kl_coef``.
+        config: Reads what ``teacher_term`` reads.
     """
     require_columns(batch, "opd_form advantage", "advantages_T")
     assert batch.advantages_T is not None
-    advantages_T = batch.advantages_T.double() + config.opd_kl_coef * _gap(batch)
+    advantages_T = batch.advantages_T.double() + teacher_term(batch, config)
     return batch.replace(advantages_T=advantages_T.float())
+
+
+def teacher_term(batch: Batch, config: RLConfig) -> Tensor:
+    """float64 [T]: ``c (log q - log p)``, at most ``opd_token_kld_clip`` from 0; 0 off the mask.
+
+    Of several teachers of a row it is ``sum_i c_i (log q_i - log p)``: the batch has the mean of their
+    log-probabilities, weighted with c_i, and c is the sum of these.
+
+    Args:
+        config: Reads ``opd_kl_coef``, ``opd_token_kld_clip``; of ``teachers`` the coefficients by tag.
+    """
+    coefficient: float | Tensor = config.opd_kl_coef
+    if config.teachers:
+        require_columns(batch, "several teachers", "tag_B")
+        assert batch.tag_B is not None
+        by_tag = torch.tensor(config.teacher_coefficients, dtype=torch.float64)
+        coefficient = by_tag[batch.tag_B][batch.rows_T]
+    term_T = coefficient * _gap(batch)
+    limit = config.opd_token_kld_clip
+    return term_T if limit is None else term_T.clamp(-limit, limit)
 
 
 def no_advantages(batch: Batch) -> Batch:
     """The batch with advantages and returns of 0: rewards count for nothing (``is_pure_opd``)."""
     zeros_T = torch.zeros(batch.num_tokens)
     return batch.replace(advantages_T=zeros_T, returns_T=zeros_T)
+
+
+def clip_metrics(batch: Batch, config: RLConfig) -> dict[str, float]:
+    """``teacher/clipped``: share of the sampled tokens whose term ``opd_token_kld_clip`` bounds."""
+    term_T, mask_T = teacher_term(batch, config).abs(), batch.loss_mask_T
+    if config.opd_token_kld_clip is None or not mask_T.any():
+        return {}
+    return {"teacher/clipped": float((term_T[mask_T] >= config.opd_token_kld_clip).double().mean())}
 
 
 def teacher_metrics(batch: Batch) -> dict[str, float]:

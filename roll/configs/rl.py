@@ -258,6 +258,14 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
         return self.tags
 
     @property
+    def teacher_coefficients(self) -> list[float]:
+        """By tag, as a batch's ``tag_B`` counts them: what all its teachers' opinions count for together."""
+        return [
+            sum(self.teacher_coefficient(name) for name, each in self.teachers.items() if each.judges(tag))
+            for tag in self.tags
+        ]
+
+    @property
     def refers_to_actor(self) -> bool:
         """Whether the reference is the actor without its adapter."""
         return self.uses_lora and self.reference_pretrain is None

@@ -133,7 +133,7 @@ def check_found_rollouts(config: RLConfig) -> Iterator[ConfigProblem]:
 
 
 def check_teachers(config: RLConfig) -> Iterator[ConfigProblem]:
-    """Each sample is judged by one teacher."""
+    """Each sample is judged by a teacher."""
     if not config.teachers:
         return
     if config.teacher is not None:
@@ -141,7 +141,6 @@ def check_teachers(config: RLConfig) -> Iterator[ConfigProblem]:
     if config.opd_form == "loss":
         expected = "advantage or reward with several teachers: the policy is compared with one output layer"
         yield ConfigProblem("opd_form", config.opd_form, expected, involves=("teachers",))
-    owners: dict[str, str] = {}
     for name, teacher in config.teachers.items():
         key = f"teachers.{name}"
         if teacher.pretrain == TINY:
@@ -150,19 +149,22 @@ def check_teachers(config: RLConfig) -> Iterator[ConfigProblem]:
         if len(set(teacher.tag_included)) < len(teacher.tag_included):
             yield ConfigProblem(f"{key}.tag_included", teacher.tag_included, "every tag once")
         for tag in dict.fromkeys(teacher.tag_included):
-            involved = [f"teachers.{owners[tag]}.tag_included"] if tag in owners else ["rewards", "custom_envs"]
-            if owner := owners.get(tag):
-                expected = f"every tag with one teacher; {tag} is {owner}'s already"
-            elif tag not in config.tags:
+            if tag not in config.tags:
                 expected = f"tags that there are: {', '.join(config.tags)}"
-            else:
-                owners[tag] = name
-                continue
-            yield ConfigProblem(f"{key}.tag_included", teacher.tag_included, expected, involves=(*involved,))
-    if missing := [tag for tag in config.trained_tags if tag not in owners]:
-        involved = ["rewards", "train_env_manager.tags", *(f"teachers.{name}.tag_included" for name in config.teachers)]
-        expected = f"a teacher of every tag; {missing[0]} has none"
-        yield ConfigProblem("teachers", ", ".join(config.teachers), expected, involves=(*involved,))
+                yield ConfigProblem(
+                    f"{key}.tag_included", teacher.tag_included, expected, involves=("rewards", "custom_envs")
+                )
+    involved = ["rewards", "train_env_manager.tags", *(f"teachers.{name}.tag_included" for name in config.teachers)]
+    for tag in config.trained_tags:
+        judging = [name for name, teacher in config.teachers.items() if teacher.judges(tag)]
+        if not judging:
+            expected = f"a teacher of every tag; {tag} has none"
+            yield ConfigProblem("teachers", ", ".join(config.teachers), expected, involves=(*involved,))
+            return
+        if len(judging) > 1 and config.align_tokenizers is not None:
+            expected = f"null where samples have several teachers, as those of {tag} have: {', '.join(judging)}"
+            yield ConfigProblem("align_tokenizers", config.align_tokenizers, expected, involves=("teachers", *involved))
+            return
 
 
 def check_val_infer(config: RLConfig) -> Iterator[ConfigProblem]:

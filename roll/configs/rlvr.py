@@ -42,6 +42,12 @@ class RLVRConfig(RLConfig, PromptsConfig):
         "text with {prompt}, that message, and columns of the row, such as {solution}, which the policy is not shown. "
         "Its prompt and an answer fit into sequence_length. null: the teacher reads what the policy reads.",
     )
+    teacher_column_length: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most tokens of a column in teacher_prompt; what is behind them is cut off. null: nothing is, and "
+        "a prompt that is too long is an error.",
+    )
     agent: AgentConfig | None = Field(
         default=None,
         description="A program that plays the prompts through an endpoint. null: the policy answers them itself.",

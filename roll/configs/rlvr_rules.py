@@ -92,6 +92,9 @@ def check_teacher(config: RLVRConfig) -> Iterator[ConfigProblem]:
 def check_teacher_prompt(config: RLVRConfig) -> Iterator[ConfigProblem]:
     """A prompt of the teacher's own stands before one answer."""
     if config.teacher_prompt is None:
+        if config.teacher_column_length is not None:
+            key, expected = "teacher_column_length", "null without teacher_prompt"
+            yield ConfigProblem(key, config.teacher_column_length, expected, involves=("teacher_prompt",))
         return
     if config.teacher is None:
         expected = (

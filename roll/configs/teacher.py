@@ -54,7 +54,16 @@ class TaggedTeacherConfig(WorkerConfig):
     pretrain: str = Field(
         min_length=1, description="The teacher: a folder in Hugging Face format, or an org/name on the hub."
     )
-    tag_included: list[str] = Field(min_length=1, description="Tags of the samples that it judges.")
+    tag_included: list[str] = Field(
+        default_factory=list, description="Tags of the samples that it judges. Empty: those of all tags."
+    )
+    opd_kl_coef: float | None = Field(
+        default=None, gt=0, description="Coefficient of its term. null: the one that stands beside teachers."
+    )
+
+    def judges(self, tag: str) -> bool:
+        """Whether samples of a tag are its own."""
+        return not self.tag_included or tag in self.tag_included
 
 
 class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
@@ -63,7 +72,7 @@ class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
     teachers: dict[str, TaggedTeacherConfig] = Field(
         default_factory=dict,
         description="In place of teacher: several, by name, each for the samples of its own tags. Every tag of the "
-        "training samples has one teacher.",
+        "training samples has a teacher; the terms of several add up.",
     )
     is_pure_opd: bool = Field(
         default=False,
@@ -74,6 +83,12 @@ class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
         gt=0,
         description="Coefficient of the teacher's term: its log-probability minus the policy's, of each sampled token, "
         "or the divergence.",
+    )
+    opd_token_kld_clip: float | None = Field(
+        default=None,
+        gt=0,
+        description="A token's term, with its coefficient, is at most so far from 0: few tokens on which the teacher's "
+        "opinion is quite another do not outweigh all others. null: no bound.",
     )
     opd_form: OpdForm = Field(
         default="advantage",
@@ -99,6 +114,11 @@ class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
         """The teachers' models, by the keys that name them."""
         several = {f"teachers.{name}.pretrain": each.pretrain for name, each in self.teachers.items()}
         return {**super().teacher_models, **several}
+
+    def teacher_coefficient(self, name: str) -> float:
+        """That of one of several teachers."""
+        own = self.teachers[name].opd_kl_coef
+        return self.opd_kl_coef if own is None else own
 
     @property
     def aligns_teacher(self) -> bool:
@@ -129,9 +149,12 @@ class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
             if self.align_tokenizers is not None and self.opd_form == "loss":
                 expected = "null with opd_form: loss, which compares distributions over one vocabulary"
                 yield self.problem("align_tokenizers", expected, "opd_form")
+            if self.opd_token_kld_clip is not None and self.opd_form == "loss":
+                expected = "null with opd_form: loss, which is a divergence over the vocabulary"
+                yield self.problem("opd_token_kld_clip", expected, "opd_form")
             return
         yield from [
             self.problem(key, "no such key without a section teacher", "teacher", "teachers")
-            for key in ("is_pure_opd", "opd_kl_coef", "opd_form", "align_tokenizers")
+            for key in ("is_pure_opd", "opd_kl_coef", "opd_token_kld_clip", "opd_form", "align_tokenizers")
             if getattr(self, key) != OnPolicyDistillationConfig.model_fields[key].default
         ]

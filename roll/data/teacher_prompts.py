@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from roll.data.arrays import IntArray
 from roll.data.files.rows import Problems
@@ -23,12 +24,16 @@ class TeacherPrompts:
         template: text of the last message; ``{prompt}`` is what it is for the policy, ``{column}`` a column of the row.
         renderer: the policy's: the teacher reads the same tokens.
         response: column of the reference answer.
+        column_length: most tokens of a column; what is behind them is cut off.
     """
 
-    def __init__(self, template: str, renderer: ChatRenderer, response: str | None = None) -> None:
+    def __init__(
+        self, template: str, renderer: ChatRenderer, response: str | None = None, column_length: int | None = None
+    ) -> None:
         self._template = template
         self._renderer = renderer
         self._response = response
+        self._column_length = column_length
 
     def messages(self, prompt: Prompt) -> tuple[Mapping[str, str], ...]:
         """The conversation that the teacher reads.
@@ -45,9 +50,20 @@ class TeacherPrompts:
             value = lookup(values, place[1])
             if not isinstance(value, str | int | float):
                 raise RowError(f"column {place[1]!r}: {value!r:.60}, expected text or a number")
-            return str(value)
+            return str(value) if place[1] == "prompt" else self._cut(str(value))
 
         return (*before, {**question, "content": _PLACEHOLDER.sub(fill, self._template)})
+
+    def _cut(self, text: str) -> str:
+        """The text of its first ``column_length`` tokens; of a character that they only begin, nothing."""
+        if self._column_length is None:
+            return text
+        tokenizer = self._renderer.tokenizer
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) <= self._column_length:
+            return text
+        kept: Any = tokenizer.decode(ids[: self._column_length], skip_special_tokens=False)
+        return str(kept if text.startswith(kept) else kept.rstrip("\ufffd"))
 
     def ids(self, prompt: Prompt) -> IntArray:
         """Token ids of the conversation, with the assistant's turn opened."""

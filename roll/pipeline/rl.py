@@ -17,7 +17,13 @@ from torch import Tensor
 
 from roll.algorithms.advantages import advantage_metrics, compute_advantages, value_mask
 from roll.algorithms.correction import mismatch_by_lag, mismatch_metrics
-from roll.algorithms.distillation import no_advantages, teacher_advantages, teacher_metrics, teacher_rewards
+from roll.algorithms.distillation import (
+    clip_metrics,
+    no_advantages,
+    teacher_advantages,
+    teacher_metrics,
+    teacher_rewards,
+)
 from roll.algorithms.kl import KlController
 from roll.algorithms.losses import build_policy_loss, build_value_loss
 from roll.algorithms.pairing import telling_pairs
@@ -212,7 +218,7 @@ class RLPipeline(TrainingLoop):
             metrics |= kl_metrics
         taught = None if self.roles.teacher is None else self.config.opd_form
         if taught is not None:
-            metrics |= teacher_metrics(batch)
+            metrics |= teacher_metrics(batch) | clip_metrics(batch, self.config)
             if isinstance(self.roles.teacher, TaggedTeachers):
                 metrics |= self.roles.teacher.metrics(batch)
         if taught == "reward":

@@ -222,11 +222,11 @@ class Roles:
         """Several teachers as one, by the names that they have in ``teachers``."""
         if not isinstance(self.config, RLConfig) or not teachers:
             return None
-        number = {tag: index for index, tag in enumerate(self.config.tags)}
         own = self.config.teachers
         return TaggedTeachers(
             {name: teachers[f"teachers.{name}"] for name in own},
-            {name: [number[tag] for tag in each.tag_included] for name, each in own.items()},
+            {name: [at for at, tag in enumerate(self.config.tags) if each.judges(tag)] for name, each in own.items()},
+            {name: self.config.teacher_coefficient(name) for name in own},
         )
 
     def _own_context(self, role: str, policy: str) -> StrategyContext:

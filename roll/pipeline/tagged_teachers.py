@@ -1,8 +1,9 @@
-"""Several teachers as one: each scores the rows of its own tags."""
+"""Several teachers as one: each scores the rows of its own tags, and their opinions of a row are weighed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import ray
 import torch
@@ -17,16 +18,22 @@ from roll.pipeline.model_cluster import Scorer
 
 
 class TaggedTeachers:
-    """Scores of a policy's batch, each row by the teacher of its tag.
+    """Scores of a policy's batch, each row by the teachers of its tag.
 
     Args:
         teachers: by name, set up.
         tags: of each teacher, as ``Batch.tag_B`` counts them.
+        coefficients: what a teacher counts for beside the others of a row.
     """
 
-    def __init__(self, teachers: Mapping[str, Scorer], tags: Mapping[str, Sequence[int]]) -> None:
+    def __init__(
+        self, teachers: Mapping[str, Scorer], tags: Mapping[str, Sequence[int]], coefficients: Mapping[str, float]
+    ) -> None:
         self._teachers = teachers
         self._tags = tags
+        self._coefficients = coefficients
+        self._submitted: list[tuple[str, Tensor, Batch, Any]] = []
+        self._scored: list[tuple[str, Tensor, Tensor]] = []
 
     def rows(self, batch: Batch) -> dict[str, Tensor]:
         """int64: the rows of each teacher, which may be none."""
@@ -40,33 +47,42 @@ class TaggedTeachers:
         self._submitted = []
         for name, own in self.rows(batch).items():
             if len(own):
-                part, teacher = batch.select(own), self._teachers[name]
-                self._submitted.append((own, part, teacher, teacher.submit_logprobs(part)))
+                part = batch.select(own)
+                self._submitted.append((name, own, part, self._teachers[name].submit_logprobs(part)))
         return [], []
 
     def gather_scores(self, batch: Batch, parts: list[Tensor], refs: list[ray.ObjectRef]) -> TokenScores:
         """Log-probabilities of each row under its teacher, and chunks where one of them has other tokens.
+
+        Of a row with several teachers they are the mean, weighted with the coefficients.
 
         Args:
             batch: the one that was submitted last.
             parts: not read: there is a list for each teacher.
             refs: likewise.
         """
-        logprobs_T, chunk_T = torch.zeros(batch.num_tokens), torch.full((batch.num_tokens,), NO_CHUNK)
-        aligned = False
-        for own, part, teacher, submitted in self._submitted:
-            scores, place = teacher.gather_scores(part, *submitted), batch.token_index(own)
+        sum_T, weight_T = torch.zeros(2, batch.num_tokens, dtype=torch.float64)
+        chunk_T, aligned, self._scored = torch.full((batch.num_tokens,), NO_CHUNK), False, []
+        for name, own, part, submitted in self._submitted:
+            scores, place = self._teachers[name].gather_scores(part, *submitted), batch.token_index(own)
             assert scores.logprobs_T is not None, "a language model's"
-            logprobs_T[place] = scores.logprobs_T
+            self._scored.append((name, own, scores.logprobs_T))
+            sum_T[place] += self._coefficients[name] * scores.logprobs_T.double()
+            weight_T[place] += self._coefficients[name]
             aligned |= scores.chunk_T is not None
             every_T = torch.where(part.loss_mask_T, part.positions_T, NO_CHUNK)  # with the policy's tokens, each is one
             chunk_T[place] = every_T if scores.chunk_T is None else scores.chunk_T
+        logprobs_T = torch.where(weight_T > 0, sum_T / weight_T, sum_T).float()
         return TokenScores(logprobs_T, chunk_T=chunk_T if aligned else None)
 
     def metrics(self, batch: Batch) -> Metrics:
-        """``teacher_metrics`` of each teacher's rows, ``teacher/<name>/…``."""
+        """``teacher_metrics`` of each teacher's rows and own opinion, ``teacher/<name>/…``.
+
+        Args:
+            batch: the one that was scored last.
+        """
         return {
             key.replace("teacher/", f"teacher/{name}/", 1): value
-            for name, own in self.rows(batch).items()
-            for key, value in teacher_metrics(batch.select(own)).items()
+            for name, own, logprobs_T in self._scored
+            for key, value in teacher_metrics(batch.select(own).replace(teacher_logprobs_T=logprobs_T)).items()
         }

@@ -18,6 +18,7 @@ _STUDENTS = {
     "sft_train": "actor_train",
 }
 """Sections of the trained model under other names."""
+_EPOCHS = "actor_train.training_args.num_train_epochs"
 _SKEWED = ("skewed_forward_kl", "skewed_reverse_kl")
 _THEIR_TOPK, _THEIR_WEIGHT = 64, 0.5
 _SOLUTION = "reference_solution"
@@ -63,6 +64,8 @@ def _set_teacher_prompt(draft: Draft) -> None:
     column, given = draft.theirs("opsd_solution_key", _SOLUTION), draft.theirs("opsd_teacher_template")
     text = (given or _TEACHER_PROMPT).replace("{problem}", "{prompt}").replace("{solution}", f"{{{column}}}")
     draft.derive(["opsd_mode", "opsd_teacher_template", "opsd_solution_key"], "teacher_prompt", text)
+    if (most := draft.theirs("opsd_max_solution_length")) is not None:
+        draft.derive("opsd_max_solution_length", "teacher_column_length", int(most))
     if given is None:
         note = "the words of teacher_prompt are this library's own: see that they suit the policy"
         draft.tell(Kind.TO_DO, "opsd_teacher_template", None, note=note)
@@ -78,10 +81,9 @@ def set_teachers(draft: Draft, take_role: Callable[[Draft], None]) -> None:
     Args:
         take_role: derives the keys of model roles.
     """
-    coefficients = set()
     for name, section in (draft.theirs("teachers") or {}).items():
         role, links = dict(section), draft.link(f"teachers.{name}")
-        tags, coefficient = role.pop("tag_included", None), role.pop("opd_kl_coef", 1.0)
+        own_keys = {"tag_included": role.pop("tag_included", []), "opd_kl_coef": float(role.pop("opd_kl_coef", 1.0))}
         own = Draft(draft.system, Given({"teacher": role}, {"teacher": links}, frozenset()))
         own.take_all()
         take_role(own)
@@ -96,18 +98,8 @@ def set_teachers(draft: Draft, take_role: Callable[[Draft], None]) -> None:
                 )
                 key = each.key.replace("teacher.", f"teacher.{name}.")
                 draft.outcomes.append(replace(each, key=key, ours=ours))
-        if tags:
-            draft.derive("teachers", f"teachers.{name}.tag_included", tags)
-        else:
-            note = "every tag has one teacher here: give the tags that are its own"
-            draft.tell(Kind.IMPOSSIBLE, f"teacher.{name}.tag_included", tags, note=note)
-        coefficients.add(float(coefficient))
-    if len(coefficients) == 1:
-        draft.derive("teachers", "opd_kl_coef", coefficients.pop())
-    elif coefficients:
-        draft.tell(
-            Kind.IMPOSSIBLE, "teacher.<name>.opd_kl_coef", sorted(coefficients), note="one holds for all teachers"
-        )
+        for key, value in own_keys.items():
+            draft.derive("teachers", f"teachers.{name}.{key}", value)
 
 
 def set_distillation(draft: Draft) -> None:
@@ -125,6 +117,10 @@ def set_distillation(draft: Draft) -> None:
         if not draft.get(key):
             name = "question" if key.endswith("prompt") else "answer"
             draft.derive(f"{name}_key", key, name, "ROLL's default")
+    if (epochs := draft.theirs(_EPOCHS)) is not None:
+        draft.derive(_EPOCHS, "num_train_epochs", int(epochs))
+        draft.drop_ours("max_steps", "num_train_epochs is how long the run is")
+    draft.derive("sequence_length", "sample_overflow", "truncate", "what is too long loses its end")
     if (whole := draft.theirs("sequence_length")) is not None:
         draft.set("sequence_length", int(whole))
         draft.tell(Kind.KEPT, "sequence_length", whole, "sequence_length", whole)

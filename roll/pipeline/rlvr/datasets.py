@@ -84,7 +84,8 @@ def teacher_prompts(config: RLVRConfig, renderer: ChatRenderer) -> TeacherPrompt
     """What writes the teacher's own prompts, where it has them."""
     if config.teacher_prompt is None:
         return None
-    return TeacherPrompts(config.teacher_prompt, renderer, config.actor_train.data_args.response)
+    response, most = config.actor_train.data_args.response, config.teacher_column_length
+    return TeacherPrompts(config.teacher_prompt, renderer, response, most)
 
 
 def describe_datasets(datasets: Datasets) -> list[str]:

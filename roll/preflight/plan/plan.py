@@ -243,7 +243,8 @@ def _read_by(config: PipelineConfig, role: str, samples: Samples) -> Samples:
     if isinstance(config, RLVRConfig) and config.teacher_prompt is not None and role == "teacher":
         return replace(samples, prompt=config.sequence_length - samples.answer)
     if isinstance(config, RLConfig) and role.startswith("teachers."):
-        own = set(config.teachers[role.removeprefix("teachers.")].tag_included).intersection(config.trained_tags)
+        teacher = config.teachers[role.removeprefix("teachers.")]
+        own = [tag for tag in config.trained_tags if teacher.judges(tag)]
         return replace(samples, rows=-(-samples.rows * len(own) // len(config.trained_tags)))
     return samples
 

@@ -7,6 +7,7 @@ import torch
 
 from roll.algorithms.distillation import (
     build_distill_loss,
+    clip_metrics,
     no_advantages,
     teacher_advantages,
     teacher_metrics,
@@ -48,6 +49,13 @@ def test_the_gap_is_added_where_the_configuration_says() -> None:
     assert teacher_rewards(BATCH, pure).rewards_T.tolist() == pytest.approx([2 * gap for gap in GAPS])
     found = teacher_advantages(no_advantages(BATCH), pure)
     assert found.advantages_T.tolist() == pytest.approx([2 * gap for gap in GAPS]) and not found.returns_T.any()
+
+
+def test_a_token_counts_for_no_more_than_the_bound_says() -> None:
+    config = rl(opd_kl_coef=2.0, opd_token_kld_clip=1.5)
+    expected = [a + max(-1.5, min(2 * gap, 1.5)) for a, gap in zip(BATCH.advantages_T.tolist(), GAPS, strict=True)]
+    assert teacher_advantages(BATCH, config).advantages_T.tolist() == pytest.approx(expected)
+    assert clip_metrics(BATCH, config) == {"teacher/clipped": 3 / 6} and clip_metrics(BATCH, rl()) == {}
 
 
 def test_chunks_of_text_share_their_gap() -> None:

@@ -74,6 +74,9 @@ def wrong(schema: type, values: dict) -> set[str]:
         (TAUGHT | {"teacher_prompt": "{prompt}", "rollout_replay_dir": "dumped"}, {"teacher_prompt"}),
         (TAUGHT | {"teacher_prompt": "{prompt}", "user": {"path": "mine:User"}}, {"teacher_prompt"}),
         (TAUGHT | {"align_tokenizers": "text", "opd_form": "reward"}, set()),
+        (TAUGHT | {"teacher_column_length": 9}, {"teacher_column_length"}),
+        (TAUGHT | {"opd_token_kld_clip": 0.5, "opd_form": "loss"}, {"opd_token_kld_clip"}),
+        ({"opd_token_kld_clip": 0.5}, {"opd_token_kld_clip"}),
         (TAUGHT | {"align_tokenizers": "text", "opd_form": "loss"}, {"align_tokenizers"}),
         ({"align_tokenizers": "text"}, {"align_tokenizers"}),
         (TAUGHT | {"teacher": VLLM}, set()),  # log-probabilities of the sampled tokens are all that is asked
@@ -92,10 +95,11 @@ def test_a_teacher_of_an_rl_run(given: dict, keys: set[str]) -> None:
     [
         ({"m": MATHS, "c": CODE}, set()),
         ({"m": MATHS}, {"teachers"}),
-        ({"m": MATHS, "c": CODE, "n": MATHS}, {"teachers.n.tag_included"}),
+        ({"m": MATHS, "c": CODE, "n": MATHS | {"opd_kl_coef": 0.3}}, set()),
+        ({"m": MATHS, "c": CODE | {"opd_kl_coef": 0}}, {"teachers.c.opd_kl_coef"}),
         ({"m": MATHS | {"tag_included": ["maths", "maths"]}, "c": CODE}, {"teachers.m.tag_included"}),
         ({"m": MATHS | {"tag_included": ["maths", "mathz"]}, "c": CODE}, {"teachers.m.tag_included"}),
-        ({"m": MATHS | {"tag_included": []}, "c": CODE}, {"teachers.m.tag_included"}),
+        ({"m": MATHS | {"tag_included": []}}, set()),
         ({"m": MATHS | {"pretrain": "tiny"}, "c": CODE}, {"teachers.m.pretrain"}),
         (
             {"m": MATHS | {"strategy_args": {"strategy_name": "fsdp2_infr"}}, "c": CODE},
@@ -118,6 +122,10 @@ def test_several_teachers_take_the_place_of_one() -> None:
     assert wrong(RLVRConfig, several | TAUGHT) == {"teachers"}
     assert wrong(RLVRConfig, several | {"teacher_prompt": "{prompt}"}) == {"teacher_prompt"}
     assert wrong(RLVRConfig, several | {"opd_form": "loss"}) == {"opd_form"}
+    shared = several["teachers"] | {"g": CODE | {"tag_included": [], "opd_kl_coef": 0.3}}
+    assert wrong(RLVRConfig, several | {"teachers": shared, "align_tokenizers": "text"}) == {"align_tokenizers"}
+    config = validate(RLVRConfig, several | {"teachers": shared, "opd_kl_coef": 0.5})
+    assert dict(zip(config.tags, config.teacher_coefficients, strict=True)) == {"maths": 0.8, "code": 0.8}
     assert wrong(RLVRConfig, several | {"opd_form": "reward", "align_tokenizers": "text", "opd_kl_coef": 0.5}) == set()
     config = validate(
         RLVRConfig, several | {"num_nodes": None, "teachers": {"m": MATHS | {"device_mapping": [9]}, "c": CODE}}

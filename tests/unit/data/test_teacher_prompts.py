@@ -31,6 +31,19 @@ def test_placeholders_are_columns_of_the_row() -> None:
         writer.messages(row())
 
 
+def test_long_columns_lose_their_end() -> None:
+    tokenizer, text = RENDERER.tokenizer, "3+4=7, 30+40=70"
+    for most in range(1, 20):
+        said = TeacherPrompts("{prompt}{answer}|{solution}", RENDERER, "answer", most).messages(row(solution=text))
+        kept = said[-1]["content"].removeprefix("3+4=7|")
+        count = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert text.startswith(kept) and len(tokenizer(kept)["input_ids"]) == min(most, count)
+    cut = TeacherPrompts("{solution}", RENDERER, column_length=3).messages(
+        row(solution="ab\N{GREEK SMALL LETTER ALPHA}")
+    )
+    assert cut[-1]["content"] in ("ab", "ab\N{GREEK SMALL LETTER ALPHA}"), "no part of a character"
+
+
 def test_everything_wrong_with_the_rows_is_told() -> None:
     writer = TeacherPrompts("{prompt} {solution}", RENDERER)
     rows = [row("a", solution="7"), row("b"), row("c", solution=None), row("d", solution="9" * 80)]

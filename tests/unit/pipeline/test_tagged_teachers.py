@@ -8,8 +8,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from roll.algorithms.alignment import NO_CHUNK
-from roll.algorithms.distillation import teacher_metrics
+from roll.algorithms.distillation import teacher_metrics, teacher_term
 from roll.algorithms.types import TokenScores
+from roll.configs.rl import RLConfig
 from roll.data.batch import Batch
 from roll.models.scoring import TokenScorer, score_batch
 from roll.pipeline.tagged_teachers import TaggedTeachers
@@ -24,6 +25,14 @@ SIZES = Qwen2Config(
     initializer_range=0.3,
 )
 TAGS = torch.tensor([0, 2, 1, 0, 1])
+
+
+class ThreeTags(RLConfig):
+    """A configuration whose samples have the tags of ``TAGS``."""
+
+    @property
+    def tags(self) -> list[str]:
+        return ["x", "y", "z"]
 
 
 class Here:
@@ -64,7 +73,7 @@ def oracle(model: PreTrainedModel, batch: Batch, row: int) -> Tensor:
 def test_each_row_is_scored_by_the_teacher_of_its_tag() -> None:
     batch, models = make_batch(), {"a": make(1), "b": make(2)}
     here = {name: Here(model) for name, model in models.items()}
-    teachers = TaggedTeachers(here, {"a": [0, 2], "b": [1]})  # type: ignore[arg-type]
+    teachers = TaggedTeachers(here, {"a": [0, 2], "b": [1]}, {"a": 0.3, "b": 1.0})  # type: ignore[arg-type]
     scores = teachers.gather_scores(batch, *teachers.submit_logprobs(batch))
     assert (here["a"].seen, here["b"].seen) == (3, 2) and scores.chunk_T is None
     want = [oracle(models["b" if tag == 1 else "a"], batch, row) for row, tag in enumerate(TAGS.tolist())]
@@ -82,16 +91,38 @@ def test_each_row_is_scored_by_the_teacher_of_its_tag() -> None:
         assert metrics[f"teacher/{name}/reverse_kl"] == pytest.approx(float(gap.mean()), rel=1e-5)
     assert len(metrics) == 4
     none = judged.select([2])
-    assert set(teachers.metrics(none)) == {"teacher/b/logprob", "teacher/b/reverse_kl"}
     alone = teachers.gather_scores(none, *teachers.submit_logprobs(none))
+    assert set(teachers.metrics(none)) == {"teacher/b/logprob", "teacher/b/reverse_kl"}
     torch.testing.assert_close(alone.logprobs_T[none.loss_mask_T].double(), want[2], rtol=1e-5, atol=1e-5)
     assert here["a"].seen == 3, "it has nothing to score"
+
+
+def test_the_terms_of_several_teachers_of_a_row_add_up() -> None:
+    batch, models = make_batch(), {"all": make(1), "some": make(2)}
+    weights = {"all": 0.3, "some": 0.7}
+    here = {name: Here(model) for name, model in models.items()}
+    teachers = TaggedTeachers(here, {"all": [0, 1, 2], "some": [1]}, weights)  # type: ignore[arg-type]
+    scores = teachers.gather_scores(batch, *teachers.submit_logprobs(batch))
+    judged = batch.replace(teacher_logprobs_T=scores.logprobs_T)
+    tags = {"all": [], "some": ["y"]}
+    own = {name: {"pretrain": name, "opd_kl_coef": weights[name], "tag_included": tags[name]} for name in tags}
+    found = teacher_term(judged, ThreeTags(teachers=own))
+    for row, tag in enumerate(TAGS.tolist()):
+        one = judged.select([row])
+        policy = one.rollout_logprobs_T[one.loss_mask_T].double()
+        judging = ("all", "some") if tag == 1 else ("all",)
+        want = sum(weights[name] * (oracle(models[name], batch, row) - policy) for name in judging)
+        place = batch.token_index(torch.tensor([row]))
+        torch.testing.assert_close(found[place][one.loss_mask_T], want, rtol=1e-5, atol=1e-5)
+    metrics = teachers.metrics(judged)
+    alone = torch.cat([oracle(models["all"], batch, row) for row in range(5)])
+    assert metrics["teacher/all/logprob"] == pytest.approx(float(alone.mean()), rel=1e-5)
 
 
 def test_rows_of_a_teacher_with_other_tokens_have_chunks_and_others_have_their_tokens() -> None:
     batch = make_batch()
     tokens, chunks = Here(make(1)), Here(make(2), chunks=True)
-    teachers = TaggedTeachers({"a": tokens, "b": chunks}, {"a": [0, 2], "b": [1]})  # type: ignore[dict-item]
+    teachers = TaggedTeachers({"a": tokens, "b": chunks}, {"a": [0, 2], "b": [1]}, {"a": 1.0, "b": 1.0})  # type: ignore[dict-item]
     scores = teachers.gather_scores(batch, *teachers.submit_logprobs(batch))
     judged = batch.replace(teacher_logprobs_T=scores.logprobs_T, teacher_chunk_T=scores.chunk_T)
     assert teacher_metrics(judged)["teacher/aligned"] == 1

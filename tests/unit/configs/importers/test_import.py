@@ -168,8 +168,8 @@ def test_a_teacher_that_is_told_the_solution_of_roll(tmp_path: Path) -> None:
     assert isinstance(own, RLVRConfig) and not own.is_pure_opd and own.teacher is not None
     assert "{prompt}" in own.teacher_prompt and "{reference_solution}" in own.teacher_prompt
     assert kinds(mixed, Kind.TO_DO) >= {"opsd_teacher_template"}
-    cut = convert("roll", [file], [*words, "opsd_max_solution_length=64"])
-    assert kinds(cut, Kind.IMPOSSIBLE) == {"opsd_max_solution_length"}
+    cut = loaded(convert("roll", [file], [*words, "opsd_max_solution_length=64", "opd_token_kld_clip=0.5"]), tmp_path)
+    assert isinstance(cut, RLVRConfig) and (cut.teacher_column_length, cut.opd_token_kld_clip) == (64, 0.5)
 
 
 def test_several_teachers_of_roll(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_several_teachers_of_roll(tmp_path: Path) -> None:
     imported = convert("roll", [file])
     config = loaded(imported, tmp_path)
     assert isinstance(config, RLVRConfig) and imported.exit_code == 0, report(imported)
-    assert config.teacher is None and config.opd_kl_coef == 0.5
+    assert config.teacher is None and config.teacher_coefficients == [0.5, 0.5]
     found = {name: (each.pretrain, each.tag_included) for name, each in config.teachers.items()}
     assert found == {"m": ("Qwen/Qwen2.5-7B", ["sums"]), "c": ("Qwen/Qwen2.5-Coder-7B", ["code"])}
     options = config.teachers["c"].strategy_args
@@ -197,7 +197,9 @@ def test_several_teachers_of_roll(tmp_path: Path) -> None:
     assert config.teachers["c"].model_args.dtype == "bf16"
     values["teacher"]["m"] |= {"tag_included": [], "opd_kl_coef": 0.3}
     file.write_text(yaml.safe_dump(values))
-    assert kinds(convert("roll", [file]), Kind.IMPOSSIBLE) == {"teacher.m.tag_included", "teacher.<name>.opd_kl_coef"}
+    both = loaded(convert("roll", [file]), tmp_path)
+    assert isinstance(both, RLVRConfig)
+    assert dict(zip(both.tags, both.teacher_coefficients, strict=True)) == {"sums": 0.3, "code": 0.8}
 
 
 def test_agentic_of_roll(tmp_path: Path) -> None:
