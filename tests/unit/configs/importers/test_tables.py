@@ -14,7 +14,7 @@ from roll.configs.distill import DistillConfig
 from roll.configs.dpo import DPOConfig
 from roll.configs.engines import cards
 from roll.configs.importers import SYSTEMS
-from roll.configs.importers.table import ROLES, advice, find, rows
+from roll.configs.importers.table import IMPOSSIBLE, ROLES, advice, find, rows
 from roll.configs.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.schema import locate
@@ -46,6 +46,14 @@ def known(path: str) -> bool:
     return any(
         locate(schema, parts) is not None for schema in (AgenticConfig, DistillConfig, DPOConfig, RLVRConfig, SFTConfig)
     )
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_key_whose_own_keys_are_told_is_not_judged_as_a_whole(system: str) -> None:
+    all_rows = list(rows(system))
+    inner = [row.key for row in all_rows if not row.key.endswith("**")]
+    judged = {row.key for row in all_rows if row.how == IMPOSSIBLE}
+    assert [key for key in judged if any(other.startswith(f"{key}.") for other in inner)] == []
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
