@@ -9,6 +9,8 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from roll.configs.importers.branches import Branches
+
 ENTRIES = {
     "verl": re.compile(r"(?:^|[./])main_(?:ppo|dapo|\w+)(?:\.py)?$"),
     "verl_sft": re.compile(r"(?:^|[./])(?:\w+_)?sft_trainer(?:_\w+)?(?:\.py)?$"),
@@ -21,7 +23,8 @@ ENTRIES = {
 _ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _VARIABLE = re.compile(
     r"\$\(\((?P<sum>[^()]*(?:\([^()]*\)[^()]*)*)\)\)"
-    r"|\$\{(?P<braced>\w+|@)(?:\[[@*]\])?(?::?-(?P<fallback>(?:[^{}]|\{[^{}]*\})*))?\}"
+    r"|\$\{(?P<braced>\w+|@)(?:\[[@*]\])?(?::?-(?P<fallback>(?:[^{}]|\{[^{}]*\})*))?"
+    r"(?:(?P<slashes>//?)(?P<old>[^/{}]+)/?(?P<new>[^{}]*))?\}"
     r"|\$(?P<plain>[A-Za-z_]\w*|[@*\d])"
 )
 _OPERATORS = {
@@ -60,9 +63,10 @@ class Script:
 def read_script(text: str, system: str) -> Script:
     """Finds the command that starts a system's training, and the words after it.
 
-    Assignments (``A=b``, ``A=(b c)``, ``export A=b``), ``$A``, ``${A}``, ``${A:-b}``, ``${A[@]}`` and ``$((A * 2))``
-    are followed in the order of the lines. Variables that the script does not set stay as ``${oc.env:A}``. What
-    only a shell can tell, as ``$(…)``, makes its word unreadable: it is left out with a note.
+    Assignments (``A=b``, ``A=(b c)``, ``export A=b``), ``$A``, ``${A}``, ``${A:-b}``, ``${A//b/c}``, ``${A[@]}`` and
+    ``$((A * 2))`` are followed in the order of the lines, and branches as far as these tell which one runs. Variables
+    that the script does not set stay as ``${oc.env:A}``. What only a shell can tell, as ``$(…)``, makes its word
+    unreadable: it is left out with a note.
 
     Raises:
         ScriptError: the script starts no program of that system.
@@ -70,19 +74,20 @@ def read_script(text: str, system: str) -> Script:
     variables: dict[str, list[str]] = {}
     script: Script | None = None
     notes: list[str] = []
-    for words in _commands(text, notes):
-        words = list(_assign(words, variables))
-        if not words:
-            continue
-        start = next((i for i, word in enumerate(words) if ENTRIES[system].search(word)), None)
-        if start is not None:
-            script = _arguments(words[start + 1 :], variables, script or Script())
-            if system == "verl_sft":
-                script.overrides = [*_groups(script.overrides), *_processes(words[:start])]
+    branches = Branches(lambda word: _expanded(word, variables))
+    for line in _commands(text, notes):
+        for command in branches.commands(line):
+            words = list(_assign(command, variables))
+            start = next((i for i, word in enumerate(words) if ENTRIES[system].search(word)), None)
+            if start is not None:
+                script = _arguments(words[start + 1 :], variables, script or Script())
+                if system == "verl_sft":
+                    script.overrides = [*_groups(script.overrides), *_processes(words[:start])]
     if script is None:
         raise ScriptError(f"no command that starts a program of {system}, such as {ENTRIES[system].pattern}")
-    if re.search(r"^\s*(if|for|case|while)\b", text, re.MULTILINE):
-        notes.append("the script has branches or loops: of assignments to one name, the last line counts")
+    if branches.guessed:
+        guessed = "the script has branches that only a shell can choose, or loops"
+        notes.append(f"{guessed}: of assignments to one name, the last line counts")
     script.notes = [*notes, *script.notes]
     return script
 
@@ -176,7 +181,7 @@ def _expanded(word: str, variables: Mapping[str, list[str]]) -> list[str]:
     """A word with its variables replaced; an array alone becomes its words, a value without quotes its parts."""
     quoted, word = _QUOTED in word, word.replace(_QUOTED, "")
     whole = _VARIABLE.fullmatch(word)
-    if whole and (name := whole["braced"] or whole["plain"]):
+    if whole and whole["old"] is None and (name := whole["braced"] or whole["plain"]):
         if name in variables and len(variables[name]) != 1:
             return variables[name]
         if name in variables and not quoted:
@@ -189,7 +194,9 @@ def _expanded(word: str, variables: Mapping[str, list[str]]) -> list[str]:
             return _sum(_VARIABLE.sub(value, found["sum"]), variables)
         name = found["braced"] or found["plain"]
         if name in variables:
-            return " ".join(variables[name])
+            text = " ".join(variables[name])
+            count = -1 if found["slashes"] == "//" else 1
+            return text if found["old"] is None else text.replace(found["old"], found["new"], count)
         if found["fallback"] is not None:
             return _VARIABLE.sub(value, found["fallback"])
         return "" if name in "@*" or name.isdigit() else f"${{oc.env:{name}}}"

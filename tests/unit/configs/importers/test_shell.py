@@ -76,8 +76,44 @@ def test_the_named_configuration_is_found() -> None:
     )
 
 
-def test_branches_are_told() -> None:
-    assert "branches" in read_script(f"if [ 1 ]; then\n  A=1\nfi\n{RUN} a=$A", "verl").notes[0]
+BRANCHES = """
+BACKEND=$1
+ENGINE=megatron
+N=2
+if [[ $ENGINE == "megatron" ]]; then
+    NAME=first
+    if [ "${USE_LORA:-0}" = "1" ]; then EXTRA=lora; else EXTRA=none; fi
+elif [ -n "$HOME_OF_NOBODY" ]
+then
+    NAME=second
+else
+    NAME=third
+    if [ -f a_file ]; then NAME=fourth; fi
+fi
+if [ $N -gt 2 ]; then
+    N=9
+elif [[ ! $ENGINE == fsdp* ]]; then
+    N=$((N * 4))
+fi
+if [ -z "$BACKEND" ]; then BACKEND=unset; fi
+"""
+
+
+def test_branches_are_chosen_by_the_variables_of_the_script() -> None:
+    found = read_script(f"{BRANCHES}{RUN} a=$NAME b=$EXTRA c=$N d=$BACKEND", "verl")
+    assert found.overrides == ["a=first", "b=none", "c=8", "d=unset"] and not found.notes
+    other = read_script(f"{BRANCHES.replace('ENGINE=megatron', 'ENGINE=fsdp2')}{RUN} a=$NAME c=$N", "verl")
+    assert other.overrides == ["a=fourth", "c=2"], "a file that only a shell can look for: the last line counts"
+    assert "only a shell can choose" in other.notes[0]
+    once = read_script(f"A=x/y/x\nif [ $A = b ]; then\n{RUN} a=1\nelse\n{RUN} b=${{A//x/z}} c=${{A/x/z}}\nfi", "verl")
+    assert once.overrides == ["b=z/y/z", "c=z/y/x"]
+
+
+@pytest.mark.parametrize("line", ["if [ $RANK = 0 ]; then", "if grep -q x y; then", "for A in 1 2; do"])
+def test_what_only_a_shell_can_choose_is_told(line: str) -> None:
+    end = "done" if line.startswith("for") else "fi"
+    found = read_script(f"A=0\n{line}\n  A=1\n{end}\n{RUN} a=$A", "verl")
+    assert found.overrides == ["a=1"] and "branches" in found.notes[0]
 
 
 @pytest.mark.parametrize("text", ["", "echo a=1", "python train.py a=1", f"# {RUN} a=1"])
