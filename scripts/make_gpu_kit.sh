@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Gathers what a machine with a GPU, but without a network, lacks to run ROLL's tests and benchmarks: wheels of all
-# dependencies but torch (and what belongs to it), in parts of at most 60 MB; larger wheels are split.
+# dependencies but torch (and what belongs to it), in parts of at most 55 MB; larger wheels are split.
 #
 #     scripts/make_gpu_kit.sh KIT_FOLDER [PYTHON_VERSION]
 #
@@ -11,25 +11,34 @@ cd "$(dirname "$0")/.."
 KIT=$(realpath -m "${1:?usage: scripts/make_gpu_kit.sh KIT_FOLDER [PYTHON_VERSION]}")
 TARGET=${2:-3.12}
 PYTHON=${PYTHON:-.venv/bin/python}
-PART_MB=60
+PART_MB=55
 WHEELS=$(mktemp -d)
 trap 'rm -rf "$WHEELS"' EXIT
 
 rm -rf "$KIT"
 mkdir -p "$KIT"
 
-# name==version of everything that the package with these extras needs, as installed here, for the other Python.
-"$PYTHON" - "$TARGET" >"$WHEELS/pins" <<'PY'
-import sys
+# What pip is asked for over there: ranges, so that a package that is there already and fits stays.
+"$PYTHON" - >"$KIT/requirements.txt" <<'PY'
 import tomllib
+
+TESTING = ("pytest", "hypothesis", "setuptools")  # of the extra dev; linters and other libraries' programs stay here
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+extras = project["optional-dependencies"]
+texts = [*project["dependencies"], *(text for extra in ("lora", "deepspeed", "megatron") for text in extras[extra])]
+texts += [text for text in extras["dev"] if text.startswith(TESTING)]
+print("\n".join(text for text in texts if not text.startswith("torch")))
+PY
+
+# name==version of everything that these need, as installed here, for the other Python.
+"$PYTHON" - "$TARGET" "$KIT/requirements.txt" >"$WHEELS/pins" <<'PY'
+import sys
 from importlib import metadata
 
 from packaging.requirements import Requirement
 
 BELONGS_TO_TORCH = ("torch", "triton", "nvidia-", "cuda-")
-EXTRAS = ("lora", "deepspeed", "megatron", "dev")
-project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-wanted = [*project["dependencies"], *(text for extra in EXTRAS for text in project["optional-dependencies"][extra])]
+wanted = open(sys.argv[2]).read().splitlines()
 python = {"python_version": sys.argv[1], "python_full_version": f"{sys.argv[1]}.0"}
 seen = {}
 while wanted:
@@ -75,17 +84,6 @@ if compiled=$(ls "$WHEELS" | grep -v -E 'none-any|linux.*x86_64' | grep '\.whl$'
   echo "built for this machine only: $compiled" >&2
   exit 1
 fi
-
-# What pip is asked for over there: ranges, so that a package that is there already and fits stays.
-"$PYTHON" - >"$KIT/requirements.txt" <<'PY'
-import tomllib
-
-project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-extras = project["optional-dependencies"]
-wanted = ("lora", "deepspeed", "megatron", "dev")
-texts = [*project["dependencies"], *(text for extra in wanted for text in extras[extra])]
-print("\n".join(text for text in texts if not text.startswith("torch")))
-PY
 
 (cd "$WHEELS" && sha256sum ./*.whl) >"$KIT/SHA256SUMS"
 part=1 room=$((PART_MB * 1000 * 1000))

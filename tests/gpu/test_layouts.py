@@ -39,7 +39,13 @@ def figures() -> dict[str, Figures]:
     return {}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(row, marks=pytest.mark.xdist_group(f"{row.strategy}-{row.world_size}"), id=row.id)
+        for row in LAYOUTS
+    ],
+)
 def test_layout_on_gpus(layout: Layout, figures: dict, tmp_path_factory: pytest.TempPathFactory) -> None:
     package = PACKAGES.get(layout.strategy)
     if package is not None and not package.installed:

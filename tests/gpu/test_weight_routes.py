@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"),
     pytest.mark.timeout(1800),
+    pytest.mark.xdist_group("weight routes"),  # one Ray
 ]
 OPTIONS: dict[str, dict[str, Any]] = {"vllm": {"gpu_memory_utilization": 0.3}, "sglang": {"mem_fraction_static": 0.3}}
 IPC, NCCL = Route.CUDA_IPC, Route.COLLECTIVE

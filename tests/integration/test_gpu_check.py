@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_gpu_check_is_rehearsed_without_a_gpu_and_leaves_its_figures(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "GPU_CHECK_SECONDS": "780"}
     script = [str(ROOT / "scripts" / "gpu_check.sh"), "--rehearse", str(tmp_path)]
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=800)
     log = (tmp_path / "check.log").read_text()
@@ -25,3 +25,17 @@ def test_the_gpu_check_is_rehearsed_without_a_gpu_and_leaves_its_figures(tmp_pat
 def test_a_wrong_call_shows_the_usage() -> None:
     done = subprocess.run([str(ROOT / "scripts" / "gpu_check.sh")], capture_output=True, text=True)
     assert done.returncode == 2 and "KIT_FOLDER OUT_FOLDER" in done.stderr
+
+
+def test_a_damaged_kit_is_not_installed_and_the_figures_say_so(tmp_path: Path) -> None:
+    kit = tmp_path / "kit"
+    kit.mkdir()
+    (kit / "one-1.0-py3-none-any.whl").write_bytes(b"damaged")
+    (kit / "SHA256SUMS").write_text(f"{'0' * 64}  ./one-1.0-py3-none-any.whl\n")
+    environment = {**os.environ, "GPU_CHECK_ENV": str(tmp_path / "env")}
+    script = [str(ROOT / "scripts" / "gpu_check.sh"), str(kit), str(tmp_path / "out")]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1 and "cannot be installed" in done.stderr
+    steps = json.loads((tmp_path / "out" / "check.json").read_text())["steps"]
+    assert list(steps) == ["install"] and steps["install"]["exit_code"] == 1
+    assert "FAILED" in (tmp_path / "out" / "check.log").read_text()
