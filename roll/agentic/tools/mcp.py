@@ -34,7 +34,7 @@ class McpServer:
         """
         try:
             async with asyncio.timeout(self._config.start_timeout):
-                listed = (await (await self._connect().client()).list_tools()).tools
+                listed = await _list(await self._connect().client())
         except Exception as error:  # the client, its transport and the program have many
             await self.close()
             reason = "it took too long" if isinstance(error, TimeoutError) else _first(error)
@@ -53,14 +53,22 @@ class McpServer:
         """Calls a tool; the answer is all of its text.
 
         Raises:
-            ToolError: the tool says that it failed.
-            Exception: the server did not answer.
+            ToolError: the tool says that it failed, or the server that the arguments are wrong.
+            Exception: the server did not answer, or with something else than a result.
         """
+        from mcp import MCPError
+        from mcp_types import INVALID_PARAMS
+
         connection = self._connect()
         try:
             result = await (await connection.client()).call_tool(name, arguments)
-        except Exception:
-            await connection.close()  # the next call finds a new one
+        except Exception as error:
+            if isinstance(error, MCPError) and error.code == INVALID_PARAMS:
+                raise ToolError(str(error)) from error
+            if _is_lost(error):
+                await connection.close()  # the next call finds a new one
+            if isinstance(error, ExceptionGroup):
+                raise ConnectionError(_first(error)) from error
             raise
         text = "\n".join(block.text if block.type == "text" else f"[{block.type}]" for block in result.content)
         if result.is_error:
@@ -148,6 +156,27 @@ class McpTool(Tool):
 
     async def call(self, arguments: dict[str, Any], state: dict[str, Any]) -> str:
         return await self._server.call(self._name, arguments)
+
+
+async def _list(client: Client) -> list[Any]:
+    """All of a server's tools, which it may tell page by page."""
+    tools: list[Any] = []
+    cursor: str | None = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        if (cursor := page.next_cursor) is None:
+            return tools
+
+
+def _is_lost(error: Exception) -> bool:
+    """Whether the connection can no longer be used; calls of other episodes are under way in one that can."""
+    from mcp import MCPError
+    from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST, METHOD_NOT_FOUND, PARSE_ERROR, REQUEST_TIMEOUT
+
+    if isinstance(error, MCPError):  # INVALID_REQUEST and METHOD_NOT_FOUND: the session is not known there any more
+        return error.code in (CONNECTION_CLOSED, INVALID_REQUEST, METHOD_NOT_FOUND, PARSE_ERROR, REQUEST_TIMEOUT)
+    return not isinstance(error, RuntimeError | ValueError)  # those say that a result is not what was promised
 
 
 def _first(error: BaseException) -> str:

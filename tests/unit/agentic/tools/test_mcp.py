@@ -19,6 +19,7 @@ pytest.importorskip("mcp", reason="mcp is not installed")
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "mcp_calculator.py"
 COMMAND = [sys.executable, str(SCRIPT)]
+STRICT = [sys.executable, str(SCRIPT.with_name("mcp_strict_server.py"))]
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,42 @@ def test_a_server_that_died_is_started_again_and_gets_its_variables() -> None:
             await server.close()
 
     assert asyncio.run(play()) == ["3", "Bern"]
+
+
+def test_an_error_that_answers_one_call_leaves_the_connection_to_the_others() -> None:
+    async def play() -> list[Any]:
+        server = McpServer("strict", McpServerConfig(command=STRICT, timeout=60))
+        try:
+            tools = await server.tools()
+            assert list(tools) == ["wait", "city"], "of both pages"
+            waiting = asyncio.ensure_future(tools["wait"].call({}, {}))
+            await asyncio.sleep(0.1)
+            with pytest.raises(ToolError, match="name: expected a city"):
+                await tools["city"].call({"name": 1}, {})
+            with pytest.raises(Exception, match="name: expected a city") as raised:
+                await tools["city"].call({"code": -32050}, {})
+            assert not isinstance(raised.value, ToolError), "not the policy's fault"
+            return await waiting
+        finally:
+            await server.close()
+
+    assert asyncio.run(play()) == "waited"
+
+
+def test_a_server_that_went_away_is_named_by_the_cause() -> None:
+    async def play() -> None:
+        with served() as address:
+            server = McpServer("sums", McpServerConfig(url=address, timeout=60))
+            tools = await server.tools()
+        try:
+            for _ in range(2):
+                with pytest.raises(Exception, match=r"Connection closed|ConnectError: ") as raised:
+                    await tools["add"].call({"a": 1, "b": 2}, {})
+            assert "TaskGroup" not in str(raised.value)
+        finally:
+            await server.close()
+
+    asyncio.run(play())
 
 
 @pytest.mark.parametrize(
