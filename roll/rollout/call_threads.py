@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from roll.rollout.errors import describe_error
+from roll.rollout.errors import as_runtime_error, describe_error
 
 logger = logging.getLogger(__name__)
 
@@ -347,11 +347,6 @@ class CallThreads:
             call = self._answers.popleft()
             if call.future is not None and call.future.get_loop() is self._loop:
                 call.answer()
-
-
-def as_runtime_error(error: BaseException) -> RuntimeError:
-    """An error that no event loop takes for its own."""
-    return RuntimeError(f"the environment raised {describe_error(error)}")
 
 
 def _end_soon(thread: int) -> None:

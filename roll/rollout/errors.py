@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 MAX_WORDS = 500
 """Characters of a foreign exception's message that are repeated."""
 
@@ -42,3 +46,24 @@ def describe_error(error: BaseException) -> str:
 def clean_text(text: str) -> str:
     """``text`` with lone surrogates, which no file and no tokenizer takes, spelt as escapes."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def as_runtime_error(error: BaseException) -> RuntimeError:
+    """An error that no event loop takes for its own."""
+    return RuntimeError(describe_error(error))
+
+
+@contextmanager
+def contained() -> Iterator[None]:
+    """Around a user's code in the event loop: it can neither end the loop nor cancel its caller.
+
+    Raises:
+        RuntimeError: in place of an exit, and of a cancellation that nobody has asked for.
+    """
+    try:
+        yield
+    except (SystemExit, asyncio.CancelledError) as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+            raise
+        raise as_runtime_error(error) from error

@@ -20,7 +20,7 @@ from roll.configs.tools import McpServerConfig, ToolConfig, ToolsConfig
 from roll.data.arrays import IntArray
 from roll.data.renderer import ChatRenderer, Message
 from roll.rollout.call_threads import CallThreads, CallTimeoutError
-from roll.rollout.errors import describe_error
+from roll.rollout.errors import contained, describe_error
 from roll.rollout.tool_process import ProcessTool, ToolProcessError
 from roll.utils.time_limit import time_limit
 
@@ -137,9 +137,11 @@ class ToolBox:
             return await tool.call(arguments, state)
         if inspect.iscoroutinefunction(tool.call):
             async with time_limit(entry.timeout):
-                return await tool.call(arguments, state)
+                with contained():
+                    return await tool.call(arguments, state)
         if tool.instant:
-            result = tool.call(arguments, state)
+            with contained():
+                result = tool.call(arguments, state)
         else:
             mailbox = self._threads.mailbox()
             try:
@@ -148,7 +150,8 @@ class ToolBox:
                 mailbox.close(lambda: None)
         if inspect.isawaitable(result):
             async with time_limit(entry.timeout):
-                return await result
+                with contained():
+                    return await result
         return result
 
     def cut(self, text: str) -> str:

@@ -12,7 +12,7 @@ from roll.agentic.env.base import StepResult
 from roll.configs.user import UserConfig
 from roll.data.prompts import Prompt
 from roll.rollout.env_manager import TOOL_TURNS
-from roll.rollout.errors import EnvError, clean_text, describe_error
+from roll.rollout.errors import EnvError, clean_text, contained, describe_error
 from roll.rollout.prompt_env import PromptEnv
 from roll.utils.registry import import_path
 
@@ -92,9 +92,7 @@ class UserEnv:
 
     async def _respond(self) -> tuple[str, float, bool]:
         try:
-            answer: Any = await asyncio.wait_for(
-                self._user.respond(tuple(self._messages), self._env.prompt), self._config.timeout
-            )
+            answer: Any = await asyncio.wait_for(self._asked(), self._config.timeout)
         except TimeoutError as error:
             raise UserError(f"the user took longer than user.timeout={self._config.timeout:g}s") from error
         except Exception as error:  # a user's class may raise anything
@@ -107,3 +105,7 @@ class UserEnv:
         if not right or not math.isfinite(reward):
             raise UserError(f"the user answered {answer!r:.200}, expected (text, finite number, true or false)")
         return clean_text(words), float(reward), bool(is_over)
+
+    async def _asked(self) -> Any:
+        with contained():
+            return await self._user.respond(tuple(self._messages), self._env.prompt)

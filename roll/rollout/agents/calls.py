@@ -11,7 +11,7 @@ import httpx
 from roll.configs.agent import AgentConfig
 from roll.rollout.agents.task import AgentError, AgentExitError, AgentTask, Workplace
 from roll.rollout.call_threads import CallThreads
-from roll.rollout.errors import describe_error
+from roll.rollout.errors import contained, describe_error
 from roll.utils.registry import import_path
 
 _NO_LIMIT_S = 1e8
@@ -43,7 +43,8 @@ class FunctionProgram:
 
     async def _call(self, task: AgentTask) -> Any:
         if inspect.iscoroutinefunction(self._function):
-            return await self._function(task)
+            with contained():
+                return await self._function(task)
         mailbox = self._threads.mailbox()
         try:
             return await mailbox.run("agent", lambda: self._function(task), _NO_LIMIT_S, ends_with_caller=True)

@@ -33,7 +33,7 @@ TOKENIZER = make_tokenizer()
 RENDERER = ChatRenderer(TOKENIZER)
 HERE = "tests.unit.rollout.test_tool_env"
 PROMPT = Prompt("p1", "sums", ({"role": "user", "content": "17*3="},), ground_truth="51")
-LIMITS = Limits(prompt_length=2000, sequence_length=2048)
+LIMITS = Limits(prompt_length=2400, sequence_length=2500)
 EPISODE = EpisodeSpec("sums", 5, 1, env_seed=11, sampling_seed=13)
 
 
@@ -61,6 +61,19 @@ async def sleep(seconds: float) -> str:
     return "awake"
 
 
+async def leave(how: str) -> str:
+    """Tries to end the process, or the task that it runs in."""
+    raise SystemExit(3) if how == "exit" else asyncio.CancelledError
+
+
+def leave_at_once() -> str:
+    """The same without waiting for anything."""
+    raise SystemExit(3)
+
+
+leave_at_once.instant = True  # type: ignore[attr-defined]
+
+
 class Flaky(Tool):
     """Fails at every first call of an episode, and counts them."""
 
@@ -77,6 +90,8 @@ TOOLS: dict[str, Any] = {
     "calculator": {"tool": "calculator"},
     "tell": {"tool": f"{HERE}:tell", "timeout": 0.2},
     "sleep": {"tool": f"{HERE}:sleep", "timeout": 0.2},
+    "leave": {"tool": f"{HERE}:leave"},
+    "leave_at_once": {"tool": f"{HERE}:leave_at_once"},
     "flaky": {"tool": f"{HERE}:Flaky", "retries": 1},
     "other": {"tool": f"{HERE}:tell", "tags": ["elsewhere"]},
 }
@@ -163,8 +178,11 @@ def test_calls_of_a_turn_run_side_by_side_and_too_many_are_not_run() -> None:
         (call("sleep", seconds=60), "error: sleep took longer than 0.2 s", {"failed_calls": 1, "call_timeouts": 1}),
         (call("tell", what=1), "error: what: Input should be a valid string", {"failed_calls": 1}),
         (call("tell", what="bytes"), "\ufffd\ufffd\x00ok", {}),
+        (call("leave", how="exit"), "error: RuntimeError: SystemExit: 3", {"failed_calls": 1}),
+        (call("leave", how="cancel"), "error: RuntimeError: CancelledError: ", {"failed_calls": 1}),
+        (call("leave_at_once"), "error: RuntimeError: SystemExit: 3", {"failed_calls": 1}),
         (call("flaky"), "call 2", {}),
-        (call("other"), "error: there is no tool 'other', expected one of: calculator, tell, sleep, flaky", None),
+        (call("other"), "error: there is no tool 'other', expected one of: calculator, tell, sleep, leave", None),
         (call("calculater"), "did you mean calculator?", None),
     ],
 )

@@ -42,6 +42,8 @@ class Guide:
         assert messages[-1]["role"] == "assistant" and prompt.tag == PROMPT.tag
         if self.fault == "raise":
             raise ZeroDivisionError("by nought")
+        if self.fault == "exit":
+            raise SystemExit(3)
         if self.fault == "hang":
             await asyncio.sleep(30)
         if self.fault == "odd":
@@ -103,6 +105,7 @@ def test_after_its_last_turn_the_answer_is_scored_without_the_user() -> None:
     ("fault", "told"),
     [
         ("raise", "the user raised ZeroDivisionError: by nought"),
+        ("exit", "the user raised RuntimeError: SystemExit: 3"),
         ("hang", r"the user took longer than user.timeout=0\.1s"),
         ("odd", r"the user answered \('text', nan, False\), expected \(text, finite number, true or false\)"),
     ],

@@ -294,6 +294,14 @@ def raising(task: AgentTask) -> None:
     raise ValueError(f"bad key {task.api_key}")
 
 
+async def leaving(task: AgentTask) -> None:
+    raise SystemExit(0)
+
+
+async def cancelled(task: AgentTask) -> None:
+    raise asyncio.CancelledError
+
+
 def number(task: AgentTask) -> Any:
     return 51
 
@@ -306,6 +314,8 @@ def test_functions_are_programs_too() -> None:
     for name, told in (
         ("hanging", "took longer than agent.timeout=0.5 s"),
         ("raising", re.escape("ValueError: bad key ***")),
+        ("leaving", "raised RuntimeError: SystemExit: 0"),
+        ("cancelled", "raised RuntimeError: CancelledError"),
         ("number", "returned 51 .int., expected a text or nothing"),
     ):
         with pytest.raises(AgentError, match=told):
