@@ -24,6 +24,9 @@ _TOO_CLEVER = "so no prompt for it can be told from the answer; train_on: last, 
 _SENTINEL = "\u241fassistant-turn\u241f"
 _CACHE_SIZE = 20_000
 
+CHARS_PER_TOKEN = 64
+"""Of a text with more characters for each token that it may have, more need not be tokenised: it is too long."""
+
 _OPENING: Message = {"role": "user", "content": "-"}
 _PROBE = "probe_of_tools"
 _PROBE_TOOL: Tool = {

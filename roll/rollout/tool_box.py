@@ -18,17 +18,13 @@ from roll.agentic.tools.types import AssistantTurn, ToolCall, ToolSchema
 from roll.configs.schema import nearest
 from roll.configs.tools import McpServerConfig, ToolConfig, ToolsConfig
 from roll.data.arrays import IntArray
-from roll.data.renderer import ChatRenderer, Message
+from roll.data.renderer import CHARS_PER_TOKEN, ChatRenderer, Message
 from roll.rollout.call_threads import CallThreads, CallTimeoutError
 from roll.rollout.errors import contained, describe_error
 from roll.rollout.tool_process import ProcessTool, ToolProcessError
 from roll.utils.time_limit import time_limit
 
 logger = logging.getLogger(__name__)
-
-_CHARS_PER_TOKEN = 64
-"""More of a long result need not be tokenised to see that it is too long."""
-
 
 _Entry: TypeAlias = tuple[Tool, ToolConfig | McpServerConfig]
 
@@ -157,7 +153,7 @@ class ToolBox:
     def cut(self, text: str) -> str:
         """The text in at most ``max_tool_response_tokens``, with a note where more was left out."""
         limit, side = self.config.max_tool_response_tokens, self.config.tool_response_truncate_side
-        kept = limit * _CHARS_PER_TOKEN
+        kept = limit * CHARS_PER_TOKEN
         long = len(text) > 2 * kept
         parts = [text[:kept], text[-kept:]] if long else [text]
         ids = [self._renderer.words(part) for part in parts]
@@ -204,7 +200,7 @@ async def make_tools(config: ToolsConfig, opened: contextlib.AsyncExitStack) -> 
         except Exception as error:  # a user's class may raise anything
             raise ValueError(f"tools.use.{name}: {describe_error(error)}") from error
         if entry.isolation == "process":
-            tool = ProcessTool(name, entry, tool, 2 * _CHARS_PER_TOKEN * config.max_tool_response_tokens)
+            tool = ProcessTool(name, entry, tool, 2 * CHARS_PER_TOKEN * config.max_tool_response_tokens)
             opened.push_async_callback(tool.close)
         made[name] = tool, entry
     for name, settings in config.servers.items():

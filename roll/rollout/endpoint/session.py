@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,7 +25,7 @@ from roll.agentic.tools.dialects.base import split_reasoning
 from roll.agentic.tools.types import AssistantTurn, ToolCall, ToolSchema, call_id
 from roll.configs.agent import AgentConfig
 from roll.data.arrays import IntArray
-from roll.data.renderer import ChatRenderer, Message, Tool
+from roll.data.renderer import CHARS_PER_TOKEN, ChatRenderer, Message, Tool
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
 from roll.rollout.endpoint.errors import ApiError
 from roll.rollout.endpoint.history import History, Past, Said
@@ -176,6 +177,7 @@ class Session:
             ApiError: the request is refused.
         """
         self._admit(wanted.n)
+        self._check_text(len(messages))
         past = self._history.recall(messages, tools)
         prompt_ids = self._prompt(messages, tools, past)
         schemas = [_schema(tool) for tool in tools]
@@ -228,10 +230,12 @@ class Session:
     def _prompt(self, messages: Sequence[Message], tools: Sequence[Tool], past: Past) -> IntArray:
         """The conversation's ids: of what was sampled before, as they were sampled."""
         renderer = self.policy.renderer
+        new = messages[past.known :]
+        self._check_text(len(_written(new, tools if past.said is None else ())) // CHARS_PER_TOKEN)
         try:
             if past.said is None:
                 return renderer.prompt(messages, tools or None)
-            added = renderer.continuation(messages[past.known :], past.said.answer_ids, tools or None)
+            added = renderer.continuation(new, past.said.answer_ids, tools or None)
             return np.concatenate([past.said.ids, added])
         except Exception as error:  # a template may raise anything
             message = f"messages: the model's chat template refuses them: {describe_error(error)}"
@@ -240,6 +244,7 @@ class Session:
     def _text_prompt(self, text: str) -> IntArray:
         renderer = self.policy.renderer
         said, rest = self._history.recall_text(text)
+        self._check_text(len(rest) // CHARS_PER_TOKEN)
         added = renderer.words(rest)
         return added if said is None else np.concatenate([said.ids, added])
 
@@ -300,16 +305,23 @@ class Session:
             message = f"the episode has had its {self.config.max_calls} answers"
             raise ApiError(403, message, code="max_calls_exceeded")
 
+    def _check_text(self, least: int) -> None:
+        """Refuses what is far too long before it is tokenised, for which all other episodes would have to wait."""
+        if least >= self.policy.limits.sequence_length:
+            raise self._too_long(f"more than {least}")
+
     def _check_room(self, num_tokens: int) -> None:
         """Raises ``ApiError`` for a prompt that leaves no room to answer."""
-        limit = self.policy.limits.sequence_length
-        if num_tokens >= limit:
-            self.end = EpisodeEnd.CONTEXT_FULL
-            message = (  # programs look for these words
-                f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
-                f"{num_tokens} tokens. Please reduce the length of the messages."
-            )
-            raise ApiError(400, message, code="context_length_exceeded", param="messages")
+        if num_tokens >= self.policy.limits.sequence_length:
+            raise self._too_long(str(num_tokens))
+
+    def _too_long(self, tokens: str) -> ApiError:
+        self.end = EpisodeEnd.CONTEXT_FULL
+        message = (  # programs look for these words
+            f"This model's maximum context length is {self.policy.limits.sequence_length} tokens. However, your "
+            f"messages resulted in {tokens} tokens. Please reduce the length of the messages."
+        )
+        return ApiError(400, message, code="context_length_exceeded", param="messages")
 
     def _over(self) -> ApiError:
         return ApiError(410, "the episode of this key has ended", code="episode_ended")
@@ -374,6 +386,12 @@ def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     """The text before the first of the stop strings, and which that is."""
     at, stop = min(((at, stop) for stop in stops if (at := text.find(stop)) >= 0), default=(len(text), None))
     return text[:at], stop
+
+
+def _written(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+    """What a prompt tells of messages and tools; templates may leave out the reasoning of earlier turns."""
+    told = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in messages]
+    return json.dumps([told, tools], ensure_ascii=False)
 
 
 def _schema(tool: Tool) -> ToolSchema:

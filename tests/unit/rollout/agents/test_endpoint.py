@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, GenerateRequest
 from roll.rollout.endpoint.errors import PortTakenError
 from roll.rollout.endpoint.server import Endpoint
@@ -278,6 +279,35 @@ def test_calls_beyond_the_last_are_refused_for_good() -> None:
 
     session, _ = play(Engine(["x"]), program, max_calls=2)
     assert len(session.turns) == 2 and session.end == "truncated"
+
+
+LONG = "ab " * 100_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": LONG}]}),
+        ("chat/completions", {"messages": [USER], "tools": [{"function": {"name": "a", "description": LONG}}]}),
+        ("chat/completions", {"messages": [USER] * LIMITS.sequence_length}),
+        ("completions", {"prompt": LONG}),
+        ("responses", {"input": LONG}),
+        ("messages", {"max_tokens": 9, "messages": [{"role": "user", "content": LONG}]}),
+    ],
+    ids=["words", "tool", "messages", "completion", "response", "anthropic"],
+)
+def test_what_is_far_too_long_is_refused_before_it_is_tokenised(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def program(policy: openai.AsyncOpenAI) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=str(policy.base_url), headers=policy.auth_headers) as http:
+            return await http.post(path, json=body, timeout=60)
+
+    for name in ("prompt", "words"):
+        monkeypatch.delattr(ChatRenderer, name)
+    session, answer = play(Engine(["x"]), program)
+    assert answer.status_code == 400 and "maximum context length is 2000 tokens" in answer.text
+    assert session.cut_off and session.counts["refused"] == 1
 
 
 def test_a_program_that_no_longer_waits_has_its_request_given_up() -> None:
