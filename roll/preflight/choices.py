@@ -135,8 +135,8 @@ def check_told_tools(config: RLVRConfig) -> list[ConfigProblem]:
 def check_agents(config: RLConfig) -> Iterator[ConfigProblem]:
     """An agent's function and folders can be found, and so can the dialect in which the policy calls its tools."""
     for key, agent in config.agents.items():
-        if agent.path is not None and ".py:" not in agent.path:
-            yield from _path_problems(f"{key}.path", agent.path, ())
+        if agent.path is not None:
+            yield from _path_problems(f"{key}.path", agent.path, (), files=True)
         yield from _dialect_problems(f"{key}.dialect", agent.dialect)
         folders = {f"{key}.cwd": agent.cwd, f"{key}.template": agent.template}
         yield from [
@@ -364,7 +364,9 @@ def _path_problems(key: str, path: str, names: Sequence[str], files: bool = Fals
     known = ", ".join([*names, "package.module:attribute", *(["folder/file.py:attribute"] if files else [])])
     near = nearest_name(path, names)
     hint = f"did you mean {near}?" if near else ""
-    if module.endswith(".py") and attribute.isidentifier() and Path(module).expanduser().is_file() and files:
+    if module.endswith(".py") and attribute.isidentifier() and files:
+        if not Path(module).expanduser().is_file():
+            yield ConfigProblem(key, path, f"a file that is there; there is no {module}")
         return
     if not colon or not attribute.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
         yield ConfigProblem(key, path, f"one of: {known}" if names else known, hint)

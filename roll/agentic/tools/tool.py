@@ -124,7 +124,7 @@ def make_tool(name: str, target: str, args: Mapping[str, Any]) -> Tool:
         tool = made(**args)
         if not isinstance(tool, Tool):
             raise TypeError(f"{target} is a {made.__name__}, expected a function or a subclass of {Tool.__name__}")
-    elif callable(made):
+    elif inspect.isroutine(made):
         if args:
             raise TypeError(f"{target} is a function, which has no constructor: expected no args")
         tool = FunctionTool(made)
@@ -138,8 +138,11 @@ def check_tool(target: str, args: Mapping[str, Any]) -> list[ConfigProblem]:
     """Problems of an entry of ``tools.use``, keys relative to it; nothing is built but functions."""
     try:
         made = TOOLS.get(target)
-    except (UnknownNameError, ImportError, SyntaxError) as error:
+    except UnknownNameError as error:
         return [ConfigProblem("tool", target, "a tool that can be imported", str(error))]
+    except Exception as error:  # a user's module may raise anything, which is then the finding
+        hint = f"importing it raised {type(error).__name__}: {error}"
+        return [ConfigProblem("tool", target, "a tool that can be imported", hint)]
     takes_args = isinstance(made, type) and issubclass(made, Tool)
     try:
         if takes_args:

@@ -246,6 +246,7 @@ def test_a_domain_without_verifiers_hides_no_other_problem(problems: Problems) -
         (["agent={type: url, url: 'localhost:1'}"], "agent.url", "begins with http:// or https://"),
         (["agent={type: python, path: 'json:loads', cwd: /tmp}"], "agent.cwd", "which starts no command"),
         (["agent={type: python, path: 'nowhere.at_all:f'}"], "agent.path", "there is no nowhere.at_all"),
+        (["agent={type: python, path: 'no/such.py:f'}"], "agent.path", "there is no no/such.py"),
         (["agent={type: python, path: 'no path'}"], "agent.path", "package.module:attribute"),
         (["agent={command: [echo], dialect: hermez}"], "agent.dialect", "a tool dialect"),
         (["agent={type: url, url: 'http://x', sandbox: {}}"], "agent.sandbox", "which starts no command"),

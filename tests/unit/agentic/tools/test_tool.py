@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import math
 from pathlib import Path
@@ -37,6 +38,9 @@ async def wait(seconds: float) -> str:
 
 def positional(x: int, /) -> int:
     return x
+
+
+later = functools.partial(wait, seconds=1)
 
 
 class Counter(Tool):
@@ -109,6 +113,7 @@ def test_a_class_is_made_with_its_arguments_and_keeps_what_it_likes_in_an_episod
         ("no.such:thing", {}, "tool", "cannot import module"),
         (f"{HERE}:HERE", {}, "tool", "expected a function or a subclass of Tool"),
         (f"{HERE}:positional", {}, "tool", "positional only"),
+        (f"{HERE}:later", {}, "tool", "is a partial, expected a function or a subclass of Tool"),
         (f"{HERE}:Counter", {"strat": 1}, "args", "unexpected keyword argument 'strat'"),
         (f"{HERE}:convert", {"a": 1}, "args", "has no constructor"),
         ("search", {}, "args", "missing a required argument: 'corpus'"),
@@ -117,6 +122,13 @@ def test_a_class_is_made_with_its_arguments_and_keeps_what_it_likes_in_an_episod
 def test_what_is_no_tool_says_why(target: str, args: dict[str, Any], key: str, words: str) -> None:
     (problem,) = check_tool(target, args)
     assert problem.path == key and words in str(problem)
+
+
+def test_a_file_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("RATES = rates()\n", encoding="utf-8")
+    (problem,) = check_tool(f"{file}:convert", {})
+    assert problem.path == "tool" and "importing it raised NameError: name 'rates' is not defined" in str(problem)
 
 
 def test_good_tools_have_no_problem() -> None:
