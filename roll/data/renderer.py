@@ -287,10 +287,13 @@ class ChatRenderer:
             if not calls:
                 raise
             # It wants to see the calls that results answer. Behind their arguments a call and its turn are closed.
-            calls[-1]["function"]["arguments"] = {"-": _SENTINEL}
             said = {"role": "assistant", "content": "", "tool_calls": calls}
-            text = self.text([_OPENING, said, *messages], tools, open_assistant=True)
-            _, found, suffix = text.partition(_SENTINEL)
+            for call in (calls[-1], calls[0]):  # some write no more than the first of several
+                call["function"]["arguments"] = {"-": _SENTINEL}
+                text = self.text([_OPENING, said, *messages], tools, open_assistant=True)
+                _, found, suffix = text.partition(_SENTINEL)
+                if found:
+                    break
             suffix = suffix[self._control.first(suffix) :]
         else:
             _, found, suffix = text.partition(_SENTINEL)

@@ -15,7 +15,7 @@ from roll.configs.env import CustomEnvConfig
 from roll.data.arrays import IntArray
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import FinishReason, GenerateFn, GenerateRequest, Runs, SamplingParams
-from roll.rollout.errors import PromptTooLongError, ReplayError
+from roll.rollout.errors import EnvError, PromptTooLongError, ReplayError, describe_error
 from roll.rollout.recorder import Recorder
 from roll.rollout.token_watch import Conversation, TokenWatch
 from roll.rollout.types import EpisodeEnd, Frame, Trajectory, Turn
@@ -196,8 +196,15 @@ class EnvManager(ABC):
         return turn, next_observation, next_info, ended
 
     def continued(self, last: Turn, messages: Sequence[Message], info: Mapping[str, Any]) -> IntArray:
-        """The conversation so far, as it was sampled, and what has been said since."""
-        added = self.renderer.continuation(messages, last.completion.token_ids, info.get("tools"))
+        """The conversation so far, as it was sampled, and what has been said since.
+
+        Raises:
+            EnvError: the chat template refuses it.
+        """
+        try:
+            added = self.renderer.continuation(messages, last.completion.token_ids, info.get("tools"))
+        except Exception as error:  # a template may raise anything, and what was sampled must not end the run
+            raise EnvError(f"the chat template refuses what was said: {describe_error(error)}") from error
         return np.concatenate([last.prompt_ids, last.completion.token_ids, added])
 
     def _check_first_prompt(self, prompt_ids: IntArray, room: int, tag: str) -> None:

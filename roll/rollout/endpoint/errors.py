@@ -70,3 +70,12 @@ def from_validation(error: ValidationError) -> ApiError:
 def unsupported(param: str, seen: object, expected: str) -> ApiError:
     """A field that asks for what the endpoint cannot do."""
     return ApiError(400, f"{param}: seen {seen!r:.80}, expected {expected}", code="unsupported_value", param=param)
+
+
+def too_long(limit: int, tokens: str) -> ApiError:
+    """A prompt that leaves no room to answer, in words that programs look for."""
+    message = (
+        f"This model's maximum context length is {limit} tokens. However, your messages resulted in {tokens} tokens. "
+        "Please reduce the length of the messages."
+    )
+    return ApiError(400, message, code="context_length_exceeded", param="messages")

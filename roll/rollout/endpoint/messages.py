@@ -79,6 +79,18 @@ def _plain(message: ChatMessage, where: str) -> Message:
     return plain
 
 
+def named_results(messages: Sequence[Message]) -> list[Message]:
+    """Results with the names of the tools that they are from, which clients leave out and some templates write."""
+    calls = [call for message in messages for call in message.get("tool_calls") or ()]
+    names = {call["id"]: call["function"]["name"] for call in calls if call.get("id")}
+    return [
+        {**message, "name": names[message["tool_call_id"]]}
+        if message["role"] == "tool" and not message.get("name") and message.get("tool_call_id") in names
+        else message
+        for message in messages
+    ]
+
+
 def join_text(content: str | Sequence[Part] | None, where: str) -> str:
     """The text of a content.
 

@@ -27,8 +27,9 @@ from roll.configs.agent import AgentConfig
 from roll.data.arrays import IntArray
 from roll.data.renderer import CHARS_PER_TOKEN, ChatRenderer, Message, Tool
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
-from roll.rollout.endpoint.errors import ApiError
+from roll.rollout.endpoint.errors import ApiError, too_long
 from roll.rollout.endpoint.history import History, Past, Said
+from roll.rollout.endpoint.messages import named_results
 from roll.rollout.env_manager import EpisodeAbortedError, EpisodeSpec, Limits
 from roll.rollout.errors import describe_error
 from roll.rollout.recorder import Recorder
@@ -178,6 +179,7 @@ class Session:
         """
         self._admit(wanted.n)
         self._check_text(len(messages))
+        messages = named_results(messages)
         past = self._history.recall(messages, tools)
         prompt_ids = self._prompt(messages, tools, past)
         schemas = [_schema(tool) for tool in tools]
@@ -317,11 +319,7 @@ class Session:
 
     def _too_long(self, tokens: str) -> ApiError:
         self.end = EpisodeEnd.CONTEXT_FULL
-        message = (  # programs look for these words
-            f"This model's maximum context length is {self.policy.limits.sequence_length} tokens. However, your "
-            f"messages resulted in {tokens} tokens. Please reduce the length of the messages."
-        )
-        return ApiError(400, message, code="context_length_exceeded", param="messages")
+        return too_long(self.policy.limits.sequence_length, tokens)
 
     def _over(self) -> ApiError:
         return ApiError(410, "the episode of this key has ended", code="episode_ended")

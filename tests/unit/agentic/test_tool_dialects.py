@@ -310,6 +310,8 @@ MALFORMED = [
     ("mistral", "[TOOL_CALLS]f {}", "expected a name and [ARGS]"),
     ("mistral", "[TOOL_CALLS]f[ARGS]{", "it was cut off"),
     ("mistral", "[TOOL_CALLS]", "it was cut off"),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "abc"}]', "expected an id of 9 letters or digits"),
+    ("mistral", "[TOOL_CALLS]f[CALL_ID]abc[ARGS]{}", "expected an id of 9 letters or digits, saw 'abc'"),
     ("harmony", "<|channel|>commentary to=functions.f<|message|>a=1<|call|>", "expected JSON, saw 'a=1'"),
     ("harmony", "<|channel|>commentary to=functions.<|message|>{}", "expected the name of a tool"),
     ("harmony", "<|channel|>commentary to=functions.f<|message|>[]", "arguments as an object"),
@@ -414,7 +416,9 @@ def test_errors_and_foreign_ids_are_not_written() -> None:
     turn = AssistantTurn("", (ToolCall("call_of_an_api", "f", {}),), (CallError("x", "expected y"),))
     kept = replace(turn, calls=(ToolCall("call00000", "f", {}),), errors=())
     assert dialect("hermes").parse(dialect("hermes").format(turn)) == kept
-    assert dialect("mistral").parse(dialect("mistral").format(turn)) == replace(turn, errors=())
+    assert dialect("mistral").parse(dialect("mistral").format(turn)) == kept
+    its_own = AssistantTurn("", (ToolCall("abcdef123", "f", {}),))
+    assert dialect("mistral").parse(dialect("mistral").format(its_own)) == its_own
 
 
 def test_a_long_call_is_shortened_in_its_answer() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -147,6 +148,19 @@ def test_an_episode_with_tools_grows_as_the_template_writes_it(family: str) -> N
     assert [(call.name, call.arguments) for call in read.calls] == [("add", {"a": 1, "note": "n"})] and not read.errors
     # A token that ends the turn, said by the model itself, does not come twice.
     assert renderer.continuation([result()], added[:1], tools).tolist() == added[1:].tolist()
+
+
+@EACH
+def test_a_turn_with_several_results_goes_on(family: str) -> None:
+    """Some templates write one call of a turn; a model may write more, and each is answered."""
+    renderer, tools = RENDERERS[family], [ADD.as_openai()]
+    words = ["left", "right", "walks"]
+    results = [{**result(word), "tool_call_id": f"abcdef12{index}"} for index, word in enumerate(words)]
+    one, several = (
+        renderer.tokenizer.decode(renderer.continuation(some, NO_IDS, tools)) for some in (results[:1], results)
+    )
+    assert several.startswith(one.partition("left")[0])
+    assert re.findall("left|right|walks", several) == words
 
 
 @EACH

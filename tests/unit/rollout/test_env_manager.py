@@ -30,7 +30,7 @@ from roll.rollout.env_manager import (
 )
 from roll.rollout.env_protocol import checked_frame
 from roll.rollout.env_runner import EnvRunner
-from roll.rollout.errors import EnvCrashError, PromptTooLongError
+from roll.rollout.errors import EnvCrashError, EnvError, PromptTooLongError
 from roll.rollout.plans import GroupPlan
 from roll.rollout.trajectory import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
@@ -397,6 +397,15 @@ def test_an_aborted_request_and_a_crash_end_the_episode() -> None:
         play(manager("step"), Policy("a", "abort"))
     with pytest.raises(EnvCrashError, match="environment step raised ZeroDivisionError"):
         play(manager("step"), Policy("a", "crash"))
+
+
+def test_a_conversation_that_the_template_refuses_is_a_failure_of_the_episode() -> None:
+    fussy = "{% if messages[-1].content == 'b 1' %}{{ raise_exception('no b') }}{% endif %}"
+    each = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    tag = CustomEnvConfig(env_type="echo", env_manager_cls="traj")
+    renderer = ChatRenderer(TOKENIZER, f"{fussy}{each}<|im_start|>assistant\n")
+    with pytest.raises(EnvError, match="the chat template refuses what was said: TemplateError: no b"):
+        play(TrajEnvManager(tag, renderer, PLAIN, ROOMY), Policy("b"))
 
 
 @pytest.mark.parametrize("mode", ["step", "traj"])

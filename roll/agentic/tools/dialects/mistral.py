@@ -9,6 +9,7 @@ from roll.agentic.tools.dialects.base import Call, Found, Schemas, ThinkingDiale
 from roll.agentic.tools.types import CallError, ToolCall
 
 _MISTRAL, _ARGS = "[TOOL_CALLS]", "[ARGS]"
+_ID_LENGTH = 9
 _NAMED = re.compile(r"([^\[\]{}]*)(?:\[CALL_ID\]([^\[\]{}]*))?" + re.escape(_ARGS))
 
 
@@ -25,13 +26,28 @@ class MistralDialect(ThinkingDialect):
         words, marked, rest = said.partition(_MISTRAL)
         if not marked:
             return said, []
-        return words, _read_list(rest) if rest.lstrip()[:1] in ("[", "{", "") else _read_named(rest)
+        found = _read_list(rest) if rest.lstrip()[:1] in ("[", "{", "") else _read_named(rest)
+        return words, [_with_right_id(each) for each in found]
 
     def write(self, content: str, calls: Sequence[ToolCall]) -> str:
         if not calls:
             return content
-        written = [{"name": call.name, "arguments": dict(call.arguments), "id": call.id} for call in calls]
+        written = [
+            {"name": call.name, "arguments": dict(call.arguments)} | ({"id": call.id} if _is_right(call.id) else {})
+            for call in calls
+        ]
         return f"{content}{_MISTRAL}{to_json(written)}"
+
+
+def _is_right(identity: object) -> bool:
+    return not isinstance(identity, str) or len(identity) == _ID_LENGTH
+
+
+def _with_right_id(found: Found) -> Found:
+    """An error for a call whose id Mistral's templates refuse."""
+    if isinstance(found, Call) and not _is_right(found.id):
+        return CallError(found.text, f"expected an id of {_ID_LENGTH} letters or digits, saw {str(found.id)[:40]!r}")
+    return found
 
 
 def _read_list(rest: str) -> list[Found]:

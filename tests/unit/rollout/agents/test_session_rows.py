@@ -10,11 +10,15 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll.agentic.tools.dialects import dialect
+from roll.configs.agent import AgentConfig
+from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, FinishReason, GenerateRequest
-from roll.rollout.endpoint.session import Wanted
+from roll.rollout.endpoint.session import Policy, Session, Wanted
 from roll.rollout.trajectory import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
-from tests.unit.rollout.agents.harness import TOKENIZER, Engine, new_session
+from tests.support.chat_families import family_tokenizer
+from tests.unit.rollout.agents.harness import EPISODE, LIMITS, PARAMS, TOKENIZER, Engine, new_session
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1.0}}\n</tool_call>'
@@ -66,6 +70,34 @@ async def harness(session: Any, chance: random.Random) -> None:
 
     for _ in range(chance.randrange(1, 6)):
         await asyncio.gather(*(ask() for _ in range(chance.randrange(1, 4))))
+
+
+def test_results_have_the_names_of_their_tools_where_the_template_writes_them() -> None:
+    """Clients send ids alone; gpt-oss reads who answers."""
+    renderer, calls = ChatRenderer(family_tokenizer("gpt_oss")), []
+    said = '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"x": 1}<|call|>'
+
+    async def generate(request: GenerateRequest) -> Completion:
+        ids = np.array(renderer.tokenizer.encode(said, add_special_tokens=False))
+        calls.append(renderer.decode_raw(request.prompt_ids))
+        return Completion(
+            request.request_id, ids, np.zeros(len(ids), np.float32), FinishReason.STOP, np.zeros(len(ids))
+        )
+
+    async def run() -> None:
+        policy = Policy(renderer, dialect("harmony"), LIMITS)
+        session = Session(AgentConfig(command=["true"]), policy, generate, PARAMS, EPISODE)
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "q"}]
+        (answer,) = await session.chat(messages, [TOOL], Wanted())
+        (call,) = answer.turn.calls
+        messages += [answer.turn.as_openai(), {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+        await session.chat(messages, [TOOL], Wanted())
+        assert session.counts["rows"] == 1
+
+    asyncio.run(run())
+    assert calls[1].endswith(
+        '<|start|>functions.add to=assistant<|channel|>commentary<|message|>"2"<|end|><|start|>assistant'
+    )
 
 
 @settings(deadline=None, max_examples=60)
