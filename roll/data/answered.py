@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.data.asked import ANSWERS, PROMPTS, asked
+from roll.data.asked import ANSWERS, PROMPTS, asked, asked_in
 from roll.data.files.read import read_rows
 from roll.data.files.rows import Problems, Row
 from roll.data.prompt_rows import Message, RowError, check_encodable, lookup
@@ -151,9 +151,10 @@ def _episode(row: Row, columns: AnswerColumns) -> Answered:
         last, text = said[-1]
     except (KeyError, TypeError, IndexError) as error:
         raise RowError(f"column {TURNS!r}: not the turns of an episode, as a run writes them ({error!r})") from error
-    messages: list[Message] = []
-    for observation, words in said:
-        messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": words}]
+    messages = asked_in(info, said[0][0])
+    for index, (observation, words) in enumerate(said):
+        messages += [{"role": "user", "content": observation}] if index else []
+        messages.append({"role": "assistant", "content": words})
     end = turns[-1]
     answer = {
         "text": text,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,9 @@ PROMPTS = ("messages", "prompt")
 """Columns that a question is looked for in."""
 ANSWERS = "answers"
 """Column that answers are written to, and looked for in."""
+
+CONVERSATION = "conversation"
+"""Entry of an episode's info: the messages of a question that is more than one, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,14 @@ def asked(values: Mapping[str, Any], column: str | None, system: str | None = No
             raise RowError(f"no column {' or '.join(map(repr, PROMPTS))}, the row has {names}; name it: --prompt-key")
     talks = column == PROMPTS[0] or isinstance(lookup(values, column), list)
     return Asked(row_messages(values, _columns(column, talks, system)), is_text=not talks)
+
+
+def asked_in(info: Mapping[str, Any], observation: str) -> list[Message]:
+    """The messages of the question of an episode that a run has written."""
+    if CONVERSATION not in info:
+        return [{"role": "user", "content": observation}]
+    messages: list[Message] = json.loads(info[CONVERSATION])
+    return messages
 
 
 @functools.cache

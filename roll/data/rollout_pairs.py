@@ -1,4 +1,4 @@
-"""Pairs made from scored rollouts: what an RL run has written of its episodes (``trajectories/*.jsonl``)."""
+"""Pairs made from scored rollouts: what an RL run has kept of its steps (``rollout_dump_dir``) or evaluations."""
 
 from __future__ import annotations
 
@@ -6,53 +6,61 @@ from collections.abc import Iterator
 from typing import Any
 
 from roll.configs.data import DataArguments
+from roll.data.asked import asked_in
 from roll.data.files.read import read_rows
 from roll.data.files.rows import DataError, Problems, Row
+from roll.data.prompt_rows import RowError, number
 
 
 def best_and_worst(args: DataArguments, seed: int) -> Iterator[dict[str, Any]]:
     """The best and the worst answer of each group whose scores differ, as rows with ``chosen`` and ``rejected``.
 
-    A ``dataset_cls``. Equal scores go by the order in the file. Rows also have ``prompt``, ``margin`` (the difference
-    of the scores), ``tag`` and ``solution``.
+    A ``dataset_cls``. Equal scores go by the order in the file. Rows also have ``messages`` (what was asked),
+    ``prompt`` (the same where it is one text), ``margin`` (the difference of the scores), ``tag`` and ``solution``.
 
     Args:
         args: ``file_name`` names the files.
         seed: nothing is drawn.
 
     Raises:
-        DataError: files that cannot be read, lines that are no episodes, episodes of several turns.
+        DataError: files that cannot be read, lines that are no episodes, episodes of several turns, or no pair.
     """
     problems = Problems()
     groups: dict[tuple[str, int], list[tuple[float, str, dict[str, Any]]]] = {}
     for row in read_rows(args.file_names, problems):
         try:
             group, episode = _episode(row)
-        except ValueError as error:
+        except RowError as error:
             problems.add(row.place, str(error))
         else:
             groups.setdefault(group, []).append(episode)
     problems.raise_any()
-    if not groups:
-        raise DataError([f"{', '.join(args.file_names)}: no episodes"])
+    found = False
     for episodes in groups.values():
         best, worst = max(episodes, key=lambda one: one[0]), min(episodes, key=lambda one: one[0])
         if best[0] > worst[0] and best[1] != worst[1]:
+            found = True
             yield best[2] | {"chosen": best[1], "rejected": worst[1], "margin": best[0] - worst[0]}
+    if not found:
+        seen = f"{sum(map(len, groups.values())):,} episodes of {len(groups):,} groups, none with two different scores"
+        raise DataError([f"{', '.join(args.file_names)}: {seen}; the steps of a run are in its rollout_dump_dir"])
 
 
 def _episode(row: Row) -> tuple[tuple[str, int], tuple[float, str, dict[str, Any]]]:
     """Group, score, answer and question of an episode.
 
     Raises:
-        ValueError: it is no episode of one turn.
+        RowError: it is no episode of one turn.
     """
     values = row.values
     turns, info = values.get("turns"), values.get("info")
     if not isinstance(turns, list) or not isinstance(info, dict) or not {"group_id", "score"} <= values.keys():
-        raise ValueError("no episode of a run: expected group_id, score, info and turns")
+        raise RowError("no episode of a run: expected group_id, score, info and turns")
     if len(turns) != 1:
-        raise ValueError(f"an episode of {len(turns)} turns, expected one answer to one prompt")
-    question = {"prompt": turns[0]["observation"], "tag": values.get("tag"), "solution": info.get("ground_truth")}
+        raise RowError(f"an episode of {len(turns)} turns, expected one answer to one prompt")
+    asked = asked_in(info, turns[0]["observation"])
+    question = {"messages": asked, "tag": values.get("tag"), "solution": info.get("ground_truth")}
+    if len(asked) == 1:
+        question["prompt"] = asked[0]["content"]
     file = row.name.rpartition(":")[0]
-    return (file, values["group_id"]), (float(values["score"]), turns[0]["text"], question)
+    return (file, values["group_id"]), (number(values["score"], "score"), turns[0]["text"], question)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from roll.agentic.env.base import StepResult, step_result
 from roll.configs.env import CustomEnvConfig
 from roll.data.arrays import IntArray
+from roll.data.asked import CONVERSATION
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import Completion, FinishReason, GenerateFn, GenerateRequest, SamplingParams
@@ -31,6 +33,8 @@ class PromptEnv:
         truth = "" if prompt.ground_truth is None else str(prompt.ground_truth)
         self._known = {"prompt_id": prompt.id, "ground_truth": truth}
         """Of every ``info``: an episode that is cut short is of this prompt too."""
+        if len(prompt.messages) > 1:  # the observation is the last alone
+            self._known[CONVERSATION] = json.dumps([dict(message) for message in prompt.messages])
         self._completion: Completion | None = None
         self.heard = prompt.messages
         """The conversation that the answer ends."""

@@ -26,10 +26,25 @@ def pairs(path: Path, episodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_a_group_gives_its_best_and_its_worst(tmp_path: Path) -> None:
     scored = [(0, 0.5, "b"), (0, 1.0, "a"), (0, 0.0, "c"), (1, 1.0, "x"), (1, 1.0, "y"), (2, 0.0, "z")]
-    expected = {"prompt": "0?", "tag": "sums", "solution": "7", "chosen": "a", "rejected": "c", "margin": 1.0}
-    assert pairs(tmp_path, [episode(*each) for each in scored]) == [expected]
+    asked = {"messages": [{"role": "user", "content": "0?"}], "prompt": "0?", "tag": "sums", "solution": "7"}
+    assert pairs(tmp_path, [episode(*each) for each in scored]) == [
+        asked | {"chosen": "a", "rejected": "c", "margin": 1.0}
+    ]
+
+
+def test_a_question_is_the_whole_conversation(tmp_path: Path) -> None:
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "0?"}]
+    episodes = [episode(0, score, text) for score, text in ((1.0, "a"), (0.0, "b"))]
+    for each in episodes:
+        each["info"]["conversation"] = json.dumps(messages)
+    (found,) = pairs(tmp_path, episodes)
+    assert found["messages"] == messages and "prompt" not in found, "half of a question is none"
 
 
 def test_what_is_no_answer_is_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"jsonl:2: an episode of 2 turns[\s\S]*jsonl:3: no episode of a run"):
         pairs(tmp_path, [episode(0, 1.0, "a"), episode(0, 0.0, "b", turns=2), {"prompt": "x"}])
+    with pytest.raises(DataError, match=r"2 episodes of 2 groups, none with two different scores.* rollout_dump_dir"):
+        pairs(tmp_path, [episode(0, 1.0, "a"), episode(1, 0.0, "b")])
+    with pytest.raises(DataError, match=r"jsonl:1: column 'score': null, expected a number"):
+        pairs(tmp_path, [episode(0, 1.0, "a") | {"score": None}])

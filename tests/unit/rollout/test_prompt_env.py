@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from roll.data.asked import asked_in
 from roll.data.prompt_sampler import PromptSampler
 from roll.data.prompts import Prompt
 from roll.data.renderer import ChatRenderer
@@ -88,6 +89,7 @@ def test_an_answer_is_one_turn_with_the_verdict_as_its_reward() -> None:
     assert (turn.task_reward, turn.penalty, trajectory.score, trajectory.success) == (0.75, 0.0, 0.75, True)
     assert trajectory.history and trajectory.end == "terminated"
     assert trajectory.info["prompt_id"] == "p1" and trajectory.info["ground_truth"] == "{'value': 2}"
+    assert asked_in(trajectory.info, turn.observation) == list(MESSAGES)
     assert trajectory.info["math/score"] == 1.0 and trajectory.info["format/score"] == 0.5
     (request,) = engine.requests
     assert (request.params.temperature, request.params.max_new_tokens) == (0.7, 4)
