@@ -57,7 +57,7 @@ class Anchors:
     """KTO's point of comparison: how far the policy has gone from the reference.
 
     Ethayarajh et al. (2024) estimate their KL by answers to other questions. Here each question of the dataset gets the
-    answer of the row that follows it. The estimate is a constant of the optimizer step, and at least 0.
+    answer of the next row that asks another. The estimate is a constant of the optimizer step, and at least 0.
 
     Args:
         max_tokens: of a crossed row, which loses its end.
@@ -84,12 +84,17 @@ class Anchors:
 
 
 def cross(batch: Batch, max_tokens: int) -> Batch:
-    """Each row's question with the next row's answer; what it is of the last row is the first's."""
+    """Each row's question with the answer of the next row that asks another; behind the last row comes the first."""
     tokens, masks = (column.split(batch.lengths_B.tolist()) for column in (batch.tokens_T, batch.loss_mask_T))
     cuts = [int(mask.to(torch.uint8).argmax()) for mask in masks]
+    asked = [ids[:cut].numpy().tobytes() for ids, cut in zip(tokens, cuts, strict=True)]
+    count = len(cuts)
+    others = [(row + 1) % count for row in range(count)]
+    for row in [*range(count)][::-1] * 2:  # once more for questions that the last row and the first have in common
+        if asked[(row + 1) % count] == asked[row]:
+            others[row] = others[(row + 1) % count]
     rows, marks = [], []
-    for row, cut in enumerate(cuts):
-        other = (row + 1) % len(cuts)
+    for row, (cut, other) in enumerate(zip(cuts, others, strict=True)):
         question, answer, mark = tokens[row][:cut], tokens[other][cuts[other] :], masks[other][cuts[other] :]
         rows.append(torch.cat([question, answer])[:max_tokens])
         marks.append(torch.cat([torch.zeros(cut, dtype=torch.bool), mark])[:max_tokens])
