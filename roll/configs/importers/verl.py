@@ -20,6 +20,7 @@ from roll.configs.importers.profiling import profiler_of_verl
 from roll.configs.importers.table import ROLES
 from roll.configs.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
 from roll.configs.importers.verl_algorithm import set_algorithm, set_optimizer, set_rewards
+from roll.configs.importers.verl_distillation import set_distillation
 from roll.configs.importers.verl_roles import ACTOR, CRITIC, REF, ROLLOUT, set_critic, set_roles
 from roll.configs.importers.verl_tools import set_tools
 
@@ -38,6 +39,7 @@ def derive(draft: Draft) -> None:
     set_optimizer(draft, f"{ACTOR}.optim", "actor_train")
     set_rewards(draft)
     set_tools(draft)
+    set_distillation(draft)
     _validation(draft)
     if draft.get("adv_estimator") == "gae":
         set_critic(draft)

@@ -23,6 +23,8 @@ MEGATRON_KEYS = (
     "use_distributed_optimizer",
 )
 """Options of Megatron with the same names in verl."""
+UNREAD_BY_ENGINES = ("disable_mm_preprocessor_cache", "max_logprobs")
+"""Options of vLLM that say nothing here: there are no images, and who asks for top tokens gets them."""
 FIRE = {"first_token_temperature": 30.0, "first_token_top_k": 16}
 """What their switch stands for."""
 
@@ -127,25 +129,31 @@ def _megatron(draft: Draft, role: str, theirs: str) -> None:
                 draft.derive(f"{extra}.{key}", f"{options}.{key}", draft.theirs(f"{extra}.{key}"))
 
 
-def _generator(draft: Draft) -> None:
-    name = draft.get("actor_infer.strategy_args.strategy_name", "vllm")
-    options = f"actor_infer.{OPTIONS}"
-    share = draft.theirs(f"{ROLLOUT}.gpu_memory_utilization")
+def set_engine(draft: Draft, role: str, theirs: str) -> None:
+    """Options of the engine of a role that generates, or scores as one that does, from a section such as rollout."""
+    name = draft.get(f"{role}.strategy_args.strategy_name", "vllm")
+    options = f"{role}.{OPTIONS}"
+    share = draft.theirs(f"{theirs}.gpu_memory_utilization", draft.theirs(f"{ROLLOUT}.gpu_memory_utilization"))
     if name == "vllm":
-        draft.derive(f"{ROLLOUT}.gpu_memory_utilization", f"{options}.gpu_memory_utilization", share)
+        draft.derive(f"{theirs}.gpu_memory_utilization", f"{options}.gpu_memory_utilization", share)
         for key in ("enforce_eager", "max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching"):
-            if draft.has(f"{ROLLOUT}.{key}") and draft.theirs(f"{ROLLOUT}.{key}") is not None:
-                draft.derive(f"{ROLLOUT}.{key}", f"{options}.{key}", draft.theirs(f"{ROLLOUT}.{key}"))
+            if draft.has(f"{theirs}.{key}") and draft.theirs(f"{theirs}.{key}") is not None:
+                draft.derive(f"{theirs}.{key}", f"{options}.{key}", draft.theirs(f"{theirs}.{key}"))
     elif name == "sglang":
-        draft.derive(f"{ROLLOUT}.gpu_memory_utilization", f"{options}.mem_fraction_static", share)
-        if draft.theirs(f"{ROLLOUT}.enforce_eager"):
-            draft.derive(f"{ROLLOUT}.enforce_eager", f"{options}.disable_cuda_graph", True)
+        draft.derive(f"{theirs}.gpu_memory_utilization", f"{options}.mem_fraction_static", share)
+        if draft.theirs(f"{theirs}.enforce_eager"):
+            draft.derive(f"{theirs}.enforce_eager", f"{options}.disable_cuda_graph", True)
     else:
-        draft.remove("actor_infer.num_gpus_per_worker")
-    own = draft.theirs(f"{ROLLOUT}.engine_kwargs.{name}")
+        draft.remove(f"{role}.num_gpus_per_worker")
+    own = draft.theirs(f"{theirs}.engine_kwargs.{name}")
     for key, value in (own or {}).items() if isinstance(own, dict) else ():
-        if value is not None and key != "disable_mm_preprocessor_cache":
-            draft.derive(f"{ROLLOUT}.engine_kwargs.{name}.{key}", f"{options}.{key}", value)
+        if value is not None and key not in UNREAD_BY_ENGINES:
+            draft.derive(f"{theirs}.engine_kwargs.{name}.{key}", f"{options}.{key}", value)
+
+
+def _generator(draft: Draft) -> None:
+    set_engine(draft, "actor_infer", ROLLOUT)
+    name, options = draft.get("actor_infer.strategy_args.strategy_name", "vllm"), f"actor_infer.{OPTIONS}"
     if draft.theirs(f"{ROLLOUT}.use_fire_sampling"):
         for key, value in FIRE.items():
             draft.derive(f"{ROLLOUT}.use_fire_sampling", f"actor_infer.generating_args.{key}", value)

@@ -304,6 +304,70 @@ def test_supervised_training_of_verl_with_an_engine(tmp_path: Path) -> None:
     assert "rows / global batch" in told["trainer.test_freq"]
 
 
+TEACHER = "distillation.teacher_models.teacher_model"
+TAUGHT = [
+    "distillation.enabled=True",
+    "distillation.n_gpus_per_node=4",
+    "distillation.nnodes=1",
+    f"{TEACHER}.model_path=Qwen/Qwen2.5-32B-Instruct",
+    f"{TEACHER}.inference.tensor_model_parallel_size=4",
+    f"{TEACHER}.inference.gpu_memory_utilization=0.7",
+    f"{TEACHER}.inference.engine_kwargs.vllm.max_logprobs=64",
+    "distillation.distillation_loss.use_task_rewards=False",
+]
+
+
+def test_on_policy_distillation_of_verl(tmp_path: Path) -> None:
+    loss = "distillation.distillation_loss"
+    imported = convert("verl", [SCRIPT], [*TAUGHT, f"{loss}.loss_mode=k1", f"{loss}.clip_ratio=0.2"])
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, RLVRConfig) and imported.exit_code == 0, report(imported)
+    assert (config.is_pure_opd, config.opd_form) == (True, "advantage")
+    assert (config.teacher_pretrain, config.num_gpus_per_node) == ("Qwen/Qwen2.5-32B-Instruct", 8)
+    assert config.teacher is not None and config.teacher.device_mapping == [4, 5, 6, 7]
+    assert (config.teacher.num_gpus_per_worker, config.teacher.model_args.dtype) == (4, "bf16")
+    strategy = config.teacher.strategy_args
+    assert (strategy.strategy_name, strategy.strategy_config["gpu_memory_utilization"]) == ("vllm", 0.7)
+
+    words = [f"{loss}.{each}" for each in ("use_policy_gradient=False", "loss_mode=forward_kl_topk", "topk=64")]
+    other = convert("verl", [SCRIPT], [*TAUGHT, *words, f"{TEACHER}.inference.name=sglang"])
+    whole = loaded(other, tmp_path)
+    assert isinstance(whole, RLVRConfig) and other.exit_code == 0, report(other)
+    assert (whole.opd_form, whole.kd_objective, whole.logits_topk) == ("loss", "forward_kl", 64)
+    assert whole.teacher is not None and whole.teacher.strategy_args.strategy_config["mem_fraction_static"] == 0.7
+
+    mixed = [f"{loss}.{each}" for each in ("use_task_rewards=true", "distillation_loss_coef=0.5", "loss_max_clamp=10")]
+    changed = convert("verl", [SCRIPT], [*TAUGHT[:-1], *mixed])
+    own = loaded(changed, tmp_path)
+    assert isinstance(own, RLVRConfig) and (own.is_pure_opd, own.opd_kl_coef) == (False, 0.5)
+    assert kinds(changed, Kind.IMPOSSIBLE) == {f"{loss}.loss_max_clamp", f"{loss}.loss_mode"}, "k3 is its default"
+
+    off = convert("verl", [SCRIPT], ["distillation.enabled=False", *TAUGHT[1:]])
+    assert off.exit_code == 0 and loaded(off, tmp_path).num_gpus_per_node == 4
+
+
+def test_several_teachers_of_verl(tmp_path: Path) -> None:
+    entries = "distillation.teacher_models"
+    words = ["distillation.enabled=True", "distillation.n_gpus_per_node=4", "distillation.nnodes=2"]
+    sources = {"a": "openai/gsm8k", "b": "lighteval/MATH"}
+    for name, source in sources.items():
+        inference = f"+{entries}.{name}.inference.tensor_model_parallel_size=2"
+        words += [f"+{entries}.{name}.key={source}", f"+{entries}.{name}.model_path=org/{name}", inference]
+        words.append(f"+{entries}.{name}.num_replicas=2")
+    mode = "distillation.distillation_loss.loss_mode=k1"
+    tags = "algorithm.adv_estimator=grpo"
+    imported = convert("verl", [SCRIPT], [*words, mode, tags])
+    found = imported.exit_code, yaml.safe_load(imported.text)["teachers"]
+    assert found[0] == 0, report(imported)
+    assert {name: (each["pretrain"], each["tag_included"]) for name, each in found[1].items()} == {
+        name: (f"org/{name}", [source]) for name, source in sources.items()
+    }
+    assert [each["device_mapping"] for each in found[1].values()] == ["list(range(4,8))", "list(range(8,12))"]
+    assert yaml.safe_load(imported.text)["num_nodes"] == 3
+    elsewhere = convert("verl", [SCRIPT], [*words, mode, "distillation.teacher_key=ability"])
+    assert kinds(elsewhere, Kind.IMPOSSIBLE) == {"distillation.teacher_key"}
+
+
 def test_megatron_of_verl_and_no_key_without_a_word(tmp_path: Path) -> None:
     script = tmp_path / "run.sh"
     text = SCRIPT.read_text().replace("main_ppo \\", "main_ppo --config-name=ppo_megatron_trainer.yaml \\")
