@@ -115,7 +115,7 @@ def test_a_stopped_run_ends_where_an_undisturbed_one_does(
     whole, _ = stop_and_resume(distill, last_step=4)
     assert_as_expected(whole, expected)
     assert whole.metrics[4]["eval/divergence"] < whole.metrics[0]["eval/divergence"]
-    assert "Divergence from the teacher" in (whole.path / "renders" / "index.html").read_text()
+    assert "Divergence from teacher, nats per token" in (whole.path / "renders" / "index.html").read_text()
 
 
 ON_DISK = ("teacher_logprobs=kept", "logits_topk=5000")
