@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from roll.configs.preference import PreferenceLoss
+from roll.configs.reward_training import RewardLoss
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "strategies.md"
@@ -77,7 +78,9 @@ def options(row: Mapping[str, Any]) -> str:
     """What the layout sets, in short."""
     given = flat(row["strategy_config"]) | row["model_args"] | row["worker"]
     if row["task"] != "policy":
-        given["preference_loss" if row["task"] in get_args(PreferenceLoss) else "kd_objective"] = row["task"]
+        keys = {"preference_loss": get_args(PreferenceLoss), "reward_loss": get_args(RewardLoss)}
+        key = next((key for key, names in keys.items() if row["task"] in names), "kd_objective")
+        given[key] = row["task"]
     if lora := row["lora"]:
         given |= {"lora_target": ",".join(lora["targets"]), "lora_rank": lora["rank"]}
     return ", ".join(f"`{key}: {json.dumps(value)}`" for key, value in given.items()) or "–"

@@ -23,14 +23,18 @@ from torch import Tensor
 
 from roll.algorithms.distillation import build_distill_loss
 from roll.algorithms.preferences import build_preference_loss
+from roll.algorithms.reward_models import build_reward_loss
 from roll.algorithms.types import LossContext, LossFn, LossOutput, TokenScores
 from roll.configs.distill import DistillLossConfig
 from roll.configs.divergence import DivergenceConfig
 from roll.configs.preference import PreferenceConfig
+from roll.configs.reward_training import RewardLossConfig
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import RankInfo, StrategyContext
+from roll.distributed.strategy.training.checkpoint import MODEL
+from roll.distributed.strategy.training.pieces import gather
 from roll.models.comparison import ComparisonSpec
 from roll.models.lora import LoraSpec
 from tests.support.ranks import enter_rank, exported, exported_adapter, run_ranks
@@ -105,7 +109,7 @@ class Figures:
     """How far a layout is from the oracle: the largest absolute differences."""
 
     logprobs: float = math.nan
-    """Over all loss tokens, before the first and after the last step."""
+    """Over all loss tokens, before the first and after the last step; a reward model's scores there."""
     loss: float = math.nan
     """Over three steps."""
     grad_norm: float = math.nan
@@ -120,11 +124,11 @@ class Figures:
     """Why there are no figures."""
 
 
-MODELS = ("qwen2", "qwen2_untied", "llama", "qwen3", "qwen3_moe")
+MODELS = ("qwen2", "qwen2_untied", "qwen2_scores", "llama", "qwen3", "qwen3_moe")
 
 
 def make_model(path: Path, kind: str) -> Path:
-    """A random model of four layers with grouped-query attention."""
+    """A random model of four layers with grouped-query attention; ``qwen2_scores`` is a classifier with one output."""
     import transformers
 
     shape = {
@@ -148,11 +152,12 @@ def make_model(path: Path, kind: str) -> Path:
         "norm_topk_prob": True,
         "head_dim": 8,
     }
-    family = {"qwen2": "Qwen2", "qwen2_untied": "Qwen2", "llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
-    extra = {"qwen3": {"head_dim": 16}, "qwen3_moe": moe}.get(kind, {})
-    config = getattr(transformers, f"{family[kind]}Config")(**shape, **extra)
+    family = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}.get(kind, "Qwen2")
+    extra = {"qwen3": {"head_dim": 16}, "qwen3_moe": moe, "qwen2_scores": {"num_labels": 1}}.get(kind, {})
+    config = getattr(transformers, f"{family}Config")(**shape, **extra)
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family[kind]}ForCausalLM")(config)
+    head = "ForSequenceClassification" if kind == "qwen2_scores" else "ForCausalLM"
+    model = getattr(transformers, f"{family}{head}")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1:  # biases are 0 and norms 1 at first: a mistake in them would not show
@@ -200,6 +205,8 @@ class Task:
     metric: str
     divergence: DivergenceConfig | None = None
     """What a teacher's columns in the batch are compared by."""
+    scores: bool = False
+    """A reward model's, of a layout's model ``qwen2_scores``."""
 
 
 @dataclass
@@ -219,13 +226,14 @@ def oracle(
     model_path: Path, lora: LoraSpec | None = None, task_name: str = "policy", frozen: tuple[str, ...] = ()
 ) -> Expected:
     """Three steps in float64."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from roll.distributed.strategy.training.optim import learning_rate
 
     task = TASKS[task_name]
+    kind = AutoModelForSequenceClassification if task.scores else AutoModelForCausalLM
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}  # fused kernels have no float64
-    model: Any = AutoModelForCausalLM.from_pretrained(model_path, **options)
+    model: Any = kind.from_pretrained(model_path, **options)
     model = model.double() if lora is None else with_adapter(model, lora)
     for prefix in frozen:
         model.get_submodule(prefix).requires_grad_(False)
@@ -237,7 +245,7 @@ def oracle(
     ]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.999), eps=1e-6)
     args = WorkerConfig.model_validate({"training_args": TRAINING}).training_args
-    before_T = _oracle_logprobs(model, task.batch(0))
+    before_T = _oracle_scores(model, task)
     losses, measured, norms = [], [], []
     for step in range(NUM_STEPS):
         loss, value = task.oracle(model, task.batch(step))
@@ -249,7 +257,7 @@ def oracle(
         optimizer.step()
         losses.append(loss.item())
         measured.append(value)
-    after_T = _oracle_logprobs(model, task.batch(0))
+    after_T = _oracle_scores(model, task)
     weights = checkpoint_weights(model) if lora is None else adapter_weights(model)
     return Expected(before_T, after_T, losses, measured, norms, weights)
 
@@ -453,6 +461,59 @@ def _oracle_distillation(model: Any, batch: Batch, name: str) -> tuple[Tensor, f
     return 0.7 * divergence + 0.3 * nll, divergence.item()
 
 
+def make_compared(step: int) -> Batch:
+    """``make_preferences`` with a score at the end of each answer, and by how much the better one is better."""
+    batch = make_preferences(step)
+    last_T = batch.positions_T == batch.lengths_B[batch.rows_T] - 1
+    return batch.replace(loss_mask_T=last_T, ref_logprobs_T=None, target_B=0.2 * (torch.arange(10) // 2))
+
+
+def make_judged(step: int) -> Batch:
+    """``make_batch`` with a target from 0 to 1 for the score in front of each loss token."""
+    batch = make_batch(step)
+    return batch.replace(returns_T=torch.rand(batch.num_tokens, generator=torch.Generator().manual_seed(400 + step)))
+
+
+JUDGED = {
+    "bradley_terry": (make_compared, "rm/accuracy"),
+    "regression": (make_judged, "rm/absolute_error"),
+    "process": (make_judged, "rm/accuracy"),
+}
+
+
+def _oracle_values(model: Any, batch: Batch) -> Iterator[tuple[Batch, Tensor]]:
+    """The sequences of a batch with their scores, those of the positions in front of the loss tokens."""
+    for row in range(batch.num_sequences):
+        one = batch.select([row])
+        hidden = model.model(input_ids=one.tokens_T[None], use_cache=False).last_hidden_state[0]
+        yield one, model.score(hidden)[one.loss_mask_T.nonzero().flatten() - 1, 0]
+
+
+def _oracle_reward_model(model: Any, batch: Batch, name: str) -> tuple[Tensor, float]:
+    """One sequence after the other; the formulas as their papers have them."""
+    found = list(_oracle_values(model, batch))
+    losses, measured = [], []
+    if name == "bradley_terry":
+        values = [value for _, (value,) in found]
+        for first in range(0, len(values), 2):
+            w, x = (first, first + 1) if batch.preferred_B[first] else (first + 1, first)
+            lead = values[w] - values[x]
+            wanted = lead - 0.2 * (first // 2)
+            losses.append((1 + (-wanted).exp()).log() + 0.1 * (values[w] + values[x]) ** 2)
+            measured.append(float(lead > 0))
+        return torch.stack(losses).mean(), sum(measured) / len(measured)
+    for one, values in found:
+        for value, target in zip(values, one.returns_T[one.loss_mask_T].double(), strict=True):
+            if name == "regression":
+                losses.append((value - target) ** 2)
+                measured.append(abs((value - target).item()))
+            else:
+                p = 1 / (1 + (-value).exp())
+                losses.append(-target * p.log() - (1 - target) * (1 - p).log())
+                measured.append(float((p > 0.5) == (target > 0.5)))
+    return torch.stack(losses).mean(), sum(measured) / len(measured)
+
+
 TASKS = {"policy": Task(make_batch, policy_loss, _oracle_loss, "actor/entropy")} | {
     name: Task(
         make_labelled if name == "kto" else make_preferences,
@@ -472,11 +533,26 @@ TASKS |= {
     )
     for name, (batch, divergence) in TAUGHT.items()
 }
+TASKS |= {
+    name: Task(
+        batch,
+        build_reward_loss(RewardLossConfig(reward_loss=name, center_coef=0.1 if name == "bradley_terry" else 0.0)),
+        partial(_oracle_reward_model, name=name),
+        metric,
+        scores=True,
+    )
+    for name, (batch, metric) in JUDGED.items()
+}
 
 
 @torch.no_grad()
-def _oracle_logprobs(model: Any, batch: Batch) -> Tensor:
+def _oracle_scores(model: Any, task: Task) -> Tensor:
+    """Log-probabilities of the loss tokens of the first step, or a reward model's scores in front of them."""
+    batch = task.batch(0)
     found = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    if task.scores:
+        found[batch.loss_mask_T] = torch.cat([values for _, values in _oracle_values(model, batch)])
+        return found
     for row, one, logprobs in _oracle_rows(model, batch):
         index_T = batch.token_index(torch.tensor([row]))
         for position in one.loss_mask_T.nonzero().flatten().tolist():
@@ -504,6 +580,7 @@ def make_context(layout: Layout, model_path: Path, rank: int) -> StrategyContext
         worker=worker,
         comparison=comparison,
         role="actor_train",
+        head="score" if TASKS[layout.task].scores else "lm",
         model_path=str(model_path),
         rank=rank,
         world_size=layout.world_size,
@@ -557,7 +634,7 @@ def _run(layout: Layout, model_path: Path, rank: int) -> dict[str, Any]:
     def scores() -> tuple[Tensor, Tensor]:
         batch = task.batch(0)
         part = batch.split(info.dp_size)[info.dp_rank]
-        return batch.token_index(part), strategy.logprobs(batch.select(part)).logprobs_T
+        return batch.token_index(part), _scored(strategy, batch.select(part))
 
     result: dict[str, Any] = {"before": scores(), "metrics": []}
     for step in range(NUM_STEPS):
@@ -566,10 +643,20 @@ def _run(layout: Layout, model_path: Path, rank: int) -> dict[str, Any]:
         result["metrics"].append(strategy.train_step(share, task.loss))
     result["after"] = scores()
     result["neighbour"] = _influence(strategy, info, task.batch(0), result["after"][1])
-    result["weights"] = exported(strategy) if layout.lora is None else exported_adapter(strategy)
+    if task.scores:
+        result["weights"] = {name: x.clone() for name, x in gather(strategy.model_files().tensors[MODEL], [0]).items()}
+    else:
+        result["weights"] = exported(strategy) if layout.lora is None else exported_adapter(strategy)
     if hasattr(strategy, "shutdown"):
         strategy.shutdown()
     return result
+
+
+def _scored(strategy: Any, batch: Batch) -> Tensor:
+    """What the strategy says of the loss tokens; 0 elsewhere."""
+    scores = strategy.logprobs(batch)
+    found: Tensor = scores.logprobs_T if scores.values_T is None else scores.values_T
+    return found * batch.loss_mask_T
 
 
 def _influence(strategy: Any, info: RankInfo, batch: Batch, before_T: Tensor) -> float:
@@ -577,7 +664,7 @@ def _influence(strategy: Any, info: RankInfo, batch: Batch, before_T: Tensor) ->
     share = batch.select(batch.split(info.dp_size)[info.dp_rank])
     others_T = (share.rows_T > 0) & share.loss_mask_T
     tokens_T = torch.where(share.rows_T == 0, (share.tokens_T + 7) % VOCABULARY, share.tokens_T)
-    after_T = strategy.logprobs(share.replace(tokens_T=tokens_T)).logprobs_T
+    after_T = _scored(strategy, share.replace(tokens_T=tokens_T))
     return float((after_T - before_T)[others_T].abs().max()) if others_T.any() else 0.0
 
 
@@ -599,13 +686,13 @@ def _compare(layout: Layout, model_path: Path, folder: Path) -> Figures:
 
     metrics = found["metrics"]
     assert found["weights"].keys() == expected.weights.keys(), found["weights"].keys() ^ expected.weights.keys()
-    losses = [abs(m["actor/loss"] - x) for m, x in zip(metrics, expected.losses, strict=True)]
-    metric = TASKS[layout.task].metric
+    metric, area = TASKS[layout.task].metric, "reward_model" if TASKS[layout.task].scores else "actor"
+    losses = [abs(m[f"{area}/loss"] - x) for m, x in zip(metrics, expected.losses, strict=True)]
     losses += [abs(m[metric] - x) for m, x in zip(metrics, expected.measured, strict=True)]
     return Figures(
         logprobs=max(scored("before", expected.before_T), scored("after", expected.after_T)),
         loss=max(losses),
-        grad_norm=max(abs(m["actor/grad_norm"] / x - 1) for m, x in zip(metrics, expected.norms, strict=True)),
+        grad_norm=max(abs(m[f"{area}/grad_norm"] / x - 1) for m, x in zip(metrics, expected.norms, strict=True)),
         weights=max(float((found["weights"][n].double() - w).abs().max()) for n, w in expected.weights.items()),
         neighbour=found["neighbour"],
         seconds=found["seconds"],

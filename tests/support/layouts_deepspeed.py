@@ -40,6 +40,7 @@ SLOW = [
     "zero2-packed-orpo",
     "zero2-ulysses2-ipo",
     "zero2-lora-top_forward_kl",
+    "zero3-bradley_terry",
     "zero3-lora-recomputed",
 ]
 """Names of the layouts that CI leaves out."""
@@ -74,6 +75,8 @@ LAYOUTS = [
     layout("zero1-packed-top_forward_kl", zero(1), task="top_forward_kl", worker=PACKED),
     layout("zero3-js_divergence", zero(3), task="js_divergence"),
     layout("zero2-lora-top_forward_kl", zero(2), task="top_forward_kl", lora=ADAPTER),
+    layout("zero1-packed-process", zero(1), task="process", worker=PACKED, model="qwen2_scores"),
+    layout("zero3-bradley_terry", zero(3), task="bradley_terry", model="qwen2_scores"),
     layout("zero2-lora-reverse_kl", zero(2), task="reverse_kl", lora=ADAPTER, bounds=NEAR_EPSILON),
     *(layout(f"zero{stage}-bf16", zero(stage), **BF16) for stage in range(4)),
     layout("zero1-offload-bf16", zero(1, offload_optimizer=CPU), **BF16),

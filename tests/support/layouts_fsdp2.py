@@ -12,6 +12,7 @@ ULYSSES = {"model_args": {"ulysses_size": 2}}
 RECOMPUTED = {"model_args": {"disable_gradient_checkpointing": False}}
 BF16 = {"model_args": {"dtype": "bf16"}}
 COMPUTES_IN_BF16 = {"param_dtype": "bf16"}
+SCORES = {"model": "qwen2_scores"}
 TP = {"tensor_parallel_size": 2}
 
 
@@ -25,6 +26,7 @@ SLOW = [
     "shard2-lora-simpo",
     "tp2-reverse_kl",
     "shard2-lora-js_divergence",
+    "ulysses2-regression",
     "tp2-recomputed",
     "ulysses2-tokens",
     "replica2-tp2",
@@ -67,6 +69,10 @@ LAYOUTS = [
     layout("tp2-reverse_kl", 2, TP, task="reverse_kl", worker=BY_TOKENS | {"share_prompts": False}),
     layout("shard2-lora-js_divergence", 2, task="js_divergence", lora=ADAPTER),
     layout("ulysses2-top_forward_kl", 2, task="top_forward_kl", **ULYSSES),
+    layout("alone-tokens-process", 1, task="process", worker=BY_TOKENS, **SCORES),
+    layout("shard2-packed-bradley_terry", 2, task="bradley_terry", worker=PACKED, **SCORES),
+    layout("tp2-bradley_terry", 2, TP, task="bradley_terry", **SCORES),
+    layout("ulysses2-regression", 2, task="regression", **ULYSSES, **SCORES),
     layout("tp2", 2, TP),
     layout("tp2-packed", 2, TP, model="qwen3", worker=PACKED),
     layout("tp2-moe", 2, TP, model="qwen3_moe"),

@@ -18,6 +18,7 @@ BY_TOKENS: dict[str, Any] = {
     "worker": {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": 30}
 }
 MOE: dict[str, Any] = {"model": "qwen3_moe"}
+SCORES: dict[str, Any] = {"model": "qwen2_scores"}
 BF16: dict[str, Any] = {
     "model_args": {"dtype": "bf16"},
     # Weights are exported in bfloat16, whose numbers between 1 and 2 are 2**-7 apart.
@@ -44,6 +45,8 @@ SLOW = [
     "tp2-sp-packed-js_divergence",
     "pp2-reverse_kl",
     "cp2-packed-js_divergence",
+    "pp2-vpp2-process",
+    "cp2-packed-regression",
     "dp2-lora",
     "dp2-lora-bf16-whole-optimizer",
     "tp2-lora",
@@ -103,6 +106,10 @@ LAYOUTS = [
     layout("tp2-lora-top_forward_kl", 2, {TP: 2}, task="top_forward_kl", lora=ADAPTER),
     layout("pp2-reverse_kl", 2, {PP: 2}, task="reverse_kl"),
     layout("cp2-packed-js_divergence", 2, {CP: 2}, task="js_divergence", **PACKED),
+    layout("tp2-sp-packed-bradley_terry", 2, {TP: 2, **SP}, task="bradley_terry", **SCORES, **PACKED),
+    layout("pp2-bradley_terry", 2, {PP: 2}, task="bradley_terry", **SCORES),
+    layout("pp2-vpp2-process", 2, {PP: 2, VPP: 2}, task="process", **SCORES),
+    layout("cp2-packed-regression", 2, {CP: 2}, task="regression", **SCORES, **PACKED),
     layout("dp2-lora", 2, {"overlap_grad_reduce": True}, lora=ADAPTER),
     layout("dp2-lora-bf16", 2, lora=ADAPTER, **BF16),
     layout("dp2-lora-bf16-whole-optimizer", 2, {"use_distributed_optimizer": False}, lora=ADAPTER, **BF16),
