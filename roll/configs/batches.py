@@ -84,10 +84,12 @@ def _episodes_line(when: str, episodes: int, manager: EnvManagerConfig) -> str:
 def _offline_lines(config: OfflineConfig) -> Iterator[str]:
     worker, samples = config.actor_train, f"{config.sample}s"
     if not config.eval_only:
-        steps = f"{config.num_train_epochs} epochs" if config.num_train_epochs else f"{config.max_steps} steps"
+        epochs, total = config.num_train_epochs, config.max_steps
+        steps = f"{_count(epochs, 'epoch')} of optimizer steps" if epochs else _count(total, "optimizer step")
         yield (
-            f"{steps}, each an optimizer step on {_global_batch(worker, samples)} of at most "
+            f"{steps}, each on {_global_batch(worker, samples)} of at most "
             f"{_each(config)}{config.sequence_length} tokens; {_micro_batches(worker, samples)}"
+            f"{_warm_up(worker, None if epochs else total)}"
         )
     if config.validation is not None:
         answers = f", and {_count(config.validation.num_answers, 'answer')}" if config.actor_infer else ""
@@ -121,14 +123,15 @@ def _train_line(config: RLConfig, role: str) -> str:
     return (
         f"{role}: global batch {_global_batch(worker, noun)}; "
         f"{config.trained_per_step} {noun} make {_count(steps, 'optimizer step')}{epochs} per step, "
-        f"{in_all}; {_micro_batches(worker, noun)}{_warm_up(config, worker)}"
+        f"{in_all}; {_micro_batches(worker, noun)}"
+        f"{_warm_up(worker, None if data_epochs is not None else config.total_optimizer_steps)}"
     )
 
 
-def _warm_up(config: RLConfig, worker: WorkerConfig) -> str:
-    """A warning of a warm-up that outlasts the run."""
-    steps, total = worker.training_args.warmup_steps, config.total_optimizer_steps
-    if steps < total or not steps or (isinstance(config, RLVRConfig) and config.total_epochs is not None):
+def _warm_up(worker: WorkerConfig, total: int | None) -> str:
+    """A warning of a warm-up that outlasts the run, whose optimizer steps may not be known yet."""
+    steps = worker.training_args.warmup_steps
+    if not steps or total is None or steps < total:
         return ""
     return f"; warmup_steps {steps} are not over before the run is: the learning rate stays below its peak"
 

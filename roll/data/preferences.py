@@ -24,7 +24,7 @@ from roll.data.conversations import (
     to_batch,
 )
 from roll.data.files.rows import DataError, Row
-from roll.data.prompt_rows import Message, RowError, check_encodable, lookup, number, row_conversation, row_messages
+from roll.data.prompt_rows import Message, RowError, check_encodable, finite, lookup, row_conversation, row_messages
 from roll.data.reading import Reading
 
 
@@ -174,9 +174,9 @@ def row_margin(values: Mapping[str, Any], column: str) -> float:
     """By how much the row's better answer is better.
 
     Raises:
-        RowError: it is no number, or below 0.
+        RowError: it is no finite number, or below 0.
     """
-    margin = number(lookup(values, column), column)
+    margin = finite(lookup(values, column), column)
     if margin < 0:
         raise RowError(f"column {column!r}: {margin:g}, expected 0 or more: the chosen answer is the better one")
     return margin

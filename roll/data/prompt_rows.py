@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -76,6 +77,18 @@ def number(value: Any, column: str) -> float:
     if number != number:
         raise RowError(f"column {column!r}: {_short(value)}, expected a number")
     return number
+
+
+def finite(value: Any, column: str) -> float:
+    """A column's value as a number that a loss can take.
+
+    Raises:
+        RowError: it is none, or not finite.
+    """
+    found = number(value, column)
+    if not math.isfinite(found):
+        raise RowError(f"column {column!r}: {found}, expected a finite number")
+    return found
 
 
 def row_id(values: Mapping[str, Any], args: DataArguments, name: str) -> str:

@@ -9,7 +9,7 @@ from roll.configs.data import DataArguments
 from roll.data.asked import asked_in
 from roll.data.files.read import read_rows
 from roll.data.files.rows import DataError, Problems, Row
-from roll.data.prompt_rows import RowError, number
+from roll.data.prompt_rows import RowError, finite
 
 
 def best_and_worst(args: DataArguments, seed: int) -> Iterator[dict[str, Any]]:
@@ -63,4 +63,4 @@ def _episode(row: Row) -> tuple[tuple[str, int], tuple[float, str, dict[str, Any
     if len(asked) == 1:
         question["prompt"] = asked[0]["content"]
     file = row.name.rpartition(":")[0]
-    return (file, values["group_id"]), (number(values["score"], "score"), turns[0]["text"], question)
+    return (file, values["group_id"]), (finite(values["score"], "score"), turns[0]["text"], question)

@@ -27,7 +27,15 @@ from roll.data.conversations import (
     to_batch,
 )
 from roll.data.files.rows import DataError, Row
-from roll.data.prompt_rows import Message, RowError, lookup, number, row_conversation, row_messages
+from roll.data.prompt_rows import (
+    Message,
+    RowError,
+    check_encodable,
+    finite,
+    lookup,
+    row_conversation,
+    row_messages,
+)
 from roll.data.reading import Reading
 
 if TYPE_CHECKING:
@@ -142,7 +150,7 @@ def _read(reading: Reading, columns: RewardColumns, in_steps: bool) -> Iterator[
             messages: tuple[Message, ...] = (*row_messages(row.values, args), answer)
         else:
             messages, steps = row_conversation(row.values, args), ()
-            targets = (number(lookup(row.values, columns.score), columns.score),)
+            targets = (finite(lookup(row.values, columns.score), columns.score),)
         question = row_question(row, args, messages[:-1], None)
         return _Scored(ReadConversation(messages, question, row.place), targets, steps)
 
@@ -153,11 +161,12 @@ def row_steps(values: Mapping[str, Any], columns: RewardColumns) -> tuple[tuple[
     """The steps of a row's answer and how right each is.
 
     Raises:
-        RowError: there are none, one is no text, or the labels are not as many numbers from 0 to 1.
+        RowError: there are none, one is no text that can be encoded, or the labels are not as many numbers from 0 to 1.
     """
     steps, labels = lookup(values, columns.steps), lookup(values, columns.step_labels)
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step for step in steps):
         raise RowError(f"column {columns.steps!r}: {steps!r:.60}, expected a list of texts")
+    check_encodable("".join(steps), f"column {columns.steps!r}")
     if not isinstance(labels, list) or len(labels) != len(steps):
         raise RowError(f"column {columns.step_labels!r}: {labels!r:.60}, expected a list of {len(steps)}, one per step")
     if not all(isinstance(label, int | float) and 0 <= label <= 1 for label in labels):

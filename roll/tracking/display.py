@@ -38,12 +38,12 @@ SHOWN_METRICS = {
     "dpo loss": "dpo/loss",
     "preferences": "dpo/accuracy",
     "reward loss": "rm/loss",
-    "pairs": "rm/accuracy",
+    "accuracy": "rm/accuracy",
     "eval loss": "eval/loss",
 }
 """Column → name of the metric it shows; a metric that has not come yet shows nothing."""
 
-_PERCENT = ("success", "valid", "eval", "preferences", "pairs")
+_PERCENT = ("success", "valid", "eval", "preferences", "accuracy")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f\x9b]")
 _ASIDE = ("eval", "eval greedy", "checkpoint")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ def load(path: Path, rows: list[dict[str, Any]], *, label: str | None = None, **
     keys = {key: options.pop(key) for key in ("prompt", "messages", "response") if key in options} or {"prompt": "ask"}
     return load_preferences(
         DataArguments(file_name=str(file), **keys),
-        PairColumns(),
+        PairColumns(margin=options.pop("margin", None)),
         label=label,
         encode=lambda talk: RENDERER.conversation(talk.messages, last_only=True),
         **{"max_tokens": 40, **options},
@@ -76,6 +77,14 @@ def test_labelled_answers_need_no_pair(tmp_path: Path) -> None:
     assert data.batch.pair_B is None and data.batch.preferred_B.tolist() == [True, False, True]
     with pytest.raises(DataError, match=r"data.jsonl:1: column 'label': 'maybe', expected true or false"):
         load(tmp_path, [rows[0] | {"label": "maybe"}], label="label", prompt="ask", response="response")
+
+
+@pytest.mark.parametrize(("margin", "words"), [(-1, "-1, expected 0 or more"), (math.inf, "inf, expected a finite")])
+def test_a_margin_is_a_number_that_a_loss_can_take(tmp_path: Path, margin: float, words: str) -> None:
+    row = {"ask": "a", "chosen": "x", "rejected": "y", "margin": margin}
+    with pytest.raises(DataError, match=f"data.jsonl:1: column 'margin': {words}"):
+        load(tmp_path, [row], margin="margin")
+    assert load(tmp_path, [row | {"margin": 0.5}], margin="margin").batch.target_B.tolist() == [0.5, 0.5]
 
 
 @pytest.mark.parametrize(

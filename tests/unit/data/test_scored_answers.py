@@ -49,6 +49,10 @@ def test_each_step_has_a_score_and_the_last_has_that_of_the_whole(tmp_path: Path
 def test_rows_without_scores_are_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data.jsonl:1: column 'score': 'good', expected a number"):
         load(tmp_path, [{"ask": "a", "answer": "b", "score": "good"}], in_steps=False)
+    with pytest.raises(DataError, match=r"data.jsonl:1: column 'score': inf, expected a finite number"):
+        load(tmp_path, [{"ask": "a", "answer": "b", "score": "inf"}], in_steps=False)
+    with pytest.raises(DataError, match=r"data.jsonl:1: column 'steps': half of a surrogate pair at character 2"):
+        load(tmp_path, [{"ask": "a", "steps": ["x", "\ud800"], "step_labels": [1, 1]}], in_steps=True)
     rows = [{"ask": "a", "steps": ["x", "y"], "step_labels": [1]}, {"ask": "a", "steps": [], "step_labels": []}]
     with pytest.raises(
         DataError, match=r"expected a list of 2, one per step[\s\S]*data.jsonl:2.*expected a list of texts"
