@@ -36,7 +36,9 @@ def check_models(config: PipelineConfig) -> Iterator[ConfigProblem]:
                 yield ConfigProblem(key, model, "a model that Transformers knows", problem)
             continue
         if folder.exists():
-            yield ConfigProblem(key, model, "a folder that holds a config.json in Hugging Face format")
+            merge = f"an adapter: roll export {model} -o FOLDER --merge-adapter makes a model of it"
+            hint = merge if (folder.expanduser() / "adapter_config.json").is_file() else ""
+            yield ConfigProblem(key, model, "a folder that holds a config.json in Hugging Face format", hint)
         elif not _HUB_ID.fullmatch(model):
             near = nearest(folder.name, [path.name for path in folder.parent.glob("*")])
             hint = f"did you mean {folder.parent / near}?" if near else "there is nothing at this path"

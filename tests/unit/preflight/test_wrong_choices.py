@@ -60,6 +60,8 @@ def models(tmp_path_factory):
     for name, text in {"broken": "{", "nameless": "{}", "unheard": '{"model_type": "frobnicator"}'}.items():
         (root / name).mkdir()
         (root / name / "config.json").write_text(text)
+    (root / "adapter").mkdir()
+    (root / "adapter" / "adapter_config.json").write_text("{}")
     return root
 
 
@@ -93,7 +95,7 @@ def problems(models, monkeypatch, request):
     return find
 
 
-MODELS_AND_OTHERS = {*MODELS, "broken", "nameless", "unheard"}
+MODELS_AND_OTHERS = {*MODELS, "broken", "nameless", "unheard", "adapter"}
 
 
 def engine(name, /, role="actor_train", **options):
@@ -291,6 +293,7 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
         ({"pretrain": "broken"}, "pretrain", "double quotes"),
         ({"pretrain": "nameless"}, "pretrain", "no model_type"),
         ({"pretrain": "unheard"}, "pretrain", "frobnicator"),
+        ({"pretrain": "adapter"}, "pretrain", "--merge-adapter"),
         ({"pretrain": "window"}, "actor_infer.strategy_args.strategy_name", "vllm or sglang"),
         ({"pretrain": "short"}, "sequence_length", "at most 64"),
         ({"sequence_length": 4096}, "sequence_length", "at most 2048"),
