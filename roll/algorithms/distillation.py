@@ -55,7 +55,8 @@ def teacher_term(batch: Batch, config: RLConfig) -> Tensor:
     log-probabilities, weighted with c_i, and c is the sum of these.
 
     Args:
-        config: Reads ``opd_kl_coef``, ``opd_token_kld_clip``; of ``teachers`` the coefficients by tag.
+        config: Reads ``opd_kl_coef``, ``opd_token_kld_clip``, ``opd_logprob_min``; of ``teachers`` the coefficients by
+            tag.
     """
     coefficient: float | Tensor = config.opd_kl_coef
     if config.teachers:
@@ -63,7 +64,7 @@ def teacher_term(batch: Batch, config: RLConfig) -> Tensor:
         assert batch.tag_B is not None
         by_tag = torch.tensor(config.teacher_coefficients, dtype=torch.float64)
         coefficient = by_tag[batch.tag_B][batch.rows_T]
-    term_T = coefficient * _gap(batch)
+    term_T = coefficient * _gap(batch, config.opd_logprob_min)
     limit = config.opd_token_kld_clip
     return term_T if limit is None else term_T.clamp(-limit, limit)
 
@@ -134,8 +135,10 @@ def build_distill_loss(config: DistillLossConfig) -> LossFn:
     return partial(distill_loss, config=config)
 
 
-def _gap(batch: Batch) -> Tensor:
+def _gap(batch: Batch, least: float | None = None) -> Tensor:
     """float64 [T]: the teacher's log-probability minus that of the policy before the update; 0 off the mask.
+
+    Below ``least`` both are ``least``.
 
     Of a teacher with another tokenizer, it is that of a chunk of text, spread evenly over the policy's tokens in it.
     """
@@ -149,7 +152,8 @@ def _gap(batch: Batch) -> Tensor:
         sampled_T = batch.rollout_logprobs_T
         policy_T = sampled_T if policy_T is None or fresh_T is None else torch.where(fresh_T, sampled_T, policy_T)
     assert batch.teacher_logprobs_T is not None
-    gap_T = batch.teacher_logprobs_T.double() - policy_T.double()
+    teacher_T, policy_T = batch.teacher_logprobs_T.double(), policy_T.double()
+    gap_T = teacher_T - policy_T if least is None else teacher_T.clamp(min=least) - policy_T.clamp(min=least)
     if batch.teacher_chunk_T is not None:
         gap_T = chunk_means(gap_T, batch.rows_T, batch.teacher_chunk_T)
     return torch.where(batch.loss_mask_T, gap_T, torch.zeros_like(gap_T))

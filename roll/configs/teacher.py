@@ -90,6 +90,11 @@ class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
         description="A token's term, with its coefficient, is at most so far from 0: few tokens on which the teacher's "
         "opinion is quite another do not outweigh all others. null: no bound.",
     )
+    opd_logprob_min: float | None = Field(
+        default=None,
+        lt=0,
+        description="Log-probabilities of teacher and policy below it count as it in the term. null: no bound.",
+    )
     opd_form: OpdForm = Field(
         default="advantage",
         description="Where the term goes: `advantage` adds it to each token's advantage, so that a token answers for "
@@ -149,12 +154,14 @@ class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
             if self.align_tokenizers is not None and self.opd_form == "loss":
                 expected = "null with opd_form: loss, which compares distributions over one vocabulary"
                 yield self.problem("align_tokenizers", expected, "opd_form")
-            if self.opd_token_kld_clip is not None and self.opd_form == "loss":
+            bounds = [key for key in ("opd_token_kld_clip", "opd_logprob_min") if getattr(self, key) is not None]
+            if self.opd_form == "loss":
                 expected = "null with opd_form: loss, which is a divergence over the vocabulary"
-                yield self.problem("opd_token_kld_clip", expected, "opd_form")
+                yield from [self.problem(key, expected, "opd_form") for key in bounds]
             return
+        keys = ("is_pure_opd", "opd_kl_coef", "opd_token_kld_clip", "opd_logprob_min", "opd_form", "align_tokenizers")
         yield from [
             self.problem(key, "no such key without a section teacher", "teacher", "teachers")
-            for key in ("is_pure_opd", "opd_kl_coef", "opd_token_kld_clip", "opd_form", "align_tokenizers")
+            for key in keys
             if getattr(self, key) != OnPolicyDistillationConfig.model_fields[key].default
         ]

@@ -98,7 +98,15 @@ def _set_loss(draft: Draft) -> None:
         draft.derive([f"{_LOSS}.use_policy_gradient", at_mode], "opd_form", "advantage")
         if mode not in _K1:
             _tell(draft, at_mode, mode, "opd_form", "the term of a sampled token is k1, which is unbiased: it is taken")
+        if (bound := draft.theirs(f"{_LOSS}.loss_max_clamp")) is not None:
+            weighted = float(bound) * (coefficient if rewarded else 1.0)
+            draft.derive(f"{_LOSS}.loss_max_clamp", "opd_token_kld_clip", weighted, "with the coefficient")
+        if (least := draft.theirs(f"{_LOSS}.log_prob_min_clamp")) is not None:
+            draft.derive(f"{_LOSS}.log_prob_min_clamp", "opd_logprob_min", float(least))
         return
+    for key in ("loss_max_clamp", "log_prob_min_clamp"):
+        if (seen := draft.theirs(f"{_LOSS}.{key}")) is not None:
+            _tell(draft, f"{_LOSS}.{key}", seen, "opd_form", "a divergence over the vocabulary is not clamped")
     draft.derive(f"{_LOSS}.use_policy_gradient", "opd_form", "loss")
     objective = _DIVERGENCES.get(mode)
     if objective is None:

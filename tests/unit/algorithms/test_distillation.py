@@ -55,6 +55,10 @@ def test_a_token_counts_for_no_more_than_the_bound_says() -> None:
     config = rl(opd_kl_coef=2.0, opd_token_kld_clip=1.5)
     expected = [a + max(-1.5, min(2 * gap, 1.5)) for a, gap in zip(BATCH.advantages_T.tolist(), GAPS, strict=True)]
     assert teacher_advantages(BATCH, config).advantages_T.tolist() == pytest.approx(expected)
+    floor = rl(opd_logprob_min=-1.5)
+    pairs = zip(BATCH.teacher_logprobs_T.tolist(), BATCH.rollout_logprobs_T.tolist(), strict=True)
+    expected = [a + max(q, -1.5) - max(p, -1.5) for a, (q, p) in zip(BATCH.advantages_T.tolist(), pairs, strict=True)]
+    assert teacher_advantages(BATCH, floor).advantages_T.tolist() == pytest.approx(expected)
     assert clip_metrics(BATCH, config) == {"teacher/clipped": 3 / 6} and clip_metrics(BATCH, rl()) == {}
 
 

@@ -76,7 +76,7 @@ def wrong(schema: type, values: dict) -> set[str]:
         (TAUGHT | {"align_tokenizers": "text", "opd_form": "reward"}, set()),
         (TAUGHT | {"teacher_column_length": 9}, {"teacher_column_length"}),
         (TAUGHT | {"opd_token_kld_clip": 0.5, "opd_form": "loss"}, {"opd_token_kld_clip"}),
-        ({"opd_token_kld_clip": 0.5}, {"opd_token_kld_clip"}),
+        ({"opd_token_kld_clip": 0.5, "opd_logprob_min": -10}, {"opd_token_kld_clip", "opd_logprob_min"}),
         (TAUGHT | {"align_tokenizers": "text", "opd_form": "loss"}, {"align_tokenizers"}),
         ({"align_tokenizers": "text"}, {"align_tokenizers"}),
         (TAUGHT | {"teacher": VLLM}, set()),  # log-probabilities of the sampled tokens are all that is asked

@@ -336,11 +336,13 @@ def test_on_policy_distillation_of_verl(tmp_path: Path) -> None:
     assert (whole.opd_form, whole.kd_objective, whole.logits_topk) == ("loss", "forward_kl", 64)
     assert whole.teacher is not None and whole.teacher.strategy_args.strategy_config["mem_fraction_static"] == 0.7
 
-    mixed = [f"{loss}.{each}" for each in ("use_task_rewards=true", "distillation_loss_coef=0.5", "loss_max_clamp=10")]
+    given = ("use_task_rewards=true", "distillation_loss_coef=0.5", "loss_max_clamp=10", "log_prob_min_clamp=-9")
+    mixed = [f"{loss}.{each}" for each in given]
     changed = convert("verl", [SCRIPT], [*TAUGHT[:-1], *mixed])
     own = loaded(changed, tmp_path)
     assert isinstance(own, RLVRConfig) and (own.is_pure_opd, own.opd_kl_coef) == (False, 0.5)
-    assert kinds(changed, Kind.IMPOSSIBLE) == {f"{loss}.loss_max_clamp", f"{loss}.loss_mode"}, "k3 is its default"
+    assert (own.opd_token_kld_clip, own.opd_logprob_min) == (5, -9)
+    assert kinds(changed, Kind.IMPOSSIBLE) == {f"{loss}.loss_mode"}, "k3 is its default"
 
     off = convert("verl", [SCRIPT], ["distillation.enabled=False", *TAUGHT[1:]])
     assert off.exit_code == 0 and loaded(off, tmp_path).num_gpus_per_node == 4
