@@ -86,7 +86,6 @@ def context(path: Path, role: str, strategy: str, options: dict[str, Any], **mor
         "strategy_args": {"strategy_name": strategy, "strategy_config": options},
         "use_dynamic_batching_in_train": True,
         "max_tokens_per_microbatch_in_train": 8192,
-        "use_sequence_packing": True,
     }
     return StrategyContext(WorkerConfig.model_validate(section), role, str(path), **more)
 
