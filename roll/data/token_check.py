@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
 TokenCheck: TypeAlias = Literal["strict", "ignore_strippable", "disable"]
 """What counts: every difference, differences of the text beyond white space, or none."""
-TokenDifference: TypeAlias = Literal["white space", "other tokens", "reasoning", "rewritten"]
+TokenDifference: TypeAlias = Literal["white space", "other tokens", "reasoning", "rewritten", "refused"]
 """Why ids differ: in white space alone; the same text in other tokens; the history lacks reasoning, or has an empty
-one; anything else, such as calls whose arguments are written anew."""
+one; anything else, such as calls whose arguments are written anew; the template refuses the conversation, as some do
+answers to malformed calls and several calls of a turn."""
 
 _STRIPPABLE: tuple[TokenDifference, ...] = ("white space", "other tokens")
 _BEFORE, _BEHIND = 4, 12
@@ -38,7 +39,10 @@ def compare_tokens(
     """
     if check == "disable":
         return None
-    whole = renderer.history(messages, tools)
+    try:
+        whole = renderer.history(messages, tools)
+    except Exception:  # a template may raise anything
+        return "refused"
     if ids.tolist() == whole[: len(ids)].tolist():
         return None
     difference = _reason(*(str(renderer.tokenizer.decode(each.tolist())) for each in (ids, whole)))
@@ -48,8 +52,14 @@ def compare_tokens(
 def first_difference(
     renderer: ChatRenderer, messages: Sequence[Message], ids: IntArray, tools: Sequence[Tool] | None = None
 ) -> tuple[str, str]:
-    """The texts of a row and of its conversation from a little before the first token in which they differ."""
-    whole = renderer.history(messages, tools)
+    """The texts of a row and of its conversation from a little before the first token in which they differ.
+
+    Where the template refuses the conversation, the end of the row and why.
+    """
+    try:
+        whole = renderer.history(messages, tools)
+    except Exception as error:  # a template may raise anything
+        return str(renderer.tokenizer.decode(ids[-_BEHIND:].tolist())), f"(refused: {error})"
     same = next((at for at, (a, b) in enumerate(zip(ids, whole, strict=False)) if a != b), min(len(ids), len(whole)))
     around = slice(max(0, same - _BEFORE), same + _BEHIND)
     return str(renderer.tokenizer.decode(ids[around].tolist())), str(renderer.tokenizer.decode(whole[around].tolist()))

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from roll.agentic.tools.dialects import dialect
-from roll.agentic.tools.types import AssistantTurn, ToolSchema
+from roll.agentic.tools.types import AssistantTurn, ToolSchema, call_id
 from roll.data.arrays import IntArray
 from roll.data.renderer import ChatRenderer, Message, Tool
-from roll.data.token_check import compare_tokens
+from roll.data.token_check import compare_tokens, first_difference
 from tests.support.chat_families import FAMILIES, family_tokenizer
 
 ADD = ToolSchema("add", "Adds.", {"type": "object", "properties": {"a": {"type": "integer"}}}).as_openai()
@@ -73,6 +73,21 @@ def test_the_same_text_in_other_tokens() -> None:
     ids = np.concatenate([renderer.prompt(ASKED), letters])
     messages = [*ASKED, {"role": "assistant", "content": "another answer"}]
     assert compare_tokens(renderer, messages, ids) == "other tokens"
+
+
+@pytest.mark.parametrize("family", ["llama3_1", "mistral_nemo", "gpt_oss"])
+def test_a_conversation_that_the_template_refuses_is_a_reason_too(family: str) -> None:
+    renderer = ChatRenderer(family_tokenizer(family))
+    results: list[Message] = [{"role": "tool", "content": text, "name": "add"} for text in ("3", "4")]
+    sampled = encode(renderer, "left")
+    ids = np.concatenate([renderer.prompt(ASKED, [ADD]), sampled, renderer.continuation(results, sampled, [ADD])])
+    calls = [{"id": call_id(index), "function": {"name": "add", "arguments": {}}} for index in range(2)]
+    said: Message = {"role": "assistant", "content": "left"} | ({"tool_calls": calls} if family == "llama3_1" else {})
+    messages = [*ASKED, said, *results, {"role": "assistant", "content": "right"}]
+    for check in ("strict", "ignore_strippable"):
+        assert compare_tokens(renderer, messages, ids, [ADD], check) == "refused"
+    trained, why = first_difference(renderer, messages, ids, [ADD])
+    assert trained and why.startswith("(refused: ")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
