@@ -108,7 +108,9 @@ class AgentPlayer:
             info |= {"success": given[1], "prompt_id": prompt.id, VALID_UNKNOWN: True}
         elif max_steps is not None:
             info |= {VALID_UNKNOWN: True}  # a step may have taken many answers
-        counts = session.counts if max_steps is None else session.counts | {"steps": len(steps.taken)}
+        counts = session.counts | {"turned_away": self.endpoint.count_turned_away()}
+        if max_steps is not None:
+            counts |= {"steps": len(steps.taken)}
         return Trajectory(
             tag=episode.tag,
             group_id=episode.group_id,

@@ -93,6 +93,7 @@ class Endpoint:
             raise PortTakenError(f"agent.port: seen {port}, expected a free port of {HOST}, or 0 ({error})") from error
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
+        self._turned_away = 0
         config = uvicorn.Config(
             _application(self), log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
         )
@@ -141,14 +142,20 @@ class Endpoint:
             ApiError: it has none, or that of an episode that has ended.
         """
         key = request.path_params.get("key") or _header_key(request)
+        digest = _digest(key)
+        if (session := self._sessions.get(digest)) is not None:
+            return session
+        self._turned_away += 1
         if not key:
             raise ApiError(401, f"seen no key, {_ADVICE}", code="missing_api_key")
-        digest = _digest(key)
         if digest in self._ended:
             raise ApiError(410, "the episode of this key has ended", code="episode_ended")
-        if (session := self._sessions.get(digest)) is None:
-            raise ApiError(401, f"seen a key that is none, {_ADVICE}", code="invalid_api_key")
-        return session
+        raise ApiError(401, f"seen a key that is none, {_ADVICE}", code="invalid_api_key")
+
+    def count_turned_away(self) -> int:
+        """Requests since the last call that had no key of a running episode."""
+        count, self._turned_away = self._turned_away, 0
+        return count
 
 
 def _header_key(request: Request) -> str:

@@ -251,6 +251,7 @@ def test_a_key_opens_its_episode_alone_and_only_until_it_ends(caplog: pytest.Log
             with pytest.raises(openai.APIStatusError) as ended:
                 await policy.chat.completions.create(model="m", messages=[USER])  # type: ignore[list-item]
             assert refused(ended.value)[:2] == (410, "episode_ended")
+            assert (endpoint.count_turned_away(), endpoint.count_turned_away()) == (4, 0)
             assert [len(session.turns) for session in sessions] == [1, 0]
             assert mine not in caplog.text and other not in caplog.text
 

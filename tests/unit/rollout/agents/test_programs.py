@@ -190,6 +190,8 @@ def test_calls_after_the_end_are_refused(tmp_path: Path) -> None:
             with pytest.raises(openai.APIStatusError) as caught:
                 await late.models.list()
         assert caught.value.status_code == 410
+        following = await play_with(player, Engine([GOOD]))
+        assert following.info["agent_turned_away"] == 1 and following.info["agent_refused"] == 0
         await player.endpoint.stop()
 
     asyncio.run(run())
