@@ -30,6 +30,10 @@ class Vocabulary(Protocol):
         """Id of the first logit."""
         ...
 
+    def beyond(self, num_ids: int, width: int) -> bool:
+        """Whether there are ids from ``num_ids`` on, here or on another rank; ``width``: logits on this one."""
+        ...
+
     def log_softmax(self, logits_KV: Tensor) -> Tensor: ...
     def total(self, parts: Tensor) -> Tensor:
         """The sum over ranks; what follows is the same on each of them."""
@@ -44,6 +48,9 @@ class WholeVocabulary:
     """All logits are here (a ``Vocabulary``)."""
 
     start = 0
+
+    def beyond(self, num_ids: int, width: int) -> bool:
+        return num_ids < width
 
     def log_softmax(self, logits_KV: Tensor) -> Tensor:
         return torch.log_softmax(logits_KV, dim=-1)
@@ -174,8 +181,9 @@ class Comparison:
     def _at_temperature(self, logprobs_KV: Tensor) -> Tensor:
         num_ids = None if self.layer is None else self.spec.num_ids
         factor = self.temperature / self.spec.temperature
-        changed_KV = restrict(logprobs_KV if factor == 1 else logprobs_KV * factor, num_ids, self.vocabulary)
-        return logprobs_KV if changed_KV is logprobs_KV else self.vocabulary.log_softmax(changed_KV)
+        if factor == 1:
+            return _of_ids(logprobs_KV, num_ids, self.vocabulary)
+        return self.vocabulary.log_softmax(restrict(logprobs_KV * factor, num_ids, self.vocabulary))
 
 
 def restrict(logits_KV: Tensor, num_ids: int | None, vocabulary: Vocabulary) -> Tensor:
@@ -186,13 +194,18 @@ def restrict(logits_KV: Tensor, num_ids: int | None, vocabulary: Vocabulary) -> 
     return logits_KV.masked_fill(torch.arange(logits_KV.shape[1], device=logits_KV.device) >= held, MASKED)
 
 
+def _of_ids(logprobs_KV: Tensor, num_ids: int | None, vocabulary: Vocabulary) -> Tensor:
+    """Log-probabilities among the ids below ``num_ids``; all ranks or none exchange sums for it."""
+    if num_ids is None or not vocabulary.beyond(num_ids, logprobs_KV.shape[1]):
+        return logprobs_KV
+    return vocabulary.log_softmax(restrict(logprobs_KV, num_ids, vocabulary))
+
+
 def top_tokens(
     logprobs_KV: Tensor, count: int, num_ids: int | None, vocabulary: Vocabulary
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a teacher tells of its distribution: ids (int32 [K, C]), their log-probabilities, and the tail's [K]."""
-    known_KV = restrict(logprobs_KV, num_ids, vocabulary)
-    if known_KV is not logprobs_KV:
-        known_KV = vocabulary.log_softmax(known_KV)
+    known_KV = _of_ids(logprobs_KV, num_ids, vocabulary)
     top_KC, ids_KC = vocabulary.top(known_KV, count if num_ids is None else min(count, num_ids))
     tail_K1 = tokens_and_tail(known_KV, ids_KC, vocabulary)[1]
     return ids_KC.int(), top_KC, tail_K1.squeeze(1)

@@ -30,6 +30,9 @@ class VocabularyShare:
     group: Any
     """The tensor-parallel process group."""
 
+    def beyond(self, num_ids: int, width: int) -> bool:
+        return num_ids < self.vocab_size
+
     def log_softmax(self, logits_KV: Tensor) -> Tensor:
         found: Tensor = _LogSoftmax.apply(logits_KV, self.group)
         return found
