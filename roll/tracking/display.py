@@ -271,6 +271,7 @@ def closing_line(summary: Mapping[str, Any], run_dir: Path) -> str:
     before, after = first.get(measure), last.get(measure)
     episodes = (last or first).get("episodes")
     where = f" on {episodes} held-out episodes" if episodes else ""
+    unit = " nats per token" if "perplexity" in first | last else ""
     if before is not None and after is not None:
         sizes = [each.get("prompts") or each.get("episodes") or 0 for each in (first, last)]
         low, high = difference_interval(before, sizes[0], after, sizes[1])
@@ -278,7 +279,6 @@ def closing_line(summary: Mapping[str, Any], run_dir: Path) -> str:
         bounds = f", 95% interval {100 * low:+.1f} to {100 * high:+.1f}" if min(sizes) else ""
         said = f"{word}: {measure} {before:.1%} → {after:.1%} ({100 * (after - before):+.1f} points{bounds}){where}"
     elif "loss" in first and "loss" in last:
-        unit = " nats per token" if "perplexity" in last else ""
         said = f"Held-out loss {first['loss']:.4f} → {last['loss']:.4f}{unit}"
     elif before is not None and summary.get("steps"):
         said = f"Not evaluated after training; {measure} before was {before:.1%}{where}"
@@ -286,6 +286,10 @@ def closing_line(summary: Mapping[str, Any], run_dir: Path) -> str:
         said = f"{measure.capitalize()} after training: {after:.1%}{where}"
     elif before is not None:
         said = f"{measure.capitalize()}: {before:.1%}{where}"
+    elif "loss" in first and summary.get("steps"):
+        said = f"Not evaluated after training; held-out loss before was {first['loss']:.4f}{unit}"
+    elif "loss" in first or "loss" in last:
+        said = f"Held-out loss{' after training' if last else ''}: {(last or first)['loss']:.4f}{unit}"
     else:
         said = "No evaluation"
     status = summary.get("status", "completed")

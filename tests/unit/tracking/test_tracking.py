@@ -501,6 +501,12 @@ def test_the_closing_line_says_what_was_learned_and_where_to_look(tmp_path: Path
     assert closing_line({}, tmp_path).startswith("No evaluation; ")
     only_after = {"eval": {"after": {"accuracy": 0.0}}}  # val_before_train: false, and nothing learned
     assert closing_line(only_after, tmp_path).startswith("Accuracy after training: 0.0%")
+    measured = {"before": {"loss": 0.5, "perplexity": 1.6}}  # nothing answers there
+    told = {0: "Held-out loss: 0.5000 nats per token in 0 steps;", 3: "Not evaluated after training; held-out loss bef"}
+    for steps, words in told.items():
+        assert closing_line({"steps": steps, "eval": measured}, tmp_path).startswith(words)
+    resumed = closing_line({"steps": 4, "eval": {"after": {"loss": 0.25}}}, tmp_path)
+    assert resumed.startswith("Held-out loss after training: 0.2500 in 4 steps")
 
 
 def test_progress_is_silent_off_a_terminal_until_nothing_was_said_for_long(monkeypatch):
