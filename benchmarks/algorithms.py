@@ -10,6 +10,7 @@ when a loop finds another result.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
 import time
@@ -132,7 +133,7 @@ def measure(job: Job, repeats: int, with_loops: bool) -> bool:
     limit = "" if job.limit_ms is None else f"   limit {job.limit_ms:.0f} ms{' MISSED' if missed else ''}"
     print(f"{job.label:34} {'vectorised':18} {own_ms:10.1f} ms{limit}")
     for name, loop in job.loops.items() if with_loops else ():
-        loop_ms = median_ms(lambda loop=loop: loop(job.batch, job.config), max(1, repeats // 4))
+        loop_ms = median_ms(functools.partial(loop, job.batch, job.config), max(1, repeats // 4))
         difference = float((loop(job.batch, job.config) - vectorised().double()).abs().max())
         missed |= difference > 1e-4
         print(f"{'':34} {name:18} {loop_ms:10.1f} ms   {loop_ms / own_ms:6.1f} x, largest difference {difference:.1e}")
@@ -151,14 +152,14 @@ def main() -> int:
         Job(
             "GAE, 128 x 8192 tokens",
             make_batch(torch.full((128,), 8192)),
-            AlgorithmConfig(**GAE_KEYS),
+            AlgorithmConfig.model_validate(GAE_KEYS),
             {"loop in torch": gae_in_torch, "loop in Python": gae_in_python},
             GAE_LIMIT_MS,
         ),
         Job(
             "GRPO, 1024 sequences, 64-1023 tokens",
             make_batch(lengths_B),
-            AlgorithmConfig(adv_estimator="grpo"),
+            AlgorithmConfig.model_validate({"adv_estimator": "grpo"}),
             {"loop in torch": grpo_in_torch},
         ),
     ]

@@ -57,7 +57,7 @@ class PlainWorker(TrainWorker):
             self._block = torch.randint(0, 255, (2**26,), dtype=torch.uint8).numpy()
         with (folder / f"plain-{self.rank}").open("wb", buffering=0) as file:
             while num_bytes > 0:
-                num_bytes -= file.write(self._block[:num_bytes])
+                num_bytes -= file.write(self._block[:num_bytes].data)
             os.fsync(file.fileno())
 
 

@@ -169,7 +169,16 @@ def generating(engine: str) -> Iterator[GenerateFn]:
         infer = Cluster("infer", InferWorker, placement)
         infer.start()
         args = {"model_args": {"dtype": "fp32"}, "strategy_args": {"strategy_name": engine}}
-        infer.call("setup", StrategyContext(WorkerConfig.model_validate(args), "actor_infer", str(path), 512, 256))
+        infer.call(
+            "setup",
+            StrategyContext(
+                WorkerConfig.model_validate(args),
+                "actor_infer",
+                str(path),
+                sequence_length=512,
+                max_running_requests=256,
+            ),
+        )
         yield GenerationClient(infer.handles).generate
         infer.shutdown()
         placement.remove()

@@ -111,7 +111,7 @@ def run_transformers(model: PreTrainedModel, requests: list[GenerateRequest], ba
             ids[row, width - len(request.prompt_ids) :] = torch.from_numpy(request.prompt_ids)
             mask[row, width - len(request.prompt_ids) :] = 1
         new = max(r.params.max_new_tokens for r in batch)
-        model.generate(
+        model.generate(  # type: ignore[operator]
             ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=new, min_new_tokens=new, pad_token_id=0
         )
     return sum(r.params.max_new_tokens for r in requests) / (time.perf_counter() - start)

@@ -35,12 +35,12 @@ from roll.data.requests import GenerateRequest, SamplingParams
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import StrategyContext
 
-TRAINERS = {
+TRAINERS: dict[str, dict[str, Any]] = {
     "fsdp2_train": {"fsdp_size": 1},
     "deepspeed_train": {"zero_optimization": {"stage": 1}},
     "megatron_train": {},
 }
-SHAPES: dict[str, dict[str, int]] = {
+SHAPES: dict[str, dict[str, Any]] = {
     "0.5b": {
         "vocab_size": 151936,
         "hidden_size": 896,

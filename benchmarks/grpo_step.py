@@ -200,7 +200,7 @@ class Rival:
         for line in first.stdout:
             if line.startswith("{"):  # libraries print too
                 return json.loads(line)
-        raise RuntimeError(f"{first.args}: ended; the last lines of its output:\n{self._log.read_text()[-2000:]}")
+        raise RuntimeError(f"{first.args!r}: ended; the last lines of its output:\n{self._log.read_text()[-2000:]}")
 
     def step(self, number: int) -> Step:
         start = time.perf_counter()
@@ -226,7 +226,7 @@ class Roll:
             self.batch = batch
             return train(batch, *args)
 
-        pipeline.train = observed  # type: ignore[method-assign]
+        pipeline.train = observed  # type: ignore[method-assign,assignment]
 
     def step(self, number: int) -> Step:
         self.pipeline.session.timer.step_metrics()

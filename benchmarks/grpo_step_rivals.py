@@ -179,7 +179,7 @@ class HandWritten:
     @staticmethod
     def _take(cache: Cache, rows: Tensor) -> None:
         for layer in cache.layers:
-            layer.take(rows)
+            layer.take(rows)  # type: ignore[union-attr]
 
     def gradient(
         self, prompts: list[list[int]], completions: list[list[int]], advantages: list[float]
@@ -314,8 +314,7 @@ def main() -> None:
     kind, path = sys.argv[1:]
     work = json.loads(Path(path).read_text())
     torch.set_num_threads(work["threads"])
-    rival: HandWritten | Trl = {"hand": HandWritten, "trl": Trl}[kind](work)
-    rival.run()
+    (HandWritten(work) if kind == "hand" else Trl(work)).run()
 
 
 def _answer(message: Answer) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import AsyncIterator, Collection, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
@@ -61,6 +61,7 @@ class StrategyContext:
     """Cluster name, for messages: ``actor_train``, ``critic`` …"""
     model_path: str
     """Folder in Hugging Face format."""
+    _: KW_ONLY
     tokenizer_path: str | None = None
     """Folder of the tokenizer; ``None``: the model's."""
     rank: int = 0

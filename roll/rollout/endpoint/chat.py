@@ -10,7 +10,7 @@ from pydantic import Field
 from roll.data.renderer import ChatRenderer
 from roll.rollout.endpoint.errors import unsupported
 from roll.rollout.endpoint.messages import ChatMessage, ToolParam, openai_message, plain_messages, plain_tools
-from roll.rollout.endpoint.sampling import DONE, SamplingRequest, event, head, texts_of, usage
+from roll.rollout.endpoint.sampling import DONE, SamplingRequest, bytes_of, event, head, texts_of, usage
 from roll.rollout.endpoint.session import Answer, Session
 
 
@@ -70,10 +70,9 @@ class ChatRequest(SamplingRequest):
     def _logprobs(self, answer: Answer, renderer: ChatRenderer) -> dict[str, Any] | None:
         if not self.logprobs:
             return None
-        texts = texts_of(renderer, answer.completion.token_ids)
-        values = answer.completion.logprobs.tolist()
+        ids, values = answer.completion.token_ids, answer.completion.logprobs.tolist()
         tokens = [
-            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, value in zip(texts, values, strict=True)
+            {"token": text, "logprob": value, "bytes": bytes_of(renderer, token, text), "top_logprobs": []}
+            for token, text, value in zip(ids.tolist(), texts_of(renderer, ids), values, strict=True)
         ]
         return {"content": tokens, "refusal": None}

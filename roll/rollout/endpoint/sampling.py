@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -100,3 +102,21 @@ def usage(answers: Sequence[Answer]) -> dict[str, int]:
 def texts_of(renderer: ChatRenderer, ids: IntArray) -> list[str]:
     """The text of each token, special ones included."""
     return [str(renderer.tokenizer.decode([token])) for token in ids.tolist()]
+
+
+def bytes_of(renderer: ChatRenderer, token: int, text: str) -> list[int] | None:
+    """The bytes of a token with that text; ``None`` where it is a part of a character that the tokenizer hides."""
+    if "\ufffd" not in text:
+        return list(text.encode())
+    piece = str(renderer.tokenizer.convert_ids_to_tokens(token))
+    if fallback := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):  # SentencePiece
+        return [int(fallback[1], 16)]
+    letters = _bytes_by_letter()  # byte-level BPE
+    return [letters[letter] for letter in piece] if all(letter in letters for letter in piece) else None
+
+
+@functools.cache
+def _bytes_by_letter() -> dict[str, int]:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {letter: byte for byte, letter in bytes_to_unicode().items()}

@@ -11,10 +11,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from roll.data.renderer import ChatRenderer
 from roll.data.requests import Completion, GenerateRequest
 from roll.rollout.endpoint.errors import PortTakenError
+from roll.rollout.endpoint.sampling import bytes_of
 from roll.rollout.endpoint.server import Endpoint
 from roll.rollout.endpoint.session import Session
 from roll.rollout.router import EngineUnavailableError
@@ -115,6 +119,27 @@ def test_streams_choices_and_logprobs_are_those_of_the_api() -> None:
     assert engine.requests[0].params.seed != engine.requests[1].params.seed
     assert engine.requests[2].params.stop == ("STOP",)
     assert len(rows_of(session)) == 3
+
+
+def test_a_token_tells_its_bytes_where_it_is_part_of_a_character() -> None:
+    async def program(policy: openai.AsyncOpenAI) -> Any:
+        return await policy.chat.completions.create(model="m", messages=[USER], logprobs=True)  # type: ignore[list-item]
+
+    _, whole = play(Engine(["a\u2603\U0001f40d\u00e9"]), program)
+    tokens = whole.choices[0].logprobs.content
+    said = bytes(byte for token in tokens for byte in token.bytes).decode()
+    assert said.startswith("a\u2603\U0001f40d\u00e9") and any(token.token == "\ufffd" for token in tokens)
+
+
+def test_bytes_of_a_tokenizer_that_falls_back_on_them_and_of_one_that_hides_them() -> None:
+    pieces = {"<unk>": 0, "<0xE2>": 1, "hidden": 2}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(pieces, "<unk>")), unk_token="<unk>")
+    renderer = ChatRenderer(tokenizer, "qwen2_5")
+    assert [bytes_of(renderer, token, "\ufffd") for token in (1, 0)] == [[0xE2], list(b"<unk>")]
+    assert bytes_of(renderer, 2, "\u2603") == [0xE2, 0x98, 0x83]
+    pieces["\u4e00"] = 3
+    other = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(pieces, "<unk>")))
+    assert bytes_of(ChatRenderer(other, "qwen2_5"), 3, "\ufffd") is None
 
 
 def test_tool_calls_arrive_in_a_stream() -> None:
