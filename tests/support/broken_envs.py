@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sqlite3
+import sys
 import threading
 import time
 from typing import Any
@@ -91,6 +93,15 @@ class FragileStep(Safe):
     def step(self, action: str) -> StepResult:
         int(action) if action.isdigit() else None  # Python reads numbers of up to 4300 digits
         return super().step(action)
+
+
+class Fatal(Safe):
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self._end = {"exit": lambda: sys.exit(7), "_exit": lambda: os._exit(7), "abort": os.abort}[fault]
+
+    def step(self, action: str) -> StepResult:
+        return self._end()
 
 
 class TextReward(Safe):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import roll.agentic.env as envs
@@ -27,6 +27,7 @@ def check_env(
     env_config: Mapping[str, Any] | None = None,
     *,
     answers: Sequence[str] = (),
+    tell: Callable[[str], None] = lambda probe: None,
     **effort: Any,
 ) -> Report:
     """Plays an environment in many ways and tells what it found. Event loops of its own: not to be called in one.
@@ -34,6 +35,7 @@ def check_env(
     Args:
         env_type: a name, ``package.module:Class``, or the class.
         answers: texts to play; without them ``action_names``, ``expert_actions()``, and guesses.
+        tell: is told what is tried next.
         effort: ``episodes`` (6) to play in each way, ``max_steps`` (32) of an episode, ``timeout`` (30) seconds of a
             call, of which ``slow`` (1) are too many, ``max_chars`` (16384) of an observation, and
             what the judge of environments that ask says (``judge_says``, "Score: 1").
@@ -46,7 +48,7 @@ def check_env(
     config = dict(env_config or {})
     if problems := envs.check_env_config(name, config):
         raise ConfigErrors(problems)
-    return asyncio.run(_check(Trial(Subject(name, config, tuple(answers), **effort))))
+    return asyncio.run(_check(Trial(Subject(name, config, tuple(answers), **effort)), tell))
 
 
 def assert_env_ok(
@@ -73,11 +75,12 @@ def assert_env_ok(
         raise AssertionError("\n".join([f"{report.env_type}:", *(f"  {problem}" for problem in problems)]))
 
 
-async def _check(trial: Trial) -> Report:
+async def _check(trial: Trial, tell: Callable[[str], None]) -> Report:
     findings: list[Finding] = []
     tried = []
     for probe in PROBES:
         tried.append(probe.__name__.replace("_", " "))
+        tell(tried[-1])
         try:
             async for finding in probe(trial):
                 findings.append(finding)

@@ -11,8 +11,8 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.text import Text
 
-from roll.configs.problems import ConfigErrors
-from roll.preflight.env_check import check_env, check_names
+from roll.preflight.env_check import check_names
+from roll.preflight.env_check.child import check_in_child
 from roll.preflight.env_check.findings import Report, Severity
 
 EXIT_OK, EXIT_FINDINGS, EXIT_USAGE = 0, 1, 2
@@ -35,8 +35,10 @@ def check(env_type: str, overrides: Sequence[str], *, allow: Collection[str] = (
     """
     try:
         check_names(allow)
-        report = check_env(env_type, _env_config(overrides), **options)
-    except (ConfigErrors, ValueError) as error:
+        with Console(stderr=True).status("starts") as status:  # where somebody sees a terminal
+            config = _env_config(overrides)
+            report = check_in_child(env_type, config, lambda probe: status.update(f"tries: {probe}"), **options)
+    except ValueError as error:
         sys.stderr.write(f"roll env check: {error}\n")
         return EXIT_USAGE
     # Colours come with a terminal alone, and go with NO_COLOR.

@@ -21,6 +21,9 @@ class Rule:
 
 RULES: dict[str, Rule] = {
     "cannot-be-made": Rule("error", "Make the constructor accept this env_config, in any process."),
+    "ends-process": Rule(
+        "error", "Raise an exception: exit, os._exit and crashes of C code end all of a worker's episodes."
+    ),
     "cannot-travel": Rule(
         "error", "Put the class at the top of an importable module and only plain values into env_config."
     ),

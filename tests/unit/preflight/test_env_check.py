@@ -153,7 +153,7 @@ def test_every_built_in_environment_is_checked_here_or_where_there_is_a_server()
 
 
 def test_every_rule_is_caught_here_and_documented() -> None:
-    elsewhere = {"cannot-travel"}
+    elsewhere = {"cannot-travel", "ends-process"}
     notes = {name for name, rule in RULES.items() if rule.severity == "note"}
     assert set(ZOO.values()) | elsewhere | notes == set(RULES)
     text = (Path(__file__).resolve().parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
@@ -205,6 +205,17 @@ def test_the_command_prints_a_page_and_says_by_its_code_what_it_found(capsys: py
     assert "error    reward-tampered" in page and "fix: Compute the reward" in page and "1 error\n" in page
     assert main(["env", "check", path, "--episodes", "3", "--allow", "reward-tampered"]) == 0
     assert "allowed  reward-tampered" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("fault", ["exit", "_exit", "abort"])
+def test_an_environment_that_ends_its_process_gets_its_page(capsys: pytest.CaptureFixture[str], fault: str) -> None:
+    assert main(["env", "check", "tests.support.broken_envs:Fatal", f"fault={fault}", "--episodes", "3"]) == 1
+    page = capsys.readouterr().out
+    if fault == "exit":
+        assert "error    step-raises" in page and "SystemExit" in page
+    else:
+        how = {"_exit": "exit code 7", "abort": "SIGABRT"}[fault]
+        assert f"error    ends-process\n         {how}; tried at that time: plays\n" in page and "1 error\n" in page
 
 
 @pytest.mark.parametrize(
