@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 CPU_BLOCK = 32  # tokens; the CPU attention kernels want multiples of it
 CPU_STEP_TOKENS = 4096  # prompt tokens computed in one step on a CPU
+SOCKET_FOLDER_CHARS = 70  # vLLM adds 37, and 107 are the most that a Unix socket's path may have
 CPU_CACHE_SHARE = 0.25  # of the host memory that is free, at most, unless kv_cache_memory_bytes says otherwise
 
 COMMON_ENVIRONMENT = {
@@ -128,6 +129,8 @@ def environment(model_path: str, on_cpu: bool, log_config: Path) -> Iterator[Non
     What the user has set stays as it is, and other code in this process sees none of it afterwards.
     """
     wanted = COMMON_ENVIRONMENT | (CPU_ENVIRONMENT if on_cpu else {}) | {"VLLM_LOGGING_CONFIG_PATH": str(log_config)}
+    if len(str(log_config.parent)) <= SOCKET_FOLDER_CHARS:
+        wanted |= {"VLLM_RPC_BASE_PATH": str(log_config.parent)}  # it leaves its sockets behind
     if locate_model(model_path)[1]:
         wanted = wanted | {"HF_HUB_OFFLINE": "1"}
     added = {name: value for name, value in wanted.items() if name not in os.environ}
