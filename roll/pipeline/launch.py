@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
@@ -17,13 +18,14 @@ from roll.configs.val_infer import VAL_INFER
 from roll.configs.worker import WorkerConfig
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import ClusterError, PlacementError, RaySessionError
-from roll.distributed.cluster.placement import create_placement, discover_nodes
+from roll.distributed.cluster.placement import Placement, create_placement, discover_nodes
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import plan_placement
 from roll.distributed.cluster.worker import Worker
 from roll.pipeline.profiling import nsight_options
 from roll.pipeline.programs import Program
 from roll.pipeline.session import RunFailedError, RunSession
+from roll.pipeline.stalls import explained
 from roll.pipeline.start import Start, start_of
 from roll.pipeline.workers import InferWorker, ScoreWorker, TrainWorker
 from roll.preflight.choices import role_requests
@@ -153,26 +155,30 @@ def start_clusters(
     placement = create_placement(plan)
     clusters: dict[str, Cluster] = {}
     try:
-        with session.phase("start workers"):
-            for name, worker in config.clusters.items():
-                clusters[name] = Cluster(
-                    name,
-                    _worker_class(name, worker, workers[kind_of(name)]),
-                    placement,
-                    system_envs={**config.system_envs, **plugin_variables(config.plugins), **worker.system_envs},
-                    rpc_timeout=config.rpc_timeout,
-                    nsight=nsight_options(config.profiler, name, worker.num_workers, session.folder.profile)
-                    if name in config.roles
-                    else None,
-                )
-                clusters[name].launch()
-            for cluster in clusters.values():
-                cluster.wait_ready()
-        yield clusters
+        with explained(clusters, session.folder.logs / "stacks.txt"):
+            with session.phase("start workers"):
+                for name in config.clusters:
+                    clusters[name] = _cluster(config, name, placement, workers, session.folder.profile)
+                    clusters[name].launch()
+                for cluster in clusters.values():
+                    cluster.wait_ready()
+            yield clusters
     finally:
         for cluster in clusters.values():
             cluster.shutdown()
         placement.remove()
+
+
+def _cluster(config: PipelineConfig, name: str, placement: Placement, workers: WorkerClasses, profile: Path) -> Cluster:
+    worker = config.clusters[name]
+    return Cluster(
+        name,
+        _worker_class(name, worker, workers[kind_of(name)]),
+        placement,
+        system_envs={**config.system_envs, **plugin_variables(config.plugins), **worker.system_envs},
+        rpc_timeout=config.rpc_timeout,
+        nsight=nsight_options(config.profiler, name, worker.num_workers, profile) if name in config.roles else None,
+    )
 
 
 def _worker_class(role: str, worker: WorkerConfig, default: type[Worker]) -> type[Worker]:

@@ -3,9 +3,11 @@
 import asyncio
 import gc
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from roll.distributed.cluster.placement import Placement, create_placement, disc
 from roll.distributed.cluster.ray_session import ray_session
 from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
 from roll.distributed.cluster.worker import Worker
+from roll.pipeline.stalls import explained
 
 ROLES = [
     RoleRequest("train", (2, 3, 4, 5), 2),
@@ -188,6 +191,40 @@ def test_a_hung_call_names_worker_call_step_and_time(start: Callable[..., Cluste
         train.gather(refs, call="nap")
     assert str(caught.value) == "train rank 1: nap at step 3 gave no answer in 1.0 s (rpc_timeout)"
     assert train.alive() == [True, True]  # rank 1 is busy, not dead
+
+
+def test_what_a_hung_worker_does_is_found_out_without_its_help(
+    start: Callable[..., Cluster], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    train, env = start("train", rpc_timeout=1.0), start("env")
+    monkeypatch.setattr("roll.distributed.cluster.cluster._NOTICE_S", 0.4)
+    Cluster.current_step = 3
+    with pytest.raises(RpcTimeoutError), explained({"train": train, "env": env}, tmp_path / "stacks"):
+        train.gather(train.submit_each("nap", [(0.1,), (4.0,)]), call="nap")
+    assert f"train rank 1: nap at step 3 gave no answer in 0.4 s so far; kill -USR1 {os.getpid()}" in caplog.text
+    head, driver, *workers = (tmp_path / "stacks").read_text().split("\n----- ")
+    assert "train rank 1: nap at step 3 gave no answer in 1.0 s (rpc_timeout)" in head
+    assert driver.startswith("driver\n") and "test_what_a_hung_worker_does" in driver
+    names = ["train rank 0", "train rank 1", "env rank 0", "env rank 1"]
+    assert [text.partition(",")[0] for text in workers] == names
+    assert [" in nap\n" in text for text in workers] == [False, True, False, False]
+    assert all("most recent call first" in text for text in workers)
+
+
+def test_stacks_are_asked_for_by_a_signal_and_of_processes_that_are_gone(
+    start: Callable[..., Cluster], tmp_path: Path
+) -> None:
+    train = start("train")
+    path = tmp_path / "stacks"
+    with explained({"train": train}, path):
+        os.kill(train.whereabouts[0].pid, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        deadline = time.monotonic() + 20
+        while not (path.exists() and path.read_text().endswith("\n\n")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    _, _, gone, alive = path.read_text().split("\n----- ")
+    assert "asked by SIGUSR1" in path.read_text() and "No such file" in gone and "most recent call first" in alive
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 def test_a_killed_worker_is_noticed_at_once_and_can_be_replaced(start: Callable[..., Cluster]) -> None:

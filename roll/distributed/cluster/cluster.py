@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import os
 import re
 import sys
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from roll.distributed.cluster.errors import RpcTimeoutError, WorkerDiedError
 from roll.distributed.cluster.placement import Placement
+from roll.distributed.cluster.stacks import Whereabouts
 from roll.distributed.cluster.worker import Worker
 
 if TYPE_CHECKING:
@@ -25,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 _ALIVE_WAIT_S = 1.0
 """Time that a death may take to be known; Ray reports a killed process within some hundredths of a second."""
+
+_NOTICE_S = 600.0
+"""Time without any answer after which the log says whose is missing, again and again."""
 
 _ASYNC_CALLS = 2**20
 """Calls that a worker with ``async`` methods runs at the same time. With Ray's own limit of 1,000 the others would wait
@@ -89,6 +94,8 @@ class Cluster:
         """Number of times that each rank was replaced."""
         self.handles: list[ActorHandle] = []
         """Ray actor handles in rank order; a restart replaces the rank's handle."""
+        self.whereabouts: list[Whereabouts] = []
+        """Their processes, once they are ready."""
         self._init_kwargs = dict(init_kwargs or {})
         self._system_envs = {key: str(value) for key, value in (system_envs or {}).items()}
         self._max_concurrency = max_concurrency
@@ -112,7 +119,7 @@ class Cluster:
 
     def wait_ready(self) -> None:
         """Waits until every worker of ``launch`` has answered, at most ``start_timeout`` seconds."""
-        self.gather(self.submit("ping"), call="start", timeout=self.start_timeout)
+        self.whereabouts = self.gather(self.submit("ping"), call="start", timeout=self.start_timeout)
         logger.info("%s: %d workers are up", self.name, self.world_size)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
@@ -164,12 +171,23 @@ class Cluster:
         started = time.monotonic()
         results: dict[ObjectRef, Any] = {}
         pending: list[Any] = list(refs)
+        told = 0.0
         while pending:
-            left = None if limit is None else max(0.0, started + limit - time.monotonic())
-            ready, pending = ray.wait(pending, num_returns=1, timeout=left)
+            waited = time.monotonic() - started
+            ends = min(told + _NOTICE_S, limit or math.inf)
+            ready, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, ends - waited))
             if not ready:
-                stuck = tuple(rank_of[ref] for ref in pending)
-                raise RpcTimeoutError(self.name, stuck, call, self.current_step, time.monotonic() - started)
+                waited = time.monotonic() - started
+                missing = RpcTimeoutError(
+                    self.name, tuple(rank_of[ref] for ref in pending), call, self.current_step, waited
+                )
+                if limit is not None and waited >= limit:
+                    raise missing
+                logger.warning(
+                    "%s so far; kill -USR1 %d writes what every process is doing", missing.words, os.getpid()
+                )
+                told = waited
+                continue
             try:
                 results[ready[0]] = ray.get(ready[0])
             except ray.exceptions.RayError as error:
@@ -207,7 +225,8 @@ class Cluster:
         self.restarts[rank] += 1
         logger.warning("%s rank %d: starting a fresh worker (restart %d)", self.name, rank, self.restarts[rank])
         self.handles[rank] = self._spawn(rank)
-        self.gather([self.handles[rank].ping.remote()], call="restart", ranks=[rank], timeout=self.start_timeout)
+        ready = [self.handles[rank].ping.remote()]
+        (self.whereabouts[rank],) = self.gather(ready, call="restart", ranks=[rank], timeout=self.start_timeout)
 
     def rendezvous(self) -> None:
         """Agrees on rank 0's address and a free port there, so that the ranks can form a process group."""

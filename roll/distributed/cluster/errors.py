@@ -54,8 +54,13 @@ class RpcTimeoutError(ClusterError, TimeoutError):
         """Time that the caller waited."""
 
     def __str__(self) -> str:
+        return f"{self.words} (rpc_timeout)"
+
+    @property
+    def words(self) -> str:
+        """Who was asked for what, and for how long."""
         who = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {', '.join(map(str, self.ranks))}"
-        return f"{self.role} {who}: {self.call}{_at(self.step)} gave no answer in {self.seconds:.1f} s (rpc_timeout)"
+        return f"{self.role} {who}: {self.call}{_at(self.step)} gave no answer in {self.seconds:.1f} s"
 
 
 def _at(step: int | None) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from roll.distributed.cluster.reaper import MARK
 from roll.distributed.cluster.recording import Recording, RecordingOptions
+from roll.distributed.cluster.stacks import Whereabouts, write_stacks_on_signal
 from roll.utils.memory import keep_freed_memory
 from roll.utils.plugins import load_inherited_plugins
 from roll.utils.signals import outlive
@@ -34,6 +35,7 @@ class Worker:
         self.rank = rank
         self.world_size = world_size
         self._recording: Recording | None = None
+        self._stacks = write_stacks_on_signal()
         os.environ.update(env)
         load_inherited_plugins()
         keep_freed_memory()
@@ -46,8 +48,11 @@ class Worker:
         """Ray prefixes the worker's log lines with this."""
         return f"{self.role}[{self.rank}]"
 
-    def ping(self) -> None:
-        """Returns once the worker is up and its queue has come to this call."""
+    def ping(self) -> Whereabouts:
+        """Answers once the worker is up and its queue has come to this call."""
+        import ray
+
+        return Whereabouts(os.getpid(), ray.get_runtime_context().get_node_id(), self._stacks)
 
     def start_recording(self, options: RecordingOptions) -> None:
         """Records what PyTorch does from now on; what was under way is given up."""
