@@ -137,6 +137,28 @@ def gpg(batch: Batch, config: AlgorithmConfig) -> Batch:
     return _with_scores(batch, episodes, scale * (score_J - group_mean(score_J, group_J)), score_J)
 
 
+def maxrl(batch: Batch, config: AlgorithmConfig) -> Batch:
+    """Maximum likelihood RL (Tajwar et al. 2026): ``(R - mean) / mean``, which weighs rare successes more.
+
+    For scores of 0 and 1 the gradient is that of the log-likelihood of success, truncated at the order of the group's
+    size. A group without success has 0; a group of one keeps its score, which is plain policy gradient. Needs
+    ``group_B``.
+
+    Raises:
+        ValueError: a score is below 0, where this is no likelihood.
+    """
+    episodes, score_J, group_J = _grouped_scores(batch, config)
+    if (least := min(score_J.tolist(), default=0.0)) < 0:
+        raise ValueError(
+            f"adv_estimator 'maxrl': seen an episode whose rewards sum to {least:g}, expected 0 or more: no penalties, "
+            "and no KL in the reward"
+        )
+    mean_J, _, count_J = group_moments(score_J, group_J)
+    lead_J = score_J - group_mean(score_J, group_J)
+    relative_J = torch.where(mean_J > 0, lead_J / mean_J, torch.zeros_like(score_J))
+    return _with_scores(batch, episodes, torch.where(count_J > 1, relative_J, score_J), score_J)
+
+
 def reinforce(batch: Batch, config: AlgorithmConfig) -> Batch:
     """Discounted reward-to-go: by ``gamma`` from token to token, by ``step_reward_gamma`` from turn to turn."""
     assert batch.rewards_T is not None
@@ -271,6 +293,7 @@ for _estimator in (
     gdpo,
     gigpo,
     gpg,
+    maxrl,
     grpo,
     grpo_passk,
     opo,

@@ -9,6 +9,7 @@ ADV_ESTIMATORS: tuple[str, ...] = (
     "gpg",
     "grpo",
     "grpo_passk",
+    "maxrl",
     "opo",
     "optimal_token_baseline",
     "reinforce",

@@ -93,6 +93,14 @@ def test_grpo_weighs_a_long_episode_once() -> None:
     assert advantages[10].item() == pytest.approx(-2 / 8**0.5, rel=1e-5)
 
 
+def suited(estimator: str, episodes: list[Episode]) -> list[Episode]:
+    """The episodes, with rewards that the estimator takes."""
+    if estimator == "maxrl":
+        for turn in (turn for e in episodes for turn in e.turns):
+            turn.reward = abs(turn.reward)
+    return episodes
+
+
 def group_mean(members: list[float]) -> float:
     return statistics.mean(members) if len(members) > 1 else 0.0
 
@@ -112,6 +120,9 @@ def oracle_group_advantage(name: str, members: list[Episode], index: int, everyo
     if name == "gpg":
         nonzero = sum(e.score != 0 for e in everyone)
         return len(everyone) / max(nonzero, 1) * (own - group_mean(scores))
+    if name == "maxrl":
+        mean = statistics.mean(scores)
+        return own if not others else (own - mean) / mean if mean > 0 else 0.0
     assert name == "grpo_passk"
     return max(own - max(others, default=0.0), 0.0) if others else own
 
@@ -121,14 +132,14 @@ def oracle_group_advantage(name: str, members: list[Episode], index: int, everyo
     seed=seeds,
     history=st.booleans(),
     rounded=st.booleans(),
-    estimator=st.sampled_from(["grpo", "grpo_passk", "rloo", "opo", "gpg"]),
+    estimator=st.sampled_from(["grpo", "grpo_passk", "maxrl", "rloo", "opo", "gpg"]),
 )
 def test_group_estimators_are_their_definitions(seed: int, history: bool, rounded: bool, estimator: str) -> None:
     episodes = random_episodes(seed, max_episodes=10)
     if rounded:  # zeros and ties
         for turn in (turn for e in episodes for turn in e.turns):
             turn.reward = float(round(turn.reward))
-    batch = to_batch(episodes, history, seed)
+    batch = to_batch(suited(estimator, episodes), history, seed)
     keys = {"norm_adv_by_std_in_grpo": False} if "grpo" in estimator else {}
     out = compute_advantages(batch, AlgorithmConfig(adv_estimator=estimator, **keys))
     live, members = played(episodes), defaultdict(list)
@@ -155,7 +166,18 @@ def test_grpo_passk_divides_the_lead_by_the_spread() -> None:
     assert advantages.tolist() == pytest.approx([0.0, 1.0 / spread_of_three, 0.0, 7.0 / (1 + 1e-6)])
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
+def test_maxrl_weighs_one_success_among_four_by_three_and_refuses_penalties() -> None:
+    episodes = [lone(0, 0, 1.0), lone(0, 1, 0.0), lone(0, 2, 0.0), lone(0, 3, 0.0), lone(5, 4, 0.0), lone(5, 5, 0.0)]
+    config = AlgorithmConfig(adv_estimator="maxrl")
+    advantages = compute_advantages(to_batch(episodes, history=False), config).advantages_T
+    assert advantages.tolist() == [3.0, -1.0, -1.0, -1.0, 0.0, 0.0]
+    with pytest.raises(ValueError, match=r"seen an episode whose rewards sum to -0\.5, expected 0 or more"):
+        compute_advantages(to_batch([lone(0, 0, 1.0), lone(0, 1, -0.5)], history=False), config)
+
+
+@pytest.mark.parametrize(
+    "estimator", ["grpo", "grpo_passk", "maxrl", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"]
+)
 @pytest.mark.parametrize("keys", [{}, {"norm_adv_by_std_in_grpo": False}])
 def test_equal_rewards_of_a_group_teach_exactly_nothing(estimator: str, keys: dict[str, bool]) -> None:
     episodes = [
@@ -323,7 +345,7 @@ def test_step_level_estimators_refuse_rows_of_several_turns() -> None:
 @settings(max_examples=30)
 @given(seed=seeds, estimator=st.sampled_from(ADV_ESTIMATORS))
 def test_whitening_then_clipping(seed: int, estimator: str) -> None:
-    batch = to_batch(random_episodes(seed), False, seed)
+    batch = to_batch(suited(estimator, random_episodes(seed)), False, seed)
     plain = compute_advantages(batch, AlgorithmConfig(adv_estimator=estimator)).advantages_T
     out = compute_advantages(
         batch, AlgorithmConfig(adv_estimator=estimator, whiten_advantages=True, advantage_clip=0.75)
@@ -342,7 +364,7 @@ def test_whitening_then_clipping(seed: int, estimator: str) -> None:
 
 @pytest.mark.parametrize("estimator", ADV_ESTIMATORS)
 def test_row_order_changes_nothing(estimator: str) -> None:
-    episodes = random_episodes(11, max_episodes=20)
+    episodes = suited(estimator, random_episodes(11, max_episodes=20))
     config = AlgorithmConfig(adv_estimator=estimator, whiten_advantages=True)
     ordered = compute_advantages(to_batch(episodes, False), config)
     shuffled = compute_advantages(to_batch(episodes, False, 3), config)
@@ -383,7 +405,7 @@ def test_values_that_are_not_finite_and_stray_rewards_are_refused() -> None:
         ("gigpo", "state_B"),
         ("remax", "baseline_B"),
         ("step_reinforce", "group_B"),
-        *((name, "group_B") for name in ("rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline")),
+        *((name, "group_B") for name in ("maxrl", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline")),
         ("grpo", "rewards_T"),
     ],
 )
