@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING
 
 from roll.configs.algorithm_names import ADV_ESTIMATORS, NORMED, PER_TOKEN, PG_VARIANTS, SWITCHES
@@ -21,10 +21,13 @@ _SHAPING: dict[str, object] = {
     "reward_clip": None,
     "reward_norm": None,
     "reward_normalization.method": "identity",
+    "use_reward_norm": False,
     "use_reward_scaling": False,
     "whiten_rewards": False,
 }
 """Keys that change rewards before advantages, and the values with which they do not."""
+_LOWERING = _SHAPING.keys() - {"norm_std_type", "reward_clip", "use_reward_scaling"}
+"""Those that may take a reward below 0."""
 
 
 def _advantage_problems(config: AlgorithmConfig) -> Iterator[ConfigProblem]:
@@ -37,6 +40,9 @@ def _advantage_problems(config: AlgorithmConfig) -> Iterator[ConfigProblem]:
         expected = f"true {estimator}, which does not read it"
         yield config.problem("norm_adv_by_std_in_grpo", expected, "adv_estimator")
     yield from _gdpo_problems(config)
+    if config.adv_estimator == "maxrl":
+        why = "with adv_estimator maxrl, which takes rewards of 0 and more"
+        yield from _shaping_problems(config, _LOWERING, why)
     if config.sums_squares and config.bypasses_old_logprobs:
         bypass = "train_infer_correction.bypass"
         expected = f"another with {bypass}: its weights are probabilities that the trainer then does not compute"
@@ -62,12 +68,17 @@ def _gdpo_problems(config: AlgorithmConfig) -> Iterator[ConfigProblem]:
     if weights is not None and len(weights) != len(keys):
         expected = f"null, or {len(keys)} numbers: one for each of gdpo_reward_keys"
         yield config.problem("gdpo_reward_weights", expected, "gdpo_reward_keys")
+    why = "with adv_estimator gdpo, which reads the rewards apart, not their sum"
+    yield from _shaping_problems(config, _SHAPING.keys(), why)
+
+
+def _shaping_problems(config: AlgorithmConfig, keys: Collection[str], why: str) -> Iterator[ConfigProblem]:
+    """Keys that change rewards, where nothing may."""
     for key, neutral in _SHAPING.items():
         section, _, name = key.rpartition(".")
-        seen = getattr(getattr(config, section) if section else config, name)
-        if seen != neutral:
-            expected = f"{'null' if neutral is None else str(neutral).lower()} with adv_estimator gdpo"
-            yield config.problem(key, f"{expected}, which reads the rewards apart, not their sum", "adv_estimator")
+        if key in keys and getattr(getattr(config, section) if section else config, name) != neutral:
+            expected = "null" if neutral is None else str(neutral).lower()
+            yield config.problem(key, f"{expected} {why}", "adv_estimator")
 
 
 def _reward_problems(config: AlgorithmConfig) -> Iterator[ConfigProblem]:

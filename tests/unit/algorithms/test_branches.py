@@ -39,7 +39,10 @@ def whole_and_branched(seed: int) -> tuple[Batch, Batch]:
 @pytest.mark.parametrize("estimator", sorted(set(ADVANTAGES.names()) - BY_ROW))
 def test_advantages_and_returns_are_those_of_one_row(estimator: str, seed: int) -> None:
     config = AlgorithmConfig(adv_estimator=estimator, gamma=0.9, lambd=0.8)
-    whole, branched = (compute_advantages(batch, config) for batch in whole_and_branched(seed))
+    batches = whole_and_branched(seed)
+    if estimator == "maxrl":  # takes no rewards below 0
+        batches = tuple(batch.replace(rewards_T=batch.rewards_T.abs()) for batch in batches)
+    whole, branched = (compute_advantages(batch, config) for batch in batches)
     assert whole.advantages_T is not None and whole.returns_T is not None
     assert_close(branched, branched.advantages_T, by_token(whole, whole.advantages_T), 1e-5)
     assert_close(branched, branched.returns_T, by_token(whole, whole.returns_T), 1e-5)

@@ -47,6 +47,7 @@ def test_known_and_foreign_estimators_are_accepted(estimator: str) -> None:
         ({"target_kl": 0.1}, "target_kl", "add_token_level_kl"),
         ({"use_kl_loss": True}, "kl_loss_coef", "above 0"),
         ({"adv_estimator": "remax", "whiten_rewards": True}, "whiten_rewards", "remax"),
+        ({"adv_estimator": "maxrl", "norm_mean_type": "group"}, "norm_mean_type", "maxrl, which takes rewards of 0"),
         ({"overlong_buffer": {"enable": True}}, "overlong_buffer.len", "at least 1"),
         (
             {"overlong_buffer": {"enable": True, "len": 9, "max_length": 8}},

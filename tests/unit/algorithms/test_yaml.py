@@ -70,7 +70,7 @@ LIVE = f"{WEIGHT} train_infer_correction.is_weight.detach=false"
 RANGE = "use_pg_clip_range=true"
 FILTERS = "train_infer_correction.filters"
 GDPO = "adv_estimator=gdpo gdpo_reward_keys=[a,b]"
-ASKING = ("gdpo", "grpo", "remax", *TOKEN_BASELINES)
+ASKING = ("gdpo", "grpo", "maxrl", "remax", *TOKEN_BASELINES)
 """Where the comparison starts, and the estimators that ask for more than a batch has."""
 
 
@@ -92,6 +92,7 @@ CASES: list[tuple[str, str, str]] = [
     ("advantages", f"adv_estimator={TOKEN_BASELINES[0]}", f"adv_estimator={TOKEN_BASELINES[1]}"),
     ("run", "adv_estimator=grpo", "adv_estimator=remax"),  # needs greedy episodes; the advantages are checked below
     ("advantages", f"{PLAIN} adv_estimator=grpo", GDPO),
+    ("advantages", f"{PLAIN} adv_estimator=rloo", "adv_estimator=maxrl"),
     ("advantages", f"{PLAIN} {GDPO}", "gdpo_reward_weights=[1,3]"),
     ("advantages", "adv_estimator=rloo", "adv_estimator=grpo"),
     ("advantages", "adv_estimator=grpo", "norm_adv_by_std_in_grpo=false"),
@@ -329,6 +330,8 @@ def outcome(config: AgenticConfig) -> dict[str, list[Tensor]]:
     if config.whiten_rewards:
         batch = whiten_token_rewards(batch)
     stages["rewards"], stages["kl_coef"] = [batch.rewards_T], [torch.tensor(controller.coef)]
+    if config.adv_estimator == "maxrl":  # takes no rewards below 0
+        batch = batch.replace(rewards_T=batch.rewards_T.abs())
     batch = compute_advantages(batch, config)
     stages["advantages"] = [batch.advantages_T, batch.returns_T]
     policy, _ = select_for_policy(batch, config, seed=0)
