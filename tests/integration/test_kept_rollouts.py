@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -23,6 +25,29 @@ KEYS = (
 )
 
 
+def recounted(folder: Path) -> dict[str, float]:
+    """A step's metrics, from the episodes that it left."""
+    episodes = [json.loads(line) for line in (folder / "episodes.jsonl").read_text().splitlines()]
+    turns = [turn for episode in episodes for turn in episode["turns"]]
+    of_episodes = {
+        "success": [episode["success"] for episode in episodes],
+        "reward": [episode["score"] for episode in episodes],
+        "turns": [len(episode["turns"]) for episode in episodes],
+        **{
+            part: [sum(turn[part] for turn in episode["turns"]) for episode in episodes]
+            for part in ("task_reward", "penalty")
+        },
+    }
+    of_turns = {
+        "valid_rate": [turn["action"] is not None for turn in turns],
+        "response_tokens": [turn["completion_tokens"] for turn in turns],
+        "prompt_tokens": [turn["prompt_tokens"] for turn in turns],
+    }
+    means = {f"rollout/{name}": fmean(values) for name, values in (of_episodes | of_turns).items()}
+    tokens = sum(turn["prompt_tokens"] + turn["completion_tokens"] for turn in turns)
+    return {**means, "rollout/episodes": len(episodes), "global_seqlen/mean": tokens}
+
+
 @pytest.mark.slow
 def test_a_run_on_kept_rollouts_is_the_run_that_kept_them(launch: Launch, tmp_path: Path) -> None:
     first = launch(*KEYS, f"rollout_dump_dir={tmp_path / 'kept'}")
@@ -34,6 +59,10 @@ def test_a_run_on_kept_rollouts_is_the_run_that_kept_them(launch: Launch, tmp_pa
     assert first.metrics[1]["actor/kl_loss_coef"] == 0.1
     assert first.metrics[2]["actor/kl_loss_coef"] == pytest.approx(0.1 * (1 - 0.2 * 24 / 10_000), rel=1e-9)
     assert first.metrics[2]["actor/ratio_mean"] != 1.0
+
+    for step in (1, 2):
+        expected = recounted(tmp_path / "kept" / f"step-0000{step}")
+        assert {name: first.metrics[step][name] for name in expected} == pytest.approx(expected, rel=1e-12)
 
     second = launch(*KEYS, f"rollout_replay_dir={tmp_path / 'kept'}", output="again")
     assert second.wait() == 0, second.output
