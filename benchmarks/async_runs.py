@@ -1,7 +1,9 @@
 """The demonstrations with rollouts beside training (S = 1) and without: wall time, idle shares and what was learned.
 
-    python benchmarks/async_runs.py [agentic_sokoban] [--wait 0.02] [--seeds 0 1 2] [--out output/async_runs]
+    python benchmarks/async_runs.py agentic_sokoban [--wait 0.02] [--seeds 0 1 2] [--out output/async_runs]
     python benchmarks/async_runs.py rlvr_math --wait 0.2
+
+Six whole runs take half an hour and more: without a name, as `make bench` starts it, this is all that it says.
 
 Both runs of a seed follow each other, with one warm start. ``--wait`` lets every environment turn, or every reward,
 take that many seconds more, by sleeping. Times are from the first rollout to the end, evaluations included; *idle* is
@@ -139,11 +141,14 @@ def run(config: str, seed: int, ahead: int, wait: float, out: Path) -> Measured:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", nargs="?", choices=sorted(WAITING), default="agentic_sokoban")
+    parser.add_argument("config", nargs="?", choices=sorted(WAITING))
     parser.add_argument("--wait", type=float, default=0.0)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("output/async_runs"))
     given = parser.parse_args(arguments)
+    if given.config is None:
+        print(__doc__)
+        return 0
     bar = RATIO_WAITING if given.wait else RATIO
     pairs = []
     print("seed   S = 0   S = 1  ratio   idle   trainer waits   generator waits   success")
