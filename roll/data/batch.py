@@ -241,17 +241,6 @@ class Batch:
         loads = [load for load, _, _ in sorted(lightest, key=lambda entry: entry[2])]
         return [(part_B == part).nonzero()[:, 0] for part in range(num_parts)], loads
 
-    def padded(self, name: str, value: float = 0, *, left: bool = False) -> Tensor:
-        """A ``_T`` field as a rectangle [B, max length], padded with ``value``."""
-        flat: Tensor = getattr(self, name)
-        width = int(self.lengths_B.max()) if self.num_sequences else 0
-        columns = self.positions_T
-        if left:
-            columns = columns + torch.repeat_interleave(width - self.lengths_B, self.lengths_B)
-        out = torch.full((self.num_sequences, width), value, dtype=flat.dtype)
-        out[self.rows_T, columns] = flat
-        return out
-
     def _map(self, on_tokens: Any, on_rows: Any) -> Batch:
         columns = {
             f.name: None

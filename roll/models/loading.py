@@ -69,6 +69,7 @@ def load_causal_lm(
     attn_implementation: str | None = None,
     config_kwargs: Mapping[str, Any] | None = None,
     trust_remote_code: bool = False,
+    trunk: bool = False,
 ) -> PreTrainedModel:
     """A causal language model in evaluation mode.
 
@@ -79,24 +80,46 @@ def load_causal_lm(
         attn_implementation: ``sdpa``, ``eager``, ``flash_attention_2`` …; ``None`` lets transformers choose.
         config_kwargs: entries of the model's configuration to replace.
         trust_remote_code: whether Python files that come with the model may run.
+        trunk: without the output layer: what a value head sits on.
 
     Raises:
         ValueError: no such folder, nothing in it that can be loaded, or a model whose own code changes its logits.
     """
-    return _load("lm", path, dtype, device, attn_implementation, config_kwargs, trust_remote_code)
+    from safetensors import SafetensorError
+    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
-
-def load_trunk(
-    path: str,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | str = "cpu",
-    attn_implementation: str | None = None,
-    config_kwargs: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-) -> PreTrainedModel:
-    """The model without its output layer: what a value head sits on. Arguments as ``load_causal_lm``."""
-    return _load("value", path, dtype, device, attn_implementation, config_kwargs, trust_remote_code)
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # in a log it is lines that overwrite nothing
+    path, local = locate_model(path)
+    config = load_config(path, config_kwargs, trust_remote_code=trust_remote_code)
+    kind = AutoModel if trunk else AutoModelForCausalLM
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    try:
+        loaded: Any = kind.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype or resolve_dtype(None, config),
+            use_safetensors=True,
+            local_files_only=local,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below
+            **options,
+        )
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"model path {path!r}: no safetensors weights could be loaded ({error})") from error
+    model: PreTrainedModel
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        # transformers would go on with random weights in their place.
+        raise ValueError(f"model path {path!r}: {len(missing)} weights are missing, the first is {missing[0]!r}")
+    for name, seen, expected in report["mismatched_keys"]:
+        raise ValueError(f"model path {path!r}: {name}: seen shape {tuple(seen)}, expected {tuple(expected)}")
+    model = model.to(device).eval()  # type: ignore[arg-type]
+    if trust_remote_code and not trunk:
+        check_output_layer(model)
+    return model
 
 
 def make_skeleton(
@@ -201,52 +224,6 @@ def copy_own_code(source: Path, target: Path) -> None:
     if source.resolve() != target.resolve() and config.is_file() and "auto_map" in json.loads(config.read_text()):
         for file in source.glob("*.py"):
             shutil.copy2(file, target)
-
-
-def _load(
-    head: Head,
-    path: str,
-    dtype: torch.dtype | None,
-    device: torch.device | str,
-    attn_implementation: str | None,
-    config_kwargs: Mapping[str, Any] | None,
-    trust_remote_code: bool,
-) -> PreTrainedModel:
-    from safetensors import SafetensorError
-    from transformers import AutoModel, AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    if not sys.stderr.isatty():
-        disable_progress_bar()  # in a log it is lines that overwrite nothing
-    path, local = locate_model(path)
-    config = load_config(path, config_kwargs, trust_remote_code=trust_remote_code)
-    kind = AutoModelForCausalLM if head == "lm" else AutoModel
-    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    try:
-        loaded: Any = kind.from_pretrained(
-            path,
-            config=config,
-            dtype=dtype or resolve_dtype(None, config),
-            use_safetensors=True,
-            local_files_only=local,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below
-            **options,
-        )
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"model path {path!r}: no safetensors weights could be loaded ({error})") from error
-    model: PreTrainedModel
-    model, report = loaded
-    if missing := sorted(report["missing_keys"]):
-        # transformers would go on with random weights in their place.
-        raise ValueError(f"model path {path!r}: {len(missing)} weights are missing, the first is {missing[0]!r}")
-    for name, seen, expected in report["mismatched_keys"]:
-        raise ValueError(f"model path {path!r}: {name}: seen shape {tuple(seen)}, expected {tuple(expected)}")
-    model = model.to(device).eval()  # type: ignore[arg-type]
-    if trust_remote_code and head == "lm":
-        check_output_layer(model)
-    return model
 
 
 def converts_weights(model: PreTrainedModel) -> bool:

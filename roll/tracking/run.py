@@ -3,7 +3,7 @@
 ::
 
     config.yaml            resolved configuration, secrets removed
-    logs/roll.log          every log record, with role and rank
+    logs/roll.log          every log record of the driver
     metrics.jsonl          one line of JSON per step
     schedule.jsonl         which rollouts each step took, and their weights (async_generation_ratio)
     checkpoints/           checkpoint-N/ (see checkpointer.py)
@@ -30,7 +30,7 @@ import yaml
 from roll.tracking.files import read_json_lines, to_json, to_plain, write_atomic
 from roll.tracking.redact import redact
 
-LOG_FORMAT = "%(asctime)s %(levelname)-7s [%(role)s:%(rank)s] %(name)s: %(message)s"
+LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
 class RunFolder:
@@ -94,21 +94,16 @@ class RunFolder:
         text = yaml.safe_dump(to_plain(redact(config)), sort_keys=False, allow_unicode=True)
         write_atomic(self.config_path, text)
 
-    def setup_logging(
-        self, console: logging.Handler | None = None, *, level: str = "INFO", role: str = "driver", rank: int = 0
-    ) -> None:
-        """Sends the process's log records to ``logs/roll.log`` and, if given, the console; ``close`` undoes it."""
+    def setup_logging(self, console: logging.Handler) -> None:
+        """Sends the driver's log records to ``logs/roll.log`` and the console; ``close`` undoes it."""
         self._remove_handlers()
         to_file = logging.FileHandler(self.logs / "roll.log", encoding="utf-8")
         to_file.setFormatter(logging.Formatter(LOG_FORMAT))
-        self._handlers = [to_file] if console is None else [to_file, console]
-        root = logging.getLogger()
-        threshold = logging.getLevelNamesMapping()[level]
+        self._handlers = [to_file, console]
         for handler in self._handlers:
-            handler.addFilter(_Origin(role, rank))
-            handler.setLevel(threshold)
-            root.addHandler(handler)
-        logging.getLogger("roll").setLevel(level)
+            handler.setLevel(logging.INFO)
+            logging.getLogger().addHandler(handler)
+        logging.getLogger("roll").setLevel(logging.INFO)
 
     def close(self) -> None:
         """Takes this run's log handlers down and lets go of the folder."""
@@ -165,16 +160,3 @@ def _locked(folder: Path) -> IO[bytes]:
             f"{folder} is in use by another run; wait for it, or give this one another exp_name"
         ) from error
     return file
-
-
-class _Origin(logging.Filter):
-    """Adds ``role`` and ``rank`` to records that do not carry them."""
-
-    def __init__(self, role: str, rank: int) -> None:
-        super().__init__()
-        self.role, self.rank = role, rank
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.role = getattr(record, "role", self.role)
-        record.rank = getattr(record, "rank", self.rank)
-        return True

@@ -65,24 +65,6 @@ def test_select_takes_any_rows_in_any_order(sequences: Sequences, data: st.DataO
     assert batch.tokens_T[batch.token_index(rows)].tolist() == [token for tokens in expected for token in tokens]
 
 
-@given(sequences_strategy, st.booleans())
-def test_padded_is_a_rectangle(sequences: Sequences, left: bool) -> None:
-    width = max(map(len, sequences), default=0)
-    padding = [[-1] * (width - len(tokens)) for tokens in sequences]
-    expected = [pad + tokens if left else tokens + pad for pad, tokens in zip(padding, sequences, strict=True)]
-    rectangle = make_batch(sequences).padded("tokens_T", -1, left=left)
-    assert rectangle.shape == (len(sequences), width)
-    assert rectangle.tolist() == expected
-
-
-def test_padded_keeps_the_type() -> None:
-    batch = make_batch([[2, 3], [4]])
-    mask = batch.padded("loss_mask_T", False)
-    assert mask.dtype == torch.bool
-    assert mask.tolist() == [[True, False], [True, False]]
-    assert batch.padded("rewards_T").dtype == torch.float32
-
-
 @given(sequences_strategy, st.integers(1, 6))
 def test_split_gives_every_row_to_one_part_and_balances_tokens(sequences: Sequences, num_parts: int) -> None:
     batch = make_batch(sequences)
@@ -140,8 +122,6 @@ def test_an_empty_share_goes_through_every_method() -> None:
         name for name, value in vars(full).items() if value is not None
     ]
     assert [len(part) for part in empty.split(3)] == [0, 0, 0]
-    assert empty.padded("tokens_T").shape == (0, 0)
-    assert empty.padded("rewards_T", left=True).shape == (0, 0)
     assert empty.select([]).token_index([]).tolist() == []
     assert (len(empty.offsets_B), len(empty.rows_T), len(empty.positions_T)) == (0, 0, 0)
     assert pickle.loads(pickle.dumps(empty)).num_sequences == 0

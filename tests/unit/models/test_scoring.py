@@ -16,7 +16,7 @@ import roll.models.scoring as scoring
 from roll.data.batch import Batch
 from roll.data.packing import packed_row, rectangle
 from roll.models.heads import VALUE_HEAD_FILE, ValueHead, load_value_head
-from roll.models.loading import load_causal_lm, load_trunk, to_hf_weights
+from roll.models.loading import load_causal_lm, to_hf_weights
 from roll.models.scoring import OutputLayer, TokenScorer, score_batch, score_input
 from roll.models.tokenizer import load_tokenizer
 
@@ -284,7 +284,7 @@ def test_model_without_output_layer_is_refused() -> None:
 def test_trunk_and_causal_lm_load_from_one_folder(tmp_path: Path) -> None:
     model = make_model()
     model.save_pretrained(tmp_path)
-    loaded, trunk = load_causal_lm(str(tmp_path), dtype=torch.float32), load_trunk(str(tmp_path), dtype=torch.float32)
+    loaded, trunk = (load_causal_lm(str(tmp_path), dtype=torch.float32, trunk=trunk) for trunk in (False, True))
     for name, parameter in trunk.named_parameters():
         assert torch.equal(parameter, model.get_parameter(f"model.{name}"))
         assert torch.equal(parameter, loaded.get_parameter(f"model.{name}"))

@@ -281,17 +281,17 @@ def test_trajectories_are_written_turn_by_turn(run: RunFolder) -> None:
     ]
 
 
-def test_log_records_carry_role_and_rank_and_close_takes_the_handlers_down(run: RunFolder) -> None:
+def test_close_takes_the_log_handlers_down(run: RunFolder) -> None:
     before = list(logging.getLogger().handlers)
     console = logging.StreamHandler(io.StringIO())
     for _ in range(2):  # twice must not log twice
-        run.setup_logging(console, role="actor_train", rank=3)
+        run.setup_logging(console)
     logging.getLogger("roll.test").info("hello")
     logging.getLogger("roll.test").debug("not this")
     run.close()
     logging.getLogger("roll.test").info("not this either")
     lines = (run.logs / "roll.log").read_text().splitlines()
-    assert len(lines) == 1 and lines[0].endswith("INFO    [actor_train:3] roll.test: hello")
+    assert len(lines) == 1 and lines[0].endswith("INFO    roll.test: hello")
     assert console.stream.getvalue() == "hello\n"
     assert logging.getLogger().handlers == before
 

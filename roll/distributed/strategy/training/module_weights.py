@@ -29,7 +29,7 @@ from roll.distributed.strategy.training.pieces import Piece, Spread, gather, pie
 from roll.distributed.strategy.training.saving import ModelFiles, Tensors, model_tensors
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.heads import ValueHead, load_value_head
-from roll.models.loading import converts_weights, load_causal_lm, load_trunk, save_config, to_hf_weights
+from roll.models.loading import converts_weights, load_causal_lm, save_config, to_hf_weights
 from roll.models.lora import adapter_name, base_name, initial_value, is_adapter, write_adapter_config
 from roll.models.scoring import OutputLayer, TokenScorer
 from roll.utils.collector import paused_collector
@@ -210,8 +210,8 @@ def module_files(
 def _read_model(
     path: Path, head: ValueHead | None, config_kwargs: Mapping[str, Any] | None, trust_remote_code: bool
 ) -> dict[str, Tensor]:
-    load = load_causal_lm if head is None else load_trunk
-    model = load(str(path), dtype=torch.float32, config_kwargs=config_kwargs, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {"config_kwargs": config_kwargs, "trust_remote_code": trust_remote_code}
+    model = load_causal_lm(str(path), dtype=torch.float32, trunk=head is not None, **options)
     whole = {MODEL_PREFIX + name: parameter.detach() for name, parameter in model.named_parameters()}
     if head is not None:
         bias = head.linear.bias is not None
