@@ -146,7 +146,9 @@ def _wait(pid: int, reading: int, deadline: float) -> tuple[bytes, int | None]:
             break
         if not part:  # its own children may hold the pipe open
             ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
+            if ended:  # it may have written since the look at the pipe
+                while select.select([reading], [], [], 0)[0] and (part := os.read(reading, 1 << 16)):
+                    line += part
                 return bytes(line), status
     return bytes(line), None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import select
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -16,6 +18,7 @@ from roll.agentic.tools.types import AssistantTurn, ToolCall
 from roll.configs.tools import ToolsConfig
 from roll.data.renderer import ChatRenderer
 from roll.models.tiny import make_tokenizer
+from roll.rollout import tool_process
 from roll.rollout.call_threads import CallThreads
 from roll.rollout.tool_box import Answers, ToolBox
 
@@ -161,3 +164,20 @@ def test_a_call_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
             return are_gone([first]), (await box.call("act", what="count"))[0]
 
     assert asyncio.run(play()) == (True, "1")
+
+
+def test_a_reply_that_comes_between_the_looks_at_the_pipe_and_at_the_process_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(writing, b'{"text": "done"}\n')
+        os._exit(1)
+    os.close(writing)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    looks, look = iter([([], [], [])]), select.select
+    monkeypatch.setattr(tool_process.select, "select", lambda *args: next(looks, None) or look(*args))
+    line, status = tool_process._wait(pid, reading, time.monotonic() + 10)
+    os.close(reading)
+    assert line == b'{"text": "done"}\n' and status is not None
