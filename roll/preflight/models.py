@@ -26,10 +26,10 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def check_models(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Models are ``tiny``, a folder in Hugging Face format, or look like a name on the hub (which is not asked)."""
     for key, model in config.models.items():
-        folder = Path(model)
+        folder = Path(model).expanduser()
         if model == TINY:
             continue
-        if (folder.expanduser() / "config.json").is_file():
+        if (folder / "config.json").is_file():
             trusts = any(worker.model_args.trust_remote_code for worker in _readers(config, model).values())
             _, problem = _read_config(model, trust_remote_code=trusts)
             if problem and "trust_remote_code" not in problem:  # see check_trust
@@ -37,14 +37,14 @@ def check_models(config: PipelineConfig) -> Iterator[ConfigProblem]:
             continue
         if folder.exists():
             merge = f"an adapter: roll export {model} -o FOLDER --merge-adapter makes a model of it"
-            hint = merge if (folder.expanduser() / "adapter_config.json").is_file() else ""
+            hint = merge if (folder / "adapter_config.json").is_file() else ""
             yield ConfigProblem(key, model, "a folder that holds a config.json in Hugging Face format", hint)
         elif not _HUB_ID.fullmatch(model):
             near = nearest(folder.name, [path.name for path in folder.parent.glob("*")])
             hint = f"did you mean {folder.parent / near}?" if near else "there is nothing at this path"
             yield ConfigProblem(key, model, "tiny, an existing model folder, or an org/name on the hub", hint)
-    if isinstance(config.resume_from_checkpoint, str) and not Path(config.resume_from_checkpoint).is_dir():
-        seen = config.resume_from_checkpoint
+    seen = config.resume_from_checkpoint
+    if isinstance(seen, str) and not Path(seen).expanduser().is_dir():
         yield ConfigProblem("resume_from_checkpoint", seen, "true, false or an existing checkpoint folder")
 
 

@@ -468,6 +468,16 @@ def test_a_hub_name_is_accepted_and_a_folder_without_a_model_is_not(load, proble
     assert load(f"pretrain={tmp_path}/model").pretrain
 
 
+def test_models_and_checkpoints_may_lie_in_the_home_folder(load, problems, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("adapter", "checkpoint-3"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    assert "roll export ~/adapter" in problems("pretrain='~/adapter'")["pretrain"].hint
+    assert "did you mean" in problems("pretrain='~/adaptor'")["pretrain"].hint
+    assert load("resume_from_checkpoint='~/checkpoint-3'").resume_from_checkpoint == "~/checkpoint-3"
+
+
 def test_a_workers_devices_must_lie_on_one_node(problems):
     vllm = "actor_infer={strategy_args:{strategy_name:vllm},num_gpus_per_worker:2,device_mapping:[7,8]}"
     found = problems("num_nodes=2", vllm)
