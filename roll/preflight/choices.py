@@ -259,7 +259,7 @@ def check_plugins(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem("track_with", tracker, "a known tracker", str(error))
     try:
         tracker_options(config.trackers, config.tracker_kwargs)
-    except (UnknownNameError, ImportError):
+    except UnknownNameError:
         pass  # said above, or by a run
     except ValueError as error:
         seen = Words(", ".join(config.tracker_kwargs))  # values may be secrets
@@ -351,7 +351,7 @@ def _dialect_problems(key: str, name: str) -> Iterator[ConfigProblem]:
         return
     try:
         DIALECTS.get(name)
-    except (UnknownNameError, ImportError, SyntaxError) as error:
+    except UnknownNameError as error:
         yield ConfigProblem(key, name, "a tool dialect", str(error))
 
 

@@ -57,7 +57,7 @@ class CustomConfig(Config):
     def problems(self) -> list[ConfigProblem]:
         try:
             function = import_path(self.path, "function")
-        except (UnknownNameError, ImportError, SyntaxError) as error:
+        except UnknownNameError as error:
             expected = "package.module:function or folder/file.py:function that can be imported"
             return [self.problem("path", expected, hint=str(error))]
         if not callable(function):

@@ -78,13 +78,15 @@ def import_path(path: str, kind: str = "object") -> object:
     """Imports ``package.module:attr`` (``package.module.attr`` is understood too) or ``folder/file.py:attr``.
 
     Raises:
-        UnknownNameError: no such module, file or attribute.
+        UnknownNameError: no such module, file or attribute, or its code raises.
     """
     module_name, _, attr = path.rpartition(":") if ":" in path else path.rpartition(".")
     try:
         module = import_module(module_name)
     except (ModuleNotFoundError, FileNotFoundError, ValueError) as error:  # ValueError: the name is empty
         raise UnknownNameError(f"{kind} {path!r}: cannot import module {module_name!r} ({error})") from error
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
+        raise UnknownNameError(f"{kind} {path!r}: importing it raised {type(error).__name__}: {error}") from error
     try:
         return getattr(module, attr)
     except AttributeError as error:

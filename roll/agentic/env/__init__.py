@@ -124,11 +124,8 @@ def check_env_config(env_type: str, env_config: Mapping[str, Any]) -> list[Confi
     """
     try:
         factory = _ENVS.get(env_type)
-    except UnknownNameError as error:
-        return [ConfigProblem("env_type", env_type, "a known environment", str(error))]
-    except Exception as error:  # importing a user's module may raise anything, which is then the finding
-        hint = f"importing it raised {type(error).__name__}: {error}"
-        return [ConfigProblem("env_type", env_type, "an environment that can be imported", hint)]
+    except (UnknownNameError, TypeError) as error:  # TypeError: it is no text
+        return [ConfigProblem("env_type", env_type, "a known environment, or one that can be imported", str(error))]
     if not callable(factory) or (isinstance(factory, type) and not issubclass(factory, TextEnv)):
         return [ConfigProblem("env_type", env_type, "an environment", _not_text_env(env_type, factory))]
     config_class = getattr(factory, "config_class", None)

@@ -56,7 +56,7 @@ def strategy_path(strategy_name: str) -> str:
 def _card_at(path: str) -> EngineCard | None:
     try:
         found = import_path(path)
-    except (UnknownNameError, ImportError):
+    except UnknownNameError:
         return None  # said by those who check that names exist
     card = getattr(found, "card", found)
     return card if isinstance(card, EngineCard) else None

@@ -347,6 +347,12 @@ def test_what_is_wrong_is_told_before_the_run(verifier, message):
         DomainScorer("maths", config(verifier))
 
 
+def test_a_module_of_a_users_function_that_raises_is_told_before_the_run(tmp_path):
+    (tmp_path / "mine.py").write_text("LIMIT = undefined\n")
+    [problem] = check_rewards(config({"name": "custom", "args": {"path": f"{tmp_path}/mine.py:score"}}))
+    assert problem.path == "verifiers.0.args.path" and "NameError: name 'undefined' is not defined" in problem.hint
+
+
 def test_all_problems_are_told_at_once_and_a_right_domain_has_none():
     assert len(list(check_rewards(config({"name": "mth"}, {"name": "format", "args": {"x": 1, "y": 2}})))) == 3
     names = ("math", "gsm8k", "multiple_choice", "format", "instruction")

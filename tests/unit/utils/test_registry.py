@@ -114,3 +114,17 @@ def test_a_file_is_a_path_too(tmp_path):
     assert Registry("tool").get(f"{tmp_path}/mine.py:tool")() == 7
     with pytest.raises(UnknownNameError, match=r"other.py"):
         Registry("tool").get(f"{tmp_path}/other.py:tool")
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("LIMIT = undefined", "importing it raised NameError: name 'undefined' is not defined"),
+        ("raise SystemExit(2)", "importing it raised SystemExit: 2"),
+        ("from math import cosine", "importing it raised ImportError: cannot import name 'cosine'"),
+    ],
+)
+def test_code_that_cannot_be_imported_is_an_error_about_its_path(code: str, words: str, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(f"{code}\n")
+    with pytest.raises(UnknownNameError, match=rf"reward .*mine\.py:score': {words}"):
+        import_path(f"{tmp_path}/mine.py:score", "reward")
