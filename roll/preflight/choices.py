@@ -30,7 +30,6 @@ from roll.distributed.cluster.errors import PlacementError
 from roll.distributed.cluster.resources import RoleRequest, plan_placement, pretend_nodes
 from roll.distributed.strategy import STRATEGIES
 from roll.preflight.models import MODEL_CHECKS
-from roll.preflight.teacher import check_teacher
 from roll.preflight.templates import check_dialect
 from roll.rollout.schedule import Schedule
 from roll.tracking import TRACKERS
@@ -319,7 +318,6 @@ _CHECKS: tuple[Rule, ...] = (
     check_engine_options,
     check_plugins,
     *MODEL_CHECKS,
-    check_teacher,
     check_placement,
     check_replay,
 )

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from roll.configs.engine_rules import compute_dtype
-from roll.configs.engines.card import EngineCard
+from roll.configs.engines.card import EngineCard, kind_of
 from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.rules import TRAINED, Rule, sections
 from roll.configs.schema import did_you_mean, nearest
 from roll.configs.worker import WorkerConfig
 from roll.models.tiny import MAX_POSITIONS
-from roll.models.tokenizer import load_tokenizer
+from roll.models.tokenizer import check_same_ids, load_tokenizer
 from roll.utils.registry import import_path
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -252,6 +252,32 @@ def _outline(sizes: Any, trust_remote_code: bool) -> Any:
     return model
 
 
+def check_teacher(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """An id that the policy and a teacher have stands for the same token, where both are on this machine."""
+    if config.aligns_teacher or not has_tokenizer(config):
+        return
+    for key, teacher in config.models.items():
+        role = "teacher" if key == "teacher_pretrain" else key.removesuffix(".pretrain")
+        if kind_of(role) != "teacher" or not _is_here(teacher):
+            continue
+        try:
+            trust = {"trust_policy": config.trusts("actor_train"), "trust_teacher": config.trusts(role)}
+            check_same_ids(config.pretrain, teacher, config.tokenizer_path, **trust)
+        except ValueError as error:
+            expected = "a model with the policy's vocabulary, or in an RL run align_tokenizers: text"
+            yield ConfigProblem(key, teacher, expected, str(error), involves=("pretrain",))
+
+
+def has_tokenizer(config: PipelineConfig) -> bool:
+    """Tells whether the policy's tokenizer is on this machine."""
+    own = config.tokenizer_path
+    return _is_here(config.pretrain) if own is None else Path(own).expanduser().is_dir()
+
+
+def _is_here(model: str) -> bool:
+    return model == TINY or (Path(model).expanduser() / "config.json").is_file()
+
+
 def check_adapter_start(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The adapter to start from is one of the shape that is trained."""
     args = config.actor_train.model_args
@@ -281,6 +307,7 @@ MODEL_CHECKS: tuple[Rule, ...] = (
     check_adapted_layers,
     check_adapter_start,
     check_frozen_parts,
+    check_teacher,
 )
 
 

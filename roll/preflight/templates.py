@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from roll.agentic.tools.dialects import DIALECTS, parsers
 from roll.configs.agentic import MANAGERS, AgenticConfig
-from roll.configs.pipeline import TINY, PipelineConfig
+from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.rl import RLConfig
 from roll.configs.tools import AUTO_DIALECT
@@ -14,11 +12,12 @@ from roll.data.renderer import ChatRenderer
 from roll.data.template_check import TemplateReport, check_renderer
 from roll.data.templates import ChatTemplate
 from roll.models.tokenizer import policy_tokenizer
+from roll.preflight.models import has_tokenizer
 
 
 def check_dialect(config: RLConfig) -> list[ConfigProblem]:
     """``tools.dialect: auto`` can be found out, where the tokenizer is on this machine."""
-    if config.tools is None or config.tools.dialect != AUTO_DIALECT or not _is_here(config):
+    if config.tools is None or config.tools.dialect != AUTO_DIALECT or not has_tokenizer(config):
         return []
     try:
         report = _report(config)
@@ -78,9 +77,3 @@ def _report(config: PipelineConfig) -> TemplateReport:
     trusts = config.trusts("actor_train")
     tokenizer = policy_tokenizer(config.pretrain, config.tokenizer_path, trust_remote_code=trusts)
     return check_renderer(ChatRenderer(tokenizer, ChatTemplate.of(config.actor_train.data_args)), parsers())
-
-
-def _is_here(config: PipelineConfig) -> bool:
-    if config.tokenizer_path is not None:
-        return Path(config.tokenizer_path).expanduser().is_dir()
-    return config.pretrain == TINY or (Path(config.pretrain).expanduser() / "config.json").is_file()
