@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roll.configs.dpo import DPOConfig
-from roll.configs.offline_rules import OFFLINE_RULES
-from roll.configs.pipeline import TINY
+from roll.configs.offline_rules import OFFLINE_RULES, start_problems
 from roll.configs.preference import LOGISTIC, AnswerColumns
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.rules import Rule
@@ -57,17 +56,8 @@ def check_columns(config: DPOConfig) -> Iterator[ConfigProblem]:
 
 
 def check_start(config: DPOConfig) -> Iterator[ConfigProblem]:
-    """A warm start teaches the tiny model, and measures what it has learnt by its answers."""
-    if not config.warm_start.file_name:
-        return
-    if config.pretrain != TINY:
-        expected = "nothing: only pretrain tiny is taught"
-        seen = config.warm_start.file_name
-        yield ConfigProblem("warm_start.file_name", seen, expected, involves=("pretrain",))
-    if config.actor_infer is None or not config.rewards:
-        expected = "nothing without actor_infer and rewards: answers tell how far the start has come"
-        involved = ("actor_infer", "rewards")
-        yield ConfigProblem("warm_start.file_name", config.warm_start.file_name, expected, involves=involved)
+    """See ``start_problems``."""
+    yield from start_problems(config, "warm_start", config.warm_start, "pretrain")
 
 
 DPO_RULES: tuple[Rule, ...] = (*OFFLINE_RULES, check_reference, check_columns, check_start)

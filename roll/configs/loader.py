@@ -20,6 +20,7 @@ from roll.configs.engine_rules import ENGINE_RULES
 from roll.configs.engines import cards
 from roll.configs.env import ALIASES, CustomEnvConfig
 from roll.configs.importers.table import advice
+from roll.configs.offline_rules import SFT_RULES
 from roll.configs.parsing import Advise, nearest_key, overlap, parse, rules_broken, section_problems
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
@@ -31,7 +32,6 @@ from roll.configs.rlvr_rules import RLVR_RULES
 from roll.configs.rules import RULES, Rule, sections
 from roll.configs.schema import leaf_paths
 from roll.configs.sft import SFTConfig
-from roll.configs.sft_rules import SFT_RULES
 from roll.utils.registry import import_module
 
 ConfigT = TypeVar("ConfigT", bound=PipelineConfig)

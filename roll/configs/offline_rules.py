@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 from roll.configs.data import DataArguments
 from roll.configs.offline import OfflineConfig
+from roll.configs.pipeline import TINY
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompt_rules import TRAIN_DATA, VAL_DATA, check_datasets, check_templates
 from roll.configs.rules import Rule, sections, too_many_tokens
+from roll.configs.warm_start import PromptWarmStartConfig
 
 
 def datasets(config: OfflineConfig) -> Iterator[tuple[str, DataArguments]]:
@@ -59,4 +61,32 @@ def check_budgets(config: OfflineConfig) -> Iterator[ConfigProblem]:
                 yield ConfigProblem(f"{role}.{key}", budget, expected, involves=("sequence_length",))
 
 
+def check_responses(config: OfflineConfig) -> Iterator[ConfigProblem]:
+    """The column of the answer to imitate is known."""
+    for path, data in datasets(config):
+        if data.has_dataset and data.prompt is not None and data.response is None:
+            yield ConfigProblem(f"{path}.response", None, "the column of the answer to imitate")
+
+
+def start_problems(
+    config: OfflineConfig, section: str, start: PromptWarmStartConfig, key: str
+) -> Iterator[ConfigProblem]:
+    """A warm start teaches a tiny model, and measures what it has learnt by its answers.
+
+    Args:
+        section: its section.
+        start: what that says.
+        key: the key of the model.
+    """
+    if not start.file_name:
+        return
+    path = f"{section}.file_name"
+    if getattr(config, key) != TINY:
+        yield ConfigProblem(path, start.file_name, "nothing: only a tiny model is taught", involves=(key,))
+    if config.actor_infer is None or not config.rewards:
+        expected = "nothing without actor_infer and rewards: answers tell how far the start has come"
+        yield ConfigProblem(path, start.file_name, expected, involves=("actor_infer", "rewards"))
+
+
 OFFLINE_RULES: tuple[Rule, ...] = (check_datasets, check_templates, check_data_keys, check_answers, check_budgets)
+SFT_RULES: tuple[Rule, ...] = (*OFFLINE_RULES, check_responses)
