@@ -9,9 +9,7 @@ from roll.pipeline.distill.pipeline import DistillPipeline
 from roll.pipeline.distill.teacher import Teacher
 from roll.pipeline.offline.imitated import load_imitated
 from roll.pipeline.offline.launch import Parts, run_offline
-from roll.pipeline.offline.training import OfflineTraining
 from roll.pipeline.programs import DISTILL
-from roll.utils.seeding import derive_seed
 
 
 def run_distill(config: DistillConfig, started: float | None = None) -> int:
@@ -32,16 +30,7 @@ def _build(config: DistillConfig, parts: Parts) -> DistillPipeline | None:
     if config.precompute_only:
         parts.session.display.note(f"the teacher's log-probabilities are in {config.teacher_logprobs}")
         return None
-    training = None
-    if train is not None:
-        training = OfflineTraining(
-            roles.actor,
-            train,
-            build_distill_loss,
-            DistillLossConfig.model_validate(config.model_dump(include=set(DistillLossConfig.model_fields))),
-            batch_size=config.actor_train.global_train_batch_size,
-            max_steps=config.max_steps,
-            seed=derive_seed(config.seed, "distill"),
-            prepare=None if on_disk else lambda batch, rows: teacher.score(batch),
-        )
+    loss = DistillLossConfig.model_validate(config.model_dump(include=set(DistillLossConfig.model_fields)))
+    prepare = None if on_disk else lambda batch, rows: teacher.score(batch)
+    training = parts.training(config, train, "distill", build_distill_loss, loss, prepare=prepare)
     return DistillPipeline(config, parts.session, roles, parts.signals, training, held_out, parts.prompts)

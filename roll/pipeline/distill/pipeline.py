@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 from roll.algorithms.distillation import build_distill_loss
-from roll.algorithms.types import LossContext
 from roll.configs.distill import DistillConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
@@ -20,10 +19,7 @@ class DistillPipeline(OfflinePipeline):
     shown: ClassVar = {"loss": "eval/loss", "divergence": "eval/divergence", "nll": "eval/nll"}
 
     def measure_held_out(self, batch: Batch) -> Metrics:
-        """The training metrics, of all held-out samples as one optimizer step."""
-        scores = self.roles.actor.logprobs(batch)
-        found = build_distill_loss(self.config)(scores, batch, LossContext.of(batch)).metrics
-        return {name.replace("distill/", "eval/"): float(value) for name, value in found.items()}
+        return self.as_one_step(build_distill_loss(self.config), self.roles.actor.logprobs(batch), batch)
 
     def said(self, metrics: Metrics) -> str:
         return f"divergence from the teacher {metrics['eval/divergence']:.4f}, nll {metrics['eval/nll']:.4f}"

@@ -7,7 +7,6 @@ from typing import ClassVar
 import torch
 
 from roll.algorithms.preferences import build_preference_loss
-from roll.algorithms.types import LossContext
 from roll.configs.dpo import DPOConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
@@ -46,12 +45,9 @@ class DPOPipeline(OfflinePipeline):
         self.anchors = anchors
 
     def measure_held_out(self, batch: Batch) -> Metrics:
-        """The training metrics, of all held-out samples as one optimizer step."""
         if self.anchors is not None:
             batch = self.anchors.anchored(batch, torch.arange(batch.num_sequences))
-        scores = self.roles.actor.logprobs(batch)
-        found = build_preference_loss(self.config)(scores, batch, LossContext.of(batch)).metrics
-        return {name.replace("dpo/", "eval/"): float(value) for name, value in found.items()}
+        return self.as_one_step(build_preference_loss(self.config), self.roles.actor.logprobs(batch), batch)
 
     def said(self, metrics: Metrics) -> str:
         return (

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
+from roll.algorithms.types import LossContext, LossFn, TokenScores
 from roll.configs.offline import OfflineConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
@@ -61,6 +62,11 @@ class OfflinePipeline(TrainingLoop):
     @abstractmethod
     def said(self, metrics: Metrics) -> str:
         """The same in words."""
+
+    def as_one_step(self, loss: LossFn, scores: TokenScores, batch: Batch) -> Metrics:
+        """The training metrics, ``eval/…``, of held-out samples as one optimizer step."""
+        found = loss(scores, batch, LossContext.of(batch)).metrics
+        return {name.replace(f"{self.area}/", "eval/"): float(value) for name, value in found.items()}
 
     def step(self, step: int) -> None:
         assert self.training is not None, "eval_only takes no step"

@@ -8,7 +8,6 @@ import torch
 
 from roll.algorithms.preferences import pairs_in_order
 from roll.algorithms.reward_models import build_reward_loss, calibration_error, row_scores
-from roll.algorithms.types import LossContext
 from roll.configs.reward_training import RewardTrainingConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics
@@ -36,8 +35,7 @@ class RewardModelPipeline(OfflinePipeline):
         scores = self.roles.actor.logprobs(batch)
         assert scores.values_T is not None, "a reward model scores"
         values_T = scores.values_T.double()
-        found = build_reward_loss(self.config)(scores, batch, LossContext.of(batch)).metrics
-        metrics = {name.replace("rm/", "eval/"): float(value) for name, value in found.items()}
+        metrics = self.as_one_step(build_reward_loss(self.config), scores, batch)
         if self.config.reward_loss == "bradley_terry":
             lead = row_scores(values_T, batch)[pairs_in_order(batch)].diff(dim=1)[:, 0].neg()
             return metrics | {"eval/calibration_error": calibration_error(lead.abs().sigmoid(), lead > 0)}
