@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from roll.utils.registry import Registry, UnknownNameError, import_path
+from roll.utils.registry import Registry, UnknownNameError
 
 Renderer = Callable[[Any], str]
 """``observation -> text``."""
@@ -37,8 +37,7 @@ def find_renderer(name: str) -> Renderer:
     Raises:
         UnknownNameError: there is none, or it is no function.
     """
-    is_file = name.partition(":")[0].endswith(".py")
-    found = import_path(name, "renderer") if is_file else RENDERERS.get(name)
+    found = RENDERERS.get(name)
     if not callable(found):
         raise UnknownNameError(f"renderer {name!r} is {found!r}, expected a function, observation to text")
     render = cast("Callable[[Any], object]", found)

@@ -15,7 +15,7 @@ from roll.agentic.env.config import AdaptedEnvConfig
 from roll.agentic.env.game import AdaptedGame, Played
 from roll.agentic.env.own_random import OwnRandom
 from roll.configs.problems import ConfigProblem
-from roll.utils.registry import Registry, UnknownNameError, import_path
+from roll.utils.registry import Registry, UnknownNameError
 
 if TYPE_CHECKING:
     import textarena
@@ -80,10 +80,7 @@ class TextArenaConfig(AdaptedEnvConfig):
 
     def find_opponent(self) -> Opponent | None:
         """The function that ``opponent`` names."""
-        if self.opponent is None:
-            return None
-        is_file = self.opponent.partition(":")[0].endswith(".py")
-        return cast(Opponent, import_path(self.opponent, "opponent")) if is_file else OPPONENTS.get(self.opponent)
+        return None if self.opponent is None else OPPONENTS.get(self.opponent)
 
 
 class TextArenaEnv(AdaptedGame):

@@ -329,9 +329,7 @@ def _result(output: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "tokens": list(output["output_ids"]),
         "logprobs": [logprob for logprob, _, _ in scored],
-        "scored_tokens": [token for _, token, _ in scored],
         "reason": info["finish_reason"]["type"],
-        "message": info["finish_reason"].get("message"),
         "cached": info.get("cached_tokens", 0),
         "spans": [(int(span["version"]), span["start"], span["end"]) for span in spans],
     }
