@@ -153,7 +153,8 @@ def _adviser(schema: type[Config], variables: Sequence[str] | frozenset[str] = (
     """Advice for keys that the configuration of a pipeline does not know."""
 
     def advise(section: type[Config], path: Sequence[str | int], value: Any) -> tuple[str, str | None]:
-        if hint := _of_pipeline(schema, path) or _elsewhere(schema, path) or advice([str(part) for part in path]):
+        elsewhere = _PIPELINES.get(str(path[0])) if len(path) == 1 else None
+        if hint := elsewhere or _elsewhere(schema, path) or advice([str(part) for part in path]):
             return hint, None
         return nearest_key(section, path, value, variables if len(path) == 1 else ())
 
@@ -172,10 +173,6 @@ _PIPELINES = {
     "validation": "it belongs to RLVR; here val_env_manager",
 }
 """Top-level keys of one pipeline, in a configuration of another."""
-
-
-def _of_pipeline(schema: type[Config], path: Sequence[str | int]) -> str | None:
-    return _PIPELINES.get(str(path[0])) if len(path) == 1 else None
 
 
 def _elsewhere(schema: type[Config], path: Sequence[str | int]) -> str | None:

@@ -124,7 +124,6 @@ _MATHY = re.compile(
     r"|sqrt|sin|cos|tan|log|ln|exp|pi|infinity|frac)+"
 )
 _SUBSTANCE = re.compile(r"\d|\\(?!f?boxed\b)[a-zA-Z]|π|∞|√")
-_LETTER_ALONE = re.compile(r"\(?[A-Za-z]\)?")
 
 
 def last_expression(text: str) -> str | None:

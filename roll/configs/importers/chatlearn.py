@@ -11,6 +11,7 @@ from roll.configs.importers.common import (
     tidy_engines,
     to_do,
     trust_code,
+    use_wandb,
     verl_columns,
 )
 from roll.configs.importers.draft import Draft, Kind
@@ -59,15 +60,7 @@ def derive(draft: Draft) -> None:
 def _trackers(draft: Draft) -> None:
     log = f"{RUN}.log_args_dict"
     if draft.theirs(f"{log}.enable_wandb"):
-        draft.derive(f"{log}.enable_wandb", "track_with", "wandb")
-        for key, ours in (
-            ("wandb_project", "project"),
-            ("wandb_name", "name"),
-            ("wandb_id", "id"),
-            ("wandb_dir", "log_dir"),
-        ):
-            if draft.theirs(f"{log}.{key}"):
-                draft.derive(f"{log}.{key}", f"tracker_kwargs.{ours}", draft.theirs(f"{log}.{key}"))
+        use_wandb(draft, log, "enable_wandb", _WANDB)
     else:
         folder = next((name for name in ("tensorboard_dir", "log_dir") if draft.theirs(f"{log}.{name}")), None)
         if folder is not None:

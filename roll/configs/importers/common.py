@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from roll.configs.algorithm_names import SWITCHES
@@ -227,12 +227,12 @@ def set_budget(draft: Draft, role: str, phase: str, tokens: int, keys: list[str]
     draft.derive(keys, f"{role}.max_tokens_per_microbatch_in_{phase}", max(tokens, whole), note)
 
 
-def set_everywhere(draft: Draft, key: str, roles: tuple[str, ...]) -> None:
-    """Gives further roles what the trainer has."""
-    value = draft.get(f"actor_train.{key}")
-    for role in roles:
-        if value is not None and role in draft.ours:
-            draft.set(f"{role}.{key}", value)
+def use_wandb(draft: Draft, section: str, switch: str, names: Mapping[str, str]) -> None:
+    """Tracks with Weights & Biases, by its options under the names that a section of theirs has for them."""
+    draft.derive(f"{section}.{switch}", "track_with", "wandb")
+    for key, ours in names.items():
+        if value := draft.theirs(f"{section}.{key}"):
+            draft.derive(f"{section}.{key}", f"tracker_kwargs.{ours}", value)
 
 
 def trust_code(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll.configs.importers.common import devices, drop_unread, set_batch, set_budget, tidy_engines, to_do
+from roll.configs.importers.common import devices, drop_unread, set_batch, set_budget, tidy_engines, to_do, use_wandb
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.profiling import profiler_of_mindspeed
 from roll.configs.pipeline import PARTS
@@ -101,10 +101,8 @@ def _checkpoints(draft: Draft) -> None:
 
 def _trackers(draft: Draft) -> None:
     if draft.theirs(f"{RL}.use_wandb"):
-        draft.derive(f"{RL}.use_wandb", "track_with", "wandb")
-        for key, ours in (("wandb_project", "project"), ("wandb_exp_name", "name"), ("wandb_save_dir", "log_dir")):
-            if draft.theirs(f"{RL}.{key}"):
-                draft.derive(f"{RL}.{key}", f"tracker_kwargs.{ours}", draft.theirs(f"{RL}.{key}"))
+        names = {"wandb_project": "project", "wandb_exp_name": "name", "wandb_save_dir": "log_dir"}
+        use_wandb(draft, RL, "use_wandb", names)
     elif not draft.theirs(f"{RL}.use_tensorboard"):
         draft.derive(f"{RL}.use_tensorboard", "track_with", "stdout", "neither tensorboard nor wandb")
 

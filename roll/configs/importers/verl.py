@@ -10,7 +10,6 @@ from roll.configs.importers.common import (
     parallel_sizes,
     set_batch,
     set_budget,
-    set_everywhere,
     tidy_engines,
     to_do,
     trust_code,
@@ -179,4 +178,5 @@ def _batches(draft: Draft) -> None:
             set_budget(draft, role, "infer", int(budget) * parallel_sizes(draft, role), [switch, key])
         elif role == "reference" and (size := draft.theirs(f"{REF}.log_prob_micro_batch_size_per_gpu")):
             draft.derive(f"{REF}.log_prob_micro_batch_size_per_gpu", "reference.infer_batch_size", int(size))
-    set_everywhere(draft, "use_sequence_packing", ("reference",))
+    if (packs := draft.get("actor_train.use_sequence_packing")) is not None and "reference" in draft.ours:
+        draft.set("reference.use_sequence_packing", packs)
