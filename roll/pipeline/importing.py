@@ -18,7 +18,7 @@ def run(system: str, words: Sequence[str], output: str | None) -> int:
 
     Returns:
         0; 1 when something that changes results could not be carried over, or the result needs an edit; 2 for files
-        that cannot be read.
+        that cannot be read, or written.
     """
     from roll.configs.importers.convert import convert
     from roll.configs.importers.reading import UnreadableError
@@ -40,6 +40,10 @@ def run(system: str, words: Sequence[str], output: str | None) -> int:
         sys.stdout.write(imported.text)
         sys.stderr.write(report(imported))
     else:
-        Path(output).expanduser().write_text(imported.text, encoding="utf-8")
+        try:
+            Path(output).expanduser().write_text(imported.text, encoding="utf-8")
+        except OSError as error:
+            sys.stderr.write(f"roll import {system}: -o {output}: {error.strerror}\n")
+            return EXIT_UNREADABLE
         sys.stdout.write(f"{report(imported)}written to {output}\n")
     return imported.exit_code

@@ -67,9 +67,13 @@ def plan(
         text = launcher(write, found, _command(config_name, folder, overrides))
         if output is None:
             sys.stdout.write(text)
-        else:
-            Path(output).write_text(text, encoding="utf-8")
-            sys.stderr.write(f"{output}: written\n")
+            return 0
+        try:
+            Path(output).expanduser().write_text(text, encoding="utf-8")
+        except OSError as error:
+            sys.stderr.write(f"roll plan: -o {output}: {error.strerror}\n")
+            return EXIT_CONFIG
+        sys.stderr.write(f"{output}: written\n")
         return 0
     advice = advise(found, replan)
     if json:

@@ -159,9 +159,12 @@ def _written(path: Path | None) -> Iterator[IO[str] | None]:
         yield None
         return
     unfinished = path.with_name(f".{path.name}.unfinished")
-    with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        yield file
-    unfinished.replace(path)
+    try:
+        with unfinished.open("w", encoding="utf-8", errors="backslashreplace") as file:
+            yield file
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _line(row: Answered, verdicts: Sequence[Verdict | RewardError], key: str) -> str:

@@ -83,6 +83,12 @@ def test_a_batch_file_passes_the_signal_on_and_goes_on_later(nodes: str, tmp_pat
     assert len(starts) == (2 if nodes == "two" else 0)
 
 
+def test_a_folder_that_is_not_there_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "none" / "run.sh"
+    assert main(["plan", "rlvr_math", "--devices", "A100", "--write", "slurm", "-o", str(file)]) == 2
+    assert f"roll plan: -o {file}: No such file or directory" in capsys.readouterr().err
+
+
 def test_a_batch_file_ends_with_the_code_of_the_run(tmp_path: Path) -> None:
     process = start(written("slurm", tmp_path, "one"))
     (tmp_path / "finish").write_text("3")

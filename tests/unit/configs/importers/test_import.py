@@ -741,6 +741,9 @@ def test_the_command_writes_and_reports(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["import", "verl", str(tmp_path / "none.yaml")]) == 2
     assert "no such file" in capsys.readouterr().err
     assert main(["import", "verl", "a=1"]) == 2
+    missing = str(tmp_path / "none" / "mine.yaml")
+    assert main(["import", "verl", str(SCRIPT), "trainer.total_training_steps=7", "-o", missing]) == 2
+    assert f"roll import verl: -o {missing}: No such file or directory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

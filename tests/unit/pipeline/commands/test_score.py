@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from roll.__main__ import main
+from roll.pipeline.commands.scoring import _written
 from roll.pipeline.rlvr.metrics import accuracy_metrics
 from roll.report.trajectories import trajectory_record
 from roll.rewards.accuracy import Tally
@@ -109,6 +110,14 @@ def test_everything_that_is_wrong_is_told_at_once(rows, tmp_path, capsys) -> Non
     with pytest.raises(SystemExit):
         main(["score", file])
     assert main(["score", rows("empty.jsonl", []), "--verifier", "math"]) == 2
+
+
+def test_scores_that_are_not_all_there_leave_no_file(tmp_path) -> None:
+    with pytest.raises(KeyboardInterrupt), _written(tmp_path / "scores.jsonl") as file:
+        assert file is not None
+        file.write("{}")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_figures_and_scores_go_into_folders_that_are_made(rows, tmp_path) -> None:
