@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
@@ -196,26 +197,47 @@ def classifier_of(config: PreTrainedConfig) -> str:
     return str(name)
 
 
-def copy_companions(source: Path, target: Path, tokenizer: Path | None = None) -> None:
+def copy_companions(source: str, target: Path, tokenizer: str | None = None) -> None:
     """Copies what stands beside the weights of a model folder into one that is made from it.
 
     Tokenizer files, the Python files of a model that has code of its own, and ``generation_config.json`` in place of
     the one that ``save_config`` wrote: a model with unset weights knows its configuration alone, not which other tokens
-    end a completion. A hub name as ``source`` has none.
+    end a completion.
 
     Args:
-        source: the model folder.
+        source: the model folder, or a hub name, whose files are those of the hub's cache.
         target: the new one.
-        tokenizer: folder of the tokenizer, if it is not the model's.
+        tokenizer: the same of the tokenizer, if it is not the model's.
     """
     defaults = [GENERATION_FILE] if (target / GENERATION_FILE).is_file() else []
-    for folder, patterns in ((tokenizer or source, TOKENIZER_FILES), (source, defaults)):
+    for name, patterns in ((tokenizer or source, TOKENIZER_FILES), (source, defaults)):
+        folder = _folder_of(name)
         if not folder.is_dir() or folder.resolve() == target.resolve():
             continue
         for file in (file for pattern in patterns for file in folder.glob(pattern)):
             if file.is_file():
                 shutil.copy2(file, target / file.name)
-    copy_own_code(source, target)
+    copy_own_code(_folder_of(source), target)
+
+
+def _folder_of(name: str) -> Path:
+    """The folder of a model or a tokenizer; that of the hub's cache for a name, fetched where it has no tokenizer."""
+    try:
+        path, local = locate_model(name, tokenizer_alone=True)
+    except ValueError:  # it is gone
+        return Path(name)
+    if local:
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    for cached in (True, False):
+        with contextlib.suppress(OSError, ValueError):  # not there, or out of reach
+            wanted = [*TOKENIZER_FILES, GENERATION_FILE, "*.py"]
+            folder = Path(snapshot_download(path, allow_patterns=wanted, local_files_only=cached))
+            if any(folder.glob(TOKENIZER_FILES[0])):
+                return folder
+    logger.warning("%s: its tokenizer is not in the hub's cache, nor can it be fetched; it is not saved", name)
+    return Path(name)
 
 
 def copy_own_code(source: Path, target: Path) -> None:

@@ -47,7 +47,8 @@ class RunSession:
             background=config.async_save,
             hook=PostSaveHook(saving.post_save_hook, saving.post_save_timeout, required=saving.post_save_required),
         )
-        self.renders = Path(config.render_save_dir) if config.render_save_dir else self.folder.renders
+        renders = config.render_save_dir
+        self.renders = Path(renders).expanduser() if renders else self.folder.renders
         self.resume_path = self.checkpointer.resolve(config.resume_from_checkpoint)
         self.summary: dict[str, Any] = {"status": "running", "steps": 0, "eval": {}}
         self._started = started

@@ -73,7 +73,7 @@ class Schedule:
             ValueError: it is not of the form above.
         """
         limits, steps, draws = set(), {}, dict[int, Episodes]()
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        for number, line in enumerate(path.expanduser().read_text(encoding="utf-8").splitlines(), 1):
             try:
                 record = json.loads(line)
                 limits.add((int(record["groups"]), int(record["ahead"]), int(record["window"])))

@@ -81,7 +81,7 @@ class Checkpointer:
         """
         if max_to_keep < 0:
             raise ValueError(f"max_ckpt_to_keep: got {max_to_keep}, expected 0 (keep all) or more")
-        self.folder = Path(folder)
+        self.folder = Path(folder).expanduser()
         self.max_to_keep = max_to_keep
         self.saved: Path | None = None
         """Checkpoint that this object has saved last, whole and in place."""

@@ -125,7 +125,7 @@ def model_contents(path: Path, files: ModelFiles) -> Contents:
 
     def write_rest() -> None:
         files.write_config(path)
-        copy_companions(Path(files.source), path, None if files.tokenizer is None else Path(files.tokenizer))
+        copy_companions(files.source, path, files.tokenizer)
 
     return Contents(path, files.tensors, write_rest)
 
