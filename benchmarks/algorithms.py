@@ -62,8 +62,11 @@ def make_batch(lengths_B: Tensor) -> Batch:
 
 def gae_in_torch(batch: Batch, config: AlgorithmConfig) -> Tensor:
     """GAE with one step of torch for each position, all sequences side by side in a padded rectangle."""
-    rewards, values = batch.padded("rewards_T").double(), batch.padded("values_T").double()
-    mask = batch.padded("loss_mask_T").double()
+    columns = (batch.rewards_T, batch.values_T, batch.loss_mask_T)
+    rewards, values, mask = torch.zeros(len(columns), batch.num_sequences, int(batch.lengths_B.max())).double()
+    for rectangle, column_T in zip((rewards, values, mask), columns, strict=True):
+        assert column_T is not None
+        rectangle[batch.rows_T, batch.positions_T] = column_T.double()
     advantages = torch.zeros_like(rewards)
     next_value, last = torch.zeros(len(rewards), dtype=torch.float64), torch.zeros(len(rewards), dtype=torch.float64)
     for t in range(rewards.shape[1] - 1, -1, -1):
