@@ -168,6 +168,13 @@ def parallel_sizes(draft: Draft, role: str) -> int:
     return int(size)
 
 
+def sequence_ranks(draft: Draft, role: str) -> int:
+    """Devices among which one sequence of a role is divided, each with a share of its tokens."""
+    if draft.get(f"{role}.strategy_args.strategy_name", "").startswith("megatron"):
+        return int(draft.get(f"{role}.strategy_args.strategy_config.context_parallel_size", 1) or 1)
+    return int(draft.get(f"{role}.model_args.ulysses_size", 1) or 1)
+
+
 def devices_of(draft: Draft, role: str) -> int:
     """Devices of a role of ours."""
     try:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from roll.configs.importers.common import (
     drop_unread,
-    parallel_sizes,
+    sequence_ranks,
     set_batch,
     set_budget,
     tidy_engines,
@@ -20,7 +20,16 @@ from roll.configs.importers.table import ROLES
 from roll.configs.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
 from roll.configs.importers.verl_algorithm import set_algorithm, set_optimizer, set_rewards
 from roll.configs.importers.verl_distillation import set_distillation
-from roll.configs.importers.verl_roles import ACTOR, CRITIC, REF, ROLLOUT, set_critic, set_roles
+from roll.configs.importers.verl_roles import (
+    ACTOR,
+    CRITIC,
+    PER_GPU,
+    REF,
+    ROLLOUT,
+    per_device,
+    set_critic,
+    set_roles,
+)
 from roll.configs.importers.verl_tools import set_tools
 
 PROJECTS = {"wandb": "project", "swanlab": "project", "trackio": "project", "mlflow": "experiment_name"}
@@ -153,20 +162,24 @@ def _validation(draft: Draft) -> None:
 
 
 def _batches(draft: Draft) -> None:
-    answers = int(draft.get("num_return_sequences_in_group", 1))
+    answers = counted = int(draft.get("num_return_sequences_in_group", 1))
+    if (copies := int(draft.theirs(f"{ROLLOUT}.n_agent", 1) or 1)) > 1:  # which ppo_mini_batch_size does not count
+        answers *= copies
+        draft.derive([f"{ROLLOUT}.n_agent", f"{ROLLOUT}.n"], "num_return_sequences_in_group", answers)
     per_step = int(draft.get("rollout_batch_size", 1024)) * answers
-    samples = int(draft.theirs(f"{ACTOR}.ppo_mini_batch_size")) * answers
+    samples = int(draft.theirs(f"{ACTOR}.ppo_mini_batch_size")) * counted
     for role, theirs in (("actor_train", ACTOR), ("critic", CRITIC)):
         if role not in draft.ours:
             continue
         dynamic = draft.theirs(f"{theirs}.use_dynamic_bsz", draft.theirs(f"{ACTOR}.use_dynamic_bsz"))
-        micro = None if dynamic else draft.theirs(f"{theirs}.ppo_micro_batch_size_per_gpu")
-        keys = [f"{theirs}.ppo_mini_batch_size", f"{theirs}.ppo_micro_batch_size_per_gpu"]
-        set_batch(draft, role, samples, int(micro) if micro else None, keys, per_step)
+        size = f"{theirs}.ppo_micro_batch_size"
+        micro = None if dynamic else per_device(draft, size)
+        keys = [f"{theirs}.ppo_mini_batch_size", f"{size}{PER_GPU}", size]
+        set_batch(draft, role, samples, micro, keys, per_step)
         if dynamic:
             key = f"{theirs}.ppo_max_token_len_per_gpu"
-            spread = parallel_sizes(draft, role) if role else 1
-            set_budget(draft, role, "train", int(draft.theirs(key, 16384)) * spread, [f"{theirs}.use_dynamic_bsz", key])
+            tokens = int(draft.theirs(key, 16384)) * sequence_ranks(draft, role)
+            set_budget(draft, role, "train", tokens, [f"{theirs}.use_dynamic_bsz", key])
     scoring = {"actor_train": (ROLLOUT, "log_prob"), "reference": (REF, "log_prob"), "critic": (CRITIC, "forward")}
     for role, (theirs, word) in scoring.items():
         if role not in draft.ours:
@@ -175,8 +188,10 @@ def _batches(draft: Draft) -> None:
         dynamic = draft.theirs(switch, draft.theirs(f"{ACTOR}.use_dynamic_bsz"))
         if dynamic:
             budget = draft.theirs(key) or draft.theirs(f"{ACTOR}.ppo_max_token_len_per_gpu")
-            set_budget(draft, role, "infer", int(budget) * parallel_sizes(draft, role), [switch, key])
-        elif role == "reference" and (size := draft.theirs(f"{REF}.log_prob_micro_batch_size_per_gpu")):
-            draft.derive(f"{REF}.log_prob_micro_batch_size_per_gpu", "reference.infer_batch_size", int(size))
+            set_budget(draft, role, "infer", int(budget) * sequence_ranks(draft, role), [switch, key])
+        elif role == "reference" and (share := per_device(draft, size := f"{REF}.log_prob_micro_batch_size")):
+            draft.derive([f"{size}{PER_GPU}", size], "reference.infer_batch_size", share)
+        elif role == "actor_train" and (share := per_device(draft, size := f"{ROLLOUT}.log_prob_micro_batch_size")):
+            draft.derive([f"{size}{PER_GPU}", size], "actor_train.infer_batch_size", share)
     if (packs := draft.get("actor_train.use_sequence_packing")) is not None and "reference" in draft.ours:
         draft.set("reference.use_sequence_packing", packs)

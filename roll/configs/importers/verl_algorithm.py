@@ -42,6 +42,9 @@ def set_algorithm(draft: Draft) -> None:
     if (tokens := draft.theirs(f"{ACTOR}.use_token_level_loss")) is not None:
         mode = "token-mean" if tokens else "seq-mean-token-sum"
         draft.derive(f"{ACTOR}.use_token_level_loss", "loss_agg_mode", mode)
+    if loss in ("gspo", "sapo"):
+        note = "always there, whatever loss_agg_mode says"
+        draft.derive(f"{ACTOR}.policy_loss.loss_mode", "loss_agg_mode", "seq-mean-token-mean", note)
     if loss == "gspo":
         draft.derive(f"{ACTOR}.policy_loss.loss_mode", "importance_sampling", "seq", "one ratio per answer")
     elif loss in ("vanilla", "clip_cov"):

@@ -11,6 +11,7 @@ from roll.configs.importers.verl_algorithm import set_optimizer
 
 ACTOR, ROLLOUT, REF, CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref", "critic"
 MODEL = "actor_rollout_ref.model"
+PER_GPU = "_per_gpu"
 OPTIONS = "strategy_args.strategy_config"
 MEGATRON_KEYS = (
     "tensor_model_parallel_size",
@@ -25,12 +26,28 @@ MEGATRON_KEYS = (
 """Options of Megatron with the same names in verl."""
 UNREAD_BY_ENGINES = ("disable_mm_preprocessor_cache", "max_logprobs")
 """Options of vLLM that say nothing here: there are no images, and who asks for top tokens gets them."""
+FUSED = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj"),
+    "linear_proj": ("o_proj",),
+    "linear_fc1": ("gate_proj", "up_proj"),
+    "linear_fc2": ("down_proj",),
+}
+"""Megatron's linear layers, as Hugging Face's models name them."""
+_ALL_LAYERS = {part for parts in FUSED.values() for part in parts}
 FIRE = {"first_token_temperature": 30.0, "first_token_top_k": 16}
 """What their switch stands for."""
 
 
 def _devices(draft: Draft) -> int:
     return int(draft.get("num_nodes", 1)) * int(draft.get("num_gpus_per_node", 8))
+
+
+def per_device(draft: Draft, key: str) -> int | None:
+    """A micro-batch on one device: ``key`` with ``_per_gpu``, else what ``key`` says of all of them."""
+    if size := draft.theirs(f"{key}{PER_GPU}"):
+        return int(size)
+    whole = draft.theirs(key)
+    return max(1, int(whole) // _devices(draft)) if whole else None
 
 
 def set_roles(draft: Draft) -> None:
@@ -62,21 +79,42 @@ def set_roles(draft: Draft) -> None:
     if extra := {key: value for key, value in override.items() if value is not None and "dropout" not in key}:
         for role in roles:
             draft.derive(f"{MODEL}.override_config", f"{role}.model_args.model_config_kwargs", extra)
-    if (rank := draft.theirs(f"{MODEL}.lora_rank") or 0) > 0:
-        draft.derive(f"{MODEL}.lora_rank", "actor_train.model_args.lora_rank", int(rank))
-        alpha, layers = draft.theirs(f"{MODEL}.lora_alpha", 16), draft.theirs(f"{MODEL}.target_modules", "all-linear")
-        draft.derive(f"{MODEL}.lora_alpha", "actor_train.model_args.lora_alpha", int(alpha))
-        draft.derive(f"{MODEL}.target_modules", "actor_train.model_args.lora_target", TRANSFORMS["commas"](layers))
-        if excluded := draft.theirs(f"{MODEL}.exclude_modules"):
-            draft.derive(
-                f"{MODEL}.exclude_modules", "actor_train.model_args.lora_exclude", TRANSFORMS["commas"](excluded)
-            )
-        if path := draft.theirs(f"{MODEL}.lora_adapter_path"):
-            draft.derive(f"{MODEL}.lora_adapter_path", "actor_train.model_args.adapter_name_or_path", path)
-    elif path := draft.theirs(f"{MODEL}.lora_adapter_path"):
-        note = "write lora_target, lora_rank and lora_alpha of the adapter beside adapter_name_or_path"
-        draft.tell(Kind.IMPOSSIBLE, f"{MODEL}.lora_adapter_path", path, note=note)
+    _adapter(draft)
     _generator(draft)
+
+
+def _adapter(draft: Draft) -> None:
+    """LoRA: keys of the model, or those of its section ``lora``, which Megatron's runs read."""
+    base, alone = "actor_train.model_args", not draft.has(f"{MODEL}.lora.rank")
+    keys = {
+        name: f"{MODEL}.{old}" if alone else f"{MODEL}.lora.{new}"
+        for name, old, new in (
+            ("rank", "lora_rank", "rank"),
+            ("alpha", "lora_alpha", "alpha"),
+            ("target", "target_modules", "target_modules"),
+            ("exclude", "exclude_modules", "exclude_modules"),
+            ("path", "lora_adapter_path", "adapter_path"),
+        )
+    }
+    path = draft.theirs(keys["path"])
+    if (rank := draft.theirs(keys["rank"]) or 0) <= 0:
+        if path:
+            note = "write lora_target, lora_rank and lora_alpha of the adapter beside adapter_name_or_path"
+            draft.tell(Kind.IMPOSSIBLE, keys["path"], path, note=note)
+        return
+    draft.derive(keys["rank"], f"{base}.lora_rank", int(rank))
+    draft.derive(keys["alpha"], f"{base}.lora_alpha", int(draft.theirs(keys["alpha"], 16 if alone else 32)))
+    draft.derive(keys["target"], f"{base}.lora_target", _layers(draft.theirs(keys["target"]) or "all-linear"))
+    if excluded := draft.theirs(keys["exclude"]):
+        draft.derive(keys["exclude"], f"{base}.lora_exclude", _layers(excluded))
+    if path:
+        draft.derive(keys["path"], f"{base}.adapter_name_or_path", path)
+
+
+def _layers(names: Any) -> str:
+    """Names of linear layers, with commas; those that Megatron fuses as their parts."""
+    parts = [part for name in str(TRANSFORMS["commas"](names)).split(",") for part in FUSED.get(name, (name,))]
+    return "all-linear" if set(parts) >= _ALL_LAYERS else ",".join(parts)
 
 
 def _override(draft: Draft) -> dict[str, Any]:
@@ -200,8 +238,8 @@ def set_critic(draft: Draft) -> None:
     )
     set_optimizer(draft, "critic.optim", "critic")
     draft.derive("critic.cliprange_value", "value_clip", float(draft.theirs("critic.cliprange_value")))
-    if size := draft.theirs("critic.forward_micro_batch_size_per_gpu"):
-        draft.derive("critic.forward_micro_batch_size_per_gpu", "critic.infer_batch_size", int(size))
+    if size := per_device(draft, "critic.forward_micro_batch_size"):
+        draft.derive(f"critic.forward_micro_batch_size{PER_GPU}", "critic.infer_batch_size", size)
 
 
 def _copy(values: Any) -> Any:

@@ -8,6 +8,7 @@ from roll.configs.importers.common import (
     devices,
     drop_unread_of_roles,
     parallel_sizes,
+    sequence_ranks,
     set_batch,
     set_budget,
     tidy_engines,
@@ -163,5 +164,5 @@ def _batches(draft: Draft, engine: bool) -> None:
         per_device = max(1, int(whole) * parallel_sizes(draft, "actor_train") // count)
     set_batch(draft, "actor_train", samples, None if dynamic else int(per_device or 0) or None, keys)
     if dynamic:
-        budget = int(draft.theirs("data.max_token_len_per_gpu") or _BUDGET) * parallel_sizes(draft, "actor_train")
+        budget = int(draft.theirs("data.max_token_len_per_gpu") or _BUDGET) * sequence_ranks(draft, "actor_train")
         set_budget(draft, "actor_train", "train", budget, ["data.use_dynamic_bsz", "data.max_token_len_per_gpu"])

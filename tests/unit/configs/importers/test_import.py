@@ -295,7 +295,7 @@ def test_supervised_training_of_verl_with_an_engine(tmp_path: Path) -> None:
     assert isinstance(config, SFTConfig) and config.validation is None
     assert config.actor_train.data_args.messages == "messages" and config.actor_train.data_args.response is None
     assert config.actor_train.strategy_args.strategy_config["tensor_model_parallel_size"] == 2
-    assert (config.actor_train.max_tokens_per_microbatch_in_train, config.num_gpus_per_node) == (16384, 4)
+    assert (config.actor_train.max_tokens_per_microbatch_in_train, config.num_gpus_per_node) == (8192, 4)
     training = config.actor_train.training_args
     assert (training.lr_scheduler_type, training.warmup_ratio) == ("constant_with_warmup", 0.0)
     assert not kinds(imported, Kind.IMPOSSIBLE) and imported.exit_code == 0
