@@ -17,6 +17,8 @@ from roll.configs.importers.table import Row, fill, find
 from roll.configs.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
 from roll.configs.problems import NOTHING
 
+_NAMES = ("file", "path", "dir", "name")
+"""Parts of keys whose values are places and names, not numbers."""
 _VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
 
 
@@ -67,6 +69,7 @@ class Draft:
     def take_all(self) -> None:
         """Applies the rows; keys that are to be derived wait for ``theirs``."""
         self._settle_variables(self.given.values, ())
+        self._tell_unread()
         self._take_section(self.given.values, ())
         told = {outcome.ours for outcome in self.outcomes if outcome.ours}
         for row in table.rows(self.system):
@@ -90,6 +93,18 @@ class Draft:
                     note = f"no line of the files sets it: {known} is taken; give {key}=…"
                     self.tell(Kind.IMPOSSIBLE, key, value, note=note)
                     del values[name]
+
+    def _tell_unread(self) -> None:
+        """Notes what only a shell can tell, unless it is given after all."""
+        for key, value in self.given.unread.items():
+            found = find(self.system, key.split("."))
+            if self.has(key) or (found is not None and found[0].how == table.DROP):
+                continue
+            usual = found[0].default if found is not None else NOTHING
+            taken = "" if usual in (NOTHING, None) else f" {usual} is taken;"
+            named = any(word in key.rpartition(".")[2] for word in _NAMES)
+            note = f"a shell computes its value;{taken} give {key}=…"
+            self.tell(Kind.TO_DO if named else Kind.IMPOSSIBLE, key, value, note=note)
 
     def _take_section(self, values: Mapping[str, Any], path: tuple[str, ...]) -> None:
         for name, value in values.items():

@@ -41,6 +41,8 @@ class Given:
     """Configurations that the files build on and that are not there."""
     folders: list[Path] = field(default_factory=list)
     """Where files that they name by relative paths may lie."""
+    unread: dict[str, str] = field(default_factory=dict)
+    """By key: a value that only a shell can tell."""
 
 
 def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
@@ -50,6 +52,7 @@ def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
         UnreadableError: a file that is missing, no YAML, or a script without the system's command.
     """
     tree, notes, words, missing = OmegaConf.create({}), list[str](), list[str](), list[str]()
+    unread: dict[str, str] = {}
     for file in files:
         if not file.is_file():
             raise UnreadableError(f"{file}: no such file")
@@ -57,7 +60,7 @@ def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
             tree.merge_with(_tree(file, notes, missing))
             continue
         try:
-            script = read_script(file.read_text(encoding="utf-8"), system)
+            script = read_script(file.read_text(encoding="utf-8"), system, str(file))
         except (ScriptError, UnicodeDecodeError) as error:
             raise UnreadableError(f"{file}: {error}") from error
         notes += script.notes
@@ -69,6 +72,7 @@ def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
             else:
                 tree.merge_with(_tree(named, notes, missing))
         words += script.overrides
+        unread |= script.unread
     parsed, problems = parse_overrides([*words, *overrides])
     for item in parsed:
         problems += apply_override(tree, item)
@@ -79,7 +83,7 @@ def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
     read_by_links = frozenset(_REFERENCE.findall(str(links)))
     folders = list(dict.fromkeys(folder for file in files for folder in _around(file)))
     unresolved = {str(key): value for key, value in links.items()}
-    return Given(_plain(tree), unresolved, read_by_links, notes, missing, folders)
+    return Given(_plain(tree), unresolved, read_by_links, notes, missing, folders, unread)
 
 
 def find_file(path: str, folders: Sequence[Path]) -> Path | None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import operator
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from roll.configs.importers.branches import Branches
+from roll.configs.importers.expansion import HASH, LITERAL_DOLLAR, QUOTED, SPACE, Scope
 
 ENTRIES = {
     "verl": re.compile(r"(?:^|[./])main_(?:ppo|dapo|\w+)(?:\.py)?$"),
@@ -20,28 +19,17 @@ ENTRIES = {
 }
 """The program that each system's scripts start."""
 
-_ASSIGNMENT = re.compile(r"(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
-_VARIABLE = re.compile(
-    r"\$\(\((?P<sum>[^()]*(?:\([^()]*\)[^()]*)*)\)\)"
-    r"|\$\{(?P<braced>\w+|@)(?:\[[@*]\])?(?::?-(?P<fallback>(?:[^{}]|\{[^{}]*\})*))?"
-    r"(?:(?P<slashes>//?)(?P<old>[^/{}]+)/?(?P<new>[^{}]*))?\}"
-    r"|\$(?P<plain>[A-Za-z_]\w*|[@*\d])"
-)
-_OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
-_LITERAL_DOLLAR = "\ue000"
-"""Stands for a dollar sign between single quotes, in which a shell replaces nothing."""
-_SPACE = "\ue001"
-"""Stands for a space that does not end a word."""
-_QUOTED = "\ue002"
-"""Stands before a dollar sign between double quotes, whose value stays one word."""
-_MAX_POWER = 64
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+_DECLARES = ("export", "local", "readonly", "declare", "typeset")
+_SAYS = ("echo", "printf", "grep", "pgrep", "pkill", "ps")
+"""Commands that only name a program."""
+_SHELL = re.compile(r"(?:^|/)(?:ba|z|da)?sh$")
+_HERE = re.compile(r"(?<!<)<<-?\s*(['\"]?)(\w+)\1")
+_FUNCTION = re.compile(r"([\w.:-]+)\(\)(\{|\()?")
+_CLOCK = re.compile(r"[-_.]?\$\(date\b[^()]*\)")
+"""The time of day, which a run's name need not have."""
+_DEEPEST = 8
+"""Functions that call functions, and commands in the texts of commands."""
 
 
 class ScriptError(ValueError):
@@ -57,39 +45,183 @@ class Script:
     config: str | None = None
     """Configuration that it names, with its folder where that is said."""
     notes: list[str] = field(default_factory=list)
-    """What a reader should know: words that only a shell can tell."""
+    """What a reader should know."""
+    unread: dict[str, str] = field(default_factory=dict)
+    """By key: a value that only a shell can tell."""
 
 
-def read_script(text: str, system: str) -> Script:
+def read_script(text: str, system: str, script: str = "run.sh") -> Script:
     """Finds the command that starts a system's training, and the words after it.
 
-    Assignments (``A=b``, ``A=(b c)``, ``export A=b``), ``$A``, ``${A}``, ``${A:-b}``, ``${A//b/c}``, ``${A[@]}`` and
-    ``$((A * 2))`` are followed in the order of the lines, and branches as far as these tell which one runs. Variables
-    that the script does not set stay as ``${oc.env:A}``. What only a shell can tell, as ``$(…)``, makes its word
-    unreadable: it is left out with a note.
+    Followed in the order of the lines: assignments, arrays, ``$A`` and the forms of ``${A…}``, ``$((A * 2))``, texts of
+    paths such as ``$(dirname "$0")``, functions where they are called, commands in variables (``eval $CMD``,
+    ``bash -c "$CMD"``), and branches as far as variables tell which one runs. Variables that the script does not set
+    stay as ``${oc.env:A}``. What only a shell can tell, as ``$(nproc)``, is ``unread``.
+
+    Args:
+        text: of the script.
+        system: whose program it starts, a key of ``ENTRIES``.
+        script: its path, which ``$0`` stands for.
 
     Raises:
         ScriptError: the script starts no program of that system.
     """
-    variables: dict[str, list[str]] = {}
-    script: Script | None = None
-    notes: list[str] = []
-    branches = Branches(lambda word: _expanded(word, variables))
-    for line in _commands(text, notes):
-        for command in branches.commands(line):
-            words = list(_assign(command, variables))
-            start = next((i for i, word in enumerate(words) if ENTRIES[system].search(word)), None)
-            if start is not None:
-                script = _arguments(words[start + 1 :], variables, script or Script())
-                if system == "verl_sft":
-                    script.overrides = [*_groups(script.overrides), *_processes(words[:start])]
-    if script is None:
+    reader = _Reader(system, Scope(script))
+    reader.read(text)
+    if not reader.found:
+        reader.read_functions()
+    if not reader.found:
         raise ScriptError(f"no command that starts a program of {system}, such as {ENTRIES[system].pattern}")
-    if branches.guessed:
+    first = next((each for each in reader.found if each.overrides), reader.found[0])
+    if reader.branches.guessed:
         guessed = "the script has branches that only a shell can choose, or loops"
-        notes.append(f"{guessed}: of assignments to one name, the last line counts")
-    script.notes = [*notes, *script.notes]
-    return script
+        reader.notes.append(f"{guessed}: of assignments to one name, the last line counts, of loops the first round")
+    if any(each.overrides not in ([], first.overrides) for each in reader.found):
+        reader.notes.append("the script starts several runs: the first is read")
+    first.notes = [*reader.notes, *first.notes]
+    return first
+
+
+class _Reader:
+    """Goes through a script's commands.
+
+    Args:
+        system: whose program is looked for.
+        scope: what is set at the beginning.
+    """
+
+    def __init__(self, system: str, scope: Scope) -> None:
+        self.scope, self.branches = scope, Branches(scope)
+        self.found: list[Script] = []
+        self.notes: list[str] = []
+        self._system, self._depth = system, 0
+        self._functions: dict[str, list[list[str]]] = {}
+        self._body: list[list[str]] | None = None  # of the function whose end has not come
+        self._open_brackets = 0
+
+    def read(self, text: str) -> None:
+        """Reads commands, those of functions when these are called."""
+        for words in _commands(_without_documents(text, ENTRIES[self._system]), self.notes):
+            if words := self._outside_functions(words):
+                self._take(words)
+
+    def read_functions(self) -> None:
+        """Reads functions that the script itself does not call."""
+        for name in list(self._functions):
+            self._call(name, [])
+
+    def _outside_functions(self, words: list[str]) -> list[str]:
+        """Keeps the lines of a function for its calls; other lines are given back."""
+        if self._body is None:
+            rest = words[1:] if (named := words[0] == "function") else words
+            rest = [rest[0] + rest[1], *rest[2:]] if rest[1:2] == ["()"] else rest
+            found = _FUNCTION.fullmatch(f"{rest[0]}()" if named and "(" not in rest[0] else rest[0]) if rest else None
+            if found is None:
+                return words
+            self._body = self._functions[found[1]] = []
+            words = [*([found[2]] if found[2] else []), *rest[1:]]
+            self._open_brackets = 0
+            if not words:
+                return []
+        opened = sum(word in ("{", "(") for word in words)
+        closed = sum(word.rstrip(";") in ("}", ")") for word in words)
+        first = self._open_brackets == 0
+        self._open_brackets += opened - closed
+        inside = words[1:] if first and words[0] in ("{", "(") else words
+        if self._open_brackets <= 0 and inside and inside[-1].rstrip(";") in ("}", ")"):
+            inside = inside[:-1]
+        if inside and self._body is not None:
+            self._body.append(inside)
+        if self._open_brackets <= 0:
+            self._body = None
+        return []
+
+    def _call(self, name: str, arguments: list[str]) -> None:
+        if self._depth >= _DEEPEST:
+            return
+        self._depth += 1
+        before, self.scope.arguments = self.scope.arguments, arguments
+        for line in self._functions[name]:
+            self._take(line)
+        self.scope.arguments = before
+        self._depth -= 1
+
+    def _take(self, line: list[str]) -> None:
+        for command in self.branches.commands(line):
+            words = [word for each in self._assign(command) for word in self.scope.words(each)]
+            if not words or words[0] in _SAYS:
+                continue
+            if words[0] == "shift":
+                count = int(words[1]) if words[1:2] and words[1].isdigit() else 1
+                self.scope.arguments = self.scope.arguments[count:]
+            elif words[0] in self._functions:
+                self._call(words[0], words[1:])
+            elif (text := _text_of(words)) is not None and self._depth < _DEEPEST:
+                self._depth += 1
+                self.read(text)
+                self._depth -= 1
+            else:
+                self._start(words)
+
+    def _start(self, words: list[str]) -> None:
+        """Notes a command that starts the program."""
+        start = next((i for i, word in enumerate(words) if ENTRIES[self._system].search(word)), None)
+        if start is None:
+            return
+        script = _arguments(words[start + 1 :])
+        if self._system == "verl_sft":
+            script.overrides = [*_groups(script.overrides), *_processes(words[:start], script.unread)]
+        self.found.append(script)
+
+    def _assign(self, words: list[str]) -> list[str]:
+        """Takes the assignments out of a command; what is left are its words, not yet expanded."""
+        variables, rest = self.scope.variables, list(words)
+        if rest[0] in _DECLARES:
+            rest = [word for word in rest[1:] if not re.fullmatch(r"-\w+", word)]
+        while rest and (found := _ASSIGNMENT.fullmatch(rest[0])):
+            name, appended, value = found.groups()
+            if value.startswith("("):
+                inside = [value[1:], *rest[1:]]
+                inside[-1] = inside[-1].removesuffix(")")
+                values = [each for word in inside if word for each in self.scope.words(word)]
+                variables[name] = [*(variables.get(name, []) if appended else []), *values]
+                return []
+            old = "".join(variables.get(name, [])) if appended else ""
+            variables[name] = [old + " ".join(self.scope.words(value.removesuffix(";")))]
+            rest = rest[1:]
+        return rest
+
+
+def _text_of(words: Sequence[str]) -> str | None:
+    """The text that a command gives to a shell: ``eval $CMD``, ``srun bash -c "…"``."""
+    if words[0] == "eval":
+        return " ".join(words[1:])
+    for word, option, *rest in (words[i : i + 3] for i in range(len(words) - 2)):
+        if _SHELL.search(word) and re.fullmatch(r"-\w*c", option):
+            return rest[0]
+    return None
+
+
+def _without_documents(text: str, entry: re.Pattern[str]) -> str:
+    """The text without its here-documents, but those that hold the command for another shell."""
+    lines, kept, until = text.splitlines(), list[str](), ""
+    document: list[str] = []
+    opener = ""
+    for line in lines:
+        if until:
+            if line.strip() != until:
+                document.append(line)
+                continue
+            named = any(entry.search(word) for each in document for word in each.split())
+            kept += document if named and "python" not in opener else []
+            until = ""
+            continue
+        found = None if line.lstrip().startswith("#") else _HERE.search(line)
+        if found and "((" not in line:
+            until, opener, document = found[2], line, []
+            line = line[: found.start()] + line[found.end() :]
+        kept.append(line)
+    return "\n".join(kept + document * bool(until))
 
 
 def _groups(overrides: Sequence[str]) -> Iterator[str]:
@@ -102,19 +234,22 @@ def _groups(overrides: Sequence[str]) -> Iterator[str]:
             yield f"engine.strategy={value}"
 
 
-def _processes(words: Sequence[str]) -> Iterator[str]:
+def _processes(words: Sequence[str], unread: dict[str, str]) -> Iterator[str]:
     """How many processes the words before a program ask ``torchrun`` for, as settings."""
     pairs = [word.partition("=") for word in words]
     for (option, equals, value), (after, _, _) in zip(pairs, [*pairs[1:], ("", "", "")], strict=True):
         for name, key in (("nnodes", "nnodes"), ("nproc_per_node", "n_gpus_per_node")):
             number = value if equals else after
-            if option.lstrip("-").replace("-", "_") == name and number.isdigit():
+            if option.lstrip("-").replace("-", "_") != name:
+                continue
+            if number.isdigit() or number.startswith("${oc.env:"):
                 yield f"trainer.{key}={number}"
+            elif "$(" in number:
+                unread.setdefault(f"trainer.{key}", number)
 
 
 def _commands(text: str, notes: list[str]) -> Iterator[list[str]]:
     """The words of each command, quotes removed, lines that end in a backslash joined, arrays as one word each."""
-    text = re.sub(r"\$\(pwd\)|`pwd`", ".", text)  # the folder that the script is started in
     lines = re.sub(r"[ \t]*\\[ \t]*\r?\n(?:[ \t]*#[^\n]*\n)*", " ", text).splitlines()
     pending = ""
     for line in lines:
@@ -135,18 +270,29 @@ def _commands(text: str, notes: list[str]) -> Iterator[list[str]]:
 
 
 def _guard(text: str) -> str:
-    """Stand-ins for dollar signs between quotes, and for spaces inside ``$(…)``."""
-    found, quote, depth = [], "", 0
+    """Stand-ins for dollar signs between quotes, for spaces inside ``$(…)``, and for number signs in words."""
+    found, quote, depth, ticked = list[str](), "", 0, False
     for i, character in enumerate(text):
+        before = text[i - 1] if i else " "
         if character in "'\"" and quote in ("", character) and not depth:
             quote = "" if quote else character
-        if quote != "'" and (depth or text.startswith("$(", i - 1)):
+        if character == "`" and quote != "'":
+            ticked = not ticked
+            depth += 1 if ticked else -1
+            found.append((f"{QUOTED}$(" if quote else "$(") if ticked else ")")
+            continue
+        if quote != "'" and not ticked and (depth or text.startswith("$(", i - 1)):
             depth += {"(": 1, ")": -1}.get(character, 0)
-        inside = depth and character.isspace()
-        if character == "$" and quote:
-            found.append(_LITERAL_DOLLAR if quote == "'" else f"{_QUOTED}$")
+        if character == "$" and (quote == "'" or before == "\\"):
+            if before == "\\" and quote == '"':
+                found.pop()
+            found.append(LITERAL_DOLLAR)
+        elif character == "$" and quote:
+            found.append(f"{QUOTED}$")
+        elif character == "#" and not quote and not before.isspace() and before != ";":
+            found.append(HASH)
         else:
-            found.append(_SPACE if inside else character)
+            found.append(SPACE if depth and character.isspace() else character)
     return "".join(found)
 
 
@@ -159,100 +305,34 @@ def _opens_array(words: list[str]) -> bool:
     )
 
 
-def _assign(words: list[str], variables: dict[str, list[str]]) -> Iterator[str]:
-    """Takes the assignments out of a command; what is left are its words."""
-    rest = [word for word in words if word not in ("export", "local", "readonly")]
-    while rest and (found := _ASSIGNMENT.fullmatch(rest[0])):
-        name, appended, value = found.groups()
-        if value.startswith("(") and not value.startswith("$("):
-            inside = [value[1:], *rest[1:]]
-            inside[-1] = inside[-1].removesuffix(")")
-            values = [each for word in inside if word for each in _expanded(word, variables)]
-            variables[name] = [*(variables.get(name, []) if appended else []), *values]
-            return
-        old = "".join(variables.get(name, [])) if appended else ""
-        variables[name] = [old + " ".join(_expanded(value.removesuffix(";"), variables))]
-        rest = rest[1:]
-    for word in rest:
-        yield from _expanded(word, variables)
-
-
-def _expanded(word: str, variables: Mapping[str, list[str]]) -> list[str]:
-    """A word with its variables replaced; an array alone becomes its words, a value without quotes its parts."""
-    quoted, word = _QUOTED in word, word.replace(_QUOTED, "")
-    whole = _VARIABLE.fullmatch(word)
-    if whole and whole["old"] is None and (name := whole["braced"] or whole["plain"]):
-        if name in variables and len(variables[name]) != 1:
-            return variables[name]
-        if name in variables and not quoted:
-            return variables[name][0].split() or [""]
-        if name in "@*":  # the script's own arguments
-            return []
-
-    def value(found: re.Match[str]) -> str:
-        if found["sum"] is not None:
-            return _sum(_VARIABLE.sub(value, found["sum"]), variables)
-        name = found["braced"] or found["plain"]
-        if name in variables:
-            text = " ".join(variables[name])
-            count = -1 if found["slashes"] == "//" else 1
-            return text if found["old"] is None else text.replace(found["old"], found["new"], count)
-        if found["fallback"] is not None:
-            return _VARIABLE.sub(value, found["fallback"])
-        return "" if name in "@*" or name.isdigit() else f"${{oc.env:{name}}}"
-
-    return [_VARIABLE.sub(value, word).replace(_LITERAL_DOLLAR, "$").replace(_SPACE, " ")]
-
-
-def _sum(text: str, variables: Mapping[str, list[str]]) -> str:
-    """Whole-number arithmetic; text that is none stays as it is."""
-    try:
-        return str(_number(ast.parse(text.replace(_SPACE, " ").strip(), mode="eval").body, variables))
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
-        return f"$(({text}))"
-
-
-def _number(node: ast.expr, variables: Mapping[str, list[str]]) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.Name) and node.id in variables:
-        return int("".join(variables[node.id]))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_number(node.operand, variables)
-    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _number(node.left, variables), _number(node.right, variables)
-        if isinstance(node.op, ast.Pow) and not 0 <= right <= _MAX_POWER:
-            raise ValueError("a power that is too high")
-        return int(_OPERATORS[type(node.op)](left, right))
-    raise ValueError("no whole number")
-
-
-def _arguments(words: list[str], variables: Mapping[str, list[str]], script: Script) -> Script:
+def _arguments(words: list[str]) -> Script:
     """Sorts the words behind a program: settings, the configuration's name and folder, and what cannot be read."""
     folder = name = None
-    words = list(words)
+    script, words = Script(), list(words)
     while words:
         word = words.pop(0)
         if word in ("&&", "||", "|", ";", "&") or re.match(r"^\d?>", word):
             break
+        if word.endswith(";"):
+            word, words = word.rstrip(";"), []
         option, equals, value = word.partition("=")
-        if option in (
-            "--config-path",
-            "--config_path",
-            "--config-name",
-            "--config_name",
-            "--config-file",
-            "-cn",
-            "-cp",
-        ):
+        if option in _FOLDERS or option in _NAMES:
             value = value if equals else (words.pop(0) if words else "")
-            folder = value if option in ("--config-path", "--config_path", "-cp") else folder
-            name = value if option not in ("--config-path", "--config_path", "-cp") else name
-        elif equals and re.fullmatch(r"[+~]{0,2}[\w./@-]+", option) and not option.startswith("-"):
-            if "$(" in value or "`" in value:
-                script.notes.append(f"{option}: a shell computes its value, {value}; give it as {option}=…")
+            folder = value if option in _FOLDERS else folder
+            name = value if option in _NAMES else name
+        elif word.startswith("~"):
+            script.notes.append(f"{word}: of what is deleted there, nothing is read here")
+        elif equals and re.fullmatch(r"\+{0,2}[\w./@-]+", option) and not option.startswith("-"):
+            if option.endswith("experiment_name"):
+                value = _CLOCK.sub("", value)
+            if "$(" in value:
+                script.unread[option.lstrip("+")] = value
             else:
-                script.overrides.append(word)
+                script.overrides.append(f"{option}={value}")
     if name is not None:
         script.config = f"{folder}/{name}" if folder else name
     return script
+
+
+_FOLDERS = ("--config-path", "--config_path", "-cp", "--config-dir")
+_NAMES = ("--config-name", "--config_name", "--config-file", "-cn")

@@ -35,6 +35,7 @@ from roll.configs.importers.verl_tools import set_tools
 PROJECTS = {"wandb": "project", "swanlab": "project", "trackio": "project", "mlflow": "experiment_name"}
 """By tracker: its name for a project."""
 _NAMED = re.compile(r"[^\w.+-]+")
+_LINK = re.compile(r"(\$\{oc\.env:\w+\})")
 
 
 def derive(draft: Draft) -> None:
@@ -89,7 +90,9 @@ def set_run(draft: Draft, checkpoint: str, libraries: Sequence[str]) -> None:
         libraries: their keys of packages that are imported first.
     """
     if name := draft.theirs("trainer.experiment_name"):
-        draft.derive("trainer.experiment_name", "exp_name", _NAMED.sub("_", str(name)).strip("_") or "verl")
+        parts = _LINK.split(str(name))  # links stay as they are
+        clean = "".join(part if part.startswith("${") else _NAMED.sub("_", part) for part in parts)
+        draft.derive("trainer.experiment_name", "exp_name", clean.strip("_") or "verl")
     if (saved := draft.get("checkpoint_config.save_contents")) and not draft.get("checkpoint_config.load_contents"):
         draft.derive(f"{checkpoint}.save_contents", "checkpoint_config.load_contents", saved, "as it is saved")
     try:

@@ -59,11 +59,11 @@ def test_arrays_become_words() -> None:
     assert words(text) == ["a=1", "b=x y", "c=3", "d=4", "e=5"]
 
 
-def test_what_a_shell_computes_is_left_out_with_a_note(tmp_path: Path) -> None:
+def test_what_a_shell_computes_is_told(tmp_path: Path) -> None:
     witness = tmp_path / "ran"
     found = read_script(f"{RUN} a=$(touch {witness}) b=`touch {witness}` c=1", "verl")
     assert found.overrides == ["c=1"]
-    assert [note.partition(":")[0] for note in found.notes] == ["a", "b"]
+    assert list(found.unread) == ["a", "b"]
     assert not witness.exists()
 
 
@@ -120,3 +120,77 @@ def test_what_only_a_shell_can_choose_is_told(line: str) -> None:
 def test_a_script_without_the_command_is_refused(text: str) -> None:
     with pytest.raises(ScriptError, match="no command that starts"):
         read_script(text, "verl")
+
+
+def test_paths_of_the_script_itself_are_text() -> None:
+    text = 'HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"\nM=Qwen/Qwen3-8B\n'
+    text += f'{RUN} a="$HERE/data" b=$(basename $M) c=${{M##*/}} d=${{M%%/*}} e=`dirname $M` f="$(dirname "$0")/x"'
+    found = read_script(text, "verl", "work/scripts/run.sh")
+    assert found.overrides == ["a=work/data", "b=Qwen3-8B", "c=Qwen3-8B", "d=Qwen", "e=Qwen", "f=work/scripts/x"]
+
+
+def test_forms_of_variables() -> None:
+    text = f': "${{N:=4}}"\nA=(x y z)\n{RUN} a=$N b=${{#A[@]}} c=${{A[1]}} d=${{N:+set}} e=${{O:+set}} f="${{P:?no P}}"'
+    assert words(text) == ["a=4", "b=3", "c=y", "d=set", "e=", "f=${oc.env:P}"]
+
+
+@pytest.mark.parametrize("start", ["eval $CMD", 'bash -c "$CMD"', 'ray job submit -- bash -lc "$CMD"', 'eval "$CMD"'])
+def test_a_command_in_a_variable(start: str) -> None:
+    text = f'A="[\'x y\', \'z\']"\nCMD="{RUN} \\\n  a=\\"$A\\" b=1 \\$@"\necho "now: $CMD"\n{start}'
+    assert words(text) == ["a=['x y', 'z']", "b=1"]
+
+
+def test_functions_are_read_where_they_are_called() -> None:
+    text = f'train() {{\n  local name="$1"\n  shift\n  {RUN} a=$name "$@"\n}}\nfunction set_b {{ B=2; }}\nset_b\n'
+    assert words(f"{text}train one b=$B c=3") == ["a=one", "b=2", "c=3"]
+    assert words(text) == ["a="], "a function that another file calls"
+
+
+def test_the_first_of_several_runs_is_read() -> None:
+    found = read_script(f"run() {{\n  {RUN} a=$1\n}}\nrun 1\nrun 2", "verl")
+    assert found.overrides == ["a=1"] and any("several runs" in note for note in found.notes)
+
+
+CASES = """
+MODE=${1:-small}
+while [[ $# -gt 0 ]]; do
+  case $1 in
+    --mode) MODE="$2"; shift 2 ;;
+    *) shift ;;
+  esac
+done
+case "$MODE" in
+  small|tiny) A=1; B=2 ;;
+  big) A=9 ;;
+  *) echo "no $MODE"; exit 1 ;;
+esac
+[ -z "$C" ] && C=unset
+[[ "$MODE" == "big" ]] && A=10
+[ -n "${D:-}" ] || D=3
+"""
+
+
+def test_cases_and_lists_are_chosen_by_the_variables_of_the_script() -> None:
+    found = read_script(f"{CASES}{RUN} a=$A b=$B d=$D", "verl")
+    assert found.overrides == ["a=1", "b=2", "d=3"]
+    assert words(f"{CASES.replace(':-small', ':-big')}{RUN} a=$A d=$D") == ["a=10", "d=3"]
+
+
+def test_documents_are_no_commands() -> None:
+    text = f"python - <<'PY'\nprint(\"it's\")\nPY\nbash <<EOF\n{RUN} a=1\nEOF\n"
+    assert words(text) == ["a=1"]
+    assert words(f"cat > note.txt <<-END\n  don't\n  END\n{RUN} b=2") == ["b=2"]
+
+
+def test_the_first_round_of_a_loop_is_read() -> None:
+    assert words(f"for lr in 1e-6 5e-6; do\n  {RUN} lr=$lr\ndone") == ["lr=1e-6"]
+
+
+def test_the_time_is_no_part_of_a_name() -> None:
+    found = read_script(f'N="run_$(date +%Y%m%d)"\n{RUN} x.experiment_name=$N x.dir=out/$N', "verl")
+    assert found.overrides == ["x.experiment_name=run"] and list(found.unread) == ["x.dir"]
+
+
+def test_processes_that_only_a_shell_can_count() -> None:
+    found = read_script("torchrun --nnodes=$(nproc) --nproc_per_node=4 -m verl.trainer.sft_trainer a=1", "verl_sft")
+    assert list(found.unread) == ["trainer.nnodes"] and "trainer.n_gpus_per_node=4" in found.overrides

@@ -76,3 +76,17 @@ def test_a_budget_is_of_the_devices_that_share_a_sequence(tmp_path: Path) -> Non
 def test_keys_of_somebodys_own_verl_are_told(key: str, tmp_path: Path) -> None:
     result, _ = imported(tmp_path, f"{key}=1")
     assert impossible(result) == {key}
+
+
+def test_values_that_only_a_shell_can_tell_are_told(tmp_path: Path) -> None:
+    old, new = "trainer.nnodes=$NODES", "trainer.nnodes=$(nproc)"
+    result, config = imported(tmp_path, old=old, new=new)
+    assert impossible(result) == {"trainer.nnodes"} and result.exit_code == 1
+    result, _ = imported(tmp_path, "trainer.nnodes=1", old=old, new=new)
+    assert not impossible(result) and config.num_nodes == 1
+
+
+def test_links_in_a_name_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JOB", "j7")
+    _, config = imported(tmp_path, old='"a run"', new='"a run-$JOB"')
+    assert config.exp_name == "a_run-j7"
