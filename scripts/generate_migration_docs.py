@@ -31,8 +31,9 @@ roll validate ./mine.yaml
 
 A file is YAML, with the files of its defaults list where they are beside it, or a launch script. Of a script the
 command is read that starts the training: nothing is run. Assignments, `$NAME`, the forms of `${NAME…}`, arrays,
-`$((sums))`, `$(dirname "$0")`, functions, `eval $CMD`, `case` and branches are followed; a variable that the script does not set becomes `${oc.env:NAME}`. `key=value` words change
-the system's own keys. Several files are laid over each other in their order.
+`$((sums))`, `$(dirname "$0")`, functions, `eval $CMD`, `case` and branches are followed;
+a variable that the script does not set becomes `${oc.env:NAME}`. `key=value` words change the system's own keys.
+Several files are laid over each other in their order.
 
 The result holds what differs from the defaults here. Where a key is not given and its default there is another than
 here, theirs is written out. The report says what has become of each key:

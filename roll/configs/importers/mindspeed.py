@@ -17,10 +17,13 @@ _VERIFIERS = {
     "math_17k_acc": "math",
     "math_verify_reward": "math",
     "acc_for_dapo": "math",
+    "acc_for_ppo": "math",
     "format": "format",
     "strict_format": "format",
     "base_model_format": "format",
 }
+_PER_NODE = 8
+"""Devices of a node, of which their files do not speak."""
 _SHARED = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel")
 
 
@@ -109,6 +112,9 @@ def _trackers(draft: Draft) -> None:
 
 def _roles(draft: Draft) -> None:
     count = int(draft.theirs(f"{RL}.actor_resource.num_npus"))
+    if (nodes := -(-count // _PER_NODE)) > 1:
+        note = f"of {_PER_NODE} devices; on machines with more give num_nodes and num_gpus_per_node"
+        draft.derive(f"{RL}.actor_resource.num_npus", "num_nodes", nodes, note)
     roles = ["actor_train", "actor_infer", *(["reference"] if draft.get("use_kl_loss") else [])]
     for role in roles:
         draft.derive(f"{RL}.actor_resource.num_npus", f"{role}.device_mapping", devices(0, count))

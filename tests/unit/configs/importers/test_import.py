@@ -762,3 +762,11 @@ def test_a_file_of_roll_is_told_what_is_wrong_and_the_command(capsys: pytest.Cap
     assert main(["validate", str(FILES / "roll" / "run" / "rlvr.yaml")]) == 2
     err = capsys.readouterr().err
     assert "rewards.sums.model_args" in err and "roll import roll" in err
+
+
+def test_devices_of_mindspeed_on_several_nodes(tmp_path: Path) -> None:
+    words = ["rl_config.actor_resource.num_npus=16", "rl_config.verifier_function=[acc_for_ppo]"]
+    imported = convert("mindspeed", [FILES / "mindspeed.yaml"], words)
+    config = loaded(imported, tmp_path)
+    assert (config.num_nodes, config.actor_train.num_devices) == (2, 16)
+    assert "rl_config.verifier_function" not in kinds(imported, Kind.IMPOSSIBLE)
