@@ -49,7 +49,7 @@ def write_stacks(clusters: Mapping[str, Cluster], path: Path, why: str) -> None:
         workers = [
             (f"{name} rank {rank}", process)
             for name, cluster in clusters.items()
-            for rank, process in enumerate(cluster.whereabouts)
+            for rank, process in cluster.whereabouts.items()
         ]
         texts = stacks_of([process for _, process in workers])
         parts = [f"===== {datetime.now():%Y-%m-%d %H:%M:%S} {why}", f"----- driver\n{own_stacks()}"]

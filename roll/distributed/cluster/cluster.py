@@ -94,8 +94,8 @@ class Cluster:
         """Number of times that each rank was replaced."""
         self.handles: list[ActorHandle] = []
         """Ray actor handles in rank order; a restart replaces the rank's handle."""
-        self.whereabouts: list[Whereabouts] = []
-        """Their processes, once they are ready."""
+        self.whereabouts: dict[int, Whereabouts] = {}
+        """The ranks' processes, once they are ready."""
         self._init_kwargs = dict(init_kwargs or {})
         self._system_envs = {key: str(value) for key, value in (system_envs or {}).items()}
         self._max_concurrency = max_concurrency
@@ -119,7 +119,8 @@ class Cluster:
 
     def wait_ready(self) -> None:
         """Waits until every worker of ``launch`` has answered, at most ``start_timeout`` seconds."""
-        self.whereabouts = self.gather(self.submit("ping"), call="start", timeout=self.start_timeout)
+        ready = self.gather(self.submit("ping"), call="start", timeout=self.start_timeout)
+        self.whereabouts = dict(enumerate(ready))
         logger.info("%s: %d workers are up", self.name, self.world_size)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
