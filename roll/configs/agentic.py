@@ -9,6 +9,7 @@ from roll.configs.env import CustomEnvConfig, EnvManagerConfig
 from roll.configs.generating import GeneratingArguments
 from roll.configs.judge import AskedModelConfig
 from roll.configs.prompts import REWARD_CLUSTER
+from roll.configs.rewards import RewardFilterConfig
 from roll.configs.rl import RLConfig
 from roll.configs.warm_start import WarmStartConfig
 from roll.configs.worker import WorkerConfig
@@ -64,6 +65,10 @@ class AgenticConfig(RLConfig):
     @property
     def agents(self) -> dict[str, AgentConfig]:
         return {f"custom_envs.{tag}.agent": env.agent for tag, env in self.custom_envs.items() if env.agent is not None}
+
+    @property
+    def group_filters(self) -> dict[str, RewardFilterConfig]:
+        return {"train_env_manager": self.train_env_manager.query_filter_config}
 
     @property
     def groups_per_step(self) -> int:

@@ -64,10 +64,13 @@ def check_groups(config: AgenticConfig) -> Iterator[ConfigProblem]:
 
 def check_filter(config: AgenticConfig) -> Iterator[ConfigProblem]:
     """Training groups alone are filtered, and have a spread where that is asked for."""
-    key = "query_filter_config.type"
-    if (seen := config.val_env_manager.query_filter_config.type) != "no_filter":
+    key, val = "query_filter_config.type", config.val_env_manager.query_filter_config
+    if val.type != "no_filter":
         expected = "no_filter: an evaluation counts all of its episodes"
-        yield ConfigProblem(f"val_env_manager.{key}", seen, expected)
+        yield ConfigProblem(f"val_env_manager.{key}", val.type, expected)
+    if val.path is not None:
+        expected = "null: an evaluation counts all of its episodes"
+        yield ConfigProblem("val_env_manager.query_filter_config.path", val.path, expected)
     manager = config.train_env_manager
     if manager.group_size == 1 and manager.query_filter_config.type == "std_filter":
         expected = "another filter: one episode has no spread, so every group would be dropped"

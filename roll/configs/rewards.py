@@ -27,7 +27,7 @@ class VerifierConfig(Config):
 
 
 class RewardFilterConfig(Config):
-    """Which prompts are worth training on, by the scores of their group."""
+    """Which groups are worth training on, by their scores, or by a function of yours."""
 
     type: Literal["no_filter", "mean_filter", "std_filter"] = Field(
         default="no_filter",
@@ -36,6 +36,15 @@ class RewardFilterConfig(Config):
     )
     low: float = Field(default=0.0, description="Lower bound.")
     high: float | None = Field(default=None, description="Upper bound; null is none.")
+    path: str | None = Field(
+        default=None,
+        description="package.module:function or folder/file.py:function that gets a group (roll.rollout.types."
+        "RolloutGroup) and returns whether it is trained; it is asked of groups that pass `type`.",
+    )
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.type == "no_filter" and self.path is None
 
     def problems(self) -> Iterator[ConfigProblem]:
         if self.high is not None and self.high <= self.low:

@@ -10,6 +10,7 @@ from pydantic import Field
 from roll.configs.agent import AgentConfig
 from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.pipeline import PipelineConfig
+from roll.configs.rewards import RewardFilterConfig
 from roll.configs.strategy import StrategyArguments
 from roll.configs.teacher import OnPolicyDistillationConfig
 from roll.configs.tools import ToolsConfig
@@ -122,6 +123,20 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
     @property
     def agents(self) -> dict[str, AgentConfig]:
         """The agent programs by the key of their section."""
+        return {}
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """Functions of the user's in the training step, ``package.module:function``, by key."""
+        named = {"adv_estimator": self.adv_estimator, "pg_variant": self.pg_variant}
+        chosen = {f"{key}.query_filter_config.path": each.path for key, each in self.group_filters.items()}
+        return {key: path for key, path in named.items() if ":" in path} | {
+            key: path for key, path in chosen.items() if path is not None
+        }
+
+    @property
+    def group_filters(self) -> dict[str, RewardFilterConfig]:
+        """Which groups are trained, by the key of the section that says so."""
         return {}
 
     @property

@@ -13,6 +13,7 @@ from roll.configs.pipeline import TINY
 from roll.configs.preference import PreferenceConfig
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompts import PromptsConfig
+from roll.configs.rewards import RewardFilterConfig
 from roll.configs.rl import RLConfig
 from roll.configs.user import UserConfig
 from roll.configs.warm_start import PromptWarmStartConfig
@@ -84,6 +85,10 @@ class RLVRConfig(RLConfig, PromptsConfig):
     @property
     def agents(self) -> dict[str, AgentConfig]:
         return {} if self.agent is None else {"agent": self.agent}
+
+    @property
+    def group_filters(self) -> dict[str, RewardFilterConfig]:
+        return {f"rewards.{name}": reward.query_filter_config for name, reward in self.rewards.items()}
 
     @property
     def samples_per_step(self) -> int:

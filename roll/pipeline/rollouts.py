@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from roll.configs.rewards import RewardFilterConfig
 from roll.pipeline.session import RunFailedError, RunSession
 from roll.report.trajectories import answer_row, trajectory_record, write_trajectories
@@ -17,6 +19,7 @@ from roll.rollout.saved_groups import load_groups, save_groups
 from roll.rollout.scheduler import RolloutScheduler
 from roll.rollout.types import Collected, RolloutGroup, Trajectory
 from roll.tracking.files import to_json, write_atomic
+from roll.utils.registry import import_path
 
 logger = logging.getLogger(__name__)
 
@@ -94,15 +97,34 @@ def take(
 
 
 def passes_filter(group: RolloutGroup, limits: RewardFilterConfig) -> bool:
-    """Tells whether a group's scores lie within the bounds of dynamic sampling; one without any answer never does."""
-    if limits.type == "no_filter":
+    """Tells whether dynamic sampling keeps a group; one without any answer it never does.
+
+    Raises:
+        RunFailedError: the function of ``path`` raised, or returned something else than True or False.
+    """
+    if limits.keeps_all:
         return True
     scores = [trajectory.score for trajectory in group.trajectories]
     if not scores:
         return False
-    # Exact: rounding would give equal scores a spread above 0.
-    value = statistics.pstdev(scores) if limits.type == "std_filter" else statistics.mean(scores)
-    return limits.low < value and (limits.high is None or value < limits.high)
+    if limits.type != "no_filter":
+        # Exact: rounding would give equal scores a spread above 0.
+        value = statistics.pstdev(scores) if limits.type == "std_filter" else statistics.mean(scores)
+        if value <= limits.low or (limits.high is not None and value >= limits.high):
+            return False
+    return limits.path is None or _is_wanted(group, limits.path)
+
+
+def _is_wanted(group: RolloutGroup, path: str) -> bool:
+    keep: Any = import_path(path, "filter of groups")
+    who = f"query_filter_config.path {path}, asked of group {group.group_id} of {group.tag},"
+    try:
+        wanted = keep(group)
+    except Exception as error:  # a user's function may raise anything
+        raise RunFailedError(f"{who} raised {type(error).__name__}: {error}") from error
+    if not isinstance(wanted, bool | np.bool_):
+        raise RunFailedError(f"{who} returned {wanted!r}, expected True or False")
+    return bool(wanted)
 
 
 def keep_episodes(session: RunSession, step: int, groups: Sequence[RolloutGroup]) -> list[Trajectory]:

@@ -264,12 +264,11 @@ def check_plugins(config: PipelineConfig) -> Iterator[ConfigProblem]:
         seen = Words(", ".join(config.tracker_kwargs))  # values may be secrets
         yield ConfigProblem("tracker_kwargs", seen, "options of the trackers", str(error))
     paths = {f"{role}.worker_cls": worker.worker_cls for role, worker in _workers(config)}
-    named = ("adv_estimator", "pg_variant") if isinstance(config, RLConfig) else ()
-    plug_ins = {key: getattr(config, key) for key in named}
-    paths |= {key: name if ":" in name else None for key, name in plug_ins.items()}
     for key, path in paths.items():
         if path is not None:
             yield from _path_problems(key, path, ())
+    for key, path in config.functions.items() if isinstance(config, RLConfig) else ():
+        yield from _path_problems(key, path, (), files=True)
 
 
 def check_placement(config: PipelineConfig) -> Iterator[ConfigProblem]:

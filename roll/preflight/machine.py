@@ -62,7 +62,7 @@ def _connected() -> bool:
 
 
 def _plug_in_problems(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """Classes given by path: their packages are imported, which a check of the configuration alone does not do."""
+    """Classes and functions given by path are imported, which a check of the configuration alone does not do."""
     given = {
         f"{role}.strategy_args.strategy_name": worker.strategy_args.strategy_name
         for role, worker in config.roles.items()
@@ -70,11 +70,12 @@ def _plug_in_problems(config: PipelineConfig) -> Iterator[ConfigProblem]:
     }
     clusters = {config.key_of(name): worker.worker_cls for name, worker in config.clusters.items()}
     given |= {f"{key}.worker_cls": path for key, path in clusters.items() if path is not None}
+    given |= config.functions if isinstance(config, RLConfig) else {}
     for key, path in given.items():
         try:
             strategy_class(path) if key.endswith(".strategy_name") else import_path(path)
         except UnknownNameError as error:
-            yield ConfigProblem(key, path, "package.module:Class that can be imported", str(error))
+            yield ConfigProblem(key, path, "package.module:name that can be imported", str(error))
 
 
 def _role_problems(config: PipelineConfig, role: str, worker: WorkerConfig) -> Iterator[ConfigProblem]:

@@ -46,7 +46,7 @@ class AgenticPipeline(RLPipeline):
 
     @property
     def _filters(self) -> bool:
-        return self.config.train_env_manager.query_filter_config.type != "no_filter"
+        return not self.config.train_env_manager.query_filter_config.keeps_all
 
     def _take(self, step: int) -> Collected:
         """The step's groups.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import mean, pstdev
 from typing import Any
 
@@ -23,6 +24,7 @@ from roll.pipeline.rlvr.metrics import (
     reward_metrics,
 )
 from roll.pipeline.rollouts import passes_filter
+from roll.pipeline.session import RunFailedError
 from roll.rewards.accuracy import Judged, best_of_k, majority_correct, majority_of_k, pass_at_k
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 
@@ -188,6 +190,21 @@ def test_dynamic_sampling_that_is_off_keeps_everything_and_else_never_a_group_wi
     assert keeps(RewardFilterConfig(), 1.0, 1.0) and keeps(RewardFilterConfig())
     for kind in ("mean_filter", "std_filter"):
         assert not keeps(RewardFilterConfig.model_validate({"type": kind, "low": -1.0}))
+
+
+def test_dynamic_sampling_by_a_function_of_the_users(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def keep(group):\n    return len(group.trajectories) > 2\n"
+        "def vague(group):\n    return None\ndef broken(group):\n    return group.nothing\n"
+    )
+    by_size = RewardFilterConfig(path=f"{file}:keep")
+    assert keeps(by_size, 1.0, 1.0, 1.0) and not keeps(by_size, 0.0, 1.0) and not keeps(by_size)
+    both = RewardFilterConfig(type="std_filter", path=f"{file}:keep")
+    assert keeps(both, 0.0, 0.0, 1.0) and not keeps(both, 0.0, 0.0, 0.0) and not keeps(both, 0.0, 1.0)
+    for name, told in (("vague", "returned None, expected True or False"), ("broken", "raised AttributeError")):
+        with pytest.raises(RunFailedError, match=f"mine.py:{name}, asked of group 0 of a, {told}"):
+            keeps(RewardFilterConfig(path=f"{file}:{name}"), 1.0)
 
 
 @given(score=st.floats(-1e6, 1e6), size=st.integers(1, 16))

@@ -180,6 +180,27 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
             "counts all of its episodes",
         ),
         (
+            {"val_env_manager.query_filter_config.path": "statistics:mean"},
+            "val_env_manager.query_filter_config.path",
+            "counts all of its episodes",
+        ),
+        (
+            {"train_env_manager.query_filter_config.path": "mine.py:keep"},
+            "train_env_manager.query_filter_config.path",
+            "there is no mine.py",
+        ),
+        (
+            {"train_env_manager.query_filter_config.path": "keep"},
+            "train_env_manager.query_filter_config.path",
+            "folder/file.py:attribute",
+        ),
+        (
+            {"train_env_manager.query_filter_config.path": "statistics:maen"},
+            "train_env_manager.query_filter_config.path",
+            "did you mean 'mean'",
+        ),
+        ({"adv_estimator": "statistics:maen"}, "adv_estimator", "did you mean 'mean'"),
+        (
             {"train_env_manager.query_filter_config.type": "std_filter", "train_env_manager.group_size": 1},
             "train_env_manager.query_filter_config.type",
             "one episode has no spread",
