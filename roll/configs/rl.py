@@ -79,8 +79,9 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
     async_generation_ratio: float = Field(
         default=0.0,
         ge=0,
+        allow_inf_nan=False,
         description="How far rollouts run ahead of training, in batches: 0 is synchronous; 1 lets the groups of the "
-        "next step be played while this one trains; fractions let that share of a batch.",
+        "next step be played while this one trains; fractions let that share of a batch, at least one group.",
     )
     rollout_window: float = Field(
         default=0.0,
@@ -175,6 +176,11 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
         return self.async_generation_ratio > 0
 
     @property
+    def learns_from_any_policy(self) -> bool:
+        """Whether no loss asks which policy sampled what it learns from: there is no policy gradient."""
+        return not self.estimates_advantages and self.divergence is not None
+
+    @property
     def worker_restarts(self) -> int:
         return super().worker_restarts if self.replay_schedule is None else 0
 
@@ -195,7 +201,7 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
         """How many steps before the step that takes it a group may have been started."""
         if not self.overlaps:
             return 0
-        return math.ceil((self.groups_ahead + self.window - 1) / self.groups_per_step)
+        return min(self.max_steps - 1, math.ceil((self.groups_ahead + self.window - 1) / self.groups_per_step))
 
     def lengths(self, *, held_out: bool) -> tuple[int, int]:
         if not held_out:

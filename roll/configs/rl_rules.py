@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from roll.configs.inert import check_inert
@@ -88,6 +89,9 @@ _ONLY_BESIDE = {
     "replay_schedule": "null with {} 0: synchronous runs repeat by themselves",
 }
 
+_WITHOUT_RATIO = ("kimi15", "vanilla")
+"""Policy losses that do not weigh the policy against the one that sampled."""
+
 
 def check_overlap(config: RLConfig) -> Iterator[ConfigProblem]:
     """Rollouts beside training: what was sampled with older weights is weighted, and nothing is set in vain."""
@@ -97,12 +101,20 @@ def check_overlap(config: RLConfig) -> Iterator[ConfigProblem]:
             if (seen := getattr(config, key)) != type(config).model_fields[key].default:
                 yield ConfigProblem(key, seen, expected.format(ratio), involves=(ratio,))
         return
+    if not config.groups_ahead:
+        least = math.ceil(1e4 / config.groups_per_step) / 1e4
+        expected = f"0, or at least {least:g}: one of the {config.groups_per_step} groups of a step"
+        yield ConfigProblem(ratio, config.async_generation_ratio, expected, involves=("rollout_batch_size",))
+    if config.extra_groups and config.rollout_window:
+        expected = "0 with is_use_additional_prompts: a step takes the first groups that finish"
+        involved = ("is_use_additional_prompts",)
+        yield ConfigProblem("rollout_window", config.rollout_window, expected, involves=involved)
     weights = config.train_infer_correction.is_weight
-    bounded = config.bypasses_old_logprobs and config.policy_loss not in ("kimi15", "vanilla")
-    if not (weights.enabled or bounded):
+    has_ratio = config.bypasses_old_logprobs and config.policy_loss not in _WITHOUT_RATIO
+    if not (weights.enabled or has_ratio or config.learns_from_any_policy):
         key = "train_infer_correction.is_weight.enabled"
         expected = f"true with {ratio} {config.async_generation_ratio:g}"
-        hint = f"rollouts are up to {config.max_lag} steps old then; their losses need importance weights"
+        hint = "rollouts are older than the policy that they train; their losses need importance weights"
         yield ConfigProblem(key, weights.enabled, expected, hint, involves=(ratio,))
     if (frequency := config.actor_train.model_update_frequency) > 1:
         key = "actor_train.model_update_frequency"

@@ -690,7 +690,22 @@ def test_rollouts_beside_training_need_importance_weights_and_new_weights_every_
     assert found["train_infer_correction.is_weight.enabled"].expected == "true with async_generation_ratio 1"
     assert found["actor_train.model_update_frequency"].expected == "1 with async_generation_ratio"
     assert "rollout_window" in problems("rollout_window=0.5")
-    assert problems("async_generation_ratio=-1").keys() == {"async_generation_ratio"}
+    for wrong in ("-1", "1e400", ".nan"):
+        assert problems(f"async_generation_ratio={wrong}").keys() == {"async_generation_ratio"}
+
+
+def test_no_key_of_rollouts_beside_training_is_set_in_vain(load, problems):
+    """Steps of 4 groups."""
+    found = problems("async_generation_ratio=0.24", WEIGHTED)
+    assert found["async_generation_ratio"].expected == "0, or at least 0.25: one of the 4 groups of a step"
+    more = ("is_use_additional_prompts=true", "max_additional_running_prompts=1")
+    load("async_generation_ratio=0.24", WEIGHTED, *more)
+    found = problems("async_generation_ratio=1", WEIGHTED, *more, "rollout_window=0.5")
+    assert found.keys() == {"rollout_window"} and "takes the first" in found["rollout_window"].expected
+
+
+def test_no_rollout_is_older_than_the_run(load):
+    assert load("async_generation_ratio=3", WEIGHTED, "max_steps=2").max_lag == 1
 
 
 OVERLAP = ("async_generation_ratio=1", WEIGHTED, "max_steps=2")
