@@ -277,7 +277,7 @@ class RLPipeline(TrainingLoop):
         if self.config.eval_only:
             return
         if self.config.overlaps:
-            self.rollouts.restore(load_groups(path / "resume"))
+            self.rollouts.restore(self.admission, load_groups(path / "resume"))
         if (replay := self.rollouts.replay) is not None:
             played = set(range(self.admission.next_draw)).difference(self.admission.again)
             self.rollouts.replay = replay = replay.without(played)

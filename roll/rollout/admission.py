@@ -123,6 +123,13 @@ class Admission:
             self.running.remove(draw)
             heapq.heappush(self.again, draw)
 
+    def discard(self, draws: Iterable[int]) -> None:
+        """What was ready is of no use any more and has to be played again."""
+        for draw in draws:
+            self.ready.remove(draw)
+            heapq.heappush(self.again, draw)
+        self._look_again()
+
     def take(self, recorded: Collection[int] | None = None) -> tuple[int, ...] | None:
         """The open step's batch, ascending; ``None`` as long as there is none.
 

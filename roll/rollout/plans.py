@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import Protocol
 
 from roll.data.requests import Runs
+from roll.rollout.types import RolloutGroup
 from roll.utils.mixture import Mixture
 from roll.utils.seeding import derive_seed
 
@@ -29,6 +30,11 @@ class GroupSpec:
     """Keep the first member's pictures, for people to look at."""
     recorded: Mapping[int, tuple[Runs, ...]] = field(default_factory=dict)
     """By member and turn, what sampled the group in the run that is repeated (``GenerateRequest.recorded``)."""
+
+    def describes(self, group: RolloutGroup) -> bool:
+        """Whether a group that was played once is what would be played now."""
+        played = (group.tag, len(group.trajectories) + group.dropped, group.baseline is not None)
+        return played == (self.tag, self.group_size, self.baseline)
 
 
 class RolloutPlan(Protocol):

@@ -70,6 +70,8 @@ class RolloutScheduler:
         self.taken = Collected([], [])
         """What the last ``take`` of rollouts that go on has returned, until ``commit``."""
         self.replay = replay
+        self._inherited = 0
+        """How many of ``rejected`` an earlier run turned down, which are no reason for this one to give up."""
         self._num_slots = plan.num_slots if max_running is None else min(plan.num_slots, max_running)
         self._recover = recover
         self._rpc_timeout = rpc_timeout
@@ -118,7 +120,7 @@ class RolloutScheduler:
         failure, self._failure = self._failure, None
         admission.open(step)
         ahead = admission.ahead if self._goes_on else 0  # those are for the steps to come
-        most_groups = float("inf") if max_groups is None or self.replay else max_groups + ahead
+        most_groups = float("inf") if max_groups is None or self.replay else max_groups + ahead + self._inherited
         recorded = self.replay.steps[step] if self.replay else None
         rollouts = _Rollouts(admission, accept, most_groups, on_group)
         try:
@@ -142,7 +144,7 @@ class RolloutScheduler:
             self.taken = collected
         for group_id in taken:
             del self.groups[group_id]
-        self.rejected = later
+        self.rejected, self._inherited = later, 0
         if self._goes_on:
             rollouts.on_group = lambda group: None
             self._rollouts = rollouts
@@ -198,10 +200,16 @@ class RolloutScheduler:
             [rejected[draw] for draw in sorted(rejected.keys() - under_way)],
         )
 
-    def restore(self, finished: Collected) -> None:
-        """Takes up ``finished`` of a cut."""
+    def restore(self, admission: Admission, finished: Collected) -> None:
+        """Takes up ``finished`` of a cut; groups that ``plan`` has otherwise by now are played again."""
         self.groups = {group.group_id: group for group in finished.groups}
-        self.rejected = finished.rejected
+        self.rejected, self._inherited = finished.rejected, len(finished.rejected)
+        others = [draw for draw, group in self.groups.items() if not self.plan.spec(draw).describes(group)]
+        if others:
+            logger.warning("groups %s were played under another configuration; they are played again", others)
+            admission.discard(others)
+            for draw in others:
+                del self.groups[draw]
 
     def wait_until(self, done: Callable[[], bool]) -> None:
         """Waits while rollouts go on beside.

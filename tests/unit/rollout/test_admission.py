@@ -174,6 +174,18 @@ def test_a_run_that_goes_on_without_the_saved_groups_plays_them_again() -> None:
     assert [admission.start() for _ in range(4)] == [2, 3, 4, 5]
 
 
+def test_what_was_discarded_is_played_again_before_others() -> None:
+    admission = Admission(2, ahead=2)
+    admission.open(1)
+    for draw in [admission.start() for _ in range(4)]:
+        admission.finish(draw)
+    admission.discard([0, 3])
+    assert admission.take() is None and admission.counts() == {"trained": 0, "settled": 0, "waiting": 4}
+    assert [admission.start() for _ in range(2)] == [0, 3]
+    admission.finish(0)
+    assert admission.take() == (0, 1)
+
+
 def test_a_slow_draw_holds_up_a_strict_order_and_not_a_window() -> None:
     def ready(window: int) -> Admission:
         admission = Admission(2, ahead=2, window=window)

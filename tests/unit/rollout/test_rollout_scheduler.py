@@ -24,7 +24,7 @@ from roll.rollout.group_worker import GroupWorker
 from roll.rollout.plans import GroupPlan, GroupSpec
 from roll.rollout.router import EngineUnavailableError
 from roll.rollout.scheduler import RolloutScheduler, TooManyRejectedError
-from roll.rollout.types import RolloutGroup
+from roll.rollout.types import Collected, RolloutGroup
 
 PLAN = GroupPlan(tags=("A", "B"), slots_per_tag=(2, 1), group_size=4, redundancy=1, seed=7, name="train")
 
@@ -344,6 +344,41 @@ def test_what_is_lost_beside_training_is_played_again_with_the_next_batch(
         assert len(scheduler.errors) == 1  # type: ignore[attr-defined]
     finally:
         collecting.close()
+
+
+def test_groups_of_another_configuration_are_played_again_after_a_resume(
+    scheduler: Callable[..., RolloutScheduler], folder: Path
+) -> None:
+    """Of the finished groups that a checkpoint holds, some have another size, tag or no baseline by now."""
+    admission = Admission(3)
+    admission.load_state_dict(
+        {"next_draw": 3, "trained": 0, "settled": 0, "again": [], "ready": [0, 1, 2]}, keeps_groups=True
+    )
+    tags = [PLAN.tag(draw) for draw in range(3)]
+    found = [RolloutGroup(0, tags[0], (), 4), RolloutGroup(1, tags[1], (), 2), RolloutGroup(2, "C", (), 4)]
+    collecting = scheduler(beside=True)
+    collecting.restore(admission, Collected(found, []))
+    assert admission.ready == {0} and sorted(admission.again) == [1, 2]
+    assert [group.dropped for group in collecting.take(admission, 1).groups] == [4, 0, 0]
+    collecting.close()
+    assert sorted(int(note[1]) for note in notes(folder) if note[0] == "play") == [1, 2]
+
+
+def test_a_run_that_gave_up_goes_on_with_another_filter(
+    scheduler: Callable[..., RolloutScheduler], folder: Path
+) -> None:
+    """What was turned down before a resume stays so, and is no reason to give up again."""
+    admission = Admission(2)
+    with pytest.raises(TooManyRejectedError):
+        (first := scheduler(beside=True)).take(admission, 1, accept=lambda group: False, max_groups=4)
+    state, finished = admission.state_dict(keeps_groups=True), first.finished(admission)
+    admission.load_state_dict(state, keeps_groups=True)
+    second = scheduler(beside=True)
+    second.restore(admission, finished)
+    collected = second.take(admission, 1, max_groups=4)
+    second.close()
+    assert [group.group_id for group in collected.groups] == [4, 5]
+    assert [group.group_id for group in collected.rejected] == [0, 1, 2, 3]
 
 
 def test_what_fails_beside_training_is_raised_by_the_next_batch(
