@@ -124,9 +124,13 @@ class Admission:
             heapq.heappush(self.again, draw)
 
     def discard(self, draws: Iterable[int]) -> None:
-        """What was ready is of no use any more and has to be played again."""
+        """What was ready or settled since the last batch is of no use any more and has to be played again."""
         for draw in draws:
-            self.ready.remove(draw)
+            if draw in self.ready:
+                self.ready.remove(draw)
+            else:
+                self.settled.discard(draw)
+                self.num_settled -= 1
             heapq.heappush(self.again, draw)
         self._look_again()
 

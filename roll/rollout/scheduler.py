@@ -202,14 +202,17 @@ class RolloutScheduler:
 
     def restore(self, admission: Admission, finished: Collected) -> None:
         """Takes up ``finished`` of a cut; groups that ``plan`` has otherwise by now are played again."""
-        self.groups = {group.group_id: group for group in finished.groups}
-        self.rejected, self._inherited = finished.rejected, len(finished.rejected)
-        others = [draw for draw, group in self.groups.items() if not self.plan.spec(draw).describes(group)]
-        if others:
+
+        def of_plan(groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+            return [group for group in groups if self.plan.spec(group.group_id).describes(group)]
+
+        self.groups = {group.group_id: group for group in of_plan(finished.groups)}
+        self.rejected = of_plan(finished.rejected)
+        self._inherited = len(self.rejected)
+        found = {group.group_id for group in (*finished.groups, *finished.rejected)}
+        if others := sorted(found.difference(self.groups, (group.group_id for group in self.rejected))):
             logger.warning("groups %s were played under another configuration; they are played again", others)
             admission.discard(others)
-            for draw in others:
-                del self.groups[draw]
 
     def wait_until(self, done: Callable[[], bool]) -> None:
         """Waits while rollouts go on beside.

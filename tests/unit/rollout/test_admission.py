@@ -124,6 +124,16 @@ def test_with_nothing_ahead_and_no_window_a_run_is_synchronous_and_in_order(chos
     assert set(order) | world.rejected == set(range(admission.next_draw))
 
 
+@given(worlds, st.integers(1, 9))
+def test_nothing_is_left_over_at_the_end_of_a_run(chosen: dict, last: int) -> None:
+    world = world_of(chosen)
+    world.admission.last_step = last
+    for step in range(1, last + 1):
+        world.step(step, beside=20)
+    batch = world.admission.batch_size
+    assert world.admission.counts() == {"trained": last * batch, "settled": len(world.rejected), "waiting": 0}
+
+
 @settings(max_examples=200)
 @given(worlds, st.booleans())
 @example(

@@ -48,7 +48,7 @@ class ScriptedPlayer(GroupWorker):
             raise
         finally:
             self.playing -= 1
-        return RolloutGroup(spec.group_id, spec.tag, (), errors=(repr(spec),))
+        return RolloutGroup(spec.group_id, spec.tag, (), spec.group_size, (repr(spec),))
 
     async def obey(self, group_id: int) -> None:
         for path in list(self.folder.glob(f"*-{group_id}")):
@@ -350,18 +350,22 @@ def test_groups_of_another_configuration_are_played_again_after_a_resume(
     scheduler: Callable[..., RolloutScheduler], folder: Path
 ) -> None:
     """Of the finished groups that a checkpoint holds, some have another size, tag or no baseline by now."""
-    admission = Admission(3)
+    admission = Admission(4)
     admission.load_state_dict(
-        {"next_draw": 3, "trained": 0, "settled": 0, "again": [], "ready": [0, 1, 2]}, keeps_groups=True
+        {"next_draw": 5, "trained": 0, "settled": 2, "again": [], "ready": [0, 1, 2]}, keeps_groups=True
     )
-    tags = [PLAN.tag(draw) for draw in range(3)]
+    tags = [PLAN.tag(draw) for draw in range(5)]
     found = [RolloutGroup(0, tags[0], (), 4), RolloutGroup(1, tags[1], (), 2), RolloutGroup(2, "C", (), 4)]
+    rejected = [RolloutGroup(3, tags[3], (), 4), RolloutGroup(4, "C", (), 4)]
     collecting = scheduler(beside=True)
-    collecting.restore(admission, Collected(found, []))
-    assert admission.ready == {0} and sorted(admission.again) == [1, 2]
-    assert [group.dropped for group in collecting.take(admission, 1).groups] == [4, 0, 0]
+    collecting.restore(admission, Collected(found, rejected))
+    assert admission.ready == {0} and sorted(admission.again) == [1, 2, 4]
+    collected = collecting.take(admission, 1)
     collecting.close()
-    assert sorted(int(note[1]) for note in notes(folder) if note[0] == "play") == [1, 2]
+    assert [(group.group_id, group.tag) for group in collected.groups] == [(n, tags[n]) for n in (0, 1, 2, 4)]
+    assert collected.rejected == rejected[:1]
+    assert sorted(int(note[1]) for note in notes(folder) if note[0] == "play") == [1, 2, 4]
+    assert collecting.commit(admission) == {"trained": 4, "settled": 1, "waiting": 0}
 
 
 def test_a_run_that_gave_up_goes_on_with_another_filter(
