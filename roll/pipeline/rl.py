@@ -126,7 +126,7 @@ class RLPipeline(TrainingLoop):
         with phase("rollout") as span:
             self.roles.prepare_rollout()
             batch, metrics = self.rollout(step)
-            self.utilisation.generated(span, int(batch.loss_mask_T.sum()))
+            self.utilisation.generated(span, int(batch.loss_mask_T.sum()), beside=self.config.overlaps)
             if self.config.overlaps:
                 metrics |= overlap_metrics(batch, self.admission, step - 1)
         metrics |= self.roles.offload_manager.memory("rollout")

@@ -7,6 +7,7 @@ recomputation and padding add (Chowdhery et al. 2022, PaLM, appendix B). They ar
 from __future__ import annotations
 
 import logging
+import time
 from functools import cached_property
 
 from roll.configs.pipeline import PipelineConfig
@@ -33,10 +34,18 @@ class Utilisation:
         self._config = config
         self._trainer = trainer
         self._generator = generator
+        self._last_batch: float | None = None
+        """``time.perf_counter`` when the last of the rollouts that go on beside training had its batch."""
 
-    def generated(self, span: Span, tokens: int) -> None:
-        """A rollout of so many sampled tokens."""
+    def generated(self, span: Span, tokens: int, *, beside: bool = False) -> None:
+        """A rollout of so many sampled tokens.
+
+        Args:
+            beside: rollouts go on beside training, so that what counts is the time since the batch before.
+        """
         span.tokens = tokens
+        if beside:
+            span.since, self._last_batch = self._last_batch, time.perf_counter()
         if self._generator is not None:
             span.devices = num_devices(self._generator)
 

@@ -16,6 +16,10 @@ class Span:
     """One timed stretch of a phase; the caller sets ``tokens`` once it knows how many were worked on."""
 
     seconds: float = 0.0
+    since: float | None = None
+    """``time.perf_counter`` when the work on the tokens began, if that was before the phase and beside others."""
+    worked: float = 0.0
+    """Seconds of the work on the tokens; those of the phase without ``since``."""
     tokens: int = 0
     flops: float = 0.0
     """Operations that the model asks for."""
@@ -47,10 +51,13 @@ class PhaseTimer:
         try:
             yield span
         finally:
-            span.seconds = time.perf_counter() - started
+            ended = time.perf_counter()
+            span.seconds = ended - started
+            span.worked = ended - (started if span.since is None else span.since)
             for spans in (self._step, self._total):
                 entry = spans.setdefault(name, Span())
                 entry.seconds += span.seconds
+                entry.worked += span.worked
                 entry.tokens += span.tokens
                 entry.flops += span.flops
                 entry.devices, entry.peak = span.devices or entry.devices, span.peak or entry.peak
@@ -64,8 +71,8 @@ class PhaseTimer:
         metrics = {f"time/{name}": span.seconds for name, span in self._step.items()}
         metrics |= {f"tokens_per_s/{name}": _rate(span) for name, span in self._step.items() if span.tokens}
         for name, span in self._step.items():
-            if span.devices and span.seconds > 0:
-                each = span.seconds * span.devices
+            if span.devices and span.worked > 0:
+                each = span.worked * span.devices
                 metrics[f"tokens_per_s_per_device/{name}"] = span.tokens / each
                 if span.flops:
                     metrics[f"tflops_per_device/{name}"] = span.flops / each / 1e12
@@ -109,4 +116,4 @@ def peak_memory_mb() -> float:
 
 
 def _rate(span: Span) -> float:
-    return span.tokens / span.seconds if span.seconds > 0 else 0.0
+    return span.tokens / span.worked if span.worked > 0 else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,6 +81,18 @@ def test_metrics_of_a_step() -> None:
     flops = 3 * 3 * samples_flops(shape, sum(LENGTHS), sum(length**2 for length in LENGTHS), 20)
     assert found["tflops_per_device/train"] == pytest.approx(flops / 2 / seconds / 1e12)
     assert found["mfu/train"] == pytest.approx(flops / 2 / seconds / 67e12)  # float32
+
+
+def test_tokens_of_rollouts_beside_training_are_those_of_the_time_since_the_batch_before() -> None:
+    timer, used = PhaseTimer(), Utilisation(PipelineConfig.model_validate({}), cluster(None, (0,)))
+    started = time.perf_counter()
+    for _ in range(2):  # the second batch is there at once: it was played while the first was trained on
+        with timer.phase("rollout") as span:
+            used.generated(span, 1000, beside=True)
+        time.sleep(0.05)
+        metrics = timer.step_metrics()
+    assert metrics["time/rollout"] < 0.05 and 1000 / (time.perf_counter() - started) < metrics["tokens_per_s/rollout"]
+    assert metrics["tokens_per_s/rollout"] < 1000 / 0.05
 
 
 def test_a_peak_that_is_not_known_is_not_guessed_and_may_be_given() -> None:
