@@ -1,8 +1,8 @@
 """An agent of one's own that knows only OpenAI's client: it asks, and asks again where no answer came.
 
-``python examples/start_rlvr_pipeline.py --config_name rlvr_math_agent`` trains it: ``agent.path`` names ``play`` (this
-folder is on the import path of the start scripts and of their workers). As a program of its own, started for each
-episode, it is ``agent: {command: [python, examples/agent_by_endpoint.py]}``. See ``docs/agents.md``.
+``roll train rlvr_math_agent`` trains it, in the folder that ``examples`` is in: ``agent.path`` names ``play``. As a
+program of its own, started for each episode, it is ``agent: {command: [python, examples/agent_by_endpoint.py]}``. See
+``docs/agents.md``.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """An agent of one's own with a tool of its own, that knows only OpenAI's client.
 
-``python examples/start_rlvr_pipeline.py --config_name rlvr_tools_agent`` trains the policy that it asks: the task is
-that of ``rlvr_tools``, where the calculator is one of the run's tools. See ``docs/agents.md``.
+``roll train rlvr_tools_agent``, in the folder that ``examples`` is in, trains the policy that it asks: the task is that
+of ``rlvr_tools``, where the calculator is one of the run's tools. See ``docs/agents.md``.
 """
 
 import json
