@@ -64,7 +64,9 @@ def from_validation(error: ValidationError) -> ApiError:
     param = ".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.replace("_", "").islower())
     seen = repr(first["input"])
     shown = seen if len(seen) <= 80 else seen[:80] + "…"
-    return ApiError(400, f"{param}: {first['msg']}, seen {shown}", code="invalid_value", param=param or None)
+    return ApiError(
+        400, f"{param or 'the body'}: {first['msg']}, seen {shown}", code="invalid_value", param=param or None
+    )
 
 
 def unsupported(param: str, seen: object, expected: str) -> ApiError:

@@ -17,6 +17,14 @@ from roll.rollout.endpoint.messages import Part, join_text
 from roll.rollout.endpoint.sampling import ApiRequest, event
 from roll.rollout.endpoint.session import Answer, Session, Wanted
 
+_ELSEWHERE = {
+    "background": "the answer comes with the response",
+    "conversation": "previous_response_id goes on from an answer",
+    "prompt": "templates are a provider's",
+    "top_logprobs": "the sampled token's alone is known",
+}
+"""Fields that ask for what the endpoint does not have, and the reason."""
+
 
 class Item(BaseModel):
     type: str = "message"
@@ -47,6 +55,9 @@ class ResponseRequest(ApiRequest):
     top_p: float | None = Field(default=None, gt=0, le=1)
     text: dict[str, Any] | None = None
     background: bool | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
+    top_logprobs: int | None = None
     metadata: dict[str, str] | None = None
 
     _id: str = PrivateAttr(default_factory=lambda: f"resp_{uuid.uuid4().hex}")
@@ -59,8 +70,9 @@ class ResponseRequest(ApiRequest):
         """
         if self.tool_choice not in (None, "auto", "none"):
             raise unsupported("tool_choice", self.tool_choice, "auto or none: the policy is not forced to call")
-        if self.background:
-            raise unsupported("background", True, "false: the answer comes with the response")
+        for name in ("background", "conversation", "prompt", "top_logprobs"):
+            if seen := getattr(self, name):
+                raise unsupported(name, seen, f"nothing: {_ELSEWHERE[name]}")
         form = (self.text or {}).get("format") or {}
         if form.get("type", "text") != "text":
             raise unsupported("text.format", form, "text: answers are not constrained")

@@ -28,7 +28,7 @@ from roll.data.renderer import ChatRenderer
 from roll.rollout.endpoint.anthropic import MessageRequest
 from roll.rollout.endpoint.chat import ChatRequest
 from roll.rollout.endpoint.completions import CompletionRequest
-from roll.rollout.endpoint.errors import ApiError, PortTakenError, as_openai, from_validation
+from roll.rollout.endpoint.errors import ApiError, PortTakenError, as_anthropic, as_openai, from_validation
 from roll.rollout.endpoint.responses import ResponseRequest
 from roll.rollout.endpoint.reward import RewardRequest
 from roll.rollout.endpoint.session import Answer, Session
@@ -284,8 +284,10 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 async def _refuse_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {_path(request)}: {error.detail}"
-    return JSONResponse(as_openai(ApiError(error.status_code, message, code="unknown_url")), error.status_code)
+    path = _path(request)
+    refusal = ApiError(error.status_code, f"{request.method} {path}: {error.detail}", code="unknown_url")
+    body = as_anthropic if "/v1/messages" in path else as_openai
+    return JSONResponse(body(refusal), error.status_code)
 
 
 async def _gone(request: Request, error: Exception) -> Response:

@@ -108,6 +108,10 @@ def test_both_refuse_in_their_own_words() -> None:
             image: Any = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
             with pytest.raises(anthropic.BadRequestError, match=r"messages.0.content.0.type: seen 'image'"):
                 await claude.messages.create(model="m", max_tokens=9, messages=image)
+            with pytest.raises(anthropic.NotFoundError) as unknown:
+                await claude.messages.count_tokens(model="m", messages=image)
+            assert unknown.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
+            assert unknown.value.body["type"] == "error"  # type: ignore[index]
             with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
                 await claude.messages.create(model="m", max_tokens=0, messages=long)
         async with anthropic.AsyncAnthropic(base_url=url, api_key="sk-ant-none", max_retries=0) as stranger:
@@ -119,8 +123,12 @@ def test_both_refuse_in_their_own_words() -> None:
             search: Any = [{"type": "web_search"}]
             with pytest.raises(openai.BadRequestError, match=r"tools.0.type: seen 'web_search'"):
                 await client.responses.create(model="m", input="x", tools=search)
+            asked: Any = {"background": True, "conversation": "conv_1", "prompt": {"id": "p"}, "top_logprobs": 2}
+            for field, value in asked.items():
+                with pytest.raises(openai.BadRequestError, match=f"{field}: seen"):
+                    await client.responses.create(model="m", input="x", **{field: value})
             cut = await client.responses.create(model="m", input="x", max_output_tokens=1)
             assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
 
     session, _ = play(Engine(["abc"]), program)
-    assert session.counts["refused"] == 5 and len(session.turns) == 1
+    assert session.counts["refused"] == 9 and len(session.turns) == 1
