@@ -109,7 +109,10 @@ class ToolsConfig(Config):
         "is not run.",
     )
     max_parallel_calls: int = Field(
-        default=4, ge=1, description="Most calls of one turn that are run; the others are answered with an error."
+        default=4,
+        ge=1,
+        description="Most calls of one turn that are run, and most malformed ones that are told one by one; the others "
+        "are answered with an error.",
     )
     max_tool_response_tokens: int = Field(
         default=256, ge=1, description="A longer result is cut to this many tokens, the note of it not included."

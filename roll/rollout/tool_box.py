@@ -34,7 +34,7 @@ class Answers:
     """Answers to the calls of a turn."""
 
     messages: list[dict[str, Any]]
-    """OpenAI's, in the order of the calls; those to malformed calls last."""
+    """OpenAI's, in the order of the calls; those to malformed calls last, not more than there may be calls and one."""
     counts: Counter[str]
     """``tool_calls``, of them ``failed_calls`` and ``call_timeouts``; ``malformed_calls``."""
 
@@ -93,7 +93,10 @@ class ToolBox:
             {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": self.cut(text)}
             for call, text in zip(turn.calls, texts, strict=True)
         ]
-        messages += [{"role": "tool", "content": self.cut(self.dialect.error_text(error))} for error in turn.errors]
+        errors = [self.dialect.error_text(error) for error in turn.errors[:limit]]
+        if (left := len(turn.errors) - limit) > 0:
+            errors.append(f"error: nor were {left} more calls that cannot be read, a turn may have at most {limit}")
+        messages += [{"role": "tool", "content": self.cut(text)} for text in errors]
         return Answers(messages, counts)
 
     async def _answer(
