@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from roll.__main__ import main as roll
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compose import compose_config
 from roll.configs.loader import load_composed
@@ -21,6 +23,18 @@ def problems(name: str, *overrides: str) -> dict[str, str]:
     with pytest.raises(ConfigErrors) as raised:
         load_composed(kind, name, compose_config(name, SHIPPED, list(overrides)), CHECKS[kind])
     return {problem.path: str(problem) for problem in raised.value.problems}
+
+
+def test_what_the_document_shows_is_valid_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    document = (SHIPPED.parents[1] / "docs" / "agents.md").read_text(encoding="utf-8")
+    agent, program, _, tools, functions = re.findall(r"```(?:yaml|python)\n(.*?)```", document, re.DOTALL)
+    (tmp_path / "agent.yaml").write_text(f"defaults: [rlvr_math, _self_]\n{agent}")
+    (tmp_path / "my_agent.py").write_text(program)
+    (tmp_path / "mine.yaml").write_text(tools)
+    (tmp_path / "my_tools.py").write_text(functions)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert [roll(["validate", name]) for name in ("./agent.yaml", "./mine.yaml")] == [0, 0]
 
 
 def test_wrong_tools_are_told_at_once() -> None:
