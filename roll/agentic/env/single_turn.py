@@ -63,6 +63,8 @@ class SingleTurnConfig(EnvConfig):
         """Rules between keys, and names that cannot be imported."""
         if self.items and self.generator:
             yield self.problem("generator", f"null beside {len(self.items)} items: one of the two", "items")
+        if not (self.items or self.generator):
+            yield self.problem("items", "at least one, or a generator")
         yield from pattern_problems("answer_pattern", self.answer_pattern)
         for key, find in (("scorer", self.find_scorer), ("generator", self.find_generator)):
             try:
@@ -98,22 +100,14 @@ class SingleTurnEnv(Game):
         self.observation_space = Text(min_length=0, max_length=1_000_000, charset=frozenset(charset))
 
     def begin(self, seed: int, options: dict[str, Any]) -> None:
-        """Asks one question.
-
-        Raises:
-            ValueError: neither ``options`` nor the configuration has an item.
-        """
+        """Asks one question."""
         if options:
             self._item = Item(**options)
         elif self._generator is not None:
             prompt, answer = self._generator(seed)
             self._item = Item(prompt=prompt, answer=answer)
-        elif self.config.items:
-            self._item = random.Random(seed).choice(self.config.items)
         else:
-            raise ValueError(
-                "items: got none, expected items, a generator, or reset(options={'prompt': …, 'answer': …})"
-            )
+            self._item = random.Random(seed).choice(self.config.items)
         self._show("asked", self._item.prompt)
 
     def play(self, text: str) -> Played:

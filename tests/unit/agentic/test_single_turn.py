@@ -78,6 +78,7 @@ def test_prompts_have_keys_of_their_own():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({}, r"items: seen \[\], expected at least one, or a generator"),
         ({"scorer": "exakt"}, "scorer: .*unknown scorer 'exakt'. Did you mean 'exact'"),
         ({"generator": "no_such_module:f"}, "generator: .*no_such_module"),
         ({"items": ITEMS, "generator": f"{__name__}:addition"}, "generator: seen .* beside 3 items"),
@@ -88,11 +89,6 @@ def test_prompts_have_keys_of_their_own():
 def test_wrong_configurations_are_named(config, message):
     with pytest.raises(ValueError, match=message):
         SingleTurnEnv(**config)
-
-
-def test_no_item_at_all_is_an_error_at_reset():
-    with pytest.raises(ValueError, match="items: got none"):
-        SingleTurnEnv().reset(seed=0)
 
 
 def test_gymnasium_accepts_it():
