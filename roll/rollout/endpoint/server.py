@@ -186,7 +186,7 @@ def _application(endpoint: Endpoint) -> Starlette:
     async def reward(request: Request) -> Response:
         session = endpoint.session_of(request)
         try:
-            RewardRequest.model_validate_json(await _body(request)).post(session)
+            RewardRequest.model_validate_json(await _body(request, session)).post(session)
         except ValidationError as error:
             raise from_validation(error) from None
         return JSONResponse({"object": "reward"})
@@ -194,7 +194,7 @@ def _application(endpoint: Endpoint) -> Starlette:
     async def step(request: Request) -> Response:
         session = endpoint.session_of(request)
         try:
-            return JSONResponse(await StepRequest.model_validate_json(await _body(request)).take(session))
+            return JSONResponse(await StepRequest.model_validate_json(await _body(request, session)).take(session))
         except ValidationError as error:
             raise from_validation(error) from None
 
@@ -231,7 +231,7 @@ def _handler(endpoint: Endpoint, kind: type[_Request]) -> Callable[[Request], Aw
         except ApiError as error:
             return JSONResponse(kind.error_body(error), error.status)
         try:
-            ask = kind.model_validate_json(await _body(request))
+            ask = kind.model_validate_json(await _body(request, session))
             answers = await _unless_gone(request, ask.ask(session))
         except (ApiError, ValidationError) as error:
             refusal = session.refuse(error if isinstance(error, ApiError) else from_validation(error))
@@ -244,13 +244,20 @@ def _handler(endpoint: Endpoint, kind: type[_Request]) -> Callable[[Request], Aw
     return handle
 
 
-async def _body(request: Request) -> bytes:
-    """The body, as long as it is not too long."""
+async def _body(request: Request, session: Session) -> bytes:
+    """The body, as long as it is not too long, alone or with all that the session sends at the same time."""
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY:
-            raise ApiError(413, f"seen more than {MAX_BODY >> 20} MB, expected less", code="request_too_large")
+    try:
+        async for part in request.stream():
+            body += part
+            session.receiving += len(part)
+            if len(body) > MAX_BODY:
+                raise ApiError(413, f"seen more than {MAX_BODY >> 20} MB, expected less", code="request_too_large")
+            if session.receiving > MAX_BODY:
+                message = f"seen requests of more than {MAX_BODY >> 20} MB under way, expected less"
+                raise ApiError(429, message, code="rate_limit_exceeded")
+    finally:
+        session.receiving -= len(body)
     return bytes(body)
 
 

@@ -114,6 +114,8 @@ class Session:
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Raises what ends the episode and is none of the program's business, such as an engine's death."""
         self.failure.add_done_callback(lambda future: future.exception())
+        self.receiving = 0
+        """Bytes of requests that have begun to arrive."""
         self._cut_short = False
         self._generate = generate
         self._params = params

@@ -251,13 +251,11 @@ def test_wrong_requests_are_answered_as_the_api_does() -> None:
             odd = await http.post("chat/completions", content=b'{"messages": [{"role": "user", "content": "\xff"}]}')
             much = await http.post("chat/completions", content=b" " * (33 << 20))
             wrong = await http.get("chat/completions")
-            bare = await http.post("chat/completions", content=b"[]")
         assert [each.status_code for each in (broken, half, odd, much, wrong)] == [400, 400, 400, 413, 405]
         assert broken.json()["error"]["code"] == "invalid_json"
-        assert bare.json()["error"]["message"].startswith("the body: Input should be an object")
 
     session, _ = play(Engine(["x"]), program)
-    assert not session.turns and session.counts["refused"] == 14
+    assert not session.turns and session.counts["refused"] == 13
 
 
 def test_a_key_opens_its_episode_alone_and_only_until_it_ends(caplog: pytest.LogCaptureFixture) -> None:
