@@ -63,10 +63,12 @@ class FunctionTool(Tool):
         function: called with the arguments by keyword, checked and converted by pydantic.
 
     Raises:
-        ValueError: it has arguments that JSON cannot hold, or such as are only known by position.
+        ValueError: it has arguments that JSON cannot hold, or such as are only known by position; or it yields.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise ValueError("it yields, expected a function that returns its answer")
         self.instant = bool(getattr(function, "instant", False))  # type: ignore[misc]
         self._is_async = inspect.iscoroutinefunction(function)
         try:

@@ -6,6 +6,7 @@ import asyncio
 import functools
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -38,6 +39,10 @@ async def wait(seconds: float) -> str:
 
 def positional(x: int, /) -> int:
     return x
+
+
+def in_pieces(n: int) -> Iterator[int]:
+    yield from range(n)
 
 
 later = functools.partial(wait, seconds=1)
@@ -113,6 +118,7 @@ def test_a_class_is_made_with_its_arguments_and_keeps_what_it_likes_in_an_episod
         ("no.such:thing", {}, "tool", "cannot import module"),
         (f"{HERE}:HERE", {}, "tool", "expected a function or a subclass of Tool"),
         (f"{HERE}:positional", {}, "tool", "positional only"),
+        (f"{HERE}:in_pieces", {}, "tool", "it yields, expected a function that returns"),
         (f"{HERE}:later", {}, "tool", "is a partial, expected a function or a subclass of Tool"),
         (f"{HERE}:Counter", {"strat": 1}, "args", "unexpected keyword argument 'strat'"),
         (f"{HERE}:convert", {"a": 1}, "args", "has no constructor"),
