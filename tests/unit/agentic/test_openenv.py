@@ -33,7 +33,7 @@ def url() -> Iterator[str]:
     """Of a real server, which needs ``openenv``, here or in the Python that ``ROLL_OPENENV_PYTHON`` names."""
     python = os.environ.get("ROLL_OPENENV_PYTHON") or (sys.executable if importlib.util.find_spec("openenv") else None)
     if python is None:
-        pytest.skip("no package openenv, whose mcp is older than that of the tools; ROLL_OPENENV_PYTHON names a Python")
+        pytest.skip("no package openenv; ROLL_OPENENV_PYTHON names a Python that has it")
     process = subprocess.Popen([python, SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     with process:
         assert process.stdin is not None and process.stdout is not None
