@@ -24,7 +24,16 @@ from roll.data.conversations import (
     to_batch,
 )
 from roll.data.files.rows import DataError, Row
-from roll.data.prompt_rows import Message, RowError, check_encodable, finite, lookup, row_conversation, row_messages
+from roll.data.prompt_rows import (
+    Message,
+    RowError,
+    check_encodable,
+    finite,
+    lookup,
+    row_conversation,
+    row_messages,
+    short,
+)
 from roll.data.reading import Reading
 
 
@@ -127,7 +136,10 @@ def _read(reading: Reading, columns: PairColumns, label: str | None, scoring: Sc
             talks = (row_conversation(row.values, args),)
             good = row_label(row.values, label)
         question = row_question(row, args, talks[0][:-1], scoring, *own)
-        return _Judged(tuple(ReadConversation(talk, question, row.place) for talk in talks), good, margin)
+        sides = [""] if label is not None else [f": column {side!r}" for side in (columns.chosen, columns.rejected)]
+        places = [f"{row.place}{side}" for side in sides]
+        answers = (ReadConversation(talk, question, place) for talk, place in zip(talks, places, strict=True))
+        return _Judged(tuple(answers), good, margin)
 
     return reading.each(read)
 
@@ -166,7 +178,7 @@ def row_label(values: Mapping[str, Any], column: str) -> bool:
     if isinstance(label, str):  # a CSV file has nothing else
         label = {"true": True, "1": True, "false": False, "0": False}.get(label.lower(), label)
     if label not in (True, False):
-        raise RowError(f"column {column!r}: {label!r:.60}, expected true or false")
+        raise RowError(f"column {column!r}: {short(label)}, expected true or false")
     return bool(label)
 
 
@@ -191,8 +203,8 @@ def _answer(values: Mapping[str, Any], column: str) -> Message:
             value = entry.get("content")
     if not isinstance(value, str) or not value.strip():
         raise RowError(
-            f"column {column!r}: {value!r:.60}, expected the text of an answer (data_args.messages: {column} for whole "
-            "conversations)"
+            f"column {column!r}: {short(value)}, expected the text of an answer "
+            f"(data_args.messages: {column} for whole conversations)"
         )
     check_encodable(value, f"column {column!r}")
     return {"role": "assistant", "content": value}

@@ -8,6 +8,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from roll.configs.data import DataArguments, DatasetFilterConfig
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -16,6 +18,7 @@ Message: TypeAlias = Mapping[str, str]
 """``role`` and ``content``."""
 
 _ABSENT = object()
+_MOST = float(np.finfo(np.float32).max)
 
 
 class RowError(ValueError):
@@ -74,8 +77,10 @@ def number(value: Any, column: str) -> float:
         number = float("nan") if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         number = float("nan")
+    except OverflowError:  # a whole number of hundreds of digits
+        number = math.inf if value > 0 else -math.inf
     if number != number:
-        raise RowError(f"column {column!r}: {_short(value)}, expected a number")
+        raise RowError(f"column {column!r}: {short(value)}, expected a number")
     return number
 
 
@@ -83,11 +88,11 @@ def finite(value: Any, column: str) -> float:
     """A column's value as a number that a loss can take.
 
     Raises:
-        RowError: it is none, or not finite.
+        RowError: it is none, or beyond what single precision holds.
     """
     found = number(value, column)
-    if not math.isfinite(found):
-        raise RowError(f"column {column!r}: {found}, expected a finite number")
+    if not abs(found) <= _MOST:
+        raise RowError(f"column {column!r}: {found}, expected a finite number (in single precision)")
     return found
 
 
@@ -126,7 +131,7 @@ def _label(value: Any, column: str) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str) or not value:
-        raise RowError(f"column {column!r}: {_short(value)}, expected text or a whole number")
+        raise RowError(f"column {column!r}: {short(value)}, expected text or a whole number")
     return value
 
 
@@ -159,7 +164,7 @@ def row_conversation(values: Mapping[str, Any], args: DataArguments) -> tuple[Me
         assert args.response is not None
         answer = lookup(values, args.response)
         if not isinstance(answer, str) or not answer.strip():
-            raise RowError(f"column {args.response!r}: {_short(answer)}, expected the text of an answer")
+            raise RowError(f"column {args.response!r}: {short(answer)}, expected the text of an answer")
         check_encodable(answer, f"column {args.response!r}")
         messages = (_question(values, args), {"role": "assistant", "content": answer})
     return _with_system_message(messages, values, args)
@@ -200,7 +205,7 @@ def _text(value: Any, column: str) -> str:
     if isinstance(value, list):
         raise RowError(f"column {column!r}: a list, expected text; for a list of messages set messages: {column}")
     if not isinstance(value, str):
-        raise RowError(f"column {column!r}: {_short(value)}, expected text")
+        raise RowError(f"column {column!r}: {short(value)}, expected text")
     if not value.strip():
         raise RowError(f"column {column!r}: empty, expected a question")
     check_encodable(value, f"column {column!r}")
@@ -214,7 +219,7 @@ def _conversation(value: Any, column: str, last: str) -> tuple[Message, ...]:
         except (ValueError, RecursionError) as error:
             raise RowError(f"column {column!r}: text that is no JSON list of messages ({error})") from error
     if not isinstance(value, list) or not value:
-        raise RowError(f"column {column!r}: {_short(value)}, expected a list of messages")
+        raise RowError(f"column {column!r}: {short(value)}, expected a list of messages")
     messages = tuple(_message(entry, f"{column}[{index}]") for index, entry in enumerate(value))
     final, place = messages[-1], f"{column}[{len(messages) - 1}]"
     if final["role"] != last:
@@ -227,17 +232,17 @@ def _conversation(value: Any, column: str, last: str) -> tuple[Message, ...]:
 def _message(entry: Any, place: str) -> Message:
     """``role`` and ``content``; further keys stay where they are text, for templates that read them."""
     if not isinstance(entry, Mapping):
-        raise RowError(f"{place}: {_short(entry)}, expected an object with role and content")
+        raise RowError(f"{place}: {short(entry)}, expected an object with role and content")
     for key in ("role", "content"):
         if key not in entry:
             raise RowError(f"{place}: no {key}, seen {', '.join(map(repr, entry)) or 'nothing'}")
     if entry["role"] not in ROLES:
-        raise RowError(f"{place}.role: {_short(entry['role'])}, expected one of {', '.join(ROLES)}")
+        raise RowError(f"{place}.role: {short(entry['role'])}, expected one of {', '.join(ROLES)}")
     # Parquet gives every message the keys of all; those a message does not have are null.
     message = {key: text for key, text in entry.items() if text is not None or key == "content"}
     for key, text in message.items():
         if not isinstance(text, str):
-            raise RowError(f"{place}.{key}: {_short(text)}, expected text")
+            raise RowError(f"{place}.{key}: {short(text)}, expected text")
         check_encodable(text, f"{place}.{key}")
     return message
 
@@ -278,7 +283,8 @@ def used_columns(args: DataArguments) -> Sequence[str]:
     return [column for column in columns if column is not None]
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value in a message, in JSON's word where it is none."""
     if value is None:
         return "null"
     text = repr(value)

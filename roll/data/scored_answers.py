@@ -35,6 +35,7 @@ from roll.data.prompt_rows import (
     lookup,
     row_conversation,
     row_messages,
+    short,
 )
 from roll.data.reading import Reading
 
@@ -165,10 +166,12 @@ def row_steps(values: Mapping[str, Any], columns: RewardColumns) -> tuple[tuple[
     """
     steps, labels = lookup(values, columns.steps), lookup(values, columns.step_labels)
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step for step in steps):
-        raise RowError(f"column {columns.steps!r}: {steps!r:.60}, expected a list of texts")
+        raise RowError(f"column {columns.steps!r}: {short(steps)}, expected a list of texts")
     check_encodable("".join(steps), f"column {columns.steps!r}")
     if not isinstance(labels, list) or len(labels) != len(steps):
-        raise RowError(f"column {columns.step_labels!r}: {labels!r:.60}, expected a list of {len(steps)}, one per step")
+        raise RowError(
+            f"column {columns.step_labels!r}: {short(labels)}, expected a list of {len(steps)}, one per step"
+        )
     if not all(isinstance(label, int | float) and 0 <= label <= 1 for label in labels):
-        raise RowError(f"column {columns.step_labels!r}: {labels!r:.60}, expected true, false or numbers from 0 to 1")
+        raise RowError(f"column {columns.step_labels!r}: {short(labels)}, expected true, false or numbers from 0 to 1")
     return tuple(steps), tuple(map(float, labels))

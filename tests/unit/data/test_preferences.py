@@ -79,8 +79,25 @@ def test_labelled_answers_need_no_pair(tmp_path: Path) -> None:
         load(tmp_path, [rows[0] | {"label": "maybe"}], label="label", prompt="ask", response="response")
 
 
-@pytest.mark.parametrize(("margin", "words"), [(-1, "-1, expected 0 or more"), (math.inf, "inf, expected a finite")])
-def test_a_margin_is_a_number_that_a_loss_can_take(tmp_path: Path, margin: float, words: str) -> None:
+def test_what_is_too_long_says_which_side(tmp_path: Path) -> None:
+    rows = [{"ask": "a", "chosen": "y", "rejected": "n" * 90}, {"ask": "a" * 90, "chosen": "y", "rejected": "n"}]
+    with pytest.raises(DataError) as error:
+        load(tmp_path, rows)
+    places = [problem.rpartition("data.jsonl:")[2].rpartition(": ")[0] for problem in error.value.problems]
+    assert places == ["1: column 'rejected'", "2: column 'chosen'", "2: column 'rejected'"]
+
+
+@pytest.mark.parametrize(
+    ("margin", "words"),
+    [
+        (-1, "-1, expected 0 or more"),
+        (math.inf, "inf, expected a finite"),
+        (1e300, "1e\\+300, expected a finite number"),
+        (10**400, "inf, expected a finite number"),
+        (None, "null, expected a number"),
+    ],
+)
+def test_a_margin_is_a_number_that_a_loss_can_take(tmp_path: Path, margin: float | None, words: str) -> None:
     row = {"ask": "a", "chosen": "x", "rejected": "y", "margin": margin}
     with pytest.raises(DataError, match=f"data.jsonl:1: column 'margin': {words}"):
         load(tmp_path, [row], margin="margin")
@@ -92,6 +109,7 @@ def test_a_margin_is_a_number_that_a_loss_can_take(tmp_path: Path, margin: float
     [
         ({"ask": "a", "chosen": "x"}, {}, "no column 'rejected'"),
         ({"ask": "a", "chosen": "x", "rejected": "x"}, {}, "the same answer, expected two"),
+        ({"ask": "a", "chosen": None, "rejected": "x"}, {}, "column 'chosen': null, expected the text of an answer"),
         ({"ask": "a", "chosen": " ", "rejected": "x"}, {}, "column 'chosen': ' ', expected the text of an answer"),
         (
             {
