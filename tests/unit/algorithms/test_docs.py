@@ -58,6 +58,39 @@ def test_registered_names_are_documented(name: str) -> None:
     assert f"`{name}`" in DOCS or f": {name}`" in DOCS
 
 
+TABLES = {
+    "#### Policy-gradient losses": POLICY_LOSSES.names(),
+    "### Preferences": [*PREFERENCE_LOSSES.names(), *PreferenceLoss.__args__],  # type: ignore[attr-defined]
+    "### Divergences from a teacher": KdObjective.__args__,  # type: ignore[attr-defined]
+    "### Distillation": OpdForm.__args__,  # type: ignore[attr-defined]
+    "### Reward models": REWARD_LOSSES,
+}
+"""The losses that the table under a heading has."""
+SOURCE = re.compile(r"\b(19|20)\d\d\b|[Tt]he same")
+
+
+def section(heading: str) -> str:
+    """What stands under a heading, up to the next."""
+    _, found, rest = f"\n{DOCS}".partition(f"\n{heading}\n")
+    assert found, f"no heading {heading!r}"
+    return re.split(r"\n#+ ", rest, maxsplit=1)[0]
+
+
+@pytest.mark.parametrize(("heading", "name"), [(heading, name) for heading in TABLES for name in TABLES[heading]])
+def test_a_loss_has_its_formula_and_its_paper(heading: str, name: str) -> None:
+    rows = [row.strip("|").split(" | ") for row in section(heading).splitlines() if row.startswith("| `")]
+    (cells,) = [cells for cells in rows if f"`{name}`" in cells[0]]
+    assert "`" in "".join(cells[1:-1]), "a formula"
+    assert SOURCE.search(cells[-1]), "a paper with its year"
+
+
+@pytest.mark.parametrize("name", ADVANTAGES.names())
+def test_an_estimator_has_its_formula_and_its_paper(name: str) -> None:
+    (heading,) = re.findall(rf"^### .*`{name}`.*$", DOCS, re.MULTILINE)
+    text = section(heading)
+    assert "`" in text and SOURCE.search(text)
+
+
 SECTIONS = (
     AlgorithmConfig,
     OverlongBufferConfig,
