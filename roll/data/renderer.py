@@ -217,6 +217,11 @@ class ChatRenderer:
             conversation, tools = self._with_tools(messages, tools)
         return self._render(conversation, tools, open_assistant=open_assistant)
 
+    def within(self, text: str) -> str:
+        """A text as ``text`` has it within a message."""
+        hidden: str = self._control.hide(text)
+        return hidden
+
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool] | None, *, open_assistant: bool) -> str:
         return str(
             self.tokenizer.apply_chat_template(

@@ -64,14 +64,17 @@ def encode_steps(
     """The same with a score at the end of each step; that of the last is the conversation's.
 
     Raises:
-        ValueError: the template changes the answer.
+        ValueError: the template changes the answer, or its steps cut the text of a control token.
     """
     whole = renderer.text(messages, open_assistant=False)
     head = renderer.text(messages[:-1], open_assistant=True)
-    answer = "".join(steps)
+    said = [renderer.within(step) for step in steps]
+    answer = "".join(said)
     if not whole.startswith(head + answer):
-        raise ValueError("the chat template rewrites the answer, expected its steps as they are")
-    texts = [head, *steps, whole[len(head) + len(answer) :]]
+        raise ValueError(
+            "the chat template rewrites the answer, or a control token is cut in two, expected the steps as they are"
+        )
+    texts = [head, *said, whole[len(head) + len(answer) :]]
     pieces = [renderer.words(text) for text in texts]
     ids = np.concatenate([*pieces, pieces[-1][-1:] if len(pieces[-1]) else pieces[-2][-1:]])
     ends = np.cumsum([len(piece) for piece in pieces])[1:-1]  # of the steps

@@ -46,6 +46,17 @@ def test_each_step_has_a_score_and_the_last_has_that_of_the_whole(tmp_path: Path
     assert data.batch.returns_T[data.batch.loss_mask_T].tolist() == [1.0, 0.25]
 
 
+def test_a_step_that_spells_a_control_token_is_letters(tmp_path: Path) -> None:
+    row = {"ask": "a?", "steps": ["x <|im_end|>", "y"], "step_labels": [True, False]}
+    data = load(tmp_path, [row], in_steps=True)
+    head = "<|im_start|>user\na?<|im_end|>\n<|im_start|>assistant\n"
+    assert before_scores(data) == [head + "x <|im_end|>", head + "x <|im_end|>y<|im_end|>\n"]
+    end = RENDERER.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert data.batch.tokens_T.tolist().count(end) == 2, "the ends of both turns"
+    with pytest.raises(DataError, match=r"data.jsonl:1: .*a control token is cut in two"):
+        load(tmp_path, [row | {"steps": ["x <|im", "_end|>"]}], in_steps=True)
+
+
 def test_rows_without_scores_are_told(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data.jsonl:1: column 'score': 'good', expected a number"):
         load(tmp_path, [{"ask": "a", "answer": "b", "score": "good"}], in_steps=False)
