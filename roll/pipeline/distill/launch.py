@@ -6,15 +6,27 @@ from roll.algorithms.distillation import build_distill_loss
 from roll.configs.distill import DistillConfig, DistillLossConfig
 from roll.models.loading import load_config
 from roll.pipeline.distill.pipeline import DistillPipeline
-from roll.pipeline.distill.teacher import Teacher
+from roll.pipeline.distill.teacher import Teacher, require_kept
 from roll.pipeline.offline.imitated import load_imitated
-from roll.pipeline.offline.launch import Parts, run_offline
+from roll.pipeline.offline.launch import Datasets, Parts, run_offline
 from roll.pipeline.programs import DISTILL
 
 
 def run_distill(config: DistillConfig, started: float | None = None) -> int:
     """Runs the distillation pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
-    return run_offline(config, DISTILL, load_imitated, _build, started)
+    return run_offline(config, DISTILL, load_imitated, _build, started, _check)
+
+
+def _check(config: DistillConfig, datasets: Datasets) -> None:
+    """Without a teacher, what one has written is there.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if config.teacher is None:
+        for batch in (datasets.held_out, None if datasets.train is None else datasets.train.batch):
+            if batch is not None:
+                require_kept(config, batch)
 
 
 def _build(config: DistillConfig, parts: Parts) -> DistillPipeline | None:

@@ -19,6 +19,30 @@ _ON_DISK = {"ids": "teacher_ids_TK", "logprobs": "teacher_top_TK", "tail": "teac
 """Columns of a file, one entry per token to learn, and what they are in a batch."""
 
 
+def require_kept(config: DistillConfig, batch: Batch) -> Path:
+    """The file of what a teacher has written about a dataset.
+
+    Raises:
+        ValueError: there is none.
+    """
+    file = _file(config, batch)
+    if not file.is_file():
+        raise ValueError(
+            f"teacher_logprobs: seen no {file}, expected what a run with a section teacher and the same data, "
+            f"sequence_length, tokenizer and logits_topk has written ({_setting(config)})"
+        )
+    return file
+
+
+def _file(config: DistillConfig, batch: Batch) -> Path:
+    folder = Path(config.teacher_logprobs or "").expanduser()
+    return folder / f"teacher-{digest_of(batch, [_setting(config)])}.safetensors"
+
+
+def _setting(config: DistillConfig) -> str:
+    return f"top {config.logits_topk} at temperature {config.kd_temperature:g}"
+
+
 class Teacher:
     """Scores answers with the teacher's role, or reads what one has written.
 
@@ -49,16 +73,11 @@ class Teacher:
         config = self._config
         if config.teacher_logprobs is None:
             return self.score(batch)
-        setting = f"top {config.logits_topk} at temperature {config.kd_temperature:g}"
-        file = Path(config.teacher_logprobs).expanduser() / f"teacher-{digest_of(batch, [setting])}.safetensors"
         if self._model is None:
-            found = read_kept(file, list(_ON_DISK), _WHAT)
-            if found is None:
-                raise ValueError(
-                    f"teacher_logprobs: seen no {file}, expected what a run with a section teacher and the same data, "
-                    f"sequence_length, tokenizer and logits_topk has written ({setting})"
-                )
+            found = read_kept(require_kept(config, batch), list(_ON_DISK), _WHAT)
+            assert found is not None
         else:
+            file = _file(config, batch)
             found = dict(kept(file, list(_ON_DISK), _WHAT, lambda: self._computed(batch), {"teacher": self._identity}))
         return self._placed(batch, found)
 

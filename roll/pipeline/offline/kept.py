@@ -27,7 +27,7 @@ def digest_of(batch: Batch, more: Iterable[str] = ()) -> str:
 def weight_files(folder: Path) -> list[str]:
     """What tells the weights in a model folder from others without reading them: path, size and time of each file."""
     found = []
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         known = file.stat()
         found.append(f"{file.resolve()} {known.st_size} {known.st_mtime_ns}")
     return found

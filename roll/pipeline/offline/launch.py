@@ -41,6 +41,8 @@ class Datasets:
     train: Conversations | None
     """``None`` with ``eval_only``."""
     val: Conversations | None
+    held_out: Batch | None
+    """Those of ``val`` that are measured."""
     questions: tuple[Prompt, ...] | None
     """Held-out questions to answer, where something generates."""
 
@@ -95,13 +97,24 @@ Build: TypeAlias = Callable[[ConfigT, Parts], "OfflinePipeline | None"]
 
 
 def run_offline(
-    config: ConfigT, program: Program, load: Load[ConfigT], build: Build[ConfigT], started: float | None
+    config: ConfigT,
+    program: Program,
+    load: Load[ConfigT],
+    build: Build[ConfigT],
+    started: float | None,
+    check: Callable[[ConfigT, Datasets], None] | None = None,
 ) -> int:
-    """Runs a pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
+    """Runs a pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data.
+
+    Args:
+        check: raises ``ValueError`` where the run could not use what was read.
+    """
     try:
         if config.data_generator is not None:
             make_data(config.data_generator)
         datasets = load_datasets(config, load_renderer(config), load)
+        if check is not None:
+            check(config, datasets)
     except (OSError, ValueError) as error:  # a DataError is a ValueError
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
@@ -122,18 +135,19 @@ def load_datasets(config: ConfigT, renderer: ChatRenderer, load: Load[ConfigT]) 
     train = None if config.eval_only else load(config, config.actor_train.data_args, renderer, None)
     validation = config.validation
     if validation is None:
-        return Datasets(train, None, None)
+        return Datasets(train, None, None, None)
     scoring = Scoring(tuple(config.domains), validation.solution) if config.rewards else None
     val = load(config, validation.data_args, renderer, scoring)
+    held_out = first_samples(val.batch, config.val_batch_size)
     if config.actor_infer is None:
-        return Datasets(train, val, None)
+        return Datasets(train, val, held_out, None)
     fitting = (p for p in val.questions if len(renderer.prompt(p.messages)) <= config.prompt_length)
     questions = tuple(prompt for prompt, _ in zip(fitting, range(validation.num_answers), strict=False))
     if not questions:
         raise ValueError(
             f"prompt_length: seen {config.prompt_length}, expected room for at least one of the held-out questions"
         )
-    return Datasets(train, val, questions)
+    return Datasets(train, val, held_out, questions)
 
 
 def _run(
@@ -156,10 +170,11 @@ def _run(
     teacher_path = teacher_weights(config, program, session, roles, prompts)
     model_path = start.weights(session, roles, prompts)
     train = None if datasets.train is None else datasets.train.batch
-    held_out = None if datasets.val is None else first_samples(datasets.val.batch, config.val_batch_size)
     with session.phase("setup"):
         roles.setup(model_path, config.total_optimizer_steps, teacher_path)
-        pipeline = build(config, Parts(session, roles, signals, train, held_out, prompts, model_path, teacher_path))
+        pipeline = build(
+            config, Parts(session, roles, signals, train, datasets.held_out, prompts, model_path, teacher_path)
+        )
         if prompts is not None:
             prompts.wait_ready()
     if pipeline is not None:

@@ -46,3 +46,5 @@ def test_their_names_say_what_they_depend_on(tmp_path: Path) -> None:
     first = weight_files(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"xy")
     assert len(first) == 1 and weight_files(tmp_path) != first
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    assert len(weight_files(tmp_path)) == 2, "PyTorch's own format holds weights too"
