@@ -235,6 +235,7 @@ def launch(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Itera
 
 
 Rlvr = Callable[..., Run]
+Offline = Callable[..., Callable[..., Run]]
 
 
 def rows(name: str, orders: Sequence[str], tag: str = "letters") -> list[dict[str, str]]:
@@ -246,6 +247,23 @@ def rows(name: str, orders: Sequence[str], tag: str = "letters") -> list[dict[st
 
 def write(path: Path, lines: Sequence[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture
+def offline(launch: Launch, tmp_path: Path) -> Offline:
+    """Makes ``launch`` of ``config/<name>.yaml``, with 10 rows to learn from and 4 held out."""
+
+    def made(name: str, row: Callable[[int], str], *always: str) -> Callable[..., Run]:
+        for file, numbers in (("train", range(10)), ("val", range(10, 14))):
+            (tmp_path / f"{file}.jsonl").write_text("".join(map(row, numbers)))
+        script = ROOT / "examples" / f"start_{name}_pipeline.py"
+
+        def start(*overrides: str, **options: Any) -> Run:
+            return launch(*always, *overrides, config=name, script=script, **options)
+
+        return start
+
+    return made
 
 
 @pytest.fixture

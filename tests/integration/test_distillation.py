@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,22 +13,12 @@ from roll.pipeline.model_cluster import plan_optimizer_steps
 from roll.pipeline.rollouts import read_rollouts
 from roll.rollout.trajectory import groups_to_batch
 from roll.utils.seeding import derive_seed
-from tests.integration.conftest import ROOT, Launch, Rlvr, Run, rows, write
+from tests.integration.conftest import Offline, Rlvr, Run, rows, write
 from tests.support.foreign import save_foreign_model
-from tests.support.imitation import Imitator, Talk
+from tests.support.imitation import RATES, Imitator, row, talk
 from tests.support.resuming import stop_and_resume
 
 Distill = Callable[..., Run]
-RATES = (5e-4, 1e-3, 1e-3 * 2 / 3, 1e-3 / 3)
-"""Of the four optimizer steps: one of warm-up, then a straight line down."""
-
-
-def talk(number: int) -> Talk:
-    return [("user", f"{number}?"), ("assistant", "Up" * (1 + number % 3)), ("user", "more"), ("assistant", "Down")]
-
-
-def row(number: int) -> str:
-    return json.dumps({"messages": [{"role": role, "content": text} for role, text in talk(number)]}) + "\n"
 
 
 @pytest.fixture(scope="session")
@@ -95,16 +83,8 @@ def assert_as_expected(run: Run, expected: dict[int, dict[str, float]]) -> None:
 
 
 @pytest.fixture
-def distill(launch: Launch, tmp_path: Path, teacher: Path) -> Distill:
-    """``launch`` of ``config/distill.yaml``, with 10 conversations to learn from and 4 held out."""
-    for name, numbers in (("train", range(10)), ("val", range(10, 14))):
-        (tmp_path / f"{name}.jsonl").write_text("".join(map(row, numbers)))
-    script = ROOT / "examples" / "start_distill_pipeline.py"
-
-    def start(*overrides: str, **options: Any) -> Run:
-        return launch(f"teacher_pretrain={teacher}", *overrides, config="distill", script=script, **options)
-
-    return start
+def distill(offline: Offline, teacher: Path) -> Distill:
+    return offline("distill", row, f"teacher_pretrain={teacher}")
 
 
 @pytest.mark.slow
@@ -241,8 +221,8 @@ def test_two_teachers_judge_rows_of_their_own_tags(rlvr: Rlvr, model: Path, teac
     for number, (name, path) in enumerate(owners.values()):
         scorer = Imitator(path).model
         found: list[Tensor] = []
-        for row in (batch.tag_B == number).nonzero()[:, 0].tolist():
-            one = batch.select([row])
+        for index in (batch.tag_B == number).nonzero()[:, 0].tolist():
+            one = batch.select([index])
             with torch.no_grad():
                 logprobs = scorer(one.tokens_T[None], use_cache=False).logits[0].log_softmax(-1)
             found.append(logprobs[:-1].gather(1, one.tokens_T[1:, None])[:, 0][one.loss_mask_T[1:]])

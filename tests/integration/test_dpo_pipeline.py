@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +12,12 @@ from torch import Tensor
 
 from roll.pipeline.model_cluster import plan_optimizer_steps
 from roll.utils.seeding import derive_seed
-from tests.integration.conftest import ROOT, Launch, Run
-from tests.support.imitation import Imitator, Talk
+from tests.integration.conftest import Offline, Run
+from tests.support.imitation import RATES, Imitator, Talk
 from tests.support.resuming import stop_and_resume
 
 Dpo = Callable[..., Run]
 BETA = 0.5
-RATES = (5e-4, 1e-3, 1e-3 * 2 / 3, 1e-3 / 3)
-"""Of the four optimizer steps: one of warm-up, then a straight line down."""
 
 
 def sides(number: int) -> tuple[str, str]:
@@ -82,16 +79,8 @@ def assert_as_expected(run: Run, expected: dict[int, dict[str, float]]) -> None:
 
 
 @pytest.fixture
-def dpo(launch: Launch, tmp_path: Path) -> Dpo:
-    """``launch`` of ``config/dpo.yaml``, with 10 pairs to learn from and 4 held out."""
-    for name, numbers in (("train", range(10)), ("val", range(10, 14))):
-        (tmp_path / f"{name}.jsonl").write_text("".join(map(row, numbers)))
-    script = ROOT / "examples" / "start_dpo_pipeline.py"
-
-    def start(*overrides: str, **options: Any) -> Run:
-        return launch(*overrides, config="dpo", script=script, **options)
-
-    return start
+def dpo(offline: Offline) -> Dpo:
+    return offline("dpo", row)
 
 
 @pytest.mark.slow

@@ -6,13 +6,12 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from roll.rewards.reward_model import RewardModelConfig, RewardModelVerifier
 from roll.rewards.types import Sample
-from tests.integration.conftest import ROOT, Launch, Run
+from tests.integration.conftest import Offline, Run
 from tests.support.resuming import stop_and_resume
 
 Rm = Callable[..., Run]
@@ -34,16 +33,8 @@ def row(number: int) -> str:
 
 
 @pytest.fixture
-def rm(launch: Launch, tmp_path: Path) -> Rm:
-    """``launch`` of ``config/rm.yaml``, with 10 rows to learn from and 4 held out."""
-    for name, numbers in (("train", range(10)), ("val", range(10, 14))):
-        (tmp_path / f"{name}.jsonl").write_text("".join(map(row, numbers)))
-    script = ROOT / "examples" / "start_rm_pipeline.py"
-
-    def start(*overrides: str, **options: Any) -> Run:
-        return launch(*overrides, config="rm", script=script, **options)
-
-    return start
+def rm(offline: Offline) -> Rm:
+    return offline("rm", row)
 
 
 def scores(folder: Path, answers: list[str]) -> list[float]:

@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from roll.pipeline.model_cluster import plan_optimizer_steps
 from roll.utils.seeding import derive_seed
-from tests.integration.conftest import ROOT, Launch, Run
-from tests.support.imitation import Imitator, Talk
+from tests.integration.conftest import Offline, Run
+from tests.support.imitation import RATES, Imitator, row, talk
 from tests.support.resuming import stop_and_resume
 
 Sft = Callable[..., Run]
-
-
-RATES = (5e-4, 1e-3, 1e-3 * 2 / 3, 1e-3 / 3)
-"""Of the four optimizer steps: one of warm-up, then a straight line down."""
-
-
-def talk(number: int) -> Talk:
-    return [("user", f"{number}?"), ("assistant", "Up" * (1 + number % 3)), ("user", "more"), ("assistant", "Down")]
-
-
-def row(number: int) -> str:
-    return json.dumps({"messages": [{"role": role, "content": text} for role, text in talk(number)]}) + "\n"
 
 
 @pytest.fixture(scope="session")
@@ -62,16 +48,8 @@ def assert_as_expected(run: Run, expected: dict[int, dict[str, float]]) -> None:
 
 
 @pytest.fixture
-def sft(launch: Launch, tmp_path: Path) -> Sft:
-    """``launch`` of ``config/sft.yaml``, with 10 conversations to imitate and 4 held out."""
-    for name, numbers in (("train", range(10)), ("val", range(10, 14))):
-        (tmp_path / f"{name}.jsonl").write_text("".join(map(row, numbers)))
-    script = ROOT / "examples" / "start_sft_pipeline.py"
-
-    def start(*overrides: str, **options: Any) -> Run:
-        return launch(*overrides, config="sft", script=script, **options)
-
-    return start
+def sft(offline: Offline) -> Sft:
+    return offline("sft", row)
 
 
 @pytest.mark.timeout(600)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,6 +12,19 @@ from torch import Tensor
 
 Talk: TypeAlias = Sequence[tuple[str, str]]
 """Roles and what they say."""
+
+RATES = (5e-4, 1e-3, 1e-3 * 2 / 3, 1e-3 / 3)
+"""Of the four optimizer steps that runs on given samples take: one of warm-up, then a straight line down."""
+
+
+def talk(number: int) -> Talk:
+    """A conversation of two turns."""
+    return [("user", f"{number}?"), ("assistant", "Up" * (1 + number % 3)), ("user", "more"), ("assistant", "Down")]
+
+
+def row(number: int) -> str:
+    """The same as a line of a dataset."""
+    return json.dumps({"messages": [{"role": role, "content": text} for role, text in talk(number)]}) + "\n"
 
 
 class Imitator:
