@@ -8,6 +8,7 @@ from roll.models.loading import load_config
 from roll.pipeline.distill.pipeline import DistillPipeline
 from roll.pipeline.distill.teacher import Teacher, require_kept
 from roll.pipeline.offline.imitated import load_imitated
+from roll.pipeline.offline.kept import check_writable
 from roll.pipeline.offline.launch import Datasets, Parts, run_offline
 from roll.pipeline.programs import DISTILL
 
@@ -18,12 +19,15 @@ def run_distill(config: DistillConfig, started: float | None = None) -> int:
 
 
 def _check(config: DistillConfig, datasets: Datasets) -> None:
-    """Without a teacher, what one has written is there.
+    """Without a teacher, what one has written is there; with one, it can be written.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not, or cannot.
     """
-    if config.teacher is None:
+    if config.teacher is not None:
+        if config.teacher_logprobs is not None:
+            check_writable(config.teacher_logprobs, "teacher_logprobs")
+    else:
         for batch in (datasets.held_out, None if datasets.train is None else datasets.train.batch):
             if batch is not None:
                 require_kept(config, batch)

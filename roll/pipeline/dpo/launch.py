@@ -14,7 +14,8 @@ from roll.data.preferences import load_preferences
 from roll.data.renderer import ChatRenderer
 from roll.pipeline.dpo.pipeline import DPOPipeline
 from roll.pipeline.dpo.reference import Anchors, ReferenceScores
-from roll.pipeline.offline.launch import Parts, run_offline
+from roll.pipeline.offline.kept import check_writable
+from roll.pipeline.offline.launch import Datasets, Parts, run_offline
 from roll.pipeline.offline.training import Prepare
 from roll.pipeline.programs import DPO
 from roll.pipeline.roles import Roles
@@ -22,7 +23,17 @@ from roll.pipeline.roles import Roles
 
 def run_dpo(config: DPOConfig, started: float | None = None) -> int:
     """Runs the DPO pipeline to its end and returns the exit code, see ``launch``; 2 for wrong data."""
-    return run_offline(config, DPO, _load, _build, started)
+    return run_offline(config, DPO, _load, _build, started, _check)
+
+
+def _check(config: DPOConfig, datasets: Datasets) -> None:
+    """What the reference finds can be kept.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if config.reference_dir is not None:
+        check_writable(config.reference_dir, "reference_dir")
 
 
 def _load(

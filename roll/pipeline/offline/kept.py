@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -31,6 +32,21 @@ def weight_files(folder: Path) -> list[str]:
         known = file.stat()
         found.append(f"{file.resolve()} {known.st_size} {known.st_mtime_ns}")
     return found
+
+
+def check_writable(folder: str, key: str) -> None:
+    """Makes a folder, and a file in it that goes at once.
+
+    Raises:
+        ValueError: that cannot be done; the key is named.
+    """
+    path = Path(folder).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(f"{key}: seen {folder}, expected a folder that can be written ({error.strerror})") from error
 
 
 def read_kept(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from roll.data.batch import Batch
-from roll.pipeline.offline.kept import digest_of, kept, read_kept, weight_files
+from roll.pipeline.offline.kept import check_writable, digest_of, kept, read_kept, weight_files
 
 BATCH = Batch(torch.tensor([2, 1]), torch.tensor([5, 6, 7]), torch.tensor([False, True, False]))
 
@@ -31,6 +31,14 @@ def test_they_are_computed_once(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match="delete it"):
         read_kept(file, ["a"], "numbers")
+
+
+def test_a_folder_that_cannot_be_written_is_told_with_its_key(tmp_path: Path) -> None:
+    check_writable(str(tmp_path / "new" / "folder"), "reference_dir")
+    assert not list((tmp_path / "new" / "folder").iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="reference_dir: seen .*file, expected a folder that can be written"):
+        check_writable(str(tmp_path / "file"), "reference_dir")
 
 
 def test_their_names_say_what_they_depend_on(tmp_path: Path) -> None:
