@@ -37,7 +37,7 @@ def test_a_folder_that_cannot_be_written_is_told_with_its_key(tmp_path: Path) ->
     check_writable(str(tmp_path / "new" / "folder"), "reference_dir")
     assert not list((tmp_path / "new" / "folder").iterdir())
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="reference_dir: seen .*file, expected a folder that can be written"):
+    with pytest.raises(ValueError, match=r"reference_dir: seen .*file, expected a folder that can be written"):
         check_writable(str(tmp_path / "file"), "reference_dir")
 
 
