@@ -181,7 +181,9 @@ def kto_loss(scores: TokenScores, batch: Batch, ctx: LossContext, config: Prefer
     device = answers.logprob.device
     good_B, anchor_B = batch.preferred_B[rows].to(device), batch.anchor_B[rows].to(device)
     weight = 1.0 / _count(ctx.num_sequences, "answer")
-    beyond_B = rewards(answers.at(rows), config) - config.beta * anchor_B
+    answers = answers.at(rows)
+    reward_B = rewards(answers, config)
+    beyond_B = reward_B - config.beta * anchor_B
     lead_B = torch.where(good_B, beyond_B, -beyond_B)
     worth_B = torch.where(good_B, config.desirable_weight, config.undesirable_weight).to(lead_B.dtype)
     loss = (worth_B * torch.sigmoid(-lead_B)).sum() * weight
@@ -189,6 +191,8 @@ def kto_loss(scores: TokenScores, batch: Batch, ctx: LossContext, config: Prefer
         "loss": loss,
         "accuracy": (lead_B > 0).to(lead_B.dtype).sum() * weight,
         "margin": lead_B.sum() * weight,
+        "reward": reward_B.sum() * weight,
+        "logprob": answers.logprob.sum() * weight,
         "anchor": anchor_B.sum() * weight,
     }
     return LossOutput(loss, _named(measured | _divergence(scores, batch, ctx)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,20 +120,37 @@ def test_every_reference_and_engine_learns_as_float64_does(
     assert_as_expected(dpo(*REFERENCES[reference], "actor_infer=null", "save_steps=4"), expected)
 
 
-@pytest.mark.slow
-def test_an_adapter_and_answers_without_pairs(dpo: Dpo, tmp_path: Path) -> None:
-    lora = ("precompute_reference=false", "actor_train.model_args.lora_target=all-linear", "actor_infer=null")
-    adapter = dpo(*lora, "actor_train.training_args.learning_rate=0.01", output="adapter")
+def without_pairs(folder: Path) -> list[str]:
+    """Writes answers that are good or bad by themselves; the keys of a run on them."""
     for name, numbers in (("train", range(10)), ("val", range(10, 14))):
         lines = (
             json.dumps({"ask": f"{number}?", "solution": sides(number)[number % 2], "label": number % 2 == 0}) + "\n"
             for number in numbers
         )
-        (tmp_path / f"kto_{name}.jsonl").write_text("".join(lines))
-    files = [
-        f"{key}.data_args.file_name=kto_{name}.jsonl" for key, name in (("actor_train", "train"), ("validation", "val"))
-    ]
-    kto = dpo("preference_loss=kto", "actor_infer=null", *files, output="kto")
+        (folder / f"kto_{name}.jsonl").write_text("".join(lines))
+    files = {"actor_train": "kto_train.jsonl", "validation": "kto_val.jsonl"}
+    names = [f"{key}.data_args.file_name={file}" for key, file in files.items()]
+    return ["preference_loss=kto", "actor_infer=null", *names]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_answers_without_pairs_are_taken_up_again_bit_for_bit(dpo: Dpo, tmp_path: Path) -> None:
+    scored_by_step = ("precompute_reference=false", "reference={strategy_args: {strategy_name: hf_infer}}")
+    kto = without_pairs(tmp_path)
+
+    def start(*overrides: str, **options: Any) -> Run:
+        return dpo(*kto, *scored_by_step, *overrides, **options)
+
+    whole, _ = stop_and_resume(start, last_step=4)
+    assert whole.metrics[4]["eval/loss"] < whole.metrics[0]["eval/loss"]
+
+
+@pytest.mark.slow
+def test_an_adapter_and_answers_without_pairs(dpo: Dpo, tmp_path: Path) -> None:
+    lora = ("precompute_reference=false", "actor_train.model_args.lora_target=all-linear", "actor_infer=null")
+    adapter = dpo(*lora, "actor_train.training_args.learning_rate=0.01", output="adapter")
+    kto = dpo(*without_pairs(tmp_path), output="kto")
     assert adapter.wait() == 0, adapter.output
     assert adapter.metrics[0]["eval/loss"] == pytest.approx(0.693147, abs=1e-5)
     assert adapter.metrics[4]["eval/loss"] < 0.68

@@ -171,3 +171,7 @@ def test_loss_and_gradient_are_those_of_the_paper(name: str) -> None:
     assert found.loss.item() == pytest.approx(expected.item(), rel=1e-6)  # references and margins are float32
     torch.testing.assert_close(own_T.grad, expected_T.grad, rtol=1e-5, atol=1e-9)
     assert float(found.metrics["dpo/loss"]) == pytest.approx(expected.item(), rel=1e-6)
+    if loss == "kto":
+        of = {"dpo/reward": [0.6 * one.ratio for one in said], "dpo/logprob": [one.policy.sum() for one in said]}
+        means = {metric: torch.stack(each).mean().item() for metric, each in of.items()}
+        assert {metric: float(found.metrics[metric]) for metric in means} == pytest.approx(means, rel=1e-6)
