@@ -3,7 +3,8 @@
 The samples of a group begin with the same prompt, whose hidden states do not depend on what follows. So each distinct
 prompt stands in the row once, followed by what the samples add to it. Everything but attention works on single tokens
 and sees a row that is shorter than the sequences together; attention is told by an ``AttentionPlan`` who sees whom.
-A prompt here ends before its last token: that one predicts the first loss token and stays with the sample.
+A prompt here ends before its last token: that one predicts the first loss token and stays with the sample. Of a pair
+it ends where its two rows part, too: a reward model's only loss tokens are at their ends.
 
 Axes: B sequences, N tokens of the row, G distinct prompts; of one block of attention, R rows of Q queries and J keys.
 """
@@ -73,7 +74,7 @@ class SharedPrompts:
 
     @classmethod
     def find(cls, batch: Batch) -> SharedPrompts:
-        """Compares what stands before the first loss token."""
+        """Compares what stands before the first loss token, of a pair what its rows begin with."""
         cuts = _cuts(batch).tolist()
         tokens, offsets = batch.tokens_T.numpy(), batch.offsets_B.tolist()
         known: dict[bytes, int] = {}
@@ -166,11 +167,23 @@ def shared_row(batch: Batch) -> tuple[Tensor, Tensor, Tensor, AttentionPlan]:
 
 
 def _cuts(batch: Batch) -> Tensor:
-    """[B]: tokens before the one that predicts the first loss token; 0 without loss tokens."""
+    """[B]: tokens before the one that predicts the first loss token, common to a pair; 0 without loss tokens."""
     loss_T = batch.loss_mask_T.nonzero()[:, 0]
     first_B = torch.zeros(batch.num_sequences, dtype=torch.int64)
     first_B.scatter_reduce_(0, batch.rows_T[loss_T], batch.positions_T[loss_T], "amin", include_self=False)
-    return (first_B - 1).clamp(min=0)
+    cuts_B = (first_B - 1).clamp(min=0)
+    if batch.pair_B is not None:
+        for pair in batch.samples:
+            cuts_B[pair] = min(int(cuts_B[pair].min()), _common_prefix(batch, pair))
+    return cuts_B
+
+
+def _common_prefix(batch: Batch, pair: Tensor) -> int:
+    """How many tokens two rows begin with alike."""
+    length = int(batch.lengths_B[pair].min())
+    first, second = (batch.tokens_T[offset : offset + length] for offset in batch.offsets_B[pair].tolist())
+    differs = (first != second).nonzero()
+    return int(differs[0]) if len(differs) else length
 
 
 def _plan(

@@ -16,6 +16,7 @@ from roll.data.batch import Batch
 from roll.data.packing import rectangle, row_with_shared_prompts
 from roll.data.shared_prompts import SharedPrompts, make_shared_batches, shared_row, worth_sharing
 from roll.models import planned_attention
+from roll.models.heads import ValueHead
 from roll.models.scoring import TokenScorer, score_batch, score_input
 
 SMALL: dict[str, Any] = {
@@ -163,6 +164,32 @@ def test_scores_and_gradient_are_those_of_separate_rows(name: str) -> None:
     assert planned_attention.enable_sharing(model)
     for found, wanted in zip(scores_and_gradient(model, batch, row_with_shared_prompts), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
+
+
+def test_a_pair_shares_what_its_rows_begin_with_though_only_their_ends_are_scored() -> None:
+    model = make_model(CONFIGS["qwen2"])
+    assert planned_attention.enable_sharing(model)
+    whole = make_batch([(12, [5, 3]), (9, [6, 2])])
+    ends_T = torch.zeros(whole.num_tokens, dtype=torch.bool)
+    ends_T[whole.lengths_B.cumsum(0) - 1] = True
+    twin_B = SharedPrompts.find(whole).prompt_B  # the rows of a question
+    batch = whole.replace(loss_mask_T=ends_T)
+    assert SharedPrompts.find(batch).num_tokens(batch) == batch.num_tokens, "rows alone differ before their ends"
+    pairs = batch.replace(pair_B=twin_B, preferred_B=torch.tensor([True, False, True, False]))
+    shared = SharedPrompts.find(pairs)
+    assert sorted(shared.lengths_G.tolist()) == [9, 12] and worth_sharing(pairs)
+    head = ValueHead(SMALL["hidden_size"])
+    torch.nn.init.normal_(head.linear.weight)
+
+    def values_and_gradient(make_input: Any) -> list[Tensor]:
+        scores = score_input(TokenScorer(model.base_model, value_head=head), make_input(pairs), pairs.num_tokens)
+        assert scores.values_T is not None
+        model.zero_grad()
+        scores.values_T.square().sum().backward()
+        return [scores.values_T, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    for found, wanted in zip(values_and_gradient(row_with_shared_prompts), values_and_gradient(rectangle), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
 
 
 def test_a_model_that_takes_plans_computes_other_rows_as_before() -> None:
