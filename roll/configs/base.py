@@ -20,7 +20,9 @@ class Config(BaseModel):
     choices as ``Literal``; cross-field rules in ``problems()``.
     """
 
-    model_config = ConfigDict(extra="forbid", validate_default=True, use_attribute_docstrings=False, frozen=False)
+    model_config = ConfigDict(
+        extra="forbid", validate_default=True, use_attribute_docstrings=False, frozen=False, allow_inf_nan=False
+    )
 
     def problems(self) -> Iterable[ConfigProblem]:
         """Cross-field rules that do not hold, keys relative to this section. Sections inside say their own."""

@@ -72,6 +72,8 @@ def _read(config_name: str, config_path: Path) -> DictConfig:
         raise ConfigErrors([ConfigProblem("--config_path", str(config_path), "an existing folder")])
     if not (config_path / f"{config_name}.yaml").is_file():
         names = config_names(config_path)
+        if config_name and (config_path / config_name).is_file():
+            raise ConfigErrors([ConfigProblem("--config_name", config_name, "a file whose name ends in .yaml")])
         known = f"one of the files in {config_path}: {', '.join(names) or 'none'}"
         raise ConfigErrors([ConfigProblem("--config_name", config_name, known, did_you_mean(config_name, names))])
     return _compose(config_name, config_path)
@@ -84,13 +86,27 @@ def _compose(name: str, config_path: Path) -> DictConfig:
     try:
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
             tree = compose(name, overrides=[search_path])
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
-        message = re.sub(r"\s+", " ", str(error)).strip()
-        raise ConfigErrors(
-            [ConfigProblem(f"{name}.yaml", NOTHING, f"a file that can be composed: {message}")]
-        ) from error
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigErrors([_uncomposable(name, folder, error)]) from error
     OmegaConf.set_struct(tree, False)
     return tree
+
+
+def _uncomposable(name: str, folder: Path, error: Exception) -> ConfigProblem:
+    """Why a file, or one that it includes, makes no configuration."""
+    path, missing = f"{name}.yaml", getattr(error, "missing_cfg_file", None)
+    if isinstance(missing, str):
+        names = config_names(folder) + config_names(SHIPPED)
+        known = f"files that exist in the defaults list; looked in {folder}, {folder.parent} and {SHIPPED}"
+        return ConfigProblem(path, missing, known, did_you_mean(missing, names))
+    if isinstance(error, RecursionError):
+        return ConfigProblem(path, NOTHING, "no file, link or value that leads back to itself, nested without end")
+    told: BaseException = error
+    while not str(told).strip() and (cause := told.__cause__ or told.__context__):
+        told = cause  # Hydra raises errors without words, of those that have some
+    key = getattr(told, "full_key", None)
+    message = re.sub(r"\s+", " ", re.sub(r"\n\s*(full_key|object_type)[:=].*", "", str(told))).strip()
+    return ConfigProblem(path, NOTHING, f"a file that can be composed: {message}{f' at {key}' if key else ''}")
 
 
 def _choose(
@@ -130,7 +146,10 @@ def _references(tree: DictConfig) -> dict[str, frozenset[str]]:
 
 
 def parse_overrides(texts: Sequence[str]) -> tuple[list[tuple[Override, Any]], list[ConfigProblem]]:
-    """Hydra's grammar for keys and values; a value outside of it, as ``list(range(0,2))``, is taken as a string."""
+    """Hydra's grammar for keys and values.
+
+    A list or mapping outside of it, as ``[größe]``, is read as YAML; anything else, as ``list(range(0,2))``, is text.
+    """
     parser = OverridesParser.create()
     parsed = []
     texts, problems = _set_apart_spaced(texts)
@@ -138,15 +157,32 @@ def parse_overrides(texts: Sequence[str]) -> tuple[list[tuple[Override, Any]], l
         key, equals, value = text.partition("=")
         try:
             override = parser.parse_override(text)
-            if override.is_sweep_override():
-                raise HydraException("sweep")
+            if override.is_sweep_override() or not override.key_or_group:
+                raise HydraException("sweep, or no key")
             parsed.append((override, override.value()))
         except HydraException:
-            if equals and re.fullmatch(r"\+{0,2}[\w.]+", key, re.ASCII):
-                parsed.append((parser.parse_override(f"{key}=null"), value))
+            if equals and re.fullmatch(r"\+{0,2}\w+(\.\w+)*", key, re.ASCII):
+                parsed.append((parser.parse_override(f"{key}=null"), _beyond_grammar(value)))
             else:
-                problems.append(ConfigProblem(text, NOTHING, "key=value", "the command line takes key=value overrides"))
+                problems.append(_no_override(text))
     return parsed, problems
+
+
+def _beyond_grammar(text: str) -> Any:
+    if not text.startswith(("[", "{")):
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _no_override(text: str) -> ConfigProblem:
+    key, equals, _ = text.partition("=")
+    hint = "the command line takes key=value overrides"
+    if equals:
+        hint = f"{key!r} is no key: names of a-z, digits and _, joined by single dots; a file may have any"
+    return ConfigProblem(text, NOTHING, "key=value", hint)
 
 
 def _set_apart_spaced(texts: Sequence[str]) -> tuple[list[str], list[ConfigProblem]]:
@@ -187,7 +223,9 @@ def apply_override(tree: DictConfig, item: tuple[Override, Any]) -> list[ConfigP
             # A copy of the target, its own links intact, so that this section alone changes.
             parent[part] = OmegaConf.create(OmegaConf.to_container(parent[part], resolve=False))
         if not override.is_delete():
-            OmegaConf.update(tree, key, value, merge=True, force_add=True)
+            held = OmegaConf.select(tree, key, throw_on_resolution_failure=False)
+            merge = isinstance(value, dict) and isinstance(held, DictConfig)
+            OmegaConf.update(tree, key, value, merge=merge, force_add=True)
             return []
         parent_node = OmegaConf.select(tree, ".".join(path[:-1])) if len(path) > 1 else tree
         if not isinstance(parent_node, DictConfig) or path[-1] not in parent_node:

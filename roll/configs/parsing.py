@@ -47,6 +47,8 @@ def parse(
             details = error.errors(include_url=False)
         paths = [_real_path(remaining, detail) for detail in details]
         for path, detail in zip(paths, details, strict=True):
+            if _wrong_inside(remaining, path, paths):
+                continue
             problem = _translate(schema, path, detail, advise or nearest_key, remaining)
             problems.setdefault(problem.path, problem)
         moved = [_set_aside(schema, remaining, path, filled) for path in paths]
@@ -140,6 +142,8 @@ def _translate(
         return ConfigProblem(dotted, detail["input"], str(detail["ctx"]["error"]))
     found = locate(schema, [ALIASES.get(str(part), part) for part in path])
     expected = (expectation(*found) if found else "") or str(detail["msg"]).lower().removeprefix("input should be ")
+    if kind == "finite_number":
+        expected += ", finite"
     hint = f"write [{detail['input']}]" if found and _is_element(found[0], detail["input"]) else ""
     return ConfigProblem(dotted, NOTHING if kind == "missing" else detail["input"], expected, hint)
 
@@ -167,6 +171,12 @@ def _real_path(values: Any, detail: Any) -> list[str | int]:
         elif detail["type"] == "missing" and i == len(detail["loc"]) - 1:
             path.append(part)
     return path
+
+
+def _wrong_inside(values: Any, path: Path, paths: Sequence[Path]) -> bool:
+    """Tells whether a list, of a key that may also hold something else, is wrong only for what is in it."""
+    inside = any(len(other) > len(path) and other[: len(path)] == path for other in paths)
+    return inside and isinstance(_node(values, path), list)
 
 
 def _alias_of(part: str | int, node: Mapping[str, Any]) -> str | None:

@@ -78,7 +78,7 @@ class RunConfig(Config):
 
     exp_name: str = Field(
         default="roll",
-        pattern=r"^[\w.+-]+$",
+        pattern=r"^[\w+-][\w.+-]{0,199}$",
         description="Name of the run and of its folder under output_dir. The command line takes the configuration's "
         "file name when none is given.",
     )

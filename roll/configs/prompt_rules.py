@@ -16,7 +16,7 @@ def check_datasets(config: PromptsConfig) -> Iterator[ConfigProblem]:
     if config.validation is not None:
         datasets[VAL_DATA] = config.validation.data_args
     for path, data in datasets.items():
-        if not data.has_dataset:
+        if not data.has_dataset and data.file_name is None:
             yield ConfigProblem(f"{path}.file_name", NOTHING, "a file, several, a glob, or dataset_cls")
 
 

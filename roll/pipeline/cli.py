@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -172,7 +173,7 @@ def locate(config: str, folder: str) -> tuple[str, Path]:
         config: ``./mine.yaml`` is a file, ``mine`` a name.
     """
     file = Path(config).expanduser()
-    if file.suffix == ".yaml" or len(file.parts) > 1:
+    if file.suffix in (".yaml", ".yml") or (os.sep in config and file.name):
         return file.stem if file.suffix == ".yaml" else file.name, file.parent
     return config, Path(folder).expanduser()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,13 +93,24 @@ def program_of(keys: Iterable[str]) -> str | None:
 def configurations(folder: Path) -> dict[str, tuple[str, str]]:
     """Pipeline and first comment of every configuration in a folder, by name.
 
-    Files that are only included by others, because no pipeline's section is in them, are left out. The files are not
-    parsed, so that ``--help`` is quick.
+    Files that are only included by others, because no pipeline's section is in them or in what they include, are left
+    out. The files are not parsed, so that ``--help`` is quick.
     """
+    texts = {file.stem: file.read_text(encoding="utf-8", errors="replace") for file in sorted(folder.glob("*.yaml"))}
     found = {}
-    for file in sorted(folder.glob("*.yaml")):
-        text = file.read_text(encoding="utf-8", errors="replace")
-        if name := program_of(re.findall(r"^(\w+):", text, re.MULTILINE)):
+    for stem, text in texts.items():
+        if name := program_of(_keys_of(stem, texts, set())):
             comment = re.match(r"#\s*(.*)", text)
-            found[file.stem] = (name, comment[1] if comment else "")
+            found[stem] = (name, comment[1] if comment else "")
     return found
+
+
+def _keys_of(stem: str, texts: Mapping[str, str], seen: set[str]) -> set[str]:
+    """Top-level keys of a file and of those in its defaults list that stand beside it."""
+    seen.add(stem)
+    keys = set(re.findall(r"^(\w+):", texts[stem], re.MULTILINE))
+    included = re.search(r"^defaults:((?:\s*\[.*|\s*#.*|\n\s*-.*)*)", texts[stem], re.MULTILINE)
+    for name in re.findall(r"[\w.-]+(?=\s*[,\]\n#]|$)", included[1]) if included else ():
+        if name in texts and name not in seen:
+            keys |= _keys_of(name, texts, seen)
+    return keys

@@ -30,7 +30,7 @@ def system_of(file: Path) -> str | None:
             words = [word.strip("\"'{}()") for word in text.replace("=", " ").split()]
             return next((name for name in SYSTEMS if any(ENTRIES[name].search(word) for word in words)), None)
         content = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
         return None
     if not isinstance(content, dict):
         return None

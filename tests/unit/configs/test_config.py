@@ -773,3 +773,65 @@ def test_replicas_that_evaluate_are_the_generator_s_on_devices_of_their_own(load
     found = problems(*pairs, "actor_infer.device_mapping=[0, 1]", "val_infer={device_mapping: [2]}")
     assert found.keys() == {"val_infer.device_mapping"}
     assert found["val_infer.device_mapping"].expected == "a multiple of actor_infer.num_gpus_per_worker = 2 devices"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("defaults: [bad]\n", "leads back to itself"),
+        ("a: &a {b: *a}\n", "leads back to itself"),
+        (f"a: {'[' * 3000}{']' * 3000}\n", "nested without end"),
+        ("defaults: [5]\n", "Unsupported type in defaults"),
+        ("defaults: agentic_sokoban\n", "defaults must be a list"),
+        ("defaults: [agentic_sokobann]\n", 'seen "agentic_sokobann".*did you mean agentic_sokoban?'),
+        ("custom_envs: {null: 3}\n", "Incompatible key type 'NoneType' at custom_envs"),
+        ("seed: ${\n", "no viable alternative at input '${' at seed"),
+    ],
+)
+def test_why_a_file_cannot_be_composed_is_told(tmp_path, text, words):
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(AgenticConfig, "bad", tmp_path)
+    assert all(each in str(caught.value) for each in words.split(".*"))
+    assert "search path" not in str(caught.value) and "object_type" not in str(caught.value)
+
+
+@pytest.mark.parametrize("word", ["a..b=5", ".a=3", "=5", "größe=3"])
+def test_what_is_no_key_is_told_beside_other_problems(problems, word):
+    found = problems(word, "logging_steps=0")
+    assert "is no key" in found[word].hint and "logging_steps" in found
+
+
+def test_lists_outside_of_hydras_grammar_are_lists(problems, load):
+    text = MINIMAL.replace("Lake:", "Größe:").replace("Lake", "Größe")
+    assert load("train_env_manager.tags=[Größe]", text=text).train_env_manager.tags == ["Größe"]
+    assert problems("train_env_manager.tags=[Größe]")["train_env_manager.tags.0"].seen == "Größe"
+    assert problems("max_steps=[1")["max_steps"].seen == "[1"
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "expected"),
+    [
+        ("train_env_manager.tags={a: 1}", "train_env_manager.tags", "list of str"),
+        ("actor_train=[1]", "actor_train", "section"),
+        ("custom_envs.Lake=[1]", "custom_envs.Lake", "section"),
+    ],
+)
+def test_a_list_in_place_of_a_section_hides_no_other_problem(problems, override, path, expected):
+    found = problems(override, "max_stepz=1")
+    assert expected in found[path].expected and "max_stepz" in found
+
+
+def test_a_wrong_item_of_a_list_is_one_problem(problems):
+    assert set(problems("track_with=[tensorboard,5,null]")) == {"track_with.1", "track_with.2"}
+
+
+@pytest.mark.parametrize("name", ["..", ".", ".hidden", "x" * 201])
+def test_a_run_s_name_is_that_of_a_folder_below_the_output(problems, name):
+    assert "matching" in problems(f"exp_name={name}")["exp_name"].expected
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "-inf"])
+def test_numbers_are_finite(problems, value):
+    found = problems(f"actor_train.training_args.learning_rate={value}")
+    assert found["actor_train.training_args.learning_rate"].expected.endswith("finite")

@@ -59,6 +59,7 @@ def test_lists_name_what_a_configuration_may_choose(capsys):
     out = capsys.readouterr().out
     assert "agentic_sokoban " in out and "rlvr_math " in out and "train=deepspeed|fsdp2|megatron" in out
     assert "traj_envs" not in out  # a file for others to include
+    assert "rlvr_tools_agent " in out and "rlvr_mcp " in out  # whose pipeline is that of the file that they include
     for group in ("env", "envs"):
         assert main([group, "list"]) == 0
         assert "sokoban      Sokoban as text" in capsys.readouterr().out
@@ -75,7 +76,8 @@ def test_no_pipeline_reads_the_sections_by_which_an_earlier_one_is_found():
 
 
 @pytest.mark.parametrize("name", configurations(SHIPPED))
-def test_every_shipped_configuration_is_valid_with_the_pipeline_that_is_found_for_it(capsys, name):
+def test_every_shipped_configuration_is_valid_with_the_pipeline_that_is_found_for_it(capsys, monkeypatch, name):
+    monkeypatch.syspath_prepend(SHIPPED.parent)  # where the agent programs of some are
     assert main(["validate", name]) == 0
     assert f"{name}: valid" in capsys.readouterr().out
 
@@ -99,6 +101,14 @@ def test_another_pipelines_configuration_is_told_which_script_runs_it(capsys):
     assert "examples/start_agentic_pipeline.py" in capsys.readouterr().err
     assert cli.main(["--config_name", "rlvr_math", "--validate-only"], AGENTIC) == 2
     assert "examples/start_rlvr_pipeline.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["mine.yml", "mine"])
+def test_a_file_with_another_suffix_is_told_so(capsys, tmp_path, monkeypatch, name):
+    (tmp_path / name).write_text("defaults: [rlvr_math, _self_]\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["validate", f"./{name}"]) == 2
+    assert "a file whose name ends in .yaml" in capsys.readouterr().err
 
 
 def test_a_file_without_a_pipelines_section_is_no_configuration(capsys):
