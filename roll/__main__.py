@@ -103,7 +103,9 @@ def _add_run(commands: Any, action: str, text: str, do: Any = None) -> argparse.
     name = parser.add_argument("config", metavar="NAME", help="a configuration of `roll config list`, or a YAML file")
     name.completer = _complete_names  # type: ignore[attr-defined]
     parser.add_argument("--config-path", "--config_path", default=str(SHIPPED), help="folder to look for NAME in")
-    changes = parser.add_argument("overrides", nargs="*", default=(), metavar="key=value", help="changes to the configuration")
+    changes = parser.add_argument(
+        "overrides", nargs="*", default=(), metavar="key=value", help="changes to the configuration"
+    )
     changes.completer = _complete_overrides  # type: ignore[attr-defined]
     return parser
 

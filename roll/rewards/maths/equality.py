@@ -150,6 +150,9 @@ def _subset(items: Sequence[Value], others: Sequence[Value]) -> bool:
 
 def _same_enumeration(gold: Group, answer: Group) -> bool:
     """In any order, unless names on one side say which value is whose."""
+    unlike = gold.joined != answer.joined and "or" in (gold.joined, answer.joined)
+    if unlike and not (_alternatives(gold) and _alternatives(answer)):
+        return False
     names = [_names(group) for group in (gold, answer)]
     if any(len(set(own)) > 1 for own in names) and not all(names):
         return all(same(a, b) for a, b in zip(gold.items, answer.items, strict=True))
@@ -160,6 +163,13 @@ def _same_enumeration(gold: Group, answer: Group) -> bool:
             return False
         rest.pop(found)
     return True
+
+
+def _alternatives(group: Group) -> bool:
+    """Tells whether the items are values that one thing may have: then "and", "or" and a comma say the same."""
+    equations = all(item.signs == ("=",) for item in group.items if isinstance(item, Relation))
+    symbols = any(isinstance(item, Term) and item.expr.is_Symbol for item in group.items)
+    return equations and not symbols and len(set(_names(group))) <= 1
 
 
 def _names(group: Group) -> list[Value | None]:

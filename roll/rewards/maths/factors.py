@@ -95,9 +95,10 @@ class Factors(ABC):
             elif self._accept("^"):
                 value = Term(operations.power(self._term(value).expr, self._scalar(self._argument())))
             elif self._accept("!"):
+                double = self._accept("!") is not None
                 if self._is("!"):
                     self._fail()
-                value = Term(operations.factorial(self._scalar(value)))
+                value = Term(operations.factorial(self._scalar(value), double))
             elif self._accept(r"\%", "%"):
                 value = Term(self._scalar(value) * PERCENT, self._term(value).decimals)
             else:
@@ -356,10 +357,12 @@ class Factors(ABC):
         factor = {"-": sympy.Integer(-1), r"\pm": PLUS_MINUS, r"\mp": -PLUS_MINUS}.get(sign.text if sign else "+", 1)
         return term if factor == 1 else Term(factor * term.expr, term.decimals)
 
-    def _times(self, one: Value, other: Value) -> Any:
+    def _times(self, one: Value, other: Value, sign: str = "") -> Any:
         left, right = self._term(one).expr, self._term(other).expr
         if isinstance(left, sympy.MatrixBase) and isinstance(right, sympy.MatrixBase):
             self._fail()
+        if operations.is_vector(left) and operations.is_vector(right):
+            return operations.dot(left, right) if sign == r"\cdot" else self._fail()
         return left * right
 
     def _starts_factor(self) -> bool:

@@ -31,15 +31,18 @@ class Answer(Factors):
 
     def enumeration(self) -> Value:
         """Values between commas or conjunctions; ``x = 1, 2`` is ``x = 1`` or ``x = 2``."""
-        items, joints = [self.relation()], set()
+        items, joints, marks = [self.relation()], set(), set()
         while self._next.kind == "joint" or self._is(",", ";"):
             joint = self._take().text
+            marks.add(joint)
             if self._next.kind == "joint" and joint == ",":
                 joint = self._take().text
             joints.add(joint if joint in ("and", "or") else ",")
             items.append(self.relation())
         if len(items) == 1:
             return items[0]
+        if {",", ";"} <= marks:  # a list of lists
+            self._fail()
         named: Literal[",", "or", "and"] = "or" if "or" in joints else "and" if joints == {"and"} else ","
         return Group(tuple(items), joined=named)
 
@@ -159,8 +162,8 @@ class Answer(Factors):
     def product(self) -> Value:
         value = self.factor()
         while True:
-            if self._accept("*", r"\cdot", r"\times"):
-                value = Term(self._times(value, self._unary()))
+            if sign := self._accept("*", r"\cdot", r"\times"):
+                value = Term(self._times(value, self._unary(), sign.text))
             elif self._is("/", r"\div") and self._tokens[self._at + 1].kind not in ("text",):
                 self._take()
                 value = Term(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import sympy
+from sympy.core.function import AppliedUndef
 
 from roll.rewards.maths.tokens import FUNCTIONS, INVERSE, TRIGONOMETRY, NotUnderstoodError
 from roll.rewards.maths.values import DEGREE, LOG_BASE
@@ -30,15 +31,16 @@ def power(base: Any, exponent: Any) -> Any:
     if bits > MAX_BITS:
         raise NotUnderstoodError(f"a power of more than {MAX_BITS} bits")
     value = base**exponent
-    if value.has(sympy.zoo, sympy.nan):
+    if value.has(sympy.zoo, sympy.nan) or base == exponent == 0:
         raise NotUnderstoodError(f"{base} to the power {exponent}")
     return value
 
 
-def factorial(value: Any) -> Any:
+def factorial(value: Any, double: bool = False) -> Any:
+    """The factorial ``n!``, or ``n!!``, the product of every second number."""
     if value.is_number and not (value.is_Integer and 0 <= value <= 500):
         raise NotUnderstoodError(f"the factorial of {value}")
-    return sympy.factorial(value)
+    return (sympy.factorial2 if double else sympy.factorial)(value)
 
 
 def quotient(above: Any, below: Any) -> Any:
@@ -51,6 +53,20 @@ def binomial(above: Any, below: Any) -> Any:
     if above.is_number and not (above.is_Integer and abs(above) <= 1000):
         raise NotUnderstoodError(f"the binomial coefficient of {above}")
     return sympy.binomial(above, below)
+
+
+def is_vector(expr: Any) -> bool:
+    """Tells whether letters with an arrow, or bold ones, are in a term outside of lengths and scalar products."""
+    if not any(symbol.name.startswith("vec ") for symbol in expr.free_symbols):
+        return False
+    scalars = {part: sympy.Dummy() for part in expr.atoms(sympy.Abs, AppliedUndef)}
+    return any(symbol.name.startswith("vec ") for symbol in expr.xreplace(scalars).free_symbols)
+
+
+def dot(one: Any, other: Any) -> Any:
+    """The scalar product of two vectors. Other products of two are not understood: their order matters."""
+    (first, left), (second, right) = one.as_coeff_Mul(), other.as_coeff_Mul()
+    return first * second * sympy.Function("dot")(*sorted((left, right), key=str))
 
 
 def root(radicand: Any, degree: Any) -> Any:

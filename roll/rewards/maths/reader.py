@@ -40,6 +40,8 @@ _LABEL = re.compile(r"(?:\\text(?:bf)?\s*\{\s*)?\(?([A-J])[).:]\s*\}?\s+(\S.*)",
 _OTHER_LABEL = re.compile(r"^(?:,|and\b|or\b|&|/|\\text\s*\{\s*(?:and|or))|\([A-J]\)|^[A-J]\b")
 """``(A) or (B)`` is no choice."""
 _DERIVATIVE = re.compile(r"\\frac\s*\{\s*(?:d|\\partial)[^{}]*\}\s*\{\s*(?:d\s*[a-zA-Z]|\\partial)|d[a-z]/d[a-z]")
+_DATE = re.compile(r"(?<![\w.])\d{4}-\d{2}-\d{2}(?![\w.])")
+"""No difference: it would be the same for many dates."""
 _BARE_WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
 
 
@@ -74,7 +76,7 @@ def _unmarked(text: str) -> str:
 def _understood(plain: str) -> Value | None:
     marked = re.fullmatch(rf"(?:{TEXT_COMMAND})\{{([^{{}}]*)\}}", plain)
     text = marked[1].strip() if marked and re.search(r"[\d(]", marked[1]) else plain
-    if _DERIVATIVE.search(text):
+    if _DERIVATIVE.search(text) or _DATE.search(text):
         return None
     try:
         return _finished(Answer(tokens_of(_without_thousands(text))).whole())

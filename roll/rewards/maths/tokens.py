@@ -25,7 +25,7 @@ _CHARACTERS = {
     "∅": r"\emptyset ", "∈": r"\in ", "±": r"\pm ", "∓": r"\mp ", "°": "°", "ℝ": r"\mathbb{R}",
     "ℤ": r"\mathbb{Z}", "⟨〈": r"\langle ", "⟩〉": r"\rangle ", "′’": "'", "（": "(", "）": ")", "，": ",", "％": r"\%",
     "\u00a0\u2009\u202f": r"\,", "…": r"\ldots ", "→": r"\to ", "½": " 1/2", "⅓": " 1/3", "⅔": " 2/3", "¼": " 1/4",
-    "¾": " 3/4", "²": "^2", "³": "^3", "⁴": "^4",
+    "¾": " 3/4", "²": "^2", "³": "^3", "⁴": "^4", "∛": r"\sqrt[3]",
 }  # fmt: skip
 _TRANSLATION = str.maketrans({char: text for chars, text in _CHARACTERS.items() for char in chars})
 _THIN = r"(?:\\[,;:! ]|~|\{,\}|\\(?:thinspace|enspace)\b)"
@@ -40,7 +40,7 @@ _SAME = {
     r"\lbrace": r"\{", r"\rbrace": r"\}", r"\lbrack": "[", r"\rbrack": "]", r"\lparen": "(", r"\rparen": ")",
     r"\ast": "*", r"\setminus": r"\backslash", r"\smallsetminus": r"\backslash", r"\land": r"\text{and}",
     r"\wedge": r"\text{and}", r"\lor": r"\text{or}", r"\vee": r"\text{or}", r"\degree": r"^\circ", r"\dots": r"\ldots",
-    r"\cdots": r"\ldots", r"\rightarrow": r"\to", r"\imath": "i", r"\jmath": "j", r"\varphi": r"\phi",
+    r"\cdots": r"\ldots", r"\rightarrow": r"\to", r"\imath": " i", r"\jmath": " j", r"\varphi": r"\phi",
     r"\varepsilon": r"\epsilon", r"\tg": r"\tan", r"\ctg": r"\cot", r"\infin": r"\infty", r"\colon": ":",
     r"\bmod": r"\mod", r"\euro": "€", r"\pounds": "£", r"\lg": r"\log_{10}",
 }  # fmt: skip
@@ -74,6 +74,7 @@ class Token(NamedTuple):
 
 TEXT_COMMAND = r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|mathrm|mathsf|mathtt|mathit|operatorname\*?|textup)\s*"
 _VECTOR_COMMAND = r"\\(?:mathbf|vec|boldsymbol|bm|overrightarrow|hat|widehat|overline|bar|widetilde|tilde|dot|ddot)\s*"
+_NAME = r"(?:(?:[a-zA-Z]+|\\[a-zA-Z]+)\s*|\{\s*(?:[a-zA-Z]+|\\[a-zA-Z]+)\s*\}\s*)"
 _TOKEN = re.compile(
     rf"""(?P<space>\s+)
     |(?P<repeating>(?P<lead>\d*\.\d*)(?:\\(?:overline|bar)\s*\{{(?P<period>\d+)\}}|\((?P<period2>\d+)\)
@@ -82,7 +83,7 @@ _TOKEN = re.compile(
     |\((?P<digits2>\d[\dA-F]*)\)_(?:\{{(?P<base2>[^{{}}]*(?:\{{[^{{}}]*\}})?[^{{}}]*)\}}|(?P<base3>\d))
     |(?P<number>\d+(?:,\d{{3}})*(?:\.\d+)?(?:[eE](?:\+?\d+|-0\d+))?|\d+\.(?!\d)|\.\d+)
     |(?P<text>{TEXT_COMMAND}\{{(?P<said>(?:[^{{}}]|\\[{{}}])*)\}})
-    |(?P<name>{_VECTOR_COMMAND}(?:\{{\s*)?(?:{_VECTOR_COMMAND}\{{?\s*)?(?P<named>[a-zA-Z]+|\\[a-zA-Z]+)[\s}}]*)
+    |(?P<name>{_VECTOR_COMMAND}(?:\{{\s*{_VECTOR_COMMAND}{_NAME}\}}|{_VECTOR_COMMAND}{_NAME}|{_NAME}))
     |(?P<begin>\\begin\s*\{{(?P<env>[a-zA-Z]+)\}}(?:\{{[clr|\s]*\}})?)
     |(?P<finish>\\end\s*\{{(?P<env2>[a-zA-Z]+)\}})
     |(?P<set>\\mathbb\s*\{{?(?P<set_name>[A-Z])\}}?(?:\^(?P<set_sign>[+*])|\^\{{(?P<set_sign2>[+*])\}})?)
@@ -155,9 +156,8 @@ def _token(kind: str, match: re.Match[str]) -> Iterable[Token]:
     elif kind == "text":
         yield from _said(match["said"].strip())
     elif kind == "name":
-        if match[0].count("{") != match[0].count("}"):
-            raise NotUnderstoodError(match[0])
-        yield Token("name", match["named"].lstrip("\\"), value=_decorated(match[0], match["named"].lstrip("\\")))
+        named = re.findall(r"[a-zA-Z]+", match[0])[-1]
+        yield Token("name", named, value=_decorated(match[0], named))
     elif kind in ("begin", "finish"):
         yield Token(kind, match["env"] or match["env2"])
     elif kind == "set":

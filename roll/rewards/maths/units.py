@@ -54,6 +54,8 @@ _NO_UNIT_WORDS = (
     "or and more less not than at least most no if to from over under plus minus between about but below above short "
     "left squared cubed mod modulo base"
 )
+_SI = frozenset(["", "g", "m", "l", "L", "s", "A", "V", "W", "J", "N", "Hz", "Pa"])
+"""With these the prefix M is mega, m is milli."""
 _NO_UNITS = frozenset(_NO_UNIT_WORDS.split())
 _POWERS = {"square": "^2", "sq": "^2", "cubic": "^3", "cu": "^3"}
 _WORD = re.compile(r"/|°?[^\W\d_]*\.?(?:\^-?\d+)?|\w+-\w+|[¢']")
@@ -97,6 +99,8 @@ def _canonical_words(words: list[str]) -> list[str]:
 
 
 def _canonical_word(word: str) -> str:
+    if word[:1] == "M" and word[1:] in _SI:
+        return word
     for spelling in (word, word.lower()):
         for candidate in (spelling, spelling.removesuffix("s")):
             if candidate in _CANONICAL:
