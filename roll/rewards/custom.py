@@ -15,6 +15,7 @@ from pydantic import Field
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem
 from roll.rewards.types import Batching, RewardError, RewardTimeoutError, RuleVerifier, Sample, Verdict
+from roll.utils.foreign import describe_error
 from roll.utils.registry import UnknownNameError, import_path
 
 BATCH_SIZE = 16
@@ -149,7 +150,7 @@ class CustomVerifier(RuleVerifier):
         except Exception as error:  # the function's own, whatever it is: this sample has no reward
             if limit.expired():
                 return RewardTimeoutError(f"took longer than {timeout:g} s")
-            return RewardError(f"{type(error).__name__}: {error}")
+            return RewardError(describe_error(error))
         return self._verdict_or_error(result)
 
     def _verdict_or_error(self, result: Any) -> Verdict | RewardError:

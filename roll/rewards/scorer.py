@@ -20,6 +20,7 @@ from roll.rewards import VERIFIERS
 from roll.rewards.batching import MicroBatcher
 from roll.rewards.isolation import RulePool, RuleSpec, rule_spec
 from roll.rewards.types import Batching, RewardError, RewardTimeoutError, RuleVerifier, Sample, Verdict, Verifier
+from roll.utils.foreign import describe_error
 from roll.utils.registry import UnknownNameError
 from roll.utils.time_limit import time_limit
 
@@ -214,7 +215,7 @@ class DomainScorer:
             return verdict if instead is None else replace(verdict, parts={**verdict.parts, "timeout": 0.0})
         # A verifier may raise anything; the sample has no reward then, which the caller counts.
         except Exception as error:
-            reason = str(error) if isinstance(error, RewardError) else f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, RewardError) else describe_error(error)
             if instead is not None and isinstance(error, RewardTimeoutError):
                 return Verdict(instead, correct=False, parts={"timeout": 1.0}, seeks_answer=False)
             counted = "1 attempt" if attempts == 1 else f"{attempts} attempts"

@@ -25,7 +25,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from roll.rollout.errors import as_runtime_error, describe_error
+from roll.rollout.errors import as_runtime_error
+from roll.utils.foreign import describe_error
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,11 @@ from roll.configs.env import CustomEnvConfig
 from roll.data.arrays import IntArray
 from roll.data.renderer import ChatRenderer, Message
 from roll.data.requests import FinishReason, GenerateFn, GenerateRequest, Runs, SamplingParams
-from roll.rollout.errors import EnvError, PromptTooLongError, ReplayError, describe_error
+from roll.rollout.errors import EnvError, PromptTooLongError, ReplayError
 from roll.rollout.recorder import Recorder
 from roll.rollout.token_watch import Conversation, TokenWatch
 from roll.rollout.types import EpisodeEnd, Frame, Trajectory, Turn
+from roll.utils.foreign import describe_error
 from roll.utils.registry import Registry
 from roll.utils.seeding import derive_seed
 

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from roll.agentic.env.base import StepResult, TextEnv
-from roll.rollout.errors import EnvProtocolError, clean_text, describe_error
+from roll.rollout.errors import EnvProtocolError
 from roll.rollout.types import Frame
+from roll.utils.foreign import clean_text, describe_error
 
 logger = logging.getLogger(__name__)
 

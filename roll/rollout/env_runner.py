@@ -12,9 +12,10 @@ from roll.agentic.env.base import StepResult, TextEnv
 from roll.rewards.types import RewardError
 from roll.rollout.call_threads import CallThreads, CallTimeoutError
 from roll.rollout.env_protocol import checked_frame, checked_reset, checked_step
-from roll.rollout.errors import EnvCrashError, EnvError, EnvTimeoutError, as_runtime_error, describe_error
+from roll.rollout.errors import EnvCrashError, EnvError, EnvTimeoutError, as_runtime_error
 from roll.rollout.judge_worker import Asking
 from roll.rollout.types import Frame
+from roll.utils.foreign import describe_error
 
 T = TypeVar("T")
 

@@ -6,8 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MAX_WORDS = 500
-"""Characters of a foreign exception's message that are repeated."""
+from roll.utils.foreign import describe_error
 
 
 class EnvError(RuntimeError):
@@ -32,20 +31,6 @@ class ReplayError(ValueError):
 
 class PromptTooLongError(EnvError):
     """The first prompt of an episode does not fit: nothing could be sampled."""
-
-
-def describe_error(error: BaseException) -> str:
-    """``Type: message`` of a foreign exception as text that any file takes, even if its ``__str__`` raises."""
-    try:
-        message = clean_text(str(error))
-    except Exception as fault:  # a user's exception may do anything
-        message = f"(its message cannot be read: {type(fault).__name__})"
-    return f"{type(error).__name__}: {message if len(message) <= MAX_WORDS else message[:MAX_WORDS] + '…'}"
-
-
-def clean_text(text: str) -> str:
-    """``text`` with lone surrogates, which no file and no tokenizer takes, spelt as escapes."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def as_runtime_error(error: BaseException) -> RuntimeError:

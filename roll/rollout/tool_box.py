@@ -20,8 +20,9 @@ from roll.configs.tools import McpServerConfig, ToolConfig, ToolsConfig
 from roll.data.arrays import IntArray
 from roll.data.renderer import CHARS_PER_TOKEN, ChatRenderer, Message
 from roll.rollout.call_threads import CallThreads, CallTimeoutError
-from roll.rollout.errors import contained, describe_error
+from roll.rollout.errors import contained
 from roll.rollout.tool_process import ProcessTool, ToolProcessError
+from roll.utils.foreign import describe_error
 from roll.utils.time_limit import time_limit
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ from roll.agentic.env.base import StepResult
 from roll.configs.user import UserConfig
 from roll.data.prompts import Prompt
 from roll.rollout.env_manager import TOOL_TURNS
-from roll.rollout.errors import EnvError, clean_text, contained, describe_error
+from roll.rollout.errors import EnvError, contained
 from roll.rollout.prompt_env import PromptEnv
+from roll.utils.foreign import clean_text, describe_error
 from roll.utils.registry import import_path
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Generic, TypeVar, cast
 
+from roll.utils.foreign import describe_error
+
 T = TypeVar("T")
 
 _OF_FILE = "_file_"
@@ -86,7 +88,7 @@ def import_path(path: str, kind: str = "object") -> object:
     except (ModuleNotFoundError, FileNotFoundError, ValueError) as error:  # ValueError: the name is empty
         raise UnknownNameError(f"{kind} {path!r}: cannot import module {module_name!r} ({error})") from error
     except (Exception, SystemExit) as error:  # a user's module may raise anything
-        raise UnknownNameError(f"{kind} {path!r}: importing it raised {type(error).__name__}: {error}") from error
+        raise UnknownNameError(f"{kind} {path!r}: importing it raised {describe_error(error)}") from error
     try:
         return getattr(module, attr)
     except AttributeError as error:

@@ -14,7 +14,8 @@ from roll.preflight.env_check.findings import Finding
 from roll.preflight.env_check.plays import Episode, Moment, Play, Subject, shown
 from roll.preflight.env_check.texts import FORMATS, NONSENSE, guesses
 from roll.rollout.env_runner import EnvRunner
-from roll.rollout.errors import EnvError, describe_error
+from roll.rollout.errors import EnvError
+from roll.utils.foreign import describe_error
 from roll.utils.seeding import derive_seed
 
 _MANY_S = 2.0

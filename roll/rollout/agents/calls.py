@@ -11,7 +11,8 @@ import httpx
 from roll.configs.agent import AgentConfig
 from roll.rollout.agents.task import AgentError, AgentExitError, AgentTask, Workplace
 from roll.rollout.call_threads import CallThreads
-from roll.rollout.errors import contained, describe_error
+from roll.rollout.errors import contained
+from roll.utils.foreign import describe_error
 from roll.utils.registry import import_path
 
 _NO_LIMIT_S = 1e8

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from roll.rollout.agents.task import AgentError
-from roll.rollout.errors import MAX_WORDS, clean_text
+from roll.utils.foreign import MAX_WORDS, clean_text
 
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 _KEPT = 4 * MAX_WORDS

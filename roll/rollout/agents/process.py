@@ -21,7 +21,7 @@ from roll.rollout.agents.cell import Cell
 from roll.rollout.agents.command import Ended, run_supervised
 from roll.rollout.agents.task import AgentError, AgentExitError, AgentTask, Workplace
 from roll.rollout.endpoint.reward import RewardRequest
-from roll.rollout.errors import describe_error
+from roll.utils.foreign import describe_error
 
 MAX_ANSWER = 4_000_000
 """Bytes of an answer that a program writes."""

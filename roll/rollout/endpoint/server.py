@@ -33,7 +33,7 @@ from roll.rollout.endpoint.responses import ResponseRequest
 from roll.rollout.endpoint.reward import RewardRequest
 from roll.rollout.endpoint.session import Answer, Session
 from roll.rollout.endpoint.step import StepRequest
-from roll.rollout.errors import describe_error
+from roll.utils.foreign import describe_error
 
 logger = logging.getLogger(__name__)
 

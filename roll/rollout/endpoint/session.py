@@ -31,10 +31,10 @@ from roll.rollout.endpoint.errors import ApiError, too_long
 from roll.rollout.endpoint.history import History, Past, Said
 from roll.rollout.endpoint.messages import named_results
 from roll.rollout.env_manager import EpisodeAbortedError, EpisodeSpec, Limits
-from roll.rollout.errors import describe_error
 from roll.rollout.recorder import Recorder
 from roll.rollout.token_watch import Conversation
 from roll.rollout.types import EpisodeEnd, Turn
+from roll.utils.foreign import describe_error
 from roll.utils.seeding import derive_seed
 
 COUNTS = (

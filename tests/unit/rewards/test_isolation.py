@@ -23,6 +23,11 @@ from roll.rewards.mathematics import MathVerifier
 from roll.rewards.rules import FormatConfig, FormatVerifier
 
 
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("nothing to say")
+
+
 class EchoConfig(Config):
     fail: bool = False
 
@@ -52,6 +57,8 @@ class Echo(RuleVerifier):
                 sys.exit(3)
             case "raise":
                 raise KeyError(rest)
+            case "mute":
+                raise MuteError
             case "print":
                 os.write(1, b'{"verdict": {"score": 9}}\n')
                 print("x" * 100_000)
@@ -180,6 +187,7 @@ def test_a_mathematical_bomb_is_answered():
         ("exit 0", r"its process died \(exit code 0\)"),
         ("sys.exit", "SystemExit: 3"),
         ("raise me", "KeyError: 'me'"),
+        ("mute", r"MuteError: \(its message cannot be read: ValueError\)"),
         ("number", "TypeError: check returned float, expected a Verdict"),
         ("parts", "a reply of [0-9]+ bytes, expected at most"),
     ],
