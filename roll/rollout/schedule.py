@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -63,6 +64,11 @@ class Schedule:
     steps: Mapping[int, StepDraws]
     """By number."""
     draws: Mapping[int, Episodes]
+
+    @cached_property
+    def settled(self) -> frozenset[int]:
+        """The draws that were turned down."""
+        return frozenset().union(*(step.settled for step in self.steps.values()))
 
     @classmethod
     def read(cls, path: Path) -> Schedule:

@@ -114,6 +114,7 @@ class RolloutScheduler:
             TooManyRejectedError: ``max_groups`` finished and too few were accepted.
             WorkerDiedError: a worker died and ``recover`` could not bring it back.
             RpcTimeoutError: a group took longer than ``rpc_timeout``.
+            ValueError: a group that is repeated was not accepted then, or is not now.
             Exception: what a worker's own code raised.
         """
         self.halt()
@@ -324,7 +325,14 @@ class RolloutScheduler:
         return going
 
     def _finish(self, group: RolloutGroup, rollouts: _Rollouts) -> None:
-        if not rollouts.accept(group):
+        accepted = rollouts.accept(group)
+        if self.replay is not None and accepted == (group.group_id in self.replay.settled):
+            then, now = ("turned down", "is not") if accepted else ("trained on", "is turned down")
+            raise ValueError(
+                f"replay_schedule: group {group.group_id} was {then} there and {now} here: its rewards or its data "
+                "were others"
+            )
+        if not accepted:
             self.rejected.append(group)
             rollouts.admission.settle(group.group_id)
             return

@@ -23,6 +23,7 @@ from roll.rollout.admission import Admission
 from roll.rollout.group_worker import GroupWorker
 from roll.rollout.plans import GroupPlan, GroupSpec
 from roll.rollout.router import EngineUnavailableError
+from roll.rollout.schedule import Schedule, StepDraws
 from roll.rollout.scheduler import RolloutScheduler, TooManyRejectedError
 from roll.rollout.types import Collected, RolloutGroup
 
@@ -383,6 +384,16 @@ def test_a_run_that_gave_up_goes_on_with_another_filter(
     second.close()
     assert [group.group_id for group in collected.groups] == [4, 5]
     assert [group.group_id for group in collected.rejected] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("settled", "words"), [(1, "turned down there and is not here"), (9, "is turned down here")])
+def test_a_repetition_with_other_rewards_says_so(
+    scheduler: Callable[..., RolloutScheduler], settled: int, words: str
+) -> None:
+    steps = {1: StepDraws(frozenset({0, 2}), frozenset({settled}))}
+    repeating = scheduler(beside=True, replay=Schedule(frozenset(), steps, {draw: {} for draw in range(10)}))
+    with pytest.raises(ValueError, match=words):
+        repeating.take(Admission(2, ahead=8), 1, accept=lambda group: group.group_id != 2 or settled == 1)
 
 
 def test_what_fails_beside_training_is_raised_by_the_next_batch(
