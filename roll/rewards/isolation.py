@@ -6,7 +6,6 @@ sandbox: verifiers are trusted, the texts that they read are not, and texts trav
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any, cast
 
 from roll.rewards.types import RewardError, RewardTimeoutError, RuleVerifier, Sample, Verdict
 from roll.utils.children import ChildError, ChildPool, ChildTimeoutError, serve, words_of
-from roll.utils.registry import import_path, is_file_module
+from roll.utils.registry import import_path, importable_path
 
 MAX_ANSWER_CHARS = 1000
 _GRACE_S = 2.0
@@ -37,8 +36,7 @@ def rule_spec(cls: type[RuleVerifier], args: Mapping[str, Any]) -> RuleSpec:
     Raises:
         ValueError: another process cannot import the class.
     """
-    module = sys.modules[cls.__module__]
-    path = f"{module.__file__ if is_file_module(module) else cls.__module__}:{cls.__qualname__}"
+    path = importable_path(cls)
     if cls.__module__ == "__main__" or "." in cls.__qualname__:
         raise ValueError(f"verifier: seen {path}, expected a class at the top of a module that can be imported")
     return RuleSpec(path, dict(args))

@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Generic, TypeVar, cast
@@ -106,9 +107,15 @@ def import_module(name: str) -> ModuleType:
     return _import_file(name) if name.endswith(".py") else importlib.import_module(name)
 
 
-def is_file_module(module: ModuleType) -> bool:
-    """Tells whether a module was imported by the path of its file: no other process knows its name."""
-    return module.__name__.startswith(_OF_FILE)
+def importable_path(thing: type | Callable[..., object]) -> str:
+    """``package.module:name`` of a class or function, or ``file.py:name`` where its module was imported by its file.
+
+    Another process can import what stands at the top of a module that is not ``__main__``.
+    """
+    module = thing.__module__
+    if module.startswith(_OF_FILE):  # a name that no other process knows
+        return f"{sys.modules[module].__file__}:{thing.__qualname__}"
+    return f"{module}:{thing.__qualname__}"
 
 
 def _import_file(name: str) -> ModuleType:

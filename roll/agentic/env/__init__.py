@@ -18,7 +18,7 @@ from roll.configs.base import Config
 from roll.configs.parsing import section_problems
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.schema import did_you_mean
-from roll.utils.registry import Registry, UnknownNameError
+from roll.utils.registry import Registry, UnknownNameError, importable_path
 
 __all__ = [
     "TextEnv",
@@ -78,19 +78,17 @@ def make(env_type: str, /, **env_config: Any) -> TextEnv:
 
 
 def path_of(env_type: str) -> str:
-    """``package.module:Class`` of an environment: what another process, which knows no registered names, can make.
+    """What another process, which knows no registered names, can make: ``package.module:Class`` or ``file.py:Class``.
 
     Raises:
         UnknownNameError: no such environment.
         ValueError: it cannot be imported by path (defined in ``__main__`` or inside a function).
     """
     factory = _ENVS.get(env_type)
-    module, name = factory.__module__, factory.__qualname__
-    if module == "__main__" or "." in name:
-        raise ValueError(
-            f"env_type: {env_type!r} is {module}:{name}, expected a name at the top of an importable module"
-        )
-    return f"{module}:{name}"
+    path = importable_path(factory)
+    if factory.__module__ == "__main__" or "." in factory.__qualname__:
+        raise ValueError(f"env_type: {env_type!r} is {path}, expected a name at the top of an importable module")
+    return path
 
 
 def names_actions(env_type: str) -> bool:

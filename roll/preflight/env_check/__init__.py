@@ -18,6 +18,7 @@ from roll.preflight.env_check.findings import RULES, Finding, Report, Severity, 
 from roll.preflight.env_check.plays import Subject
 from roll.preflight.env_check.probes import PROBES
 from roll.preflight.env_check.trial import StopCheckError, Trial
+from roll.utils.registry import importable_path
 
 __all__ = ["RULES", "Finding", "Report", "Severity", "assert_env_ok", "check_env", "check_names"]
 
@@ -44,7 +45,7 @@ def check_env(
         ConfigErrors: there is no such environment, or it does not understand ``env_config``.
         ValueError: an effort that is not one.
     """
-    name = env_type if isinstance(env_type, str) else f"{env_type.__module__}:{env_type.__qualname__}"
+    name = env_type if isinstance(env_type, str) else importable_path(env_type)
     config = dict(env_config or {})
     if problems := envs.check_env_config(name, config):
         raise ConfigErrors(problems)

@@ -162,3 +162,14 @@ def test_checking_loads_neither_torch_nor_transformers():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_path_of_a_class_in_a_file_is_what_another_process_can_make(tmp_path):
+    file = tmp_path / "game.py"
+    file.write_text(
+        "from roll.agentic.env.frozen_lake import FrozenLakeEnv\n\n\nclass Game(FrozenLakeEnv):\n    pass\n"
+    )
+    assert envs.path_of(f"{file}:Game") == f"{file}:Game"
+    code = f"import roll.agentic.env as envs\nprint(type(envs.make({envs.path_of(f'{file}:Game')!r})).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "Game"
