@@ -48,7 +48,8 @@ class CustomEnvConfig(Config):
     """One environment tag: which environment, how long, and what the policy is told."""
 
     env_type: str = Field(
-        min_length=1, description="Registered environment (sokoban, frozen_lake …) or package.module:Class."
+        min_length=1,
+        description="Registered environment (sokoban, frozen_lake …), package.module:Class or folder/file.py:Class.",
     )
     max_steps: int = Field(default=10, ge=1, description="Most turns of an episode.")
     max_tokens_per_step: int | None = Field(
