@@ -107,7 +107,8 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
         "data-parallel`.",
         "`gae` always whitens there; `whiten_advantages` says so here.",
         "The dual clip is always on there, with `clip_ratio_c` 3.",
-        "`seq-mean-token-sum-norm` divides by the longest row of the step here, by a constant there.",
+        "`seq-mean-token-sum-norm` is a mean over sequences here, and the sum of a micro-batch's there; both divide by "
+        "the same constant.",
         "Bounds of a rejection (`rollout_rs`) are on the ratio of training to generating engine here, on its inverse "
         "there.",
         "There is one `kl_penalty` for the loss and the reward.",

@@ -23,6 +23,7 @@ _LOOPS = ("for", "while", "until", "select")
 _WORDS = {"if", "elif", "else", "then", "fi", "do", "done", "case", *_LOOPS}
 _HOLD = ("true", ":", "command", "which", "type")
 """Commands that are taken to succeed: a machine that trains has what its script asks for."""
+_GLUED = re.compile(r"(.*;)(do|then|else|fi|done)", re.DOTALL)
 _UNKNOWN = re.compile(r"\$|`")  # a variable of the environment, or what a shell computes
 
 
@@ -54,7 +55,7 @@ class Branches:
 
     def commands(self, words: Sequence[str]) -> Iterator[list[str]]:
         """The commands of a line that are read, without the words of the branches themselves."""
-        for command in self._statements(words):
+        for command in self._statements(list(_apart(words))):
             if command[0] in ("then", "do"):
                 command = command[1:]
             if command and command[0] in ("if", "elif", "else", "fi"):
@@ -213,6 +214,15 @@ class Branches:
         """Two tests, of which one that comes out as ``decides`` is enough."""
         found = [self._holds(one), self._holds(other)]
         return decides if decides in found else None if None in found else not decides
+
+
+def _apart(words: Sequence[str]) -> Iterator[str]:
+    """Words, those of branches and loops without what stands before them: ``"$A";do`` is two."""
+    for word in words:
+        if found := _GLUED.fullmatch(word):
+            yield from found.groups()
+        else:
+            yield word
 
 
 def _compare(parts: list[str]) -> bool | None:

@@ -22,6 +22,15 @@ _NAMES = ("file", "path", "dir", "name")
 _VARIABLE = re.compile(r"\$\{oc\.env:(\w+)\}")
 
 
+def _may_be_a_number(text: str) -> bool:
+    """A number, nothing, or what a link reads."""
+    try:
+        float(text)
+    except ValueError:
+        return not text or "${" in text or text.lower() in ("null", "none")
+    return True
+
+
 class Kind(StrEnum):
     """What becomes of a key."""
 
@@ -93,6 +102,17 @@ class Draft:
                     note = f"no line of the files sets it: {known} is taken; give {key}=…"
                     self.tell(Kind.IMPOSSIBLE, key, value, note=note)
                     del values[name]
+            elif isinstance(value, str) and not _may_be_a_number(value):
+                self._replace_text(values, here)
+
+    def _replace_text(self, values: dict[str, Any], path: tuple[str, ...]) -> None:
+        """Takes the usual number where a text stands that is none."""
+        found = find(self.system, path)
+        usual = found[0].default if found is not None and not found[0].how else NOTHING
+        if isinstance(usual, int | float) and not isinstance(usual, bool):
+            key = ".".join(path)
+            note = f"it is no number: {usual} is taken; give {key}=…"
+            self.tell(Kind.IMPOSSIBLE, key, values.pop(path[-1]), note=note)
 
     def _tell_unread(self) -> None:
         """Notes what only a shell can tell, unless it is given after all."""

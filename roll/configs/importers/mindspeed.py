@@ -9,7 +9,13 @@ from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.profiling import profiler_of_mindspeed
 from roll.configs.pipeline import PARTS
 
-MEGATRON, ACTOR, RL, GENERATE = "megatron_training", "actor_config", "rl_config", "generate_config"
+MEGATRON, ACTOR, CRITIC, RL, GENERATE = (
+    "megatron_training",
+    "actor_config",
+    "critic_config",
+    "rl_config",
+    "generate_config",
+)
 _OPTIONS = "strategy_args.strategy_config"
 _VERIFIERS = {
     "acc": "math",
@@ -60,18 +66,23 @@ def _model_and_data(draft: Draft) -> None:
     draft.set(f"{data}.prompt_overflow", "drop")
     whole = int(draft.get("prompt_length")) + int(draft.get("response_length"))
     draft.derive([f"{RL}.max_prompt_length", f"{GENERATE}.sampling_config.max_tokens"], "sequence_length", whole)
-    rate, least = draft.get("actor_train.training_args.learning_rate"), draft.theirs(f"{ACTOR}.min_lr")
-    if least and float(least) > 0:
+    _least_rate(draft, ACTOR, "actor_train")
+
+
+def _least_rate(draft: Draft, theirs: str, role: str) -> None:
+    """The rate at which a schedule ends, as a share of its peak."""
+    rate, least = draft.get(f"{role}.training_args.learning_rate"), draft.theirs(f"{theirs}.min_lr")
+    if rate and least and float(least) > 0:
         ratio = min(1.0, float(least) / float(rate))
-        draft.derive([f"{ACTOR}.min_lr", f"{ACTOR}.lr"], "actor_train.training_args.min_lr_ratio", ratio)
+        draft.derive([f"{theirs}.min_lr", f"{theirs}.lr"], f"{role}.training_args.min_lr_ratio", ratio)
 
 
 def _algorithm(draft: Draft) -> None:
     stage = str(draft.theirs(f"{MEGATRON}.stage"))
     if stage == "ray_ppo":
-        draft.tell(Kind.IMPOSSIBLE, f"{MEGATRON}.stage", stage, note="write the section critic, for adv_estimator gae")
+        draft.derive(f"{MEGATRON}.stage", "adv_estimator", "gae")
     elif stage not in ("ray_grpo", "ray_dapo"):
-        draft.tell(Kind.IMPOSSIBLE, f"{MEGATRON}.stage", stage, note="there are ray_grpo and ray_dapo")
+        draft.tell(Kind.IMPOSSIBLE, f"{MEGATRON}.stage", stage, note="there are ray_grpo, ray_dapo and ray_ppo")
     if stage == "ray_dapo":
         draft.derive(f"{MEGATRON}.stage", "loss_agg_mode", "token-mean")
     elif draft.theirs(f"{RL}.token_level_loss"):
@@ -118,6 +129,8 @@ def _roles(draft: Draft) -> None:
     roles = ["actor_train", "actor_infer", *(["reference"] if draft.get("use_kl_loss") else [])]
     for role in roles:
         draft.derive(f"{RL}.actor_resource.num_npus", f"{role}.device_mapping", devices(0, count))
+    if draft.get("adv_estimator") == "gae":
+        _critic(draft, count)
     if "reference" in roles:
         base = "reference.strategy_args"
         draft.derive(ACTOR, f"{base}.strategy_name", "megatron_infer")
@@ -136,6 +149,22 @@ def _roles(draft: Draft) -> None:
     if int(draft.theirs(f"{GENERATE}.infer_expert_parallel_size", 1) or 1) > 1:
         key = f"actor_infer.{_OPTIONS}.enable_expert_parallel"
         draft.derive(f"{GENERATE}.infer_expert_parallel_size", key, True)
+
+
+def _critic(draft: Draft, count: int) -> None:
+    """The critic of ``ray_ppo``: the actor's engine, devices of its own where the workers are apart."""
+    draft.derive(f"{MEGATRON}.stage", "critic.strategy_args.strategy_name", "megatron_train")
+    draft.set("critic.model_args.dtype", draft.get("actor_train.model_args.dtype"))
+    key = f"{RL}.critic_resource.num_npus"
+    own = int(draft.theirs(key) or count)
+    first = 0 if draft.theirs(f"{RL}.use_integrated_worker") else count
+    draft.derive(key, "critic.device_mapping", devices(first, own))
+    if (nodes := -(-(first + own) // _PER_NODE)) > int(draft.get("num_nodes") or 1):
+        draft.derive(key, "num_nodes", nodes, f"of {_PER_NODE} devices")
+    _least_rate(draft, CRITIC, "critic")
+    draft.derive(f"{RL}.cliprange_value", "value_clip", float(draft.theirs(f"{RL}.cliprange_value", 0.5)))
+    whitens = bool(draft.theirs(f"{RL}.advantage_whiten", True))
+    draft.derive(f"{RL}.advantage_whiten", "whiten_advantages", whitens, "gae whitens there")
 
 
 def _rewards(draft: Draft) -> None:
@@ -167,7 +196,11 @@ def _batches(draft: Draft) -> None:
     keys = [f"{RL}.mini_batch_size", f"{ACTOR}.micro_batch_size"]
     dynamic = bool(draft.theirs(f"{RL}.use_dynamic_bsz"))
     micro = None if dynamic else int(draft.theirs(f"{ACTOR}.micro_batch_size"))
-    set_batch(draft, "actor_train", wanted if draft.has(f"{RL}.mini_batch_size") else per_step, micro, keys, per_step)
+    samples = wanted if draft.has(f"{RL}.mini_batch_size") else per_step
+    set_batch(draft, "actor_train", samples, micro, keys, per_step)
+    if draft.get("adv_estimator") == "gae":
+        size = draft.theirs(f"{CRITIC}.micro_batch_size") or micro
+        set_batch(draft, "critic", samples, int(size) if size else None, [f"{CRITIC}.micro_batch_size"], per_step)
     if dynamic:
         budget = int(draft.theirs(f"{RL}.max_packing_token_size", 0) or 0)
         set_budget(draft, "actor_train", "train", budget, [f"{RL}.use_dynamic_bsz", f"{RL}.max_packing_token_size"])

@@ -123,9 +123,18 @@ def _roles(draft: Draft) -> None:
             else:
                 draft.tell(Kind.DROPPED, f"{role}.model_args.model_name_or_path", model, note=f"it is {key}")
         _engine(draft, role)
+        _model_kwargs(draft, role)
         if role in TRAINED and draft.get(f"{role}.model_args.dtype") == "fp16":
             draft.set(f"{role}.model_args.dtype", "bf16")
             draft.retell(f"{role}.model_args.dtype", Kind.IMPOSSIBLE, "nothing is trained in fp16: bf16 is taken")
+
+
+def _model_kwargs(draft: Draft, role: str) -> None:
+    """The generator and the reference hold the actor's model: entries of its config.json hold for them too."""
+    key = "model_args.model_config_kwargs"
+    kwargs = draft.get(f"actor_train.{key}")
+    if kwargs and role in ("actor_infer", "reference") and draft.get(f"{role}.{key}") != kwargs:
+        draft.derive(f"actor_train.{key}", f"{role}.{key}", dict(kwargs), "one model")
 
 
 def _engine(draft: Draft, role: str) -> None:
@@ -157,6 +166,9 @@ def _engine(draft: Draft, role: str) -> None:
             ),
             int(draft.theirs(f"{role}.num_gpus_per_worker") or 1),
         )
+        limit = draft.theirs(f"{base}.max_num_seqs")
+        if limit and name == "vllm" and draft.get("max_running_requests") is None:
+            draft.derive(f"{base}.max_num_seqs", "max_running_requests", int(limit))
         if size > 1:
             draft.derive(f"{role}.num_gpus_per_worker", f"{role}.num_gpus_per_worker", size)
     elif draft.theirs(f"{role}.num_gpus_per_worker", 1) != 1:

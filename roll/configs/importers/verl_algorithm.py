@@ -20,6 +20,8 @@ _KWARGS = "reward_model.reward_kwargs"
 _SERVED = "reward.reward_model.model_path"
 _READ_KWARGS = ("overlong_buffer_cfg", "max_resp_len")
 _SCHEDULES = TRANSFORMS["schedule"]
+_HARDLY_EVER = 100.0
+"""Ratio of a token's probabilities that no run reaches within a divergence threshold."""
 
 
 def set_algorithm(draft: Draft) -> None:
@@ -30,7 +32,7 @@ def set_algorithm(draft: Draft) -> None:
     loss = draft.theirs(f"{ACTOR}.policy_loss.loss_mode")
     if (low, high) != (clip, clip):
         draft.derive(f"{ACTOR}.clip_ratio_low", "use_pg_clip_range", True)
-        draft.derive(f"{ACTOR}.clip_ratio_low", "pg_clip_low", float(low))
+        draft.derive(f"{ACTOR}.clip_ratio_low", "pg_clip_low", _below(low), _unbounded(low))
         draft.derive(f"{ACTOR}.clip_ratio_high", "pg_clip_high", float(high))
     try:
         draft.derive(f"{ACTOR}.policy_loss.loss_mode", "pg_variant", TRANSFORMS["policy-loss"](loss))
@@ -47,12 +49,14 @@ def set_algorithm(draft: Draft) -> None:
         draft.derive(f"{ACTOR}.policy_loss.loss_mode", "loss_agg_mode", "seq-mean-token-mean", note)
     if loss == "gspo":
         draft.derive(f"{ACTOR}.policy_loss.loss_mode", "importance_sampling", "seq", "one ratio per answer")
+    elif loss in ("dppo_tv", "dppo_kl"):
+        _tell_truncation(draft)
     elif loss in ("vanilla", "clip_cov"):
         bound = float(draft.theirs(f"{ACTOR}.clip_ratio_c"))
         draft.derive(f"{ACTOR}.clip_ratio_c", "dual_clip_loss", True, "it is always on there")
         draft.derive(f"{ACTOR}.clip_ratio_c", "dual_clip_c", bound)
     if loss == "cispo":
-        draft.derive(f"{ACTOR}.clip_ratio_low", "cispo_epsilon_low", float(low))
+        draft.derive(f"{ACTOR}.clip_ratio_low", "cispo_epsilon_low", _below(low), _unbounded(low))
         draft.derive(f"{ACTOR}.clip_ratio_high", "cispo_epsilon_high", float(high))
     in_loss, in_reward = draft.theirs(f"{ACTOR}.use_kl_loss"), draft.theirs("algorithm.use_kl_in_reward")
     kinds = [draft.theirs(f"{ACTOR}.kl_loss_type")] if in_loss else []
@@ -86,14 +90,34 @@ def set_algorithm(draft: Draft) -> None:
         if draft.theirs(f"{correction}.rollout_is_batch_normalize"):
             draft.derive(f"{correction}.rollout_is_batch_normalize", f"{weight}.batch_normalize", True)
     _set_rejections(draft, correction)
+    _set_bounds(draft)
     if any(draft.theirs(key := f"{correction}.{name}") for name in ("bypass_mode", "bypass_old_logprob_for_rollout")):
         draft.derive(key, "train_infer_correction.bypass", True)
         for name in ("is_weight", "filters"):
             draft.drop_ours(f"train_infer_correction.{name}", "with bypass the loss's ratio is to the sampler")
-    if draft.get("loss_agg_mode") == "seq-mean-token-sum-norm" and (
-        scale := draft.theirs(f"{ACTOR}.loss_scale_factor")
-    ):
-        draft.derive(f"{ACTOR}.loss_scale_factor", "loss_agg_norm", float(scale))
+    if draft.get("loss_agg_mode") == "seq-mean-token-sum-norm":
+        if scale := draft.theirs(f"{ACTOR}.loss_scale_factor"):
+            draft.derive(f"{ACTOR}.loss_scale_factor", "loss_agg_norm", float(scale))
+        else:
+            note = "it divides by the width that answers are padded to"
+            draft.derive("data.max_response_length", "loss_agg_norm", float(draft.get("response_length")), note)
+
+
+def _tell_truncation(draft: Draft) -> None:
+    """DPPO's weights are cut at ``clip_ratio_c`` there, and whole here."""
+    bound = float(draft.theirs(f"{ACTOR}.clip_ratio_c"))
+    kind = Kind.IMPOSSIBLE if bound < _HARDLY_EVER else Kind.DROPPED
+    note = "a token's ratio is cut at it there, and is whole here: only tokens that were very rare can reach it"
+    draft.tell(kind, f"{ACTOR}.clip_ratio_c", bound, note=note)
+
+
+def _below(bound: Any) -> float:
+    """How far a ratio may fall: 1 is all the way to 0."""
+    return min(float(bound), 1.0)
+
+
+def _unbounded(bound: Any) -> str:
+    return "a ratio cannot fall below 0: there is no lower bound" if float(bound) > 1 else ""
 
 
 def _set_rejections(draft: Draft, correction: str) -> None:
@@ -110,6 +134,29 @@ def _set_rejections(draft: Draft, correction: str) -> None:
         found.append(filter_of("token", float(veto), NO_BOUND, whole_rows=True))
     if found:
         draft.derive([key for key in keys if draft.theirs(key) is not None], ours, found)
+
+
+def _set_bounds(draft: Draft) -> None:
+    """Weights, mask and veto as a release between spelled them: ``algorithm.rollout_is_*``."""
+    theirs, ours = "algorithm.rollout_is", "train_infer_correction"
+    upper, veto = draft.theirs(f"{theirs}_threshold"), draft.theirs(f"{theirs}_veto_threshold")
+    if upper is None:
+        return
+    level, high = str(draft.theirs(f"{theirs}_level")), float(upper)
+    if draft.theirs(theirs):
+        draft.derive(theirs, f"{ours}.is_weight.enabled", True)
+        draft.derive(f"{theirs}_level", f"{ours}.is_weight.weight_type", level)
+        draft.derive(f"{theirs}_threshold", f"{ours}.is_weight.upper_bound", high)
+    found = []
+    if draft.theirs(f"{theirs}_mode") == "mask":
+        least = draft.theirs(f"{theirs}_threshold_lower")
+        found.append(filter_of(level, 1 / high if least is None else float(least), high))
+    if veto:
+        found.append(filter_of("token", float(veto), NO_BOUND, whole_rows=True))
+    if found:
+        names = ("mode", "threshold", "threshold_lower", "veto_threshold")
+        keys = [f"{theirs}_{name}" for name in names if draft.has(f"{theirs}_{name}")]
+        draft.derive(keys, f"{ours}.filters", found)
 
 
 def _kl(kind: object) -> str:

@@ -602,19 +602,6 @@ def test_chatlearn(tmp_path: Path) -> None:
     assert config.val_sampling.top_k == 5 and not config.val_before_train
 
 
-def test_mindspeed(tmp_path: Path) -> None:
-    imported = convert("mindspeed", [FILES / "mindspeed.yaml"])
-    config = loaded(imported, tmp_path)
-    assert isinstance(config, RLVRConfig)
-    assert imported.exit_code == 0, report(imported)
-    assert (config.use_kl_loss, config.kl_loss_coef, config.add_token_level_kl) == (True, 0.001, False)
-    assert config.actor_train.global_train_batch_size == 64 and config.optimizer_steps_per_epoch == 1
-    assert config.actor_train.training_args.min_lr_ratio == pytest.approx(0.1)
-    assert [(entry.name, entry.weight) for entry in config.rewards["math"].verifiers] == [("math", 1), ("format", 0.5)]
-    assert config.pretrain == "./weights/hf"
-    assert {"actor_config.load", "megatron_training.data_path"} <= kinds(imported, Kind.TO_DO)
-
-
 @pytest.mark.parametrize(
     ("system", "file", "words", "trusted"),
     [
@@ -697,6 +684,9 @@ def test_a_reward_model_of_verl_is_trusted_by_itself() -> None:
         ("roll", FILES / "roll" / "run" / "agentic.yaml", "train_env_manager.tags=[Shop]"),
         ("chatlearn", FILES / "chatlearn.yaml", "models.policy_trainer.moe_router_force_load_balancing=true"),
         ("mindspeed", FILES / "mindspeed.yaml", "rl_config.blocking=false"),
+        ("mindspeed", FILES / "mindspeed.yaml", "rl_config.multi_turn_enable=true"),
+        ("mindspeed", FILES / "mindspeed.yaml", "rl_config.a_switch_of_nobody=true"),
+        ("verl", SCRIPT, "actor_rollout_ref.actor.optim.a_rate_of_nobody=1"),
     ],
 )
 def test_what_changes_results_is_impossible(system: str, file: Path, word: str) -> None:
@@ -764,9 +754,12 @@ def test_a_file_of_roll_is_told_what_is_wrong_and_the_command(capsys: pytest.Cap
     assert "rewards.sums.model_args" in err and "roll import roll" in err
 
 
-def test_devices_of_mindspeed_on_several_nodes(tmp_path: Path) -> None:
-    words = ["rl_config.actor_resource.num_npus=16", "rl_config.verifier_function=[acc_for_ppo]"]
-    imported = convert("mindspeed", [FILES / "mindspeed.yaml"], words)
+def test_a_model_of_roll_has_one_configuration(tmp_path: Path) -> None:
+    options = "actor_infer.strategy_args.strategy_config"
+    words = ["actor_train.model_args.model_config_kwargs.rope_theta=5000.0", f"{options}.max_num_seqs=8"]
+    words += ["actor_infer.strategy_args.strategy_name=vllm", "checkpoint_config.async_upload=false"]
+    imported = convert("roll", [FILES / "roll" / "run" / "rlvr.yaml"], words)
+    assert not {problem.path for problem in imported.problems}, imported.problems
     config = loaded(imported, tmp_path)
-    assert (config.num_nodes, config.actor_train.num_devices) == (2, 16)
-    assert "rl_config.verifier_function" not in kinds(imported, Kind.IMPOSSIBLE)
+    assert config.actor_infer.model_args.model_config_kwargs == {"rope_theta": 5000.0}
+    assert config.max_running_requests == 8

@@ -194,3 +194,9 @@ def test_the_time_is_no_part_of_a_name() -> None:
 def test_processes_that_only_a_shell_can_count() -> None:
     found = read_script("torchrun --nnodes=$(nproc) --nproc_per_node=4 -m verl.trainer.sft_trainer a=1", "verl_sft")
     assert list(found.unread) == ["trainer.nnodes"] and "trainer.n_gpus_per_node=4" in found.overrides
+
+
+def test_a_loop_whose_do_stands_right_behind_its_values() -> None:
+    loop = 'rates=(1e-3 1e-4)\nfor rate in "${rates[@]}";do\nif [ "$A" = b ];then\nX=1;fi'
+    text = f"{loop}\n{RUN} a=${{rate}}\\\n  b=2\ndone"
+    assert words(text) == ["a=1e-3", "b=2"]

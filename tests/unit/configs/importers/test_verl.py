@@ -90,3 +90,46 @@ def test_links_in_a_name_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("JOB", "j7")
     _, config = imported(tmp_path, old='"a run"', new='"a run-$JOB"')
     assert config.exp_name == "a_run-j7"
+
+
+@pytest.mark.parametrize("low", [1.5, 10])
+def test_a_lower_bound_that_no_ratio_reaches(low: float, tmp_path: Path) -> None:
+    words = [f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low={low}", f"{ACTOR}.clip_ratio_high=0.2"]
+    result, config = imported(tmp_path, *words)
+    assert not impossible(result)
+    assert (config.cispo_epsilon_low, config.cispo_epsilon_high, config.pg_clip_low) == (1.0, 0.2, 1.0)
+
+
+def test_a_sum_of_tokens_is_divided_by_the_width_of_answers(tmp_path: Path) -> None:
+    word = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
+    _, config = imported(tmp_path, word)
+    assert config.loss_agg_norm == config.response_length
+    _, config = imported(tmp_path, word, f"{ACTOR}.loss_scale_factor=100")
+    assert config.loss_agg_norm == 100
+
+
+def test_weights_and_masks_of_a_release_between(tmp_path: Path) -> None:
+    key = "algorithm.rollout_is"
+    words = [f"{key}=true", f"{key}_threshold=2.0", f"{key}_level=sequence"]
+    result, config = imported(tmp_path, *words)
+    weight = config.train_infer_correction.is_weight
+    assert (weight.enabled, weight.weight_type, weight.upper_bound) == (True, "sequence", 2.0)
+    assert not config.train_infer_correction.filters and not impossible(result)
+    words = [f"{key}_threshold=4.0", f"{key}_mode=mask", f"{key}_veto_threshold=1e-4"]
+    _, config = imported(tmp_path, *words)
+    mask, veto = config.train_infer_correction.filters
+    assert (mask.agg_type, mask.ratio_low, mask.ratio_high) == ("token", 0.25, 4.0)
+    assert (veto.ratio_low, veto.whole_rows) == (1e-4, True)
+    assert not config.train_infer_correction.is_weight.enabled
+
+
+@pytest.mark.parametrize(("bound", "told"), [("3.0", True), ("10000.0", False)])
+def test_the_cut_of_the_weights_of_dppo_is_told(bound: str, told: bool, tmp_path: Path) -> None:
+    words = [f"{ACTOR}.policy_loss.loss_mode=dppo_tv", f"{ACTOR}.clip_ratio_c={bound}"]
+    result, _ = imported(tmp_path, *words)
+    assert (f"{ACTOR}.clip_ratio_c" in impossible(result)) is told
+
+
+def test_a_text_where_a_number_belongs_is_told(tmp_path: Path) -> None:
+    result, config = imported(tmp_path, f"{ROLLOUT}.n=many")
+    assert impossible(result) == {f"{ROLLOUT}.n"} and config.num_return_sequences_in_group == 1

@@ -1,0 +1,65 @@
+"""MindSpeed RL's files: what becomes of stages, roles and devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll.configs.compose import compose_config
+from roll.configs.importers.convert import Imported, convert
+from roll.configs.importers.draft import Kind
+from roll.configs.importers.report import report
+from roll.configs.loader import load_composed
+from roll.configs.rlvr import RLVRConfig
+
+FILE = Path(__file__).parent / "files" / "mindspeed.yaml"
+
+
+def loaded(imported: Imported, tmp_path: Path) -> RLVRConfig:
+    """The result as ``roll train`` would read it."""
+    (tmp_path / "mine.yaml").write_text(imported.text)
+    config = load_composed(imported.schema, "mine", compose_config("mine", tmp_path, ()))
+    assert isinstance(config, RLVRConfig)
+    return config
+
+
+def kinds(imported: Imported, kind: Kind) -> set[str]:
+    return {outcome.key for outcome in imported.outcomes if outcome.kind == kind}
+
+
+def test_a_policy_and_its_reference(tmp_path: Path) -> None:
+    imported = convert("mindspeed", [FILE])
+    config = loaded(imported, tmp_path)
+    assert imported.exit_code == 0, report(imported)
+    assert (config.use_kl_loss, config.kl_loss_coef, config.add_token_level_kl) == (True, 0.001, False)
+    assert config.actor_train.global_train_batch_size == 64 and config.optimizer_steps_per_epoch == 1
+    assert config.actor_train.training_args.min_lr_ratio == pytest.approx(0.1)
+    assert [(entry.name, entry.weight) for entry in config.rewards["math"].verifiers] == [("math", 1), ("format", 0.5)]
+    assert config.pretrain == "./weights/hf"
+    assert {"actor_config.load", "megatron_training.data_path"} <= kinds(imported, Kind.TO_DO)
+
+
+def test_devices_on_several_nodes(tmp_path: Path) -> None:
+    words = ["rl_config.actor_resource.num_npus=16", "rl_config.verifier_function=[acc_for_ppo]"]
+    imported = convert("mindspeed", [FILE], words)
+    config = loaded(imported, tmp_path)
+    assert (config.num_nodes, config.actor_train.num_devices) == (2, 16)
+    assert "rl_config.verifier_function" not in kinds(imported, Kind.IMPOSSIBLE)
+
+
+def test_a_critic(tmp_path: Path) -> None:
+    words = ["megatron_training.stage=ray_ppo", "rl_config.adv_estimator=gae", "rl_config.cliprange_value=0.3"]
+    words += ["critic_config.lr=5.0e-6", "critic_config.tensor_model_parallel_size=4", "critic_config.adam_beta2=0.9"]
+    imported = convert("mindspeed", [FILE], words)
+    config = loaded(imported, tmp_path)
+    assert config.critic is not None
+    assert imported.exit_code == 0, report(imported)
+    arguments = config.critic.training_args
+    assert (arguments.learning_rate, arguments.adam_beta2) == (5e-6, 0.9)
+    assert (config.value_clip, config.whiten_advantages) == (0.3, True)
+    assert config.critic.strategy_args.strategy_config["tensor_model_parallel_size"] == 4
+    assert config.critic.global_train_batch_size == config.actor_train.global_train_batch_size
+    apart = [*words, "rl_config.use_integrated_worker=false", "rl_config.critic_resource.num_npus=4"]
+    config = loaded(convert("mindspeed", [FILE], apart), tmp_path)
+    assert config.critic is not None and config.critic.device_mapping == [8, 9, 10, 11] and config.num_nodes == 2
