@@ -157,6 +157,10 @@ def _engine(draft: Draft, role: str) -> None:
     ):
         draft.derive(f"{base}.max_grad_norm", "max_grad_norm", norm)
     _precision(draft, role)
+    if (reduced := draft.theirs(f"{base}.reduce_dtype")) is not None and (
+        reduced in ("fp32", "float32") or draft.get(f"{base}.fsdp_size") != 1
+    ):
+        draft.derive(f"{base}.reduce_dtype", f"{base}.reduce_dtype", reduced)
     if name in ("vllm", "sglang"):
         size = next(
             (

@@ -18,6 +18,14 @@ ENTRIES = {
     "roll": re.compile(r"(?:^|/)start_\w+_pipeline\.py$"),
 }
 """The program that each system's scripts start."""
+_PROGRAMS = {
+    "verl": "verl.trainer.main_ppo",
+    "verl_sft": "verl.trainer.sft_trainer",
+    "chatlearn": "entrypoint.py",
+    "mindspeed": "train_grpo.py",
+    "roll": "start_rlvr_pipeline.py",
+}
+"""One of them by name, for a message."""
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _DECLARES = ("export", "local", "readonly", "declare", "typeset")
@@ -71,7 +79,7 @@ def read_script(text: str, system: str, script: str = "run.sh") -> Script:
     if not reader.found:
         reader.read_functions()
     if not reader.found:
-        raise ScriptError(f"no command that starts a program of {system}, such as {ENTRIES[system].pattern}")
+        raise ScriptError(f"no command that starts a program of {system}, such as {_PROGRAMS[system]}")
     first = next((each for each in reader.found if each.overrides), reader.found[0])
     if reader.branches.guessed:
         guessed = "the script has branches that only a shell can choose, or loops"

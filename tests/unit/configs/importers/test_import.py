@@ -763,3 +763,13 @@ def test_a_model_of_roll_has_one_configuration(tmp_path: Path) -> None:
     config = loaded(imported, tmp_path)
     assert config.actor_infer.model_args.model_config_kwargs == {"rope_theta": 5000.0}
     assert config.max_running_requests == 8
+
+
+def test_fsdp2_of_roll(tmp_path: Path) -> None:
+    options = "actor_train.strategy_args.strategy_config"
+    words = ["actor_train.strategy_args.strategy_name=fsdp2_train", f"{options}={{fsdp_size: 1, reduce_dtype: bf16}}"]
+    words += [f"{options}.offload_policy=false", "max_tokens_per_step=128"]
+    imported = convert("roll", [FILES / "roll" / "run" / "agentic.yaml"], words)
+    assert not {problem.path for problem in imported.problems}, imported.problems
+    assert "max_tokens_per_step" not in kinds(imported, Kind.IMPOSSIBLE)
+    assert loaded(imported, tmp_path).actor_train.strategy_args.strategy_config.get("reduce_dtype") is None
