@@ -67,7 +67,7 @@ MEASURED = """
 
 Example files of the systems' own repositories, and of forks of them, drawn by chance. *Validates*: nothing is left to
 edit but paths (and, for GEM's environments, a package to install). *Whole*: besides, no key is impossible. Measured on
-23 November 2026.
+23 and 24 November 2026.
 
 | files | drawn | validate | whole |
 |---|---|---|---|
@@ -77,9 +77,17 @@ edit but paths (and, for GEM's environments, a package to install). *Whole*: bes
 | ROLL: all of these now | 52 | 45 (87 %) | 36 |
 | verl's launch scripts (PPO, GRPO, RLOO, LoRA, Megatron, multi-turn, SFT) at first sight | 21 | 19 (90 %) | 14 |
 | verl: the same now | 21 | 21 (100 %) | 15 |
+| ROLL: another draw (Ascend, FP8, Qwen3.8, a judge of somebody's own, Atropos) at first sight | 5 | 2 (40 %) | 0 |
+| ROLL: the same now | 5 | 4 (80 %) | 1 |
+| verl: scripts of its users, and newer examples, at first sight | 11 | 7 (64 %) | 4 |
+| verl: the same now | 11 | 9 (82 %) | 5 |
+| ChatLearn's scripts, with `num_device` in the environment | 2 | 2 (100 %) | 2 |
+| MindSpeed RL (PPO; DAPO of several turns) at first sight | 2 | 1 (50 %) | 0 |
+| MindSpeed RL: the same now | 2 | 2 (100 %) | 1 |
 
 What does not validate names an environment that only its own repository has (WebShop, agents in a sandbox, datasets
-behind GEM's interface), generates without training, or asks for `gae` without a critic. What validates and is not
+behind GEM's interface; Atropos), generates without training, asks for `gae` without a critic, for an estimator of
+its own repository, or is verl's fully asynchronous trainer. What validates and is not
 whole: pictures, which no model here sees, rewards that need them, fp16, quantisation by another vLLM, tools named in a
 file of verl's. Options that no engine or environment here has are left out, and told as impossible.
 """
