@@ -7,7 +7,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -294,7 +294,19 @@ def _complete_overrides(prefix: str, parsed_args: argparse.Namespace, **_: Any) 
             if not given:
                 yield f"{path}="
             elif path == key:
-                yield from (f"{path}={choice}" for choice in choices(field.annotation))
+                yield from (f"{path}={choice}" for choice in choices(field.annotation) or _registered(key))
+
+
+def _registered(key: str) -> Iterable[str]:
+    """The names that a key takes beside a path of the user's."""
+    from roll.configs.algorithm_names import ADV_ESTIMATORS, PG_VARIANTS
+    from roll.configs.engines import strategy_names
+    from roll.tracking import TRACKERS
+
+    if key.endswith("strategy_args.strategy_name"):
+        return strategy_names()
+    names = {"adv_estimator": ADV_ESTIMATORS, "pg_variant": PG_VARIANTS, "track_with": TRACKERS.names()}
+    return names.get(key, ())
 
 
 if __name__ == "__main__":

@@ -150,6 +150,7 @@ def test_completion_offers_configurations_groups_and_keys(tmp_path):
     assert any("max_steps=" in each for each in offered("roll train rlvr_math max_st"))
     assert any("train=megatron" in each for each in offered("roll train rlvr_math tra"))
     assert {"async_save=true", "async_save=false"} == offered("roll train rlvr_math async_save=")
+    assert {"pg_variant=dppo_kl", "pg_variant=dppo_tv"} == offered("roll train rlvr_math pg_variant=dp")
     assert any("max_steps" in each for each in offered("roll explain max_st"))
 
 
