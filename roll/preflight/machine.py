@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from roll.configs.engines.card import EngineCard, missing_package
 from roll.configs.pipeline import PipelineConfig
@@ -36,6 +37,16 @@ def check_machine(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem("profiler.nsight", config.profiler.nsight, expected)
     yield from _plug_in_problems(config)
     yield from _device_problems(config)
+    yield from _output_problems(config)
+
+
+def _output_problems(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """The run's folder is there, or can be made."""
+    folder = Path(config.output_dir).expanduser()
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        hint = f"{nearest} is {'not writable' if nearest.is_dir() else 'no folder'}"
+        yield ConfigProblem("output_dir", config.output_dir, "a folder that is there or can be made", hint)
 
 
 def _device_problems(config: PipelineConfig) -> Iterator[ConfigProblem]:

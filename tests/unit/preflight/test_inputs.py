@@ -19,6 +19,7 @@ from roll.configs.rlvr import RLVRConfig
 from roll.configs.shipped import SHIPPED
 from roll.preflight import inputs
 from roll.preflight.inputs import HEAD, check_data, check_hub
+from roll.preflight.machine import check_machine
 
 Load = Callable[..., RLVRConfig]
 TRAIN, VAL = "actor_train.data_args", "validation.data_args"
@@ -168,3 +169,14 @@ def test_offline_nothing_is_asked(load: Load, hub: list[str], monkeypatch: pytes
     (line,), problems = check_hub(load("pretrain=org/nowhere"))
     assert line.endswith("not checked: HF_HUB_OFFLINE is set")
     assert not problems and not hub
+
+
+@pytest.mark.parametrize("folder", ["taken", "taken/below"])
+def test_an_output_folder_that_cannot_be_made_is_told_before_the_run(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    (tmp_path / "taken").write_text("")
+    monkeypatch.chdir(tmp_path)
+    (problem,) = (each for each in check_machine(load(f"output_dir={folder}")) if each.path == "output_dir")
+    assert "taken is no folder" in problem.hint
+    assert not [each for each in check_machine(load("output_dir=new/er")) if each.path == "output_dir"]
