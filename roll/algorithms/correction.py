@@ -23,7 +23,7 @@ from roll.data.batch import Batch
 
 @dataclass(frozen=True)
 class Levels:
-    """Which sampled tokens belong together; all on one device."""
+    """Groups of sampled tokens that belong together, by row and by turn; all on one device."""
 
     row_M: Tensor
     """int64: the row of each token."""
@@ -150,7 +150,7 @@ def mismatch_metrics(batch: Batch) -> dict[str, float]:
 
 
 def mismatch_by_lag(batch: Batch, version: int, config: TrainInferCorrectionConfig) -> dict[str, float]:
-    """How far the policy has moved from the versions that sampled the tokens, and what that costs, by their age.
+    """Measures how far the policy has moved from the versions that sampled the tokens, and the cost, by their age.
 
     Args:
         batch: With ``rollout_versions_T``.

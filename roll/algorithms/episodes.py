@@ -20,7 +20,7 @@ _BLOCK = 64  # elements per block of a recurrence: the fastest of 32 … 1024 on
 
 @dataclass(frozen=True)
 class Episodes:
-    """Where turns and episodes begin and end: turn k has the tokens ``token_M[first_K[k] : last_K[k] + 1]``."""
+    """Bounds of turns and episodes: turn k has the tokens ``token_M[first_K[k] : last_K[k] + 1]``."""
 
     token_M: Tensor
     """int64: index into T. Episodes follow one another; within one, turns and tokens are in order of time."""

@@ -61,6 +61,6 @@ def telling_pairs(batch: Batch) -> Tensor:
 
 
 def _same(batch: Batch, row: int) -> bool:
-    """Whether a row and the next have the same tokens."""
+    """Tells whether a row and the next have the same tokens."""
     first, second = (batch.tokens_T[batch.token_index([number])] for number in (row, row + 1))
     return torch.equal(first, second)

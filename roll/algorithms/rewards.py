@@ -34,7 +34,7 @@ _SCOPE_OF_GROUPING: dict[str, Scope] = {"state": "group", "batch": "batch", "ind
 
 @dataclass(frozen=True)
 class ScoreNormaliser:
-    """Which scores give the mean that is subtracted and the standard deviation that is divided by; ``None``: neither.
+    """Scopes of the mean that is subtracted and of the standard deviation that is divided by; ``None``: neither.
 
     The divisor is ``std + 1e-6``, or 1 where the scores do not differ.
     """

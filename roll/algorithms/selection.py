@@ -266,7 +266,7 @@ def _sampled_lengths(batch: Batch) -> Tensor:
 
 
 def _position(values_B: Tensor, counts_B: Tensor) -> Tensor:
-    """Where each value lies between the least (0) and the greatest (1) of those that count; 0.5 if all are equal."""
+    """Place of each value between the least (0) and the greatest (1) of those that count; 0.5 if all are equal."""
     counted = values_B[counts_B]
     if len(counted) == 0 or counted.max() == counted.min():
         return torch.full_like(values_B, 0.5)

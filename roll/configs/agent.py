@@ -18,7 +18,7 @@ _OF_COMMANDS = ("env", "cwd", "template", "sandbox", "verify")
 
 
 class AgentSandboxConfig(Config):
-    """What a command may use and see in the sandbox."""
+    """Limits of a command in the sandbox: what it may use and see."""
 
     memory_mb: int = Field(default=2048, ge=64, description="Memory of all its processes together.")
     cpu_seconds: int = Field(default=600, ge=1, description="CPU time of each process.")

@@ -313,12 +313,12 @@ class AlgorithmConfig(Config):
 
     @property
     def bypasses_old_logprobs(self) -> bool:
-        """Whether the old policy of the loss is the one that sampled."""
+        """Tells whether the old policy of the loss is the one that sampled."""
         return self.train_infer_correction.bypass
 
     @property
     def leaves_rollouts_unscored(self) -> bool:
-        """Whether the training engine says nothing of a rollout before it is trained."""
+        """Tells whether the training engine says nothing of a rollout before it is trained."""
         return self.bypasses_old_logprobs or self.force_disable_old_logprobs_recompute
 
     @property

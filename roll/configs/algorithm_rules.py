@@ -165,7 +165,7 @@ def _name_problems(config: AlgorithmConfig, key: str, known: tuple[str, ...]) ->
 
 
 def _unscored_problems(config: AlgorithmConfig) -> Iterator[ConfigProblem]:
-    """What reads log-probabilities of the training engine before the update, where it computes none."""
+    """Finds keys that need log-probabilities of the training engine before the update, where it computes none."""
     if not config.force_disable_old_logprobs_recompute:
         return
     key, expected = "force_disable_old_logprobs_recompute", "false"

@@ -93,7 +93,7 @@ def _compose(name: str, config_path: Path) -> DictConfig:
 
 
 def _uncomposable(name: str, folder: Path, error: Exception) -> ConfigProblem:
-    """Why a file, or one that it includes, makes no configuration."""
+    """The reason why a file, or one that it includes, makes no configuration."""
     path, missing = f"{name}.yaml", getattr(error, "missing_cfg_file", None)
     if isinstance(missing, str):
         names = config_names(folder) + config_names(SHIPPED)

@@ -37,7 +37,7 @@ RENDERED = frozenset(
 
 
 class DatasetFilterConfig(Config):
-    """Which rows of the dataset are used."""
+    """Conditions under which a row of the dataset is used."""
 
     source: str | list[str] | None = Field(
         default=None, description="Keeps rows whose `source_column` is this, or one of these. null: all."

@@ -20,7 +20,7 @@ def check_teacher(config: DistillConfig) -> list[ConfigProblem]:
 
 
 def check_starts(config: DistillConfig) -> Iterator[ConfigProblem]:
-    """What is taught on the spot is tiny, and is measured by its answers."""
+    """Checks that what is taught on the spot is tiny, and is measured by its answers."""
     if config.teacher_pretrain == TINY and not config.teacher_warm_start.file_name:
         expected = "demonstrations to teach a tiny teacher with"
         yield ConfigProblem("teacher_warm_start.file_name", NOTHING, expected, involves=("teacher_pretrain",))

@@ -1,4 +1,4 @@
-"""How far a model is from its teacher, over the vocabulary: the keys of ``roll.algorithms.divergences``."""
+"""Divergence of a model from its teacher, over the vocabulary: the keys of ``roll.algorithms.divergences``."""
 
 from __future__ import annotations
 

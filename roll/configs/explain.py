@@ -1,4 +1,4 @@
-"""What there is to know of a key, by the configuration classes and the tables of other systems."""
+"""Facts about a key, from the configuration classes and the tables of other systems."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Foreign:
-    """What another system calls a key, or calls by its name."""
+    """Key of another system that means one of ours, or has its name."""
 
     system: str
     row: Row
@@ -119,7 +119,7 @@ def explain(word: str, schemas: Schemas, parts: Sequence[Part]) -> Explanation:
 
 
 def elsewhere(key: Key) -> list[Foreign]:
-    """What other systems call a key."""
+    """Keys of other systems that mean one of ours."""
     return [Foreign(system, row) for system in SYSTEMS for row in rows(system) if _means(row.here, key)]
 
 
@@ -173,7 +173,7 @@ def _same(part: str, name: str) -> bool:
 
 
 def _ends(place: str, path: Sequence[str]) -> bool:
-    """Whether a path ends as another does, which says at least the key's own name."""
+    """Tells whether a path ends as another does, which says at least the key's own name."""
     parts = place.split(".")
     if len(path) > len(parts) or parts[-1] != path[-1]:
         return False
@@ -191,7 +191,7 @@ def _calls(row: Row, path: Sequence[str]) -> bool:
 
 
 def _means(target: str, key: Key) -> bool:
-    """Whether the tables mean a key by what they write; not by what stands for all below a section."""
+    """Tells whether the tables mean a key by what they write; not by what stands for all below a section."""
     last = target.rpartition(".")[2]
     if last == "**" or (last != key.name and not last.startswith("<")):
         return False

@@ -176,7 +176,7 @@ _PIPELINES = {
 
 
 def _elsewhere(schema: type[Config], path: Sequence[str | int]) -> str | None:
-    """Where a key of this name is known: in the same role, else where it is read, else among an engine's options."""
+    """Hint at a key of this name: in the same role, else where it is read, else among an engine's options."""
     name, role = str(path[-1]), f"{path[0]}."
     paths = [known for known, _ in leaf_paths(schema) if known.rpartition(".")[2] == name]
     if name in paths:

@@ -1,4 +1,4 @@
-"""What the pipelines share that train on a fixed set of samples: SFT, preferences, reward models."""
+"""Keys that the pipelines share which train on a fixed set of samples: SFT, preferences, reward models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OfflineConfig(PromptsConfig):
 
     @property
     def sample(self) -> str:
-        """What a sample is called."""
+        """Noun for a sample."""
         return "conversation"
 
     @property

@@ -18,7 +18,7 @@ TINY = "tiny"
 
 
 class RayInitConfig(Config):
-    """Which Ray cluster the run joins, or how it starts its own."""
+    """Ray cluster that the run joins, or settings of one that it starts."""
 
     address: str | None = Field(
         default=None,
@@ -40,7 +40,7 @@ PARTS: tuple[Part, ...] = ("model", "optimizer", "rng")
 
 
 class CheckpointConfig(Config):
-    """Where checkpoints are written, and what they hold."""
+    """Place and contents of checkpoints."""
 
     type: Literal["file_system"] = Field(default="file_system", description="Kind of storage.")
     output_dir: str | None = Field(
@@ -281,12 +281,12 @@ class PipelineConfig(RunConfig):
 
     @property
     def divergence(self) -> DivergenceConfig | None:
-        """How the policy is compared with a teacher over the vocabulary; ``None``: it is not."""
+        """Divergence by which the policy is compared with a teacher over the vocabulary; ``None``: it is not."""
         return None
 
     @property
     def aligns_teacher(self) -> bool:
-        """Whether the teacher reads the policy's text in tokens of its own."""
+        """Tells whether the teacher reads the policy's text in tokens of its own."""
         return False
 
     @property
@@ -296,12 +296,12 @@ class PipelineConfig(RunConfig):
 
     @property
     def marks_hits(self) -> bool:
-        """Whether the trained model tells which tokens are its first choice: the accuracy of imitation."""
+        """Tells whether the trained model marks the tokens that are its first choice: the accuracy of imitation."""
         return False
 
     @property
     def sums_squares(self) -> bool:
-        """Whether the trained model tells the sums of squared probabilities of what it scores."""
+        """Tells whether the trained model gives the sums of squared probabilities of what it scores."""
         return False
 
     @property
@@ -311,7 +311,7 @@ class PipelineConfig(RunConfig):
 
     @property
     def trains_scores(self) -> bool:
-        """Whether the trained model is a reward model: it gives scores, not tokens."""
+        """Tells whether the trained model is a reward model: it gives scores, not tokens."""
         return False
 
     @property
@@ -345,7 +345,7 @@ class PipelineConfig(RunConfig):
         return self.pretrain
 
     def trusts(self, role: str) -> bool:
-        """Whether Python files that come with a role's model may run; the policy's tokenizer is actor_train's."""
+        """Tells whether Python files of a role's model may run; the policy's tokenizer is actor_train's."""
         worker = self.section_of(role)
         return worker is not None and worker.model_args.trust_remote_code
 

@@ -1,4 +1,4 @@
-"""What a policy learns from preferences: the keys of the losses in ``roll.algorithms.preferences``."""
+"""Learning from preferences: the keys of the losses in ``roll.algorithms.preferences``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
 
 
 class PairColumns(Config):
-    """Where a row of the dataset has its two answers. Columns may be dotted paths."""
+    """Columns of the dataset that hold a row's two answers. They may be dotted paths."""
 
     chosen: str = Field(
         default="chosen",
@@ -47,7 +47,7 @@ class PairColumns(Config):
 
 
 class AnswerColumns(PairColumns):
-    """Where a row of the dataset has its answers. Columns may be dotted paths."""
+    """Columns of the dataset that hold a row's answers. They may be dotted paths."""
 
     label: str = Field(
         default="label",

@@ -100,7 +100,7 @@ def show(value: object) -> str:
 
 
 def pattern_problems(key: str, pattern: str | None, groups: int = 1) -> Iterator[ConfigProblem]:
-    """Why the regular expression at ``key`` cannot be used; ``groups`` is how many it must have."""
+    """Reasons why the regular expression at ``key`` cannot be used; ``groups`` is how many it must have."""
     try:
         if pattern is not None and re.compile(pattern).groups < groups:
             yield ConfigProblem(key, pattern, "a group around the answer, as in <answer>(.*?)</answer>")

@@ -1,4 +1,4 @@
-"""What of a run is recorded in detail, for finding out where its time and its memory go."""
+"""Parts of a run that are recorded in detail, for finding out where its time and its memory go."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class RewardLossConfig(Config):
 
 
 class RewardColumns(PairColumns):
-    """Where a row of the dataset has its answers and what they are worth. Columns may be dotted paths."""
+    """Columns of the dataset that hold a row's answers and what they are worth. They may be dotted paths."""
 
     score: str = Field(
         default="score",

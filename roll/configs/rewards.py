@@ -27,7 +27,7 @@ class VerifierConfig(Config):
 
 
 class RewardFilterConfig(Config):
-    """Which groups are worth training on, by their scores, or by a function of yours."""
+    """Filter for the groups that are worth training on, by their scores, or by a function of yours."""
 
     type: Literal["no_filter", "mean_filter", "std_filter"] = Field(
         default="no_filter",

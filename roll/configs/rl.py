@@ -137,7 +137,7 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
 
     @property
     def group_filters(self) -> dict[str, RewardFilterConfig]:
-        """Which groups are trained, by the key of the section that says so."""
+        """Filters of the groups to train on, by the key of their section."""
         return {}
 
     @property
@@ -147,12 +147,12 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
 
     @property
     def samples_in_words(self) -> str:
-        """Where ``trained_per_step`` comes from, for messages."""
+        """Origin of ``trained_per_step`` in words, for messages."""
         return f"rollout_batch_size = {self.rollout_batch_size}"
 
     @property
     def trained_per_step(self) -> int:
-        """What a step trains on: its samples, or pairs of them."""
+        """Number of samples, or of pairs of them, that a step trains on."""
         return self.samples_per_step
 
     @property
@@ -172,12 +172,12 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
 
     @property
     def overlaps(self) -> bool:
-        """Whether rollouts go on beside training."""
+        """Tells whether rollouts go on beside training."""
         return self.async_generation_ratio > 0
 
     @property
     def learns_from_any_policy(self) -> bool:
-        """Whether no loss asks which policy sampled what it learns from: there is no policy gradient."""
+        """Tells whether no loss asks which policy sampled what it learns from: there is no policy gradient."""
         return not self.estimates_advantages and self.divergence is not None
 
     @property
@@ -191,14 +191,14 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
 
     @property
     def window(self) -> int:
-        """How many draws from the oldest one under way on a step may choose its groups from."""
+        """Number of draws, from the oldest one under way on, that a step may choose its groups from."""
         if self.extra_groups:  # the first that finish
             return self.groups_per_step + self.groups_ahead
         return max(1, math.floor(self.rollout_window * (self.groups_per_step + self.groups_ahead)))
 
     @property
     def max_lag(self) -> int:
-        """How many steps before the step that takes it a group may have been started."""
+        """Most steps between the start of a group and the step that takes it."""
         if not self.overlaps:
             return 0
         return min(self.max_steps - 1, math.ceil((self.groups_ahead + self.window - 1) / self.groups_per_step))
@@ -239,7 +239,7 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
 
     @property
     def why_reference(self) -> str:
-        """What compares the policy with the reference, for messages."""
+        """Term that compares the policy with the reference, for messages."""
         return "a KL term"
 
     @property
@@ -288,7 +288,7 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
 
     @property
     def refers_to_actor(self) -> bool:
-        """Whether the reference is the actor without its adapter."""
+        """Tells whether the reference is the actor without its adapter."""
         return self.uses_lora and self.reference_pretrain is None
 
     @property

@@ -62,12 +62,12 @@ class TaggedTeacherConfig(WorkerConfig):
     )
 
     def judges(self, tag: str) -> bool:
-        """Whether samples of a tag are its own."""
+        """Tells whether samples of a tag are its own."""
         return not self.tag_included or tag in self.tag_included
 
 
 class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
-    """What a teacher's opinion of the policy's own samples counts for."""
+    """Use of a teacher's opinion of the policy's own samples."""
 
     teachers: dict[str, TaggedTeacherConfig] = Field(
         default_factory=dict,
@@ -131,12 +131,12 @@ class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
 
     @property
     def estimates_advantages(self) -> bool:
-        """Whether rewards become advantages: not where the teacher's opinion is the whole of them."""
+        """Tells whether rewards become advantages: not where the teacher's opinion is the whole of them."""
         return not self.is_pure_opd or self.opd_form == "reward"
 
     @property
     def divergence(self) -> DivergenceConfig | None:
-        """How the policy is compared with the teacher over the vocabulary; ``None``: only at sampled tokens."""
+        """Divergence of the policy from the teacher over the vocabulary; ``None``: compared only at sampled tokens."""
         if self.teacher is None or self.opd_form != "loss":
             return None
         return DivergenceConfig.model_validate(self.model_dump(include=set(DivergenceConfig.model_fields)))

@@ -162,7 +162,7 @@ class ToolsConfig(Config):
         return self.model_copy(update={"use": use, "servers": servers})
 
     def reaches(self, tag: str) -> bool:
-        """Whether a prompt or environment of that tag has tools."""
+        """Tells whether a prompt or environment of that tag has tools."""
         entries: list[ToolConfig | McpServerConfig] = [*self.use.values(), *self.servers.values()]
         return any(entry.tags is None or tag in entry.tags for entry in entries)
 

@@ -11,7 +11,7 @@ from roll.configs.problems import ConfigProblem
 
 
 class SupervisedStartConfig(Config):
-    """How long to imitate demonstrations before reinforcement learning begins."""
+    """Supervised start: how long to imitate demonstrations before reinforcement learning begins."""
 
     min_success: float = Field(default=0.15, ge=0, le=1, description="Training goes on until success reaches this …")
     max_success: float = Field(

@@ -19,7 +19,7 @@ TURNS = "turns"
 
 @dataclass(frozen=True)
 class Answer:
-    """What was said."""
+    """Text of one answer, with what is known of its sampling."""
 
     text: str
     num_tokens: int = 0
@@ -48,7 +48,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class AnswerColumns:
-    """Where a row's parts stand. ``None``: wherever they usually are."""
+    """Columns of a row's parts. ``None``: wherever they usually are."""
 
     answers: str | None = None
     prompt: str | None = None

@@ -63,15 +63,15 @@ class ControlText:
         return self._hidden.sub(lambda found: (*self._texts, "")[int(found[1])], text)
 
     def count(self, text: str) -> int:
-        """How many control tokens a text of somebody's spells out."""
+        """Counts the control tokens that a text of somebody's spells out."""
         return len(self._control.findall(text))
 
     def hides(self, text: str) -> bool:
-        """Whether there is a stand-in in it."""
+        """Tells whether there is a stand-in in a text."""
         return self._nonce in text
 
     def first(self, text: str) -> int:
-        """Where the first control token of a rendered text begins, its length if there is none."""
+        """Index of the first control token of a rendered text, its length if there is none."""
         found = self._control.search(text)
         return found.start() if found else len(text)
 
@@ -98,7 +98,7 @@ class ControlText:
         return list(encoding.ids), list(encoding.offsets)
 
     def _fold(self) -> re.Pattern[str] | None:
-        """What control tokens look like once normalised, if the tokenizer looks for them there."""
+        """Pattern of control tokens as they look once normalised, if the tokenizer looks for them there."""
         normalizer = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "normalizer", None)
         texts = [text for text in self._texts if self._tokens[text].normalized]
         if normalizer is None or not texts:
@@ -106,7 +106,7 @@ class ControlText:
         return re.compile("|".join(re.escape(normalizer.normalize_str(text)) for text in texts))
 
     def _becomes_control(self, text: str) -> bool:
-        """Whether a text that spells no control token does once it is normalised."""
+        """Tells whether a text that spells no control token does once it is normalised."""
         assert self._folded is not None, "else there is nothing to become"
         return bool(self._folded.search(self._tokenizer.backend_tokenizer.normalizer.normalize_str(text)))
 

@@ -39,7 +39,7 @@ UNSCORED = "conversation"
 
 @dataclass(frozen=True)
 class ConversationReport:
-    """What became of the rows. ``str`` of it is one line for the log."""
+    """Counts of the rows by what became of them. ``str`` of it is one line for the log."""
 
     rows: int
     """Rows read."""
@@ -48,7 +48,7 @@ class ConversationReport:
     overlong: int
     """Conversations of more than ``limit`` tokens."""
     overflow: str
-    """What was done with those: ``sample_overflow``."""
+    """Treatment of those: ``sample_overflow``."""
     limit: int
     silent: int
     """Conversations whose cut lost all that the assistant says; they are left out."""
@@ -80,13 +80,13 @@ class Conversations:
     batch: Batch
     """The loss mask is 1 on what is learnt from."""
     questions: tuple[Prompt, ...]
-    """What the last answer of each sample replies to."""
+    """Questions that the samples' last answers reply to."""
     report: ConversationReport
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How answers to the questions will be scored."""
+    """Tags and columns by which answers to the questions will be scored."""
 
     tags: Collection[str]
     """Domains of the rewards."""
@@ -181,7 +181,7 @@ def _read(reading: Reading, scoring: Scoring | None) -> Iterator[ReadConversatio
 def row_question(
     row: Row, args: DataArguments, messages: tuple[Message, ...], scoring: Scoring | None, *read: str
 ) -> Prompt:
-    """What a row asks, with all that a verifier of the answer wants to know.
+    """Returns the question of a row, with all that a verifier of the answer wants to know.
 
     Args:
         scoring: see ``load_conversations``.

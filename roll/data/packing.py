@@ -62,7 +62,7 @@ class ModelInput:
     token_K: Tensor
     """int64: index of each loss token in the batch's T axis (ascending)."""
     attention: AttentionPlan | PackedSequences | None = None
-    """Who sees whom in a shared or packed row; ``None``: every row of a rectangle is causal."""
+    """Plan of who sees whom in a shared or packed row; ``None``: every row of a rectangle is causal."""
 
     def to(self, device: torch.device) -> ModelInput:
         """The same on ``device``."""

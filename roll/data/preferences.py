@@ -169,7 +169,7 @@ def row_pair(
 
 
 def row_label(values: Mapping[str, Any], column: str) -> bool:
-    """Whether the row's answer is good.
+    """Tells whether the row's answer is good.
 
     Raises:
         RowError: the label is neither true nor false, 1 nor 0.

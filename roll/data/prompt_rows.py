@@ -22,7 +22,7 @@ _MOST = float(np.finfo(np.float32).max)
 
 
 class RowError(ValueError):
-    """Why a row is no prompt; the caller knows where it stands."""
+    """Reason why a row is no prompt; the caller knows where it stands."""
 
 
 def lookup(values: Mapping[str, Any], column: str) -> Any:

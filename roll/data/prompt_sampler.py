@@ -87,7 +87,7 @@ class PromptSampler:
 
 
 class _Mixer:
-    """Which domain each draw is of. Blocks of draws are seeded by their number; their counts are summed as needed."""
+    """Domain of each draw. Blocks of draws are seeded by their number; their counts are summed as needed."""
 
     def __init__(self, probs: Sequence[float], seed: int) -> None:
         # The last bound is left out: whatever rounding leaves above the others is the last domain's.

@@ -218,7 +218,7 @@ def _placed(reading: Reading, allowed_tags: Collection[str] | None) -> list[_Pla
 
 @dataclass(frozen=True)
 class _Renderers:
-    """Who renders the prompts of which tag, and how long they may be."""
+    """Renderers of prompts, by tag, and the length that prompts may have."""
 
     general: ChatRenderer | None
     by_tag: Mapping[str, ChatRenderer]

@@ -33,7 +33,7 @@ class Reading:
     """``rows`` read and ``filtered`` out, and what a loader counts of the others."""
 
     def each(self, make: Callable[[Row], T]) -> Iterator[T]:
-        """What is made of the rows that ``dataset_filter`` keeps; others may be of another shape."""
+        """Yields what is made of the rows that ``dataset_filter`` keeps; others may be of another shape."""
         for row in self._rows():
             self.counts["rows"] += 1
             try:

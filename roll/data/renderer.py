@@ -247,22 +247,22 @@ class ChatRenderer:
 
     @cached_property
     def writes_tools(self) -> bool:
-        """Whether the template tells the assistant of tools."""
+        """Tells whether the template tells the assistant of tools."""
         return _PROBE in (self._try([_OPENING], [_PROBE_TOOL]) or "")
 
     @cached_property
     def writes_calls(self) -> bool:
-        """Whether the template writes the assistant's calls."""
+        """Tells whether the template writes the assistant's calls."""
         return any(_PROBE in (self._try(_probe_call(text)) or "") for text in (False, True))
 
     @cached_property
     def _joins_arguments(self) -> bool:
-        """Whether the template takes the arguments of calls as JSON texts alone."""
+        """Tells whether the template takes the arguments of calls as JSON texts alone."""
         return self._try(_probe_call(False)) is None and self._try(_probe_call(True)) is not None
 
     @cached_property
     def takes_system(self) -> bool:
-        """Whether the template takes a system message."""
+        """Tells whether the template takes a system message."""
         return self._try([{"role": "system", "content": "-"}, _OPENING]) is not None
 
     def _try(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> str | None:
@@ -275,7 +275,7 @@ class ChatRenderer:
             return None
 
     def tail(self, messages: Sequence[Message], tools: Sequence[Tool] | None = None) -> str:
-        """What the template writes behind an assistant's words when ``messages`` follow.
+        """Text that the template writes behind an assistant's words when ``messages`` follow.
 
         Raises:
             ValueError: it drops those words.
@@ -309,7 +309,7 @@ class ChatRenderer:
         return suffix
 
     def _is_closed(self, ids: IntArray, completion_ids: IntArray) -> bool:
-        """Whether the assistant has itself said the token that ``ids`` begin with, or another that ends its turn."""
+        """Tells whether the assistant itself said the token that ``ids`` begin with, or another that ends its turn."""
         if not len(ids) or not len(completion_ids):
             return False
         first, last = int(ids[0]), int(completion_ids[-1])

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 Runs: TypeAlias = tuple[tuple[int, int], ...]
 """Weight versions of a completion's tokens, in order: (version, how many tokens it sampled)."""
 Question: TypeAlias = "str | Sequence[Mapping[str, Any]]"
-"""What a judge is asked: a user's message, or a conversation that it answers."""
+"""Question to a judge: a user's message, or a conversation that it answers."""
 
 
 class FinishReason(enum.StrEnum):
-    """Why the engine stopped one completion."""
+    """Reason why the engine stopped one completion."""
 
     STOP = "stop"  # an end-of-sequence token or a stop string
     LENGTH = "length"  # max_new_tokens or the context is used up

@@ -42,7 +42,7 @@ class AttentionBlock:
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """Which tokens of the row attend to which."""
+    """Plan of attention in a row: which tokens attend to which."""
 
     blocks: tuple[AttentionBlock, ...]
     result_N: Tensor
@@ -179,7 +179,7 @@ def _cuts(batch: Batch) -> Tensor:
 
 
 def _common_prefix(batch: Batch, pair: Tensor) -> int:
-    """How many tokens two rows begin with alike."""
+    """Number of tokens that two rows begin with alike."""
     length = int(batch.lengths_B[pair].min())
     first, second = (batch.tokens_T[offset : offset + length] for offset in batch.offsets_B[pair].tolist())
     differs = (first != second).nonzero()

@@ -1,4 +1,4 @@
-"""What a teacher reads in place of a prompt: the question, with columns of its row that the policy is not shown."""
+"""Text that a teacher reads in place of a prompt: the question, with columns of its row hidden from the policy."""
 
 from __future__ import annotations
 

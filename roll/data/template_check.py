@@ -36,7 +36,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class TemplateReport:
-    """What is known of a template.
+    """Properties of a template, as far as they are known.
 
     Attributes:
         append_only: kinds of turns to whether all that stood before them stays as it was.
@@ -61,7 +61,7 @@ class TemplateReport:
 
     @property
     def why_no_dialect(self) -> str:
-        """What stands against a dialect, where none is known."""
+        """Reason against a dialect, where none is known."""
         return next((each.text for each in self.findings if each.name in ("refuses-calls", "unknown-dialect")), "")
 
     def page(self) -> str:
@@ -196,7 +196,7 @@ class _Check:
         return ", ".join(sorted(str(self._tokenizer.convert_ids_to_tokens(index)) for index in ids))
 
     def _growth(self) -> tuple[dict[str, bool], list[Finding]]:
-        """Whether what stood before a turn stays when it is followed, for kinds of turns."""
+        """Tells whether what stood before a turn stays when it is followed, for kinds of turns."""
         start, tool_start = self._start, [*self._start, _calls(), *_results()]
         twice = [*start, _says(), _user("and then?")]
         kinds: dict[str, tuple[bool, list[tuple[list[Message], Message, list[Message]]]]] = {
@@ -215,7 +215,7 @@ class _Check:
         return append_only, findings
 
     def _difference(self, before: list[Message], said: Message, after: list[Message], tools: bool) -> str:
-        """How the text before a turn changes, or what follows it is not what continues a sample; empty if neither."""
+        """Tells how the text before a turn changes, or that what follows does not continue a sample; else empty."""
         prompt, whole = self._try(before, tools, opens=True), self._try([*before, said, *after], tools, opens=True)
         for text in (prompt, whole):
             if isinstance(text, Exception):
@@ -265,13 +265,13 @@ class _Check:
         return Finding("problem", "unknown-dialect", text)
 
     def _said(self, prompt: str, whole: str) -> Iterator[str]:
-        """What an assistant may have said: what the history has beyond the prompt, white space at its end or not."""
+        """Yields what an assistant may have said: the history beyond the prompt, white space at its end or not."""
         before, ids = (self._tokenizer.encode(text, add_special_tokens=False) for text in (prompt, whole))
         said = np.asarray(ids[_same(before, ids) :], dtype=np.int64)
         yield from (self._renderer.decode_raw(said[: max(len(said) - spaces, 0)]) for spaces in range(3))
 
     def _losses(self) -> Iterator[Finding]:
-        """What the template leaves out of a history."""
+        """Finds what the template leaves out of a history."""
         start, more = self._start, [_user("and then?")]
         if not self._renderer.takes_system:
             yield Finding("note", "refuses-system", "the template takes no system message")
@@ -298,13 +298,13 @@ class _Check:
             yield Finding("note", "trims-words", "white space around the assistant's words is left out of a history")
 
     def _lacks(self, words: str, messages: list[Message]) -> bool:
-        """Whether words of the messages are not in their text; not so if the template refuses them."""
+        """Tells whether words of the messages are not in their text; not so if the template refuses them."""
         tools = any("tool_calls" in message for message in messages)
         rendered = self._try(messages, tools, opens=True)
         return isinstance(rendered, str) and words not in rendered
 
     def _parallel(self) -> Iterator[Finding]:
-        """Whether two calls may stand in one turn."""
+        """Checks whether two calls may stand in one turn."""
         one, two = (self._try([*self._start, _calls(n), *_results(n)], True, opens=True) for n in (1, 2))
         if isinstance(two, Exception):
             yield Finding("problem", "one-call-a-turn", f"two calls in one turn are refused ({_first(two)})")
@@ -312,7 +312,7 @@ class _Check:
             yield Finding("problem", "one-call-a-turn", "of two calls in one turn one is left out")
 
     def _around(self, opening: str) -> Iterator[Finding]:
-        """What the template writes beside messages."""
+        """Checks what the template writes beside messages."""
         whole = self._render([*self._start, _says(), _user("and then?")], opens=True)
         bos = self._tokenizer.bos_token
         if bos and bos in whole[len(bos) :]:

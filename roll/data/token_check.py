@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from roll.data.renderer import ChatRenderer, Message, Tool
 
 TokenCheck: TypeAlias = Literal["strict", "ignore_strippable", "disable"]
-"""What counts: every difference, differences of the text beyond white space, or none."""
+"""Differences that count: every one, those of the text beyond white space, or none."""
 TokenDifference: TypeAlias = Literal["white space", "other tokens", "reasoning", "rewritten", "refused"]
-"""Why ids differ: in white space alone; the same text in other tokens; the history lacks reasoning, or has an empty
-one; anything else, such as calls whose arguments are written anew; the template refuses the conversation, as some do
-answers to malformed calls and several calls of a turn."""
+"""Reason why ids differ: in white space alone; the same text in other tokens; the history lacks reasoning, or has an
+empty one; anything else, such as calls whose arguments are written anew; the template refuses the conversation, as
+some do answers to malformed calls and several calls of a turn."""
 
 _STRIPPABLE: tuple[TokenDifference, ...] = ("white space", "other tokens")
 _BEFORE, _BEHIND = 4, 12
@@ -31,7 +31,7 @@ def compare_tokens(
     tools: Sequence[Tool] | None = None,
     check: TokenCheck = "strict",
 ) -> TokenDifference | None:
-    """How a row that is trained differs from its conversation; ``None`` if it does not, or in nothing that counts.
+    """Difference of a row that is trained from its conversation; ``None`` if there is none, or none that counts.
 
     Args:
         messages: the whole conversation, the last of which is the assistant's.
@@ -66,7 +66,7 @@ def first_difference(
 
 
 def _reason(grown: str, whole: str) -> TokenDifference:
-    """Why two texts differ, the second of which may go on behind the first."""
+    """Reason why two texts differ, the second of which may go on behind the first."""
     if whole.startswith(grown):
         return "other tokens"
     if _SPACE.sub("", whole).startswith(_SPACE.sub("", grown)):

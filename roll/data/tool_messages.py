@@ -18,7 +18,7 @@ RESULT_START, RESULT_END = "<tool_response>", "</tool_response>"
 
 
 def is_plain(message: Message) -> bool:
-    """Whether a message is a role and a text, which need no care."""
+    """Tells whether a message is a role and a text, which need no care."""
     return isinstance(message.get("content"), str) and message["role"] != "tool" and "tool_calls" not in message
 
 
@@ -122,7 +122,7 @@ def without_tools(
 
 
 def describe(tools: Sequence[Tool]) -> str:
-    """What a system message says of tools in the Hermes form."""
+    """Words of a system message that tell of tools in the Hermes form."""
     schemas = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"

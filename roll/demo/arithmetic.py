@@ -49,7 +49,7 @@ class Problem:
 
     @property
     def prompt(self) -> str:
-        """What the policy is asked, such as ``47+85=``."""
+        """Question to the policy, such as ``47+85=``."""
         return f"{self.x}{self.operation}{self.y}="
 
     @property
@@ -101,7 +101,7 @@ def worked_solution(
 
 
 def is_held_out(x: int, y: int, share: float) -> bool:
-    """Whether the operands belong to validation: by a hash of the unordered pair, the same for every seed.
+    """Tells whether the operands belong to validation: by a hash of the unordered pair, the same for every seed.
 
     Args:
         y: the other; swapping the two changes nothing.

@@ -25,7 +25,7 @@ from roll.utils.seeding import derive_seed
 
 TAG = "products"
 PRINTED_NOTHING = "(it printed nothing)"
-"""What the Python tool says then."""
+"""Answer of the Python tool to a program that prints nothing."""
 
 Message: TypeAlias = dict[str, str]
 

@@ -70,7 +70,7 @@ class Untaught:
         self.model_path = str(init)
 
     def recipe(self) -> Mapping[str, Any]:
-        """What its weights depend on beside the model itself, JSON values."""
+        """JSON values that its weights depend on, beside the model itself."""
         return {}
 
     def weights(self, session: RunSession, roles: Roles, rollouts: Any) -> str:
@@ -84,7 +84,7 @@ class WarmStart(Untaught, Generic[RolesT]):
 
     @property
     def settings(self) -> SupervisedStartConfig:
-        """How long to learn, and the window of success to end in."""
+        """Length of learning, and the window of success to end in."""
         return self.config.warm_start
 
     @property
@@ -94,7 +94,7 @@ class WarmStart(Untaught, Generic[RolesT]):
 
     @abstractmethod
     def demonstrations(self, rollouts: RolesT) -> Batch:
-        """What to imitate: the tokens with loss mask 1. Made while the policy is being loaded."""
+        """Samples to imitate: the tokens with loss mask 1. Made while the policy is being loaded."""
 
     @abstractmethod
     def measurement(self, rollouts: RolesT) -> RolloutScheduler:
@@ -283,7 +283,7 @@ class TaughtStart(AnswersStart):
 
 
 def _folder(config: PipelineConfig, recipe: Mapping[str, Any]) -> Path:
-    """Where the model of this recipe lives: ``init`` (untrained) and ``warm`` below it."""
+    """Folder of this recipe's model: ``init`` (untrained) and ``warm`` below it."""
     full = {
         "version": RECIPE_VERSION,
         "seed": config.seed,

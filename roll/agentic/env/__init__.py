@@ -78,7 +78,7 @@ def make(env_type: str, /, **env_config: Any) -> TextEnv:
 
 
 def path_of(env_type: str) -> str:
-    """What another process, which knows no registered names, can make: ``package.module:Class`` or ``file.py:Class``.
+    """Path by which a process without the registered names makes it: ``package.module:Class`` or ``file.py:Class``.
 
     Raises:
         UnknownNameError: no such environment.
@@ -97,7 +97,7 @@ def names_actions(env_type: str) -> bool:
 
 
 def is_instant(env_type: str, env_config: Mapping[str, Any] = NO_KEYS) -> bool:
-    """Whether the class itself, and not one that it inherits from, says ``instant`` (see ``TextEnv``)."""
+    """Tells whether the class itself, and not one that it inherits from, says ``instant`` (see ``TextEnv``)."""
     if asks_judge(env_type):
         return False
     instant = getattr(_ENVS.get(env_type), "__dict__", {}).get("instant", False)
@@ -105,12 +105,12 @@ def is_instant(env_type: str, env_config: Mapping[str, Any] = NO_KEYS) -> bool:
 
 
 def wants_own_thread(env_type: str) -> bool:
-    """Whether all calls of an environment have to run in one thread (see ``TextEnv.own_thread``)."""
+    """Tells whether all calls of an environment have to run in one thread (see ``TextEnv.own_thread``)."""
     return bool(getattr(_ENVS.get(env_type), "own_thread", False))
 
 
 def asks_judge(env_type: str) -> bool:
-    """Whether an environment asks the run's judge (see ``TextEnv.asks``)."""
+    """Tells whether an environment asks the run's judge (see ``TextEnv.asks``)."""
     return bool(getattr(_ENVS.get(env_type), "asks", False))
 
 

@@ -31,7 +31,7 @@ ACTIONS = (*(f"go {name}" for name in DIRECTIONS), *(f"unlock {name}" for name i
 
 
 class State(NamedTuple):
-    """What changes in a house."""
+    """State of a house that changes."""
 
     room: int = 0
     keys: frozenset[int] = frozenset()
@@ -56,7 +56,7 @@ class House:
     """The room of the treasure."""
 
     def after(self, state: State, action: str) -> State:
-        """What the action makes of the state; the same where it has no effect."""
+        """Returns the state after an action; the same where it has no effect."""
         if action == "take":
             here = frozenset(door for door, room in enumerate(self.keys) if room == state.room)
             return state._replace(

@@ -20,7 +20,7 @@ ATTRIBUTES: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class Shelves:
-    """What a catalogue is drawn from."""
+    """Recipe of a catalogue: the words and numbers that it is drawn from."""
 
     kinds: tuple[str, ...]
     attributes: tuple[tuple[str, ...], ...]
@@ -51,7 +51,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Goal:
-    """What somebody wants."""
+    """Demands of a customer."""
 
     kind: str
     values: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What the environments here have in common: configuration, seeds, the count of steps, what a step returns."""
+"""Parts that the environments here share: configuration, seeds, the count of steps, what a step returns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Played(NamedTuple):
     action: str | None
     """Its name; ``None``: the text holds none, which costs ``format_penalty``."""
     reward: float
-    """What the task pays, times ``reward_scale``."""
+    """Reward of the task, times ``reward_scale``."""
     effective: bool
     """The state is another one."""
     terminated: bool
@@ -37,7 +37,7 @@ class Game(TextEnv):
 
     config_class: ClassVar[type[EnvConfig]] = EnvConfig
     num_seeds: ClassVar[int] = 2**62
-    """Where ``reset`` is told no seed, one below this is drawn."""
+    """Bound below which a seed is drawn where ``reset`` is told none."""
     config: EnvConfig
 
     def __init__(self, **env_config: Any) -> None:
@@ -55,7 +55,7 @@ class Game(TextEnv):
         """Does what the text says."""
 
     def observation(self) -> str:
-        """What the policy sees now."""
+        """Text that the policy sees now."""
         return self._text
 
     def state_key(self) -> str:
@@ -106,5 +106,5 @@ class AdaptedGame(Game):
         self._parser = None if pattern is None else ActionParser({}, pattern)
 
     def said(self, text: str) -> str | None:
-        """What the environment is told; ``None``: the pattern finds nothing."""
+        """Text that the environment is told; ``None``: the pattern finds nothing."""
         return text if self._parser is None else self._parser.answer(text)

@@ -25,7 +25,7 @@ class GemConfig(AdaptedEnvConfig):
     success_reward: float = Field(1.0, description="The lowest reward of the last step that counts as success.")
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """What is not there, and a pattern that is none."""
+        """Finds a missing package, an unknown environment, and a pattern that is none."""
         yield from super().problems()
         yield from self.id_problems(self.env_id, "gem", "an environment of gem")
 

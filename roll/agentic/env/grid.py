@@ -54,7 +54,7 @@ def build_vocabulary(
 def vocabulary_problems(
     defaults: Mapping[str, str], grid_lookup: Mapping[int, str] | None, grid_vocab: Mapping[str, str] | None
 ) -> Sequence[ConfigProblem]:
-    """Why ``build_vocabulary`` would refuse."""
+    """Reasons why ``build_vocabulary`` would refuse."""
     try:
         build_vocabulary(defaults, grid_lookup, grid_vocab)
     except ConfigErrors as errors:

@@ -62,11 +62,11 @@ class HiddenWordConfig(ActionEnvConfig):
             yield self.problem("holdout_fraction", expected, "split", "words")
 
     def all_words(self) -> tuple[str, ...]:
-        """What may be guessed."""
+        """Words that may be guessed."""
         return WORDS if self.words is None else tuple(self.words)
 
     def hidden_words(self) -> tuple[str, ...]:
-        """What may be hidden, by ``split``."""
+        """Words that may be hidden, by ``split``."""
         words = self.all_words()
         held_out = {word for word in words if int(stable_hash(word.encode()), 16) < self.holdout_fraction * 2**64}
         return tuple(word for word in words if self.split == "all" or (word in held_out) == (self.split == "eval"))

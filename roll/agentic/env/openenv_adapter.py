@@ -51,7 +51,7 @@ class OpenEnvConfig(AdaptedEnvConfig):
     timeout: float = Field(60.0, gt=0, description="Seconds that the server may take for an answer.")
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """What is not there, and rules between keys."""
+        """Finds a missing package, a wrong address, and broken rules between keys."""
         yield from super().problems()
         try:
             import websockets.sync.client  # noqa: F401
@@ -77,7 +77,7 @@ class InvalidActionError(ValueError):
 
 
 class _Seen(BaseModel):
-    """What a server answers to a reset or a step."""
+    """Answer of a server to a reset or a step."""
 
     model_config = ConfigDict(strict=True)
 

@@ -73,7 +73,7 @@ class ShopConfig(ActionEnvConfig):
             yield self.problem("num_shown", f"at most {len(self.attributes)}, the attributes", "attributes")
 
     def shelves(self) -> Shelves:
-        """What the catalogue is drawn from."""
+        """Returns the recipe of the catalogue."""
         return Shelves(
             tuple(self.kinds),
             tuple(map(tuple, self.attributes.values())),

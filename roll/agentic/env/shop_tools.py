@@ -24,7 +24,7 @@ ARGUMENTS = {schema.name: next(iter(schema.parameters["properties"])) for schema
 
 @dataclass(frozen=True)
 class ShopTurn:
-    """What the policy said, as a command."""
+    """Turn of the policy, read as a command."""
 
     turn: AssistantTurn
     speaks: Dialect

@@ -83,7 +83,7 @@ class SokobanConfig(ActionEnvConfig):
 
 
 def _is_quick(env_config: Mapping[str, Any]) -> bool:
-    """Whether boards are found in less than a millisecond, which long solutions with several boxes are not.
+    """Tells whether boards are found in less than a millisecond, which long solutions with several boxes are not.
 
     On 10×10 boards with four boxes it takes 0.6 ms on average with solutions of up to 10 moves, 5 with up to 20.
     """

@@ -115,7 +115,7 @@ class Board:
 
 
 def cell_kind(cell: int, floor: int, targets: int, boxes: int, player: int) -> int:
-    """Which of the seven kinds the cell shows; the sets are bits."""
+    """Kind of the cell, one of seven; the sets are bits."""
     bit = 1 << cell
     if cell == player:
         return PLAYER_ON_TARGET if targets & bit else PLAYER

@@ -64,7 +64,7 @@ class TextArenaConfig(AdaptedEnvConfig):
     success_reward: float = Field(1.0, description="The lowest reward at the end that counts as success.")
 
     def problems(self) -> Iterator[ConfigProblem]:
-        """What is not there, and rules between keys."""
+        """Finds a missing package, an unknown game, and broken rules between keys."""
         yield from super().problems()
         yield from self.id_problems(self.env_id, "textarena", "a game of textarena")
         if self.player >= self.num_players:
@@ -165,7 +165,7 @@ class TextArenaEnv(AdaptedGame):
         self._key = stable_hash((self._text if self.config.show_history else f"{self._key}\n{self._text}").encode())
 
     def _refusals(self) -> tuple[bool, int]:
-        """Whether a move that is not allowed ended the game for the policy, and how many it has made in a row."""
+        """Tells whether a move that is not allowed ended the game for the policy, and how many it has made in a row."""
         ended = bool(self._state.game_info[self.config.player].get("invalid_move"))
         return ended, int(getattr(self._state, "error_count", 0))
 

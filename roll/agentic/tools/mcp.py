@@ -99,11 +99,11 @@ class _Connection:
 
     @property
     def is_over(self) -> bool:
-        """Whether it was left, could not be made, or has ended by itself."""
+        """Tells whether it was left, could not be made, or has ended by itself."""
         return self._leave.is_set() or self._task.done()
 
     async def client(self) -> Client:
-        """What speaks with the server, once it is connected; whoever no longer waits for it leaves it to the others.
+        """Client of the server, once it is connected; whoever no longer waits for it leaves it to the others.
 
         Raises:
             Exception: the server cannot be reached.
@@ -136,7 +136,7 @@ class _Connection:
 
 
 def _server(config: McpServerConfig) -> Any:
-    """Where the library finds the server; a program's ``python`` is this one."""
+    """Address or program by which the library finds the server; a program's ``python`` is this one."""
     from mcp import StdioServerParameters
 
     if config.command is None:
@@ -170,7 +170,7 @@ async def _list(client: Client) -> list[Any]:
 
 
 def _is_lost(error: Exception) -> bool:
-    """Whether the connection can no longer be used; calls of other episodes are under way in one that can."""
+    """Tells whether the connection can no longer be used; calls of other episodes are under way in one that can."""
     from mcp import MCPError
     from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST, METHOD_NOT_FOUND, PARSE_ERROR, REQUEST_TIMEOUT
 

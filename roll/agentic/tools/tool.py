@@ -32,7 +32,7 @@ class Tool(ABC):
     """Something that can be called. One instance serves all episodes of a process, many at the same time."""
 
     schema: ToolSchema
-    """What the policy is told; the name is that of the configuration."""
+    """Schema that the policy is told; the name is that of the configuration."""
 
     instant: ClassVar[bool] = False
     """True: a call takes less than a millisecond or so and waits for nothing. It then runs in the event loop that plays
@@ -156,7 +156,7 @@ def check_tool(target: str, args: Mapping[str, Any]) -> list[ConfigProblem]:
 
 
 def text_of(result: Any) -> str:
-    """What the policy reads of a result: text as it is, bytes as far as they are UTF-8, anything else as JSON."""
+    """Returns a result as the policy reads it: text as it is, bytes as far as they are UTF-8, anything else as JSON."""
     if isinstance(result, bytes):
         return result.decode("utf-8", "replace")
     if isinstance(result, str):

@@ -1,4 +1,4 @@
-"""What a model says to its tools, in no family's notation."""
+"""Tool calls, turns and schemas, in no family's notation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CallError:
 
 @dataclass(frozen=True, slots=True)
 class AssistantTurn:
-    """What a model said in one turn.
+    """Words and calls of a model in one turn.
 
     Attributes:
         content: its words, without calls and reasoning, stripped.

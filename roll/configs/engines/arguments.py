@@ -40,7 +40,7 @@ class Signature:
 
     @property
     def note(self) -> str:
-        """How options were checked; empty when those of the installed engine were."""
+        """Remark on how options were checked; empty when those of the installed engine were."""
         if self.release:
             return f"compared with {self.release}, as none is installed here"
         return "" if self.arguments else "not checked, as the engine's own are not known"

@@ -63,7 +63,7 @@ class EnginePackage:
 
     @property
     def folder(self) -> Path | None:
-        """Where it is installed."""
+        """Folder in which it is installed."""
         folders = (self._spec.submodule_search_locations if self._spec else None) or []
         return next(map(Path, folders), None)
 
@@ -116,7 +116,7 @@ class EngineCard:
     package: ClassVar[EnginePackage | None] = None
     """``None``: PyTorch and Transformers are enough."""
     source: ClassVar[EngineSource | None] = None
-    """Where the engine names the arguments that options are passed on to."""
+    """Source in which the engine names the arguments that options are passed on to."""
     arguments: ClassVar[str] = ""
     """Name of those arguments in messages, e.g. ``vLLM's AsyncEngineArgs``; empty: the card compares options itself."""
     elsewhere: ClassVar[Mapping[str, str]] = {}
@@ -178,7 +178,7 @@ class EngineCard:
         return iter(())
 
     def package_problem(self, worker: WorkerConfig) -> ConfigProblem | None:
-        """Why the engine cannot be imported on this machine."""
+        """The reason why the engine cannot be imported on this machine."""
         if self.package is None or self.package.installed:
             return None
         name = worker.strategy_args.strategy_name

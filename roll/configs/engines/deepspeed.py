@@ -240,7 +240,7 @@ class DeepSpeedCard(EngineCard):
     trains_modules = True
 
     def option_problems(self, options: Mapping[str, Any]) -> Iterator[ConfigProblem]:
-        """What ``DeepSpeedConfig`` itself refuses is not repeated."""
+        """Finds problems of the options; what ``DeepSpeedConfig`` itself refuses is not repeated."""
         for key in options:
             if key not in PASSED_ON and key not in ELSEWHERE:
                 hint = foreign_key_hint(key, PASSED_ON)

@@ -136,7 +136,7 @@ def interpreter_problem(python: str) -> ConfigProblem | None:
 
 
 def package_folder(python: str) -> Path | None:
-    """Where SGLang is installed for an interpreter, found without starting it."""
+    """Folder in which SGLang is installed for an interpreter, found without starting it."""
     return next(Path(python).parent.parent.glob("lib/python*/site-packages/sglang"), None)
 
 

@@ -164,7 +164,7 @@ class Branches:
         return []
 
     def _listed(self, command: list[str]) -> list[str]:
-        """What is read of a command behind a test: ``[ … ] && command``."""
+        """Words that are read of a command behind a test: ``[ … ] && command``."""
         closing = _TESTS.get(command[0])
         if closing is None or closing not in command:
             return command
@@ -180,7 +180,7 @@ class Branches:
         return [] if further is None else behind[further + 1 :]
 
     def _holds(self, condition: list[str]) -> bool | None:
-        """Whether a test holds; ``None`` where only a shell can tell."""
+        """Tells whether a test holds; ``None`` where only a shell can tell."""
         depth, outside = 0, dict[str, int]()
         for at, word in enumerate(condition):
             depth += {"[[": 1, "]]": -1}.get(word, 0)

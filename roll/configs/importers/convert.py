@@ -42,7 +42,7 @@ _PATHS = ("pretrain", "reward_pretrain", "teacher_pretrain")
 
 _OPEN = (".strategy_config.", ".env_config.")
 _UNKNOWN = ("no such key", "an option of ", "an argument of ")
-"""What is expected instead of an option that is not known, in the sections where options are passed on."""
+"""Beginnings of what is expected instead of an option that is not known, in the sections that pass options on."""
 
 _PRESET = re.compile(r"\$\{(deepspeed_zero\w*)\}")
 
@@ -56,9 +56,9 @@ class Imported:
     schema: type[PipelineConfig]
     outcomes: tuple[Outcome, ...]
     problems: tuple[ConfigProblem, ...]
-    """What keeps it from being valid."""
+    """Problems that keep it from being valid."""
     notes: tuple[str, ...]
-    """What was found while reading the files."""
+    """Findings from reading the files."""
 
     @property
     def exit_code(self) -> int:
@@ -127,7 +127,7 @@ def convert(
 
 
 def _written(draft: Draft, schema: type[PipelineConfig], header: str) -> tuple[dict[str, Any], str]:
-    """What differs from the defaults, as values and as text."""
+    """Returns what differs from the defaults, as values and as text."""
     values = shorten(schema, draft.ours)
     if presets := sorted(set(_PRESET.findall(str(values)))):
         values["defaults"] = [*(f"{preset}@_here_" for preset in presets), "_self_"]
@@ -192,7 +192,7 @@ def _is_variable(key: str) -> bool:
 
 
 def problems_of(text: str, schema: type[PipelineConfig], checks: Sequence[Rule] = ()) -> list[ConfigProblem]:
-    """What is wrong with a configuration, read back as ``roll train`` would read it."""
+    """Problems of a configuration, read back as ``roll train`` would read it."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "imported.yaml").write_text(text, encoding="utf-8")
         try:

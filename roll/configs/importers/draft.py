@@ -32,7 +32,7 @@ def _may_be_a_number(text: str) -> bool:
 
 
 class Kind(StrEnum):
-    """What becomes of a key."""
+    """Kind of outcome that a key has."""
 
     KEPT = "kept"
     RENAMED = "renamed"
@@ -46,7 +46,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What has become of one key."""
+    """Outcome of the import for one key."""
 
     kind: Kind
     key: str
@@ -191,11 +191,11 @@ class Draft:
         return default
 
     def has(self, key: str) -> bool:
-        """Whether the files give a key of theirs."""
+        """Tells whether the files give a key of theirs."""
         return _at(self.given.values, key) is not NOTHING
 
     def link(self, key: str) -> Any:
-        """What the files say at a key of theirs, before links are followed."""
+        """Value of a key of theirs in the files, before links are followed."""
         return _at(self.given.links, key)
 
     def get(self, key: str, default: Any = None) -> Any:

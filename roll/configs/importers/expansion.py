@@ -38,7 +38,7 @@ _OPERATORS = {
 
 @dataclass
 class Scope:
-    """What a script has set so far."""
+    """Variables and arguments of a script, as far as it has been read."""
 
     script: str = "run.sh"
     """The script's own path, as its reader gave it."""
@@ -137,7 +137,7 @@ class Scope:
 
 
 def _closing(text: str, start: int) -> int | None:
-    """Where the bracket at ``start`` closes, if there is one."""
+    """Index at which the bracket at ``start`` closes, if there is one."""
     if start >= len(text) or text[start] not in "({":
         return None
     opening, closing, depth = text[start], ")" if text[start] == "(" else "}", 0
@@ -172,7 +172,7 @@ def _changed(value: str, how: str, replace: object) -> str | None:
 
 
 def _answer(command: str) -> str | None:
-    """What a command says that only looks at the text of a path; ``None`` for all others."""
+    """Output of a command that only looks at the text of a path; ``None`` for all others."""
     if "$(" in command:
         return None
     if folder := _FOLDER.fullmatch(command):

@@ -1,4 +1,4 @@
-"""What other systems record in detail, as ``profiler``."""
+"""Profiling of other systems, as ``profiler``."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def profiler_of_mindspeed(draft: Draft) -> None:
 
 
 def _verl_records(draft: Draft, theirs: str) -> bool:
-    """Whether a role is recorded: switched on (what there was no switch for before), on any rank."""
+    """Tells whether a role is recorded: switched on (what there was no switch for before), on any rank."""
     base = f"{theirs}.profiler"
     return bool(
         draft.theirs(f"{base}.enable", True) and (draft.theirs(f"{base}.all_ranks") or draft.theirs(f"{base}.ranks"))

@@ -28,7 +28,7 @@ class UnreadableError(ValueError):
 
 @dataclass
 class Given:
-    """What the files say."""
+    """Contents of the files."""
 
     values: dict[str, Any]
     """Links resolved; those that cannot be stay as text."""
@@ -40,7 +40,7 @@ class Given:
     missing: list[str] = field(default_factory=list)
     """Configurations that the files build on and that are not there."""
     folders: list[Path] = field(default_factory=list)
-    """Where files that they name by relative paths may lie."""
+    """Folders in which files that they name by relative paths may lie."""
     unread: dict[str, str] = field(default_factory=dict)
     """By key: a value that only a shell can tell."""
 
@@ -129,7 +129,7 @@ def _tree(file: Path, notes: list[str], absent: list[str]) -> DictConfig:
 
 
 def _is_about(entry: Any, missing: str) -> bool:
-    """Whether an entry of a defaults list asks for a file."""
+    """Tells whether an entry of a defaults list asks for a file."""
     names = [str(entry)]
     if isinstance(entry, dict):
         named = [(key, value if isinstance(value, list) else [value]) for key, value in entry.items()]

@@ -45,7 +45,7 @@ def variant_of(system: str, files: Sequence[Path]) -> str:
 
 
 def command_for(file: Path) -> str | None:
-    """What a user of another system's file is told; ``None`` for a file of ours."""
+    """Hint for a user of another system's file; ``None`` for a file of ours."""
     system = system_of(file)
     if system is None:
         return None

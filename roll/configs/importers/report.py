@@ -1,4 +1,4 @@
-"""What an import did, as text for a terminal."""
+"""Report of an import, as text for a terminal."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _EPOCHS = "actor_train.training_args.num_train_epochs"
 _SKEWED = ("skewed_forward_kl", "skewed_reverse_kl")
 _THEIR_TOPK, _THEIR_WEIGHT = 64, 0.5
 _SOLUTION = "reference_solution"
-"""Where ROLL looks for a solution."""
+"""Column in which ROLL looks for a solution."""
 _TEACHER_PROMPT = "{prompt}\n\nA right solution:\n\n{solution}\n\nSolve the problem in your own words."
 
 
@@ -42,7 +42,7 @@ def read_students(given: Given) -> None:
 
 
 def is_distillation(draft: Draft) -> bool:
-    """Whether the configuration is that of ROLL's distillation pipeline."""
+    """Tells whether the configuration is that of ROLL's distillation pipeline."""
     return draft.has("student_pretrain")
 
 

@@ -53,7 +53,7 @@ def judge_arguments(draft: Draft, base: str, domain: dict[str, Any]) -> dict[str
 
 
 def _judge_engine(draft: Draft, base: str, domain: dict[str, Any], ours: str = "") -> dict[str, Any]:
-    """What samples a judge on the run's own devices: theirs, else plain Transformers."""
+    """Engine that samples a judge on the run's own devices: theirs, else plain Transformers."""
     strategy = dict(domain.get("strategy_args") or {})
     if strategy.get("strategy_name") not in ("vllm", "sglang"):
         strategy = {"strategy_name": "hf_infer"}
@@ -69,7 +69,7 @@ def _judge_engine(draft: Draft, base: str, domain: dict[str, Any], ours: str = "
 
 
 def _sampling(given: dict[str, Any]) -> dict[str, Any]:
-    """How long it speaks, and at which temperature."""
+    """Length and temperature of a judge's answers."""
     sampling = given.get("generating_args") or {}
     known = {"temperature": "temperature", "max_tokens": "max_new_tokens"}
     return {ours: sampling[theirs] for ours, theirs in known.items() if sampling.get(theirs) is not None}

@@ -46,14 +46,14 @@ class ScriptError(ValueError):
 
 @dataclass
 class Script:
-    """What a launch script says."""
+    """Contents of a launch script."""
 
     overrides: list[str] = field(default_factory=list)
     """``key=value`` words of the command."""
     config: str | None = None
     """Configuration that it names, with its folder where that is said."""
     notes: list[str] = field(default_factory=list)
-    """What a reader should know."""
+    """Facts that a reader should know."""
     unread: dict[str, str] = field(default_factory=dict)
     """By key: a value that only a shell can tell."""
 
@@ -243,7 +243,7 @@ def _groups(overrides: Sequence[str]) -> Iterator[str]:
 
 
 def _processes(words: Sequence[str], unread: dict[str, str]) -> Iterator[str]:
-    """How many processes the words before a program ask ``torchrun`` for, as settings."""
+    """Numbers of processes that the words before a program ask ``torchrun`` for, as settings."""
     pairs = [word.partition("=") for word in words]
     for (option, equals, value), (after, _, _) in zip(pairs, [*pairs[1:], ("", "", "")], strict=True):
         for name, key in (("nnodes", "nnodes"), ("nproc_per_node", "n_gpus_per_node")):

@@ -37,7 +37,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Row:
-    """What becomes of a key of another system."""
+    """Rule for what becomes of a key of another system."""
 
     key: str
     """Dotted. A part ``<role>`` stands for a model role, ``<…>`` for any name, a last ``**`` for all keys below."""
@@ -65,7 +65,7 @@ class Row:
         return [part for part in self.parts if part != _REST][-1]
 
     def match(self, path: Sequence[str]) -> dict[str, str] | None:
-        """What the parts in angle brackets stand for, if the row is about this path; ``**`` is the rest, dotted."""
+        """Names that parts in angle brackets stand for, if the row is about this path; ``**`` is the rest, dotted."""
         parts, found = self.parts, dict[str, str]()
         if parts[-1] == _REST:
             if len(path) < len(parts):

@@ -15,7 +15,7 @@ _BUFFERS = (
     "reward_model.reward_kwargs.overlong_buffer_cfg",
     "custom_reward_function.overlong_buffer",
 )
-"""Where releases of verl have the penalty of long answers."""
+"""Sections in which releases of verl have the penalty of long answers."""
 _KWARGS = "reward_model.reward_kwargs"
 _SERVED = "reward.reward_model.model_path"
 _READ_KWARGS = ("overlong_buffer_cfg", "max_resp_len")
@@ -112,7 +112,7 @@ def _tell_truncation(draft: Draft) -> None:
 
 
 def _below(bound: Any) -> float:
-    """How far a ratio may fall: 1 is all the way to 0."""
+    """Distance by which a ratio may fall: 1 is all the way to 0."""
     return min(float(bound), 1.0)
 
 

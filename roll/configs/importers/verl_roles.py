@@ -35,7 +35,7 @@ FUSED = {
 """Megatron's linear layers, as Hugging Face's models name them."""
 _ALL_LAYERS = {part for parts in FUSED.values() for part in parts}
 FIRE = {"first_token_temperature": 30.0, "first_token_top_k": 16}
-"""What their switch stands for."""
+"""Settings that their switch stands for."""
 
 
 def _devices(draft: Draft) -> int:
@@ -51,7 +51,7 @@ def per_device(draft: Draft, key: str) -> int | None:
 
 
 def set_roles(draft: Draft) -> None:
-    """Which roles there are, on which devices and engines."""
+    """Sets the roles that there are, their devices and their engines."""
     if not draft.has(f"{ACTOR}.strategy") and any("megatron" in name for name in draft.given.missing):
         note = "that of the configuration which it builds on"
         draft.derive(f"{ACTOR}.strategy", "actor_train.strategy_args.strategy_name", "megatron_train", note)

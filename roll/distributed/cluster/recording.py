@@ -1,4 +1,4 @@
-"""What PyTorch does in one process from one call to another, as a trace; on a GPU its memory too."""
+"""Recording of what PyTorch does in one process from one call to another, as a trace; on a GPU its memory too."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MEMORY_EVENTS = 200_000
 
 @dataclass(frozen=True)
 class RecordingOptions:
-    """What is recorded, see ``roll.configs.profiling``."""
+    """Options of a recording, see ``roll.configs.profiling``."""
 
     shapes: bool = False
     stacks: bool = False

@@ -1,4 +1,4 @@
-"""Which worker of which role sits on which device: pure planning, usable without Ray and for pretended nodes.
+"""Placement of the roles' workers on devices: pure planning, usable without Ray and for pretended nodes.
 
 Devices are GPUs where the cluster has any and CPU slots where it has none; either way they carry global ids, counted
 node by node. A ``device_mapping`` lists such ids, and each worker takes the next ``num_gpus_per_worker`` of them.
@@ -56,7 +56,7 @@ class RoleRequest:
 
 @dataclass(frozen=True)
 class WorkerSlot:
-    """Where one worker sits."""
+    """Place of one worker."""
 
     role: str
     rank: int

@@ -1,4 +1,4 @@
-"""What the threads of every worker are doing, found out without their help: for calls that do not come back.
+"""Stacks of the threads of every worker, found out without their help: for calls that do not come back.
 
 A worker that hangs in a collective or waits for a lock answers no call, yet a signal handler in C still writes down its
 threads' stacks (``faulthandler``), into memory that others on its node read.

@@ -47,7 +47,7 @@ class RankInfo:
     rank: int
     world_size: int
     dp_rank: int
-    """Which share of a split batch this worker takes; ranks with the same dp_rank take the same share."""
+    """Share of a split batch that this worker takes; ranks with the same dp_rank take the same share."""
     dp_size: int
 
 

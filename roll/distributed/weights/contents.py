@@ -1,4 +1,4 @@
-"""What lies where in a bucket: for who packs it, and for engines that load it in a process of their own."""
+"""Places of tensors in a bucket: for who packs it, and for engines that load it in a process of their own."""
 
 from __future__ import annotations
 

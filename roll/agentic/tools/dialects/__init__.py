@@ -1,4 +1,4 @@
-"""How model families write tool calls: a text to a turn, a turn to a text.
+"""Notation of tool calls by model family: a text to a turn, a turn to a text.
 
 >>> turn = dialect("hermes").parse('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>')
 >>> turn.calls[0].name, turn.calls[0].arguments

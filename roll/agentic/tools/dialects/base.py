@@ -1,4 +1,4 @@
-"""What all dialects share: reasoning, ids, checks of names and arguments, answers to malformed calls."""
+"""Parts that all dialects share: reasoning, ids, checks of names and arguments, answers to malformed calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LEVELS = 64
 
 
 class Dialect(Protocol):
-    """How a model family writes calls."""
+    """Notation in which a model family writes calls."""
 
     name: str
 
@@ -137,7 +137,7 @@ class ThinkingDialect(BaseDialect):
 
 
 def split_reasoning(text: str) -> tuple[str | None, str]:
-    """What stands before ``</think>``, and the rest; an opening tag may have been in the prompt.
+    """Returns the text before ``</think>``, and the rest; an opening tag may have been in the prompt.
 
     A text that opens the tag and never closes it was cut off: all of it is reasoning.
     """

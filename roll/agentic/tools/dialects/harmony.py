@@ -54,7 +54,7 @@ class HarmonyDialect(BaseDialect):
 
 
 def _next_message(text: str, position: int) -> tuple[int, str, str]:
-    """Where the next message ends, its header, and its body without the token that ends it.
+    """End of the next message, its header, and its body without the token that ends it.
 
     Words without a header are a message of words.
     """

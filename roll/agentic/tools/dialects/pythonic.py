@@ -41,7 +41,7 @@ class PythonicDialect(ThinkingDialect):
 
 
 def _is_list_of_calls(text: str) -> bool:
-    """Whether a text begins as a list of calls does: a bracket, a name, a parenthesis."""
+    """Tells whether a text begins as a list of calls does: a bracket, a name, a parenthesis."""
     head, called, _ = text.strip().partition("(")
     names = head.removeprefix("[").strip().split(".")
     return head.startswith("[") and bool(called) and all(name.isidentifier() for name in names)
@@ -93,7 +93,7 @@ def _name(node: ast.expr) -> str | None:
 
 
 def _kind(node: ast.expr) -> str:
-    """What Python calls such an expression."""
+    """Name that Python has for such an expression."""
     return repr(node.value) if isinstance(node, ast.Constant) else type(node).__name__
 
 

@@ -38,9 +38,9 @@ class Fragment:
     partition: Tensor
     """Flat float32 weights of many parameters; padding may hold anything."""
     start: int
-    """Where the part begins in ``partition``."""
+    """Index in ``partition`` at which the part begins."""
     offset: int
-    """Where it begins in the flattened parameter."""
+    """Index in the flattened parameter at which it begins."""
     size: int
 
     def cut(self, tensor: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ class EngineWeights(ABC):
         return Spread(shape, dtype, self.device, self._updated[name], lambda: self._kept(self.fragments[name], kind))
 
     def stored_regions(self, name: str) -> Sequence[Region]:
-        """Who has what of the flat parameter that the model computes with."""
+        """Regions of the flat parameter that the model computes with, and the ranks that have them."""
         return everywhere((self.shape(name).numel(),))
 
     def stored_part(self, name: str) -> Tensor:
@@ -136,7 +136,7 @@ class EngineWeights(ABC):
 
     @cached_property
     def _updated(self) -> dict[str, Sequence[Region]]:
-        """Who updates which part of the flat parameters."""
+        """Regions of the flat parameters, and the ranks that update them."""
         return find_regions({name: ((f.offset,), (f.size,)) for name, f in self.fragments.items()})
 
     def _is_stored(self, name: str, dtype: torch.dtype) -> bool:

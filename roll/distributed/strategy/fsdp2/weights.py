@@ -98,7 +98,7 @@ class Weights(ABC):
 
     @abstractmethod
     def _regions(self, name: str) -> Sequence[Region]:
-        """Who has which part of a parameter, whose shape is ``_unpacked`` (collective)."""
+        """Regions of a parameter, whose shape is ``_unpacked``, and the ranks that have them (collective)."""
 
     def _unpacked(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a parameter, or of a share of it, in which a share is one block of the whole."""
@@ -246,7 +246,7 @@ class ShardedWeights(Weights):
 
     @cached_property
     def _shards(self) -> dict[str, Sequence[Region]]:
-        """Who has which part of the parameters."""
+        """Regions of the parameters, and the ranks that have them."""
         return find_regions({name: self._part(name) for name in self.parameters})
 
     def _part(self, name: str) -> Part:

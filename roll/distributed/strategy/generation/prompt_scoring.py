@@ -1,4 +1,4 @@
-"""What an engine is to say of a prompt's tokens, and how: the part that runs in its own processes.
+"""Scoring of a prompt's tokens by an engine: the part that runs in its own processes.
 
 Axes: L places of a prompt, V vocabulary, K top tokens.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PromptScoring:
-    """What an engine is to say of a prompt; travels to its processes."""
+    """Settings by which an engine scores a prompt; they travel to its processes."""
 
     temperature: float = 1.0
     """Divides the logits."""
@@ -30,7 +30,7 @@ class PromptScoring:
 
     @classmethod
     def of(cls, context: StrategyContext, vocab_size: int) -> PromptScoring:
-        """What a role's context wants of a model with so many tokens."""
+        """Returns the settings that a role's context asks for, of a model with so many tokens."""
         num_ids = None if context.num_ids is None else min(context.num_ids, vocab_size)
         return cls(context.temperature or 1.0, min(context.top_k, num_ids or vocab_size), num_ids)
 

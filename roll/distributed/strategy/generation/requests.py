@@ -51,7 +51,7 @@ class ResidentStates:
 
 
 def scratch_folder(num_bytes: int) -> Path | None:
-    """Where to hand files of that size to an engine: shared memory, or ``None`` (on disk) where that has no room."""
+    """Folder for handing files of that size to an engine: shared memory, or ``None`` (on disk) if that has no room."""
     memory = Path("/dev/shm")
     fits = memory.is_dir() and os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > 2 * num_bytes
     return memory if fits else None

@@ -34,7 +34,7 @@ class ScoringGenerator(Generator[PlanT]):
 
     @property
     def scoring(self) -> PromptScoring:
-        """What is wanted of each prompt; known when the engine has started."""
+        """Settings by which each prompt is scored; known when the engine has started."""
         return PromptScoring.of(self.context, self.vocab_size)
 
     @abstractmethod

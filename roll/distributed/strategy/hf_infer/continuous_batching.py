@@ -303,7 +303,7 @@ class ContinuousBatching:
 
 
 class _RunningRows:
-    """What a step needs to know of the running rows, as arrays; made anew when one joins or leaves."""
+    """State of the running rows that a step needs, as arrays; made anew when one joins or leaves."""
 
     def __init__(self, sequences: Sequence[RunningSequence], device: torch.device) -> None:
         params = [s.request.params for s in sequences]
@@ -364,7 +364,7 @@ class _RunningRows:
         return seen_BV
 
     def _counted(self, vocab_size: int) -> Tensor:
-        """How often each token was sampled."""
+        """Counts how often each token was sampled."""
         sampled = [torch.tensor(sequence.tokens, dtype=torch.int64) for sequence in self._sequences]
         return torch.stack([tokens.bincount(minlength=vocab_size) for tokens in sampled]).int().to(self._device)
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Ticket:
-    """Who waits for a sequence."""
+    """Caller that waits for a sequence."""
 
     sequence: RunningSequence
     loop: asyncio.AbstractEventLoop
@@ -44,7 +44,7 @@ class EngineThread:
         self.halted = False
         """No step starts; changed between two steps."""
         self._closing: str | None = None
-        """Why the engine is to end."""
+        """Reason why the engine is to end."""
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()

@@ -182,7 +182,7 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 
 def _redirect_type_checks() -> None:
-    """Where Megatron asks tensors themselves whether they are CUDA's, or makes them so."""
+    """Redirects the places where Megatron asks tensors themselves whether they are CUDA's, or makes them so."""
     optimizer = importlib.import_module("megatron.core.optimizer.optimizer")
     distributed = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
     language_module = importlib.import_module("megatron.core.models.common.language_module.language_module")

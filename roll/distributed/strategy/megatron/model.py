@@ -52,7 +52,7 @@ class MegatronModel:
     chunks: list[Any]
     """One trunk, or several where pipeline stages are virtual; a trainer wraps them for data parallelism."""
     layouts: list[ParallelLayout]
-    """Which part of the model each chunk is."""
+    """Part of the model that each chunk is."""
     wrapped: list[Any] = field(default_factory=list)
     """The chunks as they are called."""
 

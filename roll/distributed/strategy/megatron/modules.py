@@ -120,7 +120,7 @@ def held_columns(lengths: list[int], rank: int, size: int) -> Tensor:
 
 
 def gathered_order(lengths: list[int], size: int) -> Tensor:
-    """Where each column of a row stands in the ranks' columns end to end."""
+    """Indices of a row's columns in the ranks' columns end to end."""
     return torch.cat([held_columns(lengths, rank, size) for rank in range(size)]).argsort()
 
 

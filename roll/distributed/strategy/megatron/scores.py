@@ -78,7 +78,7 @@ class TokenScorer:
         self.top_k = top_k
         self.num_ids = num_ids
         self.comparison: Comparison | None = None
-        """What measures the model beside its teacher, where it has one."""
+        """Comparison of the model with its teacher, where it has one."""
         self.reference_weight_VH: Tensor | None = None
         """The reference's output layer, where the KL to it is wanted."""
         self._inverse_temperature = 1.0 / temperature if temperature > 0 else 1.0

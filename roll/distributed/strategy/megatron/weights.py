@@ -93,7 +93,7 @@ class WeightGatherer:
         return Piece(spreads, lambda whole: dict(self._join(item, [shard.view(item.shape) for shard in whole])))
 
     def _updated(self, item: _Item, ranks: Sequence[int]) -> list[Region]:
-        """Which of the ranks update which part of a shard."""
+        """Regions of a shard, and those of the ranks that update them."""
         by_part: dict[tuple[int, int], list[int]] = {}
         for rank in ranks:
             by_part.setdefault(self._places[rank].updated[item.chunk][item.name], []).append(rank)

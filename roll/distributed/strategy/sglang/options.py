@@ -1,4 +1,4 @@
-"""Where SGLang is installed, and what its processes are told. Imports neither SGLang nor torch."""
+"""SGLang's installation, and what its processes are told. Imports neither SGLang nor torch."""
 
 from __future__ import annotations
 

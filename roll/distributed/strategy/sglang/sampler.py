@@ -24,7 +24,7 @@ BACKEND = "pytorch"
 """The sampler goes by the name of SGLang's plain one, which it replaces: on a CPU, SGLang insists on that name."""
 
 SEEN, COUNT = "__seen__", "__count__"
-"""Where a request's parameters keep the tokens that its penalties fall on."""
+"""Keys under which a request's parameters keep the tokens that its penalties fall on."""
 
 
 def register() -> None:

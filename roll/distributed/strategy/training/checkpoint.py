@@ -64,12 +64,12 @@ class TrainerState:
 
 
 def model_folder(checkpoint: Path, role: str) -> Path:
-    """Where a checkpoint has a role's model, alone."""
+    """Folder in which a checkpoint has a role's model, alone."""
     return checkpoint / role
 
 
 def resume_folder(checkpoint: Path, role: str) -> Path:
-    """Where it has what else resumes the role."""
+    """Folder in which it has what else resumes the role."""
     return checkpoint / "resume" / role
 
 

@@ -48,12 +48,12 @@ _UNUSUAL = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_
 
 @dataclass(frozen=True)
 class Export:
-    """What is exported, and how."""
+    """Source and form of an export."""
 
     model: Path
     """A model folder, or an adapter's. There is none where the checkpoint holds shards."""
     resume: Path | None = None
-    """What else the checkpoint has of the role."""
+    """Folder with what else the checkpoint has of the role."""
     dtype: torch.dtype | None = None
     """Number format of the weights, but for a value head; ``None``: that in which they are stored."""
     merge: bool = False
@@ -64,18 +64,18 @@ class Export:
     """Entries of the base's configuration that the run replaced."""
     max_file_bytes: int = MAX_FILE_BYTES
     trust_remote_code: bool = False
-    """Whether Python files that come with the model may run."""
+    """True if Python files that come with the model may run."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """Result of an export."""
 
     num_tensors: int
     num_bytes: int
     num_files: int
     notes: Sequence[str]
-    """What a reader should know."""
+    """Facts that a reader should know."""
 
 
 @dataclass
@@ -299,7 +299,7 @@ def _skeleton(kind: Head, folder: Path, trust_remote_code: bool) -> PreTrainedMo
 
 
 def _head_of(folder: Path) -> Head:
-    """What sits on the trunk, by the configuration of a model folder that a trainer has written."""
+    """Head on the trunk, by the configuration of a model folder that a trainer has written."""
     (architecture,) = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))["architectures"]
     if architecture.endswith(_CLASSIFIER):
         return "score"

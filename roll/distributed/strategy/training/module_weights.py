@@ -75,7 +75,7 @@ class TrainedModule:
 
     weights: ModuleWeights
     trust_remote_code: bool = False
-    """Whether Python files that come with a model may run to read it."""
+    """True if Python files that come with a model may run to read it."""
 
     @property
     def device(self) -> torch.device:

@@ -75,7 +75,7 @@ def learning_rate(args: TrainingArguments, step: int, total_steps: int) -> float
 
 
 def _remaining(args: TrainingArguments, step: int, warmup: int, end: int) -> float:
-    """What is left at a step, of the way from the peak (1) down to the least rate (0), where it is at ``end``."""
+    """Share left at a step of the way from the peak (1) down to the least rate (0), where it is at ``end``."""
     if args.lr_scheduler_type == "wsd":
         fall = args.lr_wsd_decay_steps or math.ceil(end / 10)
         return _FALLS[args.lr_wsd_decay_style](min(1.0, max(0.0, (step - (end - fall)) / fall)))

@@ -51,7 +51,7 @@ class Spread:
     dtype: torch.dtype
     """In which it is made whole; it may be kept in another."""
     device: torch.device
-    """Where the trainers make it whole."""
+    """Device on which the trainers make it whole."""
     regions: Sequence[Region]
     """Together the whole tensor; a rank has one at most."""
     own: Callable[[], Tensor]
@@ -150,7 +150,7 @@ def gather(
 
 
 def find_regions(own: Mapping[str, Part]) -> dict[str, Sequence[Region]]:
-    """Who has which part of some tensors (collective).
+    """Finds the regions of some tensors, and the ranks that have them (collective).
 
     Args:
         own: this rank's parts by names that mean the same on all ranks.

@@ -66,7 +66,7 @@ class ModelFiles:
     source: str
     """Model folder from which tokenizer files and generation defaults are copied."""
     tokenizer: str | None = None
-    """Where the tokenizer files are, if not there."""
+    """Folder of the tokenizer files, if they are not there."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Contents:
 
     @cached_property
     def pieces(self) -> Tensors:
-        """What is written: the tensors, or parts of those that no other program reads."""
+        """Pieces that are written: the tensors, or parts of those that no other program reads."""
         return {
             stem: cut_at_ranks(pieces, world_size()) if stem == OPTIMIZER else pieces
             for stem, pieces in self.tensors.items()

@@ -11,7 +11,7 @@ from torch import Tensor
 from roll.distributed.strategy.training.pieces import TensorForm
 
 SHARDS_FOLDER = "shards"
-"""Where a checkpoint of shards has them, with the configuration and the tokenizer of their model beside them."""
+"""Folder of a checkpoint's shards, with the configuration and the tokenizer of their model beside them."""
 
 
 class StoredShards:

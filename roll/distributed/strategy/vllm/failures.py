@@ -1,4 +1,4 @@
-"""Why vLLM's own processes failed. They write it to their log and end, and the strategy sees only the end."""
+"""Reason why vLLM's own processes failed. They write it to their log and end, and the strategy sees only the end."""
 
 from __future__ import annotations
 
