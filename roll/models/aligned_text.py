@@ -156,7 +156,7 @@ class Retokenizer:
 
 
 def _ends(spans: Sequence[tuple[int, int]]) -> list[int]:
-    """Where tokens end; parts of one character, which all have its span, do within it, but for the last."""
+    """Ends of tokens; parts of one character, which all have its span, end within it, but for the last."""
     starts = [start for start, _ in spans[1:]]
     return [end if index == len(starts) or starts[index] >= end else WITHIN for index, (_, end) in enumerate(spans)]
 

@@ -23,7 +23,7 @@ _LEAST_MASS = 1e-30
 
 
 class Vocabulary(Protocol):
-    """Where the logits of this rank stand in the vocabulary, and how ranks put theirs together."""
+    """Place of this rank's logits in the vocabulary, and the ways in which ranks put theirs together."""
 
     @property
     def start(self) -> int:
@@ -31,7 +31,7 @@ class Vocabulary(Protocol):
         ...
 
     def beyond(self, num_ids: int, width: int) -> bool:
-        """Whether there are ids from ``num_ids`` on, here or on another rank; ``width``: logits on this one."""
+        """Tells whether there are ids from ``num_ids`` on, here or on another rank; ``width``: logits on this one."""
         ...
 
     def log_softmax(self, logits_KV: Tensor) -> Tensor: ...
@@ -65,7 +65,7 @@ class WholeVocabulary:
 
 @dataclass(frozen=True, eq=False)
 class TeacherView:
-    """What a teacher says of tokens, one entry of each column per token: hidden states, or top tokens.
+    """A teacher's view of tokens, one entry of each column per token: hidden states, or top tokens.
 
     No container of tensors that an engine would look into: FSDP2 and DeepSpeed round floating-point arguments of a
     model to the format that it computes in.
@@ -109,7 +109,7 @@ class TeacherLayer:
     weight_VH: Tensor
     bias_V: Tensor | None
     finish: Callable[[Tensor], Tensor]
-    """What the teacher's architecture does to the result."""
+    """Change that the teacher's architecture makes to the result."""
 
     def rows(self, start: int, count: int) -> TeacherLayer:
         """The layer for ``count`` ids from ``start`` on; zeros where it has none."""
@@ -131,7 +131,7 @@ class TeacherLayer:
 
 @dataclass(frozen=True)
 class ComparisonSpec:
-    """Which divergence a policy is told of."""
+    """Divergence that a policy is told of."""
 
     divergence: DivergenceConfig
     temperature: float
@@ -141,7 +141,7 @@ class ComparisonSpec:
     num_ids: int | None = None
     """Ids that both have, from 0 on: with hidden states, probabilities are those of them. ``None``: all."""
     trusts_teacher: bool = False
-    """Whether Python files that come with the teacher may run."""
+    """True if Python files that come with the teacher may run."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def _of_ids(logprobs_KV: Tensor, num_ids: int | None, vocabulary: Vocabulary) ->
 def top_tokens(
     logprobs_KV: Tensor, count: int, num_ids: int | None, vocabulary: Vocabulary
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a teacher tells of its distribution: ids (int32 [K, C]), their log-probabilities, and the tail's [K]."""
+    """Top of a teacher's distribution: ids (int32 [K, C]), their log-probabilities, and the tail's [K]."""
     known_KV = _of_ids(logprobs_KV, num_ids, vocabulary)
     top_KC, ids_KC = vocabulary.top(known_KV, count if num_ids is None else min(count, num_ids))
     tail_K1 = tokens_and_tail(known_KV, ids_KC, vocabulary)[1]

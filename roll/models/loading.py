@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Head = Literal["lm", "value", "score"]
-"""What sits on the trunk: the output layer, a critic's value head, or a reward model's, saved as a classifier's."""
+"""Module on the trunk: the output layer, a critic's value head, or a reward model's, saved as a classifier's."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -94,7 +94,7 @@ class TokenScorer(nn.Module):
         self.reference_layer: OutputLayer | None = None
         """The reference's, where the KL to it is wanted: it makes a distribution of the reference's hidden states."""
         self.comparison: Comparison | None = None
-        """What measures the model beside its teacher, where it has one."""
+        """Comparison of the model with its teacher, where it has one."""
         self.model = model
         self.value_head = value_head
         self.inverse_temperature = 1.0 / temperature if temperature > 0 else 1.0

@@ -31,7 +31,7 @@ class _Plan:
     write_index_B: Tensor | None = None
     """Row of the [S·C, H·D] view that each sequence's new token goes to (decode)."""
     first_slot: int = 0
-    """Where the rows of a prefill start."""
+    """Slot at which the rows of a prefill start."""
     source_B: Tensor | None = None
     """The prefilled row that each slot takes; ``None``: one slot per row, in order."""
 

@@ -46,7 +46,7 @@ def load_teacher_layer(path: str, dtype: torch.dtype, *, trust_remote_code: bool
 def make_comparison(
     spec: ComparisonSpec, vocabulary: Vocabulary, temperature: float, num_logits: int, dtype: torch.dtype
 ) -> Comparison:
-    """What measures a model beside its teacher, in host memory.
+    """Comparison of a model with its teacher, in host memory.
 
     Args:
         spec: what is measured.

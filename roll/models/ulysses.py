@@ -52,7 +52,7 @@ class SharedRows:
     num_columns: int
     """C; what the slices hold beyond is padding."""
     plan: AttentionPlan | PackedSequences
-    """Who sees whom. Every row of a rectangle is one sequence."""
+    """Tokens that each token attends to. Every row of a rectangle is one sequence."""
     borders: Tensor | None
     """int32: where the sequences of a packed row start, and its end."""
 

@@ -1,4 +1,4 @@
-"""Who waits for whom, where rollouts go on beside training: seconds in which workers had nothing to do."""
+"""Idle time of trainers and generators where rollouts go on beside training: seconds in which they had no work."""
 
 from __future__ import annotations
 

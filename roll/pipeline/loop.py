@@ -189,7 +189,7 @@ class TrainingLoop(ABC):
             self.after_step()
 
     def snapshot(self) -> tuple[Write, dict[str, Any]]:
-        """What a checkpoint holds: what writes its files, and ``state_dict``."""
+        """Contents of a checkpoint: what writes its files, and ``state_dict``."""
         return self.roles.save, self.state_dict()
 
     def restore(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which role has what on the devices: roles that share devices take turns there, roles apart never wait for another.
+"""States of roles on the devices: roles that share devices take turns there, roles apart never wait for another.
 
 Nothing is moved on devices without memory of their own (CPU slots): host memory is where things would go.
 """

@@ -51,7 +51,7 @@ class PrivilegedTeacher:
         return Batch(torch.tensor(lengths), torch.cat(tokens), torch.cat(masks), group_B=batch.group_B)
 
     def gather_scores(self, batch: Batch, parts: list[Tensor], refs: list[ray.ObjectRef]) -> TokenScores:
-        """What the teacher says of the sampled tokens, where they stand in the policy's rows.
+        """The teacher's scores of the sampled tokens, where they stand in the policy's rows.
 
         Args:
             batch: the one that was submitted last.

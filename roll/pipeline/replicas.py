@@ -86,7 +86,7 @@ class Replicas:
 
     @property
     def version(self) -> int:
-        """What they have; -1: what they loaded at their start."""
+        """Version of the weights that they have; -1: those that they loaded at their start."""
         return self._weights.version
 
     def sync(self, version: int) -> None:

@@ -74,7 +74,7 @@ class RLPipeline(TrainingLoop):
             config.window,
             last_step=config.max_steps if config.overlaps else None,
         )
-        """Which groups the next steps take."""
+        """Choice of the groups that the next steps take."""
         self.idleness = Idleness(roles.actor.cluster, roles.infer) if config.overlaps else None
 
     @property
@@ -150,7 +150,7 @@ class RLPipeline(TrainingLoop):
             self.unreported = metrics | shaping_metrics | train_metrics
 
     def choose(self, batch: Batch) -> tuple[Batch, Metrics]:
-        """What of the rollout is scored and trained on: all of it."""
+        """Chooses the part of the rollout that is scored and trained on: all of it."""
         return batch, {}
 
     def plan_training(self, batch: Batch, step: int) -> list[Tensor]:

@@ -79,13 +79,13 @@ class Roles:
 
     @property
     def rollout_replicas(self) -> Replicas:
-        """Who answers in rollouts, of a run that generates."""
+        """Replicas that answer in rollouts, of a run that generates."""
         assert self.generator is not None, "this run generates nothing"
         return self.generator
 
     @property
     def evaluation_replicas(self) -> Replicas:
-        """Who answers in evaluations, of a run that generates."""
+        """Replicas that answer in evaluations, of a run that generates."""
         return self.evaluator or self.rollout_replicas
 
     @property
@@ -166,7 +166,7 @@ class Roles:
 
     @property
     def version(self) -> int:
-        """What the generating workers have; -1: what they loaded at their start."""
+        """Version of the weights that the generating workers have; -1: those that they loaded at their start."""
         return self.rollout_replicas.version
 
     def sync_weights(self, version: int) -> None:

@@ -145,7 +145,7 @@ def write_rollouts(folder: str, step: int, collected: Collected) -> None:
 
 
 def read_rollouts(folder: str, step: int) -> Collected:
-    """What ``write_rollouts`` has kept of a step.
+    """Rollouts of a step that ``write_rollouts`` has kept.
 
     Raises:
         RunFailedError: there is nothing.

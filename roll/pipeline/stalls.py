@@ -1,4 +1,4 @@
-"""What every process of a run is doing: written when a call does not come back, or when somebody asks (SIGUSR1)."""
+"""Stacks of every process of a run: written when a call does not come back, or when somebody asks (SIGUSR1)."""
 
 from __future__ import annotations
 

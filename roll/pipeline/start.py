@@ -1,4 +1,4 @@
-"""What a run starts from: a model as it is, or the one that ``pretrain: tiny`` makes and teaches."""
+"""Starting point of a run: a model as it is, or the one that ``pretrain: tiny`` makes and teaches."""
 
 from __future__ import annotations
 

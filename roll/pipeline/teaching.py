@@ -1,4 +1,4 @@
-"""How a policy and its teacher are set up to be compared over the vocabulary, and what the teacher's scores become."""
+"""Comparison of a policy with its teacher over the vocabulary: its set-up, and what the teacher's scores become."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from roll.models.comparison import ComparisonSpec
 from roll.models.loading import load_config
 
 TEACHER_COLUMNS = ("teacher_hidden_TH", "teacher_ids_TK", "teacher_top_TK", "teacher_tail_T")
-"""What of a batch a comparison over the vocabulary reads; large."""
+"""Columns of a batch that a comparison over the vocabulary reads; large."""
 
 
 @dataclass(frozen=True)
 class Teaching:
-    """What the roles are told. Without a divergence: nothing."""
+    """Settings that the roles are told. Without a divergence: none."""
 
     comparison: ComparisonSpec | None = None
     """For the policy."""
@@ -29,7 +29,7 @@ class Teaching:
 
     @property
     def sends_hidden(self) -> bool:
-        """Whether the teacher's hidden states travel."""
+        """Tells whether the teacher's hidden states travel."""
         return self.comparison is not None and self.comparison.teacher_path is not None
 
     @classmethod

@@ -1,4 +1,4 @@
-"""How much of its devices a run uses: tokens per second, and model FLOPs beside the peak (MFU).
+"""Utilisation of a run's devices: tokens per second, and model FLOPs beside the peak (MFU).
 
 Model FLOPs are those that the mathematics asks for: a forward and a backward pass over the tokens, without what
 recomputation and padding add (Chowdhery et al. 2022, PaLM, appendix B). They are counted as `roll plan` does.

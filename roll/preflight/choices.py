@@ -307,7 +307,7 @@ def role_requests(config: PipelineConfig) -> list[RoleRequest]:
 
 
 def describe_placement(config: PipelineConfig) -> list[str]:
-    """Where the roles would sit on the nodes that the configuration speaks of, as a table."""
+    """Placement of the roles on the nodes that the configuration speaks of, as a table."""
     nodes = pretend_nodes(config.num_nodes, config.num_gpus_per_node)
     return plan_placement(role_requests(config), nodes).describe()
 

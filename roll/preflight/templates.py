@@ -1,4 +1,4 @@
-"""What the chat template of a run does to conversations that grow: which tool dialect it speaks, what it rewrites."""
+"""Effect of a run's chat template on conversations that grow: which tool dialect it speaks, what it rewrites."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_dialect(config: RLConfig) -> list[ConfigProblem]:
 
 
 def describe_template(config: PipelineConfig) -> list[str]:
-    """What is worth knowing of the template, for runs whose conversations grow; a line each, warnings so marked.
+    """Notes on the template that are worth knowing, for runs whose conversations grow; a line each, warnings so marked.
 
     Raises:
         ValueError: there is no such tokenizer or template, or it cannot render a question and its answer.

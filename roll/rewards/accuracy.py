@@ -17,12 +17,12 @@ MAX_CHOICES = 100
 
 
 class Judged(NamedTuple):
-    """What of a verdict figures are made of."""
+    """Part of a verdict that figures are made of."""
 
     score: float
     correct: bool
     answer: str | None
-    """What was found in the response, equal answers as equal texts; ``None``: nothing."""
+    """Answer that was found in the response, equal answers as equal texts; ``None``: none."""
 
 
 def figures_at_k(prompts: Sequence[Sequence[Judged]], n: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Where in a response the answer stands: behind the thoughts, in ``<answer>``, in ``\\boxed{}``, by a pattern."""
+"""Places of the answer in a response: behind the thoughts, in ``<answer>``, in ``\\boxed{}``, by a pattern."""
 
 from __future__ import annotations
 

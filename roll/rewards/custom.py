@@ -205,7 +205,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _as_text(value: Any) -> str:
-    """What a function told beside its numbers; anything can be shown."""
+    """Text of what a function told beside its numbers; anything can be shown."""
     if isinstance(value, str):
         return value
     try:

@@ -35,7 +35,7 @@ _HIDDEN = Words("a value that is not shown")
 
 
 class Patience(Config):
-    """How a server is asked: how often at a time, how long, how many times."""
+    """Limits on requests to a server: how many at a time, how long, how many times."""
 
     # A key that was put into the wrong place must not be repeated by the error about it.
     model_config = ConfigDict(hide_input_in_errors=True)
@@ -83,7 +83,7 @@ class TransientError(RewardError):
 
 @dataclass(frozen=True)
 class Answer(Generic[T]):
-    """What was read from an answer."""
+    """Value that was read from an answer."""
 
     value: T
     attempts: int
@@ -206,7 +206,7 @@ def read_key(name: str | None, setting: str) -> SecretStr | None:
 
 
 def url_problems(setting: str, url: str, key_setting: str) -> Iterator[ConfigProblem]:
-    """What is wrong with an endpoint's address; a login in it is not repeated."""
+    """Problems of an endpoint's address; a login in it is not repeated."""
     expected = "http(s)://host[:port]/path"
     try:
         parsed = httpx.URL(url)

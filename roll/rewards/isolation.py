@@ -135,7 +135,7 @@ def _check(verifiers: Sequence[RuleVerifier], request: Mapping[str, Any]) -> dic
 
 
 def _told(outcome: Verdict | RewardError) -> dict[str, Any]:
-    """What a child says of a sample, as JSON; ``_outcome`` reads it."""
+    """A child's account of a sample, as JSON; ``_outcome`` reads it."""
     if isinstance(outcome, RewardError):
         return {"error": words_of(outcome, RewardError), "timeout": isinstance(outcome, RewardTimeoutError)}
     if not isinstance(outcome, Verdict):

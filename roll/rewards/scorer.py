@@ -89,7 +89,8 @@ def _batching(cls: type[RuleVerifier], verifier: VerifierConfig) -> Batching | N
 
 
 def deciding(verifiers: Sequence[VerifierConfig]) -> list[int]:
-    """Which verifiers decide whether a sample is solved: those that say so, else the first that does not deny it."""
+    """Indices of the verifiers that decide whether a sample is solved: those that say so, else the first that does not
+    deny it."""
     chosen = [i for i, verifier in enumerate(verifiers) if verifier.decides]
     return chosen or [i for i, verifier in enumerate(verifiers) if verifier.decides is None][:1]
 

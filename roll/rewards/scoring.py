@@ -39,7 +39,7 @@ def parse_rewards(rewards: Mapping[str, Any]) -> dict[str, RewardConfig]:
 
 
 def domain_of(domains: Mapping[str, RewardConfig], tag: str | None) -> str:
-    """Who scores rows of a tag; a domain that is alone scores all.
+    """Domain that scores rows of a tag; a domain that is alone scores all.
 
     Raises:
         ValueError: nobody.

@@ -103,7 +103,7 @@ class Verifier(ABC):
 
 @dataclass(frozen=True)
 class Batching:
-    """How samples of a rule that judges several at once are gathered."""
+    """Gathering of samples for a rule that judges several at once."""
 
     size: int
     """Samples of one call, at most."""
@@ -123,7 +123,7 @@ class RuleVerifier(Verifier):
 
     @classmethod
     def batching(cls, config: Config) -> Batching | None:
-        """How samples are gathered; ``None``: each is judged by itself."""
+        """Tells how samples are gathered; ``None``: each is judged by itself."""
         return None
 
     def check_all(self, samples: Sequence[Sample], timeout: float) -> Sequence[Verdict | RewardError]:

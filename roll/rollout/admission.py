@@ -1,4 +1,4 @@
-"""Which rollout groups may start and which make a step's batch: how far rollouts may run ahead of training.
+"""Admission of rollout groups, to start and to a step's batch: how far rollouts may run ahead of training.
 
 A *draw* is the number of a rollout group: its prompt or environment and its seeds follow from it. A draw is started,
 plays until it is *ready*, and is *taken* by one step, or *settled* when dynamic sampling turns it down. With
@@ -46,7 +46,7 @@ class Admission:
     step: int = 0
     """The open step; 0 before the first, when nothing may start."""
     used: int = 0
-    """How many draws the open step took: they count until the next one is opened, with new weights."""
+    """Number of draws that the open step took: they count until the next one is opened, with new weights."""
     next_draw: int = 0
     """The lowest draw that was never started."""
     num_trained: int = 0
@@ -58,9 +58,9 @@ class Admission:
     running: set[int] = field(default_factory=set)
     ready: set[int] = field(default_factory=set)
     taken: tuple[int, ...] = ()
-    """What the open step took, until it is committed."""
+    """Draws that the open step took, until it is committed."""
     settled: set[int] = field(default_factory=set)
-    """What was settled since the last commit."""
+    """Draws that were settled since the last commit."""
     _started: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
     """Heap of the draws that run; those that ended are removed once they are the lowest."""
     _beyond: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -118,13 +118,13 @@ class Admission:
         self.num_settled += 1
 
     def lose(self, draws: Iterable[int]) -> None:
-        """What was running is gone and has to be played again."""
+        """Gives up draws that were running and are gone; they have to be played again."""
         for draw in draws:
             self.running.remove(draw)
             heapq.heappush(self.again, draw)
 
     def discard(self, draws: Iterable[int]) -> None:
-        """What was ready or settled since the last batch is of no use any more and has to be played again."""
+        """Drops draws that are ready, or settled since the last batch: they are useless and have to be played again."""
         for draw in draws:
             if draw in self.ready:
                 self.ready.remove(draw)
@@ -177,13 +177,13 @@ class Admission:
         self.settled.clear()
 
     def counts(self) -> dict[str, int]:
-        """What became of the draws so far: each is trained, settled or waiting."""
+        """Counts the draws so far by what became of them: each is trained, settled or waiting."""
         waiting = len(self.running) + len(self.ready) + len(self.again) + len(self.taken)
         assert self.num_trained + self.num_settled + waiting == self.next_draw, "a draw was lost or used twice"
         return {"trained": self.num_trained, "settled": self.num_settled, "waiting": waiting}
 
     def state_dict(self, *, keeps_groups: bool) -> dict[str, Any]:
-        """What a resumed run goes on from, JSON values.
+        """State that a resumed run goes on from, JSON values.
 
         Args:
             keeps_groups: the finished groups of ``ready`` and ``taken`` are saved beside it. Otherwise the open step is

@@ -224,7 +224,7 @@ class CallThreads:
             self._wake.put(None)
 
     def _serve_line(self) -> None:
-        """What a thread of the line does."""
+        """Serves the line, on one of its threads."""
         call: _Call | None = None
         while True:
             with self._lock:
@@ -285,7 +285,7 @@ class CallThreads:
         return True
 
     def _serve_alone(self, mailbox: Mailbox) -> None:
-        """What a thread does that serves one environment."""
+        """Serves one environment, on a thread of its own."""
         call: _Call | None = None
         while call is None or call.future is not None:
             call = mailbox.calls.get()

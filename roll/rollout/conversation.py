@@ -51,7 +51,7 @@ class Conversation:
         self._ids: IntArray | None = None
         self._said = np.zeros(0, dtype=np.int64)
         self.finish_reason: FinishReason | None = None
-        """Why the last answer ended."""
+        """Reason why the last answer ended."""
 
     async def answer(self, words: str) -> AsyncGenerator[str]:
         """Says something and yields the answer, piece by piece. If the caller stops, what was sampled by then counts.

@@ -36,7 +36,7 @@ class EpisodeAbortedError(RuntimeError):
 
 @dataclass(frozen=True)
 class EpisodeSpec:
-    """Which episode to play. Equal specs under equal weights give equal trajectories."""
+    """Description of an episode to play. Equal specs under equal weights give equal trajectories."""
 
     tag: str
     group_id: int
@@ -144,7 +144,7 @@ class EnvManager(ABC):
         """Token ids that the policy sees next."""
 
     def said(self, observation: str, info: Mapping[str, Any], turns: list[Turn]) -> Sequence[Message] | None:
-        """What has been said since the policy's last turn; ``None`` where prompts are no whole conversation."""
+        """Messages since the policy's last turn; ``None`` where prompts are no whole conversation."""
         return None
 
     def _compared(self, spec: EpisodeSpec, conversation: Conversation | None, turns: list[Turn]) -> dict[str, int]:

@@ -73,11 +73,11 @@ class EnvWorkerContext:
     retries: int
     """Attempts at a failed episode before it is dropped, after the first."""
     tools: ToolsConfig | None = None
-    """What the policy may call beside playing."""
+    """Tools that the policy may call beside playing."""
     token_check: TokenCheck = "disable"
-    """How rows that are trained are compared with their conversations."""
+    """Mode of comparing trained rows with their conversations."""
     trust_remote_code: bool = False
-    """Whether Python files that come with the tokenizer may run."""
+    """True if Python files that come with the tokenizer may run."""
 
 
 class EnvironmentWorker(RolloutWorker):

@@ -29,7 +29,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Finished:
-    """What has become of some groups."""
+    """Outcome of some groups."""
 
     groups: FlatGroups
     failed: list[int]
@@ -108,7 +108,7 @@ class GroupWorker(Worker, ABC):
         self._of(Series(series.caller, series.number + 1))
 
     def _of(self, series: Series) -> _Playing | None:
-        """What is played of the series; ``None`` if it has been given up."""
+        """Groups of the series that is played; ``None`` if it has been given up."""
         playing = self._playing.get(series.caller)
         if playing is None or playing.number < series.number:
             if playing is not None:

@@ -59,7 +59,7 @@ class Asking:
     def __init__(self, ask: AskFn) -> None:
         self._ask = ask
         self.failure: Exception | None = None
-        """What asking has raised, whatever the environment made of it: its answer is worth nothing then."""
+        """Exception that asking has raised, whatever the environment made of it: its answer is worth nothing then."""
 
     def listen(self) -> None:
         """Answers from the running event loop from now on."""

@@ -58,7 +58,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], prefix: str) -> dict[str, fl
 
 
 def overlap_metrics(batch: Batch, admission: Admission, version: int) -> dict[str, float]:
-    """How old a step's rollouts are, and what waits behind it.
+    """Age of a step's rollouts, and what waits behind it.
 
     Args:
         admission: after the step has taken its groups.

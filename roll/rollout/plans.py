@@ -1,4 +1,4 @@
-"""Which groups a rollout plays: a group's number stands for its tag, seeds and size."""
+"""Groups that a rollout plays: a group's number stands for its tag, seeds and size."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GroupSpec:
     """By member and turn, what sampled the group in the run that is repeated (``GenerateRequest.recorded``)."""
 
     def describes(self, group: RolloutGroup) -> bool:
-        """Whether a group that was played once is what would be played now."""
+        """Tells whether a group that was played once is what would be played now."""
         played = (group.tag, len(group.trajectories) + group.dropped, group.baseline is not None)
         return played == (self.tag, self.group_size, self.baseline)
 
@@ -60,7 +60,7 @@ class GroupPlan:
     name: str
     """``train`` or ``val``: part of the seeds."""
     weights: tuple[float, ...] | None = None
-    """How often each tag is drawn; slots then belong to no tag."""
+    """Frequency with which each tag is drawn; slots then belong to no tag."""
     greedy: bool = False
     """Take the most likely token instead of sampling."""
     baseline: bool = False
@@ -73,7 +73,7 @@ class GroupPlan:
         return sum(self.slots_per_tag)
 
     def tag(self, group_id: int) -> str:
-        """What a group plays."""
+        """Tag that a group plays."""
         if self.weights is not None:
             return self.tags[_mixture(self.weights, self.seed, self.name)[group_id]]
         slot = group_id % self.num_slots

@@ -46,7 +46,7 @@ class PromptSpec(GroupSpec):
 
     prompt: Prompt
     sampling: str
-    """Which of the worker's sampling parameters to use: ``train`` or ``val``."""
+    """Name of the worker's sampling parameters to use: ``train`` or ``val``."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,15 @@ class PromptWorkerContext:
     spread: bool
     """True: the answers to one prompt may come from different engines."""
     tools: ToolsConfig | None = None
-    """What the policy may call while it answers."""
+    """Tools that the policy may call while it answers."""
     token_check: TokenCheck = "disable"
-    """How rows that are trained are compared with their conversations."""
+    """Mode of comparing trained rows with their conversations."""
     agent: AgentConfig | None = None
     """The program that plays the prompts, if the policy does not answer them itself."""
     user: UserConfig | None = None
-    """Who answers the policy, if the prompts are conversations."""
+    """User that answers the policy, if the prompts are conversations."""
     trust_remote_code: bool = False
-    """Whether Python files that come with the tokenizer may run."""
+    """True if Python files that come with the tokenizer may run."""
 
 
 class PromptWorker(RolloutWorker):
@@ -140,7 +140,7 @@ class PromptWorker(RolloutWorker):
         self.val_client = None if evaluators is None else GenerationClient(evaluators)
 
     async def set_rewards(self, domains: Mapping[str, Sequence[Any]]) -> None:
-        """Where to have answers scored from now on: handles of the workers of each domain."""
+        """Sets where answers are scored from now on: handles of the workers of each domain."""
         self.rewards = {name: RewardClient(name, handles) for name, handles in domains.items()}
 
     def generate_fn(self, spec: GroupSpec) -> GenerateFn:

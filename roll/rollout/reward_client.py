@@ -36,7 +36,7 @@ class WorkerClient(Generic[ItemT, ToldT]):
         self._sending: set[asyncio.Task[None]] = set()
 
     async def send(self, item: ItemT) -> ToldT:
-        """What a worker tells of one item.
+        """Sends one item; returns what a worker tells of it.
 
         Raises:
             EngineUnavailableError: the worker died.
@@ -104,7 +104,7 @@ class JudgeClient(WorkerClient[Question, str]):
         super().__init__("the judge", workers, "ask")
 
     async def ask(self, question: Question) -> str:
-        """What the judge says.
+        """Asks the judge; returns what it says.
 
         Raises:
             RewardError: it cannot be asked that.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Hosted(Protocol):
-    """What a worker holds, models perhaps among it."""
+    """Object that a worker holds, models perhaps in it."""
 
     async def offload(self) -> None: ...
     async def onload(self) -> None: ...

@@ -25,7 +25,7 @@ class GenerationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What became of some requests."""
+    """Outcome of some requests."""
 
     completions: FlatCompletions
     errors: list[tuple[str, GenerationError]]

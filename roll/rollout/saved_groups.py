@@ -36,7 +36,7 @@ def save_groups(folder: Path, finished: Collected) -> None:
 
 
 def load_groups(folder: Path) -> Collected:
-    """What ``save_groups`` has written, equal in every field; no groups where it has written nothing."""
+    """Groups that ``save_groups`` has written, equal in every field; none where it has written nothing."""
     from safetensors.numpy import load_file
 
     if not (folder / _REST).exists():

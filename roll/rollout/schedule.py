@@ -1,4 +1,4 @@
-"""What the steps of an asynchronous run took, and which weights sampled it: ``schedule.jsonl``, and repeating it.
+"""Record of what an asynchronous run's steps took and which weights sampled it: ``schedule.jsonl``, and repeating it.
 
 One line per step: its number, ``groups``, ``ahead`` and ``window`` (B, A and W of ``Admission``), the groups of its
 batch (``taken``) and those that dynamic sampling turned down before it (``settled``), both by their draws, with every
@@ -91,11 +91,11 @@ class Schedule:
         return cls(frozenset(limits), steps, draws)
 
     def without(self, draws: Collection[int]) -> Schedule:
-        """What is left to play after these."""
+        """Schedule that is left to play after these."""
         return replace(self, draws={draw: episodes for draw, episodes in self.draws.items() if draw not in draws})
 
     def num_tokens(self, version: int) -> int:
-        """How many tokens a version sampled."""
+        """Number of tokens that a version sampled."""
         return sum(tokens for runs in self._turns() for number, tokens in runs if number == version)
 
     @property

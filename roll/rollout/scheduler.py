@@ -68,10 +68,10 @@ class RolloutScheduler:
         self.rejected: list[RolloutGroup] = []
         """Finished since the last batch and turned down, waiting to be told with the next one."""
         self.taken = Collected([], [])
-        """What the last ``take`` of rollouts that go on has returned, until ``commit``."""
+        """Groups that the last ``take`` of rollouts that go on has returned, until ``commit``."""
         self.replay = replay
         self._inherited = 0
-        """How many of ``rejected`` an earlier run turned down, which are no reason for this one to give up."""
+        """Number of ``rejected`` that an earlier run turned down, which are no reason for this one to give up."""
         self._num_slots = plan.num_slots if max_running is None else min(plan.num_slots, max_running)
         self._recover = recover
         self._rpc_timeout = rpc_timeout
@@ -80,9 +80,9 @@ class RolloutScheduler:
         self._goes_on = beside
         self._beside: threading.Thread | None = None
         self._rollouts: _Rollouts | None = None
-        """What the thread is after."""
+        """Rollouts that the thread is after."""
         self._failure: BaseException | None = None
-        """What ended the thread."""
+        """Exception that ended the thread."""
 
     def collect(
         self, num_groups: int, first: int = 0, on_group: Callable[[RolloutGroup], None] = lambda group: None
@@ -189,7 +189,8 @@ class RolloutScheduler:
             return admission.counts()
 
     def finished(self, admission: Admission) -> Collected:
-        """What has finished and was not committed: a cut through the draws has it beside the state of ``admission``.
+        """Groups that have finished and were not committed: a cut through the draws has them beside the state of
+        ``admission``.
 
         Consistent while halted, whatever has interrupted ``take``.
         """
@@ -286,7 +287,7 @@ class RolloutScheduler:
             )
 
     def _batch(self, admission: Admission, recorded: StepDraws | None) -> tuple[int, ...] | None:
-        """What the open step takes, as soon as there is enough."""
+        """Draws that the open step takes, as soon as there are enough."""
         if recorded is None:
             return admission.take()
         if len(admission.ready) < len(recorded.taken):  # looking closer takes time that grows with the batch
@@ -352,7 +353,7 @@ class RolloutScheduler:
 
 @dataclass
 class _Rollouts:
-    """What ``take`` was asked for."""
+    """Rollouts that ``take`` was asked for."""
 
     admission: Admission
     accept: Callable[[RolloutGroup], bool]

@@ -45,8 +45,8 @@ class TokenWatch:
         self._said: set[TokenDifference] = set()
 
     def watches(self, member: int) -> bool:
-        """Whether episodes of that member are compared: those of each group's first, which cost as much as one more
-        tokenisation of their conversation."""
+        """Tells whether episodes of that member are compared: those of each group's first, which cost as much as one
+        more tokenisation of their conversation."""
         return self._check != "disable" and member == 0
 
     def compare(self, name: str, rows: Iterable[tuple[Conversation, Sequence[Turn]]]) -> dict[str, int]:

@@ -57,7 +57,7 @@ class ToolBox:
         self._lock = asyncio.Lock()
 
     async def schemas(self, tag: str) -> list[ToolSchema]:
-        """What the policy is told in an episode of that tag; the first call makes the tools.
+        """Tools that the policy is told of in an episode of that tag; the first call makes them.
 
         Raises:
             ValueError: a tool cannot be made.
@@ -172,7 +172,7 @@ class ToolBox:
 
 
 def told_tools(config: ToolsConfig | None, tags: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-    """What prompts of each tag tell of tools, as chat templates take it.
+    """Tools that prompts of each tag tell of, as chat templates take them.
 
     Raises:
         ValueError: a tool cannot be made.

@@ -35,7 +35,7 @@ class ToolEnv:
 
     @property
     def tools(self) -> list[dict[str, Any]]:
-        """What the chat template is told of them."""
+        """Tools as the chat template is told of them."""
         return [schema.as_openai() for schema in self._schemas]
 
     def watch(self, generate: GenerateFn) -> GenerateFn:

@@ -38,7 +38,7 @@ from roll.utils.children import (
 )
 
 _GRACE_S = 30.0
-"""What a child gets beyond the call's time to end it; only one that hangs itself takes it."""
+"""Seconds that a child gets beyond the call's time to end it; only one that hangs itself takes them."""
 _LOOK_S = 0.05
 _BYTES_PER_CHAR = 12
 _PR_SET_CHILD_SUBREAPER = 36
@@ -136,7 +136,7 @@ def _answer(tool: Tool, memory: int, max_chars: int, request: Mapping[str, Any])
 
 
 def _wait(pid: int, reading: int, deadline: float) -> tuple[bytes, int | None]:
-    """What the fork writes up to a line's end, and its status if it ended without one; neither: it took too long."""
+    """Output of the fork up to a line's end, and its status if it ended without one; neither: it took too long."""
     line = bytearray()
     while (left := deadline - time.monotonic()) > 0:
         ready, _, _ = select.select([reading], [], [], min(left, _LOOK_S))

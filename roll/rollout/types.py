@@ -25,7 +25,7 @@ Frame: TypeAlias = bytes | str
 
 
 class EpisodeEnd(enum.StrEnum):
-    """Why an episode stopped."""
+    """Reason why an episode stopped."""
 
     TERMINATED = "terminated"  # the environment reached a final state
     TRUNCATED = "truncated"  # the environment's or the manager's turn limit
@@ -52,7 +52,7 @@ class Turn:
     state_key: str
     """Hash of the state before the action: equal keys within a group mean the same state."""
     row: int = 0
-    """Where history is kept: the row of the episode that this turn is in; its prompt begins with all ids of that row's
+    """Row of the episode that this turn is in, where history is kept; its prompt begins with all ids of that row's
     earlier turns (``roll.rollout.recorder``)."""
 
     @property

@@ -26,7 +26,7 @@ class User(Protocol):
     """A class of one's own; one object serves all conversations of a rollout worker, so it keeps nothing of any."""
 
     async def respond(self, messages: Sequence[Mapping[str, str]], prompt: Prompt) -> tuple[str, float, bool]:
-        """What the user says, the reward of the policy's last turn, and whether the conversation is over.
+        """Words of the user, the reward of the policy's last turn, and whether the conversation is over.
 
         Args:
             messages: all that has been said, the policy's turn last.

@@ -30,7 +30,7 @@ class RolloutWorker(GroupWorker):
     """Attempts at a failed episode before it is dropped, after the first."""
 
     async def set_engines(self, engines: Sequence[Any]) -> None:
-        """Where to send generation requests from now on."""
+        """Sets where generation requests are sent from now on."""
         self.client = GenerationClient(engines)
 
     @abstractmethod

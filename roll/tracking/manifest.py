@@ -19,7 +19,7 @@ class CheckpointError(RuntimeError):
 
 
 def find_damage(path: Path) -> str | None:
-    """Why ``path`` is not a whole checkpoint, or None when every file matches the manifest."""
+    """Reason why ``path`` is not a whole checkpoint, or None when every file matches the manifest."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:

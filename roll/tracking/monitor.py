@@ -1,4 +1,4 @@
-"""Where the time and the memory of a run go."""
+"""Account of the time and the memory that a run uses."""
 
 from __future__ import annotations
 

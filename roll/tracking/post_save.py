@@ -64,7 +64,7 @@ class PostSaveHook:
         return problem
 
     def _failure(self, checkpoint: Path, step: int) -> str | None:
-        """What went wrong, in words."""
+        """Runs the command; says what went wrong, in words."""
         variables = {FOLDER_VARIABLE: str(checkpoint), STEP_VARIABLE: str(step)}
         with tempfile.TemporaryFile() as said:  # no pipe: what it leaves running may hold one open
             try:

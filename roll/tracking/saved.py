@@ -1,4 +1,4 @@
-"""Where a saved model is: a run's folder, a checkpoint in it, the folder of a role in that, or a model by itself."""
+"""Location of a saved model: a run's folder, a checkpoint in it, the folder of a role in that, or a model by itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POLICY = "actor_train"
 
 @dataclass(frozen=True)
 class Saved:
-    """What a path of a user's means."""
+    """Model that a user's path means."""
 
     model: str
     """Folder in Hugging Face format, or a name on the hub."""

@@ -34,7 +34,7 @@ def service_package(name: str) -> Any:
 
 
 class _RunTracker:
-    """What the services share whose run takes a step's metrics as they are."""
+    """Common part of the services whose run takes a step's metrics as they are."""
 
     _run: Any
 

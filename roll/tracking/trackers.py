@@ -1,4 +1,4 @@
-"""Where metrics go: TensorBoard, plain lines, services (``services.py``); several at once."""
+"""Trackers of metrics: TensorBoard, plain lines, services (``services.py``); several at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AnswerRow(TypedDict):
     tag: str
     prompt: str
     answer: str
-    """What the policy has written, and between its turns what it has read."""
+    """Text that the policy has written, and between its turns what it has read."""
     score: float
     success: bool
 

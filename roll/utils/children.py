@@ -244,7 +244,7 @@ def _environment() -> dict[str, str]:
 
 
 def ending(returncode: int) -> str:
-    """How a process ended, in words; its code as ``subprocess`` has it."""
+    """Words for how a process ended; its code as ``subprocess`` has it."""
     if returncode >= 0:
         return f"exit code {returncode}"
     with contextlib.suppress(ValueError):

@@ -1,4 +1,4 @@
-"""What a user's code raises and says, as text that is safe to keep."""
+"""Errors and words of a user's code, as text that is safe to keep."""
 
 from __future__ import annotations
 

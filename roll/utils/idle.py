@@ -1,4 +1,4 @@
-"""How long a worker had nothing to do."""
+"""Time in which a worker had nothing to do."""
 
 from __future__ import annotations
 

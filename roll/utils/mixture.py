@@ -9,7 +9,7 @@ from math import ceil, floor
 
 
 class Mixture:
-    """Which kind comes at each index: of the first ``n``, each kind has its share of ``n`` to within one.
+    """Order of kinds, one at each index: of the first ``n``, each kind has its share of ``n`` to within one.
 
     The j-th of a kind with share s belongs to the indices from ⌊j/s⌋ to ⌈(j+1)/s⌉ − 1. Whichever kind may come and must
     come first is taken, which keeps to all of these windows (earliest deadline first; Tijdeman 1980 has the bound).

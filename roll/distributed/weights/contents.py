@@ -83,7 +83,7 @@ class WeightBucket:
     checked: bool = False
     """This process has compared the checksum."""
     place: SharedMemory | None = None
-    """Where other processes of this machine find ``data``, for as long as something here refers to it."""
+    """Shared memory in which other processes of this machine find ``data``, as long as something here refers to it."""
 
 
 class Described(Protocol):
@@ -113,7 +113,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def renamed(contents: Contents, names: Mapping[str, str]) -> Contents:
-    """What is wanted of a bucket.
+    """Entries of a bucket that are wanted, under their new names.
 
     Args:
         names: the tensors that are wanted, and their new names.
@@ -164,7 +164,7 @@ class _Form(NamedTuple):
 
 @functools.cache
 def _form(dtype_name: str, shape: tuple[int, ...]) -> _Form:
-    """What a view of a whole tensor needs; a model has many tensors, but few forms."""
+    """Form of a view of a whole tensor; a model has many tensors, but few forms."""
     dtype = getattr(torch, dtype_name, None)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"weight bucket: dtype {dtype_name!r}, expected the name of a torch dtype")

@@ -15,7 +15,7 @@ Handle: TypeAlias = tuple[Any, ...]
 
 
 def share(data: Tensor) -> Handle:
-    """What one receiver needs to open ``data``, uint8 [num_bytes]. Once per receiver: each gives its share back."""
+    """Handle for one receiver to open ``data``, uint8 [num_bytes]. Once per receiver: each gives its share back."""
     from torch.multiprocessing.reductions import reduce_tensor
 
     _, arguments = reduce_tensor(data)

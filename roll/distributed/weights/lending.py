@@ -21,7 +21,7 @@ class Lender:
         """Those of this update."""
 
     def lend(self, bucket: WeightBucket, readers: Iterable[str]) -> SharedMemory:
-        """Where ``readers`` find a bucket in host memory; its bytes stay until each has given it back."""
+        """Place where ``readers`` find a bucket in host memory; its bytes stay until each has given it back."""
         place, data = bucket.place, bucket.data
         assert isinstance(data, np.ndarray)
         if place is None:

@@ -1,4 +1,4 @@
-"""What a sender of weights and its receivers say to each other, over Ray's actor calls; the bytes go beside them.
+"""Messages between a sender of weights and its receivers, over Ray's actor calls; the bytes go beside them.
 
 An update is ``Open``, a ``BucketMessage`` each bucket, ``Close``; before the first over a new process group, ``Join``.
 The sender waits for replies before it goes on, so at most a few buckets are under way.
@@ -44,7 +44,7 @@ class Open:
 
 @dataclass(frozen=True)
 class Invitation:
-    """Where a process group meets."""
+    """Meeting place of a process group."""
 
     group: str
     """Its unique name."""
@@ -100,7 +100,7 @@ class Close:
     """All buckets are sent: answer when they are in use."""
 
     number: int
-    """How many they are; some may still be on their way."""
+    """Number of buckets; some may still be on their way."""
 
 
 Message: TypeAlias = Open | Join | BucketMessage | Close
@@ -108,7 +108,7 @@ Message: TypeAlias = Open | Join | BucketMessage | Close
 
 @dataclass(frozen=True)
 class Reply:
-    """What a receiver answers."""
+    """Answer of a receiver."""
 
     released: tuple[str, ...] = ()
     """Segments that it no longer reads, one entry per bucket."""

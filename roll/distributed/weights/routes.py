@@ -1,4 +1,4 @@
-"""Who sends buckets to each receiver, and which way they take, by where both sit."""
+"""Routes of buckets: the sender to each receiver, and the way they take, by where both sit."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Segment:
         self.used = 0
         """Bytes at its start that were ever written."""
         self.readers: set[str] = set()
-        """Who holds what was written last."""
+        """Readers that hold what was written last."""
         self._close = weakref.finalize(self, _remove, self._fd, self.path)
 
     @property

@@ -41,7 +41,7 @@ _UNDER_WAY = 2
 
 @dataclass(frozen=True)
 class WeightOrder:
-    """What a trainer is asked to send."""
+    """Order to a trainer to send weights."""
 
     payload: Payload
     version: int
@@ -50,7 +50,7 @@ class WeightOrder:
     bucket_bytes: int
     """Usual size of a bucket."""
     timeout_s: float
-    """How long receivers may take for one answer."""
+    """Seconds that receivers may take for one answer."""
     check: bool
     """Compare the bytes of every bucket at both ends."""
     keeper: int | None = None
@@ -160,7 +160,7 @@ class WeightSender:
                 group.broadcast(outgoing, transfer.check)
 
     def _segment_of(self, bucket: WeightBucket) -> Segment:
-        """Where the bucket lies, or a copy of it when it was packed elsewhere."""
+        """The segment in which the bucket lies, or a copy of it when it was packed elsewhere."""
         segment = self._pool.find(bucket.data)
         if segment is None:
             data = self._pool.allocate(len(bucket.data))

@@ -42,7 +42,7 @@ class WeightSync:
         trains_between: bool = False,
     ) -> None:
         self.version = -1
-        """What the generators have; -1: what they loaded at their start."""
+        """Version of the weights that the generators have; -1: those that they loaded at their start."""
         self._trainer = trainer
         self._generator = generator
         self._bucket_bytes = bucket_bytes

@@ -73,7 +73,7 @@ class UpdateStream(Generic[PlanT]):
 
 
 def on_device(bucket: WeightBucket) -> bool:
-    """Whether the bytes lie on an accelerator."""
+    """Tells whether the bytes lie on an accelerator."""
     return isinstance(bucket.data, Tensor) and bucket.data.device.type != "cpu"
 
 

@@ -1,4 +1,4 @@
-"""Which part of a model one rank holds."""
+"""Part of a model that one rank holds."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ EXPERTS: dict[ExpertModules, tuple[Entry, ...]] = {
 
 @dataclass(frozen=True)
 class Source:
-    """Where a Megatron parameter of one rank comes from."""
+    """Origin of a Megatron parameter of one rank."""
 
     form: Form
     hf: tuple[tuple[str, ...], ...]
@@ -172,7 +172,7 @@ def module_parts(name: str) -> tuple[str, ...]:
 
 
 def torn(held: Collection[str], frozen: Collection[str]) -> str:
-    """What would have to be frozen beside those of Megatron's one tensor that are; empty where all or none are."""
+    """Says what would have to be frozen beside those of Megatron's one tensor that are; empty where all or none are."""
     missing = set(held).difference(frozen)
     if not missing or missing == set(held):
         return ""

@@ -1,4 +1,4 @@
-"""What these commands take. Imports nothing heavy: a command's module is imported when it is called."""
+"""Arguments of these commands. Imports nothing heavy: a command's module is imported when it is called."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ HELP = "/reset begins anew, /quit ends (so does the end of the input), Ctrl-C st
 
 @dataclass(frozen=True)
 class Job:
-    """Who is talked with, and how."""
+    """Model to talk with, and the settings of the talk."""
 
     model: str
     worker: WorkerConfig
@@ -79,7 +79,7 @@ def _talk(conversation: Conversation) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, with a prompt and the line editing of a terminal; or the lines of a pipe."""
+    """Lines that are typed, with a prompt and the line editing of a terminal; or those of a pipe."""
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

@@ -25,7 +25,7 @@ MAX_NEW_TOKENS = 512
 
 
 class GeneratorSection(Config):
-    """What a generator outside of a run reads."""
+    """Keys that a generator outside of a run reads."""
 
     model_args: ModelArguments = Field(default_factory=ModelArguments, description="How the model is loaded.")
     generating_args: GeneratingArguments = Field(default_factory=GeneratingArguments, description="How it samples.")

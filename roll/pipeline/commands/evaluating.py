@@ -57,7 +57,7 @@ def run(path: str, config: tuple[str, Path] | None, words: Sequence[str], starte
 
 
 def changes(saved: Saved, run: Path | None) -> list[str]:
-    """What makes a run's configuration one that evaluates a saved model, as ``key=value``.
+    """Changes that make a run's configuration one that evaluates a saved model, as ``key=value``.
 
     Args:
         run: the folder of the run, beside which the evaluation's is made; ``None``: where the configuration says.

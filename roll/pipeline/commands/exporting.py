@@ -21,7 +21,7 @@ _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be exported, and how."""
+    """Model to export, and the form in which it is written."""
 
     model: str
     """A run's folder, a checkpoint, or a model's folder; see ``find_saved``."""
@@ -102,7 +102,7 @@ def _export(job: Job, saved: Saved) -> Any:
 
 
 def _config_kwargs(saved: Saved, role: str) -> dict[str, Any]:
-    """What the run replaced in the configuration of the model that it started from."""
+    """Values that the run replaced in the configuration of the model that it started from."""
     if saved.run is None:
         return {}
     section = yaml.safe_load((saved.run / CONFIG_FILE).read_text(encoding="utf-8")).get(role) or {}

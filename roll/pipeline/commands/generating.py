@@ -35,7 +35,7 @@ AHEAD = 4
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be answered, and how."""
+    """Prompts to answer, and the model and settings to do it with."""
 
     model: str
     """A folder, see ``find_saved``, or a name on the hub."""

@@ -1,4 +1,4 @@
-"""How far a command is: a bar on a terminal, a line from time to time elsewhere; on standard error."""
+"""Progress of a command: a bar on a terminal, a line from time to time elsewhere; on standard error."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ SHOWN_ERRORS = 3
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be scored, and by what."""
+    """Answers to score, and the rewards that score them."""
 
     files: Sequence[str]
     columns: AnswerColumns

@@ -1,4 +1,4 @@
-"""What the teacher says of answers: from its role, or from disk."""
+"""The teacher's scores of answers: from its role, or from disk."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def run_dpo(config: DPOConfig, started: float | None = None) -> int:
 
 
 def _check(config: DPOConfig, datasets: Datasets) -> None:
-    """What the reference finds can be kept.
+    """Checks that what the reference finds can be kept.
 
     Raises:
         ValueError: it cannot.

@@ -1,4 +1,4 @@
-"""What the policy is compared with: the reference's log-probabilities, and KTO's point of comparison."""
+"""Values that the policy is compared with: the reference's log-probabilities, and KTO's point of comparison."""
 
 from __future__ import annotations
 

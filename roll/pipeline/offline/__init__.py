@@ -1,1 +1,1 @@
-"""What the pipelines share that train on a fixed set of samples."""
+"""Common parts of the pipelines that train on a fixed set of samples."""

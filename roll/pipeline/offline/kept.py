@@ -26,7 +26,7 @@ def digest_of(batch: Batch, more: Iterable[str] = ()) -> str:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """What tells the weights in a model folder from others without reading them: path, size and time of each file."""
+    """Marks that tell a model folder's weights from others without reading them: path, size and time of each file."""
     found = []
     for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         known = file.stat()

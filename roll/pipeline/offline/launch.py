@@ -36,7 +36,7 @@ Load = Callable[[ConfigT, DataArguments, ChatRenderer, "Scoring | None"], Conver
 
 @dataclass(frozen=True)
 class Datasets:
-    """What is learnt from and what is held out."""
+    """Data that is learnt from and data that is held out."""
 
     train: Conversations | None
     """``None`` with ``eval_only``."""
@@ -47,14 +47,14 @@ class Datasets:
     """Held-out questions to answer, where something generates."""
 
     def describe(self) -> list[str]:
-        """What was read, a line for each dataset."""
+        """Account of what was read, a line for each dataset."""
         found = {"training data": self.train, "held-out data": self.val}
         return [f"{name}: {data.report}" for name, data in found.items() if data is not None]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a pipeline is made of."""
+    """Parts that a pipeline is made of."""
 
     session: RunSession
     roles: Roles

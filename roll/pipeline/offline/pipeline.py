@@ -38,7 +38,7 @@ class OfflinePipeline(TrainingLoop):
     area: ClassVar[str]
     """Start of the names of the training metrics."""
     shown: ClassVar[Mapping[str, str]]
-    """What the run's summary keeps of ``measure_held_out``: the name there, and the metric."""
+    """Metrics of ``measure_held_out`` that the run's summary keeps: the name there, and the metric."""
 
     def __init__(
         self,

@@ -66,7 +66,7 @@ class OfflineTraining:
         return self._data.select(self.rows(step))
 
     def epochs(self, step: int) -> float:
-        """How often the data has been met after that many steps."""
+        """Number of times that the data has been met after that many steps."""
         return step / self._per_epoch
 
     def train(self, first: int, last: int) -> list[Metrics]:

@@ -81,7 +81,7 @@ def load_datasets(config: RLVRConfig, renderer: ChatRenderer) -> Datasets:
 
 
 def teacher_prompts(config: RLVRConfig, renderer: ChatRenderer) -> TeacherPrompts | None:
-    """What writes the teacher's own prompts, where it has them."""
+    """Writer of the teacher's own prompts, where it has them."""
     if config.teacher_prompt is None:
         return None
     response, most = config.actor_train.data_args.response, config.teacher_column_length

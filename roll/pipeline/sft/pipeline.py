@@ -30,7 +30,7 @@ class SFTPipeline(OfflinePipeline):
 
 
 def likelihood_metrics(model: ModelCluster, batch: Batch) -> Metrics:
-    """How likely the tokens with loss mask 1 are.
+    """Likelihood of the tokens with loss mask 1.
 
     ``eval/loss`` is their mean negative log-likelihood (nats), ``eval/perplexity`` its exponential, and
     ``eval/token_accuracy`` the share of them that are the model's first choice, given the tokens before.

@@ -13,7 +13,7 @@ _QUERY = ("--query-gpu=name,driver_version", "--format=csv,noheader")
 
 
 def check_accelerators() -> Iterator[Finding]:
-    """What PyTorch and the driver say, and whether they agree."""
+    """Checks what PyTorch and the driver say, and whether they agree."""
     import torch
 
     drivers = driver_lines()

@@ -41,7 +41,7 @@ def doctor(
 
 
 def machine_findings(output_dir: Path, more: Mapping[str, Check] | None = None) -> list[Finding]:
-    """What is found on the machine that this process runs on.
+    """Findings on the machine that this process runs on.
 
     Args:
         more: further checks by name.

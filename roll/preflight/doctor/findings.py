@@ -1,4 +1,4 @@
-"""What an examination of a machine finds, as text for a terminal and as JSON."""
+"""Findings of an examination of a machine, as text for a terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Finding:
     name: str
     seen: str
     fix: str = ""
-    """What to do, where the level is not ``ok``."""
+    """Advice on what to do, where the level is not ``ok``."""
     node: str = ""
     """Machine of a cluster; empty for this one."""
 

@@ -24,12 +24,12 @@ _ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What a machine says of itself."""
+    """Report of a machine on itself."""
 
     node: str
     versions: dict[str, str]
     clock_s: float
-    """How far its clock is ahead of the driver's, in seconds."""
+    """Seconds by which its clock is ahead of the driver's."""
     uncertainty_s: float
     """Half of the round trip that found it out."""
     findings: list[Finding]

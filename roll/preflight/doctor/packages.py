@@ -84,7 +84,7 @@ def check_requirements(requirements: list[Requirement], versions: dict[str, str]
 
 
 def compare_tested(constraints: str, requirements: list[Requirement]) -> Finding:
-    """How the packages that are asked for differ from the versions that the tests run with."""
+    """Compares the packages that are asked for with the versions that the tests run with."""
     pins = {name.lower().replace("_", "-"): version for name, version in _PIN.findall(constraints)}
     versions = installed_versions(requirements)
     others = [

@@ -1,4 +1,4 @@
-"""What a run may need beside the machine: a hub of models, a sandbox for programs, a model's chat template."""
+"""Checks of what a run may need beside the machine: a model hub, a sandbox for programs, a model's chat template."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HUB_SECONDS = 3.0
 
 
 def check_hub() -> Iterator[Finding]:
-    """Whether the Hugging Face hub answers; a token is told of, never shown."""
+    """Checks whether the Hugging Face hub answers; a token is told of, never shown."""
     if hub_is_off():
         yield Finding("ok", "hub", "HF_HUB_OFFLINE is set: models must be folders of this machine or in its cache")
         return
@@ -28,7 +28,7 @@ def check_hub() -> Iterator[Finding]:
 
 
 def check_sandbox() -> Iterator[Finding]:
-    """Whether programs of a policy can be isolated, which rewards and tools that run code need."""
+    """Checks whether programs of a policy can be isolated, which rewards and tools that run code need."""
     from roll.rewards.sandbox.pool import Sandbox, SandboxUnavailableError
 
     try:
@@ -44,7 +44,7 @@ def check_sandbox() -> Iterator[Finding]:
 
 
 def check_chat_template(model: str, trusts: bool = False) -> Iterator[Finding]:
-    """What the chat template of a model does to conversations that grow.
+    """Checks what the chat template of a model does to conversations that grow.
 
     Args:
         model: folder, or a name on the hub.

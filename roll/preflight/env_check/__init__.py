@@ -92,7 +92,7 @@ async def _check(trial: Trial, tell: Callable[[str], None]) -> Report:
 
 
 def _facts(trial: Trial) -> Iterator[tuple[str, str]]:
-    """What was measured."""
+    """Figures that were measured, as (name, words)."""
     if not trial.moments:
         return
     wins = sum(episode.success for episode in trial.episodes)

@@ -1,4 +1,4 @@
-"""What a check of an environment may find: a name, how bad it is, what was seen, and what to do."""
+"""Rules for what a check of an environment may find: a name, how bad it is, what was seen, and what to do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Rule:
 
     severity: Severity
     fix: str
-    """What to do, in a sentence."""
+    """Advice on what to do, in a sentence."""
 
 
 RULES: dict[str, Rule] = {
@@ -97,14 +97,14 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """What a check tried and found."""
+    """Account of what a check tried and found."""
 
     env_type: str
     findings: tuple[Finding, ...]
     tried: tuple[str, ...]
     """Names of the probes that ran, in their order."""
     facts: tuple[tuple[str, str], ...]
-    """What was measured, as (name, words)."""
+    """Figures that were measured, as (name, words)."""
 
     def problems(self, allow: Collection[str] = ()) -> tuple[Finding, ...]:
         """Errors and warnings but those whose names are in ``allow``."""

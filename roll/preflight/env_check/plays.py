@@ -18,7 +18,7 @@ from roll.utils.seeding import derive_seed
 T = TypeVar("T")
 
 TOLD = ("action", "success", "task_reward", "penalty", "state_key", "env_instruction")
-"""What a manager reads of ``info``."""
+"""Keys of ``info`` that a manager reads."""
 
 _SHOWN = 60
 
@@ -40,7 +40,7 @@ class Subject:
     max_chars: int = 16_384
     """Characters of an observation that are not too many."""
     judge_says: str = "Score: 1"
-    """What environments that ask are answered, always."""
+    """Answer to environments that ask, always the same."""
 
     def __post_init__(self) -> None:
         for name, least in (("episodes", 2), ("max_steps", 1), ("max_chars", 1)):
@@ -94,7 +94,7 @@ class ThreadHopper(EnvRunner):
 
 @dataclass(frozen=True)
 class Moment:
-    """What an environment answered to one call."""
+    """Answer of an environment to one call."""
 
     observation: str
     reward: float = 0.0
@@ -247,7 +247,7 @@ async def replay(
 
 
 def difference(first: Sequence[Episode], second: Sequence[Episode]) -> str | None:
-    """Where the second playing of the same episodes came out otherwise; ``None`` if nowhere."""
+    """Place where the second playing of the same episodes came out otherwise; ``None`` if nowhere."""
     for one, other in zip(first, second, strict=True):
         if other.failure is not None and one.failure is None:
             return other.failure.words

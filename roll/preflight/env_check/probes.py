@@ -1,4 +1,4 @@
-"""What is tried on an environment: each probe says what it found."""
+"""Probes of an environment: each says what it found."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ async def pays(trial: Trial) -> AsyncIterator[Finding]:
 
 
 def _parts(moments: Sequence[Moment]) -> Iterator[Finding]:
-    """What is wrong with the reward's two parts, each at most once."""
+    """Finds what is wrong with the reward's two parts, each at most once."""
     penalties = [float(moment.info.get("penalty", 0.0)) for moment in moments]
     if max(penalties, default=0.0) > 0:
         yield Finding("penalty-positive", f"a step had the penalty {max(penalties):g}")
@@ -86,7 +86,7 @@ async def resists(trial: Trial) -> AsyncIterator[Finding]:
 
 
 async def _bounty(trial: Trial, tricked: Episode, due: Sequence[Moment]) -> str | None:
-    """What a trick was given that nonsense, or the action that it names, is not."""
+    """Says what a trick was given that nonsense, or the action that it names, is not."""
     moment, action = tricked.moments[-1], tricked.moments[-1].info.get("action")
     if action in trial.names and re.search(rf"\b{re.escape(action)}\b", tricked.texts[-1], re.IGNORECASE):
         due = [(await once(trial, tricked.seed, trial.form.format(action))).moments[-1]]

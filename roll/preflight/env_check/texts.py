@@ -1,4 +1,4 @@
-"""What a check says to an environment: scripted play, nonsense, and tricks."""
+"""Texts that a check says to an environment: scripted play, nonsense, and tricks."""
 
 from __future__ import annotations
 

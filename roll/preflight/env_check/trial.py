@@ -38,14 +38,14 @@ class Trial:
         self.idle: list[Episode] = []
         """In which only nonsense was said."""
         self.tricked: list[Moment] = []
-        """What tricks were answered with."""
+        """Answers to tricks."""
         self.seconds: dict[str, list[float]] = {}
         self.answers: list[str] = []
-        """What scripted play says."""
+        """Texts that scripted play says."""
         self.names: list[str] = []
         """Bare answers: of ``answers``, without their tags."""
         self.form = ""
-        """How an action is named, a member of ``FORMATS``; empty without ``action_names``."""
+        """Form in which an action is named, a member of ``FORMATS``; empty without ``action_names``."""
         self.instruction = ""
         self.expert_fault: str | None = None
 
@@ -163,7 +163,7 @@ async def _scripted(trial: Trial, seed: int, share: float) -> Episode:
 
 
 async def _expert(trial: Trial, runner: EnvRunner) -> list[str]:
-    """What the environment's own expert would do; nothing where it fails, which is told."""
+    """Actions of the environment's own expert; none where it fails, which is told."""
     try:
         names = await runner.call("expert_actions", lambda env: list(getattr(env, "expert_actions", list)()))
     except EnvError as error:

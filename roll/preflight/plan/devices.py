@@ -67,7 +67,7 @@ _OTHER_KINDS = {"nvl", "laptop", "max", "mig"}
 """Words of names whose devices have other rates than those of ``GPUS``."""
 CPU = "CPU"
 _FIELDS = {"memory": GIB, "tflops": TERA, "bandwidth": GB, "link": GB, "efficiency": 1}
-"""What ``--devices NAME,key=value`` may change, and its unit: GiB, TFLOP/s, GB/s, GB/s, a share."""
+"""Keys that ``--devices NAME,key=value`` may change, and their units: GiB, TFLOP/s, GB/s, GB/s, a share."""
 
 
 def parse_devices(text: str) -> Device:
@@ -108,7 +108,7 @@ def _changed(device: Device, key: str, number: float) -> Device:
 
 
 def this_device() -> Device:
-    """What this machine has: its first GPU, if PyTorch sees one, else its cores."""
+    """Device of this machine: its first GPU, if PyTorch sees one, else its cores."""
     import torch
 
     if not torch.cuda.is_available():

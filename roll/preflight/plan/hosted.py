@@ -29,11 +29,11 @@ class Hosted:
     """Unique in the run, and the configuration key that names the model."""
     model: str
     worker: WorkerConfig
-    """What of the role keys it has."""
+    """Section with those of the role keys that it has."""
     num_workers: int
     trust_remote_code: bool = False
     judge: JudgeConfig | AskedModelConfig | None = None
-    """How it is asked, if it generates."""
+    """Settings for asking it, if it generates."""
     longest: int | None = None
     """Tokens that it reads at most, if its configuration says so."""
 

@@ -32,7 +32,7 @@ class RoleMemory:
     """One worker of a role."""
 
     resident: Parts
-    """What stays between its calls."""
+    """Parts that stay between its calls."""
     phases: dict[str, Parts]
     """All that is there while it works, ``resident`` included."""
 
@@ -47,7 +47,7 @@ class RoleMemory:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What of a run matters to a role's memory."""
+    """Facts of a run that matter to a role's memory."""
 
     process: int
     """Bytes of a process that has imported its engine: in host memory, or of its CUDA context."""

@@ -238,8 +238,8 @@ def _samples(config: PipelineConfig) -> Samples:
 
 
 def _read_by(config: PipelineConfig, role: str, samples: Samples) -> Samples:
-    """What a role reads of them: a teacher with prompts of its own reads longer rows, one of several those of its tags,
-    which are taken to be equally frequent."""
+    """Samples as a role reads them: a teacher with prompts of its own reads longer rows, one of several those of its
+    tags, which are taken to be equally frequent."""
     if isinstance(config, RLVRConfig) and config.teacher_prompt is not None and role == "teacher":
         return replace(samples, prompt=config.sequence_length - samples.answer)
     if isinstance(config, RLConfig) and role.startswith("teachers."):

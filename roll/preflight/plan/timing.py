@@ -17,7 +17,7 @@ FORWARD, BACKWARD = 2, 4
 
 @dataclass(frozen=True)
 class Samples:
-    """What a step trains on, where every sample is as long as it may be."""
+    """Samples that a step trains on, each as long as it may be."""
 
     rows: int
     prompt: int

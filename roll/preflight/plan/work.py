@@ -1,4 +1,4 @@
-"""What a role has to do at a time, and how its weights lie on its workers: read from a role's section."""
+"""Work of a role at a time, and the layout of its weights on its workers: read from a role's section."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass takes in."""
+    """Input of one forward pass."""
 
     rows: int
     tokens: int
@@ -129,7 +129,7 @@ class Layout:
 
 
 def layout_of(role: Role) -> Layout:
-    """How an engine lays a model out. One without a rule here is taken to hold whole copies."""
+    """Layout of a model in an engine. An engine without a rule here is taken to hold whole copies."""
     worker, options = role.worker, role.worker.strategy_args.typed()
     world, ulysses, low = worker.num_workers, worker.model_args.ulysses_size, role.compute_bytes < 4
     if isinstance(options, Fsdp2Config):

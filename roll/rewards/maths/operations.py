@@ -1,4 +1,4 @@
-"""What the signs and names of an answer compute: SymPy's functions, within bounds and without values that are none.
+"""Operations of the signs and names of an answer: SymPy's functions, within bounds and without values that are none.
 
 All raise ``NotUnderstoodError`` for operands that they have no value for, or whose value would be too long.
 """

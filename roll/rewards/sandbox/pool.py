@@ -169,7 +169,7 @@ print(os.path.exists(sentinel), os.path.exists("/proc/self"), children < 64)
 
 @functools.lru_cache(maxsize=16)
 def _probe(backend: Backend, view: View) -> str | None:
-    """Why a back end does not isolate here, ``None`` where it does: it runs a program that tries three things."""
+    """Reason why a back end does not isolate here, ``None`` if it does: it runs a program that tries three things."""
     if sys.platform != "linux":
         return f"seen the platform {sys.platform}, expected linux"
     if backend == "bubblewrap" and shutil.which("bwrap") is None:

@@ -85,7 +85,7 @@ class RemoteSandbox:
         await self._endpoint.close()
 
     def _read(self, response: httpx.Response) -> dict[str, Any]:
-        """What the service says of the run."""
+        """Reads what the service says of the run."""
         try:
             answer = response.json()
             status = answer["status"]

@@ -22,7 +22,7 @@ _GRACE_S = 15.0
 
 @dataclass(frozen=True)
 class Launch:
-    """How a command is started: by a program of this package that watches it.
+    """Start of a command, by a program of this package that watches it.
 
     That program ends everything when its descriptor ``lifeline`` is closed on the other side, and writes to
     ``status`` words of which the last that is a whole number is the exit code.
@@ -132,7 +132,7 @@ async def started(launch: Launch) -> AsyncIterator[Running]:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a command leaves."""
+    """End of a command: its exit code and its last words."""
 
     code: int | None
     """Its exit code, negative for a signal; ``None``: what watched it was killed."""

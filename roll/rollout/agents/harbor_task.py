@@ -62,7 +62,7 @@ class TaskError(ValueError):
 
 @dataclass
 class _Image:
-    """What a Dockerfile says, as far as files go."""
+    """Instructions of a Dockerfile, as far as files go."""
 
     workdir: str = "/app"
     copies: list[tuple[str, str]] = field(default_factory=list)
@@ -219,7 +219,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _needs(config: Mapping[str, Any]) -> Iterator[str]:
-    """What a task.toml asks for that is not here."""
+    """Lists what a task.toml asks for that is not here."""
     environment, verifier = config.get("environment", {}), config.get("verifier", {})
     if config.get("steps"):
         yield "steps: tasks of several steps are not played"

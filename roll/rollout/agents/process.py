@@ -39,7 +39,7 @@ _INHERITED_OUTSIDE = (
     "SSL_CERT_FILE",
     "SSL_CERT_DIR",
 )
-"""What a command in the sandbox does not get: it could not see the files."""
+"""Variables that a command in the sandbox does not get: it could not see the files."""
 
 
 @contextlib.asynccontextmanager
@@ -168,7 +168,7 @@ def _reward(data: bytes | None) -> RewardRequest:
 
 
 def _environment(further: Sequence[str]) -> dict[str, str]:
-    """What a command may know of this process's environment, its own ``python`` first in the path."""
+    """Part of this process's environment that a command may know, its own ``python`` first in the path."""
     names = {*_INHERITED, *further}
     kept = {key: value for key, value in os.environ.items() if key in names or key.startswith("LC_")}
     return kept | {"PATH": os.pathsep.join([os.path.dirname(sys.executable), kept.get("PATH", os.defpath)])}
@@ -179,7 +179,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _read(path: Path, name: str) -> bytes | None:
-    """What a command wrote to a file, if it did."""
+    """Reads what a command wrote to a file, if it did."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:

@@ -1,4 +1,4 @@
-"""What an agent program is told of its episode, and how it fails."""
+"""Task of an agent program for one episode, and the errors by which it fails."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Workplace:
 
     @property
     def work(self) -> Path:
-        """Where a command starts."""
+        """Folder in which a command starts."""
         return self.folder / "work"
 
 

@@ -1,4 +1,4 @@
-"""What an episode at the endpoint remembers of its conversations, so that what was sampled is not rendered again.
+"""Memory of an episode's conversations at the endpoint, so that what was sampled is not rendered again.
 
 Conversations are compared by meaning: words and calls, arguments as JSON values. A beginning of one is known by a hash.
 """
@@ -28,14 +28,14 @@ class Said:
 
 @dataclass(frozen=True)
 class Past:
-    """What is known of a conversation that is to be answered."""
+    """Known part of a conversation that is to be answered."""
 
     known: int
     """Messages of it up to the last answer that was sampled so."""
     said: Said | None
     """That answer."""
     rewritten: str | None
-    """What the program has changed: ``answer``, ``tools``, or the ``history`` before an answer."""
+    """Part that the program has changed: ``answer``, ``tools``, or the ``history`` before an answer."""
     key: bytes
     bare_key: bytes
     """Without tools."""
@@ -99,7 +99,7 @@ def _next(key: bytes, meaning: bytes) -> bytes:
 
 
 def _meaning(message: Message) -> bytes:
-    """What a message says, without ids, reasoning, and white space around the assistant's words."""
+    """Meaning of a message, without ids, reasoning, and white space around the assistant's words."""
     role, content = message["role"], message.get("content") or ""
     calls = [
         [call["function"]["name"], _arguments(call["function"]["arguments"])]

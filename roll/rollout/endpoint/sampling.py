@@ -1,4 +1,4 @@
-"""What requests to OpenAI's chat and completions API say of sampling."""
+"""Sampling settings of requests to OpenAI's chat and completions API."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class SamplingRequest(ApiRequest):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with the usage."""
+        """Tells whether a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
 

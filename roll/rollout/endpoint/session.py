@@ -53,7 +53,7 @@ COUNTS = (
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request says of sampling; ``None``: nothing."""
+    """Sampling that a request asks for; ``None``: it says nothing of it."""
 
     n: int = 1
     max_new_tokens: int | None = None
@@ -84,7 +84,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Policy:
-    """How an endpoint's sessions speak with the policy."""
+    """Means by which an endpoint's sessions speak with the policy."""
 
     renderer: ChatRenderer
     dialect: Dialect
@@ -105,7 +105,7 @@ class Session:
         self.config = config
         self.policy = policy
         self.reward: float | None = None
-        """What the program has posted."""
+        """Reward that the program has posted."""
         self.success: bool | None = None
         self.act: Callable[[str], Awaitable[StepResult]] | None = None
         """Steps the episode's environment, if it has one."""
@@ -138,12 +138,12 @@ class Session:
 
     @property
     def turns(self) -> list[Turn]:
-        """What was sampled, in the order in which it was finished."""
+        """Turns that were sampled, in the order in which they were finished."""
         return self._recorder.turns
 
     @property
     def cut_off(self) -> bool:
-        """Whether the last request met a limit: one of the episode, or that of an answer's length."""
+        """Tells whether the last request met a limit: one of the episode, or that of an answer's length."""
         return self.end is not None or self._cut_short
 
     @property
@@ -345,7 +345,7 @@ class Session:
     def _read(
         self, completion: Completion, schemas: Sequence[ToolSchema], stops: tuple[str, ...]
     ) -> tuple[AssistantTurn, str | None]:
-        """What the program is told of an answer, calls that cannot be read as words, and what stopped it."""
+        """Turn that the program is told of an answer, calls that cannot be read as words, and what stopped it."""
         renderer = self.policy.renderer
         decode = renderer.decode_raw if schemas else renderer.decode
         text, stop = _cut(decode(completion.token_ids), self._stops(stops))
@@ -389,7 +389,7 @@ def _cut(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 
 
 def _written(messages: Sequence[Message], tools: Sequence[Tool]) -> str:
-    """What a prompt tells of messages and tools; templates may leave out the reasoning of earlier turns."""
+    """Messages and tools as far as a prompt tells them; templates may leave out the reasoning of earlier turns."""
     told = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in messages]
     return json.dumps([told, tools], ensure_ascii=False)
 

@@ -17,7 +17,7 @@ from roll.rollout.types import EpisodeEnd
 
 @dataclass(frozen=True)
 class Step:
-    """What an action brought."""
+    """Outcome of an action."""
 
     turn: int
     """Answers of the policy that had been given before it."""
@@ -37,7 +37,7 @@ class Steps:
     def __init__(self, env: AsyncEnv, session: Session, most: int) -> None:
         self.taken: list[Step] = []
         self.end: EpisodeEnd | None = None
-        """Why no further step can be taken."""
+        """Reason why no further step can be taken."""
         self._env = env
         self._session = session
         self._most = most
