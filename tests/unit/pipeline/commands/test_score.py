@@ -18,7 +18,7 @@ from roll.rewards.types import Verdict
 from roll.rollout.types import RolloutGroup
 from roll.tracking.files import to_json
 from tests.unit.pipeline.commands.conftest import Write, read
-from tests.unit.pipeline.test_rlvr_metrics import answer, group
+from tests.unit.pipeline.rlvr.test_metrics import answer, group
 
 LETTERS = "tests.support.scoring:Letters"
 SUMS = [

@@ -17,7 +17,7 @@ import yaml
 
 from roll.__main__ import main
 
-SCHEMA = Path(__file__).parents[2] / "support" / "schemas" / "rayjob.json"
+SCHEMA = Path(__file__).parents[3] / "support" / "schemas" / "rayjob.json"
 NODES = {"one": ("1", "[0,1]"), "two": ("2", "[0,1,2,3]")}
 PROGRAMS = {
     # What a run does when it is told to stop: it saves, and says so by its code.

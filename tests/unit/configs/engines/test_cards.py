@@ -24,7 +24,7 @@ from tests.support.absence import ENGINES as ENGINE_PACKAGES
 from tests.support.absence import hide
 from tests.support.terse.card import CARD
 
-ROLL = Path(__file__).resolve().parents[3] / "roll"
+ROLL = Path(__file__).resolve().parents[4] / "roll"
 SHARED = ["configs/*.py", "preflight/*.py", "pipeline/**/*.py", "rollout/*.py", "distributed/strategy/*.py"]
 BY_PATH = ["tests.support.terse.card:CARD", "tests.support.terse.strategy:Terse"]
 

@@ -17,7 +17,7 @@ from roll.pipeline.roles import Roles
 from roll.pipeline.session import RunFailedError
 from roll.rollout.env_worker import EnvironmentWorker
 
-CONFIGS = Path(__file__).parents[2] / "integration" / "config"
+CONFIGS = Path(__file__).parents[3] / "integration" / "config"
 
 
 class Local:

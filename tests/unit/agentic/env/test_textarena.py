@@ -15,7 +15,7 @@ from roll.agentic.env import own_random
 from roll.agentic.env.base import TextEnv
 from tests.support.absence import hide
 
-HERE = "tests.unit.agentic.test_textarena"
+HERE = "tests.unit.agentic.env.test_textarena"
 textarena = pytest.importorskip("textarena", reason="pip install 'roll-rl[textarena]'")
 from textarena.envs.registration import ENV_REGISTRY, EnvSpec  # noqa: E402
 

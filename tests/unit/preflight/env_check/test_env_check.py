@@ -102,7 +102,11 @@ BUILT_IN: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("adventure", {"num_rooms": 9, "num_doors": 3, "max_steps": 30, "door_reward": 0.1}, {}),
     ("shop", {}, {}),
     ("shop", {"dialect": "hermes", "num_products": 200, "num_shown": 3, "step_penalty": -0.01}, {}),
-    ("single_turn", {"generator": "tests.unit.preflight.test_env_check:sum_of_two"}, {"answers": list("0123456789")}),
+    (
+        "single_turn",
+        {"generator": "tests.unit.preflight.env_check.test_env_check:sum_of_two"},
+        {"answers": list("0123456789")},
+    ),
     (
         "gymnasium",
         {
@@ -156,7 +160,7 @@ def test_every_rule_is_caught_here_and_documented() -> None:
     elsewhere = {"cannot-travel", "ends-process"}
     notes = {name for name, rule in RULES.items() if rule.severity == "note"}
     assert set(ZOO.values()) | elsewhere | notes == set(RULES)
-    text = (Path(__file__).resolve().parents[3] / "docs" / "environments.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[4] / "docs" / "environments.md").read_text(encoding="utf-8")
     table = text.partition("## Checking an environment")[2].partition("\n## ")[0]
     assert all(f"| {rule.severity} |" in table for rule in RULES.values())
     assert re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE) == list(RULES)

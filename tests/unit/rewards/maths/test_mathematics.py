@@ -16,7 +16,7 @@ from roll.rewards.maths.units import canonical_unit
 from roll.rewards.maths.values import Term, Text
 from roll.rewards.types import Sample
 
-PAIRS = [json.loads(line) for line in Path(__file__).with_name("maths_pairs.jsonl").read_text("utf-8").splitlines()]
+PAIRS = [json.loads(line) for line in Path(__file__).with_name("pairs.jsonl").read_text("utf-8").splitlines()]
 
 
 def test_no_wrong_answer_is_taken_for_a_right_one_and_few_right_ones_are_refused():

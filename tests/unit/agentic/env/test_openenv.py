@@ -23,7 +23,7 @@ from roll.agentic.env.base import TextEnv
 from roll.preflight.env_check import assert_env_ok
 from tests.support.absence import hide
 
-SERVER = Path(__file__).resolve().parents[2] / "support" / "programs" / "openenv_server.py"
+SERVER = Path(__file__).resolve().parents[3] / "support" / "programs" / "openenv_server.py"
 ANSWER = "<answer>(.*?)</answer>"
 NUMBERS = [f"<answer>{number}</answer>" for number in range(1, 10)]
 
