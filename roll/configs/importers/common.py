@@ -38,6 +38,7 @@ _UNREAD = {
 }
 """By role: what is read elsewhere."""
 
+GPUS_OF_A_NODE = 8
 
 DOMAINS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gsm8k": ("gsm8k", ("openai/gsm8k",)),

@@ -108,7 +108,7 @@ class Draft:
     def _replace_text(self, values: dict[str, Any], path: tuple[str, ...]) -> None:
         """Takes the usual number where a text stands that is none."""
         found = find(self.system, path)
-        usual = found[0].default if found is not None and not found[0].how else NOTHING
+        usual = found[0].default if found is not None and found[0].how in ("", table.DERIVE) else NOTHING
         if isinstance(usual, int | float) and not isinstance(usual, bool):
             key = ".".join(path)
             note = f"it is no number: {usual} is taken; give {key}=…"
@@ -250,9 +250,9 @@ class Draft:
             self.tell(kind, key, value, note=note)
 
     def forget(self, ours: str) -> None:
-        """Takes out a section of ours and all that was noted of it, for another one."""
+        """Takes out a key or section of ours and all that was noted of it, for another one."""
         self.remove(ours)
-        self.outcomes = [each for each in self.outcomes if not each.ours.startswith(f"{ours}.")]
+        self.outcomes = [each for each in self.outcomes if not f"{each.ours}.".startswith(f"{ours}.")]
 
     def roles(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """The model roles of ours that are there."""

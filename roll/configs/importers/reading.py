@@ -43,6 +43,8 @@ class Given:
     """Folders in which files that they name by relative paths may lie."""
     unread: dict[str, str] = field(default_factory=dict)
     """By key: a value that only a shell can tell."""
+    program: str = ""
+    """What a launch script starts."""
 
 
 def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
@@ -53,6 +55,7 @@ def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
     """
     tree, notes, words, missing = OmegaConf.create({}), list[str](), list[str](), list[str]()
     unread: dict[str, str] = {}
+    program = ""
     for file in files:
         if not file.is_file():
             raise UnreadableError(f"{file}: no such file")
@@ -64,6 +67,7 @@ def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
         except (ScriptError, UnicodeDecodeError) as error:
             raise UnreadableError(f"{file}: {error}") from error
         notes += script.notes
+        program = script.program
         if script.config is not None:
             named = _named(script.config, file)
             if named is None:
@@ -83,7 +87,7 @@ def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
     read_by_links = frozenset(_REFERENCE.findall(str(links)))
     folders = list(dict.fromkeys(folder for file in files for folder in _around(file)))
     unresolved = {str(key): value for key, value in links.items()}
-    return Given(_plain(tree), unresolved, read_by_links, notes, missing, folders, unread)
+    return Given(_plain(tree), unresolved, read_by_links, notes, missing, folders, unread, program)
 
 
 def find_file(path: str, folders: Sequence[Path]) -> Path | None:

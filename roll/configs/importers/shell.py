@@ -11,7 +11,7 @@ from roll.configs.importers.branches import Branches
 from roll.configs.importers.expansion import HASH, LITERAL_DOLLAR, QUOTED, SPACE, Scope
 
 ENTRIES = {
-    "verl": re.compile(r"(?:^|[./])main_(?:ppo|dapo|\w+)(?:\.py)?$"),
+    "verl": re.compile(r"(?:^|[./])(?:main_\w+|fully_async_main)(?:\.py)?$"),
     "verl_sft": re.compile(r"(?:^|[./])(?:\w+_)?sft_trainer(?:_\w+)?(?:\.py)?$"),
     "chatlearn": re.compile(r"(?:^|/)entrypoint\.py$"),
     "mindspeed": re.compile(r"(?:^|/)train_(?:grpo|ppo|dapo|orm)\.py$"),
@@ -50,6 +50,8 @@ class Script:
 
     overrides: list[str] = field(default_factory=list)
     """``key=value`` words of the command."""
+    program: str = ""
+    """What it starts, as it is written there."""
     config: str | None = None
     """Configuration that it names, with its folder where that is said."""
     notes: list[str] = field(default_factory=list)
@@ -177,6 +179,7 @@ class _Reader:
         if start is None:
             return
         script = _arguments(words[start + 1 :])
+        script.program = words[start]
         if self._system == "verl_sft":
             script.overrides = [*_groups(script.overrides), *_processes(words[:start], script.unread)]
         self.found.append(script)
@@ -258,7 +261,7 @@ def _processes(words: Sequence[str], unread: dict[str, str]) -> Iterator[str]:
 
 def _commands(text: str, notes: list[str]) -> Iterator[list[str]]:
     """The words of each command, quotes removed, lines that end in a backslash joined, arrays as one word each."""
-    lines = re.sub(r"[ \t]*\\[ \t]*\r?\n(?:[ \t]*#[^\n]*\n)*", " ", text).splitlines()
+    lines = re.sub(r"[ \t]*\\[ \t]*(?:\r?\n|\Z)(?:[ \t]*#[^\n]*\n)*", " ", text).splitlines()
     pending = ""
     for line in lines:
         pending = f"{pending}\n{line}" if pending else line

@@ -19,6 +19,7 @@ from roll.configs.importers.profiling import profiler_of_verl
 from roll.configs.importers.table import ROLES
 from roll.configs.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
 from roll.configs.importers.verl_algorithm import set_algorithm, set_optimizer, set_rewards
+from roll.configs.importers.verl_async import is_streaming, key_of_evaluations, set_asynchronous, set_versions
 from roll.configs.importers.verl_distillation import set_distillation
 from roll.configs.importers.verl_roles import (
     ACTOR,
@@ -45,6 +46,7 @@ def derive(draft: Draft) -> None:
     _data(draft)
     set_roles(draft)
     set_algorithm(draft)
+    set_asynchronous(draft)
     set_optimizer(draft, f"{ACTOR}.optim", "actor_train")
     set_rewards(draft)
     set_tools(draft)
@@ -66,13 +68,15 @@ def derive(draft: Draft) -> None:
 
 def _length(draft: Draft) -> None:
     steps, epochs = draft.theirs("trainer.total_training_steps"), draft.theirs("trainer.total_epochs")
-    if steps:
+    if is_streaming(draft):
+        set_versions(draft)
+    elif steps:
         draft.derive(["trainer.total_training_steps", "trainer.total_epochs"], "max_steps", int(steps))
     else:
         draft.derive("trainer.total_epochs", "total_epochs", int(epochs))
-    frequency = draft.theirs("trainer.test_freq") or 0
+    frequency = draft.theirs(key := key_of_evaluations(draft)) or 0
     if not isinstance(frequency, str) and int(frequency) <= 0:
-        draft.derive("trainer.test_freq", "val_after_train", False)
+        draft.derive(key, "val_after_train", False)
     if draft.theirs("trainer.max_actor_ckpt_to_keep"):
         draft.derive(
             "trainer.max_actor_ckpt_to_keep", "max_ckpt_to_keep", int(draft.theirs("trainer.max_actor_ckpt_to_keep"))

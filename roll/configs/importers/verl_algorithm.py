@@ -8,15 +8,18 @@ from roll.configs.importers.common import public_domains, to_do
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.transforms import TRANSFORMS, Untranslatable
 from roll.configs.importers.verl_rejections import NO_BOUND, filter_of, rejections
+from roll.configs.problems import NOTHING
 
 ACTOR = "actor_rollout_ref.actor"
+CORRECTION = "algorithm.rollout_correction"
 _BUFFERS = (
     "reward_model.overlong_buffer",
     "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward.reward_kwargs.overlong_buffer_cfg",
     "custom_reward_function.overlong_buffer",
 )
 """Sections in which releases of verl have the penalty of long answers."""
-_KWARGS = "reward_model.reward_kwargs"
+_KWARGS = ("reward_model.reward_kwargs", "reward.reward_kwargs")
 _SERVED = "reward.reward_model.model_path"
 _READ_KWARGS = ("overlong_buffer_cfg", "max_resp_len")
 _SCHEDULES = TRANSFORMS["schedule"]
@@ -76,7 +79,7 @@ def set_algorithm(draft: Draft) -> None:
     if (cap := draft.theirs(f"{ACTOR}.tis_imp_ratio_cap")) and float(cap) > 0:
         draft.derive(f"{ACTOR}.tis_imp_ratio_cap", "train_infer_correction.is_weight.enabled", True)
         draft.derive(f"{ACTOR}.tis_imp_ratio_cap", "train_infer_correction.is_weight.upper_bound", float(cap))
-    correction = "algorithm.rollout_correction"
+    correction = CORRECTION
     if (level := draft.theirs(f"{correction}.rollout_is")) in ("token", "sequence"):
         weight = "train_infer_correction.is_weight"
         draft.derive(f"{correction}.rollout_is", f"{weight}.enabled", True)
@@ -91,16 +94,37 @@ def set_algorithm(draft: Draft) -> None:
             draft.derive(f"{correction}.rollout_is_batch_normalize", f"{weight}.batch_normalize", True)
     _set_rejections(draft, correction)
     _set_bounds(draft)
-    if any(draft.theirs(key := f"{correction}.{name}") for name in ("bypass_mode", "bypass_old_logprob_for_rollout")):
-        draft.derive(key, "train_infer_correction.bypass", True)
-        for name in ("is_weight", "filters"):
-            draft.drop_ours(f"train_infer_correction.{name}", "with bypass the loss's ratio is to the sampler")
+    if draft.theirs(key := f"{correction}.bypass_mode"):
+        set_bypass(draft, [key], rejects=True)
+    elif draft.theirs(key := f"{correction}.bypass_old_logprob_for_rollout"):
+        set_bypass(draft, [key], rejects=False)
     if draft.get("loss_agg_mode") == "seq-mean-token-sum-norm":
         if scale := draft.theirs(f"{ACTOR}.loss_scale_factor"):
             draft.derive(f"{ACTOR}.loss_scale_factor", "loss_agg_norm", float(scale))
         else:
             note = "it divides by the width that answers are padded to"
             draft.derive("data.max_response_length", "loss_agg_norm", float(draft.get("response_length")), note)
+
+
+def set_bypass(draft: Draft, keys: list[str], note: str = "", *, rejects: bool) -> None:
+    """The loss's own ratio is to the policy that sampled, so that nothing is scored before an update.
+
+    Args:
+        draft: the configuration, its weights and filters there.
+        keys: of theirs that ask for it.
+        note: of the key here.
+        rejects: whether rejections are documented to compare the policy in training with the one that sampled; before,
+            they compared the latter with itself. (Up to 0.9 its workers do neither: verl#4912.)
+    """
+    draft.derive(keys, "train_infer_correction.bypass", True, note)
+    draft.drop_ours("train_infer_correction.is_weight", "with bypass the loss's ratio is to the sampler")
+    if (lost := draft.remove(ours := "train_infer_correction.filters")) is not NOTHING:
+        asked = "with bypass_mode it is the policy in training that rejects, which no filter here compares"
+        kind, why = (Kind.IMPOSSIBLE, asked) if rejects else (Kind.DROPPED, "it compares the sampler with itself there")
+        draft.retell(ours, kind, why, lost)
+    if rejects and (loss := draft.theirs(f"{CORRECTION}.loss_type")) == "reinforce":
+        why = "a loss without a clip, under weights of the policy in training: that of the actor is taken"
+        draft.tell(Kind.IMPOSSIBLE, f"{CORRECTION}.loss_type", loss, "pg_variant", note=why)
 
 
 def _tell_truncation(draft: Draft) -> None:
@@ -215,7 +239,8 @@ def set_rewards(draft: Draft) -> None:
     """Reward domains: a function, a reward model, or those of public data; dynamic sampling; long answers."""
     where = next((key for key in _FUNCTIONS if draft.theirs(f"{key}.path")), None)
     manager = draft.theirs("reward_model.reward_manager") or draft.theirs("reward.reward_manager.name") or "naive"
-    own = {key: value for key, value in (draft.theirs(_KWARGS) or {}).items() if key not in _READ_KWARGS}
+    kwargs = next((key for key in _KWARGS if draft.has(key)), _KWARGS[0])
+    own = {key: value for key, value in (draft.theirs(kwargs) or {}).items() if key not in _READ_KWARGS}
     if where is not None:
         if draft.theirs("reward.reward_model.enable"):
             note = (
@@ -230,7 +255,7 @@ def set_rewards(draft: Draft) -> None:
             arguments["batch"] = True
             arguments |= {"kwargs": {**arguments.get("kwargs", {}), **own}} if own else {}
             for key, value in own.items():
-                draft.tell(Kind.DERIVED, f"{_KWARGS}.{key}", value, "rewards.custom.verifiers")
+                draft.tell(Kind.DERIVED, f"{kwargs}.{key}", value, "rewards.custom.verifiers")
             own = {}
         _one_domain(draft, f"{where}.path", "custom", arguments)
         note = "data_source, with which the function is called, is the row's tag: custom"
@@ -247,7 +272,7 @@ def set_rewards(draft: Draft) -> None:
         public_domains(draft, "data.reward_fn_key")
         _set_sandbox(draft)
     for key, value in own.items():
-        draft.tell(Kind.IMPOSSIBLE, f"{_KWARGS}.{key}", value, note=f"the reward manager {manager} is not imported")
+        draft.tell(Kind.IMPOSSIBLE, f"{kwargs}.{key}", value, note=f"the reward manager {manager} is not imported")
     if manager == "prime":
         for domain in draft.get("rewards", {}):
             note = "prime scores 0 what took too long"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll.configs.importers.common import devices
+from roll.configs.importers.common import GPUS_OF_A_NODE, devices
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.transforms import TRANSFORMS
 from roll.configs.importers.verl_roles import ROLLOUT, set_engine
@@ -15,7 +15,6 @@ _ONE = "teacher_model"
 """Entry of ``teacher_models`` that counts where it is alone."""
 _DIVERGENCES = {"forward_kl_topk": "forward_kl", "reverse_kl_topk": "reverse_kl", "jsd_topk": "js_divergence"}
 _K1 = ("k1", "kl")
-_GPUS_OF_A_NODE = 8
 
 
 def set_distillation(draft: Draft) -> None:
@@ -56,12 +55,12 @@ def _set_several(draft: Draft, entries: dict[str, str]) -> None:
 def _set_devices(draft: Draft, entries: dict[str, str]) -> None:
     """Devices behind those of the policy, which the teachers share out by what each takes."""
     keys = [f"{BASE}.n_gpus_per_node", f"{BASE}.nnodes"]
-    gpus, nodes = int(draft.get("num_gpus_per_node", _GPUS_OF_A_NODE)), int(draft.get("num_nodes", 1))
+    gpus, nodes = int(draft.get("num_gpus_per_node", GPUS_OF_A_NODE)), int(draft.get("num_nodes", 1))
     own_gpus, own_nodes = (int(draft.theirs(key) or 0) for key in keys)
     first, count = gpus * nodes, own_gpus * own_nodes
     if not count:  # an earlier form of the section, where the teacher shares the policy's devices
         first, count = 0, first
-    elif nodes == own_nodes == 1 and gpus + own_gpus <= _GPUS_OF_A_NODE:
+    elif nodes == own_nodes == 1 and gpus + own_gpus <= GPUS_OF_A_NODE:
         draft.derive(keys, "num_gpus_per_node", gpus + own_gpus, "the teachers' behind the policy's")
     elif gpus == own_gpus:
         draft.derive(keys, "num_nodes", nodes + own_nodes, "the teachers' behind the policy's")

@@ -39,7 +39,8 @@ FIRE = {"first_token_temperature": 30.0, "first_token_top_k": 16}
 
 
 def _devices(draft: Draft) -> int:
-    return int(draft.get("num_nodes", 1)) * int(draft.get("num_gpus_per_node", 8))
+    """Devices that train."""
+    return int(draft.theirs("trainer.nnodes")) * int(draft.theirs("trainer.n_gpus_per_node"))
 
 
 def per_device(draft: Draft, key: str) -> int | None:

@@ -19,6 +19,10 @@ def test_lines_that_go_on_and_comments_between_them() -> None:
     assert words(f"# a\n{RUN} \\\n  a.b=1 \\\n  # c=2 \\\n  d=3 $@\necho done=1") == ["a.b=1", "d=3"]
 
 
+def test_the_last_line_may_ask_for_another() -> None:
+    assert words(f"{RUN} \\\n  a.b=1 \\\n  d=3 \\\n") == words(f"{RUN} a.b=1 d=3 \\") == ["a.b=1", "d=3"]
+
+
 def test_variables_are_followed_in_order() -> None:
     text = f'A=1\nB="x y"\nA=2\nexport C=${{A}}z\n{RUN} a=$A b="$B" c=$C d=${{D:-4}} e=$HOME/f g=$A$A\nA=3'
     assert words(text) == ["a=2", "b=x y", "c=2z", "d=4", "e=${oc.env:HOME}/f", "g=22"]
