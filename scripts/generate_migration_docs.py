@@ -116,6 +116,8 @@ DIFFERENCES: dict[str, tuple[str, ...]] = {
     "verl": (
         "A mini-batch counts prompts there and samples here: `ppo_mini_batch_size × n = per device × accumulated × "
         "data-parallel`.",
+        "Schedules of the learning rate count batches there and optimizer steps here: `lr_warmup_steps` and the like "
+        "are multiplied by `train_batch_size / ppo_mini_batch_size × ppo_epochs`.",
         "`gae` always whitens there; `whiten_advantages` says so here.",
         "The dual clip is always on there, with `clip_ratio_c` 3.",
         "`seq-mean-token-sum-norm` is a mean over sequences here, and the sum of a micro-batch's there; both divide by "

@@ -19,7 +19,13 @@ from roll.configs.importers.profiling import profiler_of_verl
 from roll.configs.importers.table import ROLES
 from roll.configs.importers.transforms import TRANSFORMS, Omitted, Partial, Untranslatable
 from roll.configs.importers.verl_algorithm import set_algorithm, set_optimizer, set_rewards
-from roll.configs.importers.verl_async import is_streaming, key_of_evaluations, set_asynchronous, set_versions
+from roll.configs.importers.verl_async import (
+    is_streaming,
+    key_of_evaluations,
+    set_asynchronous,
+    set_versions,
+    updates_of_a_batch,
+)
 from roll.configs.importers.verl_distillation import set_distillation
 from roll.configs.importers.verl_roles import (
     ACTOR,
@@ -47,13 +53,14 @@ def derive(draft: Draft) -> None:
     set_roles(draft)
     set_algorithm(draft)
     set_asynchronous(draft)
-    set_optimizer(draft, f"{ACTOR}.optim", "actor_train")
+    updates = updates_of_a_batch(draft)
+    set_optimizer(draft, f"{ACTOR}.optim", "actor_train", updates)
     set_rewards(draft)
     set_tools(draft)
     set_distillation(draft)
     _validation(draft)
     if draft.get("adv_estimator") == "gae":
-        set_critic(draft)
+        set_critic(draft, updates)
     _batches(draft)
     drop_unread(draft)
     policy = ["data.trust_remote_code", "actor_rollout_ref.model.trust_remote_code"]

@@ -188,14 +188,22 @@ def _kl(kind: object) -> str:
     return {"mse+": "mse", "k2+": "k2"}.get(str(kind), str(kind))
 
 
-def set_optimizer(draft: Draft, theirs: str, role: str) -> None:
-    """Warm-up, schedule and betas (the critic's optimizer too) of a trained role, whose section of theirs is given."""
+def set_optimizer(draft: Draft, theirs: str, role: str, updates: int = 1) -> None:
+    """Warm-up, schedule and betas, and the critic's optimizer.
+
+    Args:
+        draft: the configuration.
+        theirs: their section of the optimizer.
+        role: that it trains.
+        updates: optimizer steps to one of their schedule's.
+    """
     base = f"{role}.training_args"
+    counted = f"{updates} optimizer steps to each that their schedule counts" if updates > 1 else ""
     steps = draft.theirs(f"{theirs}.lr_warmup_steps", -1)
     ratios = [f"{theirs}.lr_warmup_steps_ratio", f"{theirs}.warmup_steps_ratio"]
     ratio = next((value for key in ratios if (value := draft.theirs(key))), 0.0)
     if steps and int(steps) > 0:
-        draft.derive(f"{theirs}.lr_warmup_steps", f"{base}.warmup_steps", int(steps))
+        draft.derive(f"{theirs}.lr_warmup_steps", f"{base}.warmup_steps", int(steps) * updates, counted)
     elif ratio:
         draft.derive(ratios, f"{base}.warmup_ratio", float(ratio))
     styles = [f"{theirs}.{key}" for key in ("lr_scheduler_type", "lr_scheduler", "warmup_style", "lr_decay_style")]
@@ -217,7 +225,9 @@ def set_optimizer(draft: Draft, theirs: str, role: str) -> None:
         ("lr_wsd_decay_style", ("wsd",)),
     ):
         if schedule in readers and (value := draft.theirs(f"{theirs}.{key}")) is not None:
-            draft.derive(f"{theirs}.{key}", f"{base}.{key}", value)
+            steps = key.endswith("_steps")
+            value = int(value) * updates if steps else value
+            draft.derive(f"{theirs}.{key}", f"{base}.{key}", value, counted if steps else "")
     if role == "critic" and (name := draft.theirs(f"{theirs}.optimizer")) is not None:
         try:
             draft.derive(f"{theirs}.optimizer", f"{base}.optimizer", TRANSFORMS["optimizer"](name))

@@ -32,6 +32,15 @@ def _starts(draft: Draft, name: str) -> bool:
     return any(name in each for each in (draft.given.program, *draft.given.missing))
 
 
+def updates_of_a_batch(draft: Draft) -> int:
+    """Optimizer steps of a batch, after which their schedules of the learning rate go on by one."""
+    prompts = int(draft.get("rollout_batch_size", 1024)) * int(draft.theirs(f"{ROLLOUT}.n_agent", 1) or 1)
+    if is_streaming(draft):
+        prompts //= int(draft.theirs(f"{_ASYNC}.trigger_parameter_sync_step"))
+    passes = int(draft.theirs(f"{ACTOR}.ppo_epochs"))
+    return max(1, prompts // int(draft.theirs(f"{ACTOR}.ppo_mini_batch_size"))) * passes
+
+
 def key_of_evaluations(draft: Draft) -> str:
     """Their key of the steps between two evaluations."""
     own = f"{_POOL}.test_freq"  # of releases until 2026, which read it before the other

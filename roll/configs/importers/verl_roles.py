@@ -205,8 +205,8 @@ def _generator(draft: Draft) -> None:
             draft.tell(Kind.DROPPED, f"{ROLLOUT}.{key}", draft.theirs(f"{ROLLOUT}.{key}"), note=note)
 
 
-def set_critic(draft: Draft) -> None:
-    """The critic: the actor's engine and devices, its own optimizer."""
+def set_critic(draft: Draft, updates: int) -> None:
+    """The critic: the actor's engine and devices, its own optimizer with ``updates`` steps to one of its schedule's."""
     trainer = draft.get("actor_train.strategy_args.strategy_name", "fsdp2_train")
     draft.derive("critic.strategy", "critic.strategy_args.strategy_name", trainer)
     draft.derive("trainer.n_gpus_per_node", "critic.device_mapping", draft.get("actor_train.device_mapping"))
@@ -237,7 +237,7 @@ def set_critic(draft: Draft) -> None:
         "critic.training_args.weight_decay",
         float(draft.theirs("critic.optim.weight_decay")),
     )
-    set_optimizer(draft, "critic.optim", "critic")
+    set_optimizer(draft, "critic.optim", "critic", updates)
     draft.derive("critic.cliprange_value", "value_clip", float(draft.theirs("critic.cliprange_value")))
     if size := per_device(draft, "critic.forward_micro_batch_size"):
         draft.derive(f"critic.forward_micro_batch_size{PER_GPU}", "critic.infer_batch_size", size)

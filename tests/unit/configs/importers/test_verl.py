@@ -50,6 +50,24 @@ def test_an_adapter_of_megatron(tmp_path: Path) -> None:
     assert (config.actor_train.model_args.lora_alpha, config.actor_train.model_args.lora_target) == (32, "all-linear")
 
 
+def test_a_schedule_there_counts_batches(tmp_path: Path) -> None:
+    words = [
+        f"{ACTOR}.optim.{word}" for word in ("lr_warmup_steps=10", "lr_scheduler_type=cosine", "lr_decay_steps=50")
+    ]
+    _, config = imported(tmp_path, *words, f"{ACTOR}.ppo_epochs=3")
+    training = config.actor_train.training_args
+    assert config.optimizer_steps_per_epoch == 2
+    assert (training.warmup_steps, training.lr_decay_steps) == (60, 300)
+    words = [
+        "algorithm.adv_estimator=gae",
+        "critic.optim.lr_warmup_steps=4",
+        f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1",
+    ]
+    _, config = imported(tmp_path, *words)
+    assert config.critic is not None and config.critic.training_args.warmup_steps == 8
+    assert config.actor_train.training_args.warmup_ratio == 0.1
+
+
 def test_copies_of_a_prompt_are_its_group(tmp_path: Path) -> None:
     _, config = imported(tmp_path, f"{ROLLOUT}.n_agent=5", f"{ROLLOUT}.n=1", f"{ACTOR}.ppo_mini_batch_size=40")
     assert (config.num_return_sequences_in_group, config.actor_train.global_train_batch_size) == (5, 40)

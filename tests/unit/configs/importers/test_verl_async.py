@@ -47,12 +47,13 @@ def imported(
 def test_a_version_of_the_weights_is_a_step(package: str, tmp_path: Path) -> None:
     words = [*VERSION, "rollout.total_rollout_steps=830", "rollout.test_freq=5", "trainer.save_freq=3"]
     words += [f"{ASYNC}.staleness_threshold=0.5", f"{ASYNC}.partial_rollout=False"]
+    words += ["actor_rollout_ref.actor.optim.lr_warmup_steps=10"]
     result, config, kinds = imported(tmp_path, f"{package}.{STREAMING}", *words, "rollout.total_epochs=2")
     assert Kind.IMPOSSIBLE not in kinds.values() and result.exit_code == 0
     assert (config.rollout_batch_size, config.max_steps, config.eval_steps, config.save_steps) == (80, 10, 5, 3)
     assert config.actor_train.global_train_batch_size == 40 and config.optimizer_steps_per_epoch == 8
     assert (config.async_generation_ratio, config.groups_ahead, config.partial_rollout) == (0.5, 40, False)
-    assert config.max_running_groups == 48
+    assert config.max_running_groups == 48 and config.actor_train.training_args.warmup_steps == 20
     assert kinds["data.train_batch_size"] == kinds["rollout.total_epochs"] == Kind.DROPPED
     told = [each.note for each in result.outcomes if each.ours == "rollout_batch_size"]
     assert told == ["4 fetches × 2 batches × 10 prompts between two updates of the generator, which is a step"]
