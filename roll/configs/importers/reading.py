@@ -44,7 +44,7 @@ class Given:
     unread: dict[str, str] = field(default_factory=dict)
     """By key: a value that only a shell can tell."""
     program: str = ""
-    """What a launch script starts."""
+    """Program that a launch script starts."""
 
 
 def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:

@@ -51,7 +51,7 @@ class Script:
     overrides: list[str] = field(default_factory=list)
     """``key=value`` words of the command."""
     program: str = ""
-    """What it starts, as it is written there."""
+    """Program that it starts, as it is written there."""
     config: str | None = None
     """Configuration that it names, with its folder where that is said."""
     notes: list[str] = field(default_factory=list)

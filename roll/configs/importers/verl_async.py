@@ -15,16 +15,16 @@ _APART = "actor_rollout_ref.hybrid_engine"
 _WEIGHT = "train_infer_correction.is_weight"
 _AT_ONCE = (f"{_ASYNC}.concurrent_samples_per_replica", f"{_POOL}.max_concurrent_samples_per_replica")
 _THEIR_BOUND = 2.0
-"""Where verl truncates importance weights by default."""
+"""Bound at which verl truncates importance weights by default."""
 
 
 def is_streaming(draft: Draft) -> bool:
-    """Whether the fully asynchronous trainer runs: it counts versions of the weights, and prompts one by one."""
+    """Tells whether the fully asynchronous trainer runs: it counts versions of the weights, and prompts one by one."""
     return draft.has(_ASYNC) or _starts(draft, "fully_async")
 
 
 def is_apart(draft: Draft) -> bool:
-    """Whether the generator has devices of its own."""
+    """Tells whether the generator has devices of its own."""
     return is_streaming(draft) or draft.has(f"{_POOL}.n_gpus_per_node") or _starts(draft, "one_step_off")
 
 
@@ -68,7 +68,7 @@ def set_versions(draft: Draft) -> None:
 
 
 def _set_end(draft: Draft, prompts: int) -> None:
-    """When a run ends whose steps have so many prompts."""
+    """Sets the end of a run whose steps have so many prompts."""
     key, epochs = f"{_POOL}.total_rollout_steps", [f"{_POOL}.total_epochs", "trainer.total_epochs"]
     unread = ["trainer.total_training_steps"]
     if total := draft.theirs(key):
@@ -132,7 +132,7 @@ def _places(first: int, nodes: int, size: int, offset: int, count: int) -> str:
 
 
 def _set_staleness(draft: Draft) -> None:
-    """How far rollouts run ahead: their threshold bounds what was begun before the weights came, as the ratio does."""
+    """Sets how far rollouts run ahead: their threshold bounds what was begun before the weights came, as ours does."""
     key, partial = f"{_ASYNC}.staleness_threshold", f"{_ASYNC}.partial_rollout"
     threshold, groups = float(draft.theirs(key)), int(draft.get("rollout_batch_size"))
     if int(threshold * groups) < 1:
@@ -159,7 +159,7 @@ def _set_concurrency(draft: Draft) -> None:
 
 
 def _set_correction(draft: Draft) -> None:
-    """Which old policy the loss compares with, where the files leave it to a release; weights where it needs them."""
+    """Sets the loss's old policy, where the files leave it to a release, and weights where it needs them."""
     if draft.get("train_infer_correction.bypass"):
         return
     said, scored = f"{CORRECTION}.bypass_mode", f"{_ASYNC}.compute_prox_log_prob"
