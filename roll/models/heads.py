@@ -27,8 +27,8 @@ class ValueHead(nn.Module):
             nn.init.zeros_(self.linear.bias)
 
     def forward(self, hidden_KH: Tensor) -> Tensor:
-        """Values in float32, shape [K]."""
-        values: Tensor = self.linear(hidden_KH)
+        """Values in float32, shape [K]. Beside an adapter the head is float32, the trunk may be narrower."""
+        values: Tensor = self.linear(hidden_KH.to(self.linear.weight.dtype))
         return values.float().squeeze(-1).clone()  # no view: FSDP2 could not hook one safely
 
 

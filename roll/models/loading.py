@@ -175,26 +175,25 @@ def save_config(model: PreTrainedModel, path: Path, dtype: torch.dtype, head: He
     content = json.loads(file.read_text())
     content["architectures"] = [type(model).__name__]
     if head == "score":
-        content["architectures"] = [classifier_of(model.config)]
-        content |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
+        content |= classifier_entries(model.config.model_type)
     content["dtype"] = str(dtype).removeprefix("torch.")
     file.write_text(json.dumps(content, indent=2) + "\n")
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(path)
 
 
-def classifier_of(config: PreTrainedConfig) -> str:
-    """Name of the class of a sequence classifier on this kind of model.
+def classifier_entries(model_type: str) -> dict[str, Any]:
+    """What ``config.json`` says of a sequence classifier with one output on this kind of model.
 
     Raises:
         ValueError: Transformers has none.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
-    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(config.model_type)
+    name = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_type)
     if name is None:
-        raise ValueError(f"{config.model_type}: Transformers has no sequence classifier of it; expected one that has")
-    return str(name)
+        raise ValueError(f"{model_type}: Transformers has no sequence classifier of it; expected one that has")
+    return {"architectures": [str(name)], "id2label": {"0": "reward"}, "label2id": {"reward": 0}}
 
 
 def copy_companions(source: str, target: Path, tokenizer: str | None = None) -> None:

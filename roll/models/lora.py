@@ -1,7 +1,8 @@
 """LoRA adapters (Hu et al. 2021) on Transformers models, by peft, whose layers go into the model that is there.
 
-The base weights are frozen, the adapter's are float32. Two sets of names matter: those of the model's checkpoint, which
-knows no adapter, and those of a peft folder (``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``).
+The base weights are frozen, the adapter's are float32, and so is a reward model's head, which is trained beside it. Two
+sets of names matter: those of the model's checkpoint, which knows no adapter, and those of a peft folder
+(``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from roll.models.heads import SCORE_WEIGHT
 from roll.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -26,6 +28,11 @@ ALL_LINEAR = "all-linear"
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
+SCORE_NAME = PREFIX + SCORE_WEIGHT
+"""A reward model's head in a peft folder."""
+CLASSIFIES = "SEQ_CLS"
+GENERATES = "CAUSAL_LM"
+"""What peft calls the tasks of a classifier and of a language model (``task_type``)."""
 _ADAPTER = "default"
 _MARKS = (".lora_A.", ".lora_B.")
 
@@ -167,12 +174,17 @@ def adapter_dropout(model: nn.Module) -> Iterator[None]:
             dropout.eval()
 
 
-def write_adapter_config(folder: Path, shape: LoraSpec, base_model: str) -> None:
-    """Writes ``ADAPTER_CONFIG``, which makes a folder with ``ADAPTER_FILE`` one that peft loads."""
+def write_adapter_config(folder: Path, shape: LoraSpec, base_model: str, *, scores: bool = False) -> None:
+    """Writes ``ADAPTER_CONFIG``, which makes a folder with ``ADAPTER_FILE`` one that peft loads.
+
+    Args:
+        scores: the adapter is a reward model's, whose head is beside it.
+    """
     config = _peft_config(shape, ALL_LINEAR if ALL_LINEAR in shape.targets else list(shape.targets))
     config.exclude_modules = list(shape.excluded) or None
     config.base_model_name_or_path = base_model
-    config.task_type = "CAUSAL_LM"
+    config.task_type = CLASSIFIES if scores else GENERATES
+    config.modules_to_save = [SCORE_WEIGHT.partition(".")[0]] if scores else None
     config.inference_mode = True
     config.save_pretrained(str(folder))
 

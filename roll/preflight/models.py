@@ -280,16 +280,21 @@ def _is_here(model: str) -> bool:
 
 def check_adapter_start(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The adapter to start from is one of the shape that is trained."""
+    from roll.models.lora import CLASSIFIES, GENERATES
+
     args = config.actor_train.model_args
     if (path := args.adapter_name_or_path) is None:
         return
     key, folder = "actor_train.model_args.adapter_name_or_path", Path(path).expanduser()
     try:
         stored = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        rank, alpha = stored["r"], stored["lora_alpha"]
+        rank, alpha, task = stored["r"], stored["lora_alpha"], stored.get("task_type")
     except (OSError, ValueError, KeyError, TypeError) as error:
         yield ConfigProblem(key, path, "a folder that peft has saved an adapter in", str(error))
         return
+    if (task == CLASSIFIES) != config.trains_scores:
+        own = CLASSIFIES if config.trains_scores else GENERATES
+        yield ConfigProblem(key, path, f"an adapter of task_type {own}", f"task_type: {task} in adapter_config.json")
     for name, own, theirs in (("lora_rank", args.lora_rank, rank), ("lora_alpha", args.adapter_alpha, alpha)):
         if own != theirs:
             expected = f"{theirs}, as the adapter in {path} has it"

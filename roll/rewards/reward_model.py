@@ -24,17 +24,17 @@ from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.data.control_text import ControlText
 from roll.data.templates import read_template
 from roll.rewards.batching import MicroBatcher
+from roll.rewards.classifiers import Adapter, load_classifier, load_sizes, load_tokenizer_of
 from roll.rewards.remote_classifier import RemoteClassifier, RemoteClassifierConfig
 from roll.rewards.types import RewardError, Sample, Verdict, Verifier
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig
 
 logger = logging.getLogger(__name__)
 
 _PROBE = "\u241fanswer\u241f"
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class RewardModelConfig(Config):
@@ -42,8 +42,9 @@ class RewardModelConfig(Config):
 
     model_path: str = Field(
         min_length=1,
-        description="Folder in Hugging Face format with weights, classification head and tokenizer; with remote, "
-        "config.json and the tokenizer are read alone.",
+        description="Folder in Hugging Face format with weights, classification head and tokenizer, or that of a LoRA "
+        "adapter with a head, as peft keeps it, whose base is where it says; with remote, config.json and the "
+        "tokenizer are read alone.",
     )
     remote: RemoteClassifierConfig | None = Field(
         default=None,
@@ -90,7 +91,14 @@ class RewardModelConfig(Config):
 
     def problems(self) -> Iterator[ConfigProblem]:
         folder = Path(self.model_path).expanduser()
-        if not (folder / "config.json").is_file():
+        if (adapter := Adapter.of(folder)) is not None:
+            if (wrong := adapter.wrong()) is not None:
+                expected, hint = wrong
+                yield self.problem("model_path", expected, hint=hint)
+            if self.remote is not None:
+                hint = f"roll export {self.model_path} -o FOLDER --merge-adapter makes one"
+                yield self.problem("model_path", "a whole model with remote", "remote", hint=hint)
+        elif not (folder / "config.json").is_file():
             why = "there is no config.json in it" if folder.is_dir() else "there is no such folder"
             yield self.problem("model_path", "a folder with a model in Hugging Face format", hint=why)
         try:
@@ -131,17 +139,17 @@ class RewardModelVerifier(Verifier):
         if problems := list(config.problems()):
             raise ConfigErrors(problems)
         self._args = config
-        self.tokenizer = _load_tokenizer(config)
+        self.tokenizer = load_tokenizer_of(config)
         self._template = read_template(config.template)
         self._control = ControlText(self.tokenizer)
         self._check_template()
         self._remote: RemoteClassifier | None = None
         if config.remote is None:
             self._device = _resolve_device(config.device)
-            self.model = _load_model(config).to(self._device)  # type: ignore[arg-type]
+            self.model = load_classifier(config).to(self._device)  # type: ignore[arg-type]
             sizes = self.model.config
         else:
-            sizes = _load_config(config)
+            sizes = load_sizes(config)
             self._remote = RemoteClassifier(config.remote, int(sizes.num_labels or 0))
         self._label = _label_index(config, sizes)
         self._text_config = sizes.get_text_config()
@@ -300,57 +308,6 @@ class RewardModelVerifier(Verifier):
 
 def _assistant(answer: str) -> dict[str, str]:
     return {"role": "assistant", "content": answer}
-
-
-def _load_tokenizer(config: RewardModelConfig) -> PreTrainedTokenizerBase:
-    from roll.models.tokenizer import load_tokenizer
-
-    try:
-        return load_tokenizer(config.model_path, trust_remote_code=config.trust_remote_code)
-    except ValueError as error:
-        raise ValueError(f"model_path: {error}") from error
-
-
-def _load_model(config: RewardModelConfig) -> PreTrainedModel:
-    import torch
-    from transformers import AutoModelForSequenceClassification
-
-    sizes = _load_config(config)
-    options: dict[str, Any] = {"dtype": getattr(torch, _DTYPES[config.dtype]) if config.dtype else "auto"}
-    if config.attn_implementation is not None:
-        options["attn_implementation"] = config.attn_implementation
-    try:
-        loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-            str(Path(config.model_path).expanduser()),
-            config=sizes,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-            **options,
-        )
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model_path: no classifier could be loaded from {config.model_path!r} ({error})") from error
-    model: PreTrainedModel
-    model, report = loaded
-    if missing := sorted(report["missing_keys"]):
-        # transformers would go on with random weights in their place.
-        raise ValueError(
-            f"model_path: {len(missing)} weights are missing in {config.model_path!r}, the first is {missing[0]!r}; "
-            "expected a model with a trained classification head"
-        )
-    if hasattr(model.config, "use_cache"):
-        model.config.use_cache = False
-    return model.eval()
-
-
-def _load_config(config: RewardModelConfig) -> PreTrainedConfig:
-    from roll.models.loading import load_config
-
-    try:
-        return load_config(config.model_path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model_path: {error}") from error
 
 
 def _label_index(config: RewardModelConfig, sizes: PreTrainedConfig) -> int:

@@ -6,9 +6,11 @@ import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from roll.__main__ import main
 from roll.rewards.reward_model import RewardModelConfig, RewardModelVerifier
 from roll.rewards.types import Sample
 from tests.integration.conftest import Offline, Run
@@ -64,6 +66,29 @@ def test_a_stopped_run_ends_where_an_undisturbed_one_does_and_is_a_verifier(rm: 
     assert right > wrong
     assert right == pytest.approx(mean["chosen"], abs=0.3) and wrong == pytest.approx(mean["rejected"], abs=0.3)
     assert not (whole.checkpoint(6) / "actor_train" / "value_head.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_adapter_resumes_bit_for_bit_and_is_a_verifier(rm: Rm, tmp_path: Path) -> None:
+    def start(*overrides: str, **options: Any) -> Run:
+        return rm(
+            "actor_train.model_args.lora_target=all-linear",
+            "actor_train.training_args.learning_rate=0.03",
+            *overrides,
+            **options,
+        )
+
+    whole, _ = stop_and_resume(start, last_step=6)
+    assert whole.metrics[6]["eval/loss"] < 0.5 < whole.metrics[0]["eval/loss"]
+    folder = whole.checkpoint(6) / "actor_train"
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= {file.name for file in folder.iterdir()}
+    assert not (folder / "config.json").exists() and not (folder / "value_head.safetensors").exists()
+    answers = [RIGHT, WRONG, "Up", "x"]
+    found = scores(folder, answers)
+    assert found[0] > found[1]
+    assert main(["export", str(folder), "-o", str(tmp_path / "whole"), "--merge-adapter"]) == 0
+    assert scores(tmp_path / "whole", answers) == pytest.approx(found, abs=1e-5)
 
 
 LAYOUTS = {

@@ -234,7 +234,7 @@ def oracle(
     kind = AutoModelForSequenceClassification if task.scores else AutoModelForCausalLM
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}  # fused kernels have no float64
     model: Any = kind.from_pretrained(model_path, **options)
-    model = model.double() if lora is None else with_adapter(model, lora)
+    model = model.double() if lora is None else with_adapter(model, lora, scores=task.scores)
     for prefix in frozen:
         model.get_submodule(prefix).requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -262,8 +262,12 @@ def oracle(
     return Expected(before_T, after_T, losses, measured, norms, weights)
 
 
-def with_adapter(model: Any, lora: LoraSpec) -> Any:
-    """The model in peft's hands, in float64, with the adapter that every trainer starts with."""
+def with_adapter(model: Any, lora: LoraSpec, *, scores: bool = False) -> Any:
+    """The model in peft's hands, in float64, with the adapter that every trainer starts with.
+
+    Args:
+        scores: it is a classifier, whose head is trained too.
+    """
     from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
     from roll.distributed.weights.adapters import adapted_names
@@ -271,7 +275,11 @@ def with_adapter(model: Any, lora: LoraSpec) -> Any:
 
     start = {name: initial_value(name, shape, SEED) for name, shape in matrix_shapes(model, lora).items()}
     targets = adapted_names(start)
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0)
+    task: dict[str, Any] = {}
+    if scores:
+        task = {"task_type": "SEQ_CLS", "modules_to_save": ["score"]}
+        start["base_model.model.score.weight"] = model.score.weight.detach().clone()
+    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, **task)
     found = get_peft_model(model, config).double()
     report = set_peft_model_state_dict(found, start)
     assert not report.unexpected_keys, report.unexpected_keys
@@ -483,6 +491,7 @@ JUDGED = {
 
 def _oracle_values(model: Any, batch: Batch) -> Iterator[tuple[Batch, Tensor]]:
     """The sequences of a batch with their scores, those of the positions in front of the loss tokens."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft, with its layers in it
     for row in range(batch.num_sequences):
         one = batch.select([row])
         hidden = model.model(input_ids=one.tokens_T[None], use_cache=False).last_hidden_state[0]
@@ -643,7 +652,7 @@ def _run(layout: Layout, model_path: Path, rank: int) -> dict[str, Any]:
         result["metrics"].append(strategy.train_step(share, task.loss))
     result["after"] = scores()
     result["neighbour"] = _influence(strategy, info, task.batch(0), result["after"][1])
-    if task.scores:
+    if task.scores and layout.lora is None:
         result["weights"] = {name: x.clone() for name, x in gather(strategy.model_files().tensors[MODEL], [0]).items()}
     else:
         result["weights"] = exported(strategy) if layout.lora is None else exported_adapter(strategy)

@@ -41,6 +41,7 @@ SLOW = [
     "zero2-ulysses2-ipo",
     "zero2-lora-top_forward_kl",
     "zero3-bradley_terry",
+    "zero3-lora-bradley_terry",
     "zero3-lora-recomputed",
 ]
 """Names of the layouts that CI leaves out."""
@@ -78,6 +79,8 @@ LAYOUTS = [
     layout("zero1-packed-process", zero(1), task="process", worker=PACKED, model="qwen2_scores"),
     layout("zero3-bradley_terry", zero(3), task="bradley_terry", model="qwen2_scores"),
     layout("zero2-lora-reverse_kl", zero(2), task="reverse_kl", lora=ADAPTER, bounds=NEAR_EPSILON),
+    layout("zero0-lora-regression", zero(0), task="regression", lora=ADAPTER, model="qwen2_scores"),
+    layout("zero3-lora-bradley_terry", zero(3), task="bradley_terry", lora=ADAPTER, model="qwen2_scores"),
     *(layout(f"zero{stage}-bf16", zero(stage), **BF16) for stage in range(4)),
     layout("zero1-offload-bf16", zero(1, offload_optimizer=CPU), **BF16),
     layout("zero3-offload-bf16", zero(3, offload_optimizer=CPU), **BF16),

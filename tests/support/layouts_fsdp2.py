@@ -72,6 +72,8 @@ LAYOUTS = [
     layout("alone-tokens-process", 1, task="process", worker=BY_TOKENS, **SCORES),
     layout("shard2-packed-bradley_terry", 2, task="bradley_terry", worker=PACKED, **SCORES),
     layout("tp2-bradley_terry", 2, TP, task="bradley_terry", **SCORES),
+    layout("alone-lora-process", 1, task="process", lora=ADAPTER, **SCORES),
+    layout("shard2-lora-packed-bradley_terry", 2, task="bradley_terry", lora=ADAPTER, worker=PACKED, **SCORES),
     layout("ulysses2-regression", 2, task="regression", **ULYSSES, **SCORES),
     layout("tp2", 2, TP),
     layout("tp2-packed", 2, TP, model="qwen3", worker=PACKED),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -16,6 +17,7 @@ from roll.configs.worker import WorkerConfig
 from roll.preflight.plan.memory import PHASES, RoleMemory
 from roll.preflight.plan.shapes import ModelShape
 from roll.preflight.plan.work import Role
+from roll.rewards.classifiers import Adapter
 from roll.rewards.judge import JudgeConfig
 from roll.rewards.reward_model import RewardModelConfig
 
@@ -68,12 +70,13 @@ def _reward_model(args: RewardModelConfig, cluster: str, key: str, workers: Work
     """``None``: others serve it."""
     if args.remote is not None:
         return None
+    model = args.model_path
     worker = WorkerConfig.model_validate({"model_args": {"dtype": args.dtype}, "infer_batch_size": args.batch_size})
     worker = worker.model_copy(update={"strategy_args": StrategyArguments(strategy_name="hf_infer")})
     return Hosted(
         cluster,
         f"{key}.model_path",
-        args.model_path,
+        model if (adapter := Adapter.of(Path(model).expanduser())) is None else adapter.base,
         worker,
         workers.num_workers,
         args.trust_remote_code,

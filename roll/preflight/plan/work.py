@@ -53,7 +53,9 @@ class Role:
 
     @property
     def adapter(self) -> int:
-        return self.shape.adapter(*self.lora) if self.lora else 0
+        """Parameters of an adapter, and of the head that is trained beside it."""
+        head = 0 if self.head == "lm" else self.shape.hidden
+        return self.shape.adapter(*self.lora) + head if self.lora else 0
 
     @property
     def frozen(self) -> bool:

@@ -20,7 +20,7 @@ from roll.distributed.strategy.generation.generator import Generator
 from roll.distributed.weights.buckets import pack_buckets
 from roll.distributed.weights.contents import WeightBucket
 from roll.models.loading import load_config
-from roll.models.lora import ADAPTER_CONFIG, ADAPTER_FILE, LoraSpec
+from roll.models.lora import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIES, LoraSpec
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +30,17 @@ _BUCKET_BYTES = 256 << 20
 
 
 def base_of(model: str) -> tuple[str, LoraSpec | None]:
-    """The model that a folder of peft adapts, and its adapter; another model is its own."""
+    """The model that a folder of peft adapts, and its adapter; another model is its own.
+
+    Raises:
+        ValueError: the adapter is a classifier's.
+    """
     file = Path(model).expanduser() / ADAPTER_CONFIG
     if not file.is_file():
         return model, None
     config = json.loads(file.read_text(encoding="utf-8"))
+    if config.get("task_type") == CLASSIFIES:
+        raise ValueError(f"{file}: task_type is {CLASSIFIES}: a reward model, expected a model that generates")
     spec = LoraSpec(
         config["r"],
         config["lora_alpha"],

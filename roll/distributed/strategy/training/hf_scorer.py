@@ -15,7 +15,7 @@ from roll.models.comparison import TeacherView
 from roll.models.freezing import freeze
 from roll.models.heads import ValueHead
 from roll.models.liger import use_liger_kernels
-from roll.models.loading import make_skeleton
+from roll.models.loading import classifier_entries, make_skeleton
 from roll.models.lora import inject_adapter
 from roll.models.scoring import TokenScorer, layout, score_input
 from roll.models.ulysses import SequenceGroup, enable, make_group, score_shared_input
@@ -28,7 +28,8 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
 
     Raises:
         ImportError: an adapter without peft, or Liger's kernels without liger-kernel.
-        ValueError: the adapter's targets, or parts to freeze, are not in the model, or Liger's kernels cannot run.
+        ValueError: the adapter's targets, or parts to freeze, are not in the model, Liger's kernels cannot run, or
+            Transformers has no classifier of a reward model's kind.
     """
     args = context.worker.model_args
     model = make_skeleton(
@@ -48,7 +49,10 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         freeze(model, args.frozen_prefixes, head=context.head != "lm")
     head = None
     if context.head != "lm":
-        head = ValueHead(model.config.get_text_config().hidden_size, dtype, bias=context.head == "value")
+        if context.head == "score":
+            classifier_entries(model.config.model_type)  # to be told before it is trained, not when it is saved
+        stored = dtype if context.lora is None else torch.float32  # as the adapter that it is trained beside
+        head = ValueHead(model.config.get_text_config().hidden_size, stored, bias=context.head == "value")
     return TokenScorer(
         model,
         temperature=context.temperature,

@@ -31,9 +31,27 @@ from roll.distributed.strategy.training.pieces import Piece, Spread, TensorForm,
 from roll.distributed.strategy.training.saving import Contents, Tensors, model_tensors, write_contents
 from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER, StoredShards
 from roll.distributed.strategy.training.tensor_files import MAX_FILE_BYTES, Reader, StoredTensors
-from roll.models.heads import VALUE_HEAD_FILE
-from roll.models.loading import GENERATION_FILE, Head, copy_own_code, make_skeleton, resolve_dtype, to_hf_weights
-from roll.models.lora import ADAPTER_CONFIG, ADAPTER_FILE, PREFIX, adapter_name, is_adapter, matrix_name
+from roll.models.freezing import whole_name
+from roll.models.heads import SCORE_WEIGHT, VALUE_HEAD_FILE
+from roll.models.loading import (
+    GENERATION_FILE,
+    Head,
+    classifier_entries,
+    copy_own_code,
+    make_skeleton,
+    resolve_dtype,
+    to_hf_weights,
+)
+from roll.models.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
+    CLASSIFIES,
+    PREFIX,
+    SCORE_NAME,
+    adapter_name,
+    is_adapter,
+    matrix_name,
+)
 from roll.models.tokenizer import TOKENIZER_FILES, locate_model
 
 if TYPE_CHECKING:
@@ -43,7 +61,9 @@ CPU = torch.device("cpu")
 _CONFIG = "config.json"
 _CLASSIFIER = "ForSequenceClassification"
 _UNUSUAL = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")
-"""Keys of peft whose values would change what an adapter adds; the trainers write none."""
+"""Keys of peft whose values would change what an adapter adds; the trainers write none but a classifier's head."""
+_HEADS = {"score", "classifier"}
+"""What peft names as ``modules_to_save`` of a classifier, whichever it has."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +107,8 @@ class _Draft:
     """Has the tokenizer and, but for an adapter, the configuration."""
     base: Path | None = None
     """Model folder that has what ``beside`` has not."""
+    classifies: bool = False
+    """The base becomes a classifier with one output."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -160,7 +182,7 @@ def _sharded(export: Export, shards: Path) -> _Draft:
     spreads = {name: spread for name, spread in _spreads(stored).items() if name.rpartition(".")[2] not in MOMENTS}
     trunk = {name.removeprefix(MODEL_PREFIX): one for name, one in spreads.items() if name.startswith(MODEL_PREFIX)}
     if (shards / ADAPTER_CONFIG).is_file():
-        return _adapter(export, shards, {adapter_name(name): one for name, one in trunk.items() if is_adapter(name)})
+        return _adapter(export, shards, _adapter_names(export, shards, spreads))
     head = [
         piece_of(name.removeprefix(HEAD_PREFIX), spread)
         for name, spread in spreads.items()
@@ -188,13 +210,18 @@ def _adapter(export: Export, folder: Path, matrices: Mapping[str, Spread]) -> _D
     """An adapter by itself, or merged into its base."""
     if not export.merge:
         return _Draft({ADAPTER: [piece_of(name, _as(one, export.dtype)) for name, one in matrices.items()]}, folder)
-    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    config = _adapter_config(folder)
+    classifies = config.get("task_type") == CLASSIFIES
+    if classifies and _HEADS.issuperset(config.get("modules_to_save") or ()):
+        config["modules_to_save"] = None
     if unusual := [key for key in _UNUSUAL if config.get(key)] + ["bias"] * (config.get("bias", "none") != "none"):
         raise ValueError(f"{folder}: {unusual[0]} is {config[unusual[0]]!r}, expected an adapter without it to merge")
-    base = _local(export.base or config["base_model_name_or_path"])
+    base = _base_of(export, config)
     skeleton, scale = _skeleton("lm", base, export.trust_remote_code), config["lora_alpha"] / config["r"]
     layers = _layers(skeleton, matrices)
     stored = _spreads(StoredTensors(base, weight_files(base)))
+    if classifies:
+        stored = _as_classifier(stored, matrices.get(SCORE_NAME), skeleton)
     if missing := [name for name in layers if name not in stored]:
         raise ValueError(f"{base}: no {missing[0]} in it, which the adapter changes; expected the model that it adapts")
     pieces = []
@@ -203,15 +230,53 @@ def _adapter(export: Export, folder: Path, matrices: Mapping[str, Spread]) -> _D
             pieces.append(_merged(name, weight, *layers[name], scale=scale, dtype=export.dtype or weight.dtype))
         else:
             pieces.append(piece_of(name, _as(weight, export.dtype)))
-    return _Draft({MODEL: pieces}, folder, base)
+    return _Draft({MODEL: pieces}, folder, base, classifies)
+
+
+def _as_classifier(stored: Mapping[str, Spread], head: Spread | None, model: PreTrainedModel) -> dict[str, Spread]:
+    """A model's weights without its output layer, and a head: the adapter's, else the model's own.
+
+    Raises:
+        ValueError: no head, or one of several outputs.
+    """
+    found = stored.get(SCORE_WEIGHT) if head is None else head
+    if found is None or found.shape[0] != 1:
+        seen = "none" if found is None else f"shape {found.shape}"
+        raise ValueError(f"{SCORE_NAME}: seen {seen}, expected the head of a classifier with one output")
+    trunk = {name: one for name, one in stored.items() if name.startswith(f"{model.base_model_prefix}.")}
+    return trunk | {SCORE_WEIGHT: found}
+
+
+def _adapter_names(export: Export, shards: Path, spreads: Mapping[str, Spread]) -> dict[str, Spread]:
+    """What shards have of an adapter, and of a head beside it, under the names of a peft folder."""
+    config = _adapter_config(shards)
+    matrices = {name.removeprefix(MODEL_PREFIX): one for name, one in spreads.items() if is_adapter(name)}
+    if config.get("task_type") != CLASSIFIES:
+        return {adapter_name(name): one for name, one in matrices.items()}
+    trunk = _skeleton("score", _base_of(export, config), export.trust_remote_code)
+    named = {adapter_name(whole_name(trunk, name)): one for name, one in matrices.items()}
+    (head,) = (one for name, one in spreads.items() if name.startswith(HEAD_PREFIX))
+    return {**named, SCORE_NAME: head}
+
+
+def _adapter_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    return config
+
+
+def _base_of(export: Export, config: Mapping[str, Any]) -> Path:
+    """The folder of the model that is adapted."""
+    return _local(export.base or config["base_model_name_or_path"])
 
 
 def _layers(model: PreTrainedModel, matrices: Mapping[str, Spread]) -> dict[str, tuple[Spread, Spread]]:
     """A and B by the name that the adapted weight has in a model folder."""
-    layers = {}
+    layers: dict[str, tuple[Spread, Spread]] = {}
     marks = matrix_name("", "A").removeprefix(PREFIX), matrix_name("", "B").removeprefix(PREFIX)
     for name, first in matrices.items():
         if not name.endswith(marks[0]):
+            if not name.endswith(marks[1]) and name != SCORE_NAME:
+                raise ValueError(f"{name}: seen in the adapter, expected the matrices of LoRA alone to merge")
             continue
         layer = name.removeprefix(PREFIX).removesuffix(marks[0])
         second = matrices.get(matrix_name(layer, "B"))
@@ -244,7 +309,7 @@ def _write_beside(export: Export, draft: _Draft, target: Path) -> None:
     """Writes configuration, generation defaults and tokenizer."""
     folders = [folder for folder in (draft.base, draft.beside) if folder is not None]
     for folder in folders:
-        if (folder / GENERATION_FILE).is_file() and ADAPTER not in draft.tensors:
+        if (folder / GENERATION_FILE).is_file() and ADAPTER not in draft.tensors and not draft.classifies:
             shutil.copy2(folder / GENERATION_FILE, target)
     for folder in reversed(folders):  # all files of one: those of two tokenizers do not fit
         files = [file for pattern in TOKENIZER_FILES for file in folder.glob(pattern) if file.is_file()]
@@ -260,6 +325,8 @@ def _write_beside(export: Export, draft: _Draft, target: Path) -> None:
     content = json.loads((folders[0] / _CONFIG).read_text(encoding="utf-8"))
     if draft.base is not None:
         content |= export.config_kwargs
+    if draft.classifies:
+        content |= classifier_entries(content["model_type"])
     if export.dtype is not None:
         content.pop("torch_dtype", None)  # its name of old
         content["dtype"] = str(export.dtype).removeprefix("torch.")

@@ -118,7 +118,7 @@ class ModuleScorer(Scorer, Generic[W]):
 class ModuleTrainer(ModuleScorer[W], Trainer):
     """Trained weights and moments are float32; ``model_args.dtype`` is what the model computes in.
 
-    With a LoRA adapter, the language model's own weights are frozen, in the format that it computes in.
+    With a LoRA adapter, the model's own weights are frozen, in the format that it computes in.
     """
 
     _trained = True
@@ -148,5 +148,4 @@ class ModuleTrainer(ModuleScorer[W], Trainer):
     def _stored_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
         if compute_dtype == torch.float16:
             raise ValueError(f"{self.context.role}: training in fp16 needs loss scaling; expected bf16 or fp32")
-        frozen = self.context.lora is not None and self.context.head == "lm"
-        return compute_dtype if frozen else torch.float32
+        return torch.float32 if self.context.lora is None else compute_dtype

@@ -21,16 +21,16 @@ from roll.distributed.strategy.training.checkpoint import (
     ADAPTER,
     HEAD_PREFIX,
     MODEL_PREFIX,
-    VALUE_HEAD,
     adapter_tensors,
 )
 from roll.distributed.strategy.training.optim import MASTER
 from roll.distributed.strategy.training.pieces import Piece, Spread, gather, piece_of, world_size
-from roll.distributed.strategy.training.saving import ModelFiles, Tensors, model_tensors
+from roll.distributed.strategy.training.saving import ModelFiles, model_tensors
 from roll.distributed.strategy.training.tensor_files import Reader
+from roll.models.freezing import whole_name
 from roll.models.heads import ValueHead, load_value_head
 from roll.models.loading import converts_weights, load_causal_lm, save_config, to_hf_weights
-from roll.models.lora import adapter_name, base_name, initial_value, is_adapter, write_adapter_config
+from roll.models.lora import SCORE_NAME, adapter_name, base_name, initial_value, is_adapter, write_adapter_config
 from roll.models.scoring import OutputLayer, TokenScorer
 from roll.utils.collector import paused_collector
 
@@ -86,10 +86,10 @@ class TrainedModule:
         return sorted({kind for name in self.weights.trained for kind in self.weights.kinds(name)})
 
     def tensors(self, kind: str) -> list[Piece]:
-        return [_float32(self.weights, name, _stored_name(name), kind) for name in self._with(kind)]
+        return [_float32(self.weights, name, _stored_name(self.weights, name), kind) for name in self._with(kind)]
 
     def fill(self, kind: str, read: Reader) -> None:
-        _fill(self.weights, self._with(kind), kind, lambda name: read(_stored_name(name)))
+        _fill(self.weights, self._with(kind), kind, lambda name: read(_stored_name(self.weights, name)))
 
     def _with(self, kind: str) -> list[str]:
         """Names of the trained parameters that have a kind of state."""
@@ -100,10 +100,9 @@ class TrainedModule:
         if not any(map(is_adapter, weights.trained)):
             load_model(path, weights, trust_remote_code=self.trust_remote_code)
             return
-        # What is trained beside frozen weights: the adapter, and a critic's head.
         with raise_on_all_ranks():
             stored = adapter_tensors(path)
-        _fill(weights, weights.trained, MASTER, lambda name: stored.get(_stored_name(name).removeprefix(HEAD_PREFIX)))
+        _fill(weights, weights.trained, MASTER, lambda name: stored.get(_peft_name(weights, name)))
 
     def set_steps(self, steps: int) -> None:
         self.weights.set_steps(steps)
@@ -132,7 +131,7 @@ def load_model(
 def start_adapter(weights: ModuleWeights, seed: int) -> None:
     """Gives an adapter its first values (collective)."""
     names = [name for name in weights.parameters if is_adapter(name)]
-    _fill(weights, names, MASTER, lambda name: initial_value(_stored_name(name), weights.shape(name), seed))
+    _fill(weights, names, MASTER, lambda name: initial_value(_peft_name(weights, name), weights.shape(name), seed))
 
 
 @paused_collector()
@@ -159,8 +158,9 @@ def hf_piece(model: PreTrainedModel, name: str, spread: Spread, shape: torch.Siz
 
 
 def adapter_pieces(weights: ModuleWeights) -> list[Piece]:
-    """The adapter in float32 under the names of a peft folder (collective)."""
-    return [_float32(weights, name, _stored_name(name)) for name in weights.parameters if is_adapter(name)]
+    """The adapter, and the head beside it, in float32 under the names of a peft folder (collective)."""
+    names = [name for name in weights.parameters if is_adapter(name) or name.startswith(HEAD_PREFIX)]
+    return [_float32(weights, name, _peft_name(weights, name)) for name in names]
 
 
 def copy_output_layer(weights: ModuleWeights, dtype: torch.dtype) -> OutputLayer:
@@ -196,14 +196,13 @@ def module_files(
         if lora is None:
             save_config(weights.scorer.model, folder, dtype, context.head)
         else:
-            write_adapter_config(folder, lora, context.model_path)
+            write_adapter_config(folder, lora, context.model_path, scores=context.head == "score")
 
+    if lora is not None:
+        return ModelFiles({ADAPTER: pieces}, write_config, context.model_path, context.tokenizer_path)
     of_head = [name for name in weights.parameters if name.startswith(HEAD_PREFIX)]
     head = [_float32(weights, name, name.removeprefix(HEAD_PREFIX)) for name in of_head]
-    if lora is not None:
-        tensors: Tensors = {ADAPTER: pieces, VALUE_HEAD: head}
-    else:
-        tensors = model_tensors(pieces, head, context.head, weights.scorer.model.base_model_prefix)
+    tensors = model_tensors(pieces, head, context.head, weights.scorer.model.base_model_prefix)
     return ModelFiles(tensors, write_config, context.model_path, context.tokenizer_path)
 
 
@@ -231,7 +230,7 @@ def _fill(weights: ModuleWeights, names: Iterable[str], kind: str, read: Callabl
 def _read(weights: ModuleWeights, name: str, read: Callable[[str], Tensor]) -> Tensor:
     whole, expected = read(name), weights.shape(name)
     if whole.shape != expected:
-        raise ValueError(f"{_stored_name(name)}: seen shape {tuple(whole.shape)}, expected {tuple(expected)}")
+        raise ValueError(f"{_stored_name(weights, name)}: seen shape {tuple(whole.shape)}, expected {tuple(expected)}")
     return whole
 
 
@@ -244,10 +243,17 @@ def _float32(weights: ModuleWeights, name: str, stored: str, kind: str = MASTER)
     return piece_of(stored, weights.spread(name, kind, torch.float32), weights.shape(name))
 
 
-def _stored_name(name: str) -> str:
+def _stored_name(weights: ModuleWeights, name: str) -> str:
     """A parameter's name in a model folder, or an adapter's in a peft folder."""
-    hf_name = name.removeprefix(MODEL_PREFIX)
-    return adapter_name(hf_name) if is_adapter(name) else hf_name
+    return _peft_name(weights, name) if is_adapter(name) else name.removeprefix(MODEL_PREFIX)
+
+
+def _peft_name(weights: ModuleWeights, name: str) -> str:
+    """Name in a peft folder of what is trained: the adapter, and the head of a classifier beside it."""
+    if name.startswith(HEAD_PREFIX):
+        return SCORE_NAME
+    scorer, hf_name = weights.scorer, name.removeprefix(MODEL_PREFIX)
+    return adapter_name(hf_name if scorer.value_head is None else whole_name(scorer.model, hf_name))
 
 
 def _rank() -> int:
