@@ -293,8 +293,8 @@ def check_adapter_start(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(key, path, "a folder that peft has saved an adapter in", str(error))
         return
     if (task == CLASSIFIES) != config.trains_scores:
-        own = CLASSIFIES if config.trains_scores else GENERATES
-        yield ConfigProblem(key, path, f"an adapter of task_type {own}", f"task_type: {task} in adapter_config.json")
+        expected = f"an adapter of task_type {CLASSIFIES if config.trains_scores else GENERATES}"
+        yield ConfigProblem(key, path, expected, f"task_type: {task} in adapter_config.json")
     for name, own, theirs in (("lora_rank", args.lora_rank, rank), ("lora_alpha", args.adapter_alpha, alpha)):
         if own != theirs:
             expected = f"{theirs}, as the adapter in {path} has it"

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -188,5 +188,4 @@ def _adapted(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
         raise ValueError(f"model_path: {adapter.folder} does not fit its base {adapter.base} ({error})") from error
     if different := get_peft_model_state_dict(found).keys() ^ adapter.shapes.keys():
         raise ValueError(f"model_path: {adapter.folder} does not fit its base {adapter.base} ({min(different)})")
-    adapted: PreTrainedModel = found.get_base_model()
-    return adapted
+    return cast("PreTrainedModel", found.get_base_model())
