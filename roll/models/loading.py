@@ -183,7 +183,7 @@ def save_config(model: PreTrainedModel, path: Path, dtype: torch.dtype, head: He
 
 
 def classifier_entries(model_type: str) -> dict[str, Any]:
-    """What ``config.json`` says of a sequence classifier with one output on this kind of model.
+    """Entries of ``config.json`` that make a sequence classifier with one output on this kind of model.
 
     Raises:
         ValueError: Transformers has none.

@@ -32,7 +32,7 @@ SCORE_NAME = PREFIX + SCORE_WEIGHT
 """A reward model's head in a peft folder."""
 CLASSIFIES = "SEQ_CLS"
 GENERATES = "CAUSAL_LM"
-"""What peft calls the tasks of a classifier and of a language model (``task_type``)."""
+"""Peft's names for the tasks of a classifier and of a language model (``task_type``)."""
 _ADAPTER = "default"
 _MARKS = (".lora_A.", ".lora_B.")
 

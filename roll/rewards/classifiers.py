@@ -73,7 +73,7 @@ class Adapter:
         return {name.removeprefix(PREFIX) for name in self.shapes}
 
     def wrong(self) -> tuple[str, str] | None:
-        """What was expected in its place, and why, if it cannot be loaded."""
+        """The expected folder, and the reason, if it cannot be loaded."""
         from roll.models.tokenizer import locate_model
 
         if (task := self.config.get("task_type")) != _CLASSIFIES:

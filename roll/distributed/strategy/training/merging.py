@@ -63,7 +63,7 @@ _CLASSIFIER = "ForSequenceClassification"
 _UNUSUAL = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "fan_in_fan_out", "lora_bias")
 """Keys of peft whose values would change what an adapter adds; the trainers write none but a classifier's head."""
 _HEADS = {"score", "classifier"}
-"""What peft names as ``modules_to_save`` of a classifier, whichever it has."""
+"""Names of heads that peft keeps as ``modules_to_save`` of a classifier, whichever it has."""
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def _as_classifier(stored: Mapping[str, Spread], head: Spread | None, model: Pre
 
 
 def _adapter_names(export: Export, shards: Path, spreads: Mapping[str, Spread]) -> dict[str, Spread]:
-    """What shards have of an adapter, and of a head beside it, under the names of a peft folder."""
+    """Tensors that shards have of an adapter, and of a head beside it, under the names of a peft folder."""
     config = _adapter_config(shards)
     matrices = {name.removeprefix(MODEL_PREFIX): one for name, one in spreads.items() if is_adapter(name)}
     if config.get("task_type") != CLASSIFIES:
