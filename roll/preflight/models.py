@@ -280,11 +280,11 @@ def _is_here(model: str) -> bool:
 
 def check_adapter_start(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The adapter to start from is one of the shape that is trained."""
-    from roll.models.lora import CLASSIFIES, GENERATES
-
     args = config.actor_train.model_args
     if (path := args.adapter_name_or_path) is None:
         return
+    from roll.models.lora import CLASSIFIES, GENERATES
+
     key, folder = "actor_train.model_args.adapter_name_or_path", Path(path).expanduser()
     try:
         stored = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))

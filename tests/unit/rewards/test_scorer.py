@@ -19,7 +19,7 @@ from roll.rollout.reward_worker import RewardWorker
 
 
 class FakeConfig(Config):
-    score: float = 1.0
+    score: float = Field(1.0, allow_inf_nan=True)
     correct: bool = True
     answer: str | None = None
     failures: int = Field(default=0, ge=0, description="Attempts that fail.")
