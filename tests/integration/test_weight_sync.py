@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import signal
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -315,16 +316,22 @@ def test_a_generator_that_hangs_is_named(clusters: tuple[Cluster, Cluster], mode
 def test_little_stays_behind(clusters: tuple[Cluster, Cluster]) -> None:
     import ray
 
+    def used() -> float:
+        return ray.cluster_resources()["object_store_memory"] - ray.available_resources()["object_store_memory"]
+
     trainer, generator = clusters
+    total = sum(array.nbytes for array in trainer.call("weights")[0].values())
     updates = WeightSync(trainer, generator, bucket_bytes=BUCKET_BYTES, check=True)
     for version in range(20, 24):
         updates.sync(version)
-    total = sum(array.nbytes for array in trainer.call("weights")[0].values())
     per_update = 2 + total // BUCKET_BYTES
     # One set that the generators compute with, and one for the next update.
     assert 0 < trainer.call("num_segments")[0] <= 2 * per_update + 2
-    used = ray.cluster_resources()["object_store_memory"] - ray.available_resources()["object_store_memory"]
-    assert used < total / 2, "the weights went through the object store"
+    # The answer of "weights" above did go through the store, and Ray takes its time to count what was let go.
+    deadline = time.monotonic() + 20
+    while used() >= total / 2:
+        assert time.monotonic() < deadline, "the weights of an update stay in the object store"
+        time.sleep(0.1)
 
 
 def test_with_lora_generators_decode_as_hugging_face_with_base_and_adapter(
