@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from roll.configs.distill import DistillConfig
+from roll.configs.engine_rules import compute_dtype
 from roll.data.batch import Batch
 from roll.pipeline.model_cluster import ModelCluster
 from roll.pipeline.offline.kept import digest_of, kept, read_kept, weight_files
@@ -78,13 +79,16 @@ class Teacher:
             assert found is not None
         else:
             file = _file(config, batch)
-            found = dict(kept(file, list(_ON_DISK), _WHAT, lambda: self._computed(batch), {"teacher": self._identity}))
+            found = dict(kept(file, list(_ON_DISK), _WHAT, lambda: self._computed(batch), self._identity))
         return self._placed(batch, found)
 
     @property
-    def _identity(self) -> str:
-        """The teacher's name, and the files of its weights where they are on this machine."""
-        return " ".join([str(self._path), *weight_files(Path(str(self._path)).expanduser())])
+    def _identity(self) -> dict[str, str]:
+        """The teacher's name and the files of its weights where they are on this machine, and how it computes."""
+        assert self._config.teacher is not None, "it scores"
+        _, dtype = compute_dtype("teacher", self._config.teacher)
+        files = weight_files(Path(str(self._path)).expanduser())
+        return {"teacher": " ".join([str(self._path), *files]), "dtype": dtype or "the model's"}
 
     def _computed(self, batch: Batch) -> dict[str, Tensor]:
         scored = self.score(batch)

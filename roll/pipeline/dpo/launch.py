@@ -7,6 +7,7 @@ from pathlib import Path
 from roll.algorithms.preferences import build_preference_loss
 from roll.configs.data import DataArguments
 from roll.configs.dpo import DPOConfig
+from roll.configs.engine_rules import compute_dtype
 from roll.configs.preference import PreferenceConfig
 from roll.data.batch import Batch
 from roll.data.conversations import Conversations, Scoring
@@ -56,7 +57,9 @@ def _build(config: DPOConfig, parts: Parts) -> DPOPipeline:
     prepare, anchors = None, None
     if config.uses_reference:
         kept = Path(config.reference_dir).expanduser() if config.reference_dir else parts.session.folder.path
-        reference = ReferenceScores(roles, parts.model_path, kept if config.precompute_reference else None)
+        scored_by = "actor_train" if config.reference is None else "reference"
+        _, dtype = compute_dtype(scored_by, config.roles[scored_by])
+        reference = ReferenceScores(roles, parts.model_path, dtype, kept if config.precompute_reference else None)
         # Now, since the policy may be the reference only as long as it is untrained.
         held_out = None if held_out is None else reference.ahead(held_out)
         if held_out is not None and not config.in_pairs:

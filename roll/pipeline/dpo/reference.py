@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ from roll.pipeline.model_cluster import ModelCluster
 from roll.pipeline.offline.kept import digest_of, kept, weight_files
 from roll.pipeline.roles import Roles
 
+logger = logging.getLogger(__name__)
+
 _COLUMN = "ref_logprobs_T"
 
 
@@ -21,12 +24,14 @@ class ReferenceScores:
     A role of its own gives it, else the policy without its adapter, else, ahead of the first step, the policy itself.
 
     Args:
+        dtype: number format that it computes in; ``None``: that of the model.
         folder: where ``ahead`` keeps what it finds; ``None``: nowhere.
     """
 
-    def __init__(self, roles: Roles, model_path: str, folder: Path | None) -> None:
+    def __init__(self, roles: Roles, model_path: str, dtype: str | None, folder: Path | None) -> None:
         self._model = roles.reference or roles.actor
         self._model_path = Path(model_path)
+        self._dtype = dtype or "the model's"
         self._folder = folder
 
     def score(self, batch: Batch) -> Batch:
@@ -43,7 +48,9 @@ class ReferenceScores:
         """
         if self._folder is None:
             return self.score(batch)
-        file = self._folder / f"reference-{digest_of(batch, weight_files(self._model_path))}.safetensors"
+        file = (
+            self._folder / f"reference-{digest_of(batch, [*weight_files(self._model_path), self._dtype])}.safetensors"
+        )
 
         def compute() -> dict[str, Tensor]:
             scores_T = self.score(batch).ref_logprobs_T
@@ -88,6 +95,12 @@ def cross(batch: Batch, max_tokens: int) -> Batch:
     tokens, masks = (column.split(batch.lengths_B.tolist()) for column in (batch.tokens_T, batch.loss_mask_T))
     cuts = [int(mask.to(torch.uint8).argmax()) for mask in masks]
     asked = [ids[:cut].numpy().tobytes() for ids, cut in zip(tokens, cuts, strict=True)]
+    if len(set(asked)) == 1:
+        logger.warning(
+            "preference_loss kto: seen %d answers to one question, expected answers to several: what a question is "
+            "compared with is estimated by answers to others, and here by its own",
+            len(asked),
+        )
     count = len(cuts)
     others = [(row + 1) % count for row in range(count)]
     for row in [*range(count)][::-1] * 2:  # once more for questions that the last row and the first have in common

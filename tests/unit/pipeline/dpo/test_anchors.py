@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from roll.data.batch import Batch
@@ -25,9 +26,13 @@ def test_a_question_gets_the_next_answer_to_another_one() -> None:
     assert found[1][1] == [False, False, True, True, True]
 
 
-def test_a_crossed_row_loses_its_end_and_one_question_alone_has_its_own_answers() -> None:
+def test_a_crossed_row_loses_its_end_and_one_question_alone_has_its_own_answers(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert crossed([([1, 1], [10]), ([2], [20, 21])], max_tokens=3) == [
         ([1, 1, 20], [False, False, True]),
         ([2, 10], [False, True]),
     ]
+    assert not caplog.records
     assert all(ids[0] == 1 and len(ids) == 2 for ids, _ in crossed([([1], [10]), ([1], [11])]))
+    assert "seen 2 answers to one question, expected answers to several" in caplog.text
