@@ -229,6 +229,8 @@ def _same_difference(gold: Relation, answer: Relation) -> bool:
     if sides is None or first not in MIRROR or second not in MIRROR:
         return False
     one, other = sides[0] - sides[1], sides[2] - sides[3]
+    if not (one.is_commutative and other.is_commutative):
+        return False
     if symbols_of(one) != symbols_of(other) or not symbols_of(one):
         return False
     ratio = sympy.cancel(one / other)

@@ -230,7 +230,7 @@ class Factors(ABC):
             self._take()
         else:
             parts = [self._take().text]
-        return sympy.Symbol(f"{symbol}_{''.join(parts)}", commutative=True)
+        return sympy.Symbol(f"{symbol}_{''.join(parts)}", commutative=symbol.is_commutative)
 
     def _word(self, text: str, product: bool = True) -> Value:
         """Letters side by side: the order counts where they are all, the product is meant where they are a factor."""

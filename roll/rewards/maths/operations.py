@@ -44,6 +44,8 @@ def factorial(value: Any, double: bool = False) -> Any:
 
 
 def quotient(above: Any, below: Any) -> Any:
+    if not below.is_commutative:
+        raise NotUnderstoodError("a division by a matrix")
     if below == 0:
         raise NotUnderstoodError("a division by zero")
     return above / below

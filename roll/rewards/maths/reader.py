@@ -9,16 +9,19 @@ command) makes the whole a text. So a number inside an answer is never taken for
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import sympy
 
 from roll.rewards.maths.grammar import Answer
+from roll.rewards.maths.ordered import in_order
 from roll.rewards.maths.tokens import (
     INFINITY,
     MAX_CHARS,
     PLAIN,
     TEXT_COMMAND,
     NotUnderstoodError,
+    Token,
     normalise,
     tokens_of,
 )
@@ -74,12 +77,19 @@ def _unmarked(text: str) -> str:
 
 
 def _understood(plain: str) -> Value | None:
+    """The value of a text, with letters in order where they are matrices."""
     marked = re.fullmatch(rf"(?:{TEXT_COMMAND})\{{([^{{}}]*)\}}", plain)
     text = marked[1].strip() if marked and re.search(r"[\d(]", marked[1]) else plain
     if _DERIVATIVE.search(text) or _DATE.search(text):
         return None
+    text = _without_thousands(text)
+    return _parsed(in_order, text) or _parsed(tokens_of, text)
+
+
+def _parsed(tokenise: Callable[[str], list[Token] | None], text: str) -> Value | None:
     try:
-        return _finished(Answer(tokens_of(_without_thousands(text))).whole())
+        tokens = tokenise(text)
+        return _finished(Answer(tokens).whole()) if tokens else None
     # SymPy raises anything where a term has no value; recursion ends at Python's limit.
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return None

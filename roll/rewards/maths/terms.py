@@ -7,6 +7,7 @@ from typing import Any
 
 import sympy
 
+from roll.rewards.maths.ordered import same_in_order, without_order
 from roll.rewards.maths.values import PERCENT, Term
 
 MIN_DECIMALS = 6
@@ -15,6 +16,12 @@ and six significant digits."""
 MAX_DECIMALS = 12
 """Of floats the last decimals are noise."""
 _PRECISION = 40
+_FEW = 35
+"""Digits to which terms are compared at all points, and beyond those within which two different ones differ."""
+_PER_DIGIT = 4
+"""Digits within which they differ, for each digit of their numbers, written out."""
+_MOST = 40_000
+"""Terms that need more digits are equal only if they are the same."""
 _POINTS = tuple(
     tuple(sympy.Rational(real) + sympy.Rational(imaginary) * sympy.I for real, imaginary in numbers)
     for numbers in (
@@ -24,6 +31,7 @@ _POINTS = tuple(
     )
 )
 """Values for the symbols, negative and complex ones too: the square root of x² is not x."""
+_STEEP = (sympy.exp, sympy.functions.elementary.hyperbolic.HyperbolicFunction)
 _ENOUGH = 2
 """Points at which two terms must agree; a term may have no value at some."""
 
@@ -43,6 +51,9 @@ def same_term(gold: Term, answer: Term) -> bool:
             and one.shape == other.shape
             and all(_same_expr(a, b) for a, b in zip(one.flat(), other.flat(), strict=True))
         )
+    if not (one.is_commutative and other.is_commutative):
+        in_order = same_in_order(one, other)
+        return _same_expr(without_order(one), without_order(other)) if in_order is None else in_order
     if one.has(PERCENT) or other.has(PERCENT):
         return _same_percentage(gold, answer)
     given = [decimals for decimals in (gold.decimals, answer.decimals) if decimals >= MIN_DECIMALS]
@@ -85,43 +96,67 @@ def _same_expr(one: Any, other: Any) -> bool:
         return False
     symbols = sorted(symbols_of(one) | symbols_of(other), key=str)
     if not symbols:
-        return _same_number(one, other, {}) is True
+        return _same_number(one, other, {}, _FEW) is True and _same_number(one, other, {}) is True
     stand_ins = {symbol: sympy.Dummy() for symbol in symbols}
     pair = [expr.xreplace(stand_ins) for expr in (one, other)]
-    agreed = 0
-    for numbers in _POINTS:
+    points = [
         # No two symbols have the same value.
-        values = {
-            symbol: sympy.N(number + sympy.Rational(index, 7), _PRECISION + 20)
+        {
+            symbol: number + sympy.Rational(index, 7)
             for index, (symbol, number) in enumerate(zip(stand_ins.values(), itertools.cycle(numbers), strict=False))
         }
-        agrees = _same_number(pair[0], pair[1], values)
+        for numbers in _POINTS
+    ]
+    agreed = []
+    for values in points:
+        agrees = _same_number(*pair, values, _FEW)
         if agrees is False:
             return False
-        agreed += agrees is True
-    return agreed >= _ENOUGH
+        agreed += [values] if agrees else []
+    # Where signs and branches matter was seen; what is tiny beside the rest shows anywhere.
+    return len(agreed) >= _ENOUGH and all(_same_number(*pair, values) for values in agreed[:_ENOUGH])
 
 
-def _same_number(one: Any, other: Any, values: dict[Any, Any]) -> bool | None:
-    """Equal to 35 digits, which no two different answers of a few hundred characters are; ``None``: no value."""
+def _same_number(one: Any, other: Any, values: dict[Any, Any], digits: int | None = None) -> bool | None:
+    """Tells whether two numbers are equal to ``digits``; ``None``: no value.
+
+    Without ``digits`` they are as many as tell two terms of their length apart. (That such terms are equal or differ
+    within a multiple of their digits is what the uniformity conjecture says of elementary numbers; the known
+    counterexamples stay within the multiple here.)
+    """
     try:
-        left, right = (_complex_parts(expr, values) for expr in (one, other))
+        if digits is None:
+            digits = int(_FEW + _PER_DIGIT * (digits_of(one, values) + digits_of(other, values)))
+        if digits > _MOST:
+            return False
+        left, right = (_complex_parts(expr, values, digits + 5) for expr in (one, other))
     except (ArithmeticError, TypeError, ValueError):
         return None
-    size = max(abs(part) for part in (*left, *right))
-    if size == 0:
-        return True
-    tiny = sympy.Float(10, _PRECISION) ** (5 - _PRECISION)
-    return all(abs(a - b) <= size * tiny for a, b in zip(left, right, strict=True))
+    size = max(sympy.Integer(1), *(abs(part) for part in (*left, *right)))
+    tiny = size * sympy.Float(10, 15) ** -digits
+    return all(abs(a - b) <= tiny for a, b in zip(left, right, strict=True))
 
 
-def _complex_parts(expr: Any, values: dict[Any, Any]) -> tuple[Any, Any]:
-    """Real and imaginary part as floats of high precision.
+def digits_of(expr: Any, values: dict[Any, Any]) -> float:
+    """Digits of a term's numbers, with powers written out as products: what bounds how near it can come to another."""
+    if expr.is_Rational:
+        return 1 + (expr.p.bit_length() + expr.q.bit_length()) * 0.302
+    if not expr.args:
+        return 1
+    parts = [digits_of(arg, values) for arg in expr.args]
+    if not (expr.is_Pow or isinstance(expr, _STEEP)):
+        return 1 + sum(parts)
+    size = abs(complex(expr.args[-1].evalf(15, subs=values)))
+    return parts[0] * max(1.0, size) + parts[-1]
+
+
+def _complex_parts(expr: Any, values: dict[Any, Any], digits: int) -> tuple[Any, Any]:
+    """Real and imaginary part as floats of so many digits.
 
     Raises:
         ValueError: it has no value.
     """
-    value = expr.evalf(_PRECISION, subs=values, maxn=400)
+    value = expr.evalf(digits, subs=values, maxn=2 * digits + 400)
     real, imaginary = value.as_real_imag()
     if not (real.is_Float or real.is_Rational) or not (imaginary.is_Float or imaginary.is_Rational):
         raise ValueError("no number")
