@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from roll.configs.expansion import MAX_VALUES, check_expansion, values_of
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.schema import did_you_mean
 from roll.configs.shipped import SHIPPED, config_groups, config_names
@@ -82,6 +83,7 @@ def _read(config_name: str, config_path: Path) -> DictConfig:
 def _compose(name: str, config_path: Path) -> DictConfig:
     """One file with what its defaults list includes, from its own folder, the one above and the shipped ones."""
     folder = config_path.resolve()
+    check_expansion(name, [folder, folder.parent, SHIPPED, SHIPPED.parent])
     search_path = f"hydra.searchpath=['file://{folder.parent}','file://{SHIPPED}','file://{SHIPPED.parent}']"
     try:
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
@@ -172,7 +174,7 @@ def _beyond_grammar(text: str) -> Any:
     if not text.startswith(("[", "{")):
         return text
     try:
-        return yaml.safe_load(text)
+        return yaml.safe_load(text) if values_of(text) <= MAX_VALUES else text
     except yaml.YAMLError:
         return text
 

@@ -15,7 +15,8 @@ def check_teacher(config: DistillConfig) -> list[ConfigProblem]:
     """There is something to learn from."""
     if config.teacher is None and config.teacher_logprobs is None:
         expected = "a section with a scoring strategy, or teacher_logprobs"
-        return [ConfigProblem("teacher", NOTHING, expected, involves=("teacher_pretrain", "teacher_logprobs"))]
+        hint = "a configuration of SFT is run by examples/start_sft_pipeline.py, or by `roll train`"
+        return [ConfigProblem("teacher", NOTHING, expected, hint, involves=("teacher_pretrain", "teacher_logprobs"))]
     return []
 
 

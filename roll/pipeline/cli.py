@@ -34,6 +34,8 @@ __all__ = ["AGENTIC", "DISTILL", "DPO", "REWARD_MODEL", "RLVR", "SFT", "main", "
 
 EXIT_CONFIG = 2
 LINE_WIDTH = 110
+_FOREIGN = 3
+"""Keys of another pipeline that make a configuration its own, where none is of the pipeline that was asked for."""
 
 EXAMPLES = """\
 examples:
@@ -157,13 +159,21 @@ def _program_of(composed: Composed, asked: Program | None) -> Program:
         problem = ConfigProblem("", NOTHING, f"a section that only one pipeline has: {sections}")
         raise ConfigErrors([*composed.problems, problem])
     found = PROGRAMS[name]
-    known = set(cast("type[PipelineConfig]", import_path((asked or found).schema)).model_fields)
-    foreign = [key for key in found.sections if key in composed.values and key not in known]
-    if not foreign:
+    known, its = (
+        set(cast("type[PipelineConfig]", import_path(each.schema)).model_fields) for each in (asked or found, found)
+    )
+    foreign = [key for key in composed.values if key in its - known]
+    own = [key for key in composed.values if key in known - its]
+    # A section that several pipelines read (rewards) says nothing alone, and one key may be a mistake.
+    if not set(foreign) & set(found.sections) and (len(foreign) < _FOREIGN or own):
         return asked or found
     hint = f"it is run by examples/{found.script}, or by `roll train`, which finds the pipeline itself"
     expected = f"a configuration for {asked.script if asked else ''}; this one is {name}'s"
-    raise ConfigErrors([*composed.problems, ConfigProblem("", Words(", ".join(foreign)), expected, hint)])
+    raise ConfigErrors([*composed.problems, ConfigProblem("", Words(_few(foreign)), expected, hint)])
+
+
+def _few(keys: Sequence[str], shown: int = 6) -> str:
+    return ", ".join(keys[:shown]) + (f" and {len(keys) - shown} more" if len(keys) > shown else "")
 
 
 def locate(config: str, folder: str) -> tuple[str, Path]:

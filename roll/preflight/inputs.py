@@ -15,6 +15,8 @@ from roll.configs.pipeline import TINY, PipelineConfig
 from roll.configs.problems import ConfigProblem
 from roll.configs.prompts import PromptsConfig
 from roll.configs.reward_training import RewardTrainingConfig
+from roll.configs.rl import RLConfig
+from roll.preflight.functions import check_functions
 
 HEAD = 2000
 """Rows that are read of each data file."""
@@ -29,11 +31,14 @@ Findings = tuple[list[str], list[ConfigProblem]]
 def check_inputs(config: PipelineConfig) -> Findings:
     """Reads the head of every data file that is on this machine and asks the hub for models that are not.
 
+    Functions in the training step are imported, too.
+
     Data that is not here yet is no problem: a configuration may be checked on another machine than it runs on.
     """
     data_lines, data_problems = check_data(config)
     model_lines, model_problems = check_hub(config)
-    return [*data_lines, *model_lines], [*data_problems, *model_problems]
+    function_problems = check_functions(config) if isinstance(config, RLConfig) else ()
+    return [*data_lines, *model_lines], [*data_problems, *model_problems, *function_problems]
 
 
 def check_data(config: PipelineConfig) -> Findings:

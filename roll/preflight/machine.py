@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from roll.configs.problems import ConfigProblem
 from roll.configs.rl import RLConfig
 from roll.configs.worker import WorkerConfig
 from roll.distributed.strategy import STRATEGIES, strategy_class
+from roll.preflight.functions import check_functions
 from roll.tracking import SERVICES
 from roll.utils.registry import UnknownNameError, import_path
 
@@ -44,8 +46,11 @@ def _output_problems(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The run's folder is there, or can be made."""
     folder = Path(config.output_dir).expanduser()
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        hint = f"{nearest} is {'not writable' if nearest.is_dir() else 'no folder'}"
+    try:
+        with tempfile.TemporaryDirectory(prefix=".roll-", dir=nearest):
+            return
+    except OSError as error:  # root may write anywhere by its rights, but not in /proc
+        hint = f"{nearest} is {'not writable' if nearest.is_dir() else 'no folder'}: {error.strerror}"
         yield ConfigProblem("output_dir", config.output_dir, "a folder that is there or can be made", hint)
 
 
@@ -81,12 +86,13 @@ def _plug_in_problems(config: PipelineConfig) -> Iterator[ConfigProblem]:
     }
     clusters = {config.key_of(name): worker.worker_cls for name, worker in config.clusters.items()}
     given |= {f"{key}.worker_cls": path for key, path in clusters.items() if path is not None}
-    given |= config.functions if isinstance(config, RLConfig) else {}
     for key, path in given.items():
         try:
             strategy_class(path) if key.endswith(".strategy_name") else import_path(path)
         except UnknownNameError as error:
             yield ConfigProblem(key, path, "package.module:name that can be imported", str(error))
+    if isinstance(config, RLConfig):
+        yield from check_functions(config)
 
 
 def _role_problems(config: PipelineConfig, role: str, worker: WorkerConfig) -> Iterator[ConfigProblem]:

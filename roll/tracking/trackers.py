@@ -10,9 +10,11 @@ import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, get_type_hints
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
 
 from roll.tracking import TRACKERS
 from roll.tracking.files import to_plain
@@ -150,7 +152,10 @@ def tracker_options(names: str | Sequence[str], kwargs: Mapping[str, Any] | None
 
 
 def _check_options(name: str, options: Mapping[str, Any]) -> None:
-    parameters = list(inspect.signature(TRACKERS.get(name)).parameters.values())[1:]
+    """Names of a tracker's options, and their values where its signature says a type."""
+    tracker = TRACKERS.get(name)
+    parameters = list(inspect.signature(tracker).parameters.values())[1:]
+    _check_values(name, options, _types_of(tracker))
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     known = [parameter.name for parameter in parameters]
@@ -160,6 +165,26 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             expected = ", ".join(known) or "no options"
             raise ValueError(f"tracker_kwargs: {name} does not know {key!r}, expected {expected}{hint}")
+
+
+def _types_of(tracker: Any) -> dict[str, Any]:
+    try:
+        return get_type_hints(tracker.__init__ if inspect.isclass(tracker) else tracker)
+    except (AttributeError, NameError, TypeError):  # a module that imports the types for a type checker alone
+        return {}
+
+
+def _check_values(name: str, options: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        if key not in types:
+            continue
+        try:
+            TypeAdapter(types[key]).validate_python(value, strict=True)
+        except ValidationError as error:
+            told = "; ".join(dict.fromkeys(each["msg"] for each in error.errors(include_input=False)))
+            raise ValueError(f"tracker_kwargs: {name}.{key} is {type(value).__name__}: {told}") from None
+        except PydanticSchemaGenerationError:  # a class of the user's, which pydantic has no rule for
+            continue
 
 
 class TensorboardTracker:

@@ -13,7 +13,7 @@ from roll.__main__ import main
 from roll.configs.shipped import SHIPPED
 from roll.models.tiny import make_tokenizer
 from roll.pipeline import cli
-from roll.pipeline.programs import AGENTIC, PROGRAMS, RLVR, configurations
+from roll.pipeline.programs import PROGRAMS, configurations
 from roll.utils.registry import import_path
 
 HEAVY = {"pydantic", "hydra", "yaml", "numpy", "torch", "ray", "transformers", "rich", "argcomplete"}
@@ -96,11 +96,28 @@ def test_a_file_and_its_overrides_in_any_order(capsys, tmp_path):
     assert values["actor_train"]["strategy_args"] == {"strategy_name": "megatron_train", "strategy_config": {}}
 
 
-def test_another_pipelines_configuration_is_told_which_script_runs_it(capsys):
-    assert cli.main(["--config_name", "agentic_sokoban", "--validate-only"], RLVR) == 2
-    assert "examples/start_agentic_pipeline.py" in capsys.readouterr().err
-    assert cli.main(["--config_name", "rlvr_math", "--validate-only"], AGENTIC) == 2
-    assert "examples/start_rlvr_pipeline.py" in capsys.readouterr().err
+@pytest.mark.parametrize("asked", PROGRAMS)
+@pytest.mark.parametrize("meant", PROGRAMS)
+def test_another_pipelines_configuration_is_told_which_script_runs_it(capsys, monkeypatch, tmp_path, asked, meant):
+    monkeypatch.chdir(tmp_path)
+    code = cli.main(["--config_name", PROGRAMS[meant].default, "--validate-only"], PROGRAMS[asked])
+    assert code == (0 if asked == meant else 2)
+    if asked != meant:
+        told = capsys.readouterr().err
+        assert "1 problem" in told and f"examples/{PROGRAMS[meant].script}" in told
+
+
+def test_aliases_that_stand_for_millions_of_values_are_refused_at_once(capsys, tmp_path):
+    bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 9)}]\n" for number in range(1, 12)
+    )
+    (tmp_path / "bomb.yaml").write_text(bomb)
+    for text in ("defaults: [bomb, agentic_sokoban, _self_]\n", f"defaults: [agentic_sokoban, _self_]\n{bomb}"):
+        (tmp_path / "mine.yaml").write_text(text)
+        assert main(["validate", str(tmp_path / "mine.yaml")]) == 2
+        assert "e+11 keys and values, with aliases (*name) written out" in capsys.readouterr().err
+    (tmp_path / "mine.yaml").write_text("defaults: [agentic_sokoban, _self_]\nsystem_envs: &e {A: '1'}\n")
+    assert main(["validate", str(tmp_path / "mine.yaml")]) == 0
 
 
 @pytest.mark.parametrize("name", ["mine.yml", "mine"])

@@ -18,7 +18,7 @@ from roll.configs.loader import load_composed
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.shipped import SHIPPED
 from roll.preflight import inputs
-from roll.preflight.inputs import HEAD, check_data, check_hub
+from roll.preflight.inputs import HEAD, check_data, check_hub, check_inputs
 from roll.preflight.machine import check_machine
 
 Load = Callable[..., RLVRConfig]
@@ -180,3 +180,29 @@ def test_an_output_folder_that_cannot_be_made_is_told_before_the_run(
     (problem,) = (each for each in check_machine(load(f"output_dir={folder}")) if each.path == "output_dir")
     assert "taken is no folder" in problem.hint
     assert not [each for each in check_machine(load("output_dir=new/er")) if each.path == "output_dir"]
+
+
+def test_an_output_folder_where_even_root_cannot_write_is_told_before_the_run(load: Load) -> None:
+    (problem,) = (each for each in check_machine(load("output_dir=/proc/x")) if each.path == "output_dir")
+    assert problem.hint.startswith("/proc is not writable")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("adv_estimator=os:system", "too many positional arguments"),
+        ("adv_estimator=os:sep", "it is str"),
+        ("adv_estimator=os:nothing", "has no 'nothing'"),
+        ("pg_variant=os:getcwd", "too many positional arguments"),
+        ("rewards.arithmetic.query_filter_config={path: 'os:getcwd'}", "too many positional arguments"),
+    ],
+)
+def test_a_function_of_the_step_is_compared_with_its_call(load: Load, override: str, words: str) -> None:
+    config = load(override)
+    for problems in (check_inputs(config)[1], list(check_machine(config))):
+        (problem,) = (each for each in problems if each.path == override.partition("=")[0].replace("={", ".")
+                      or each.path.endswith(".path"))  # fmt: skip
+        assert words in problem.hint
+    ours = {"adv_estimator": "advantages:grpo", "pg_variant": "policy_losses:ppo"}
+    right = load(*(f"{key}=roll.algorithms.{path}" for key, path in ours.items()))
+    assert not [each for each in check_inputs(right)[1] if each.path in ours]

@@ -551,3 +551,26 @@ def test_a_folder_that_another_run_holds_is_refused(tmp_path: Path) -> None:
         RunFolder(tmp_path, "demo").claim(fresh=False)
     holder.close()
     RunFolder(tmp_path, "demo").claim(fresh=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("tensorboard", {"flush_secs": "x"}),
+        ("tensorboard", {"flush_secs": True}),
+        ("tensorboard", {"log_dir": 3}),
+        ("wandb", {"tags": 5}),
+        ("wandb", {"mode": "sometimes"}),
+        ("mlflow", {"tags": ["a"]}),
+        ("trackio", {"gpu_log_interval": [1]}),
+    ],
+)
+def test_values_of_options_are_those_that_the_tracker_declares(name: str, options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=rf"tracker_kwargs: {name}\.{next(iter(options))} is "):
+        tracker_options(name, options)
+
+
+def test_values_that_fit_an_options_type_pass() -> None:
+    tracker_options("tensorboard", {"flush_secs": 5, "log_dir": None})
+    tracker_options("wandb", {"tags": ["a", "b"], "mode": "offline", "project": "x"})
+    tracker_options("trackio", {"gpu_log_interval": 5, "private": None})
