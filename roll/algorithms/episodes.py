@@ -170,3 +170,10 @@ def _as_columns(values: np.ndarray, blocks: int) -> np.ndarray:
         values = np.concatenate([values, np.zeros(blocks * _BLOCK - len(values))])
     # torch transposes in tiles, six times faster than numpy.
     return torch.from_numpy(values).view(blocks, _BLOCK).t().clone(memory_format=torch.contiguous_format).numpy()
+
+
+def turn_rewards(batch: Batch) -> tuple[Episodes, Tensor]:
+    """The batch's episodes and the reward of each of their turns, [K]."""
+    assert batch.rewards_T is not None
+    episodes = find_episodes(batch)
+    return episodes, episodes.sum_turns(episodes.gather(batch.rewards_T))

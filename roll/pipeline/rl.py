@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from roll.algorithms.advantages import advantage_metrics, compute_advantages, value_mask
+from roll.algorithms.advantages import advantage_metrics, compute_advantages
 from roll.algorithms.correction import mismatch_by_lag, mismatch_metrics
 from roll.algorithms.distillation import (
     clip_metrics,
@@ -24,6 +24,7 @@ from roll.algorithms.distillation import (
     teacher_metrics,
     teacher_rewards,
 )
+from roll.algorithms.gae import value_mask
 from roll.algorithms.kl import KlController
 from roll.algorithms.losses import build_policy_loss, build_value_loss
 from roll.algorithms.pairing import telling_pairs

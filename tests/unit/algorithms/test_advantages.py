@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roll.algorithms.advantages import ADVANTAGES, advantage_metrics, compute_advantages, value_mask
+from roll.algorithms.advantages import ADVANTAGES, advantage_metrics, compute_advantages
 from roll.algorithms.episodes import find_episodes, reverse_recurrence
+from roll.algorithms.gae import value_mask
 from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.algorithm_names import ADV_ESTIMATORS
 from roll.data.batch import Batch

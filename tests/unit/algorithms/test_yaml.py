@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll.algorithms.advantages import compute_advantages, value_mask
+from roll.algorithms.advantages import compute_advantages
+from roll.algorithms.gae import value_mask
 from roll.algorithms.kl import KlController
 from roll.algorithms.losses import build_policy_loss, build_value_loss
 from roll.algorithms.rewards import apply_kl_penalty, shape_rewards, whiten_token_rewards
