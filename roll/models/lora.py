@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from roll.models.adapter_files import CLASSIFIES, GENERATES
 from roll.models.heads import SCORE_WEIGHT
 from roll.utils.seeding import derive_seed
 
@@ -25,14 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ALL_LINEAR = "all-linear"
-ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
 PREFIX = "base_model.model."
 SCORE_NAME = PREFIX + SCORE_WEIGHT
 """A reward model's head in a peft folder."""
-CLASSIFIES = "SEQ_CLS"
-GENERATES = "CAUSAL_LM"
-"""Peft's names for the tasks of a classifier and of a language model (``task_type``)."""
 _ADAPTER = "default"
 _MARKS = (".lora_A.", ".lora_B.")
 

@@ -16,6 +16,7 @@ from roll.configs.problems import ConfigProblem
 from roll.configs.rules import TRAINED, Rule, sections
 from roll.configs.schema import did_you_mean, nearest
 from roll.configs.worker import WorkerConfig
+from roll.models.adapter_files import ADAPTER_CONFIG, CLASSIFIES, GENERATES
 from roll.models.tiny import MAX_POSITIONS
 from roll.models.tokenizer import check_same_ids, load_tokenizer
 from roll.utils.registry import import_path
@@ -37,7 +38,7 @@ def check_models(config: PipelineConfig) -> Iterator[ConfigProblem]:
             continue
         if folder.exists():
             merge = f"an adapter: roll export {model} -o FOLDER --merge-adapter makes a model of it"
-            hint = merge if (folder / "adapter_config.json").is_file() else ""
+            hint = merge if (folder / ADAPTER_CONFIG).is_file() else ""
             yield ConfigProblem(key, model, "a folder that holds a config.json in Hugging Face format", hint)
         elif not _HUB_ID.fullmatch(model):
             near = nearest(folder.name, [path.name for path in folder.parent.glob("*")])
@@ -283,18 +284,16 @@ def check_adapter_start(config: PipelineConfig) -> Iterator[ConfigProblem]:
     args = config.actor_train.model_args
     if (path := args.adapter_name_or_path) is None:
         return
-    from roll.models.lora import CLASSIFIES, GENERATES
-
     key, folder = "actor_train.model_args.adapter_name_or_path", Path(path).expanduser()
     try:
-        stored = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        stored = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         rank, alpha, task = stored["r"], stored["lora_alpha"], stored.get("task_type")
     except (OSError, ValueError, KeyError, TypeError) as error:
         yield ConfigProblem(key, path, "a folder that peft has saved an adapter in", str(error))
         return
     if (task == CLASSIFIES) != config.trains_scores:
         expected = f"an adapter of task_type {CLASSIFIES if config.trains_scores else GENERATES}"
-        yield ConfigProblem(key, path, expected, f"task_type: {task} in adapter_config.json")
+        yield ConfigProblem(key, path, expected, f"task_type: {task} in {ADAPTER_CONFIG}")
     for name, own, theirs in (("lora_rank", args.lora_rank, rank), ("lora_alpha", args.adapter_alpha, alpha)):
         if own != theirs:
             expected = f"{theirs}, as the adapter in {path} has it"

@@ -12,14 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIES
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
     from roll.rewards.reward_model import RewardModelConfig
 
-_ADAPTER_CONFIG, _ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
-"""As ``roll.models.lora`` has them, which needs torch."""
-_CLASSIFIES = "SEQ_CLS"
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -33,13 +32,13 @@ class Adapter:
     def of(cls, folder: Path) -> Adapter | None:
         """The adapter in a folder that holds no whole model."""
         whole = (folder / "config.json").is_file()
-        return cls(folder) if (folder / _ADAPTER_CONFIG).is_file() and not whole else None
+        return cls(folder) if (folder / ADAPTER_CONFIG).is_file() and not whole else None
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """Contents of its configuration; none of one that cannot be read."""
         try:
-            found = json.loads((self.folder / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
+            found = json.loads((self.folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -58,7 +57,7 @@ class Adapter:
         """
         from safetensors import SafetensorError, safe_open
 
-        file = self.folder / _ADAPTER_FILE
+        file = self.folder / ADAPTER_FILE
         try:
             with safe_open(str(file), framework="pt") as tensors:
                 return {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118 (not a dict)
@@ -76,10 +75,10 @@ class Adapter:
         """The expected folder, and the reason, if it cannot be loaded."""
         from roll.models.tokenizer import locate_model
 
-        if (task := self.config.get("task_type")) != _CLASSIFIES:
-            return "a classifier's adapter", f"task_type is {task!r} in {_ADAPTER_CONFIG}, expected {_CLASSIFIES}"
-        if not (self.folder / _ADAPTER_FILE).is_file():
-            return "an adapter with its weights", f"there is no {_ADAPTER_FILE} in it"
+        if (task := self.config.get("task_type")) != CLASSIFIES:
+            return "a classifier's adapter", f"task_type is {task!r} in {ADAPTER_CONFIG}, expected {CLASSIFIES}"
+        if not (self.folder / ADAPTER_FILE).is_file():
+            return "an adapter with its weights", f"there is no {ADAPTER_FILE} in it"
         try:
             locate_model(self.base)
         except ValueError as error:

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from roll.configs.engines import packages
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.training import tensor_files
-from roll.models.lora import ADAPTER_FILE, LoraSpec
+from roll.models.adapter_files import ADAPTER_FILE
+from roll.models.lora import LoraSpec
 from tests.support.contract import (
     LORA,
     OPTIONS,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from roll.configs.engines import packages
 from roll.distributed.strategy import STRATEGIES
-from roll.models.lora import ADAPTER_CONFIG, ADAPTER_FILE
+from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 from tests.support.harness import ADAPTER, TASKS, Layout, adapter_weights, make_context, make_model
 from tests.support.layouts_deepspeed import zero
 from tests.support.ranks import assert_near, exported_adapter

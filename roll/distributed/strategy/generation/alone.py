@@ -19,8 +19,9 @@ from roll.distributed.strategy.base import StrategyContext
 from roll.distributed.strategy.generation.generator import Generator
 from roll.distributed.weights.buckets import pack_buckets
 from roll.distributed.weights.contents import WeightBucket
+from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIES
 from roll.models.loading import load_config
-from roll.models.lora import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIES, LoraSpec
+from roll.models.lora import LoraSpec
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from roll.distributed.strategy.training.tensor_files import (
     Reader,
     StoredTensors,
 )
+from roll.models.adapter_files import ADAPTER_FILE
 from roll.models.heads import VALUE_HEAD_FILE
-from roll.models.lora import ADAPTER_FILE
 
 logger = logging.getLogger(__name__)
 

@@ -31,6 +31,7 @@ from roll.distributed.strategy.training.pieces import Piece, Spread, TensorForm,
 from roll.distributed.strategy.training.saving import Contents, Tensors, model_tensors, write_contents
 from roll.distributed.strategy.training.stored_shards import SHARDS_FOLDER, StoredShards
 from roll.distributed.strategy.training.tensor_files import MAX_FILE_BYTES, Reader, StoredTensors
+from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIES
 from roll.models.freezing import whole_name
 from roll.models.heads import SCORE_WEIGHT, VALUE_HEAD_FILE
 from roll.models.loading import (
@@ -42,16 +43,7 @@ from roll.models.loading import (
     resolve_dtype,
     to_hf_weights,
 )
-from roll.models.lora import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
-    CLASSIFIES,
-    PREFIX,
-    SCORE_NAME,
-    adapter_name,
-    is_adapter,
-    matrix_name,
-)
+from roll.models.lora import PREFIX, SCORE_NAME, adapter_name, is_adapter, matrix_name
 from roll.models.tokenizer import TOKENIZER_FILES, locate_model
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ from roll.distributed.weights.buckets import as_tensor
 from roll.distributed.weights.contents import WeightBucket, renamed
 from roll.distributed.weights.lending import Lender
 from roll.distributed.weights.update_stream import on_device
-from roll.models.lora import ADAPTER_CONFIG
+from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -304,9 +304,7 @@ class VllmStrategy(ScoringGenerator[dict[str, str]]):
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         with tempfile.TemporaryDirectory(prefix="roll-vllm-", dir=scratch_folder(num_bytes)) as name:
             folder = Path(name)
-            save_file(
-                {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors"
-            )
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_FILE)
             (folder / ADAPTER_CONFIG).write_text(json.dumps(peft_config(spec, tensors)))
             request = LoRARequest("policy", ADAPTER_ID, str(folder), load_inplace=True)
             if not await self._engine.add_lora(request):

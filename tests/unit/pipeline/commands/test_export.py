@@ -19,7 +19,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from roll.__main__ import main
 from roll.algorithms.types import LossOutput
 from roll.distributed.strategy.fsdp2.strategy import Fsdp2Train
-from roll.models.lora import ADAPTER_CONFIG, PREFIX, LoraSpec
+from roll.models.adapter_files import ADAPTER_CONFIG
+from roll.models.lora import PREFIX, LoraSpec
 from roll.pipeline.commands.exporting import num_bytes
 from roll.tracking.checkpointer import Checkpointer
 from tests.support.trainers import make_batch, make_context

@@ -12,7 +12,8 @@ from pyarrow import parquet
 
 from roll.__main__ import main
 from roll.data.renderer import ChatRenderer
-from roll.models.lora import ADAPTER_FILE, write_adapter_config
+from roll.models.adapter_files import ADAPTER_FILE
+from roll.models.lora import write_adapter_config
 from roll.models.tiny import make_tokenizer
 from tests.support.contract import LORA, greedy_oracle, load, make_adapter
 from tests.unit.pipeline.commands.conftest import Write, read

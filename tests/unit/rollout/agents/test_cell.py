@@ -14,7 +14,7 @@ from roll.configs.agent import AgentSandboxConfig
 from roll.rewards.sandbox.pool import SandboxUnavailableError
 from roll.rollout.agents import cell
 from roll.rollout.agents.task import AgentError
-from tests.unit.rollout.agents.harness import ASK, GOOD, Engine, marked, play, script
+from tests.support.said_engine import ASK, GOOD, Engine, marked, play, script
 
 
 def setup_module() -> None:

@@ -19,7 +19,7 @@ from roll.rollout.agents.episode import AgentPlayer
 from roll.rollout.agents.harbor_task import TaskError
 from roll.rollout.prompt_env import PromptEnv
 from roll.rollout.types import Trajectory
-from tests.unit.rollout.agents.harness import ASK, EPISODE, LIMITS, PARAMS, RENDERER, Engine, judge, script
+from tests.support.said_engine import ASK, EPISODE, LIMITS, PARAMS, RENDERER, Engine, judge, script
 
 TEST = """#!/bin/bash
 if [ "$(cat /app/out/sum.txt)" = "$EXPECTED" ] && [ "$(pwd)" = /app ] && [ -f /tests/words.txt ]; then

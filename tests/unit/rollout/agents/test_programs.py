@@ -29,7 +29,7 @@ from roll.rollout.agents.episode import AgentPlayer
 from roll.rollout.agents.task import AgentError, AgentTask
 from roll.rollout.router import EngineUnavailableError
 from roll.rollout.types import EpisodeEnd
-from tests.unit.rollout.agents.harness import (
+from tests.support.said_engine import (
     ASK,
     GOOD,
     PROMPT,

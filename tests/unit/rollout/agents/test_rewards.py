@@ -11,7 +11,7 @@ import pytest
 
 from roll.rollout.agents.task import AgentError
 from roll.rollout.types import EpisodeEnd
-from tests.unit.rollout.agents.harness import ASK, GOOD, Engine, marked, play, script
+from tests.support.said_engine import ASK, GOOD, Engine, marked, play, script
 
 LEAVES = ASK + "open('found', 'w').write(task['prompt'] + str(sorted(os.listdir('..'))))\n"
 JUDGE = """

@@ -18,7 +18,7 @@ from roll.rollout.env_runner import EnvRunner
 from roll.rollout.errors import EnvCrashError
 from roll.rollout.metrics import rollout_metrics
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
-from tests.unit.rollout.agents.harness import EPISODE, LIMITS, PARAMS, RENDERER, Engine
+from tests.support.said_engine import EPISODE, LIMITS, PARAMS, RENDERER, Engine
 
 HERE = "tests.unit.rollout.agents.test_steps"
 

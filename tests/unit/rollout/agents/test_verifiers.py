@@ -20,7 +20,7 @@ from roll.rollout.agents import verifiers_env
 from roll.rollout.agents.task import AgentTask
 from roll.rollout.endpoint.session import Session
 from tests.support.absence import hide
-from tests.unit.rollout.agents.harness import Engine, new_session, rows_of, serving
+from tests.support.said_engine import Engine, new_session, rows_of, serving
 
 ENVS = Path(__file__).resolve().parents[3] / "support" / "verifiers_envs"
 PROGRAM = Path(verifiers_env.__file__)

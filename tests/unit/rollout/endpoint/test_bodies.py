@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from roll.rollout.endpoint import server
-from tests.unit.rollout.agents.harness import Engine, client, new_session, serving
+from tests.support.said_engine import Engine, client, new_session, serving
 
 
 def test_what_a_session_sends_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from roll.rollout.endpoint.sampling import bytes_of
 from roll.rollout.endpoint.server import Endpoint
 from roll.rollout.endpoint.session import Session
 from roll.rollout.router import EngineUnavailableError
-from tests.unit.rollout.agents.harness import LIMITS, RENDERER, TOKENIZER, Engine, client, new_session, rows_of, serving
+from tests.support.said_engine import LIMITS, RENDERER, TOKENIZER, Engine, client, new_session, rows_of, serving
 
 USER = {"role": "user", "content": "17*3="}
 TOOL: dict[str, Any] = {

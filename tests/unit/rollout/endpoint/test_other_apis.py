@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from roll.rollout.endpoint.session import Session
-from tests.unit.rollout.agents.harness import LIMITS, TOKENIZER, Engine, new_session, rows_of, serving
+from tests.support.said_engine import LIMITS, TOKENIZER, Engine, new_session, rows_of, serving
 
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 17, "b": 3}}\n</tool_call>'
 PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}}

@@ -18,7 +18,7 @@ from roll.rollout.endpoint.session import Policy, Session, Wanted
 from roll.rollout.trajectory import groups_to_batch
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory
 from tests.support.chat_families import family_tokenizer
-from tests.unit.rollout.agents.harness import EPISODE, LIMITS, PARAMS, TOKENIZER, Engine, new_session
+from tests.support.said_engine import EPISODE, LIMITS, PARAMS, TOKENIZER, Engine, new_session
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1.0}}\n</tool_call>'
