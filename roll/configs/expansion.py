@@ -42,8 +42,8 @@ def check_expansion(name: str, folders: list[Path]) -> None:
             raise ConfigErrors([ConfigProblem(file.name, NOTHING, "no value that leads back to itself")])
         if count > MAX_VALUES:
             shown = f"{count:.3g}" if count > 1e9 else f"{count:,.0f}"
-            seen = Words(f"{shown} keys and values, with aliases (*name) written out")
-            raise ConfigErrors([ConfigProblem(file.name, seen, f"at most {MAX_VALUES:,}")])
+            written = Words(f"{shown} keys and values, with aliases (*name) written out")
+            raise ConfigErrors([ConfigProblem(file.name, written, f"at most {MAX_VALUES:,}")])
 
 
 def values_of(text: str) -> float:

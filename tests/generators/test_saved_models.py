@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from roll.configs.engines import packages
 from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.training import tensor_files
+from roll.distributed.strategy.training.merging import Export, export_folder
 from roll.models.adapter_files import ADAPTER_FILE
 from roll.models.lora import LoraSpec
 from tests.support.contract import (
@@ -110,3 +111,21 @@ def test_every_saved_adapter_is_taken_by_the_generator(lora_engine: Any, checkpo
     completions = asyncio.run(burst(lora_engine, requests_of(prompt_list, temperature=0.0, max_new_tokens=8)))
     merged: Any = PeftModel.from_pretrained(load(base), str(folder)).merge_and_unload()
     assert_greedy(completions, merged, prompt_list, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["", "adapter"])
+def test_every_exported_folder_opens_in_the_generator(
+    generator: str, checkpoint: Path, part: str, tmp_path: Path
+) -> None:
+    source = checkpoint / part
+    export = Export(source / "actor_train", source / "resume" / "actor_train", merge=bool(part))
+    export_folder(export, tmp_path / "model")
+    prompt_list = prompts(3, seed=42)
+    engine: Any = STRATEGIES.get(generator)(context_of(generator, str(tmp_path / "model"), OPTIONS.get(generator)))
+    engine.setup()
+    try:
+        completions = asyncio.run(burst(engine, requests_of(prompt_list, temperature=0.0, max_new_tokens=8)))
+        assert_greedy(completions, load(str(tmp_path / "model")), prompt_list, 8)
+    finally:
+        engine.shutdown()

@@ -98,7 +98,7 @@ def _same_expr(one: Any, other: Any) -> bool:
     if not symbols:
         return _same_number(one, other, {}, _FEW) is True and _same_number(one, other, {}) is True
     stand_ins = {symbol: sympy.Dummy() for symbol in symbols}
-    pair = [expr.xreplace(stand_ins) for expr in (one, other)]
+    one, other = one.xreplace(stand_ins), other.xreplace(stand_ins)
     points = [
         # No two symbols have the same value.
         {
@@ -109,12 +109,12 @@ def _same_expr(one: Any, other: Any) -> bool:
     ]
     agreed = []
     for values in points:
-        agrees = _same_number(*pair, values, _FEW)
+        agrees = _same_number(one, other, values, _FEW)
         if agrees is False:
             return False
         agreed += [values] if agrees else []
     # Where signs and branches matter was seen; what is tiny beside the rest shows anywhere.
-    return len(agreed) >= _ENOUGH and all(_same_number(*pair, values) for values in agreed[:_ENOUGH])
+    return len(agreed) >= _ENOUGH and all(_same_number(one, other, values) for values in agreed[:_ENOUGH])
 
 
 def _same_number(one: Any, other: Any, values: dict[Any, Any], digits: int | None = None) -> bool | None:
