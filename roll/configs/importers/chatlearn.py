@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from roll.configs.importers.common import (
+    GPUS_OF_A_NODE,
     devices,
     drop_unread,
     public_domains,
@@ -104,6 +105,9 @@ def _roles(draft: Draft) -> None:
         start = 0 if name in shared else first
         draft.derive(f"models.{name}.num_gpu", f"{role}.device_mapping", devices(start, count))
         first = max(first, start + count)
+    if (nodes := -(-first // GPUS_OF_A_NODE)) > 1:
+        note = f"of {GPUS_OF_A_NODE} devices; on machines with more give num_nodes and num_gpus_per_node"
+        draft.derive(f"{TRAINER}.num_gpu", "num_nodes", nodes, note)
     for role, theirs in (("actor_train", TRAINER), ("reference", REF)):
         if role in sizes:
             _trained(draft, role, theirs, trainer)

@@ -37,7 +37,7 @@ DERIVE: dict[str, Callable[[Draft], None]] = {
 }
 """By system: what its keys say together."""
 
-_PATHS = ("pretrain", "reward_pretrain", "teacher_pretrain")
+_PATHS = ("pretrain", "reward_pretrain", "teacher_pretrain", "resume_from_checkpoint")
 """Keys with the paths of another machine."""
 
 _OPEN = (".strategy_config.", ".env_config.")
@@ -114,7 +114,9 @@ def convert(
     for problem in found:
         if problem.path in _PATHS or problem.path.endswith((".args.model_path", ".pretrain")):
             draft.tell(Kind.TO_DO, problem.path, problem.seen, note="there is no such folder on this machine")
-        elif problem.path.startswith("plugins."):
+        elif problem.path.startswith("plugins.") or (
+            problem.path.startswith("tools.use.") and problem.path.endswith(".tool")
+        ):
             draft.tell(Kind.TO_DO, problem.path, problem.seen, note="it cannot be imported on this machine")
         elif problem.expected.startswith("the package "):
             draft.tell(Kind.TO_DO, problem.path, problem.seen, note=f"it needs {problem.expected}: {problem.hint}")

@@ -10,13 +10,13 @@ from roll.configs.importers.common import devices_of, drop_unread, parallel_size
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.profiling import profiler_of_roll
 from roll.configs.importers.roll_distillation import is_distillation, set_distillation, set_teacher, set_teachers
+from roll.configs.importers.roll_engines import set_engine, set_model_kwargs
 from roll.configs.importers.roll_environments import set_environments
 from roll.configs.importers.roll_judges import judge_arguments, set_asked_model
 from roll.configs.importers.roll_offline import offline_schema, set_offline
 from roll.configs.importers.table import ROLES
 from roll.configs.problems import NOTHING
 from roll.configs.rules import TRAINED
-from roll.configs.shipped import SHIPPED
 
 TEMPLATES = ("native", "chatml", "qwen2", "qwen2_5", "llama3", "gemma", "plain")
 _VERIFIERS: dict[str, str] = {
@@ -122,79 +122,11 @@ def _roles(draft: Draft) -> None:
                 draft.tell(Kind.IMPOSSIBLE, f"{role}.model_args.model_name_or_path", model, note=words)
             else:
                 draft.tell(Kind.DROPPED, f"{role}.model_args.model_name_or_path", model, note=f"it is {key}")
-        _engine(draft, role)
-        _model_kwargs(draft, role)
+        set_engine(draft, role)
+        set_model_kwargs(draft, role)
         if role in TRAINED and draft.get(f"{role}.model_args.dtype") == "fp16":
             draft.set(f"{role}.model_args.dtype", "bf16")
             draft.retell(f"{role}.model_args.dtype", Kind.IMPOSSIBLE, "nothing is trained in fp16: bf16 is taken")
-
-
-def _model_kwargs(draft: Draft, role: str) -> None:
-    """The generator and the reference hold the actor's model: entries of its config.json hold for them too."""
-    key = "model_args.model_config_kwargs"
-    kwargs = draft.get(f"actor_train.{key}")
-    if kwargs and role in ("actor_infer", "reference") and draft.get(f"{role}.{key}") != kwargs:
-        draft.derive(f"actor_train.{key}", f"{role}.{key}", dict(kwargs), "one model")
-
-
-def _engine(draft: Draft, role: str) -> None:
-    base = f"{role}.strategy_args.strategy_config"
-    link = draft.link(base)
-    preset = str(link)[2:-1] if isinstance(link, str) and link.startswith("${") else ""
-    if preset == "deepspeed_zero1":
-        preset = "deepspeed_zero"
-    if preset.startswith("deepspeed_zero") and (SHIPPED / f"{preset}.yaml").is_file():
-        draft.forget(base)
-        draft.set(base, f"${{{preset}}}")
-        draft.tell(Kind.KEPT, base, link, base, link)
-    name = draft.get(f"{role}.strategy_args.strategy_name", "")
-    if draft.theirs(f"{base}.save_only_model"):
-        draft.derive(f"{base}.save_only_model", "checkpoint_config.save_contents", ["model"])
-    if (
-        role in TRAINED
-        and (norm := draft.theirs(f"{base}.max_grad_norm")) is not None
-        and not draft.has("max_grad_norm")
-    ):
-        draft.derive(f"{base}.max_grad_norm", "max_grad_norm", norm)
-    _precision(draft, role)
-    if (reduced := draft.theirs(f"{base}.reduce_dtype")) is not None and (
-        reduced in ("fp32", "float32") or draft.get(f"{base}.fsdp_size") != 1
-    ):
-        draft.derive(f"{base}.reduce_dtype", f"{base}.reduce_dtype", reduced)
-    if name in ("vllm", "sglang"):
-        size = next(
-            (
-                int(draft.get(f"{base}.{key}"))
-                for key in ("tensor_parallel_size", "tp_size")
-                if draft.get(f"{base}.{key}")
-            ),
-            int(draft.theirs(f"{role}.num_gpus_per_worker") or 1),
-        )
-        limit = draft.theirs(f"{base}.max_num_seqs")
-        if limit and name == "vllm" and draft.get("max_running_requests") is None:
-            draft.derive(f"{base}.max_num_seqs", "max_running_requests", int(limit))
-        if size > 1:
-            draft.derive(f"{role}.num_gpus_per_worker", f"{role}.num_gpus_per_worker", size)
-    elif draft.theirs(f"{role}.num_gpus_per_worker", 1) != 1:
-        words = f"{name or 'a trainer'} runs one process per device"
-        draft.tell(Kind.DROPPED, f"{role}.num_gpus_per_worker", draft.theirs(f"{role}.num_gpus_per_worker"), note=words)
-
-
-def _precision(draft: Draft, role: str) -> None:
-    """The data type that Megatron's own switches ask for, beside ``model_args.dtype``."""
-    base, ours = f"{role}.strategy_args.strategy_config", f"{role}.model_args.dtype"
-    for dtype in ("bf16", "fp16"):
-        key = f"{base}.{dtype}"
-        asked = draft.theirs(key)
-        if asked is None:
-            continue
-        given = draft.get(ours)
-        if asked and given is None:
-            draft.derive(key, ours, dtype)
-        elif bool(asked) != (given == dtype):
-            draft.tell(Kind.IMPOSSIBLE, key, asked, note=f"{ours} is {given or 'that of the model'}")
-        else:
-            draft.tell(Kind.DROPPED, key, asked, note=f"{ours} says it")
 
 
 def _is_template(template: Any) -> bool:
@@ -355,6 +287,10 @@ def _reward(draft: Draft, name: str) -> None:
 
 def _normalisation(draft: Draft) -> None:
     """At most one normalisation of the rewards; what is newer goes before."""
+    if draft.get("use_reward_norm") and not draft.get("use_reward_scaling"):
+        draft.drop_ours("use_reward_norm", "read with use_reward_scaling")
+    if draft.get("reward_shift") and draft.get("reward_scale"):
+        draft.drop_ours("reward_scale", "reward_shift goes before it")
     if draft.get("norm_mean_type") is None and draft.get("norm_std_type") is None:
         return
     if draft.get("reward_normalization.method", "identity") != "identity":
@@ -378,6 +314,7 @@ def _batches(draft: Draft, agentic: bool) -> None:
     if draft.ours.get("actor_infer", {}).get("generating_args", {}).get("num_return_sequences", 1) != 1:
         draft.remove("actor_infer.generating_args.num_return_sequences")
     sections = [*(section for _, section in draft.roles()), *draft.ours.get("rewards", {}).values()]
+    sections += [*draft.ours.get("teachers", {}).values(), draft.ours.get("judge", {})]
     devices = [each for section in sections for each in parse_device_mapping(section.get("device_mapping")) or []]
     per_node = int(draft.get("num_gpus_per_node", 8))
     if devices and max(devices) >= per_node:

@@ -43,12 +43,14 @@ def read_students(given: Given) -> None:
 
 def is_distillation(draft: Draft) -> bool:
     """Tells whether the configuration is that of ROLL's distillation pipeline."""
-    return draft.has("student_pretrain")
+    on_policy = draft.theirs("is_pure_opd") or draft.theirs("use_opd")
+    return draft.has("student_pretrain") and not on_policy
 
 
 def set_teacher(draft: Draft) -> None:
     """On-policy distillation: the teacher of an RL run is there where it is switched on."""
     privileged = draft.theirs("opsd_mode")
+    _set_tags(draft)
     if privileged:
         _set_teacher_prompt(draft)
     if draft.theirs("use_opd") or draft.theirs("is_pure_opd") or privileged:
@@ -57,6 +59,20 @@ def set_teacher(draft: Draft) -> None:
         return
     for key in ("teacher", "teachers", "opd_kl_coef", "teacher_pretrain", "is_pure_opd"):
         draft.drop_ours(key, "use_opd is off")
+
+
+def _set_tags(draft: Draft) -> None:
+    """The tags of a single teacher, which judges all samples."""
+    key = "teacher.tag_included"
+    if not (tags := draft.theirs(key)):
+        return
+    domains = draft.theirs("rewards") or {}
+    others = {str(tag) for domain in domains.values() for tag in domain.get("tag_included") or ()} - set(tags)
+    if others:
+        note = f"a single teacher judges all samples, those of {', '.join(sorted(others))} too: see teachers"
+        draft.tell(Kind.IMPOSSIBLE, key, tags, "teachers", note=note)
+    else:
+        draft.tell(Kind.DROPPED, key, tags, note="they are all the tags that there are")
 
 
 def _set_teacher_prompt(draft: Draft) -> None:

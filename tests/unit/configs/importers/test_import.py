@@ -773,3 +773,9 @@ def test_fsdp2_of_roll(tmp_path: Path) -> None:
     assert not {problem.path for problem in imported.problems}, imported.problems
     assert "max_tokens_per_step" not in kinds(imported, Kind.IMPOSSIBLE)
     assert loaded(imported, tmp_path).actor_train.strategy_args.strategy_config.get("reduce_dtype") is None
+
+
+def test_devices_of_chatlearn_on_several_nodes(tmp_path: Path) -> None:
+    words = [f"models.{name}.num_gpu=16" for name in ("policy", "policy_trainer", "ref_policy")]
+    config = loaded(convert("chatlearn", [FILES / "chatlearn.yaml"], words), tmp_path)
+    assert isinstance(config, RLVRConfig) and config.num_nodes == 2

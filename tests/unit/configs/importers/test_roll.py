@@ -1,0 +1,137 @@
+"""ROLL's files: what their engines, teachers, rewards and devices say together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll.configs.agentic import AgenticConfig
+from roll.configs.compose import compose_config
+from roll.configs.importers.convert import Imported, convert
+from roll.configs.importers.draft import Kind
+from roll.configs.importers.report import report
+from roll.configs.loader import load_composed
+from roll.configs.pipeline import PipelineConfig
+from roll.configs.rlvr import RLVRConfig
+from roll.preflight.choices import CHECKS
+
+RUNS = Path(__file__).parent / "files" / "roll" / "run"
+RLVR, AGENTIC = RUNS / "rlvr.yaml", RUNS / "agentic.yaml"
+OPTIONS = "actor_train.strategy_args.strategy_config"
+
+
+def loaded(imported: Imported, tmp_path: Path) -> PipelineConfig:
+    """The result as ``roll train`` would read it."""
+    (tmp_path / "mine.yaml").write_text(imported.text)
+    return load_composed(imported.schema, "mine", compose_config("mine", tmp_path, ()))
+
+
+def kinds(imported: Imported, kind: Kind) -> set[str]:
+    return {outcome.key for outcome in imported.outcomes if outcome.kind == kind}
+
+
+PRESET = """
+deepspeed_zero2:
+  fp16: {enabled: auto, loss_scale: 0}
+  bf16: {enabled: auto}
+  zero_optimization: {stage: 2}
+"""
+
+
+def test_a_preset_that_leaves_the_data_type_to_the_model_asks_for_nothing(tmp_path: Path) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "deepspeed_zero2.yaml").write_text(PRESET)
+    (tmp_path / "config" / "traj_envs.yaml").write_text((RUNS.parent / "config" / "traj_envs.yaml").read_text())
+    (tmp_path / "run").mkdir()
+    file = tmp_path / "run" / "agentic.yaml"
+    file.write_text(AGENTIC.read_text())
+    imported = convert("roll", [file])
+    assert f"{OPTIONS}.fp16" in kinds(imported, Kind.DROPPED), report(imported)
+    assert f"{OPTIONS}.fp16" not in kinds(imported, Kind.IMPOSSIBLE)
+
+
+def test_a_preset_in_another_data_type_than_the_model_is_told() -> None:
+    words = [f"{OPTIONS}={{fp16: {{enabled: true}}}}"]
+    assert f"{OPTIONS}.fp16" in kinds(convert("roll", [AGENTIC], words), Kind.IMPOSSIBLE)
+
+
+def test_devices_of_the_model_that_is_asked_count(tmp_path: Path) -> None:
+    words = ["+reward={model_args: {model_name_or_path: a/judge}, strategy_args: {strategy_name: vllm}, "]
+    words[0] += "device_mapping: 'list(range(8,10))'}"
+    config = loaded(convert("roll", [AGENTIC], [*words, "num_gpus_per_node=8"]), tmp_path)
+    assert isinstance(config, AgenticConfig) and config.judge is not None
+    assert (config.judge.device_mapping, config.num_nodes) == ([8, 9], 2)
+
+
+FSDP2 = """
+{fsdp_size: 2, param_dtype: bfloat16, reduce_dtype: float32, apply_expert_patch: false,
+ wrap_policy: {transformer_layer_cls_to_wrap: [Qwen2DecoderLayer]}}
+"""
+
+
+def test_options_of_fsdp2_by_their_longer_names(tmp_path: Path) -> None:
+    words = ["actor_train.strategy_args.strategy_name=fsdp2_train", f"{OPTIONS}={''.join(FSDP2.split(chr(10)))}"]
+    imported = convert("roll", [RLVR], words)
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, RLVRConfig)
+    assert kinds(imported, Kind.IMPOSSIBLE) == {f"{OPTIONS}.tensor_model_parallel_size"}, report(imported)
+    options = config.actor_train.strategy_args.strategy_config
+    assert options == {"fsdp_size": 2, "param_dtype": "bf16", "reduce_dtype": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("given", "asked", "taken", "kind"),
+    [
+        ("bf16", "bfloat16", "bf16", Kind.DROPPED),
+        ("bf16", "auto", "bf16", Kind.DROPPED),
+        ("null", "float16", "fp16", Kind.DERIVED),
+        ("bf16", "float32", "bf16", Kind.IMPOSSIBLE),
+    ],
+)
+def test_the_data_type_among_the_options_of_an_engine(
+    given: str, asked: str, taken: str, kind: Kind, tmp_path: Path
+) -> None:
+    key = "actor_infer.strategy_args.strategy_config.dtype"
+    imported = convert("roll", [RLVR], [f"actor_infer.model_args.dtype={given}", f"+{key}={asked}"])
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, RLVRConfig) and config.actor_infer.model_args.dtype == taken
+    assert key in kinds(imported, kind)
+
+
+def test_normalisations_that_nothing_reads_are_left_out(tmp_path: Path) -> None:
+    words = ["+reward_norm=batch", "+reward_shift=true", "+reward_scale=true", "+use_reward_norm=true"]
+    words += ["norm_mean_type=null", "norm_std_type=null"]
+    imported = convert("roll", [RLVR], words)
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, RLVRConfig)
+    assert (config.reward_norm, config.reward_shift, config.reward_scale) == ("batch", True, False)
+    assert {"reward_scale", "use_reward_norm"} <= kinds(imported, Kind.DROPPED)
+
+
+def test_a_single_teacher_judges_every_tag() -> None:
+    files, key = [RUNS / "opd.yaml"], "teacher.tag_included"
+    tags = "[gsm8k, sums]"
+    words = [f"++rewards={{one: {{worker_cls: a.MathRuleRewardWorker, tag_included: {tags}}}}}"]
+    assert key in kinds(convert("roll", files, [*words, f"+{key}={tags}"]), Kind.DROPPED)
+    imported = convert("roll", files, [*words, f"+{key}=[sums]"])
+    (told,) = [each for each in imported.outcomes if each.key == key]
+    assert told.kind == Kind.IMPOSSIBLE and "gsm8k" in told.note
+
+
+def test_a_student_on_its_own_samples_is_no_distillation_of_given_answers(tmp_path: Path) -> None:
+    words = ["+student_pretrain=Qwen/Qwen2.5-0.5B", "+is_pure_opd=true"]
+    imported = convert("roll", [RUNS / "opd.yaml"], words)
+    assert imported.schema is RLVRConfig
+
+
+def test_a_checkpoint_of_another_machine_is_left_to_the_user() -> None:
+    imported = convert("roll", [RLVR], ["resume_from_checkpoint=/nowhere/checkpoint-50"], CHECKS)
+    assert "resume_from_checkpoint" in kinds(imported, Kind.TO_DO) and not imported.problems
+
+
+def test_the_rollout_loop_of_roll_itself_needs_no_other() -> None:
+    own = "roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop"
+    key = "user_defined_rollout_loop_cls"
+    assert key in kinds(convert("roll", [RLVR], [f"+{key}={own}"]), Kind.DROPPED)
+    assert key in kinds(convert("roll", [RLVR], [f"+{key}=mine.Loop"]), Kind.IMPOSSIBLE)
