@@ -6,6 +6,7 @@ from typing import Any
 
 from roll.configs.importers.common import devices, drop_unread, set_batch, set_budget, tidy_engines, to_do, use_wandb
 from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.mindspeed_tools import set_tools
 from roll.configs.importers.profiling import profiler_of_mindspeed
 from roll.configs.pipeline import PARTS
 
@@ -38,6 +39,7 @@ def derive(draft: Draft) -> None:
     draft.set("actor_train.strategy_args.strategy_name", "megatron_train")
     draft.set("actor_infer.strategy_args.strategy_name", "vllm")
     _model_and_data(draft)
+    set_tools(draft)
     _algorithm(draft)
     _checkpoints(draft)
     _trackers(draft)

@@ -41,6 +41,10 @@ from roll.configs.importers.verl_tools import set_tools
 
 PROJECTS = {"wandb": "project", "swanlab": "project", "trackio": "project", "mlflow": "experiment_name"}
 """By tracker: its name for a project."""
+_SKIPPED = (
+    (f"{ROLLOUT}.skip_rollout", f"{ROLLOUT}.skip_dump_dir"),
+    (f"{ROLLOUT}.skip.enable", f"{ROLLOUT}.skip.dump_dir"),
+)
 _NAMED = re.compile(r"[^\w.+-]+")
 _LINK = re.compile(r"(\$\{oc\.env:\w+\})")
 
@@ -50,6 +54,7 @@ def derive(draft: Draft) -> None:
     _length(draft)
     set_run(draft, f"{ACTOR}.checkpoint", ("actor_rollout_ref.model.external_lib", "critic.model.external_lib"))
     _data(draft)
+    _skipped_rollouts(draft)
     set_roles(draft)
     set_algorithm(draft)
     set_asynchronous(draft)
@@ -157,6 +162,21 @@ def _data(draft: Draft) -> None:
     )
     if not draft.get("actor_train.data_args.dataset_filter.num_samples", 1):
         draft.remove("actor_train.data_args.dataset_filter.num_samples")
+
+
+def _skipped_rollouts(draft: Draft) -> None:
+    """Rollouts that a first run keeps, and that later ones take in place of generating."""
+    for switch, folder in _SKIPPED:
+        if not draft.theirs(switch):
+            continue
+        where = str(draft.theirs(folder) or draft.theirs(_SKIPPED[0][1]))
+        if draft.get("rollout_dump_dir"):
+            where = str(draft.get("rollout_dump_dir"))
+            draft.tell(Kind.DERIVED, switch, True, "rollout_dump_dir", where)
+        else:
+            draft.derive([switch, folder], "rollout_dump_dir", where)
+        note = f"theirs are not read: once {where} has every step, give rollout_replay_dir in place of rollout_dump_dir"
+        to_do(draft, switch, note, True, "rollout_replay_dir")
 
 
 def _validation(draft: Draft) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from roll.configs.importers.common import GPUS_OF_A_NODE, devices
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.verl_algorithm import CORRECTION, set_bypass
+from roll.configs.importers.verl_modes import APART, SHARED, batches_of_a_version, mode_of, set_mode
 from roll.configs.importers.verl_roles import ACTOR, ROLLOUT
 
 _ASYNC = "async_training"
@@ -25,7 +26,8 @@ def is_streaming(draft: Draft) -> bool:
 
 def is_apart(draft: Draft) -> bool:
     """Tells whether the generator has devices of its own."""
-    return is_streaming(draft) or draft.has(f"{_POOL}.n_gpus_per_node") or _starts(draft, "one_step_off")
+    pool = draft.has(f"{_POOL}.n_gpus_per_node")
+    return is_streaming(draft) or pool or _starts(draft, "one_step_off") or mode_of(draft) == APART
 
 
 def _starts(draft: Draft, name: str) -> bool:
@@ -37,6 +39,7 @@ def updates_of_a_batch(draft: Draft) -> int:
     prompts = int(draft.get("rollout_batch_size", 1024)) * int(draft.theirs(f"{ROLLOUT}.n_agent", 1) or 1)
     if is_streaming(draft):
         prompts //= int(draft.theirs(f"{_ASYNC}.trigger_parameter_sync_step"))
+    prompts //= batches_of_a_version(draft)
     passes = int(draft.theirs(f"{ACTOR}.ppo_epochs"))
     return max(1, prompts // int(draft.theirs(f"{ACTOR}.ppo_mini_batch_size"))) * passes
 
@@ -85,6 +88,11 @@ def _set_end(draft: Draft, prompts: int) -> None:
 
 def set_asynchronous(draft: Draft) -> None:
     """Devices of the two sides, how far generation runs ahead, and the loss of what older weights sampled."""
+    mode = mode_of(draft)
+    set_mode(draft)
+    if mode == SHARED:
+        _set_correction(draft)
+        return
     if not is_apart(draft):
         if draft.theirs(_APART) is False:
             note = "of trainers that generate beside training: async_generation_ratio, with devices for actor_infer"
@@ -94,7 +102,7 @@ def set_asynchronous(draft: Draft) -> None:
     if is_streaming(draft):
         _set_staleness(draft)
         _set_concurrency(draft)
-    else:
+    elif mode != APART:
         note = "a batch is generated while the one before it is trained on"
         draft.derive(_APART, "async_generation_ratio", 1.0, note)
         draft.derive(_APART, "partial_rollout", False, "weights come between two batches")
@@ -158,6 +166,12 @@ def _set_concurrency(draft: Draft) -> None:
         draft.tell(Kind.DROPPED, key, draft.theirs(key), note="no more groups than that are under way")
 
 
+def _bypasses(draft: Draft) -> bool:
+    """Tells whether their loss compares with the policy that sampled where the files do not say."""
+    of_theirs = is_streaming(draft) or draft.given.program.startswith("verl.")
+    return of_theirs and mode_of(draft) not in (SHARED, APART)
+
+
 def _set_correction(draft: Draft) -> None:
     """Sets the loss's old policy, where the files leave it to a release, and weights where it needs them."""
     if draft.get("train_infer_correction.bypass"):
@@ -168,7 +182,7 @@ def _set_correction(draft: Draft) -> None:
     if asked:
         note = "the trainer scores what it trains on under the weights that a step begins with"
         draft.derive(asked, "train_infer_correction.bypass", False, note)
-    elif draft.theirs(said) is None and (is_streaming(draft) or draft.given.program.startswith("verl.")):
+    elif draft.theirs(said) is None and _bypasses(draft):
         set_bypass(draft, [said, *sampled], "on there by default", rejects=not draft.has(sampled[0]))
         return
     if draft.get("async_generation_ratio") and not draft.get(f"{_WEIGHT}.enabled"):

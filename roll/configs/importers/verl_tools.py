@@ -19,7 +19,8 @@ _TURNS = f"{ROLLOUT}.multi_turn"
 _PATHS = (f"{_TURNS}.tool_config_path", "data.tool_config_path")
 _PROGRAMS = ("SandboxFusionTool", "CodeInterpreter", "PythonTool")
 _MOST_TURNS = 100
-_DIALECTS = {"hermes": "hermes", "gpt-oss": "harmony"}
+DIALECTS = {"hermes": "hermes", "gpt-oss": "harmony"}
+"""Ways to write calls, by their names."""
 _NAME = re.compile(r"[^\w-]+")
 
 
@@ -37,17 +38,21 @@ def set_tools(draft: Draft) -> None:
             note = "no tool_config_path says which tools there are: name them in tools.use or tools.servers"
             draft.tell(Kind.IMPOSSIBLE, key, draft.theirs(key), "tools", note=note)
         return
+    if read_tools(draft, where) and draft.get("tools"):
+        _limits(draft)
+
+
+def read_tools(draft: Draft, where: str) -> bool:
+    """Sets the tools of the file that a key names; whether it could be read, which is told."""
     path = str(draft.theirs(where))
     try:
-        entries = _entries(draft, path)
-        for entry in entries:
+        for entry in _entries(draft, path):
             _tool(draft, where, entry)
     except _NotThereError as why:
         note = f"{why}: name its tools in tools.use or tools.servers"
         draft.tell(Kind.IMPOSSIBLE, where, path, "tools", note=note)
-        return
-    if draft.get("tools"):
-        _limits(draft)
+        return False
+    return True
 
 
 def _entries(draft: Draft, path: str) -> list[dict[str, Any]]:
@@ -145,7 +150,7 @@ def _limits(draft: Draft) -> None:
     draft.derive(key, "tools.max_tool_response_tokens", length, "tokens here, characters there")
     if (side := draft.theirs(f"{_TURNS}.tool_response_truncate_side")) in ("left", "middle", "right"):
         draft.derive(f"{_TURNS}.tool_response_truncate_side", "tools.tool_response_truncate_side", side)
-    if (dialect := _DIALECTS.get(str(draft.theirs(f"{_TURNS}.format")))) is not None:
+    if (dialect := DIALECTS.get(str(draft.theirs(f"{_TURNS}.format")))) is not None:
         draft.derive(f"{_TURNS}.format", "tools.dialect", dialect)
     if draft.theirs(f"{_TURNS}.enable"):
         draft.tell(Kind.DERIVED, f"{_TURNS}.enable", True, "tools")

@@ -63,3 +63,33 @@ def test_a_critic(tmp_path: Path) -> None:
     apart = [*words, "rl_config.use_integrated_worker=false", "rl_config.critic_resource.num_npus=4"]
     config = loaded(convert("mindspeed", [FILE], apart), tmp_path)
     assert config.critic is not None and config.critic.device_mapping == [8, 9, 10, 11] and config.num_nodes == 2
+
+
+TOOLS = """
+tools:
+  - class_name: mindspeed_rl.tools.sandbox_fusion_tools.SandboxFusionTool
+    config: {default_timeout: 20, default_language: python}
+    tool_schema: {type: function, function: {name: code_interpreter, parameters: {type: object}}}
+"""
+
+
+def test_tools_of_episodes_with_several_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tools.yaml").write_text(TOOLS)
+    words = ["rl_config.multi_turn_enable=true", "rl_config.tool_config_path=./tools.yaml"]
+    words += ["rl_config.max_tool_calls=3", "rl_config.max_parallel_calls=2", "rl_config.max_tool_response_length=100"]
+    words += ["rl_config.tool_response_truncate_side=left", "rl_config.tool_parser_format=hermes"]
+    imported = convert("mindspeed", [FILE], [*words, "rl_config.max_total_response_length=3000"])
+    config = loaded(imported, tmp_path)
+    assert imported.exit_code == 0 and config.tools is not None, report(imported)
+    program = config.tools.use["code_interpreter"]
+    assert (program.tool, program.args) == ("python", {"wall_seconds": 20.0})
+    assert (config.tools.max_turns, config.tools.max_parallel_calls, config.tools.dialect) == (3, 2, "hermes")
+    assert (config.tools.max_tool_response_tokens, config.tools.tool_response_truncate_side) == (100, "left")
+    assert (config.prompt_length, config.response_length, config.sequence_length) == (512, 1024, 3512)
+
+
+def test_tools_that_cannot_be_read_are_told() -> None:
+    switch, file = "rl_config.multi_turn_enable", "rl_config.tool_config_path"
+    assert switch in kinds(convert("mindspeed", [FILE], [f"{switch}=true"]), Kind.IMPOSSIBLE)
+    assert file in kinds(convert("mindspeed", [FILE], [f"{switch}=true", f"{file}=/nowhere.yaml"]), Kind.IMPOSSIBLE)

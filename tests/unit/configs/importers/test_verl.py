@@ -151,3 +151,19 @@ def test_the_cut_of_the_weights_of_dppo_is_told(bound: str, told: bool, tmp_path
 def test_a_text_where_a_number_belongs_is_told(tmp_path: Path) -> None:
     result, config = imported(tmp_path, f"{ROLLOUT}.n=many")
     assert impossible(result) == {f"{ROLLOUT}.n"} and config.num_return_sequences_in_group == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "folder"),
+    [
+        (("skip_rollout=true", "skip_dump_dir=kept"), "kept"),
+        (("skip_rollout=true",), "/tmp/rollout_dump"),
+        (("skip.enable=true", "skip.dump_dir=kept"), "kept"),
+        (("skip_rollout=false", "skip_dump_dir=kept"), None),
+    ],
+)
+def test_rollouts_that_later_runs_take_are_kept(words: tuple[str, ...], folder: str | None, tmp_path: Path) -> None:
+    result, config = imported(tmp_path, *(f"+{ROLLOUT}.{word}" for word in words))
+    assert config.rollout_dump_dir == folder
+    told = {each.ours for each in result.outcomes if each.kind == Kind.TO_DO}
+    assert ("rollout_replay_dir" in told) == (folder is not None)

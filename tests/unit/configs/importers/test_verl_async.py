@@ -169,3 +169,62 @@ def test_devices_apart_without_such_a_trainer_are_told(tmp_path: Path) -> None:
     script.write_text("python -m verl.trainer.main_ppo actor_rollout_ref.hybrid_engine=False trainer.v1.trainer_mode=x")
     kinds = {each.key: each.kind for each in convert("verl", [script]).outcomes}
     assert kinds["actor_rollout_ref.hybrid_engine"] == kinds["trainer.v1.trainer_mode"] == Kind.IMPOSSIBLE
+
+
+V1 = "trainer.v1"
+MODES = """
+python3 -m verl.trainer.main_ppo trainer.use_v1=True trainer.v1.trainer_mode={mode} \\
+    data.train_files=train.parquet data.train_batch_size=20 algorithm.adv_estimator=grpo \\
+    actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct actor_rollout_ref.actor.ppo_mini_batch_size=10 \\
+    actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.tensor_model_parallel_size=1 \\
+    algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=2.0 \\
+    trainer.n_gpus_per_node=5 trainer.test_freq=6 trainer.total_training_steps=30 {words}
+"""
+
+
+def imported_mode(folder: Path, mode: str, *words: str) -> tuple[RLVRConfig, dict[str, Kind]]:
+    """A script of the newer trainer in a mode, as ``roll train`` would read it."""
+    script = folder / "run.sh"
+    script.write_text(MODES.format(mode=mode, words=" ".join(words)))
+    result = convert("verl", [script])
+    (folder / "mine.yaml").write_text(result.text)
+    read = load_composed(RLVRConfig, "mine", compose_config("mine", folder, ()))
+    assert isinstance(read, RLVRConfig)
+    return read, {key: each.kind for each in result.outcomes for key in each.key.split(", ")}
+
+
+def test_the_newer_trainer_with_devices_apart(tmp_path: Path) -> None:
+    own = "actor_rollout_ref.rollout"
+    config, kinds = imported_mode(tmp_path, "separate_async", f"{own}.nnodes=1", f"{own}.n_gpus_per_node=3")
+    assert Kind.IMPOSSIBLE not in kinds.values() and kinds[f"{V1}.trainer_mode"] == Kind.DERIVED
+    assert (config.async_generation_ratio, config.partial_rollout, config.rollout_window) == (1, True, 1)
+    assert config.actor_infer.device_mapping == [5, 6, 7] and config.actor_train.device_mapping == [0, 1, 2, 3, 4]
+    assert config.train_infer_correction.is_weight.enabled and not config.train_infer_correction.bypass
+    assert (config.max_steps, config.rollout_batch_size, config.eval_steps) == (30, 20, 6)
+
+
+def test_batches_between_two_updates_of_the_newer_trainer_are_a_step(tmp_path: Path) -> None:
+    words = ("actor_rollout_ref.rollout.n_gpus_per_node=3", f"{V1}.separate_async.parameter_sync_step=3")
+    words += ("actor_rollout_ref.actor.optim.lr_warmup_steps=4", f"{V1}.colocate_async.parameter_sync_step=7")
+    config, kinds = imported_mode(tmp_path, "separate_async", *words)
+    assert Kind.IMPOSSIBLE not in kinds.values()
+    assert (config.max_steps, config.rollout_batch_size, config.eval_steps) == (10, 60, 2)
+    assert config.actor_train.global_train_batch_size == 40 and config.optimizer_steps_per_epoch == 6
+    assert config.actor_train.training_args.warmup_steps == 8  # 4 batches of 2 optimizer steps
+
+
+@pytest.mark.parametrize(("oldest", "ratio", "window"), [(8, 1, 1), (1, 1, 0), (0, 0, 0)])
+def test_the_newer_trainer_on_shared_devices(oldest: int, ratio: int, window: int, tmp_path: Path) -> None:
+    words = (f"{V1}.sampler.max_off_policy_threshold={oldest}", f"{V1}.sampler.max_off_policy_strategy=drop")
+    config, kinds = imported_mode(tmp_path, "colocate_async", *words)
+    assert Kind.IMPOSSIBLE not in kinds.values()
+    assert (config.async_generation_ratio, config.rollout_window) == (ratio, window)
+    assert config.actor_infer.device_mapping == config.actor_train.device_mapping == [0, 1, 2, 3, 4]
+    assert config.max_lag <= oldest
+
+
+def test_what_a_mode_does_beyond_that_is_told(tmp_path: Path) -> None:
+    config, kinds = imported_mode(tmp_path, "colocate_async", f"{V1}.sampler.custom_sampler.path=mine.py")
+    assert kinds[f"{V1}.sampler.custom_sampler.path"] == Kind.IMPOSSIBLE
+    config, kinds = imported_mode(tmp_path, "separate_async", "trainer.use_v1=False")
+    assert config.async_generation_ratio == 0 and kinds[f"{V1}.trainer_mode"] == Kind.DROPPED

@@ -1,0 +1,100 @@
+"""The modes of verl's newer trainer (``trainer.v1``): taking turns, or answers that go on beside training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.verl_roles import ACTOR
+
+_SECTION = "trainer.v1"
+_MODE = f"{_SECTION}.trainer_mode"
+_OLDEST, _SYNC = "max_off_policy_threshold", "parameter_sync_step"
+SHARED, APART = "colocate_async", "separate_async"
+_READ = (_OLDEST, _SYNC, "max_off_policy_strategy")
+_LEAST_WITH_WINDOW = 3
+"""Oldest answers, in versions, where a step may choose among those of a batch ahead."""
+_IN_STEPS = ("max_steps", "eval_steps", "save_steps", "critic_warmup")
+
+
+def mode_of(draft: Draft) -> str:
+    """The mode that runs, ``sync`` where the newer trainer is switched off."""
+    return "sync" if draft.theirs("trainer.use_v1") is False else str(draft.theirs(_MODE) or "sync")
+
+
+def batches_of_a_version(draft: Draft) -> int:
+    """Batches that are trained on between two updates of the generator."""
+    if mode_of(draft) not in (SHARED, APART):
+        return 1
+    return max(1, int(_found(draft, _SYNC)[1] or 1))
+
+
+def set_mode(draft: Draft) -> None:
+    """How far rollouts go on beside training; devices are set elsewhere."""
+    mode, given = mode_of(draft), draft.theirs(_MODE)
+    if mode == "sync":
+        if given not in (None, "sync"):
+            draft.tell(Kind.DROPPED, _MODE, given, note="trainer.use_v1 is false")
+        return
+    if mode not in (SHARED, APART):
+        note = f"there are sync, {SHARED} and {APART}"
+        draft.tell(Kind.IMPOSSIBLE, _MODE, mode, "async_generation_ratio", note=note)
+        return
+    if (count := batches_of_a_version(draft)) > 1:
+        _set_version(draft, count)
+    key, oldest = _found(draft, _OLDEST)
+    keys = [_MODE, *([key] if key else [])]
+    if oldest is not None and int(oldest) < 1:
+        draft.derive(keys, "async_generation_ratio", 0.0, "no answer may be older: generation and training take turns")
+    else:
+        note = "a batch ahead; theirs is bounded by the age of answers alone, and drops or waits for what is older"
+        draft.derive(keys, "async_generation_ratio", 1.0, note)
+        if oldest is None or int(oldest) >= _LEAST_WITH_WINDOW:
+            draft.derive(keys, "rollout_window", 1.0, "a step takes the groups that finish first, here within a window")
+        draft.derive(_MODE, "partial_rollout", True, "answers in flight go on under new weights")
+    _tell_others(draft, mode)
+
+
+def _set_version(draft: Draft, count: int) -> None:
+    """Makes a step of the batches between two updates, and counts in such steps."""
+    key = _found(draft, _SYNC)[0] or _MODE
+    prompts = int(draft.get("rollout_batch_size", 1024)) * count
+    draft.forget("rollout_batch_size")
+    note = f"{count} batches between two updates of the generator, which is a step"
+    draft.derive([key, "data.train_batch_size"], "rollout_batch_size", prompts, note)
+    for ours in _IN_STEPS:
+        if steps := draft.get(ours):
+            draft.set(ours, math.ceil(int(steps) / count))
+            draft.tell(Kind.DERIVED, key, count, ours, draft.get(ours), f"{steps} batches, {count} a step")
+    if (passes := int(draft.theirs(f"{ACTOR}.ppo_epochs"))) > 1:
+        note = f"each batch is gone over {passes} times there, and a step's {prompts} prompts as a whole here"
+        draft.tell(Kind.IMPOSSIBLE, f"{ACTOR}.ppo_epochs", passes, "ppo_epochs", note=note)
+
+
+def _tell_others(draft: Draft, mode: str) -> None:
+    """Notes the keys of the mode that are not read here: what they do is not known."""
+    for key, value in _leaves(draft.theirs(_SECTION) or {}, _SECTION):
+        own = key.removeprefix(f"{_SECTION}.").split(".")
+        other = {SHARED, APART, "sync"} - {mode}
+        if own[-1] in (*_READ, "trainer_mode") or own[0] in other or value is None:
+            continue
+        draft.tell(Kind.IMPOSSIBLE, key, value, note=f"nothing is known of it here: see what it does in {mode}")
+
+
+def _found(draft: Draft, name: str) -> tuple[str, Any]:
+    """A key of the newer trainer by its last part, wherever a release has it, and its value."""
+    other = {SHARED: APART, APART: SHARED}.get(mode_of(draft), "")
+    for key, value in _leaves(draft.theirs(_SECTION) or {}, _SECTION):
+        if key.endswith(f".{name}") and not key.startswith(f"{_SECTION}.{other}.") and value is not None:
+            return key, value
+    return "", None
+
+
+def _leaves(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}.{name}")
+        else:
+            yield f"{prefix}.{name}", value
