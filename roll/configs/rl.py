@@ -224,6 +224,10 @@ class RLConfig(AlgorithmConfig, OnPolicyDistillationConfig, PipelineConfig):
         return self.actor_infer.generating_args.temperature
 
     @property
+    def teacher_temperature(self) -> float:
+        return self.scoring_temperature if self.kd_temperature is None else self.kd_temperature
+
+    @property
     def uses_critic(self) -> bool:
         chosen = self.adv_estimator == "gae" or (self.critic is not None and ":" in self.adv_estimator)
         return chosen and self.estimates_advantages

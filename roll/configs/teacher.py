@@ -14,6 +14,9 @@ from roll.configs.worker import WorkerConfig
 
 OpdForm: TypeAlias = Literal["advantage", "reward", "loss"]
 
+_COMPARES = {key: field.default for key, field in DivergenceConfig.model_fields.items()} | {"kd_temperature": None}
+"""Defaults of the keys that say how distributions are compared."""
+
 
 class TeacherConfig(Config):
     """A frozen model that others learn from."""
@@ -102,6 +105,12 @@ class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
         "adds the divergence (kd_objective) at each sampled token to the policy's loss.",
     )
 
+    kd_temperature: float | None = Field(
+        default=None,
+        gt=0,
+        description="With opd_form: loss, divides the logits of teacher and policy before they are compared; the "
+        "divergence is not multiplied by its square. null: the temperature of sampling.",
+    )
     align_tokenizers: Literal["text"] | None = Field(
         default=None,
         description="`text`: a teacher with another tokenizer scores the same text in its own tokens, and its opinion "
@@ -147,8 +156,8 @@ class OnPolicyDistillationConfig(DivergenceConfig, TeacherConfig):
             expected = "no such key without opd_form: loss, which compares distributions"
             yield from [
                 self.problem(key, expected, "opd_form")
-                for key, field in DivergenceConfig.model_fields.items()
-                if getattr(self, key) != field.default
+                for key, default in _COMPARES.items()
+                if getattr(self, key) != default
             ]
         if self.teacher_roles:
             if self.align_tokenizers is not None and self.opd_form == "loss":

@@ -219,7 +219,9 @@ class RLPipeline(TrainingLoop):
             metrics |= kl_metrics
         taught = None if self.roles.teacher is None else self.config.opd_form
         if taught is not None:
-            metrics |= teacher_metrics(batch) | clip_metrics(batch, self.config)
+            metrics |= clip_metrics(batch, self.config)
+            if self.config.teacher_temperature == self.config.scoring_temperature:  # else the two are not comparable
+                metrics |= teacher_metrics(batch)
             if isinstance(self.roles.teacher, TaggedTeachers):
                 metrics |= self.roles.teacher.metrics(batch)
         if taught == "reward":

@@ -198,6 +198,31 @@ def test_on_the_policys_own_samples(rlvr: Rlvr, model: Path, teacher: Path, form
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("top", [(), ("logits_topk=10000",)], ids=["hidden states", "top tokens"])
+def test_a_divergence_at_a_temperature_of_its_own(
+    rlvr: Rlvr, model: Path, teacher: Path, tmp_path: Path, top: tuple[str, ...]
+) -> None:
+    form = (*FORMS["loss"][:3], "kd_temperature=2", "actor_infer.generating_args.temperature=0.8")
+    words = (*TEACHER[:1], *TEACHER[2:4], *form, *top, "max_steps=1", "rollout_dump_dir=dumped")
+    run = rlvr(*words, f"teacher_pretrain={teacher}")
+    assert run.wait() == 0, run.output
+    batch = groups_to_batch(read_rollouts(tmp_path / "dumped", 1).groups, ["letters"])
+    found: list[Tensor] = []
+    for index in range(batch.num_sequences):
+        one = batch.select([index])
+        ids, mask = one.tokens_T[None], one.loss_mask_T[1:]
+        with torch.no_grad():
+            s, t = (
+                (Imitator(path).model(ids, use_cache=False).logits[0, :-1][mask] / 2).softmax(-1)
+                for path in (model, teacher)
+            )
+        found.append((s * (s / t).log()).sum(-1))
+    assert run.metrics[1]["actor/distill_loss"] == pytest.approx(float(torch.cat(found).mean()), rel=1e-4)
+    assert "teacher/reverse_kl" not in run.metrics[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_two_teachers_judge_rows_of_their_own_tags(rlvr: Rlvr, model: Path, teacher: Path, tmp_path: Path) -> None:
     section = "strategy_args: {strategy_name: hf_infer}, device_mapping: [0]"
     owners = {"letters": ("itself", model), "digits": ("other", teacher)}

@@ -6,8 +6,16 @@ from typing import Any
 
 from roll.configs.agentic import MANAGERS
 from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.roll_tools import set_wrapped_tools
 
 _ENVIRONMENTS = ("sokoban", "frozen_lake")
+_NEAREST = {
+    "webshop": "the nearest here is shop",
+    "math": "the nearest here is single_turn, with a generator of questions, and tools",
+    "qa": "the nearest here is single_turn, with a generator of questions, and tools",
+    "rock": "a program that works in a sandbox is a section agent, and its tasks are Harbor's (docs/agents.md)",
+}
+"""The nearest here to environments of theirs, by a part of their names."""
 
 
 def set_environments(draft: Draft) -> None:
@@ -27,7 +35,10 @@ def set_environments(draft: Draft) -> None:
         else:
             note = "no environment of this name: write it as a class, and give package.module:Class or register the "
             note += f"name, roll.agentic.env.register({kind!r}, …) (docs/environments.md)"
+            note += "".join(f"; {near}" for word, near in _NEAREST.items() if word in str(kind))
             draft.tell(Kind.IMPOSSIBLE, f"{base}.env_type", kind, f"{base}.env_type", note=note)
+        if draft.has(f"{base}.tool_wrapper"):
+            set_wrapped_tools(draft, tag)
         if not draft.get(f"{base}.env_manager_cls"):
             draft.derive(f"{base}.env_manager_cls", f"{base}.env_manager_cls", "traj", "ROLL plays conversations")
         if (turns := draft.theirs(f"{base}.history_length")) is not None:

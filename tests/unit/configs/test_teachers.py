@@ -54,6 +54,8 @@ def wrong(schema: type, values: dict) -> set[str]:
         (TAUGHT, set()),
         (TAUGHT | {"is_pure_opd": True, "adv_estimator": "gae"}, set()),  # no critic is needed
         (TAUGHT | {"opd_form": "loss", "kd_objective": "js_divergence", "jsd_beta": 0.2, "logits_topk": 8}, set()),
+        (TAUGHT | {"opd_form": "loss", "kd_temperature": 2.0, "logits_topk": 8}, set()),
+        (TAUGHT | {"kd_temperature": 2.0}, {"kd_temperature"}),
         ({"teacher": ROLE}, {"teacher_pretrain"}),
         ({"teacher_pretrain": "org/teacher"}, {"teacher"}),
         (TAUGHT | {"distill_on_prompt": True}, {"distill_on_prompt"}),

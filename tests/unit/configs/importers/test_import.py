@@ -336,6 +336,10 @@ def test_on_policy_distillation_of_verl(tmp_path: Path) -> None:
     assert (whole.opd_form, whole.kd_objective, whole.logits_topk) == ("loss", "forward_kl", 64)
     assert whole.teacher is not None and whole.teacher.strategy_args.strategy_config["mem_fraction_static"] == 0.7
 
+    warm = [*words, f"{loss}.kd_temperature=2.0", "actor_rollout_ref.rollout.temperature=0.5"]
+    config = loaded(convert("verl", [SCRIPT], [*TAUGHT, *warm]), tmp_path)
+    assert isinstance(config, RLVRConfig) and (config.kd_temperature, config.teacher_temperature) == (1, 1)
+
     given = ("use_task_rewards=true", "distillation_loss_coef=0.5", "loss_max_clamp=10", "log_prob_min_clamp=-9")
     mixed = [f"{loss}.{each}" for each in given]
     changed = convert("verl", [SCRIPT], [*TAUGHT[:-1], *mixed])

@@ -135,3 +135,28 @@ def test_the_rollout_loop_of_roll_itself_needs_no_other() -> None:
     key = "user_defined_rollout_loop_cls"
     assert key in kinds(convert("roll", [RLVR], [f"+{key}={own}"]), Kind.DROPPED)
     assert key in kinds(convert("roll", [RLVR], [f"+{key}=mine.Loop"]), Kind.IMPOSSIBLE)
+
+
+WRAPPED = """
+{wrapper_args: {tool_reward: 0.1, max_tool_uses: 2},
+ tool_configs: [{tool_id: python_code, tool_args: {timeout: 3}}, {tool_id: mcp, tool_args: {server_url: 'http://a/mcp'}},
+ {tool_id: search, tool_args: {topk: 3}}]}
+"""
+
+
+def test_tools_that_an_environment_is_wrapped_in_are_those_of_its_tag(tmp_path: Path) -> None:
+    base = "custom_envs.Boxes.tool_wrapper"
+    imported = convert("roll", [AGENTIC], [f"+{base}={''.join(WRAPPED.split(chr(10)))}"])
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, AgenticConfig) and config.tools is not None
+    program, server = config.tools.use["python"], config.tools.servers["mcp"]
+    assert (program.tool, program.args, program.tags) == ("python", {"wall_seconds": 3.0}, ["Boxes"])
+    assert (server.url, server.tags, config.tools.max_turns) == ("http://a/mcp", ["Boxes"], 2)
+    told = {each.key: each.seen for each in imported.outcomes if each.kind == Kind.IMPOSSIBLE}
+    assert told == {f"{base}.tool_configs": "search", f"{base}.wrapper_args.tool_reward": 0.1}
+
+
+def test_an_environment_that_is_not_here_is_told_with_the_nearest() -> None:
+    imported = convert("roll", [AGENTIC], ["custom_env.Boxes.env_type=webshop"])
+    (told,) = [each for each in imported.outcomes if each.kind == Kind.IMPOSSIBLE]
+    assert told.key == "custom_envs.Boxes.env_type" and "the nearest here is shop" in told.note
