@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +19,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from roll.algorithms.types import LossFn, TokenScores
+from roll.configs.sft import SFTConfig
 from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 from roll.data.batch import Batch
 from roll.distributed.strategy.base import Metrics, RankInfo, StrategyContext
+from roll.models.tiny import make_tiny_model
 from roll.pipeline.model_cluster import ModelCluster, plan_optimizer_steps, rows_trained_later
+from roll.pipeline.roles import Roles
 from roll.pipeline.workers import TrainWorker
 
 
@@ -216,3 +220,26 @@ def test_a_rank_gets_only_the_rows_that_it_trains_on() -> None:
     steps: list[Tensor] = [torch.arange(8)] * 3
     model.train(make_batch([5] * 8), steps)
     assert model.cluster.received == [10] * 4  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("shares_of", "rows"), [("tokens", [2, 3]), ("work", [1, 4])])
+def test_ranks_get_equal_shares_of_what_balance_ranks_by_names(
+    shares_of: str, rows: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roll.pipeline.roles.OffloadManager", lambda _: None)  # all is on the devices
+    make_tiny_model(tmp_path, seed=0, num_heads=2)
+    EchoStrategy.copies, EchoStrategy.scores_values = 1, False
+    cluster = InProcessCluster(2)
+    worker = WorkerConfig(strategy_args=StrategyArguments(strategy_name=f"{__name__}:EchoStrategy"))
+    config = SFTConfig.model_validate(
+        {
+            "balance_ranks_by": shares_of,
+            "max_steps": 1,
+            "actor_train": {"data_args": {"file_name": "a"}, "device_mapping": [0]},
+        }
+    )
+    roles = Roles(config, {"actor_train": cluster})  # type: ignore[dict-item]
+    roles.actor.setup(StrategyContext(worker, "actor_train", str(tmp_path)))
+    roles.actor.logprobs(make_batch([800, 400, 400, 400, 400]))
+    scored = [each.strategy.scored for each in cluster.workers]  # type: ignore[attr-defined]
+    assert sorted(map(len, scored)) == rows
