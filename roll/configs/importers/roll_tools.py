@@ -34,10 +34,10 @@ def set_wrapped_tools(draft: Draft, tag: str) -> None:
 
 
 def _tool(draft: Draft, tag: str, where: str, entry: dict[str, Any]) -> None:
-    """One tool of theirs: programs, or a server; a tool of several environments has the tags of all."""
+    """One tool of theirs; that of several environments has the tags and the most time of all."""
     name, given = str(entry.get("tool_id")), entry.get("tool_args") or {}
     if name == _PROGRAMS:
-        seconds = float(given.get("timeout") or 5)
+        seconds = max(float(given.get("timeout") or 5), draft.get("tools.use.python.args.wall_seconds", 0.0))
         own: dict[str, Any] = {"tool": "python", "args": {"wall_seconds": seconds}, "timeout": seconds + 10}
         key, note = "tools.use.python", "called as the chat template writes calls, where theirs reads <python>"
     elif name == _SERVER and given.get("server_url"):

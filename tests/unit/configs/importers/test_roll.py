@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from roll.configs.agentic import AgenticConfig
 from roll.configs.compose import compose_config
@@ -154,6 +155,20 @@ def test_tools_that_an_environment_is_wrapped_in_are_those_of_its_tag(tmp_path: 
     assert (server.url, server.tags, config.tools.max_turns) == ("http://a/mcp", ["Boxes"], 2)
     told = {each.key: each.seen for each in imported.outcomes if each.kind == Kind.IMPOSSIBLE}
     assert told == {f"{base}.tool_configs": "search", f"{base}.wrapper_args.tool_reward": 0.1}
+
+
+def test_a_tool_of_several_environments_has_their_tags_and_the_most_time(tmp_path: Path) -> None:
+    words = [
+        "train_env_manager.tags=[Boxes,Shop]",
+        "custom_env.Shop.env_type=sokoban",
+        "train_env_manager.n_groups=null",
+    ]
+    for tag, seconds in (("Boxes", 9), ("Shop", 4)):
+        entry = f"{{tool_id: python_code, tool_args: {{timeout: {seconds}}}}}"
+        words.append(f"+custom_envs.{tag}.tool_wrapper={{tool_configs: [{entry}]}}")
+    python = convert("roll", [AGENTIC], words)
+    found = yaml.safe_load(python.text)["tools"]["use"]["python"]
+    assert (found["tags"], found["args"]) == (["Boxes", "Shop"], {"wall_seconds": 9.0})
 
 
 def test_an_environment_that_is_not_here_is_told_with_the_nearest() -> None:
