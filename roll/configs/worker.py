@@ -93,8 +93,9 @@ class WorkerConfig(Config):
 
     share_prompts: bool = Field(
         default=True,
-        description="Sequences that begin with the same prompt compute it once (fsdp2 strategies with sdpa and full "
-        "attention), where that leaves at most 90% of the tokens. The gradient is the same.",
+        description="Sequences that begin with the same prompt compute it once, where that leaves at most 90% of the "
+        "tokens: with full attention, in fsdp2 and deepspeed strategies with sdpa, and in megatron strategies without "
+        "TransformerEngine, context parallelism and moe_aux_loss_coeff. The gradient is the same.",
     )
 
     @property

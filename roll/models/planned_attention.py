@@ -9,6 +9,7 @@ back to the tokens' places.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -120,32 +121,45 @@ def _by_block(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     assert query.shape[0] == 1, "a planned row is alone"
-    plan = plan.to(query.device)  # parameters that wait in host memory do not say where it runs
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+        found: Tensor = sdpa_attention_forward(module, q, k, v, visible, **kwargs)[0]
+        return found
+
+    return attend_by_block(*(states[0].transpose(0, 1) for states in (query, key, value)), plan, attend)[None]
+
+
+def attend_by_block(
+    query_NHD: Tensor,
+    key_NGD: Tensor,
+    value_NGD: Tensor,
+    plan: AttentionPlan,
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+) -> Tensor:
+    """Attention of one row's tokens by a plan: what is common to all engines.
+
+    Args:
+        attend: attention of [R, heads, tokens, size] with the mask [R, 1, Q, J] of what is seen (``None``: causal), as
+            [R, Q, heads, size].
+
+    Returns:
+        [N, heads, size].
+    """
+    plan = plan.to(query_NHD.device)  # parameters that wait in host memory do not say where it runs
     blocks = plan.blocks
     query_index = torch.cat([block.query_RQ.flatten() for block in blocks])
     key_index = torch.cat([block.key_RJ.flatten() for block in blocks])
-    queries = _gather(query, query_index).split([block.query_RQ.numel() for block in blocks])
+    queries = query_NHD.index_select(0, query_index).split([block.query_RQ.numel() for block in blocks])
     keys, values = (
-        _gather(states, key_index).split([block.key_RJ.numel() for block in blocks]) for states in (key, value)
+        states.index_select(0, key_index).split([block.key_RJ.numel() for block in blocks])
+        for states in (key_NGD, value_NGD)
     )
     results = []
     for block, q, k, v in zip(blocks, queries, keys, values, strict=True):
         visible = None if block.visible_RQJ is None else block.visible_RQJ[:, None]
-        result, _ = sdpa_attention_forward(
-            module,
-            _as_rows(q, block.query_RQ),
-            _as_rows(k, block.key_RJ),
-            _as_rows(v, block.key_RJ),
-            visible,
-            **kwargs,
-        )
-        results.append(result.flatten(0, 1))
-    return torch.cat(results).index_select(0, plan.result_N)[None]
-
-
-def _gather(states: Tensor, index: Tensor) -> Tensor:
-    """[cells, heads, size] out of [1, heads, tokens, size]."""
-    return states[0].transpose(0, 1).index_select(0, index)
+        rows = (_as_rows(q, block.query_RQ), _as_rows(k, block.key_RJ), _as_rows(v, block.key_RJ))
+        results.append(attend(*rows, visible).flatten(0, 1))
+    return torch.cat(results).index_select(0, plan.result_N)
 
 
 def _as_rows(cells: Tensor, like: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from roll.distributed.strategy.fsdp2.strategy import Fsdp2Infer, Fsdp2Train
 from roll.distributed.strategy.training.optim import MASTER
 from roll.models import scoring
 from roll.models.lora import LoraSpec
+from tests.support.harness import make_groups
 from tests.support.ranks import (
     assert_near,
     assert_same_files,
@@ -58,6 +59,13 @@ CASES: dict[str, dict[str, Any]] = {
         "offload_param": CPU,
         "stage3_param_persistence_threshold": 0,
     },
+}
+
+
+SHARING: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero1": ("deepspeed_train", {"zero_optimization": CASES["zero1"]}),
+    "zero3": ("deepspeed_train", {"zero_optimization": CASES["zero3"]}),
+    "infer": ("deepspeed_infer", {"zero_optimization": CASES["zero3"]}),
 }
 
 
@@ -176,6 +184,21 @@ def run_others(out: Path, model: Path, rank: int) -> None:
     write(out, f"values-{rank}", {"values": critic.logprobs(shares(1)[rank]).values_T})
     critic.save(out / "critic")
     critic.shutdown()
+    groups = make_groups(1)
+    group_share = groups.select(groups.split(2)[rank])
+    for name, (strategy, config) in SHARING.items():
+        for is_on in (True, False):
+            context = make_context(model, strategy, config, worker={"share_prompts": is_on}, **options)
+            found = (DeepSpeedTrain if strategy == "deepspeed_train" else DeepSpeedInfer)(context)
+            found.setup()
+            seen: list[int] = []
+            found.weights.scorer.model.base_model.register_forward_pre_hook(
+                lambda _, args, kwargs, seen=seen: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
+            )
+            scored = found.logprobs(group_share).logprobs_T
+            metrics = found.train_step(group_share, loss_fn) if isinstance(found, DeepSpeedTrain) else {}
+            write(out, f"sharing-{name}-{is_on}-{rank}", {"logprobs": scored}, metrics | {"seen": float(sum(seen))})
+            found.shutdown()
     for name in ("zero2-offload", "zero3"):
         learner = zero_trainer(model, CASES[name], lora=LORA, **options)
         metrics = {}
@@ -353,6 +376,17 @@ def test_critic_is_the_same_on_one_process(two_ranks: Path, model: Path) -> None
         values = critic.logprobs(make_batch(seed=1)).values_T
         assert values.abs().max() > 0
         torch.testing.assert_close(values, found, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SHARING)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_shared_prompts_are_computed_once(two_ranks: Path, name: str, rank: int) -> None:
+    shared, single = (metrics_of(two_ranks, f"sharing-{name}-{is_on}-{rank}") for is_on in (True, False))
+    assert shared["seen"] < 0.8 * single["seen"]
+    for key in ("actor/loss", "actor/grad_norm") if name != "infer" else ():
+        assert shared[key] == pytest.approx(single[key], rel=2e-6, abs=2e-6), key
+    found, expected = (tensors_of(two_ranks, f"sharing-{name}-{is_on}-{rank}") for is_on in (True, False))
+    torch.testing.assert_close(found["logprobs"], expected["logprobs"], rtol=0, atol=5e-6)
 
 
 @pytest.mark.parametrize("name", ["zero3", "whole"])

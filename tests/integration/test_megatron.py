@@ -26,6 +26,7 @@ from roll.distributed.strategy import STRATEGIES
 from roll.distributed.strategy.base import Metrics, StrategyContext
 from roll.distributed.strategy.training.tensor_files import StoredTensors
 from roll.models import scoring
+from tests.support.harness import make_groups
 from tests.support.ranks import assert_near, assert_same_files, enter_rank, exported, recorded_warnings, run_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -107,7 +108,7 @@ def make_trainer(model: Path, name: str, options: dict[str, Any] | None = None, 
         },
         "strategy_args": {"strategy_name": name, "strategy_config": options or {}},
         "infer_batch_size": 3,
-        "share_prompts": False,
+        "share_prompts": kwargs.pop("share_prompts", False),
     }
     settings = {"temperature": 0.9, "max_grad_norm": 0.5, "total_optimizer_steps": 8, "role": "actor_train", **kwargs}
     context = StrategyContext(
@@ -246,6 +247,34 @@ def case_reference(folder: Path, rank: int) -> dict[str, Any]:
         scores = scorer.logprobs(make_batch(1))
         found[name] = [scores.logprobs_T, scores.entropy_T, scores.hidden_TH]
     return found
+
+
+def case_shared_prompts(folder: Path, rank: int) -> dict[str, Any]:
+    layouts: dict[str, tuple[str, dict[str, Any]]] = {
+        "tp": ("dense", TP_SP),
+        "pp": ("dense", {PP: 2}),
+        "cp": ("dense", {CP: 2}),
+        "balanced": ("moe", {**TP_SP, "moe_aux_loss_coeff": 1.0}),
+    }
+    found: dict[str, Any] = {}
+    for name, (kind, options) in layouts.items():
+        for shares in (True, False):
+            trainer = make_trainer(folder / kind, "megatron_train", options, rank, share_prompts=shares)
+            seen = tokens_seen(trainer.model.chunks[0])
+            scores = trainer.logprobs(make_groups(1)).logprobs_T
+            metrics = trainer.train_step(make_groups(1), loss_of)
+            found[f"{name} {shares}"] = {"tokens": sum(seen), "scores": scores, "metrics": metrics}
+    reference = make_trainer(folder / "dense", "megatron_infer", TP_SP, rank, share_prompts=True, returns_hidden=True)
+    seen = tokens_seen(reference.model.chunks[0])
+    found["infer"] = {"hidden": reference.logprobs(make_groups(1)).hidden_TH, "tokens": sum(seen)}
+    return found
+
+
+def tokens_seen(module: Any) -> list[int]:
+    """Grows by the tokens of each micro-batch that enters a module."""
+    seen: list[int] = []
+    module.register_forward_pre_hook(lambda _, args: seen.append(args[0].numel()))
+    return seen
 
 
 def case_shared_expert(folder: Path, rank: int) -> dict[str, Any]:
@@ -441,6 +470,26 @@ def test_reference_scores_and_hidden_states(folder: Path) -> None:
     for found in found_by(case_reference, folder).values():
         for tensor, expected in zip(found, [scores.logprobs_T, scores.entropy_T, scores.hidden_TH], strict=True):
             torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("layout", ["tp", "pp", "cp", "balanced"])
+def test_shared_prompts_are_computed_once_where_rows_can_follow_a_plan(folder: Path, layout: str) -> None:
+    found = found_by(case_shared_prompts, folder)
+    shared, single = found[f"{layout} True"], found[f"{layout} False"]
+    torch.testing.assert_close(shared["scores"], single["scores"], rtol=0, atol=NEAR)
+    assert_same_metrics(shared["metrics"], single["metrics"])
+    if layout in ("cp", "balanced"):
+        assert shared["tokens"] == single["tokens"]
+    else:
+        assert shared["tokens"] < 0.8 * single["tokens"]
+
+
+def test_a_reference_computes_shared_prompts_once(folder: Path) -> None:
+    scorer = make_trainer(folder / "dense", "fsdp2_infer", returns_hidden=True)
+    found = found_by(case_shared_prompts, folder)["infer"]
+    expected = scorer.logprobs(make_groups(1)).hidden_TH
+    torch.testing.assert_close(found["hidden"], expected, rtol=1e-5, atol=5e-6)
+    assert found["tokens"] < 0.8 * make_groups(1).num_tokens
 
 
 def test_shared_expert_beside_the_dispatcher(folder: Path) -> None:

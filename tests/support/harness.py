@@ -184,6 +184,19 @@ def make_batch(step: int) -> Batch:
     return batch.replace(loss_mask_T=mask, advantages_T=torch.randn(num_tokens, generator=generator))
 
 
+def make_groups(step: int) -> Batch:
+    """Three groups of three sequences with a prompt each, as GRPO has them: most tokens are prompts'."""
+    generator = torch.Generator().manual_seed(300 + step)
+    rows, prompts = [], [torch.randint(0, VOCABULARY, (size,), generator=generator) for size in (9, 12, 7)]
+    for prompt in prompts:
+        for size in torch.randint(1, LONGEST - 11, (3,), generator=generator).tolist():
+            rows.append(torch.cat([prompt, torch.randint(0, VOCABULARY, (size,), generator=generator)]))
+    lengths = torch.tensor([len(row) for row in rows])
+    masks = [torch.arange(len(row)) >= len(prompts[number // 3]) for number, row in enumerate(rows)]
+    advantages_T = torch.randn(int(lengths.sum()), generator=generator)
+    return Batch(lengths, torch.cat(rows), torch.cat(masks), advantages_T=advantages_T)
+
+
 def policy_loss(scores: TokenScores, batch: Batch, context: LossContext) -> LossOutput:
     """REINFORCE with an entropy bonus, mean over the step's tokens."""
     assert scores.logprobs_T is not None and scores.entropy_T is not None and batch.advantages_T is not None
@@ -523,7 +536,11 @@ def _oracle_reward_model(model: Any, batch: Batch, name: str) -> tuple[Tensor, f
     return torch.stack(losses).mean(), sum(measured) / len(measured)
 
 
-TASKS = {"policy": Task(make_batch, policy_loss, _oracle_loss, "actor/entropy")} | {
+TASKS = {
+    name: Task(batch, policy_loss, _oracle_loss, "actor/entropy")
+    for name, batch in (("policy", make_batch), ("grouped", make_groups))
+}
+TASKS |= {
     name: Task(
         make_labelled if name == "kto" else make_preferences,
         build_preference_loss(config),

@@ -75,6 +75,8 @@ LAYOUTS = [
     layout("zero2-ulysses2-ipo", zero(2), task="ipo", model_args={"ulysses_size": 2}),
     layout("zero1-packed-top_forward_kl", zero(1), task="top_forward_kl", worker=PACKED),
     layout("zero3-js_divergence", zero(3), task="js_divergence"),
+    layout("zero1-packed-grouped", zero(1), task="grouped", worker=PACKED),
+    layout("zero3-grouped", zero(3), task="grouped", model_args=RECOMPUTED, model="llama"),
     layout("zero2-lora-top_forward_kl", zero(2), task="top_forward_kl", lora=ADAPTER),
     layout("zero1-packed-process", zero(1), task="process", worker=PACKED, model="qwen2_scores"),
     layout("zero3-bradley_terry", zero(3), task="bradley_terry", model="qwen2_scores"),

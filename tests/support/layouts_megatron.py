@@ -17,7 +17,11 @@ PACKED: dict[str, Any] = {
 BY_TOKENS: dict[str, Any] = {
     "worker": {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": 30}
 }
+BY_TOKENS_OF_ROWS: dict[str, Any] = {
+    "worker": {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": 60}
+}
 MOE: dict[str, Any] = {"model": "qwen3_moe"}
+GROUPED: dict[str, Any] = {"task": "grouped", "training_args": {"per_device_train_batch_size": 4}}
 SCORES: dict[str, Any] = {"model": "qwen2_scores"}
 BF16: dict[str, Any] = {
     "model_args": {"dtype": "bf16"},
@@ -56,6 +60,8 @@ SLOW = [
     "tp2-pp2",
     "dp2-pp2",
     "tp4",
+    "tp2-lora-grouped",
+    "ep2-allgather-grouped",
 ]
 """Names of the layouts that CI leaves out."""
 
@@ -110,6 +116,11 @@ LAYOUTS = [
     layout("pp2-bradley_terry", 2, {PP: 2}, task="bradley_terry", **SCORES),
     layout("pp2-vpp2-process", 2, {PP: 2, VPP: 2}, task="process", **SCORES),
     layout("cp2-packed-regression", 2, {CP: 2}, task="regression", **SCORES, **PACKED),
+    layout("tp2-sp-grouped", 2, {TP: 2, **SP, **FULL}, model="qwen3", **GROUPED),
+    layout("pp2-tokens-grouped", 2, {PP: 2}, **GROUPED | BY_TOKENS_OF_ROWS),
+    layout("pp2-vpp2-grouped", 2, {PP: 2, VPP: 2}, **GROUPED),
+    layout("ep2-allgather-grouped", 2, {EP: 2, "moe_token_dispatcher_type": "allgather"}, **MOE, **GROUPED),
+    layout("tp2-lora-grouped", 2, {TP: 2, "recompute_granularity": "selective"}, lora=ADAPTER, **GROUPED),
     layout("dp2-lora", 2, {"overlap_grad_reduce": True}, lora=ADAPTER),
     layout("dp2-lora-bf16", 2, lora=ADAPTER, **BF16),
     layout("dp2-lora-bf16-whole-optimizer", 2, {"use_distributed_optimizer": False}, lora=ADAPTER, **BF16),

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from roll.data.batch import Batch
-from roll.data.packing import packed_row, rectangle
-from roll.distributed.strategy.megatron.modules import held_columns
+from roll.data.packing import packed_row, rectangle, row_with_shared_prompts
+from roll.data.shared_prompts import AttentionPlan, SharedPrompts, worth_sharing
+from roll.distributed.strategy.megatron.modules import PlannedRow, held_columns
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Rounding:
     """Sequence-parallel ranks; 1 without sequence parallelism."""
     context_rank: int
     context_size: int
+    sharing: bool = False
+    """Micro-batches in which that saves enough hold common prompts once; not with context parallelism."""
 
     @property
     def unit(self) -> int:
@@ -52,6 +55,8 @@ class MegatronInput:
     cumulative_lengths: Tensor | None
     """int32 bounds of a packed row's sequences in the whole row, padding included; ``None`` for a rectangle."""
     max_length: int
+    planned: PlannedRow | None = None
+    """The plan of a row that holds common prompts once."""
 
     def to(self, device: torch.device) -> MegatronInput:
         bounds = self.cumulative_lengths
@@ -63,10 +68,13 @@ class MegatronInput:
             self.token_K.to(device, non_blocking=True),
             None if bounds is None else bounds.to(device, non_blocking=True),
             self.max_length,
+            None if self.planned is None else self.planned.to(device),
         )
 
     def packed_seq_params(self) -> Any:
-        """Description of a packed row for attention and rotary embeddings."""
+        """Description of a packed or shared row for attention and rotary embeddings."""
+        if self.planned is not None:
+            return self.planned
         if self.cumulative_lengths is None:
             return None
         from megatron.core.packed_seq_params import PackedSeqParams
@@ -79,6 +87,8 @@ class MegatronInput:
 
 def grid_shape(micro_batch: Batch, rounding: Rounding) -> tuple[int, int]:
     """Rows and columns of the micro-batch's grid."""
+    if rounding.sharing and worth_sharing(micro_batch):
+        return 1, _round_up(SharedPrompts.find(micro_batch).num_tokens(micro_batch), rounding.unit)
     if rounding.packing:
         return 1, sum(_padded_lengths(micro_batch, rounding))
     width = int(micro_batch.lengths_B.max())
@@ -93,6 +103,8 @@ def lay_out(micro_batch: Batch, rounding: Rounding, shape: tuple[int, int] | Non
             ``rounding.unit``. ``None``: its own.
     """
     rows, columns = shape or grid_shape(micro_batch, rounding)
+    if rounding.sharing and worth_sharing(micro_batch):
+        return _share(micro_batch, columns)
     if rounding.packing:
         grid, source_K, lengths = _pack(micro_batch, rounding, columns)
         flat = packed_row(micro_batch)
@@ -116,6 +128,24 @@ def lay_out(micro_batch: Batch, rounding: Rounding, shape: tuple[int, int] | Non
         flat.token_K[here_K],
         bounds,
         max(lengths),
+    )
+
+
+def _share(micro_batch: Batch, columns: int) -> MegatronInput:
+    """A row that holds common prompts once; what is left over of it attends as its first token, to nobody's use."""
+    flat = row_with_shared_prompts(micro_batch)
+    assert isinstance(flat.attention, AttentionPlan) and flat.position_ids_RC is not None
+    rest = columns - flat.input_ids_RC.shape[1]
+    plan = AttentionPlan(flat.attention.blocks, functional.pad(flat.attention.result_N, (0, rest)))
+    return MegatronInput(
+        micro_batch,
+        functional.pad(flat.input_ids_RC, (0, rest)),
+        flat.source_K,
+        flat.target_K,
+        flat.token_K,
+        None,
+        columns,
+        PlannedRow(plan, functional.pad(flat.position_ids_RC[0], (0, rest)), int(micro_batch.lengths_B.max())),
     )
 
 

@@ -23,7 +23,7 @@ from roll.configs.problems import ConfigProblem
 from roll.distributed.strategy.base import RankInfo, StrategyContext
 from roll.distributed.strategy.megatron.fit import check_model_fit
 from roll.distributed.strategy.megatron.freezing import freeze_parts
-from roll.distributed.strategy.megatron.modules import layer_specs
+from roll.distributed.strategy.megatron.modules import PlannedRow, layer_specs
 from roll.distributed.strategy.megatron.scores import VocabularyShare
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
 from roll.distributed.strategy.training.checkpoint import HEAD_PREFIX
@@ -55,6 +55,17 @@ class MegatronModel:
     """Part of the model that each chunk is."""
     wrapped: list[Any] = field(default_factory=list)
     """The chunks as they are called."""
+
+    @property
+    def takes_plans(self) -> bool:
+        """A row may hold a common prompt once.
+
+        Neither TransformerEngine's attention nor context parallelism can follow its plan, and the loss that balances
+        experts counts every token that they see.
+        """
+        config = self.config
+        own = config.transformer_impl != "transformer_engine" and config.context_parallel_size == 1
+        return own and not config.moe_aux_loss_coeff
 
     @property
     def last(self) -> Any:
@@ -341,7 +352,13 @@ def _trunk_class() -> type:
     from megatron.core.models.gpt import GPTModel
 
     class Trunk(GPTModel):  # type: ignore[misc]
-        """A model that ends with its final norm."""
+        """A model that ends with its final norm, and places the tokens of a ``PlannedRow`` by their positions."""
+
+        def _preprocess(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+            embedded, rotary, *others = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+            if isinstance(packed_seq_params, PlannedRow):
+                rotary = rotary.index_select(0, packed_seq_params.positions_C)
+            return embedded, rotary, *others
 
         def _postprocess(self, hidden_states: Tensor, **_: object) -> Tensor:
             return hidden_states

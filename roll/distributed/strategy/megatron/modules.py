@@ -3,16 +3,43 @@
 ``CoreAttention`` computes what Megatron's own module refuses: packed sequences and context parallelism. Both are exact.
 Packed sequences are attended to one by one (no mask over the whole row). With context parallelism each rank gathers the
 keys and values of its group, which costs memory for them in the length of the whole sequence; TransformerEngine passes
-them around a ring instead.
+them around a ring instead. In a row that holds common prompts once, tokens attend as its plan says.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from roll.data.shared_prompts import AttentionPlan
+from roll.models.planned_attention import attend_by_block
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedRow:
+    """A row that holds common prompts once; it travels through Megatron's layers where ``PackedSeqParams`` does."""
+
+    plan: AttentionPlan
+    positions_C: Tensor
+    """int64: place of each token in its sequence, which its rotary embedding goes by."""
+    max_seqlen_q: int
+    """More than any position: Megatron makes so many rotary embeddings."""
+    qkv_format: str = "sbhd"
+    """States keep the axis of rows, and rotary embeddings are given for each token."""
+    cp_group: None = None
+
+    @property
+    def max_seqlen_kv(self) -> int:
+        return self.max_seqlen_q
+
+    def to(self, device: torch.device) -> PlannedRow:
+        """The same on ``device``."""
+        positions_C = self.positions_C.to(device, non_blocking=True)
+        return PlannedRow(self.plan.to(device), positions_C, self.max_seqlen_q)
 
 
 class RmsNorm(nn.Module):
@@ -46,11 +73,16 @@ class CoreAttention(nn.Module):
         packed_seq_params: Any = None,
         **_: object,
     ) -> Tensor:
-        """Attends within each row, or within each of a packed row's sequences (whose tensors have no axis B).
+        """Attends within each row, by the plan of a row, or within each of a packed row's sequences.
+
+        A packed row's tensors have no axis B.
 
         Returns:
             [S, B, N * D], or [S, 1, N * D] of a packed row.
         """
+        if isinstance(packed_seq_params, PlannedRow):
+            states = (x[:, 0] for x in (query_SBND, key_SBGD, value_SBGD))
+            return attend_by_block(*states, packed_seq_params.plan, self._attend_block).flatten(1)[:, None]
         group, size = self._group, self._group.size()
         if packed_seq_params is None:
             lengths = [query_SBND.shape[0] * size]
@@ -79,6 +111,15 @@ class CoreAttention(nn.Module):
                 attended.append(self._attend(next(queries), key[start:stop], value[start:stop]))
             start += length
         return attended
+
+    def _attend_block(self, query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None) -> Tensor:
+        """See ``attend_by_block``. Kernels that take a mask want as many heads of keys as of queries."""
+        if (times := query.shape[1] // key.shape[1]) > 1:
+            key, value = (x.repeat_interleave(times, dim=1) for x in (key, value))
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, is_causal=visible is None, scale=self._scale
+        )
+        return attended.transpose(1, 2)
 
     def _attend(self, query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor) -> Tensor:
         """Attention of the last positions to all up to their own; shape of ``query``."""

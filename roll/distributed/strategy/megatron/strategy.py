@@ -13,6 +13,7 @@ scores and metrics then travel to the other stages.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,6 +28,7 @@ from roll.algorithms.types import LossContext, LossFn, TokenScores
 from roll.configs.engines.megatron import MegatronConfig
 from roll.data.batch import Batch
 from roll.data.packing import take_micro_batch
+from roll.data.shared_prompts import worth_sharing
 from roll.distributed.strategy.base import RankInfo, States
 from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.megatron import cpu
@@ -82,6 +84,7 @@ class MegatronInfer(Scorer):
         if self._trained and self._model_dtype == torch.float16:
             raise ValueError(f"{context.role}: training in fp16 needs loss scaling; expected bf16 or fp32")
         self.model = build_model(context, hf_config, self.options, self._model_dtype, trained=self._trained)
+        self.shares_prompts = context.worker.share_prompts and self.model.takes_plans
         if context.lora is not None:
             add_adapter(self.model, context, context.lora, self.options)
         share = self.model.vocabulary()
@@ -161,6 +164,7 @@ class MegatronInfer(Scorer):
             options.tensor_model_parallel_size if options.sequence_parallel else 1,
             parallel_state.get_context_parallel_rank(),
             options.context_parallel_size,
+            limits.sharing,
         )
         if options.virtual_stages:
             blank = take_micro_batch(micro_batches[0], [], 0)
@@ -168,6 +172,8 @@ class MegatronInfer(Scorer):
         shape = None
         spread = options.expert_model_parallel_size > 1 and options.moe_token_dispatcher_type == "allgather"
         if options.virtual_stages or spread:
+            if limits.sharing and self._gather_counts([any(map(worth_sharing, micro_batches))]).any():
+                rounding = dataclasses.replace(rounding, packing=True)  # one row each, or all would be wide and high
             own = [max(sizes) for sizes in zip(*(grid_shape(one, rounding) for one in micro_batches), strict=True)]
             rows, columns = self._gather_counts(own).amax(0).tolist()
             shape = int(rows), int(columns)
