@@ -51,6 +51,7 @@ SLOW = [
     "cp2-packed-js_divergence",
     "pp2-vpp2-process",
     "cp2-packed-regression",
+    "dp2-lora-regression",
     "dp2-lora",
     "dp2-lora-bf16-whole-optimizer",
     "tp2-lora",
@@ -121,6 +122,11 @@ LAYOUTS = [
     layout("pp2-vpp2-grouped", 2, {PP: 2, VPP: 2}, **GROUPED),
     layout("ep2-allgather-grouped", 2, {EP: 2, "moe_token_dispatcher_type": "allgather"}, **MOE, **GROUPED),
     layout("tp2-lora-grouped", 2, {TP: 2, "recompute_granularity": "selective"}, lora=ADAPTER, **GROUPED),
+    layout(
+        "tp2-sp-packed-lora-bradley_terry", 2, {TP: 2, **SP}, task="bradley_terry", lora=ADAPTER, **SCORES, **PACKED
+    ),
+    layout("pp2-lora-process", 2, {PP: 2, **FULL}, task="process", lora=ADAPTER, **SCORES),
+    layout("dp2-lora-regression", 2, task="regression", lora=ADAPTER, **SCORES),
     layout("dp2-lora", 2, {"overlap_grad_reduce": True}, lora=ADAPTER),
     layout("dp2-lora-bf16", 2, lora=ADAPTER, **BF16),
     layout("dp2-lora-bf16-whole-optimizer", 2, {"use_distributed_optimizer": False}, lora=ADAPTER, **BF16),

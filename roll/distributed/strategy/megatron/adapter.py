@@ -38,7 +38,8 @@ def add_adapter(model: MegatronModel, context: StrategyContext, spec: LoraSpec, 
     kwargs = context.worker.model_args.model_config_kwargs
     with raise_on_all_ranks():
         with torch.device("meta"):
-            hf_model = make_skeleton(context.head, context.model_path, dtype=torch.float32, config_kwargs=kwargs)
+            # Of a reward model too: Megatron's trunk has the names of the whole model.
+            hf_model = make_skeleton("lm", context.model_path, dtype=torch.float32, config_kwargs=kwargs)
         layers = adapted_layers(hf_model, (ALL_LINEAR,))
         adapted = adapted_layers(hf_model, spec.targets, spec.excluded)
         if problems := list(check_adapter_fit(hf_model.config, options, adapted, dropout=spec.dropout)):

@@ -25,15 +25,14 @@ from roll.distributed.strategy.training.checkpoint import (
     ADAPTER,
     HEAD_PREFIX,
     MODEL_PREFIX,
-    VALUE_HEAD,
     adapter_tensors,
 )
 from roll.distributed.strategy.training.optim import ADAM_STATE, MASTER
 from roll.distributed.strategy.training.pieces import Piece
-from roll.distributed.strategy.training.saving import ModelFiles, Tensors, model_tensors
+from roll.distributed.strategy.training.saving import ModelFiles, model_tensors
 from roll.distributed.strategy.training.tensor_files import Reader
 from roll.models.loading import Head, make_skeleton, save_config
-from roll.models.lora import write_adapter_config
+from roll.models.lora import SCORE_NAME, write_adapter_config
 
 _EXPERT = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<number>\d+)\.(?P<part>gate|up|down)_proj\.weight")
 
@@ -64,15 +63,13 @@ class TrainedModel:
         def pieces(part: Part) -> list[Piece]:
             return self.gatherer.pieces(part, torch.float32, lambda parameter: self.optimizer.share(parameter, kind))
 
+        head = [piece.renamed(lambda name: HEAD_PREFIX + name) for piece in pieces("head")]
         if self._adapts:
-            return pieces("adapter")
+            return [*pieces("adapter"), *head]
         # Nothing of what is frozen: no rank updates any part of it.
         updated = [piece for piece in pieces("trunk") if all(spread.regions for spread in piece.spreads)]
         trunk = _module_pieces(updated, self.model.converted.num_experts)
-        return [
-            *(piece.renamed(partial(_saved_name, head=self.context.head)) for piece in trunk),
-            *(piece.renamed(lambda name: HEAD_PREFIX + name) for piece in pieces("head")),
-        ]
+        return [*(piece.renamed(partial(_saved_name, head=self.context.head)) for piece in trunk), *head]
 
     def fill(self, kind: str, read: Reader) -> None:
         with raise_on_all_ranks():
@@ -81,17 +78,26 @@ class TrainedModel:
 
     def load(self, path: Path) -> None:
         with raise_on_all_ranks():
-            self._set(MASTER, adapter_tensors(path).get if self._adapts else folder_reader(self.model, path))
+            self._set(MASTER, _adapter_reader(path) if self._adapts else folder_reader(self.model, path))
 
     def set_steps(self, steps: int) -> None:
         self.optimizer.set_step(steps)
 
     @torch.no_grad()
     def _set(self, kind: str, read: Reader, *, updated: bool = False) -> None:
-        for parameter, part in own_parts(self.model, read, adapter=self._adapts, trained=updated):
+        adapts = self._adapts  # then an adapter is trained, and the head beside it
+        for parameter, part in own_parts(
+            self.model, read, adapter=None if adapts else False, trained=updated or adapts
+        ):
             if kind == MASTER:
                 parameter.copy_(part)
             self.optimizer.set(parameter, kind, part)
+
+
+def adapter_pieces(gatherer: WeightGatherer) -> list[Piece]:
+    """The adapter, and the head beside it, in float32 under the names of a peft folder."""
+    head = [piece.renamed(lambda _: SCORE_NAME) for piece in gatherer.pieces("head", torch.float32)]
+    return [*gatherer.pieces("adapter", torch.float32), *head]
 
 
 def megatron_files(gatherer: WeightGatherer, dtype: torch.dtype, context: StrategyContext) -> ModelFiles:
@@ -100,18 +106,23 @@ def megatron_files(gatherer: WeightGatherer, dtype: torch.dtype, context: Strate
 
     def write_config(folder: Path) -> None:
         if lora is not None:
-            write_adapter_config(folder, lora, source)
+            write_adapter_config(folder, lora, source, scores=head == "score")
             return
         with torch.device("meta"):
             save_config(make_skeleton(head, source, dtype=dtype), folder, dtype, head)
 
-    own_head = gatherer.pieces("head", torch.float32)
     if lora is not None:
-        tensors: Tensors = {ADAPTER: gatherer.pieces("adapter", torch.float32), VALUE_HEAD: own_head}
-    else:
-        trunk = [piece.renamed(partial(_saved_name, head=head)) for piece in gatherer.pieces("trunk", dtype)]
-        tensors = model_tensors(trunk, own_head, head, MODEL_PREFIX.rstrip("."))
+        return ModelFiles({ADAPTER: adapter_pieces(gatherer)}, write_config, source, context.tokenizer_path)
+    own_head = gatherer.pieces("head", torch.float32)
+    trunk = [piece.renamed(partial(_saved_name, head=head)) for piece in gatherer.pieces("trunk", dtype)]
+    tensors = model_tensors(trunk, own_head, head, MODEL_PREFIX.rstrip("."))
     return ModelFiles(tensors, write_config, source, context.tokenizer_path)
+
+
+def _adapter_reader(path: Path) -> Reader:
+    """Reads a peft folder by its names, and its head by that of a parameter here."""
+    stored = adapter_tensors(path)
+    return lambda name: stored.get(SCORE_NAME if name.startswith(HEAD_PREFIX) else name)
 
 
 def _checkpoint_reader(read: Reader, head: Head) -> Reader:

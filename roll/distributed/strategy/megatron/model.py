@@ -176,7 +176,10 @@ def build_model(
         chunk = _make_chunk(context, config, converted, vp_stage, first=first, last=last)
         if first:
             _spare_padding_token(chunk, hf_config.pad_token_id)
-        chunks.append(chunk.train(trained).requires_grad_(trained and context.lora is None))
+        chunk.train(trained).requires_grad_(trained and context.lora is None)
+        if hasattr(chunk, "value_head"):
+            chunk.value_head.requires_grad_(trained)  # beside an adapter too
+        chunks.append(chunk)
         layouts.append(_layout(chunk, first=first, last=last))
     model = MegatronModel(config, converted, chunks, layouts, wrapped=list(chunks))
     with raise_on_all_ranks(), torch.no_grad():
@@ -208,18 +211,20 @@ def folder_reader(model: MegatronModel, path: Path) -> Reader:
 
 
 def own_parts(
-    model: MegatronModel, read: Reader, *, adapter: bool = False, trained: bool = False
+    model: MegatronModel, read: Reader, *, adapter: bool | None = False, trained: bool = False
 ) -> Iterator[tuple[torch.nn.Parameter, Tensor]]:
     """Every parameter of this rank with its part of the whole tensors, which are read by a checkpoint's names.
 
-    ``adapter``: those of a LoRA adapter, else all but those. ``trained``: of these, what an optimizer changes.
+    ``adapter``: those of a LoRA adapter, or all but those; ``None``: both. ``trained``: of these, what an optimizer
+    changes.
 
     Raises:
         ValueError: a tensor of the wrong shape.
     """
     for layout, chunk in zip(model.layouts, model.chunks, strict=True):
         named = chunk.named_parameters()
-        parameters = {n: p for n, p in named if is_adapter(n) == adapter and (p.requires_grad or not trained)}
+        chosen = {n: p for n, p in named if adapter is None or is_adapter(n) == adapter}
+        parameters = {n: p for n, p in chosen.items() if p.requires_grad or not trained}
         trunk = [name for name in parameters if not name.startswith(HEAD_PREFIX)]
         head = ((name, read(name)) for name in parameters if name.startswith(HEAD_PREFIX))
         for name, part in chain(load_shards(read, trunk, model.converted, layout), head):

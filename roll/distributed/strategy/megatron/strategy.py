@@ -33,7 +33,7 @@ from roll.distributed.strategy.base import RankInfo, States
 from roll.distributed.strategy.engines import ignore_renamed_collectives, require_engine
 from roll.distributed.strategy.megatron import cpu
 from roll.distributed.strategy.megatron.adapter import adapter_off, add_adapter
-from roll.distributed.strategy.megatron.checkpoint import TrainedModel, megatron_files
+from roll.distributed.strategy.megatron.checkpoint import TrainedModel, adapter_pieces, megatron_files
 from roll.distributed.strategy.megatron.input import MegatronInput, Rounding, grid_shape, lay_out
 from roll.distributed.strategy.megatron.model import (
     MegatronModel,
@@ -340,7 +340,7 @@ class MegatronTrain(MegatronInfer, Trainer):
         return self._gatherer.pieces("trunk", self._model_dtype)
 
     def find_adapter(self) -> list[Piece]:
-        return super().find_adapter() if self.context.lora is None else self._gatherer.pieces("adapter", torch.float32)
+        return super().find_adapter() if self.context.lora is None else adapter_pieces(self._gatherer)
 
     @property
     def trained(self) -> TrainedModel:
