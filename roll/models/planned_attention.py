@@ -126,7 +126,8 @@ def _by_block(
         found: Tensor = sdpa_attention_forward(module, q, k, v, visible, **kwargs)[0]
         return found
 
-    return attend_by_block(*(states[0].transpose(0, 1) for states in (query, key, value)), plan, attend)[None]
+    query_NHD, key_NGD, value_NGD = (states[0].transpose(0, 1) for states in (query, key, value))
+    return attend_by_block(query_NHD, key_NGD, value_NGD, plan, attend)[None]
 
 
 def attend_by_block(

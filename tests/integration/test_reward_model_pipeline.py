@@ -70,9 +70,11 @@ def test_a_stopped_run_ends_where_an_undisturbed_one_does_and_is_a_verifier(rm: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_an_adapter_resumes_bit_for_bit_and_is_a_verifier(rm: Rm, tmp_path: Path) -> None:
+@pytest.mark.parametrize("train", ["fsdp2", "megatron"])
+def test_an_adapter_resumes_bit_for_bit_and_is_a_verifier(rm: Rm, tmp_path: Path, train: str) -> None:
     def start(*overrides: str, **options: Any) -> Run:
         return rm(
+            f"train={train}",
             "actor_train.model_args.lora_target=all-linear",
             "actor_train.training_args.learning_rate=0.03",
             *overrides,

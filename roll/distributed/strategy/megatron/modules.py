@@ -81,8 +81,8 @@ class CoreAttention(nn.Module):
             [S, B, N * D], or [S, 1, N * D] of a packed row.
         """
         if isinstance(packed_seq_params, PlannedRow):
-            states = (x[:, 0] for x in (query_SBND, key_SBGD, value_SBGD))
-            return attend_by_block(*states, packed_seq_params.plan, self._attend_block).flatten(1)[:, None]
+            query, key, value = (x[:, 0] for x in (query_SBND, key_SBGD, value_SBGD))
+            return attend_by_block(query, key, value, packed_seq_params.plan, self._attend_block).flatten(1)[:, None]
         group, size = self._group, self._group.size()
         if packed_seq_params is None:
             lengths = [query_SBND.shape[0] * size]
