@@ -184,3 +184,14 @@ def mismatch_by_lag(batch: Batch, version: int, config: TrainInferCorrectionConf
         metrics[f"async/log_ratio_max_{lag}"] = float(distance_M[of_lag_M].max())
         metrics |= {f"async/{name}_{lag}": float(share_M[of_lag_M].double().mean()) for name, share_M in shares.items()}
     return metrics
+
+
+def replay_metrics(batch: Batch) -> dict[str, float]:
+    """``router_replay/share``: the part of the tokens that go through experts chosen before, where any do.
+
+    A sequence's last token is not counted: nothing is predicted from it.
+    """
+    if batch.experts_TE is None:
+        return {}
+    read_T = batch.positions_T < batch.lengths_B[batch.rows_T] - 1
+    return {"router_replay/share": float((batch.experts_TE[read_T] >= 0).float().mean())}

@@ -45,6 +45,9 @@ class TokenScores:
     hidden_TH: Tensor | None = None
     """float32 [T, H] final hidden state that predicts the token (a reference's); 0 where the loss mask is 0."""
 
+    experts_TE: Tensor | None = None
+    """int16 [T, E] the experts that each token itself went through, layer by layer; -1 where that is not known."""
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles as ``Batch`` does; scores without gradient, in host memory."""
         return from_arrays, (TokenScores, to_arrays(self))

@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from roll.configs.engines.card import kind_of, task_of
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.rl import RLConfig
 from roll.configs.rules import TRAINED, Rule, sections
 from roll.configs.worker import WorkerConfig
 
 _UPDATES = ("model_update_frequency",)
+_EXPERTS = ("router_replay",)
 _TRAINING = (
     "use_dynamic_batching_in_train",
     "max_tokens_per_microbatch_in_train",
@@ -24,10 +26,10 @@ _SCORING = (
     "use_sequence_packing",
 )
 _UNREAD = {
-    "actor_infer": (_TRAINING + _SCORING + _UPDATES, "actor_infer generates; set it in actor_train"),
-    "reference": (_TRAINING + _UPDATES, "reference only scores; set it in actor_train"),
-    "teacher": (_TRAINING + _UPDATES, "teacher only scores; set it in actor_train"),
-    "critic": (_UPDATES, "weights go from actor_train to actor_infer; set it in actor_train"),
+    "actor_infer": (_TRAINING + _SCORING + _UPDATES + _EXPERTS, "actor_infer generates; set it in actor_train"),
+    "reference": (_TRAINING + _UPDATES + _EXPERTS, "reference only scores; set it in actor_train"),
+    "teacher": (_TRAINING + _UPDATES + _EXPERTS, "teacher only scores; set it in actor_train"),
+    "critic": (_UPDATES + _EXPERTS, "it concerns the policy; set it in actor_train"),
 }
 """By role: keys that it never reads, and where they are read."""
 
@@ -142,6 +144,28 @@ def check_hidden_states(config: PipelineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(key, seen, expected, involves=(path,))
 
 
+def check_router_replay(config: PipelineConfig) -> Iterator[ConfigProblem]:
+    """Experts are taken again where somebody has chosen them, told so, and trains with them."""
+    key, mode = "actor_train.router_replay.mode", config.actor_train.router_replay.mode
+    if mode == "disable":
+        return
+    if not isinstance(config, RLConfig):
+        yield ConfigProblem(key, mode, "disable: without rollouts nobody has chosen experts before")
+        return
+    name, card = config.actor_train.strategy_args.strategy_name, config.actor_train.strategy_args.card
+    if card is None or not card.replays_experts:
+        expected = f"disable with {name}, which takes no experts chosen elsewhere"
+        yield ConfigProblem(key, mode, expected, involves=("actor_train.strategy_args.strategy_name",))
+    if mode == "R2" and config.leaves_rollouts_unscored:
+        expected = "R3 or disable where the trainer does not score rollouts before it trains on them"
+        involved = ("train_infer_correction.bypass", "force_disable_old_logprobs_recompute")
+        yield ConfigProblem(key, mode, expected, involves=involved)
+    name, card = config.actor_infer.strategy_args.strategy_name, config.actor_infer.strategy_args.card
+    if mode == "R3" and (card is None or not card.tells_experts):
+        expected = f"R2 or disable with {name}, which does not tell the experts that it chose"
+        yield ConfigProblem(key, mode, expected, involves=("actor_infer.strategy_args.strategy_name",))
+
+
 ENGINE_RULES: tuple[Rule, ...] = (
     check_unread,
     check_rounding,
@@ -149,4 +173,5 @@ ENGINE_RULES: tuple[Rule, ...] = (
     check_optimizer,
     check_attention,
     check_hidden_states,
+    check_router_replay,
 )

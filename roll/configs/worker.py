@@ -13,6 +13,7 @@ from roll.configs.devices import DeviceMapping
 from roll.configs.generating import GeneratingArguments
 from roll.configs.model import ModelArguments
 from roll.configs.problems import ConfigProblem
+from roll.configs.router_replay import RouterReplayConfig
 from roll.configs.schema import Described
 from roll.configs.strategy import StrategyArguments
 from roll.configs.training import TrainingArguments
@@ -90,7 +91,10 @@ class WorkerConfig(Config):
     use_sequence_packing: bool = Field(
         default=False, description="Lay the sequences of a micro-batch end to end in one row instead of padding them."
     )
-
+    router_replay: RouterReplayConfig = Field(
+        default_factory=RouterReplayConfig,
+        description="Experts that a mixture of experts takes again (read from actor_train).",
+    )
     share_prompts: bool = Field(
         default=True,
         description="Sequences that begin with the same prompt compute it once, where that leaves at most 90% of the "

@@ -1,9 +1,9 @@
 """The one ragged batch that crosses process boundaries.
 
-Axes: B sequences, T tokens of all sequences laid end to end (``T = lengths_B.sum()``), H hidden units. A ``_T`` field
-(``_TH``: a vector per token) is aligned with the token it describes: ``logprobs_T[i]`` is log p(token i | the tokens
-before it in its sequence), ``values_T[i]`` the value of the state in which token i was chosen. Such scores are 0 where
-the loss mask is 0. Nobody outside a strategy shifts by one.
+Axes: B sequences, T tokens of all sequences laid end to end (``T = lengths_B.sum()``), H hidden units, E experts of a
+token in all layers. A ``_T`` field (``_TH``: a vector per token) is aligned with the token it describes:
+``logprobs_T[i]`` is log p(token i | the tokens before it in its sequence), ``values_T[i]`` the value of the state in
+which token i was chosen. Such scores are 0 where the loss mask is 0. Nobody outside a strategy shifts by one.
 
 Example: two sequences ``[5, 6, 7]`` and ``[8, 9]`` of which the last two and the last token were sampled::
 
@@ -65,6 +65,9 @@ class Batch:
     """float32: log-probabilities as the generation engine reported them."""
     rollout_versions_T: Tensor | None = None
     """int64: the weight version that sampled each token; 0 where the mask is 0."""
+    experts_TE: Tensor | None = None
+    """int16 [T, E]: the experts that each token itself is to go through, layer by layer (``router_replay``); -1 where
+    the router chooses."""
     old_logprobs_T: Tensor | None = None
     """float32: log-probabilities under the training engine before the update (PPO's old policy)."""
     fresh_B: Tensor | None = None
@@ -120,11 +123,13 @@ class Batch:
             if value is None:
                 continue
             expected = num_tokens if _is_per_token(f.name) else len(self.lengths_B)
-            wide = f.name.endswith(("_TH", "_TK", "_BK"))
+            wide = f.name.endswith(("_TH", "_TK", "_TE", "_BK"))
             if value.ndim == 2 and wide and len(value) == expected:
                 continue
             if value.shape != (expected,):
-                width = {"_TH": " hidden size", "_TK": " tokens", "_BK": " rewards"}.get(f.name[-3:], "")
+                width = {"_TH": " hidden size", "_TK": " tokens", "_TE": " experts", "_BK": " rewards"}.get(
+                    f.name[-3:], ""
+                )
                 raise ValueError(f"Batch.{f.name}: shape {tuple(value.shape)}, expected ({expected},{width})")
 
     @property
@@ -269,4 +274,9 @@ def from_arrays(kind: type[Columns], arrays: dict[str, np.ndarray]) -> Columns:
 
 
 def _is_per_token(name: str) -> bool:
-    return name.endswith(("_T", "_TH", "_TK"))
+    return name.endswith(("_T", "_TH", "_TK", "_TE"))
+
+
+def unset_value(name: str) -> int:
+    """Value of a column where nothing is known."""
+    return -1 if name == "experts_TE" else 0

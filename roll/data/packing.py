@@ -6,7 +6,7 @@ A *packed row* is all sequences end to end with ``position_ids`` that restart at
 within each sequence. A *shared row* is packed too, holds a prompt that several sequences begin with once, and brings
 its own plan of attention.
 
-Axes: B sequences, T tokens end to end, R x C the model's input, K loss tokens.
+Axes: B sequences, T tokens end to end, R x C the model's input, N its cells, K loss tokens, E experts of a token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from roll.data.batch import Batch
+from roll.data.batch import Batch, unset_value
 from roll.data.shared_prompts import AttentionPlan, shared_row
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,10 @@ class ModelInput:
     """int64: the loss tokens' ids."""
     token_K: Tensor
     """int64: index of each loss token in the batch's T axis (ascending)."""
+    cell_T: Tensor
+    """int64: index into the flattened R x C grid of each token; several tokens share a cell in a shared row."""
+    experts_NE: Tensor | None = None
+    """int16: the experts that each cell goes through, see ``Batch.experts_TE``."""
     attention: AttentionPlan | PackedSequences | None = None
     """Plan of who sees whom in a shared or packed row; ``None``: every row of a rectangle is causal."""
 
@@ -73,6 +77,8 @@ class ModelInput:
             self.source_K.to(device, non_blocking=True),
             self.target_K.to(device, non_blocking=True),
             self.token_K.to(device, non_blocking=True),
+            self.cell_T.to(device, non_blocking=True),
+            None if self.experts_NE is None else self.experts_NE.to(device, non_blocking=True),
             None if self.attention is None else self.attention.to(device),
         )
 
@@ -144,7 +150,7 @@ def take_micro_batch(batch: Batch, groups: Sequence[Tensor], index: int) -> Batc
         return batch.select(groups[index])
     columns = {f.name: getattr(batch, f.name) for f in fields(batch)}
     blank = {
-        name: torch.zeros(1 if name.endswith("_B") else 2, *column.shape[1:], dtype=column.dtype)
+        name: torch.full((1 if name.endswith("_B") else 2, *column.shape[1:]), unset_value(name), dtype=column.dtype)
         for name, column in columns.items()
         if column is not None
     }
@@ -187,7 +193,28 @@ def _model_input(
     token_K = batch.loss_mask_T.nonzero().squeeze(1)
     if bool((batch.positions_T[token_K] == 0).any()):
         raise ValueError("loss_mask_T: True on the first token of a sequence, which no token predicts; expected False")
-    return ModelInput(input_ids_RC, position_ids_RC, cell_T[token_K] - 1, batch.tokens_T[token_K], token_K, attention)
+    return ModelInput(
+        input_ids_RC,
+        position_ids_RC,
+        cell_T[token_K] - 1,
+        batch.tokens_T[token_K],
+        token_K,
+        cell_T,
+        experts_of_cells(batch, cell_T, input_ids_RC.numel()),
+        attention,
+    )
+
+
+def experts_of_cells(batch: Batch, cell_T: Tensor, num_cells: int) -> Tensor | None:
+    """[N, E]: the experts of each cell: those of its first token that has any."""
+    if batch.experts_TE is None:
+        return None
+    known_T = (batch.experts_TE >= 0).all(1).nonzero()[:, 0]
+    first_N = torch.full((num_cells,), batch.num_tokens).scatter_reduce_(0, cell_T[known_T], known_T, "amin")
+    has_N = first_N < batch.num_tokens
+    experts_NE = batch.experts_TE.new_full((num_cells, batch.experts_TE.shape[1]), unset_value("experts_TE"))
+    experts_NE[has_N] = batch.experts_TE[first_N[has_N]]
+    return experts_NE
 
 
 def _round_up(lengths: Tensor, round_to: int) -> Tensor:

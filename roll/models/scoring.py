@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from roll.algorithms.types import TokenScores
-from roll.data.batch import Batch
+from roll.data.batch import Batch, unset_value
 from roll.data.packing import (
     ModelInput,
     PackedSequences,
@@ -30,6 +30,7 @@ from roll.data.packing import (
 from roll.data.shared_prompts import AttentionPlan, make_shared_batches, worth_sharing
 from roll.models import planned_attention
 from roll.models.comparison import Comparison, TeacherView, WholeVocabulary, top_tokens
+from roll.models.routing import ExpertRouting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,6 +71,7 @@ class TokenScorer(nn.Module):
         sums_squares: also gives the sums of squared probabilities.
         top_k: also tells so many of the likeliest tokens in each place (a teacher).
         num_ids: with ``top_k``, only ids below this count; ``None``: all.
+        routes: takes the choice of experts that inputs bring; without gradient, and without one, it tells its own.
     """
 
     def __init__(
@@ -83,8 +85,10 @@ class TokenScorer(nn.Module):
         sums_squares: bool = False,
         top_k: int = 0,
         num_ids: int | None = None,
+        routes: bool = False,
     ) -> None:
         super().__init__()
+        self.routing = ExpertRouting(model) if routes else None
         self._takes_plans = planned_attention.enable(model)
         self.returns_hidden = returns_hidden
         self.marks_hits = marks_hits
@@ -115,6 +119,7 @@ class TokenScorer(nn.Module):
         ref_hidden_KH: Tensor | None = None,
         attention: AttentionPlan | PackedSequences | None = None,
         teacher: TeacherView | None = None,
+        experts_NE: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Scores one ``ModelInput``.
 
@@ -126,11 +131,12 @@ class TokenScorer(nn.Module):
             attention: see ``ModelInput``; for a shared row the model must be prepared
                 (``planned_attention.enable_sharing``).
             teacher: what a teacher says of the same tokens.
+            experts_NE: see ``ModelInput``.
 
         Returns:
-            float32 [K] (hidden states [K, H]) under their names in ``TokenScores``: of a critic the values, else
-            log-probabilities and entropies, and, where wanted, the KL to the reference, the divergence from the
-            teacher, the hits, the hidden states or the top tokens.
+            float32 [K] (hidden states [K, H], told experts [N, E]) under their names in ``TokenScores``: of a critic
+            the values, else log-probabilities and entropies, and, where wanted, the KL to the reference, the divergence
+            from the teacher, the hits, the hidden states, the top tokens or the experts.
             A plain dictionary, because FSDP2 finds the tensors to hook in it.
 
         Raises:
@@ -139,6 +145,8 @@ class TokenScorer(nn.Module):
         trunk = self.model if self.value_head is not None else self.model.base_model
         if isinstance(attention, PackedSequences) and not (self._takes_plans and input_ids_RC.device.type == "cpu"):
             attention = None  # the positions tell the model; a GPU has kernels that go by them (flash attention)
+        if self.routing is not None:
+            self.routing.replay(experts_NE)
         device = input_ids_RC.device
         planned = {} if attention is None else planned_attention.plan_arguments(attention, device)
         output = trunk(input_ids=input_ids_RC, position_ids=position_ids_RC, use_cache=False, **planned)
@@ -146,7 +154,11 @@ class TokenScorer(nn.Module):
         if self.value_head is not None:
             return {"values_T": self.value_head(hidden_KH)}
         scores = self._score(hidden_KH, target_K, ref_hidden_KH, teacher)
-        return scores | {"hidden_TH": hidden_KH.float()} if self.returns_hidden else scores
+        if self.returns_hidden:
+            scores["hidden_TH"] = hidden_KH.float()
+        if self.routing is not None and experts_NE is None and not torch.is_grad_enabled():
+            scores["experts_TE"] = self.routing.chosen_NE
+        return scores
 
     def _score(
         self,
@@ -250,12 +262,14 @@ def score_input(
         ref_hidden_KH,
         moved.attention,
         view,
+        moved.experts_NE,
     )
+    experts_NE = outputs.pop("experts_TE", None)
     flat = {
         name: values.new_zeros(num_tokens, *values.shape[1:]).index_put((moved.token_K,), values)
         for name, values in outputs.items()
     }
-    return TokenScores(**flat)
+    return TokenScores(**flat, experts_TE=None if experts_NE is None else experts_NE[moved.cell_T])
 
 
 def split_batch(
@@ -326,7 +340,7 @@ def gather_scores(batch: Batch, groups: Sequence[Tensor], parts: Sequence[TokenS
         first = getattr(parts[0], name)
         if first is None:
             continue
-        flat = torch.zeros(batch.num_tokens, *first.shape[1:], dtype=first.dtype)
+        flat = torch.full((batch.num_tokens, *first.shape[1:]), unset_value(name), dtype=first.dtype)
         for rows, part in zip(groups, parts, strict=False):
             flat[batch.token_index(rows)] = getattr(part, name).cpu()
         columns[name] = flat

@@ -27,6 +27,7 @@ from roll.data.packing import ModelInput, PackedSequences
 from roll.data.shared_prompts import AttentionPlan
 from roll.models import planned_attention
 from roll.models.comparison import TeacherView
+from roll.models.routing import FREE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -145,13 +146,18 @@ def score_shared_input(
         None if ref_hidden_TH is None else ref_hidden_TH[inputs.token_K[own_K]].to(device),
         rows,
         None if teacher is None else teacher.take(inputs.token_K[own_K], device),
+        None if inputs.experts_NE is None else _slice_experts(inputs.experts_NE, columns, width, group).to(device),
     )
+    experts_NE = outputs.pop("experts_TE", None)
     token_K = inputs.token_K[order_K].to(device)
     flat = {}
     for name in sorted(outputs):
         values = _gather(outputs[name], counts, group)
         flat[name] = values.new_zeros(num_tokens, *values.shape[1:]).index_put((token_K,), values)
-    return TokenScores(**flat)
+    experts_TE = None
+    if experts_NE is not None:
+        experts_TE = _whole_experts(experts_NE, columns, width, group)[inputs.cell_T.to(device)]
+    return TokenScores(**flat, experts_TE=experts_TE)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -290,6 +296,22 @@ def _slice(grid_RC: Tensor, width: int, group: SequenceGroup) -> Tensor:
     """This rank's columns, [R, S]."""
     padded = nn.functional.pad(grid_RC, (0, width * group.size - grid_RC.shape[1]))
     return padded[:, group.rank * width : (group.rank + 1) * width]
+
+
+def _slice_experts(experts_NE: Tensor, columns: int, width: int, group: SequenceGroup) -> Tensor:
+    """The choices of this rank's columns, flat."""
+    grid_RCE = experts_NE.unflatten(0, (-1, columns))
+    padded = nn.functional.pad(grid_RCE, (0, 0, 0, width * group.size - columns), value=FREE)
+    return padded[:, group.rank * width : (group.rank + 1) * width].flatten(0, 1)
+
+
+def _whole_experts(experts_NE: Tensor, columns: int, width: int, group: SequenceGroup) -> Tensor:
+    """Its inverse, of all ranks (collective)."""
+    sent = experts_NE.int()  # gloo has no 16 bits
+    parts = [torch.empty_like(sent) for _ in range(group.size)]
+    dist.all_gather(parts, sent, group=group.process_group)
+    whole = torch.cat([part.unflatten(0, (-1, width)) for part in parts], dim=1)[:, :columns]
+    return whole.flatten(0, 1).to(experts_NE.dtype)
 
 
 def _gather(values: Tensor, counts: list[int], group: SequenceGroup) -> Tensor:

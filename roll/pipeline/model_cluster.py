@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.types import TokenScores
-from roll.data.batch import Batch
+from roll.data.batch import Batch, unset_value
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.strategy.base import Metrics, RankInfo, States, StrategyContext
 from roll.models.loading import load_config
@@ -131,7 +131,9 @@ class ModelCluster:
         places = [batch.token_index(part) for part in parts]
         return TokenScores(
             *(
-                _scatter(batch.num_tokens, places, [getattr(first[dp_rank], name) for dp_rank in range(self.dp_size)])
+                _scatter(
+                    batch.num_tokens, places, [getattr(first[dp_rank], name) for dp_rank in range(self.dp_size)], name
+                )
                 for name in (f.name for f in fields(TokenScores))
             )
         )
@@ -210,11 +212,12 @@ def _what_scores_depend_on(batch: Batch) -> Batch:
     return batch.replace(**{f.name: None for f in fields(Batch) if f.name.endswith("_T") and f.name not in read})
 
 
-def _scatter(num_tokens: int, places: Sequence[Tensor], values: Sequence[Tensor | None]) -> Tensor | None:
+def _scatter(num_tokens: int, places: Sequence[Tensor], values: Sequence[Tensor | None], name: str) -> Tensor | None:
+    """A column of all ranks' values at their places."""
     present = [value for value in values if value is not None]
     if not present:
         return None
-    out = torch.zeros(num_tokens, *present[0].shape[1:], dtype=present[0].dtype)
+    out = torch.full((num_tokens, *present[0].shape[1:]), unset_value(name), dtype=present[0].dtype)
     for place, value in zip(places, values, strict=True):
         if value is not None and len(place):
             out[place] = value

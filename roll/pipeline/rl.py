@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from roll.algorithms.advantages import advantage_metrics, compute_advantages
-from roll.algorithms.correction import mismatch_by_lag, mismatch_metrics
+from roll.algorithms.correction import mismatch_by_lag, mismatch_metrics, replay_metrics
 from roll.algorithms.distillation import (
     clip_metrics,
     no_advantages,
@@ -138,6 +138,7 @@ class RLPipeline(TrainingLoop):
             metrics |= batch.balance(self.roles.actor.dp_size, self.roles.actor.linear)
             batch = self.score(batch, self.rows_with_old_logprobs(batch, steps))
             self.utilisation.scored(span, batch)
+            metrics |= replay_metrics(batch)
         with self.signals.deferred():  # a stop in here waits: half an update cannot be saved
             with phase("advantage"):
                 batch, shaping_metrics = self.shape(batch)
@@ -243,7 +244,7 @@ class RLPipeline(TrainingLoop):
         if self.config.kl_loss_target is not None:
             selection_metrics |= self._steer_kl_loss(batch)
         actor_refs = self.roles.actor.submit_train(policy_batch, steps) if trains_actor else []
-        unread = dict.fromkeys(("ref_hidden_TH", *TEACHER_COLUMNS))
+        unread = dict.fromkeys(("ref_hidden_TH", "experts_TE", *TEACHER_COLUMNS))
         value_batch = batch.replace(loss_mask_T=value_mask(batch, self.config), **unread)
         critic = self.roles.critic if value_batch.loss_mask_T.any() else None
         critic_refs = critic.submit_train(value_batch, steps) if critic else []
@@ -324,9 +325,13 @@ def _with_scores(
     old_rows: Tensor,
     divergence: DivergenceConfig | None = None,
 ) -> Batch:
-    """The batch with the columns that each role computes, named by the first of them; the roles work side by side."""
+    """The batch with the columns that each role computes, named by the first of them; the roles work side by side.
+
+    Experts are chosen for the policy that trains alone: other models have routers of their own.
+    """
+    unrouted = batch.replace(experts_TE=None)
     pending = {
-        name: (role, role.submit_logprobs(batch, old_rows if name == "old_logprobs_T" else None))
+        name: (role, role.submit_logprobs(*((batch, old_rows) if name == "old_logprobs_T" else (unrouted, None))))
         for name, role in roles.items()
         if role is not None
     }
@@ -342,4 +347,6 @@ def _with_scores(
         elif name == "old_logprobs_T":
             columns["kl_T"] = scores.kl_T
             columns["squares_T"] = scores.squares_T
+            if scores.experts_TE is not None:
+                columns["experts_TE"] = scores.experts_TE
     return batch.replace(**columns)

@@ -11,6 +11,7 @@ from roll.configs.model import ModelArguments
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.prompts import REWARD_CLUSTER
 from roll.configs.rl import RLConfig
+from roll.configs.router_replay import ReplayMode
 from roll.configs.training import TrainingArguments
 from roll.configs.val_infer import VAL_INFER
 from roll.data.templates import ChatTemplate
@@ -260,8 +261,15 @@ class Roles:
             template=ChatTemplate.of(config.actor_train.data_args),
             saves=frozenset(config.checkpoint_config.save_contents),
             loads=frozenset(config.checkpoint_config.load_contents),
+            router_replay=self._router_replay(role),
             recompute_kv=isinstance(config, RLConfig) and config.overlaps and config.kv_after_update == "recompute",
         )
+
+    def _router_replay(self, role: str) -> ReplayMode:
+        """What a role has to do with the choice of experts."""
+        mode = self.config.actor_train.router_replay.mode
+        concerned = ("actor_train", "actor_infer") if mode == "R3" else ("actor_train",)
+        return mode if role in concerned else "disable"
 
 
 def _lora(args: ModelArguments) -> LoraSpec | None:

@@ -161,6 +161,20 @@ def _import(path: str) -> Any:
     return import_path(path, "check")
 
 
+def check_experts(config: PipelineConfig) -> list[ConfigProblem]:
+    """Experts are replayed of a model that has some."""
+    key, mode = "actor_train.router_replay.mode", config.actor_train.router_replay.mode
+    sizes = None if mode == "disable" else model_config(config, "actor_train")
+    if sizes is None:
+        return []
+    from roll.models.routing import expert_sizes
+
+    if all(expert_sizes(sizes)):
+        return []
+    expected = f"disable: {type(sizes).__name__} has no experts to choose from"
+    return [ConfigProblem(key, mode, expected, involves=("pretrain",))]
+
+
 def check_positions(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """The model has positions for the longest sample."""
     most = MAX_POSITIONS
@@ -306,6 +320,7 @@ MODEL_CHECKS: tuple[Rule, ...] = (
     check_tokenizer,
     check_model_kwargs,
     check_fit,
+    check_experts,
     check_positions,
     check_trained_format,
     check_adapted_layers,

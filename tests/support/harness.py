@@ -13,6 +13,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -232,6 +233,8 @@ class Expected:
     measured: list[float]
     norms: list[float]
     weights: dict[str, Tensor]
+    told_TE: Tensor | None
+    """The experts that the routers choose before the first step, of each layer in ascending order."""
 
 
 @cache
@@ -258,7 +261,7 @@ def oracle(
     ]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.999), eps=1e-6)
     args = WorkerConfig.model_validate({"training_args": TRAINING}).training_args
-    before_T = _oracle_scores(model, task)
+    before_T, told_TE = _oracle_scores(model, task), _oracle_experts(model, task.batch(0))
     losses, measured, norms = [], [], []
     for step in range(NUM_STEPS):
         loss, value = task.oracle(model, task.batch(step))
@@ -272,7 +275,7 @@ def oracle(
         measured.append(value)
     after_T = _oracle_scores(model, task)
     weights = checkpoint_weights(model) if lora is None else adapter_weights(model)
-    return Expected(before_T, after_T, losses, measured, norms, weights)
+    return Expected(before_T, after_T, losses, measured, norms, weights, told_TE)
 
 
 def with_adapter(model: Any, lora: LoraSpec, *, scores: bool = False) -> Any:
@@ -320,7 +323,8 @@ def checkpoint_weights(model: Any) -> dict[str, Tensor]:
 def _oracle_rows(model: Any, batch: Batch) -> Iterator[tuple[int, Batch, Tensor]]:
     for row in range(batch.num_sequences):
         one = batch.select([row])
-        logits = model(one.tokens_T[None], use_cache=False).logits[0]
+        with _given_experts(model, one):
+            logits = model(one.tokens_T[None], use_cache=False).logits[0]
         yield row, one, (logits / TEMPERATURE).log_softmax(-1)
 
 
@@ -334,6 +338,51 @@ def _oracle_loss(model: Any, batch: Batch) -> tuple[Tensor, float]:
             entropies += entropy.item()
     count = batch.loss_mask_T.sum()
     return -gain / count, entropies / float(count)
+
+
+def make_routed(step: int) -> Batch:
+    """``make_batch`` with two of four experts for each token and layer, the same for what sequences begin with; one
+    sequence is left to the routers."""
+    batch = make_batch(step)
+    generator = torch.Generator().manual_seed(500 + step)
+    experts_TE = torch.rand(batch.num_tokens, 4, 4, generator=generator).argsort(-1)[..., :2].flatten(1)
+    for start in (12, 27):
+        experts_TE[start : start + 6] = experts_TE[:6]
+    return batch.replace(experts_TE=experts_TE.masked_fill((batch.rows_T == 4)[:, None], -1).short())
+
+
+@contextmanager
+def _given_experts(model: Any, one: Batch) -> Iterator[None]:
+    """Routers that take the experts of a sequence as its batch has them."""
+    if one.experts_TE is None or bool((one.experts_TE < 0).all()):
+        yield
+        return
+    experts_TLK = one.experts_TE.long().view(one.num_tokens, -1, 2)
+
+    def route(gate: Any, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = hidden.reshape(one.num_tokens, -1) @ gate.weight.T
+        chosen = experts_TLK[:, layer]
+        weights = logits.softmax(-1)[torch.arange(one.num_tokens)[:, None], chosen]
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    for number, gate in enumerate(gates):
+        gate.forward = partial(route, gate, number)
+    try:
+        yield
+    finally:
+        for gate in gates:
+            del gate.forward
+
+
+@torch.no_grad()
+def _oracle_experts(model: Any, batch: Batch) -> Tensor | None:
+    """The two experts of each token and layer that the model itself chooses, for a batch that brings others."""
+    if batch.experts_TE is None:
+        return None
+    rows = [batch.select([row]).tokens_T[None] for row in range(batch.num_sequences)]
+    layers = zip(*(model(row, use_cache=False, output_router_logits=True).router_logits for row in rows), strict=True)
+    return torch.cat([torch.cat(logits).topk(2, dim=-1).indices.sort(-1).values for logits in layers], dim=1)
 
 
 def make_preferences(step: int) -> Batch:
@@ -538,7 +587,7 @@ def _oracle_reward_model(model: Any, batch: Batch, name: str) -> tuple[Tensor, f
 
 TASKS = {
     name: Task(batch, policy_loss, _oracle_loss, "actor/entropy")
-    for name, batch in (("policy", make_batch), ("grouped", make_groups))
+    for name, batch in (("policy", make_batch), ("grouped", make_groups), ("routed", make_routed))
 }
 TASKS |= {
     name: Task(
@@ -616,6 +665,7 @@ def make_context(layout: Layout, model_path: Path, rank: int) -> StrategyContext
         max_grad_norm=MAX_GRAD_NORM,
         total_optimizer_steps=TOTAL_STEPS,
         sequence_length=LONGEST,
+        router_replay="R2" if layout.task == "routed" else "disable",
     )
 
 
@@ -663,6 +713,10 @@ def _run(layout: Layout, model_path: Path, rank: int) -> dict[str, Any]:
         return batch.token_index(part), _scored(strategy, batch.select(part))
 
     result: dict[str, Any] = {"before": scores(), "metrics": []}
+    if layout.task == "routed":
+        batch = task.batch(0).replace(experts_TE=None)
+        part = batch.split(info.dp_size)[info.dp_rank]
+        result["told"] = batch.token_index(part), strategy.logprobs(batch.select(part)).experts_TE
     for step in range(NUM_STEPS):
         batch = task.batch(step)
         share = batch.select(batch.split(info.dp_size)[info.dp_rank])
@@ -710,6 +764,10 @@ def _compare(layout: Layout, model_path: Path, folder: Path) -> Figures:
         index, logprobs_T = found[name]
         return float((logprobs_T.double() - reference_T[index]).abs().max())
 
+    if "told" in found:
+        index, told_TE = found["told"]
+        assert expected.told_TE is not None
+        assert torch.equal(told_TE.unflatten(1, (-1, 2)).sort(-1).values.flatten(1), expected.told_TE[index])
     metrics = found["metrics"]
     assert found["weights"].keys() == expected.weights.keys(), found["weights"].keys() ^ expected.weights.keys()
     metric, area = TASKS[layout.task].metric, "reward_model" if TASKS[layout.task].scores else "actor"

@@ -15,6 +15,7 @@ def zero(stage: int, **options: Any) -> dict[str, Any]:
 
 
 CPU = {"device": "cpu"}
+ROUTED = {"task": "routed", "model": "qwen3_moe"}
 PACKED = {
     "use_sequence_packing": True,
     "use_dynamic_batching_in_train": True,
@@ -67,6 +68,8 @@ LAYOUTS = [
     layout("zero2-recomputed-packed", zero(2, overlap_comm=True), model_args=RECOMPUTED, worker=PACKED, model="qwen3"),
     layout("zero3-persistent-packed", zero(3, stage3_param_persistence_threshold=100), worker=PACKED),
     layout("zero3-moe", zero(3), model="qwen3_moe"),
+    layout("zero3-routed", zero(3), model_args=RECOMPUTED, **ROUTED),
+    layout("zero2-routed-packed", zero(2), worker=PACKED, **ROUTED),
     layout("zero2-ulysses2", zero(2), model_args={"ulysses_size": 2}, worker=PACKED),
     layout("zero3-ulysses2", zero(3), model_args={"ulysses_size": 2} | RECOMPUTED),
     layout("zero1-sigmoid", zero(1), task="sigmoid"),

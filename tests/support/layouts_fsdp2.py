@@ -13,6 +13,7 @@ RECOMPUTED = {"model_args": {"disable_gradient_checkpointing": False}}
 BF16 = {"model_args": {"dtype": "bf16"}}
 COMPUTES_IN_BF16 = {"param_dtype": "bf16"}
 SCORES = {"model": "qwen2_scores"}
+ROUTED = {"task": "routed", "model": "qwen3_moe"}
 TP = {"tensor_parallel_size": 2}
 
 
@@ -75,6 +76,10 @@ LAYOUTS = [
     layout("alone-lora-process", 1, task="process", lora=ADAPTER, **SCORES),
     layout("shard2-lora-packed-bradley_terry", 2, task="bradley_terry", lora=ADAPTER, worker=PACKED, **SCORES),
     layout("ulysses2-regression", 2, task="regression", **ULYSSES, **SCORES),
+    layout("alone-routed-recomputed", 1, **ROUTED | RECOMPUTED),
+    layout("shard2-routed-packed", 2, worker=PACKED, **ROUTED),
+    layout("tp2-routed", 2, TP, worker=BY_TOKENS, **ROUTED),
+    layout("ulysses2-routed", 2, {"fsdp_size": 1}, **ROUTED | ULYSSES),
     layout("tp2", 2, TP),
     layout("tp2-packed", 2, TP, model="qwen3", worker=PACKED),
     layout("tp2-moe", 2, TP, model="qwen3_moe"),

@@ -135,6 +135,10 @@ class EngineCard:
     """Scores given tokens as prompts, which it batches itself: log-probabilities and top tokens, no hidden states."""
     replays: ClassVar[bool] = False
     """Holds requests until the weights are there that sampled their next token in a recorded run."""
+    replays_experts: ClassVar[bool] = False
+    """Trains with experts that were chosen before (``router_replay``)."""
+    tells_experts: ClassVar[bool] = False
+    """Tells the experts that sampled and read tokens went through."""
     keeps_kv: ClassVar[bool] = True
     """Can go on with the keys and values of requests in flight when weights come."""
     splits_heads: ClassVar[bool] = True

@@ -83,6 +83,7 @@ class Fsdp2Card(EngineCard):
     options = Fsdp2Config
     optimizers = ("adamw", "muon")
     trains_modules = True
+    replays_experts = True
     fit = "roll.distributed.strategy.fsdp2.fit:check_model"
 
     def rules(self, role: str, worker: WorkerConfig, config: PipelineConfig) -> Iterator[ConfigProblem]:

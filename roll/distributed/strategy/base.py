@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from roll.algorithms.types import LossFn, TokenScores
 from roll.configs.pipeline import PARTS
+from roll.configs.router_replay import ReplayMode
 from roll.data.batch import Batch
 from roll.data.requests import Completion, GenerateRequest
 from roll.data.templates import ChatTemplate
@@ -105,6 +106,9 @@ class StrategyContext:
     """Parts of a checkpoint that a trainer writes."""
     loads: frozenset[str] = frozenset(PARTS)
     """Parts that it takes up."""
+    router_replay: ReplayMode = "disable"
+    """``R2``: a trainer tells the experts of its scores, and takes those that a batch brings; ``R3``: it takes those
+    alone, and a generator tells its own."""
     recompute_kv: bool = False
     """Keys and values of requests in flight are computed anew after an update of weights."""
 

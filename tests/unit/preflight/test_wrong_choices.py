@@ -48,6 +48,7 @@ MODELS = {
 TRAIN, INFER = "actor_train.strategy_args.strategy_config", "actor_infer.strategy_args.strategy_config"
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 EP, ETP = "expert_model_parallel_size", "expert_tensor_parallel_size"
+REPLAY = "actor_train.router_replay.mode"
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 
 
@@ -275,6 +276,11 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
         (fsdp2("moe") | args(attn_implementation="eager", ulysses_size=2),
          "actor_train.model_args.attn_implementation", "sdpa or fa2"),
         (fsdp2() | args(use_liger_kernel=True), "actor_train.model_args.use_liger_kernel", "without a GPU"),
+        # Replayed experts
+        ({REPLAY: "R2"}, REPLAY, "disable: Qwen2Config has no experts"),
+        (fsdp2("moe") | sglang() | {REPLAY: "R3"}, REPLAY, "R2 or disable with sglang"),
+        (fsdp2("moe") | {REPLAY: "R2", "train_infer_correction.bypass": True}, REPLAY, "R3 or disable where"),
+        ({"actor_infer.router_replay.mode": "R2"}, "actor_infer.router_replay", "actor_infer does not read"),
         # LoRA
         (args(lora_target="q_prj"), "actor_train.model_args.lora_target", "q_proj"),
         (args(lora_target=" , "), "actor_train.model_args.lora_target", "all-linear"),
@@ -367,6 +373,8 @@ def test_an_unknown_entry_of_the_models_configuration_is_named_in_every_role(pro
         zero(stage=3, reduce_bucket_size=5e8, stage3_param_persistence_threshold=10, overlap_comm="auto"),
         fsdp2("moe", tensor_parallel_size=2),
         fsdp2("dense", 3, tensor_parallel_size=3),
+        fsdp2("moe", tensor_parallel_size=2) | {REPLAY: "R2"},
+        zero(stage=3) | {REPLAY: "R2", "pretrain": "moe2"},
         fsdp2("dense", 6) | args(ulysses_size=6),
         args(lora_target="q_proj,v_proj", lora_rank=4),
         megatron("moe", 2, **{TP: 2, "sequence_parallel": True}) | args(lora_target="all-linear"),

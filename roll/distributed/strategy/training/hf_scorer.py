@@ -62,6 +62,7 @@ def make_scorer(context: StrategyContext, dtype: torch.dtype) -> TokenScorer:
         sums_squares=context.sums_squares,
         top_k=context.top_k,
         num_ids=context.num_ids,
+        routes=context.router_replay != "disable",
     )
 
 
