@@ -31,6 +31,7 @@ from roll.configs.reward_training import RewardColumns, RewardLossConfig, Reward
 from roll.configs.rewards import RewardConfig, RewardFilterConfig, VerifierConfig
 from roll.configs.rl import RLConfig
 from roll.configs.rlvr import RLVRConfig
+from roll.configs.router_replay import RouterReplayConfig
 from roll.configs.schema import default_text, range_text, type_text
 from roll.configs.sft import SFTConfig
 from roll.configs.strategy import StrategyArguments
@@ -127,6 +128,7 @@ ROLES: list[Group] = [
         "`actor_infer.generating_args`, `<env manager>.generating_args`, `validation.generating_args`",
         GeneratingArguments,
     ),
+    ("Router replay", "`actor_train.router_replay`", RouterReplayConfig),
     ("Strategy", "`<role>.strategy_args`", StrategyArguments),
 ]
 INTRODUCTION = """\

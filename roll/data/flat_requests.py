@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from roll.data.arrays import FloatArray, IntArray
+from roll.data.arrays import ExpertArray, FloatArray, IntArray
+from roll.data.experts import cut_experts, join_experts
 from roll.data.requests import Completion, FinishReason, GenerateRequest, Runs, SamplingParams
 
 _BUT_SEED = attrgetter(*(field.name for field in fields(SamplingParams) if field.name != "seed"))
@@ -76,9 +77,14 @@ class FlatCompletions:
     lengths: list[int]
     """Tokens of each completion."""
     finish_reasons: list[FinishReason]
+    experts: ExpertArray | None = None
+    """Of prompts and answers, one completion after the other."""
+    num_routed: list[int] | None = None
+    """Rows of ``experts`` of each completion."""
 
     @classmethod
     def of(cls, completions: Sequence[Completion]) -> FlatCompletions:
+        experts, num_routed = join_experts([completion.experts for completion in completions])
         return cls(
             ids=[completion.request_id for completion in completions],
             token_ids=join([completion.token_ids for completion in completions], np.int64),
@@ -86,12 +92,17 @@ class FlatCompletions:
             versions=join([completion.versions for completion in completions], np.int64),
             lengths=[len(completion.token_ids) for completion in completions],
             finish_reasons=[completion.finish_reason for completion in completions],
+            experts=experts,
+            num_routed=num_routed,
         )
 
     def __iter__(self) -> Iterator[Completion]:
         columns = (_cut(values, self.lengths) for values in (self.token_ids, self.logprobs, self.versions))
-        for name, token_ids, logprobs, versions, reason in zip(self.ids, *columns, self.finish_reasons, strict=True):
-            yield Completion(name, token_ids, logprobs, reason, versions)
+        experts = cut_experts(self.experts, self.num_routed, len(self.ids))
+        for name, token_ids, logprobs, versions, reason, routed in zip(
+            self.ids, *columns, self.finish_reasons, experts, strict=True
+        ):
+            yield Completion(name, token_ids, logprobs, reason, versions, routed)
 
 
 def join(arrays: Sequence[np.ndarray], kind: type[np.generic]) -> np.ndarray:

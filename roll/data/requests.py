@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from roll.data.arrays import FloatArray, IntArray
+from roll.data.arrays import ExpertArray, FloatArray, IntArray
 
 if TYPE_CHECKING:
     from roll.configs.generating import GeneratingArguments
@@ -87,6 +87,10 @@ class Completion:
     finish_reason: FinishReason
     versions: IntArray
     """The weight version that sampled each id, shape [n], ascending: an update may come in the middle."""
+    experts: ExpertArray | None = None
+    """The experts that the prompt's and the sampled tokens went through, shape [prompt_len + n, E], layer by layer; -1
+    where that is not known, as of the last token, which nothing was predicted from. ``None`` unless they are asked for
+    (``router_replay: R3``)."""
 
     @property
     def runs(self) -> Runs:

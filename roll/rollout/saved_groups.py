@@ -99,6 +99,12 @@ def _trajectory(saved: dict[str, Any], arrays: Arrays) -> Trajectory:
 def _turn(saved: dict[str, Any], arrays: Arrays) -> Turn:
     completion = saved["completion"]
     sampled = {name: _array(completion[name], arrays) for name in ("token_ids", "logprobs", "versions")}
-    completion = {**completion, **sampled, "finish_reason": FinishReason(completion["finish_reason"])}
+    experts = completion.get("experts")
+    completion = {
+        **completion,
+        **sampled,
+        "finish_reason": FinishReason(completion["finish_reason"]),
+        "experts": None if experts is None else _array(experts, arrays),
+    }
     parts = {"prompt_ids": _array(saved["prompt_ids"], arrays), "completion": Completion(**completion)}
     return Turn(**{**saved, **parts})

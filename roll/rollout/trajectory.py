@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from roll.data.arrays import ExpertArray
 from roll.data.batch import Batch
+from roll.data.experts import continued, unknown_experts
 from roll.data.requests import FinishReason
 from roll.rollout.types import EpisodeEnd, RolloutGroup, Trajectory, Turn
 from roll.utils.seeding import derive_seed
@@ -27,6 +29,8 @@ class _Columns:
     """Those of each answer."""
     versions: list[np.ndarray] = field(default_factory=list)
     """Those of each answer."""
+    experts: list[ExpertArray | None] = field(default_factory=list)
+    """Those of each row."""
     turns: list[int] = field(default_factory=list)
     """Each turn's number in its episode."""
     rewards: list[float] = field(default_factory=list)
@@ -97,6 +101,7 @@ def groups_to_batch(groups: Sequence[RolloutGroup], tags: Sequence[str], parts: 
         share_B=torch.tensor(columns.shares, dtype=torch.float64) if min(columns.shares) < 1 else None,
         rollout_logprobs_T=_spread(columns.logprobs, mask_T, np.float32),
         rollout_versions_T=_spread(columns.versions, mask_T, np.int64),
+        experts_TE=_experts(columns),
     )
 
 
@@ -141,6 +146,7 @@ def _append_row(columns: _Columns, turns: Sequence[tuple[int, Turn]]) -> int:
     The last turn's prompt holds all that came before it, so only the new part of each is added.
     """
     length = num_sampled = 0
+    experts = None
     for number, turn in turns:
         completion = turn.completion
         prompt, answer = turn.prompt_ids[length:], completion.token_ids
@@ -151,14 +157,26 @@ def _append_row(columns: _Columns, turns: Sequence[tuple[int, Turn]]) -> int:
         columns.versions.append(completion.versions)
         columns.turns.append(number)
         columns.rewards.append(turn.reward)
+        experts = continued(experts, completion.experts)
         length += n + m
         num_sampled += m
     columns.lengths.append(length)
+    columns.experts.append(experts)
     return num_sampled
 
 
 def _join(parts: list[np.ndarray]) -> torch.Tensor:
     return torch.from_numpy(np.concatenate(parts))
+
+
+def _experts(columns: _Columns) -> torch.Tensor | None:
+    """The experts of all rows, if any row has some."""
+    known = next((experts for experts in columns.experts if experts is not None), None)
+    if known is None:
+        return None
+    width = known.shape[1]
+    rows = zip(columns.experts, columns.lengths, strict=True)
+    return _join([unknown_experts(length, width) if experts is None else experts for experts, length in rows])
 
 
 def _spread(answers: list[np.ndarray], mask_T: np.ndarray, kind: type[np.generic]) -> torch.Tensor:

@@ -19,6 +19,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from roll.configs.strategy import StrategyArguments
@@ -35,9 +37,11 @@ from roll.models.tiny import make_tokenizer
 SEQUENCE_LENGTH = 1024
 MAX_RUNNING = 32
 BUCKET_BYTES = 40_000
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "tied": (Qwen2Config, Qwen2ForCausalLM, {"tie_word_embeddings": True}),
     "untied": (Qwen3Config, Qwen3ForCausalLM, {"tie_word_embeddings": False, "head_dim": 32}),
+    "experts": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {"tie_word_embeddings": False, "head_dim": 32, **EXPERTS}),
 }
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 """Of size 32, which every engine's kernels take."""

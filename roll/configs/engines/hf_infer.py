@@ -27,6 +27,7 @@ class HfInferCard(EngineCard):
     }
     options = HfInferConfig
     replays = True
+    tells_experts = True
     fit = "roll.distributed.strategy.hf_infer.model_fit:check_model"
 
 

@@ -22,7 +22,7 @@ import itertools
 import sys
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -30,9 +30,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from roll.data.arrays import IntArray
-from roll.data.requests import Completion, FinishReason, GenerateRequest
+from roll.data.requests import FinishReason
 from roll.distributed.strategy.generation.requests import Counters
+from roll.distributed.strategy.hf_infer.running_sequence import RunningSequence
+from roll.models.routing import ExpertRouting
 from roll.models.sampling import SamplerRows, sample, uniforms
 from roll.models.slot_cache import SlotCache
 from roll.models.stop_strings import StopStrings
@@ -43,54 +44,6 @@ if TYPE_CHECKING:
 MIN_ROWS = 16
 WIDTH_BLOCK = 16
 PADDING_ALWAYS_ALLOWED = 8  # a forward of its own costs a tiny model more than this many tokens of padding per prompt
-
-
-@dataclass(eq=False)
-class RunningSequence:
-    """One completion on its way. ``eq=False``: identity is what counts, and it makes the object hashable."""
-
-    request: GenerateRequest
-    seed: int
-    """Unsigned 64 bits."""
-    limit: int
-    """Most tokens to sample: ``max_new_tokens``, or what is left of the context."""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    """The weights that sampled each token."""
-
-    @property
-    def history(self) -> IntArray:
-        """Prompt and sampled tokens: what must be in the cache, up to the last token, before the next step."""
-        prompt = self.request.prompt_ids
-        return np.concatenate([prompt, np.array(self.tokens, dtype=np.int64)]) if self.tokens else prompt
-
-    @property
-    def length(self) -> int:
-        return len(self.request.prompt_ids) + len(self.tokens)
-
-    @property
-    def final_length(self) -> int:
-        return len(self.request.prompt_ids) + self.limit
-
-    def waits(self, version: int) -> bool:
-        """Its next token was recorded with later weights than ``version``."""
-        end = 0
-        for recorded, tokens in self.request.recorded:
-            end += tokens
-            if len(self.tokens) < end:
-                return recorded > version
-        return False
-
-    def completion(self, reason: FinishReason) -> Completion:
-        """The tokens sampled so far, as an answer."""
-        return Completion(
-            request_id=self.request.request_id,
-            token_ids=np.array(self.tokens, dtype=np.int64),
-            logprobs=np.array(self.logprobs, dtype=np.float32),
-            finish_reason=reason,
-            versions=np.array(self.versions, dtype=np.int64),
-        )
 
 
 Finished = tuple[RunningSequence, FinishReason]
@@ -111,6 +64,7 @@ class ContinuousBatching:
         max_running: most sequences in one step.
         max_prefill_tokens: most prompt tokens admitted in one step (a longer prompt is admitted alone).
         max_cache_tokens: most positions of the key-value cache, slots × longest sequence; ``None``: no bound.
+        routing: the model's routers, whose choices completions tell; ``None``: they do not.
     """
 
     def __init__(
@@ -122,7 +76,9 @@ class ContinuousBatching:
         max_running: int,
         max_prefill_tokens: int,
         max_cache_tokens: int | None = None,
+        routing: ExpertRouting | None = None,
     ) -> None:
+        self._routing = routing
         self.weight_version = 0
         self.counters = StepCounters()
         self.num_recorded: Counter[int] = Counter()
@@ -260,6 +216,11 @@ class ContinuousBatching:
         # Only keys and values are wanted: the trunk without the output layer, and no mask (see the module's docstring).
         input_ids = torch.from_numpy(tokens_GL).to(self._model.device)
         self._model.base_model(input_ids=input_ids, past_key_values=self._cache, use_cache=True)
+        if self._routing is not None:
+            experts = self._routing.chosen_NE.cpu().numpy().reshape(len(groups), width, -1)
+            for row, group in enumerate(groups):
+                for sequence in group:
+                    sequence.add_experts(experts[row, : lengths[row]].copy())
 
     def _decode(self, rows: _RunningRows) -> Tensor:
         """Feeds every running sequence its last token; returns the logits [B, V] of the next one."""
@@ -280,6 +241,10 @@ class ContinuousBatching:
             past_key_values=self._cache,
             use_cache=True,
         )
+        if self._routing is not None:
+            experts = self._routing.chosen_NE.cpu().numpy()
+            for sequence, experts_E in zip(self.running, experts, strict=False):
+                sequence.set_last_experts(experts_E)
         logits: Tensor = output.logits
         return logits[: len(self.running), -1]
 

@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 
 from roll.data.requests import Completion, FinishReason
 from roll.distributed.strategy.generation.requests import EngineStoppedError
-from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence
+from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching
+from roll.distributed.strategy.hf_infer.running_sequence import RunningSequence
 
 logger = logging.getLogger(__name__)
 

@@ -23,14 +23,16 @@ from roll.distributed.strategy.base import States, StrategyContext
 from roll.distributed.strategy.generation.generator import Generator
 from roll.distributed.strategy.generation.model_outline import stop_token_ids
 from roll.distributed.strategy.generation.requests import EngineStoppedError
-from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching, RunningSequence
+from roll.distributed.strategy.hf_infer.continuous_batching import ContinuousBatching
 from roll.distributed.strategy.hf_infer.engine_thread import EngineThread
 from roll.distributed.strategy.hf_infer.model_fit import foreign_attention
+from roll.distributed.strategy.hf_infer.running_sequence import RunningSequence
 from roll.distributed.weights.adapters import MergedAdapter, check_adapter
 from roll.distributed.weights.buckets import WeightUpdate
 from roll.distributed.weights.contents import WeightBucket
 from roll.distributed.weights.update_stream import tensors_of
 from roll.models.loading import load_causal_lm, resolve_dtype
+from roll.models.routing import ExpertRouting
 from roll.models.scoring import TokenScorer, score_batch
 from roll.models.stop_strings import StopStrings
 from roll.models.tokenizer import load_tokenizer
@@ -93,6 +95,7 @@ class HfInfer(Generator[WeightUpdate]):
             max_running=context.max_running_requests,
             max_prefill_tokens=self._config.max_prefill_tokens,
             max_cache_tokens=_cache_budget(self._model),
+            routing=ExpertRouting(self._model) if context.router_replay == "R3" else None,
         )
         self.counters = self._batching.counters
         self._engine = EngineThread(self._batching, name=f"hf_infer-{context.role}-{context.rank}")

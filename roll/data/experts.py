@@ -1,0 +1,49 @@
+"""The experts of tokens on their way from a generator to a trainer: arrays [tokens, E], -1 where they are not known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from roll.data.arrays import ExpertArray
+
+UNKNOWN = -1
+
+
+def unknown_experts(num_tokens: int, width: int) -> ExpertArray:
+    """Tokens of which nothing is known."""
+    return np.full((num_tokens, width), UNKNOWN, dtype=np.int16)
+
+
+def continued(earlier: ExpertArray | None, later: ExpertArray | None) -> ExpertArray | None:
+    """The experts of a row that a later turn continues: for each token those that were known first.
+
+    They are those under which the tokens after it were sampled; what a later prompt goes through may differ.
+    """
+    if earlier is None or later is None:
+        return later
+    merged = later.copy()
+    merged[: len(earlier)] = np.where(earlier == UNKNOWN, later[: len(earlier)], earlier)
+    return merged
+
+
+def join_experts(parts: Sequence[ExpertArray | None]) -> tuple[ExpertArray | None, list[int] | None]:
+    """One array and the rows of each part, 0 of a part that is ``None``; neither where all are."""
+    known = [part for part in parts if part is not None]
+    if not known:
+        return None, None
+    return np.concatenate(known), [0 if part is None else len(part) for part in parts]
+
+
+def cut_experts(
+    experts: ExpertArray | None, lengths: Sequence[int] | None, number: int
+) -> Iterator[ExpertArray | None]:
+    """Its inverse, copied: one that is kept for long must not keep the others."""
+    if experts is None or lengths is None:
+        yield from [None] * number
+        return
+    start = 0
+    for length in lengths:
+        yield experts[start : start + length].copy() if length else None
+        start += length

@@ -1,0 +1,52 @@
+"""Whole runs of a mixture of experts whose choice is replayed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import Rlvr
+from tests.support.contract import save_model
+from tests.support.resuming import stop_and_resume
+
+ASYNC = ("async_generation_ratio=1", "train_infer_correction.is_weight.enabled=true", "kv_after_update=keep")
+
+
+@pytest.fixture
+def experts(tmp_path: Path) -> tuple[str, ...]:
+    """The overrides of a run of a mixture of experts, two optimizer steps to each rollout."""
+    save_model(tmp_path / "experts", "experts", 0)
+    return f"pretrain={tmp_path / 'experts'}", "ppo_epochs=2", "enable_old_logprobs_recompute=true"
+
+
+@pytest.mark.parametrize("mode", ["R3", pytest.param("R2", marks=pytest.mark.slow)])
+def test_a_policy_is_trained_with_the_experts_that_were_chosen_before(
+    rlvr: Rlvr, experts: tuple[str, ...], mode: str
+) -> None:
+    reference = ("use_kl_loss=true", "kl_loss_coef=0.01")  # whose routers choose by themselves
+    run = rlvr(*experts, *reference, f"actor_train.router_replay.mode={mode}")
+    assert run.wait() == 0, run.output
+    assert list(run.metrics) == [0, 1, 2] or list(run.metrics) == [1, 2]
+    for step in (1, 2):
+        metrics = run.metrics[step]
+        assert metrics["router_replay/share"] == 1 and metrics["actor/skipped_steps"] == 0
+        assert metrics["mismatch/logprob_diff_max"] < 2e-5
+
+
+@pytest.mark.slow
+def test_a_stopped_run_beside_training_resumes_with_the_experts_of_its_rollouts(
+    rlvr: Rlvr, experts: tuple[str, ...]
+) -> None:
+    def start(*overrides: str, **options: object) -> object:
+        return rlvr(*experts, "actor_train.router_replay.mode=R3", "max_steps=4", *overrides, **options)
+
+    whole, _ = stop_and_resume(start, 4)
+    assert {metrics["router_replay/share"] for step, metrics in whole.metrics.items() if step} == {1.0}
+
+
+@pytest.mark.slow
+def test_what_was_sampled_under_several_weights_keeps_its_experts(rlvr: Rlvr, experts: tuple[str, ...]) -> None:
+    run = rlvr(*experts, *ASYNC, "actor_train.router_replay.mode=R3", "max_steps=4")
+    assert run.wait() == 0, run.output
+    assert {metrics["router_replay/share"] for step, metrics in run.metrics.items() if step} == {1.0}
