@@ -200,20 +200,19 @@ def _model_input(
         batch.tokens_T[token_K],
         token_K,
         cell_T,
-        experts_of_cells(batch, cell_T, input_ids_RC.numel()),
+        None if batch.experts_TE is None else experts_of_cells(batch.experts_TE, cell_T, input_ids_RC.numel()),
         attention,
     )
 
 
-def experts_of_cells(batch: Batch, cell_T: Tensor, num_cells: int) -> Tensor | None:
-    """[N, E]: the experts of each cell: those of its first token that has any."""
-    if batch.experts_TE is None:
-        return None
-    known_T = (batch.experts_TE >= 0).all(1).nonzero()[:, 0]
-    first_N = torch.full((num_cells,), batch.num_tokens).scatter_reduce_(0, cell_T[known_T], known_T, "amin")
-    has_N = first_N < batch.num_tokens
-    experts_NE = batch.experts_TE.new_full((num_cells, batch.experts_TE.shape[1]), unset_value("experts_TE"))
-    experts_NE[has_N] = batch.experts_TE[first_N[has_N]]
+def experts_of_cells(experts_TE: Tensor, cell_T: Tensor, num_cells: int) -> Tensor:
+    """[N, E]: the experts of each cell: those of its first token that has any. Tokens in cell -1 are elsewhere."""
+    num_tokens, width = experts_TE.shape
+    known_T = ((experts_TE >= 0).all(1) & (cell_T >= 0)).nonzero()[:, 0]
+    first_N = cell_T.new_full((num_cells,), num_tokens).scatter_reduce_(0, cell_T[known_T], known_T, "amin")
+    has_N = first_N < num_tokens
+    experts_NE = experts_TE.new_full((num_cells, width), unset_value("experts_TE"))
+    experts_NE[has_N] = experts_TE[first_N[has_N]]
     return experts_NE
 
 

@@ -22,6 +22,7 @@ BY_TOKENS_OF_ROWS: dict[str, Any] = {
 }
 MOE: dict[str, Any] = {"model": "qwen3_moe"}
 GROUPED: dict[str, Any] = {"task": "grouped", "training_args": {"per_device_train_batch_size": 4}}
+ROUTED: dict[str, Any] = {"task": "routed", **MOE}
 SCORES: dict[str, Any] = {"model": "qwen2_scores"}
 BF16: dict[str, Any] = {
     "model_args": {"dtype": "bf16"},
@@ -58,6 +59,8 @@ SLOW = [
     "tp2-sp-moe-lora",
     "pp2-lora",
     "pp2-vpp2-lora",
+    "tp2-sp-routed",
+    "pp2-ep2-routed",
     "tp2-pp2",
     "dp2-pp2",
     "tp4",
@@ -81,6 +84,7 @@ LAYOUTS = [
     layout("recompute-block", 1, {**FULL, "recompute_method": "block", "recompute_num_layers": 2}),
     layout("recompute-selective", 1, {"recompute_granularity": "selective"}),
     layout("recompute-moe", 1, {"moe_layer_recompute": True}, **MOE),
+    layout("routed-recomputed", 1, FULL, **ROUTED),
     layout("packed", 1, **PACKED),
     layout("bf16", 1, **BF16),
     layout("lora", 1, lora=ADAPTER),
@@ -104,6 +108,10 @@ LAYOUTS = [
     layout("ep2", 2, {EP: 2}, **MOE),
     layout("ep2-whole-optimizer", 2, {EP: 2, "use_distributed_optimizer": False}, **MOE),
     layout("ep2-allgather", 2, {EP: 2, "moe_token_dispatcher_type": "allgather"}, **MOE),
+    layout("tp2-sp-routed", 2, {TP: 2, **SP}, **ROUTED),
+    layout("pp2-vpp2-routed-recomputed", 2, {PP: 2, VPP: 2, **FULL}, **ROUTED),
+    layout("cp2-routed-packed", 2, {CP: 2}, **ROUTED, **PACKED),
+    layout("ep2-routed-recomputed", 2, {EP: 2, "moe_layer_recompute": True}, **ROUTED),
     layout("dp2-sigmoid", 2, task="sigmoid"),
     layout("tp2-sp-packed-orpo", 2, {TP: 2, **SP}, task="orpo", **PACKED),
     layout("pp2-ipo", 2, {PP: 2}, task="ipo"),
@@ -144,5 +152,6 @@ LAYOUTS = [
     layout("tp2-sp-cp2-packed", 4, {TP: 2, **SP, CP: 2}, **PACKED),
     layout("pp2-ep2", 4, {PP: 2, EP: 2}, **MOE),
     layout("tp2-sp-ep2", 4, {TP: 2, **SP, EP: 2}, **MOE),
+    layout("pp2-ep2-routed", 4, {PP: 2, EP: 2, **FULL}, **ROUTED),
     layout("tp4", 4, {TP: 4}),
 ]

@@ -281,6 +281,7 @@ REFERENCE = {"use_kl_loss": True, "kl_loss_coef": 0.1}
         (fsdp2("moe") | sglang() | {REPLAY: "R3"}, REPLAY, "R2 or disable with sglang"),
         (fsdp2("moe") | {REPLAY: "R2", "train_infer_correction.bypass": True}, REPLAY, "R3 or disable where"),
         ({"actor_infer.router_replay.mode": "R2"}, "actor_infer.router_replay", "actor_infer does not read"),
+        (megatron("moe", moe_router_fusion=True) | {REPLAY: "R2"}, f"{TRAIN}.moe_router_fusion", "false with"),
         # LoRA
         (args(lora_target="q_prj"), "actor_train.model_args.lora_target", "q_proj"),
         (args(lora_target=" , "), "actor_train.model_args.lora_target", "all-linear"),
@@ -372,6 +373,7 @@ def test_an_unknown_entry_of_the_models_configuration_is_named_in_every_role(pro
         megatron() | args(attn_implementation="fa2"),
         zero(stage=3, reduce_bucket_size=5e8, stage3_param_persistence_threshold=10, overlap_comm="auto"),
         fsdp2("moe", tensor_parallel_size=2),
+        megatron("moe", 2, **{PP: 2}) | {REPLAY: "R3"},
         fsdp2("dense", 3, tensor_parallel_size=3),
         fsdp2("moe", tensor_parallel_size=2) | {REPLAY: "R2"},
         zero(stage=3) | {REPLAY: "R2", "pretrain": "moe2"},

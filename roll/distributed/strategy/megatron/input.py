@@ -7,7 +7,7 @@ T the micro-batch's tokens end to end.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -55,20 +55,22 @@ class MegatronInput:
     cumulative_lengths: Tensor | None
     """int32 bounds of a packed row's sequences in the whole row, padding included; ``None`` for a rectangle."""
     max_length: int
+    place_T: Tensor
+    """Index into the flattened [S, R] grid of each token that this rank holds; -1 of others."""
     planned: PlannedRow | None = None
     """The plan of a row that holds common prompts once."""
+    trains: bool = False
+    """A backward pass follows."""
+    chosen: dict[int, Tensor] = field(default_factory=dict)
+    """Experts that this rank's routers chose, by layer, see ``routing``."""
 
     def to(self, device: torch.device) -> MegatronInput:
-        bounds = self.cumulative_lengths
-        return MegatronInput(
-            self.micro_batch,
-            self.input_ids_RS.to(device, non_blocking=True),
-            self.source_K.to(device, non_blocking=True),
-            self.target_K.to(device, non_blocking=True),
-            self.token_K.to(device, non_blocking=True),
-            None if bounds is None else bounds.to(device, non_blocking=True),
-            self.max_length,
-            None if self.planned is None else self.planned.to(device),
+        tensors = ("input_ids_RS", "source_K", "target_K", "token_K", "place_T", "cumulative_lengths")
+        moved = {name: getattr(self, name) for name in tensors}
+        return replace(
+            self,
+            planned=None if self.planned is None else self.planned.to(device),
+            **{name: None if x is None else x.to(device, non_blocking=True) for name, x in moved.items()},
         )
 
     def packed_seq_params(self) -> Any:
@@ -106,28 +108,31 @@ def lay_out(micro_batch: Batch, rounding: Rounding, shape: tuple[int, int] | Non
     if rounding.sharing and worth_sharing(micro_batch):
         return _share(micro_batch, columns)
     if rounding.packing:
-        grid, source_K, lengths = _pack(micro_batch, rounding, columns)
+        grid, cell_T, lengths = _pack(micro_batch, rounding, columns)
         flat = packed_row(micro_batch)
     else:
         flat = rectangle(micro_batch)
         own_rows, own_columns = flat.input_ids_RC.shape
         grid = functional.pad(flat.input_ids_RC, (0, columns - own_columns, 0, rows - own_rows))
-        source_K = flat.source_K // own_columns * columns + flat.source_K % own_columns
+        cell_T = flat.cell_T // own_columns * columns + flat.cell_T % own_columns
         lengths = [columns]
     held_S = held_columns(lengths, rounding.context_rank, rounding.context_size)
     place_C = torch.full((columns,), -1)
     place_C[held_S] = torch.arange(len(held_S))
-    place_K = place_C[source_K % columns]
+    column_T = place_C[cell_T % columns]
+    place_T = torch.where(column_T >= 0, column_T * rows + cell_T // columns, -1)
+    place_K = place_T[flat.token_K - 1]
     here_K = place_K >= 0
     bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32) if rounding.packing else None
     return MegatronInput(
         micro_batch,
         grid[:, held_S],
-        (place_K * rows + source_K // columns)[here_K],
+        place_K[here_K],
         flat.target_K[here_K],
         flat.token_K[here_K],
         bounds,
         max(lengths),
+        place_T,
     )
 
 
@@ -145,12 +150,13 @@ def _share(micro_batch: Batch, columns: int) -> MegatronInput:
         flat.token_K,
         None,
         columns,
+        flat.cell_T,
         PlannedRow(plan, functional.pad(flat.position_ids_RC[0], (0, rest)), int(micro_batch.lengths_B.max())),
     )
 
 
 def _pack(micro_batch: Batch, rounding: Rounding, columns: int) -> tuple[Tensor, Tensor, list[int]]:
-    """The packed row's ids, where its loss tokens are predicted, and its lengths; what is left over is one more."""
+    """The packed row's ids, where each token lies, and its lengths; what is left over is one more."""
     lengths = _padded_lengths(micro_batch, rounding)
     start_B = torch.tensor([0, *lengths[:-1]]).cumsum(0)
     cell_T = start_B[micro_batch.rows_T] + micro_batch.positions_T
@@ -158,7 +164,7 @@ def _pack(micro_batch: Batch, rounding: Rounding, columns: int) -> tuple[Tensor,
     row[cell_T] = micro_batch.tokens_T
     if rest := columns - sum(lengths):
         lengths.append(rest)
-    return row[None], cell_T[micro_batch.loss_mask_T] - 1, lengths
+    return row[None], cell_T, lengths
 
 
 def _padded_lengths(micro_batch: Batch, rounding: Rounding) -> list[int]:

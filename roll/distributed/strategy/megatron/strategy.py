@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from roll.distributed.strategy.megatron.optimizer import (
     move_weights,
     wrap_for_data_parallelism,
 )
+from roll.distributed.strategy.megatron.routing import ExpertRouting
 from roll.distributed.strategy.megatron.scores import TokenScorer, sum_over
 from roll.distributed.strategy.megatron.weights import WeightGatherer
 from roll.distributed.strategy.training.agreement import raise_on_all_ranks
@@ -87,6 +89,8 @@ class MegatronInfer(Scorer):
         self.shares_prompts = context.worker.share_prompts and self.model.takes_plans
         if context.lora is not None:
             add_adapter(self.model, context, context.lora, self.options)
+        replays = context.router_replay != "disable"
+        self._routing = ExpertRouting(self.model, self.options) if replays else None
         share = self.model.vocabulary()
         self._scorer = TokenScorer(
             share, context.temperature, context.marks_hits, context.top_k, context.num_ids, context.sums_squares
@@ -111,6 +115,9 @@ class MegatronInfer(Scorer):
         with torch.no_grad():
             scores: list[TokenScores] = self._run(inputs, finish, forward_only=True)
             shared = [self._from_last_stage(scores[i] if scores else None, one) for i, one in enumerate(inputs)]
+            if self._routing is not None and micro_batches[0].experts_TE is None:
+                told = [self._routing.told(one) for one in inputs]
+                shared = [replace(found, experts_TE=one) for found, one in zip(shared, told, strict=True)]
         return shared[: len(micro_batches)]
 
     def without_adapter(self) -> contextlib.AbstractContextManager[object]:
@@ -134,7 +141,8 @@ class MegatronInfer(Scorer):
 
         def forward_step(iterator: Iterator[MegatronInput], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             one = next(iterator)
-            hidden = chunk(one.input_ids_RS, None, None, packed_seq_params=one.packed_seq_params())
+            with contextlib.nullcontext() if self._routing is None else self._routing.at(one):
+                hidden = chunk(one.input_ids_RS, None, None, packed_seq_params=one.packed_seq_params())
             return hidden, partial(finish, one)
 
         chunks = self.model.wrapped
@@ -275,7 +283,7 @@ class MegatronTrain(MegatronInfer, Trainer):
     def accumulate(
         self, micro_batches: list[Batch], limits: Limits, loss_fn: LossFn, context: LossContext
     ) -> dict[str, float | Tensor]:
-        inputs = self._lay_out(micro_batches, limits)
+        inputs = [replace(one, trains=True) for one in self._lay_out(micro_batches, limits)]
         factor = loss_factor(len(inputs))
 
         def finish(one: MegatronInput, hidden: Tensor) -> tuple[Tensor, dict[str, float | Tensor]]:
