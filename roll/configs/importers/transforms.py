@@ -188,6 +188,7 @@ TRANSFORMS: dict[str, Transform] = {
     "resume": _resume,
     "first": _first_of,
     "listed": _listed,
+    "replay": _choice({"disabled": "disable", "disable": "disable", "R2": "R2", "R3": "R3"}),
     "wsd-fall": _choice({"linear": "linear", "cosine": "cosine", "1-sqrt": "minus_sqrt"}),
     "dtype": _choice(
         {

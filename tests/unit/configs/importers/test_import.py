@@ -670,6 +670,20 @@ def test_old_log_probabilities_of_roll(words: list[str], kept: bool, kind: Kind,
     assert key in kinds(imported, kind)
 
 
+def test_replayed_experts_of_roll_and_verl() -> None:
+    replay = "router_replay.mode"
+    roll = [f"+{role}.router_replay={{mode: R3}}" for role in ("actor_train", "actor_infer")]
+    written = yaml.safe_load(convert("roll", [FILES / "roll" / "run" / "rlvr.yaml"], roll).text)
+    assert written["actor_train"]["router_replay"] == {"mode": "R3"} == written["actor_infer"]["router_replay"]
+    actor, words = "actor_rollout_ref.actor", ["actor_rollout_ref.rollout.enable_rollout_routing_replay=true"]
+    for theirs, ours in (("disabled", "disable"), ("R2", "R2"), ("R3", "R3")):
+        imported = convert("verl", [SCRIPT], [*words, f"{actor}.{replay}={theirs}"])
+        found = yaml.safe_load(imported.text)["actor_train"].get("router_replay", {"mode": "disable"})
+        assert found == {"mode": ours}
+    imported = convert("verl", [SCRIPT], [f"{actor}.router_replay.record_file=experts.pt"])
+    assert f"{actor}.router_replay.record_file" in kinds(imported, Kind.IMPOSSIBLE)
+
+
 def test_a_reward_model_of_verl_is_trusted_by_itself() -> None:
     words = ["reward_model.enable=true", "reward_model.model.path=a/b", "reward_model.model.trust_remote_code=true"]
     written = yaml.safe_load(convert("verl", [SCRIPT], words).text)
