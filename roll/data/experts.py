@@ -16,12 +16,12 @@ def unknown_experts(num_tokens: int, width: int) -> ExpertArray:
     return np.full((num_tokens, width), UNKNOWN, dtype=np.int16)
 
 
-def continued(earlier: ExpertArray | None, later: ExpertArray | None) -> ExpertArray | None:
+def continued(earlier: ExpertArray | None, later: ExpertArray) -> ExpertArray:
     """The experts of a row that a later turn continues: for each token those that were known first.
 
     They are those under which the tokens after it were sampled; what a later prompt goes through may differ.
     """
-    if earlier is None or later is None:
+    if earlier is None:
         return later
     merged = later.copy()
     merged[: len(earlier)] = np.where(earlier == UNKNOWN, later[: len(earlier)], earlier)

@@ -154,5 +154,5 @@ class _Reader:
         earlier = self._rows.get(start)
         if earlier is not None:
             added = np.concatenate([earlier[: length - len(added)], added])
-        self._rows[start] = row = continued(earlier, added)
-        return row
+        self._rows[start] = continued(earlier, added)
+        return self._rows[start]

@@ -157,7 +157,8 @@ def _append_row(columns: _Columns, turns: Sequence[tuple[int, Turn]]) -> int:
         columns.versions.append(completion.versions)
         columns.turns.append(number)
         columns.rewards.append(turn.reward)
-        experts = continued(experts, completion.experts)
+        if completion.experts is not None:
+            experts = continued(experts, completion.experts)
         length += n + m
         num_sampled += m
     columns.lengths.append(length)
@@ -171,12 +172,14 @@ def _join(parts: list[np.ndarray]) -> torch.Tensor:
 
 def _experts(columns: _Columns) -> torch.Tensor | None:
     """The experts of all rows, if any row has some."""
-    known = next((experts for experts in columns.experts if experts is not None), None)
-    if known is None:
+    width = next((experts.shape[1] for experts in columns.experts if experts is not None), None)
+    if width is None:
         return None
-    width = known.shape[1]
-    rows = zip(columns.experts, columns.lengths, strict=True)
-    return _join([unknown_experts(length, width) if experts is None else experts for experts, length in rows])
+    parts = []
+    for experts, length in zip(columns.experts, columns.lengths, strict=True):
+        told = unknown_experts(0, width) if experts is None else experts
+        parts += [told, unknown_experts(length - len(told), width)]
+    return _join(parts)
 
 
 def _spread(answers: list[np.ndarray], mask_T: np.ndarray, kind: type[np.generic]) -> torch.Tensor:

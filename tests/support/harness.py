@@ -13,7 +13,6 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -38,6 +37,7 @@ from roll.distributed.strategy.training.checkpoint import MODEL
 from roll.distributed.strategy.training.pieces import gather
 from roll.models.comparison import ComparisonSpec
 from roll.models.lora import LoraSpec
+from tests.support.experts import chosen_experts, given_experts
 from tests.support.ranks import enter_rank, exported, exported_adapter, run_ranks
 
 TEMPERATURE = 0.8
@@ -261,7 +261,7 @@ def oracle(
     ]
     optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.999), eps=1e-6)
     args = WorkerConfig.model_validate({"training_args": TRAINING}).training_args
-    before_T, told_TE = _oracle_scores(model, task), _oracle_experts(model, task.batch(0))
+    before_T, told_TE = _oracle_scores(model, task), chosen_experts(model, task.batch(0))
     losses, measured, norms = [], [], []
     for step in range(NUM_STEPS):
         loss, value = task.oracle(model, task.batch(step))
@@ -323,7 +323,7 @@ def checkpoint_weights(model: Any) -> dict[str, Tensor]:
 def _oracle_rows(model: Any, batch: Batch) -> Iterator[tuple[int, Batch, Tensor]]:
     for row in range(batch.num_sequences):
         one = batch.select([row])
-        with _given_experts(model, one):
+        with given_experts(model, one):
             logits = model(one.tokens_T[None], use_cache=False).logits[0]
         yield row, one, (logits / TEMPERATURE).log_softmax(-1)
 
@@ -349,40 +349,6 @@ def make_routed(step: int) -> Batch:
     for start in (12, 27):
         experts_TE[start : start + 6] = experts_TE[:6]
     return batch.replace(experts_TE=experts_TE.masked_fill((batch.rows_T == 4)[:, None], -1).short())
-
-
-@contextmanager
-def _given_experts(model: Any, one: Batch) -> Iterator[None]:
-    """Routers that take the experts of a sequence as its batch has them."""
-    if one.experts_TE is None or bool((one.experts_TE < 0).all()):
-        yield
-        return
-    experts_TLK = one.experts_TE.long().view(one.num_tokens, -1, 2)
-
-    def route(gate: Any, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = hidden.reshape(one.num_tokens, -1) @ gate.weight.T
-        chosen = experts_TLK[:, layer]
-        weights = logits.softmax(-1)[torch.arange(one.num_tokens)[:, None], chosen]
-        return logits, weights / weights.sum(-1, keepdim=True), chosen
-
-    gates = [layer.mlp.gate for layer in model.model.layers]
-    for number, gate in enumerate(gates):
-        gate.forward = partial(route, gate, number)
-    try:
-        yield
-    finally:
-        for gate in gates:
-            del gate.forward
-
-
-@torch.no_grad()
-def _oracle_experts(model: Any, batch: Batch) -> Tensor | None:
-    """The two experts of each token and layer that the model itself chooses, for a batch that brings others."""
-    if batch.experts_TE is None:
-        return None
-    rows = [batch.select([row]).tokens_T[None] for row in range(batch.num_sequences)]
-    layers = zip(*(model(row, use_cache=False, output_router_logits=True).router_logits for row in rows), strict=True)
-    return torch.cat([torch.cat(logits).topk(2, dim=-1).indices.sort(-1).values for logits in layers], dim=1)
 
 
 def make_preferences(step: int) -> Batch:

@@ -164,6 +164,7 @@ OWNED = {
     "adam_beta2": "training_args.adam_beta2",
     "adam_eps": "training_args.adam_epsilon",
     "clip_grad": "max_grad_norm",
+    "moe_enable_routing_replay": "router_replay",
     "calculate_per_token_loss": "loss_agg_mode",
     "average_in_collective": "nothing: gradients are summed",
     "optimizer": "nothing: it is AdamW",

@@ -66,6 +66,7 @@ OWNED_OPTIONS = {
     "sampling_backend": "no such key, since seeds and log-probs are those of hf_infer",
     "enable_custom_logit_processor": "no such key, since sampling parameters travel with it",
     "speculative_algorithm": "no such key, since draft tokens would report other log-probs",
+    "enable_return_routed_experts": "no such key, since nothing reads the experts",
     "custom_weight_loader": "no such key, since weights arrive through it",
     "custom_sigquit_handler": "no such key, since the engine has a process to itself",
     "weight_version": "no such key, since updates set it",

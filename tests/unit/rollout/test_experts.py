@@ -51,6 +51,19 @@ def test_rows_without_experts_are_left_to_the_routers() -> None:
     assert groups_to_batch([RolloutGroup(0, "A", (plain,))], ["A"]).experts_TE is None
 
 
+def test_a_turn_that_tells_none_leaves_what_is_known_of_its_row() -> None:
+    silent = make_turn([1, 2, 3, 4, 5], [6, 7])
+    turns = [routed(make_turn([1, 2], [3, 4]), 0), silent]
+    groups = [RolloutGroup(0, "A", (make_trajectory(turns, history=True),))]
+    expected = [[0, 1], [2, 3], [4, 5], *[[-1, -1]] * 4]
+    for found in (groups, list(FlatGroups.of(groups))):
+        assert groups_to_batch(found, ["A"]).experts_TE.tolist() == expected
+    late = [make_turn([1, 2], [3, 4]), routed(silent, 100)]
+    groups = [RolloutGroup(0, "A", (make_trajectory(late, history=True),))]
+    told = groups_to_batch(list(FlatGroups.of(groups)), ["A"]).experts_TE
+    assert told[:2].tolist() == [[100, 101], [102, 103]] and len(told) == 7
+
+
 def test_groups_arrive_with_the_experts_of_their_rows_each_token_once(tmp_path: Path) -> None:
     plain = make_trajectory([make_turn([1], [2, 3])], history=True)
     groups = [

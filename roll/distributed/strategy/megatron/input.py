@@ -65,12 +65,16 @@ class MegatronInput:
     """Experts that this rank's routers chose, by layer, see ``routing``."""
 
     def to(self, device: torch.device) -> MegatronInput:
-        tensors = ("input_ids_RS", "source_K", "target_K", "token_K", "place_T", "cumulative_lengths")
-        moved = {name: getattr(self, name) for name in tensors}
+        bounds = self.cumulative_lengths
         return replace(
             self,
+            input_ids_RS=self.input_ids_RS.to(device, non_blocking=True),
+            source_K=self.source_K.to(device, non_blocking=True),
+            target_K=self.target_K.to(device, non_blocking=True),
+            token_K=self.token_K.to(device, non_blocking=True),
+            cumulative_lengths=None if bounds is None else bounds.to(device, non_blocking=True),
+            place_T=self.place_T.to(device, non_blocking=True),
             planned=None if self.planned is None else self.planned.to(device),
-            **{name: None if x is None else x.to(device, non_blocking=True) for name, x in moved.items()},
         )
 
     def packed_seq_params(self) -> Any:

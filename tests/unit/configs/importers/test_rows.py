@@ -50,6 +50,7 @@ SAMPLES: dict[str, Any] = {
     "attention": "flash_attention_2",
     "schedule": "cosine",
     "optimizer": "Muon",
+    "replay": "R2",
     "wsd-fall": "1-sqrt",
     "resume": "auto",
     "dtype": "bfloat16",

@@ -1,0 +1,47 @@
+"""Routers of Transformers' Qwen3 mixture of experts for the oracle of the parity tests: two experts in each layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from roll.data.batch import Batch
+
+
+@contextmanager
+def given_experts(model: Any, one: Batch) -> Iterator[None]:
+    """Routers that take the experts of a sequence as its batch has them."""
+    if one.experts_TE is None or bool((one.experts_TE < 0).all()):
+        yield
+        return
+    experts_TLK = one.experts_TE.long().view(one.num_tokens, -1, 2)
+
+    def route(gate: Any, layer: int, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = hidden.reshape(one.num_tokens, -1) @ gate.weight.T
+        chosen = experts_TLK[:, layer]
+        weights = logits.softmax(-1)[torch.arange(one.num_tokens)[:, None], chosen]
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+    gates = [layer.mlp.gate for layer in model.model.layers]
+    for number, gate in enumerate(gates):
+        gate.forward = partial(route, gate, number)
+    try:
+        yield
+    finally:
+        for gate in gates:
+            del gate.forward
+
+
+@torch.no_grad()
+def chosen_experts(model: Any, batch: Batch) -> Tensor | None:
+    """The two experts of each token and layer that the model itself chooses, for a batch that brings others."""
+    if batch.experts_TE is None:
+        return None
+    rows = [batch.select([row]).tokens_T[None] for row in range(batch.num_sequences)]
+    layers = zip(*(model(row, use_cache=False, output_router_logits=True).router_logits for row in rows), strict=True)
+    return torch.cat([torch.cat(logits).topk(2, dim=-1).indices.sort(-1).values for logits in layers], dim=1)
