@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from pydantic import ValidationError
 
 from roll.configs.agent import AgentConfig
+from roll.distributed.cluster.reaper import MARK
 from roll.rollout.agents.cell import Cell
 from roll.rollout.agents.command import Ended, run_supervised
 from roll.rollout.agents.task import AgentError, AgentExitError, AgentTask, Workplace
@@ -44,12 +45,15 @@ _INHERITED_OUTSIDE = (
 
 @contextlib.asynccontextmanager
 async def workplace(template: str | None) -> AsyncIterator[Workplace]:
-    """A fresh workplace, removed at the end.
+    """A fresh workplace, removed at the end, or with the Ray session's folder where this process is killed before.
 
     Raises:
         AgentError: they cannot be copied.
     """
-    place = Workplace(Path(tempfile.mkdtemp(prefix="roll-agent-")))
+    session = os.environ.get(MARK)
+    place = Workplace(
+        Path(tempfile.mkdtemp(prefix="roll-agent-", dir=session if session and os.path.isdir(session) else None))
+    )
     try:
         if template is None:
             place.work.mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -360,7 +361,7 @@ def test_a_running_service_is_a_program_too() -> None:
     asyncio.run(run())
 
 
-def test_a_worker_that_is_killed_leaves_nothing_of_its_programs() -> None:
+def test_a_worker_that_is_killed_leaves_nothing_of_its_programs_but_in_its_sessions_folder(tmp_path: Path) -> None:
     mark = f"agent-mark-{time.time_ns()}"
 
     program = f"""
@@ -368,7 +369,8 @@ def test_a_worker_that_is_killed_leaves_nothing_of_its_programs() -> None:
         from {HERE} import *
         play(Engine(["x"]), command=["sleep", "1000"], env={{"MARK": "{mark}"}})
     """
-    worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)])
+    environment = os.environ | {"ROLL_RAY_SESSION": str(tmp_path)}
+    worker = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], env=environment)
     while not any(line.startswith("sleep") for line in marked(mark)):
         assert worker.poll() is None
         time.sleep(0.05)
@@ -378,3 +380,5 @@ def test_a_worker_that_is_killed_leaves_nothing_of_its_programs() -> None:
     while marked(mark) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert marked(mark) == []
+    (place,) = tmp_path.iterdir()  # the reaper removes the folder with what is in it
+    assert place.name.startswith("roll-agent-")
