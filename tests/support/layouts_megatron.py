@@ -66,6 +66,7 @@ SLOW = [
     "tp4",
     "tp2-lora-grouped",
     "ep2-allgather-grouped",
+    "tp2-sp-pp2-vpp2-grouped",
 ]
 """Names of the layouts that CI leaves out."""
 
@@ -129,6 +130,7 @@ LAYOUTS = [
     layout("pp2-tokens-grouped", 2, {PP: 2}, **GROUPED | BY_TOKENS_OF_ROWS),
     layout("pp2-vpp2-grouped", 2, {PP: 2, VPP: 2}, **GROUPED),
     layout("ep2-allgather-grouped", 2, {EP: 2, "moe_token_dispatcher_type": "allgather"}, **MOE, **GROUPED),
+    layout("tp2-sp-pp2-vpp2-grouped", 4, {TP: 2, **SP, PP: 2, VPP: 2}, **GROUPED),
     layout("tp2-lora-grouped", 2, {TP: 2, "recompute_granularity": "selective"}, lora=ADAPTER, **GROUPED),
     layout(
         "tp2-sp-packed-lora-bradley_terry", 2, {TP: 2, **SP}, task="bradley_terry", lora=ADAPTER, **SCORES, **PACKED
