@@ -20,14 +20,26 @@ def experts(tmp_path: Path) -> tuple[str, ...]:
     return f"pretrain={tmp_path / 'experts'}", "ppo_epochs=2", "enable_old_logprobs_recompute=true"
 
 
-@pytest.mark.parametrize("mode", ["R3", pytest.param("R2", marks=pytest.mark.slow)])
+SLOW = {"marks": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    ("mode", "trainer"),
+    [
+        ("R3", "fsdp2_train"),
+        pytest.param("R2", "fsdp2_train", **SLOW),
+        pytest.param("R3", "megatron_train", **SLOW),
+        pytest.param("R2", "megatron_train", **SLOW),
+        pytest.param("R3", "deepspeed_train", **SLOW),
+    ],
+)
 def test_a_policy_is_trained_with_the_experts_that_were_chosen_before(
-    rlvr: Rlvr, experts: tuple[str, ...], mode: str
+    rlvr: Rlvr, experts: tuple[str, ...], mode: str, trainer: str
 ) -> None:
     reference = ("use_kl_loss=true", "kl_loss_coef=0.01")  # whose routers choose by themselves
-    run = rlvr(*experts, *reference, f"actor_train.router_replay.mode={mode}")
+    engine = (f"actor_train.strategy_args.strategy_name={trainer}", f"actor_train.router_replay.mode={mode}")
+    run = rlvr(*experts, *reference, *engine)
     assert run.wait() == 0, run.output
-    assert list(run.metrics) == [0, 1, 2] or list(run.metrics) == [1, 2]
     for step in (1, 2):
         metrics = run.metrics[step]
         assert metrics["router_replay/share"] == 1 and metrics["actor/skipped_steps"] == 0
