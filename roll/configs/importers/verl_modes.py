@@ -11,11 +11,9 @@ from roll.configs.importers.verl_roles import ACTOR
 
 _SECTION = "trainer.v1"
 _MODE = f"{_SECTION}.trainer_mode"
-_OLDEST, _SYNC = "max_off_policy_threshold", "parameter_sync_step"
+_OLDEST, _SYNC, _AHEAD = "max_off_policy_threshold", "parameter_sync_step", "num_warmup_batches"
 SHARED, APART = "colocate_async", "separate_async"
-_READ = (_OLDEST, _SYNC, "max_off_policy_strategy")
-_LEAST_WITH_WINDOW = 3
-"""Oldest answers, in versions, where a step may choose among those of a batch ahead."""
+_READ = (_OLDEST, _SYNC, _AHEAD, "max_off_policy_strategy")
 _IN_STEPS = ("max_steps", "eval_steps", "save_steps", "critic_warmup")
 
 
@@ -44,14 +42,16 @@ def set_mode(draft: Draft) -> None:
         return
     if (count := batches_of_a_version(draft)) > 1:
         _set_version(draft, count)
-    key, oldest = _found(draft, _OLDEST)
-    keys = [_MODE, *([key] if key else [])]
-    if oldest is not None and int(oldest) < 1:
-        draft.derive(keys, "async_generation_ratio", 0.0, "no answer may be older: generation and training take turns")
+    (oldest_key, oldest), (ahead_key, ahead) = _found(draft, _OLDEST), _found(draft, _AHEAD)
+    keys = [_MODE, *(key for key in (ahead_key, oldest_key) if key)]
+    steps = (1 if ahead is None else int(ahead)) / count
+    bound = math.inf if oldest is None else int(oldest)
+    if min(steps, bound) <= 0:
+        draft.derive(keys, "async_generation_ratio", 0.0, "no answer is older: generation and training take turns")
     else:
-        note = "a batch ahead; theirs is bounded by the age of answers alone, and drops or waits for what is older"
-        draft.derive(keys, "async_generation_ratio", 1.0, note)
-        if oldest is None or int(oldest) >= _LEAST_WITH_WINDOW:
+        note = f"so many batches ahead as {_AHEAD}, a step being {count}; nothing is dropped for its age"
+        draft.derive(keys, "async_generation_ratio", float(min(steps, bound)), note)
+        if bound >= 2 * math.ceil(steps) + 1:  # the lag of groups that a step may choose from
             draft.derive(keys, "rollout_window", 1.0, "a step takes the groups that finish first, here within a window")
         draft.derive(_MODE, "partial_rollout", True, "answers in flight go on under new weights")
     _tell_others(draft, mode)

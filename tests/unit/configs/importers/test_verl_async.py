@@ -213,6 +213,23 @@ def test_batches_between_two_updates_of_the_newer_trainer_are_a_step(tmp_path: P
     assert config.actor_train.training_args.warmup_steps == 8  # 4 batches of 2 optimizer steps
 
 
+@pytest.mark.parametrize(
+    ("words", "ratio", "window"),
+    [
+        (["num_warmup_batches=2"], 2, 1),
+        (["num_warmup_batches=0"], 0, 0),
+        (["num_warmup_batches=1", "parameter_sync_step=2"], 0.5, 1),
+    ],
+)
+def test_batches_before_the_first_step_of_the_newer_trainer_are_how_far_rollouts_are_ahead(
+    words: list[str], ratio: float, window: float, tmp_path: Path
+) -> None:
+    given = [f"{V1}.separate_async.{word}" for word in words]
+    config, kinds = imported_mode(tmp_path, "separate_async", "actor_rollout_ref.rollout.n_gpus_per_node=3", *given)
+    assert Kind.IMPOSSIBLE not in kinds.values()
+    assert (config.async_generation_ratio, config.rollout_window) == (ratio, window)
+
+
 @pytest.mark.parametrize(("oldest", "ratio", "window"), [(8, 1, 1), (1, 1, 0), (0, 0, 0)])
 def test_the_newer_trainer_on_shared_devices(oldest: int, ratio: int, window: int, tmp_path: Path) -> None:
     words = (f"{V1}.sampler.max_off_policy_threshold={oldest}", f"{V1}.sampler.max_off_policy_strategy=drop")
