@@ -158,7 +158,7 @@ def check_router_replay(config: PipelineConfig) -> Iterator[ConfigProblem]:
         yield ConfigProblem(key, mode, expected, involves=("actor_train.strategy_args.strategy_name",))
     if mode == "R2" and config.leaves_rollouts_unscored:
         expected = "R3 or disable where the trainer does not score rollouts before it trains on them"
-        involved = ("train_infer_correction.bypass", "force_disable_old_logprobs_recompute")
+        involved = ("train_infer_correction.bypass", "force_disable_old_logprobs_recompute", "online_dpo")
         yield ConfigProblem(key, mode, expected, involves=involved)
     name, card = config.actor_infer.strategy_args.strategy_name, config.actor_infer.strategy_args.card
     if mode == "R3" and (card is None or not card.tells_experts):

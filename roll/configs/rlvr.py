@@ -111,6 +111,10 @@ class RLVRConfig(RLConfig, PromptsConfig):
         return self.online_dpo is not None or super().learns_from_any_policy
 
     @property
+    def leaves_rollouts_unscored(self) -> bool:
+        return self.online_dpo is not None or super().leaves_rollouts_unscored
+
+    @property
     def uses_reference(self) -> bool:
         compares = self.online_dpo is not None and self.online_dpo.compares_with_reference
         return compares or super().uses_reference

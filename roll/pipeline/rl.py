@@ -169,7 +169,7 @@ class RLPipeline(TrainingLoop):
     def rows_with_old_logprobs(self, batch: Batch, steps: list[Tensor]) -> Tensor:
         """int64: the rows that the actor scores before the update; in the others the old policy is the current one."""
         config = self.config
-        if config.leaves_rollouts_unscored or batch.pair_B is not None:
+        if config.leaves_rollouts_unscored:
             return torch.empty(0, dtype=torch.int64)
         if config.wants_old_logprobs or (len(steps) > 1 and config.mixes_rows):
             return torch.arange(batch.num_sequences)

@@ -701,7 +701,6 @@ def test_a_reward_model_of_verl_is_trusted_by_itself() -> None:
         ("roll", FILES / "roll" / "run" / "rlvr.yaml", "actor_train.mtp_training_mode=joint"),
         ("roll", FILES / "roll" / "run" / "agentic.yaml", "train_env_manager.tags=[Shop]"),
         ("chatlearn", FILES / "chatlearn.yaml", "models.policy_trainer.moe_router_force_load_balancing=true"),
-        ("mindspeed", FILES / "mindspeed.yaml", "rl_config.blocking=false"),
         ("mindspeed", FILES / "mindspeed.yaml", "rl_config.multi_turn_enable=true"),
         ("mindspeed", FILES / "mindspeed.yaml", "rl_config.a_switch_of_nobody=true"),
         ("verl", SCRIPT, "actor_rollout_ref.actor.optim.a_rate_of_nobody=1"),

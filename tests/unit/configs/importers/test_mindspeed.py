@@ -93,3 +93,10 @@ def test_tools_that_cannot_be_read_are_told() -> None:
     switch, file = "rl_config.multi_turn_enable", "rl_config.tool_config_path"
     assert switch in kinds(convert("mindspeed", [FILE], [f"{switch}=true"]), Kind.IMPOSSIBLE)
     assert file in kinds(convert("mindspeed", [FILE], [f"{switch}=true", f"{file}=/nowhere.yaml"]), Kind.IMPOSSIBLE)
+
+
+def test_stages_that_overlap_within_a_step_change_no_result() -> None:
+    """Its driver waits for all of them before it updates the actor."""
+    imported = convert("mindspeed", [FILE], ["rl_config.blocking=false"])
+    assert imported.exit_code == 0
+    assert {each.kind for each in imported.outcomes if each.key == "rl_config.blocking"} == {Kind.DROPPED}
