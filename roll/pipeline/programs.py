@@ -69,7 +69,7 @@ DISTILL = Program(
     "distill_math",
     "start_distill_pipeline.py",
     "roll.demo.warm_start:TaughtStart",
-    ("distill_loss_weight", "kd_temperature", "teacher_logprobs", "precompute_only"),
+    ("distill_loss_weight", "distill_on_prompt", "teacher_logprobs", "precompute_only"),
 )
 REWARD_MODEL = Program(
     "roll.configs.reward_training:RewardTrainingConfig",

@@ -6,6 +6,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import random
 import socket
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -29,14 +30,21 @@ IMPORTED = ["torch.distributed.fsdp", "transformers.modeling_utils", "transforme
 
 def start_ranks(main: Callable[..., None], world_size: int, *args: Any) -> torch.multiprocessing.ProcessContext:
     """Starts ``main(rank, port, *args)`` in a group of processes and returns at once."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _unused_port()
     method = "spawn" if torch.cuda.is_available() else "forkserver"  # CUDA does not outlive a fork
     multiprocessing.set_forkserver_preload(IMPORTED)
     return torch.multiprocessing.start_processes(
         main, (port, *args), nprocs=world_size, join=False, start_method=method
     )
+
+
+def _unused_port() -> int:
+    """A port that no connection is given by chance meanwhile: below those that the system hands out."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def run_ranks(main: Callable[..., None], world_size: int, *args: Any) -> None:
