@@ -23,6 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from roll.data.experts import UNKNOWN
+
 Columns = TypeVar("Columns")
 
 
@@ -279,4 +281,4 @@ def _is_per_token(name: str) -> bool:
 
 def unset_value(name: str) -> int:
     """Value of a column where nothing is known."""
-    return -1 if name == "experts_TE" else 0
+    return UNKNOWN if name == "experts_TE" else 0

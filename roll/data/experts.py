@@ -9,6 +9,7 @@ import numpy as np
 from roll.data.arrays import ExpertArray
 
 UNKNOWN = -1
+"""In the place of an expert; where experts are replayed, the router chooses there."""
 
 
 def unknown_experts(num_tokens: int, width: int) -> ExpertArray:

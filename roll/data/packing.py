@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from roll.data.batch import Batch, unset_value
+from roll.data.experts import UNKNOWN
 from roll.data.shared_prompts import AttentionPlan, shared_row
 
 logger = logging.getLogger(__name__)
@@ -211,7 +212,7 @@ def experts_of_cells(experts_TE: Tensor, cell_T: Tensor, num_cells: int) -> Tens
     known_T = ((experts_TE >= 0).all(1) & (cell_T >= 0)).nonzero()[:, 0]
     first_N = cell_T.new_full((num_cells,), num_tokens).scatter_reduce_(0, cell_T[known_T], known_T, "amin")
     has_N = first_N < num_tokens
-    experts_NE = experts_TE.new_full((num_cells, width), unset_value("experts_TE"))
+    experts_NE = experts_TE.new_full((num_cells, width), UNKNOWN)
     experts_NE[has_N] = experts_TE[first_N[has_N]]
     return experts_NE
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from roll.data.experts import UNKNOWN
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FREE = -1
-"""In the place of an expert: the router chooses."""
 STORED = torch.int16
 """Number format of the choices between processes."""
 
@@ -82,7 +82,7 @@ class ExpertRouting:
         """Experts of a layer's tokens, int64 [N, K]: those given, else those found."""
         if self._replayed_NLK is not None:
             given_NK = self._replayed_NLK[:, layer].to(found_NK.device, torch.int64)
-            found_NK = torch.where(given_NK == FREE, found_NK, given_NK)
+            found_NK = torch.where(given_NK == UNKNOWN, found_NK, given_NK)
         self._chosen_NK[layer] = found_NK
         return found_NK
 

@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from roll.algorithms.types import TokenScores
+from roll.data.experts import UNKNOWN
 from roll.data.packing import ModelInput, PackedSequences
 from roll.data.shared_prompts import AttentionPlan
 from roll.models import planned_attention
 from roll.models.comparison import TeacherView
-from roll.models.routing import FREE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -301,7 +301,7 @@ def _slice(grid_RC: Tensor, width: int, group: SequenceGroup) -> Tensor:
 def _slice_experts(experts_NE: Tensor, columns: int, width: int, group: SequenceGroup) -> Tensor:
     """The choices of this rank's columns, flat."""
     grid_RCE = experts_NE.unflatten(0, (-1, columns))
-    padded = nn.functional.pad(grid_RCE, (0, 0, 0, width * group.size - columns), value=FREE)
+    padded = nn.functional.pad(grid_RCE, (0, 0, 0, width * group.size - columns), value=UNKNOWN)
     return padded[:, group.rank * width : (group.rank + 1) * width].flatten(0, 1)
 
 

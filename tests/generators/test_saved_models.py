@@ -88,17 +88,20 @@ def test_a_model_folder_holds_a_model_alone(checkpoint: Path, folder: str) -> No
     assert (checkpoint / "resume" / "actor_train" / "rng.safetensors").is_file()
 
 
-def test_every_saved_model_opens_in_the_generator(generator: str, checkpoint: Path) -> None:
-    prompt_list = prompts(3, seed=40)
-    engine: Any = STRATEGIES.get(generator)(
-        context_of(generator, str(checkpoint / "actor_train"), OPTIONS.get(generator))
-    )
+def assert_opens(generator: str, folder: Path, *, as_model: Path, seed: int) -> None:
+    """The generator loads a folder and decodes as Transformers does with that of ``as_model``."""
+    prompt_list = prompts(3, seed=seed)
+    engine: Any = STRATEGIES.get(generator)(context_of(generator, str(folder), OPTIONS.get(generator)))
     engine.setup()
     try:
         completions = asyncio.run(burst(engine, requests_of(prompt_list, temperature=0.0, max_new_tokens=8)))
-        assert_greedy(completions, load(str(checkpoint / "alone")), prompt_list, 8)
+        assert_greedy(completions, load(str(as_model)), prompt_list, 8)
     finally:
         engine.shutdown()
+
+
+def test_every_saved_model_opens_in_the_generator(generator: str, checkpoint: Path) -> None:
+    assert_opens(generator, checkpoint / "actor_train", as_model=checkpoint / "alone", seed=40)
 
 
 def test_every_saved_adapter_is_taken_by_the_generator(lora_engine: Any, checkpoint: Path) -> None:
@@ -121,11 +124,4 @@ def test_every_exported_folder_opens_in_the_generator(
     source = checkpoint / part
     export = Export(source / "actor_train", source / "resume" / "actor_train", merge=bool(part))
     export_folder(export, tmp_path / "model")
-    prompt_list = prompts(3, seed=42)
-    engine: Any = STRATEGIES.get(generator)(context_of(generator, str(tmp_path / "model"), OPTIONS.get(generator)))
-    engine.setup()
-    try:
-        completions = asyncio.run(burst(engine, requests_of(prompt_list, temperature=0.0, max_new_tokens=8)))
-        assert_greedy(completions, load(str(tmp_path / "model")), prompt_list, 8)
-    finally:
-        engine.shutdown()
+    assert_opens(generator, tmp_path / "model", as_model=tmp_path / "model", seed=42)

@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from roll.configs.engines.megatron import MegatronConfig
+from roll.data.experts import UNKNOWN
 from roll.data.packing import experts_of_cells
 from roll.distributed.strategy.megatron.input import MegatronInput
 from roll.distributed.strategy.megatron.model import MegatronModel
-from roll.models.routing import FREE, STORED
+from roll.models.routing import STORED
 
 
 class ExpertRouting:
@@ -71,7 +72,7 @@ class ExpertRouting:
 
         own_T = self._own(one)
         shape = len(own_T), self.num_layers, self.per_token
-        told_TLK = torch.full(shape, FREE, dtype=torch.int32, device=own_T.device)
+        told_TLK = torch.full(shape, UNKNOWN, dtype=torch.int32, device=own_T.device)
         for layer, chosen_NK in one.chosen.items():
             told_TLK[own_T >= 0, layer] = chosen_NK[own_T[own_T >= 0]].int()
         groups = [parallel_state.get_context_parallel_group(), parallel_state.get_pipeline_model_parallel_group()]
@@ -122,7 +123,7 @@ class LayerRouting:
         _, chosen_NK = find(scores_NX, topk, num_groups=num_groups, group_topk=group_topk)
         given_NK = self._routing.given(one, self._layer)
         if given_NK is not None:
-            chosen_NK = torch.where(given_NK == FREE, chosen_NK, given_NK)
+            chosen_NK = torch.where(given_NK == UNKNOWN, chosen_NK, given_NK)
         if not one.trains:
             one.chosen[self._layer] = chosen_NK
         return scores_NX.gather(1, chosen_NK), chosen_NK
