@@ -27,7 +27,7 @@ def given_experts(model: Any, one: Batch) -> Iterator[None]:
         weights = logits.softmax(-1)[torch.arange(one.num_tokens)[:, None], chosen]
         return logits, weights / weights.sum(-1, keepdim=True), chosen
 
-    gates = [layer.mlp.gate for layer in model.model.layers]
+    gates = [block.gate for block in model.modules() if hasattr(block, "experts")]
     for number, gate in enumerate(gates):
         gate.forward = partial(route, gate, number)
     try:

@@ -101,6 +101,7 @@ class Layout:
 
 ADAPTER = LoraSpec(rank=3, alpha=8, targets=("q_proj", "v_proj", "down_proj"))
 ALL_ADAPTED = LoraSpec(rank=2, alpha=4, targets=("all-linear",))
+ATTENTION_ADAPTED = LoraSpec(rank=3, alpha=8, targets=("q_proj", "v_proj", "o_proj"))
 
 MEASURES = ("logprobs", "loss", "grad_norm", "weights", "neighbour")
 
@@ -351,6 +352,18 @@ def make_routed(step: int) -> Batch:
     return batch.replace(experts_TE=experts_TE.masked_fill((batch.rows_T == 4)[:, None], -1).short())
 
 
+def make_routed_groups(step: int) -> Batch:
+    """``make_groups`` with two of four experts for each token and layer, the same for a group's prompts."""
+    batch = make_groups(step)
+    generator = torch.Generator().manual_seed(600 + step)
+    experts_TE = torch.rand(batch.num_tokens, 4, 4, generator=generator).argsort(-1)[..., :2].flatten(1)
+    starts, cuts = batch.offsets_B.tolist(), [9, 12, 7]
+    for row, start in enumerate(starts[: batch.num_sequences]):
+        size, first = cuts[row // 3], starts[row // 3 * 3]
+        experts_TE[start : start + size] = experts_TE[first : first + size]
+    return batch.replace(experts_TE=experts_TE.short())
+
+
 def make_preferences(step: int) -> Batch:
     """Five pairs, two of them about one question; the answers' lengths differ."""
     generator = torch.Generator().manual_seed(200 + step)
@@ -553,7 +566,12 @@ def _oracle_reward_model(model: Any, batch: Batch, name: str) -> tuple[Tensor, f
 
 TASKS = {
     name: Task(batch, policy_loss, _oracle_loss, "actor/entropy")
-    for name, batch in (("policy", make_batch), ("grouped", make_groups), ("routed", make_routed))
+    for name, batch in (
+        ("policy", make_batch),
+        ("grouped", make_groups),
+        ("routed", make_routed),
+        ("routed-groups", make_routed_groups),
+    )
 }
 TASKS |= {
     name: Task(
@@ -631,7 +649,7 @@ def make_context(layout: Layout, model_path: Path, rank: int) -> StrategyContext
         max_grad_norm=MAX_GRAD_NORM,
         total_optimizer_steps=TOTAL_STEPS,
         sequence_length=LONGEST,
-        router_replay="R2" if layout.task == "routed" else "disable",
+        router_replay="R2" if layout.task.startswith("routed") else "disable",
     )
 
 
@@ -679,7 +697,7 @@ def _run(layout: Layout, model_path: Path, rank: int) -> dict[str, Any]:
         return batch.token_index(part), _scored(strategy, batch.select(part))
 
     result: dict[str, Any] = {"before": scores(), "metrics": []}
-    if layout.task == "routed":
+    if layout.task.startswith("routed"):
         batch = task.batch(0).replace(experts_TE=None)
         part = batch.split(info.dp_size)[info.dp_rank]
         result["told"] = batch.token_index(part), strategy.logprobs(batch.select(part)).experts_TE

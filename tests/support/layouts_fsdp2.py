@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.harness import ADAPTER, ALL_ADAPTED, BF16_BOUNDS, Layout
+from tests.support.harness import ADAPTER, ALL_ADAPTED, ATTENTION_ADAPTED, BF16_BOUNDS, Layout
 
 PACKED = {"use_sequence_packing": True}
 BY_TOKENS = {"use_dynamic_batching_in_train": True, "max_tokens_per_microbatch_in_train": 50}
@@ -14,6 +14,11 @@ BF16 = {"model_args": {"dtype": "bf16"}}
 COMPUTES_IN_BF16 = {"param_dtype": "bf16"}
 SCORES = {"model": "qwen2_scores"}
 ROUTED = {"task": "routed", "model": "qwen3_moe"}
+ROUTED_GROUPS: dict[str, Any] = {
+    "task": "routed-groups",
+    "model": "qwen3_moe",
+    "training_args": {"per_device_train_batch_size": 4},
+}
 TP = {"tensor_parallel_size": 2}
 
 
@@ -77,6 +82,8 @@ LAYOUTS = [
     layout("shard2-lora-packed-bradley_terry", 2, task="bradley_terry", lora=ADAPTER, worker=PACKED, **SCORES),
     layout("ulysses2-regression", 2, task="regression", **ULYSSES, **SCORES),
     layout("alone-routed-recomputed", 1, **ROUTED | RECOMPUTED),
+    layout("alone-routed-groups", 1, **ROUTED_GROUPS),
+    layout("alone-lora-routed-groups", 1, lora=ATTENTION_ADAPTED, **ROUTED_GROUPS),
     layout("shard2-routed-packed", 2, worker=PACKED, **ROUTED),
     layout("tp2-routed", 2, TP, worker=BY_TOKENS, **ROUTED),
     layout("ulysses2-routed", 2, {"fsdp_size": 1}, **ROUTED | ULYSSES),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.harness import ADAPTER, ALL_ADAPTED, Layout
+from tests.support.harness import ADAPTER, ALL_ADAPTED, ATTENTION_ADAPTED, Layout
 
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
 CP, EP, ETP = "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"
@@ -23,6 +23,7 @@ BY_TOKENS_OF_ROWS: dict[str, Any] = {
 MOE: dict[str, Any] = {"model": "qwen3_moe"}
 GROUPED: dict[str, Any] = {"task": "grouped", "training_args": {"per_device_train_batch_size": 4}}
 ROUTED: dict[str, Any] = {"task": "routed", **MOE}
+ROUTED_GROUPS: dict[str, Any] = GROUPED | {"task": "routed-groups"} | MOE
 SCORES: dict[str, Any] = {"model": "qwen2_scores"}
 BF16: dict[str, Any] = {
     "model_args": {"dtype": "bf16"},
@@ -109,6 +110,8 @@ LAYOUTS = [
     layout("ep2", 2, {EP: 2}, **MOE),
     layout("ep2-whole-optimizer", 2, {EP: 2, "use_distributed_optimizer": False}, **MOE),
     layout("ep2-allgather", 2, {EP: 2, "moe_token_dispatcher_type": "allgather"}, **MOE),
+    layout("routed-groups", 1, **ROUTED_GROUPS),
+    layout("lora-routed-groups", 1, lora=ATTENTION_ADAPTED, **ROUTED_GROUPS),
     layout("tp2-sp-routed", 2, {TP: 2, **SP}, **ROUTED),
     layout("pp2-vpp2-routed-recomputed", 2, {PP: 2, VPP: 2, **FULL}, **ROUTED),
     layout("cp2-routed-packed", 2, {CP: 2}, **ROUTED, **PACKED),
