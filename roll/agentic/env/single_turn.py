@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import random
-import string
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from gymnasium.spaces import Text
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from roll.agentic.env.actions import ActionParser
 from roll.agentic.env.base import stable_hash
 from roll.agentic.env.config import EnvConfig
 from roll.agentic.env.game import Game, Played
+from roll.agentic.env.questions import Item, Questions, QuestionsConfig, read_questions
 from roll.configs.problems import ConfigProblem, pattern_problems
 from roll.utils.registry import Registry, UnknownNameError, import_path
 
@@ -35,15 +35,8 @@ def _contains(given: str, answer: str) -> float:
 SCORERS: Registry[Scorer] = Registry("scorer")
 SCORERS.register("exact", _exact)
 SCORERS.register("contains", _contains)
-
-
-class Item(BaseModel):
-    """A prompt and its answer."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
-
-    prompt: str
-    answer: str
+SCORERS.register("math", "roll.rewards.scorers:mathematical")
+SCORERS.register("words", "roll.rewards.scorers:same_words")
 
 
 class SingleTurnConfig(EnvConfig):
@@ -53,7 +46,14 @@ class SingleTurnConfig(EnvConfig):
     generator: str | None = Field(
         None, description="package.module:function, seed -> (prompt, answer), in place of items."
     )
-    scorer: str = Field("exact", description="exact, contains, or package.module:function, (given, answer) -> score.")
+    dataset: QuestionsConfig | None = Field(
+        None, description="Files of questions in place of items; the seed picks one. Each worker reads them once."
+    )
+    scorer: str = Field(
+        "exact",
+        description="exact; contains; words (the same but for case, punctuation and articles); math (as the verifier "
+        "math); or package.module:function, (given, answer) -> score.",
+    )
     answer_pattern: str | None = Field(
         None, description="Regular expression whose first group is the answer; null takes the whole text."
     )
@@ -61,10 +61,11 @@ class SingleTurnConfig(EnvConfig):
 
     def problems(self) -> Iterator[ConfigProblem]:
         """Rules between keys, and names that cannot be imported."""
-        if self.items and self.generator:
-            yield self.problem("generator", f"null beside {len(self.items)} items: one of the two", "items")
-        if not (self.items or self.generator):
-            yield self.problem("items", "at least one, or a generator")
+        given = [key for key in ("items", "generator", "dataset") if getattr(self, key)]
+        if len(given) > 1:
+            yield self.problem(given[1], f"null beside {given[0]}: one source of questions", given[0])
+        if not given:
+            yield self.problem("items", "at least one, or a generator or a dataset")
         yield from pattern_problems("answer_pattern", self.answer_pattern)
         for key, find in (("scorer", self.find_scorer), ("generator", self.find_generator)):
             try:
@@ -95,9 +96,10 @@ class SingleTurnEnv(Game):
         config = self.config
         self._scorer = config.find_scorer()
         self._generator = config.find_generator()
+        questions = Questions(config.items) if config.dataset is None else read_questions(config.dataset)
+        self._items = questions.items
         self._parser = None if config.answer_pattern is None else ActionParser({}, config.answer_pattern)
-        charset = set(string.printable).union(*(item.prompt for item in config.items))
-        self.observation_space = Text(min_length=0, max_length=1_000_000, charset=frozenset(charset))
+        self.observation_space = Text(min_length=0, max_length=1_000_000, charset=questions.charset)
 
     def begin(self, seed: int, options: dict[str, Any]) -> None:
         """Asks one question."""
@@ -107,7 +109,7 @@ class SingleTurnEnv(Game):
             prompt, answer = self._generator(seed)
             self._item = Item(prompt=prompt, answer=answer)
         else:
-            self._item = random.Random(seed).choice(self.config.items)
+            self._item = random.Random(seed).choice(self._items)
         self._show("asked", self._item.prompt)
 
     def play(self, text: str) -> Played:

@@ -1,0 +1,38 @@
+"""Scores of an answer against a reference, for environments of one question (``single_turn``'s ``scorer``)."""
+
+from __future__ import annotations
+
+import re
+import string
+
+from roll.rewards.answers import ANSWER_TAG, after_thoughts, last_boxed, last_group
+from roll.rewards.mathematics import MathConfig, MathVerifier
+from roll.rewards.types import Sample
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def mathematical(given: str, answer: str) -> float:
+    """1.0 if the answer is mathematically the reference, else 0.0, as the verifier ``math`` finds and reads them.
+
+    Raises:
+        ValueError: the reference is no expression.
+    """
+    sample = Sample(prompt="", response=given, ground_truth=answer, data_source="")
+    return MathVerifier(MathConfig()).check(sample).score
+
+
+def same_words(given: str, answer: str) -> float:
+    """1.0 if both are the same words, else 0.0: exact match of SQuAD (Rajpurkar et al. 2016, arXiv:1606.05250).
+
+    Case, punctuation, articles and spaces do not count. The answer stands in ``<answer>`` or ``\\boxed{}``, the last of
+    them, or is the whole text after ``</think>``.
+    """
+    said = after_thoughts(given)
+    found = last_group(ANSWER_TAG, said) or last_boxed(said) or said
+    return float(_words(found) == _words(answer))
+
+
+def _words(text: str) -> list[str]:
+    return _ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split()
