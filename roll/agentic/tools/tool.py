@@ -107,6 +107,7 @@ ToolFactory = Callable[..., Any]
 TOOLS: Registry[ToolFactory] = Registry("tool")
 TOOLS.register("calculator", "roll.agentic.tools.calculator:calculator")
 TOOLS.register("search", "roll.agentic.tools.search:SearchTool")
+TOOLS.register("retrieval", "roll.agentic.tools.retrieval:RetrievalTool")
 TOOLS.register("python", "roll.rollout.python_tool:PythonTool")
 
 
