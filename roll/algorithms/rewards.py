@@ -58,7 +58,8 @@ class ScoreNormaliser:
         if chosen.method == "identity":
             return cls()
         over = _SCOPE_OF_GROUPING[chosen.grouping]
-        return cls(over, over, ASYM_CLIP if chosen.method == "asym_clip" else None)
+        spread = None if chosen.method == "mean" else over
+        return cls(over, spread, ASYM_CLIP if chosen.method == "asym_clip" else None)
 
     def uses(self, scope: Scope) -> bool:
         return scope in (self.mean_over, self.std_over)

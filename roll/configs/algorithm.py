@@ -28,10 +28,10 @@ class RewardNormalizationConfig(Config):
         description="Which episodes share a mean and a standard deviation: `state` those of one rollout group (same "
         "start state), `batch` all, `inductive` those of one environment tag.",
     )
-    method: Literal["asym_clip", "identity", "mean_std"] = Field(
+    method: Literal["asym_clip", "identity", "mean", "mean_std"] = Field(
         default="identity",
-        description="`identity` changes nothing, `mean_std` gives (score - mean) / (std + 1e-6), `asym_clip` clips "
-        "the latter to [-1, 3].",
+        description="`identity` changes nothing, `mean` gives score - mean, `mean_std` (score - mean) / (std + 1e-6), "
+        "`asym_clip` clips the latter to [-1, 3].",
     )
 
 

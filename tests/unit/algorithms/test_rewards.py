@@ -43,7 +43,7 @@ def shaped(batch: Batch, **keys: Any) -> list[float]:
     seed=seeds,
     history=st.booleans(),
     grouping=st.sampled_from(["state", "batch", "inductive"]),
-    method=st.sampled_from(["asym_clip", "identity", "mean_std"]),
+    method=st.sampled_from(["asym_clip", "identity", "mean", "mean_std"]),
     clip=st.sampled_from([None, 0.5]),
 )
 def test_normalised_scores_are_the_new_sums_of_rewards(
@@ -67,7 +67,7 @@ def test_normalised_scores_are_the_new_sums_of_rewards(
         mean, scale = 0.0, 1.0
         if method != "identity":
             spread = statistics.stdev(peers) if len(peers) > 1 else 0.0
-            mean, scale = statistics.mean(peers), spread + 1e-6 if spread > 1e-12 else 1.0
+            mean, scale = statistics.mean(peers), spread + 1e-6 if spread > 1e-12 and method != "mean" else 1.0
         score = (e.score - mean) / scale
         score = min(max(score, -1.0), 3.0) if method == "asym_clip" else score
         score = min(max(score, -clip), clip) if clip else score

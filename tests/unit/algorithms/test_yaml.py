@@ -117,7 +117,7 @@ CASES: list[tuple[str, str, str]] = [
     ("rewards", f"{PLAIN} reward_norm=batch", "reward_scale=true"),
     ("rewards", PLAIN, "use_reward_scaling=true"),
     ("rewards", f"{PLAIN} use_reward_scaling=true", "use_reward_norm=true"),
-    *(("rewards", PLAIN, f"reward_normalization.method={x}") for x in ("mean_std", "asym_clip")),
+    *(("rewards", PLAIN, f"reward_normalization.method={x}") for x in ("mean", "mean_std", "asym_clip")),
     ("rewards", NAMED, "reward_normalization.method=identity"),
     *(("rewards", NAMED, f"reward_normalization.grouping={x}") for x in ("state", "inductive")),
     ("rewards", f"{NAMED} reward_normalization.grouping=state", "reward_normalization.grouping=batch"),
