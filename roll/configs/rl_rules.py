@@ -26,7 +26,7 @@ def check_held_out_lengths(config: RLConfig) -> Iterator[ConfigProblem]:
 
 def check_rl_roles(config: RLConfig) -> Iterator[ConfigProblem]:
     """Roles that the algorithm needs are there."""
-    if config.uses_critic and config.critic is None:
+    if config.uses_critic and config.critic is None and not config.eval_only:
         expected = f"a section like actor_train, since adv_estimator {config.adv_estimator} needs values"
         yield ConfigProblem("critic", NOTHING, expected, involves=("adv_estimator",))
     if config.refers_to_actor and config.reference is not None:

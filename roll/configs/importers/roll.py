@@ -10,8 +10,8 @@ from roll.configs.importers.common import devices_of, drop_unread, parallel_size
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.profiling import profiler_of_roll
 from roll.configs.importers.roll_distillation import is_distillation, set_distillation, set_teacher, set_teachers
-from roll.configs.importers.roll_engines import set_engine, set_model_kwargs
-from roll.configs.importers.roll_environments import set_environments
+from roll.configs.importers.roll_engines import drop_adapter, set_engine, set_model_kwargs
+from roll.configs.importers.roll_environments import evaluate_alone, set_environments
 from roll.configs.importers.roll_judges import judge_arguments, set_asked_model
 from roll.configs.importers.roll_offline import offline_schema, set_offline
 from roll.configs.importers.table import ROLES
@@ -55,6 +55,7 @@ def derive(draft: Draft) -> None:
         profiler_of_roll(draft)
         return
     agentic = any(draft.has(key) for key in ("custom_envs", *MANAGERS))
+    rollouts_alone = not any(draft.has(f"actor_train.{key}") for key in ("strategy_args", "device_mapping"))
     _roles(draft)
     set_teachers(draft, _roles)
     set_teacher(draft)
@@ -75,6 +76,8 @@ def derive(draft: Draft) -> None:
     tidy_engines(draft)
     profiler_of_roll(draft)
     _batches(draft, agentic)
+    if agentic and rollouts_alone:
+        evaluate_alone(draft)
 
 
 def _run(draft: Draft) -> None:
@@ -124,6 +127,8 @@ def _roles(draft: Draft) -> None:
                 draft.tell(Kind.DROPPED, f"{role}.model_args.model_name_or_path", model, note=f"it is {key}")
         set_engine(draft, role)
         set_model_kwargs(draft, role)
+        if role == "actor_infer":
+            drop_adapter(draft)
         if role in TRAINED and draft.get(f"{role}.model_args.dtype") == "fp16":
             draft.set(f"{role}.model_args.dtype", "bf16")
             draft.retell(f"{role}.model_args.dtype", Kind.IMPOSSIBLE, "nothing is trained in fp16: bf16 is taken")

@@ -19,6 +19,13 @@ def set_model_kwargs(draft: Draft, role: str) -> None:
         draft.derive(f"actor_train.{key}", f"{role}.{key}", dict(kwargs), "one model")
 
 
+def drop_adapter(draft: Draft) -> None:
+    """The generator's adapter is the one that is trained; theirs is told the names of its layers once more."""
+    if draft.get("actor_train.model_args.lora_target"):
+        for key in ("target", "rank", "alpha"):
+            draft.drop_ours(f"actor_infer.model_args.lora_{key}", "it generates with the adapter of actor_train")
+
+
 def set_engine(draft: Draft, role: str) -> None:
     """A role's engine and its options: presets of DeepSpeed, sizes of an engine, data types."""
     base = f"{role}.strategy_args.strategy_config"

@@ -5,14 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from roll.configs.agentic import MANAGERS
+from roll.configs.importers.common import to_do
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.roll_tools import set_wrapped_tools
 
 _ENVIRONMENTS = ("sokoban", "frozen_lake")
+_TOLD_BY_TEMPLATE = {"sokoban_native_env": "sokoban"}
+"""Environments there that write whole conversations: the same game here, told by ``agent_template``."""
+_QUESTIONS = {"roll_math": ("problem", "answer", "math"), "roll_qa": ("question", "answer", "words")}
+"""Environments there that ask the questions of a dataset: its columns, and who scores the answers here."""
+_COLUMNS = {"question_key": "prompt", "answer_key": "answer"}
 _NEAREST = {
     "webshop": "the nearest here is shop",
-    "math": "the nearest here is single_turn, with a generator of questions, and tools",
-    "qa": "the nearest here is single_turn, with a generator of questions, and tools",
+    "math": "the nearest here is single_turn, with a dataset of questions, and tools",
+    "qa": "the nearest here is single_turn, with a dataset of questions, and tools",
     "rock": "a program that works in a sandbox is a section agent, and its tasks are Harbor's (docs/agents.md)",
 }
 """The nearest here to environments of theirs, by a part of their names."""
@@ -32,6 +38,13 @@ def set_environments(draft: Draft) -> None:
             draft.tell(Kind.KEPT, f"{base}.env_type", kind, f"{base}.env_type", kind)
         elif ":" in str(kind):
             _gem(draft, base, str(kind))
+        elif kind in _TOLD_BY_TEMPLATE:
+            draft.derive(f"{base}.env_type", f"{base}.env_type", _TOLD_BY_TEMPLATE[kind], "told by agent_template")
+            for key in ("agent_system_template", "agent_template"):
+                if "{" not in str(draft.get(f"{base}.{key}", "{")):
+                    draft.drop_ours(f"{base}.{key}", f"{kind} writes its own messages")
+        elif kind in _QUESTIONS:
+            _questions(draft, base, str(kind))
         else:
             note = "no environment of this name: write it as a class, and give package.module:Class or register the "
             note += f"name, roll.agentic.env.register({kind!r}, …) (docs/environments.md)"
@@ -85,6 +98,45 @@ def _gem(draft: Draft, base: str, name: str) -> None:
     draft.set(f"{base}.env_config", {"env_id": name, **({"env_kwargs": own} if own else {})})
     for key in own:
         draft.retell(f"{base}.env_config.{key}", Kind.DERIVED, "an argument of gem.make: env_kwargs", own[key])
+
+
+def _questions(draft: Draft, base: str, kind: str) -> None:
+    """One question of a dataset per episode, with its tools."""
+    given = draft.theirs(f"{base}.env_config")
+    given = given if isinstance(given, dict) else {}
+    prompt, answer, scorer = _QUESTIONS[kind]
+    draft.derive(f"{base}.env_type", f"{base}.env_type", "single_turn", f"scored by {scorer}")
+    columns = {"prompt": given.get("question_key") or prompt, "answer": given.get("answer_key") or answer}
+    own = {"dataset": {"file_name": str(given.get("dataset_name")), **columns}, "scorer": scorer}
+    draft.forget(f"{base}.env_config")
+    draft.set(f"{base}.env_config", own)
+    for key, value in given.items():
+        theirs, ours = f"{base}.env_config.{key}", f"{base}.env_config.dataset"
+        if value is None:
+            continue
+        if key == "dataset_name":
+            note = "data are files here: download it, and name them or their folder"
+            to_do(draft, theirs, note, value, f"{ours}.file_name")
+        elif key in _COLUMNS:
+            draft.tell(Kind.DERIVED, theirs, value, f"{ours}.{_COLUMNS[key]}", value)
+        else:
+            draft.tell(Kind.DROPPED, theirs, value, note="a question has one answer, and data are files")
+
+
+def evaluate_alone(draft: Draft) -> None:
+    """Turns a file of the pipeline that only plays into an evaluation of the episodes that it plays."""
+    draft.derive("train_env_manager", "eval_only", True, "no role is trained: episodes are played and told")
+    draft.drop_ours("actor_train", "nothing is trained")
+    episodes = draft.get("rollout_batch_size", 128)
+    draft.drop_ours("rollout_batch_size", "val_batch_size is played")
+    draft.derive("rollout_batch_size", "val_batch_size", episodes, "one evaluation")
+    draft.remove("val_env_manager")
+    manager = draft.remove("train_env_manager")
+    draft.set("val_env_manager", manager)
+    if "tags" in manager:
+        draft.set("train_env_manager.tags", manager["tags"])
+    for key in ("max_steps", "save_steps", "eval_steps"):
+        draft.drop_ours(key, "one evaluation: val_batch_size says of how many episodes")
 
 
 def _manager_sampling(draft: Draft, manager: str, sampling: dict[str, Any]) -> None:

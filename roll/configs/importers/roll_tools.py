@@ -6,7 +6,7 @@ from typing import Any
 
 from roll.configs.importers.draft import Draft, Kind
 
-_PROGRAMS, _SERVER = "python_code", "mcp"
+_PROGRAMS, _SERVER, _SEARCH = "python_code", "mcp", "search"
 _LIMITS = ("max_tool_uses",)
 _REWARDS = ("tool_reward", "tool_success_reward")
 
@@ -42,6 +42,11 @@ def _tool(draft: Draft, tag: str, where: str, entry: dict[str, Any]) -> None:
         key, note = "tools.use.python", "called as the chat template writes calls, where theirs reads <python>"
     elif name == _SERVER and given.get("server_url"):
         key, own, note = "tools.servers.mcp", {"url": str(given["server_url"])}, ""
+    elif name == _SEARCH and given.get("search_url"):
+        key, note = "tools.use.search", "called as the chat template writes calls, where theirs reads <search>"
+        own = {"tool": "retrieval", "args": {"url": str(given["search_url"])}}
+        if given.get("topk"):
+            own["args"]["num_results"] = int(given["topk"])
     else:
         note = "no such tool here: write it (docs/agents.md), name a server in tools.servers, or a corpus for search"
         draft.tell(Kind.IMPOSSIBLE, where, name, "tools.use", note=note)

@@ -212,6 +212,7 @@ TRANSFORMS: dict[str, Transform] = {
         {"vllm": "vllm", "vllm_async": "vllm", "sglang": "sglang", "sglang_async": "sglang", "hf": "hf_infer"}
     ),
     "env-manager": lambda value: _env_manager(value),
+    "agent-runner": lambda value: _agent_runner(value),
     "grouping": _choice(
         {
             "state": "state",
@@ -225,7 +226,7 @@ TRANSFORMS: dict[str, Transform] = {
     "divergence": _choice(
         {name: name for name in ("forward_kl", "reverse_kl", "js_divergence", "skewed_forward_kl", "skewed_reverse_kl")}
     ),
-    "normalisation": _choice({"asym_clip": "asym_clip", "identity": "identity", "mean_std": "mean_std"}),
+    "normalisation": _choice({name: name for name in ("asym_clip", "identity", "mean", "mean_std")}),
     "estimator": lambda value: {
         "group_norm": "grpo",
         "agentic_reinforce": "reinforce",
@@ -264,6 +265,12 @@ def _if_true(value: Any, meaning: str) -> str:
     return meaning
 
 
+def _agent_runner(value: Any) -> Any:
+    if value is None or str(value).endswith(".GEMRunner"):
+        raise Omitted("turn after turn, as traj plays")
+    raise Untranslatable("a program of one's own talks to the endpoint: a section agent (docs/agents.md)")
+
+
 def _env_manager(value: Any) -> Any:
     name = str(value).rpartition(".")[2]
     known = {
@@ -271,6 +278,7 @@ def _env_manager(value: Any) -> Any:
         "StepEnvManager": "step",
         "StepConcatEnvManager": "step",
         "AgentNativeStepEnvManager": "step",
+        "ProxyEnvManager": "traj",
         "traj": "traj",
         "step": "step",
     }

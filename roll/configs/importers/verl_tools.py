@@ -17,6 +17,7 @@ from roll.configs.importers.verl_roles import ROLLOUT
 
 _TURNS = f"{ROLLOUT}.multi_turn"
 _PATHS = (f"{_TURNS}.tool_config_path", "data.tool_config_path")
+_RETRIEVAL = "SearchTool"
 _PROGRAMS = ("SandboxFusionTool", "CodeInterpreter", "PythonTool")
 _MOST_TURNS = 100
 DIALECTS = {"hermes": "hermes", "gpt-oss": "harmony"}
@@ -91,6 +92,13 @@ def _tool(draft: Draft, where: str, entry: dict[str, Any]) -> None:
         own: dict[str, Any] = {"tool": "python", "args": {"wall_seconds": timeout}, "timeout": timeout + 10}
         note = f"programs run in the sandbox here, not where {cls} sends them"
         draft.derive(where, f"tools.use.{name}", own, note)
+        return
+    if cls == _RETRIEVAL and config.get("retrieval_service_url"):
+        args: dict[str, Any] = {"url": str(config["retrieval_service_url"])}
+        args |= {"num_results": int(config["topk"])} if config.get("topk") else {}
+        args |= {"seconds": float(config["timeout"])} if config.get("timeout") else {}
+        note = "one query per call; the lists of several that SearchTool takes are several calls"
+        draft.derive(where, f"tools.use.{name}", {"tool": "retrieval", "args": args}, note)
         return
     own = {"tool": f"{module}:{cls}" if module else path}
     if "timeout" in config:

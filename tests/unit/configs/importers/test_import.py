@@ -401,6 +401,9 @@ tools:
   - class_name: my_package.find.FindTool
     config: {type: native, timeout: 7, top: 3}
     tool_schema: {type: function, function: {name: find, parameters: {properties: {words: {}, most: {}}}}}
+  - class_name: verl.tools.search_tool.SearchTool
+    config: {type: native, retrieval_service_url: "http://box/retrieve", topk: 3, timeout: 9, num_workers: 120}
+    tool_schema: {type: function, function: {name: search, parameters: {properties: {query_list: {type: array}}}}}
   - class_name: verl.tools.mcp_search_tool.MCPSearchTool
     config: {type: mcp, timeout: 120}
     mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
@@ -429,6 +432,8 @@ def test_tools_of_verl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program, find = config.tools.use["run_code"], config.tools.use["find"]
     assert (program.tool, program.args, program.timeout) == ("python", {"wall_seconds": 20.0}, 30.0)
     assert (find.tool, find.args, find.timeout) == ("my_package.find:FindTool", {"top": 3}, 7.0)
+    search, asked = config.tools.use["search"], {"url": "http://box/retrieve", "num_results": 3, "seconds": 9.0}
+    assert (search.tool, search.args) == ("retrieval", asked)
     web, sums = config.tools.servers["The_Web"], config.tools.servers["sums"]
     assert (web.url, web.only, web.timeout, sums.command) == ("http://web/mcp", ["search"], 120.0, ["uvx", "s"])
     assert (config.tools.max_turns, config.tools.max_parallel_calls, config.tools.dialect) == (4, 3, "hermes")

@@ -175,3 +175,67 @@ def test_an_environment_that_is_not_here_is_told_with_the_nearest() -> None:
     imported = convert("roll", [AGENTIC], ["custom_env.Boxes.env_type=webshop"])
     (told,) = [each for each in imported.outcomes if each.kind == Kind.IMPOSSIBLE]
     assert told.key == "custom_envs.Boxes.env_type" and "the nearest here is shop" in told.note
+
+
+QUESTIONS = """
+{env_type: roll_math, max_steps: 4, env_manager_cls: null, agent_template: "{observation}",
+ env_config: {dataset_name: some/questions, split: train, question_key: problem, answer_key: null},
+ tool_wrapper: {tool_configs: [{tool_id: search, tool_args: {search_url: 'http://a/retrieve', topk: 2}}]}}
+"""
+
+
+def test_questions_of_a_dataset_are_an_environment_of_one_turn_with_its_tools(tmp_path: Path) -> None:
+    imported = convert("roll", [AGENTIC], [f"custom_envs.Boxes={''.join(QUESTIONS.split(chr(10)))}"])
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, AgenticConfig) and config.tools is not None
+    env = config.custom_envs["Boxes"]
+    columns = {"file_name": "some/questions", "prompt": "problem", "answer": "answer"}
+    assert (env.env_type, env.env_config) == ("single_turn", {"dataset": columns, "scorer": "math"})
+    search = config.tools.use["search"]
+    assert (search.tool, search.args) == ("retrieval", {"url": "http://a/retrieve", "num_results": 2})
+    assert not kinds(imported, Kind.IMPOSSIBLE), report(imported)
+    assert "custom_envs.Boxes.env_config.dataset_name" in kinds(imported, Kind.TO_DO)
+
+
+def test_a_game_that_tells_itself_is_told_by_the_template(tmp_path: Path) -> None:
+    words = ["custom_env.Boxes.env_type=sokoban_native_env", "custom_env.Boxes.agent_template=placeholder"]
+    imported = convert("roll", [AGENTIC], words)
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, AgenticConfig)
+    env = config.custom_envs["Boxes"]
+    assert (env.env_type, env.agent_template) == ("sokoban", None)
+
+
+def test_the_generator_has_the_adapter_that_is_trained(tmp_path: Path) -> None:
+    words = ["+actor_train.model_args.lora_target=all-linear", "+actor_infer.model_args.lora_target='q_proj,v_proj'"]
+    config = loaded(convert("roll", [AGENTIC], words), tmp_path)
+    assert isinstance(config, AgenticConfig)
+    assert (config.actor_train.model_args.lora_target, config.actor_infer.model_args.lora_target) == (
+        "all-linear",
+        None,
+    )
+
+
+def test_a_file_that_trains_nothing_is_an_evaluation(tmp_path: Path) -> None:
+    words = ["~actor_train", "~reference", "~val_env_manager", "~async_generation_ratio", "max_steps=9"]
+    imported = convert("roll", [AGENTIC], words)
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, AgenticConfig) and config.eval_only
+    assert (config.val_batch_size, config.val_env_manager.env_groups, config.val_env_manager.tags) == (32, 8, ["Boxes"])
+    assert "max_steps" in kinds(imported, Kind.DROPPED)
+
+
+RUNNER = "roll.pipeline.agentic.agent_runner.gem_runner.GEMRunner"
+
+
+def test_a_runner_that_plays_turns_is_the_manager_itself(tmp_path: Path) -> None:
+    words = [
+        "env_manager_cls=roll.pipeline.agentic.env_manager.proxy_env_manager.ProxyEnvManager",
+        f"+custom_env.Boxes.agent_runner_cls={RUNNER}",
+    ]
+    imported = convert("roll", [AGENTIC], words)
+    config = loaded(imported, tmp_path)
+    assert isinstance(config, AgenticConfig) and config.custom_envs["Boxes"].env_manager_cls == "traj"
+    assert not kinds(imported, Kind.IMPOSSIBLE), report(imported)
+    words[1] = "+custom_env.Boxes.agent_runner_cls=mine.Runner"
+    assert kinds(convert("roll", [AGENTIC], words), Kind.IMPOSSIBLE) == {"custom_envs.Boxes.agent_runner_cls"}
