@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import email.utils
-import ipaddress
 import logging
 import os
 import re
@@ -20,6 +19,7 @@ from pydantic import ConfigDict, Field, SecretStr
 from roll.configs.base import Config
 from roll.configs.problems import ConfigProblem, Words
 from roll.rewards.types import RewardError
+from roll.utils.addresses import is_loopback
 from roll.utils.time_limit import turn
 
 logger = logging.getLogger(__name__)
@@ -111,7 +111,7 @@ class Endpoint:
             timeout=None,  # _post limits the whole request; httpx's limits are per read
             limits=httpx.Limits(max_connections=patience.max_concurrency),
             # A proxy of the environment would send what is meant for this machine elsewhere.
-            trust_env=not _is_loopback(url.host),
+            trust_env=not is_loopback(url.host),
         )
 
     async def ask(self, body: dict[str, Any], read: Callable[[httpx.Response], T], more_s: float = 0.0) -> Answer[T]:
@@ -243,13 +243,3 @@ def _retry_after(value: str | None) -> float | None:
         except ValueError:
             return None
     return max(seconds, 0.0) if seconds == seconds else None  # float() understands "nan"
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return address.is_loopback or address.is_unspecified

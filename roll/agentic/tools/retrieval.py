@@ -6,6 +6,7 @@ from typing import Any
 
 from roll.agentic.tools.tool import Tool, ToolError
 from roll.agentic.tools.types import ToolSchema
+from roll.utils.addresses import is_loopback
 
 _MAX_RESULTS = 20
 
@@ -29,12 +30,13 @@ class RetrievalTool(Tool):
     def __init__(self, url: str, num_results: int = 3, seconds: float = 30.0) -> None:
         import httpx
 
-        if httpx.URL(url).scheme not in ("http", "https"):
+        address = httpx.URL(url)
+        if address.scheme not in ("http", "https"):
             raise ValueError(f"url: seen {url!r}, expected http://… or https://…")
         if not 1 <= num_results <= _MAX_RESULTS:
             raise ValueError(f"num_results: seen {num_results}, expected 1 to {_MAX_RESULTS}")
         self._url, self._num_results = url, num_results
-        self._client = httpx.Client(timeout=seconds, transport=httpx.HTTPTransport(retries=2), trust_env=False)
+        self._client = httpx.Client(timeout=seconds, trust_env=not is_loopback(address.host))
         self.schema = ToolSchema(
             "search",
             "Searches a collection of texts and returns the passages that fit the query best.",
