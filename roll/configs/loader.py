@@ -30,7 +30,7 @@ from roll.configs.rl_rules import RL_RULES
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rlvr_rules import RLVR_RULES
 from roll.configs.rules import RULES, Rule, sections
-from roll.configs.schema import leaf_paths
+from roll.configs.schema import element_of, leaf_paths, section_of
 from roll.configs.sft import SFTConfig
 from roll.utils.registry import import_module
 
@@ -176,7 +176,7 @@ _PIPELINES = {
 
 
 def _elsewhere(schema: type[Config], path: Sequence[str | int]) -> str | None:
-    """Hint at a key of this name: in the same role, else where it is read, else among an engine's options."""
+    """Hint at a key of this name: in the role, where it is read, among an engine's options, in entries of a mapping."""
     name, role = str(path[-1]), f"{path[0]}."
     paths = [known for known, _ in leaf_paths(schema) if known.rpartition(".")[2] == name]
     if name in paths:
@@ -188,7 +188,9 @@ def _elsewhere(schema: type[Config], path: Sequence[str | int]) -> str | None:
     owners = [each for card in cards() if name in card.options.model_fields for each in card.strategies]
     if owners and "strategy_config" not in path:
         return f"it belongs to strategy_args.strategy_config of a role with {' or '.join(owners)}"
-    return None
+    entries = ((field, section_of(element_of(info.annotation))) for field, info in schema.model_fields.items())
+    known = [field for field, entry in entries if entry is not None and name in entry.model_fields]
+    return f"did you mean {name} of an entry of {' or '.join(known)}?" if known else None
 
 
 def _library_problems(library: Any, chosen: Any) -> Iterator[ConfigProblem]:

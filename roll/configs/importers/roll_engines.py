@@ -61,6 +61,8 @@ def set_engine(draft: Draft, role: str) -> None:
             ),
             int(draft.theirs(f"{role}.num_gpus_per_worker") or 1),
         )
+        if (sizes := draft.theirs(f"{base}.cuda_graph_sizes")) is not None:
+            draft.derive(f"{base}.cuda_graph_sizes", f"{base}.cudagraph_capture_sizes", sizes, "its name in vLLM now")
         limit = draft.theirs(f"{base}.max_num_seqs")
         if limit and name == "vllm" and draft.get("max_running_requests") is None:
             draft.derive(f"{base}.max_num_seqs", "max_running_requests", int(limit))

@@ -50,6 +50,10 @@ def set_environments(draft: Draft) -> None:
             note += f"name, roll.agentic.env.register({kind!r}, …) (docs/environments.md)"
             note += "".join(f"; {near}" for word, near in _NEAREST.items() if word in str(kind))
             draft.tell(Kind.IMPOSSIBLE, f"{base}.env_type", kind, f"{base}.env_type", note=note)
+        if (runner := draft.theirs(f"{base}.agent_runner_cls")) is not None:
+            turns = str(runner).endswith(".GEMRunner")
+            words = "turn after turn, as traj plays" if turns else "a program talks to the endpoint: a section agent"
+            draft.tell(Kind.DROPPED if turns else Kind.IMPOSSIBLE, f"{base}.agent_runner_cls", runner, note=words)
         if draft.has(f"{base}.tool_wrapper"):
             set_wrapped_tools(draft, tag)
         if not draft.get(f"{base}.env_manager_cls"):

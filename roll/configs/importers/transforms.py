@@ -212,7 +212,6 @@ TRANSFORMS: dict[str, Transform] = {
         {"vllm": "vllm", "vllm_async": "vllm", "sglang": "sglang", "sglang_async": "sglang", "hf": "hf_infer"}
     ),
     "env-manager": lambda value: _env_manager(value),
-    "agent-runner": lambda value: _agent_runner(value),
     "grouping": _choice(
         {
             "state": "state",
@@ -263,12 +262,6 @@ def _if_true(value: Any, meaning: str) -> str:
     if not value:
         raise Omitted("false asks for nothing")
     return meaning
-
-
-def _agent_runner(value: Any) -> Any:
-    if value is None or str(value).endswith(".GEMRunner"):
-        raise Omitted("turn after turn, as traj plays")
-    raise Untranslatable("a program of one's own talks to the endpoint: a section agent (docs/agents.md)")
 
 
 def _env_manager(value: Any) -> Any:
