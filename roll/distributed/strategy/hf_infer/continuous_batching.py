@@ -6,9 +6,10 @@ sampling exist in one place only, prompts need no mask (right padding is invisib
 prompts (the samples of one request, the members of a group) are prefilled once and copied.
 
 With one thread on a CPU, logits do not depend, to the last bit, on what else is in the batch, so a run repeats exactly
-although requests arrive in another order each time. Three habits make it so: a decode step always has a mask and at
-least ``MIN_ROWS`` rows (kernels for fewer add up in another order; MKL's for AVX-512 for up to 15), and attention
-widths are multiples of ``WIDTH_BLOCK`` (vectorised sums then see the same lanes, followed by zeros).
+although requests arrive in another order each time. Four habits make it so: a decode step always has a mask and at
+least ``MIN_ROWS`` rows (kernels for fewer add up in another order; MKL's for AVX-512 for up to 15), attention widths
+are multiples of ``WIDTH_BLOCK`` (vectorised sums then see the same lanes, followed by zeros), and a prompt is computed
+at a width of its own length (MKL adds up products of more than 192 columns in two halves, wherever these end).
 
 A sequence with recorded versions waits where its next token is one of later weights: in the queue, or in its slot,
 where what it would sample is thrown away and its keys and values stay.
@@ -21,7 +22,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 MIN_ROWS = 16
 WIDTH_BLOCK = 16
-PADDING_ALWAYS_ALLOWED = 8  # a forward of its own costs a tiny model more than this many tokens of padding per prompt
+PREFILL_BLOCK = 32  # a forward of its own costs a tiny model more than some tokens of padding per prompt
 
 
 Finished = tuple[RunningSequence, FinishReason]
@@ -191,7 +192,7 @@ class ContinuousBatching:
             self._rows = None
             lengths = [s.length for s in self.running] + [group[0].length for group in groups.values()]
             self._cache.reserve(len(self.running) + num_admitted, max(lengths))
-            for batch in _similar_lengths(list(groups.values())):
+            for batch in _equal_widths(groups.values()):
                 self._prefill(batch)
 
     def _prefill(self, groups: Sequence[Sequence[RunningSequence]]) -> None:
@@ -205,7 +206,7 @@ class ContinuousBatching:
         self.counters.shared_tokens += sum(n * (size - 1) for n, size in zip(lengths, sizes, strict=True))
         if max(lengths) == 0:
             return
-        width = max(max(lengths), min(_round_up(max(lengths)), self._max_width))
+        width = max(max(lengths), min(_prefill_width(max(lengths)), self._max_width))
         tokens_GL = np.zeros((len(groups), width), dtype=np.int64)
         for row, group in enumerate(groups):
             tokens_GL[row, : lengths[row]] = group[0].history[:-1]
@@ -338,19 +339,17 @@ def _round_up(width: int) -> int:
     return -(-width // WIDTH_BLOCK) * WIDTH_BLOCK
 
 
-def _similar_lengths(
-    groups: list[list[RunningSequence]],
-) -> Iterator[list[list[RunningSequence]]]:
-    """Splits prompts into prefills such that at most a quarter of each row (or a few tokens) is padding."""
-    groups = sorted(groups, key=lambda group: -group[0].length)
-    widest = groups[0][0].length
+def _prefill_width(length: int) -> int:
+    """Tokens that a prompt of so many is filled up to: at most a quarter more, or ``PREFILL_BLOCK``."""
+    block = max(PREFILL_BLOCK, 1 << max(length.bit_length() - 3, 0))
+    return -(-length // block) * block
 
-    def batch_width(group: list[RunningSequence]) -> int:
-        nonlocal widest
-        length = group[0].length
-        if length < min(0.75 * widest, widest - PADDING_ALWAYS_ALLOWED):
-            widest = length
-        return widest
 
-    for _, batch in groupby(groups, key=batch_width):
+def _equal_widths(groups: Iterable[list[RunningSequence]]) -> Iterator[list[list[RunningSequence]]]:
+    """Splits prompts, of which the last token is no part, into prefills of one width each; the longest come first."""
+
+    def width(group: list[RunningSequence]) -> int:
+        return _prefill_width(group[0].length - 1)
+
+    for _, batch in groupby(sorted(groups, key=lambda group: -group[0].length), key=width):
         yield list(batch)

@@ -141,12 +141,15 @@ async def held_at(engine: HfInfer, num_tokens: int) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU depend on the batch's shape")
-def test_on_a_cpu_the_rest_of_the_batch_changes_not_one_bit(model_path: Callable[..., str]) -> None:
+@pytest.mark.parametrize(("low", "high"), [(1, 60), (120, 240)])
+def test_on_a_cpu_the_rest_of_the_batch_changes_not_one_bit(
+    low: int, high: int, model_path: Callable[..., str]
+) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with engine_of(model_path()) as engine:
-            requests = requests_of(prompts(40, seed=3), max_new_tokens=6, seed=7)
+            requests = requests_of(prompts(40, seed=3, low=low, high=high), max_new_tokens=6, seed=7)
             together = asyncio.run(burst(engine, requests))
             alone = [asyncio.run(engine.generate(request)) for request in requests]
             mixed = asyncio.run(staggered(engine, requests))
