@@ -19,13 +19,17 @@ def derive(values: Mapping[str, Any]) -> dict[str, Any]:
     """Completes a configuration before it is checked.
 
     ``sequence_length`` is the sum of prompt and response, ``num_nodes``, where it is null, holds the largest device of
-    a role, ``num_gpus_per_worker`` is a generator's tensor-parallel size, and held-out data has the columns of the
-    training data. What is given stays, and so does what is wrong: the check finds it.
+    a role, ``num_gpus_per_worker`` is a generator's or a reward model's tensor-parallel size, and held-out data has the
+    columns of the training data. What is given stays, and so does what is wrong: the check finds it.
     """
     whole = dict(values)
     for role in _ROLES:
         if isinstance(section := whole.get(role), dict):
             whole[role] = _role(section)
+    if isinstance(rewards := whole.get("rewards"), dict):
+        whole["rewards"] = {
+            name: _domain(section) if isinstance(section, dict) else section for name, section in rewards.items()
+        }
     if isinstance(teachers := whole.get("teachers"), dict):
         whole["teachers"] = {
             name: _role(section) if isinstance(section, dict) else section for name, section in teachers.items()
@@ -58,6 +62,21 @@ def _role(section: Mapping[str, Any]) -> dict[str, Any]:
         if type(size) is int and size > 0 and role.get("device_mapping") is not None:
             role["num_gpus_per_worker"] = size
     return role
+
+
+def _domain(section: Mapping[str, Any]) -> dict[str, Any]:
+    domain = dict(section)
+    if domain.get("num_gpus_per_worker") is None:
+        domain.pop("num_gpus_per_worker", None)
+        verifiers = domain.get("verifiers")
+        given = (
+            [each.get("args") for each in verifiers if isinstance(each, dict)] if isinstance(verifiers, list) else []
+        )
+        sizes = [args.get("tensor_parallel_size") for args in given if isinstance(args, dict)]
+        most = max((size for size in sizes if type(size) is int), default=1)
+        if most > 1 and domain.get("device_mapping") is not None:
+            domain["num_gpus_per_worker"] = most
+    return domain
 
 
 def _nodes(values: Mapping[str, Any]) -> int:

@@ -58,7 +58,11 @@ class RewardWorkers(Config):
     device_mapping: DeviceMapping = Field(
         default=None, description="Devices of the workers, for the models in them. null: CPU processes."
     )
-    num_gpus_per_worker: int = Field(default=1, ge=1, description="Devices of one worker.")
+    num_gpus_per_worker: int = Field(
+        default=1,
+        ge=1,
+        description="Devices of one worker. Left out or null: the tensor_parallel_size of the domain's reward model.",
+    )
     worker_cls: str | None = Field(
         default=None, description="package.module:Class of the worker process. null: the project's own."
     )

@@ -1,4 +1,4 @@
-"""Tensor parallelism for FSDP2, by the plan that each model class of Transformers brings.
+"""Tensor parallelism by the plan that each model class of Transformers brings, and FSDP2 on top of it.
 
 The matrices of a decoder layer are split over neighbouring ranks as in Megatron-LM (Shoeybi et al. 2019): the first of
 two by output features, the second by input features, with one sum over the ranks after it. What lies between works on
@@ -10,14 +10,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch.distributed.tensor import DTensor
-
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 PARTIAL = "replicated_with_grad_allreduce"
 """A style of Transformers: every rank has the parameter, and a gradient from its own heads only."""
+
+
+def uneven_heads(config: PreTrainedConfig, size: int) -> str | None:
+    """What would be right in place of ``size``, if the model's attention heads cannot be dealt out to so many ranks."""
+    text = config.get_text_config()
+    heads = {"num_attention_heads": text.num_attention_heads}
+    heads["num_key_value_heads"] = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return next((f"a divisor of {what} = {count}" for what, count in heads.items() if count % size), None)
 
 
 def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> set[str]:
@@ -38,32 +44,39 @@ def split_layers(model: PreTrainedModel, mesh: DeviceMesh) -> set[str]:
     plan = {name: style for name, style in model.tp_plan.items() if name not in vocabulary}
     if not plan:
         raise ValueError(f"{key}; {type(model).__name__} has no tensor-parallel plan, expected 1")
-    config = model.config.get_text_config()
-    heads = {"num_attention_heads": config.num_attention_heads}
-    heads["num_key_value_heads"] = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    for what, count in heads.items():
-        if count % size:
-            raise ValueError(f"{key}, expected a divisor of {what} = {count}")
+    if (expected := uneven_heads(model.config, size)) is not None:
+        raise ValueError(f"{key}, expected {expected}")
     whole_plan = model._tp_plan
     try:
         model._tp_plan = {name: style for name, style in plan.items() if style != PARTIAL}
         apply_tensor_parallelism(model, mesh)
     finally:
         model._tp_plan = whole_plan
-    _check_even(model, mesh, key)
+    check_even(model, size, key)
     patterns = [name.split(".") for name, style in plan.items() if style == PARTIAL]
     return {
         name for name, _ in model.named_parameters() if any(_matches(name.split(".")[:-1], each) for each in patterns)
     }
 
 
-def _check_even(model: PreTrainedModel, mesh: DeviceMesh, key: str) -> None:
+def check_even(model: PreTrainedModel, size: int, key: str) -> None:
+    """Checks that each rank has as much as the others of every split parameter, but for the vocabulary's.
+
+    Args:
+        key: which asked for so many ranks, and the number, for the message.
+
+    Raises:
+        ValueError: some size does not divide.
+    """
+    from torch.distributed.tensor import DTensor
+
+    vocabulary = model.get_input_embeddings().weight
     for name, parameter in model.named_parameters():
-        if not isinstance(parameter, DTensor):
+        if not isinstance(parameter, DTensor) or parameter is vocabulary:
             continue
         for placement in parameter.placements:
             dim = getattr(placement, "dim", None)
-            if dim is not None and parameter.shape[dim] % mesh.size():
+            if dim is not None and parameter.shape[dim] % size:
                 raise ValueError(f"{key}, expected a divisor of {parameter.shape[dim]}, the size of {name}")
 
 

@@ -1,25 +1,65 @@
 """Sequence classifiers in local folders: whole models, or LoRA adapters with a head as peft keeps them.
 
 An adapter is not merged, which would round its sum with the weights to their number format.
+
+Shape suffixes: ``_B`` rows of a batch, ``_S`` padded positions, ``_L`` labels.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import sys
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from roll.models.adapter_files import ADAPTER_CONFIG, ADAPTER_FILE, CLASSIFIES
+from roll.rewards.types import RewardError
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.distributed import DistributedConfig
 
     from roll.rewards.reward_model import RewardModelConfig
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class Classifier(ABC):
+    """What gives logits for rows of token ids, wherever it is. Serves one event loop."""
+
+    async def start(self) -> None:
+        """Loads the model, if it is not there yet; ``forward`` would do so too.
+
+        Raises:
+            ValueError: it cannot be loaded.
+            RewardError: a process of it died.
+        """
+        return None
+
+    @abstractmethod
+    async def forward(self, rows: list[list[int]]) -> list[list[float]]:
+        """Logits of every label for every row.
+
+        Raises:
+            RewardError: there are none.
+        """
+
+    async def offload(self) -> None:
+        """Takes the model to host memory, after the batch that runs; further ones wait for ``onload``."""
+        return None
+
+    async def onload(self) -> None:
+        """Takes it back to its devices."""
+        return None
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Ends what holds it."""
 
 
 @dataclass(frozen=True)
@@ -129,18 +169,73 @@ def load_sizes(config: RewardModelConfig) -> PreTrainedConfig:
     return sizes
 
 
-def load_classifier(config: RewardModelConfig) -> PreTrainedModel:
+class Padding:
+    """Tokens to pad with, so that the classification head finds each row's last token.
+
+    The head reads the score at the last token that differs from ``config.pad_token_id``, or, without one, at the last
+    position, which would be padding. Such a model gets an id that no row contains; the mask hides it. The tokenizer's
+    padding token is not asked: the head would not recognise it.
+    """
+
+    def __init__(self, sizes: PreTrainedConfig) -> None:
+        text = sizes.get_text_config()
+        self._vocabulary: int = text.vocab_size
+        pad_id = getattr(text, "pad_token_id", None)
+        self.own: int | None = pad_id if isinstance(pad_id, int) and 0 <= pad_id < text.vocab_size else None
+        """The id that the head knows."""
+
+    def of(self, rows: list[list[int]]) -> int:
+        """The id for a batch.
+
+        Raises:
+            RewardError: it uses all.
+        """
+        if self.own is not None:
+            return self.own
+        used = set().union(*rows)
+        unused = next((index for index in range(self._vocabulary) if index not in used), None)
+        if unused is None:
+            raise RewardError("batch_size: the batch uses the whole vocabulary, which leaves no id for padding")
+        return unused
+
+
+def logits_of(
+    model: PreTrainedModel, rows: list[list[int]], pad_id: int, device: torch.device | str
+) -> list[list[float]]:
+    """Logits of every label for every row of token ids, in one pass over a rectangle padded on the right."""
+    import torch
+
+    model.config.get_text_config().pad_token_id = pad_id
+    longest = max(map(len, rows))
+    ids_BS = torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows])
+    lengths_B = torch.tensor([len(row) for row in rows])
+    mask_BS = (torch.arange(longest) < lengths_B[:, None]).long()
+    with torch.inference_mode():
+        output = model(input_ids=ids_BS.to(device), attention_mask=mask_BS.to(device))
+    logits_BL = output.logits.float().cpu()
+    return [[float(value) for value in row] for row in logits_BL]
+
+
+def load_classifier(config: RewardModelConfig, share: DistributedConfig | None = None) -> PreTrainedModel:
     """The classifier in evaluation mode.
+
+    Args:
+        share: how the model is divided over the processes of the default group, of which this is one.
 
     Raises:
         ValueError: it cannot be loaded, or weights are missing.
     """
     import torch
     from transformers import AutoModelForSequenceClassification
+    from transformers.utils.logging import disable_progress_bar
 
+    if not sys.stderr.isatty():
+        disable_progress_bar()  # in a log it is lines that overwrite nothing
     folder = Path(config.model_path).expanduser()
     adapter = Adapter.of(folder)
     options: dict[str, Any] = {"dtype": getattr(torch, _DTYPES[config.dtype]) if config.dtype else "auto"}
+    if share is not None:
+        options["distributed_config"] = share
     if config.attn_implementation is not None:
         options["attn_implementation"] = config.attn_implementation
     sizes = load_sizes(config)

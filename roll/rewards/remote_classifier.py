@@ -7,6 +7,7 @@ from typing import Any, Literal
 import httpx
 from pydantic import Field
 
+from roll.rewards.classifiers import Classifier
 from roll.rewards.endpoint import Endpoint, RemoteConfig, TransientError, read_key
 
 _PATH = "/classify"
@@ -25,7 +26,7 @@ class RemoteClassifierConfig(RemoteConfig):
     )
 
 
-class RemoteClassifier:
+class RemoteClassifier(Classifier):
     """Asks the server. Serves one event loop.
 
     Raises:

@@ -3,17 +3,15 @@
 The policy's token ids never reach it. The messages and the answer are rendered as text by the reward model's chat
 template and tokenised by its tokenizer, so the two may come from different families.
 
-Shape suffixes: ``_B`` rows of a batch, ``_S`` padded positions, ``_L`` labels.
+Shape suffix: ``_L`` labels.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,9 +21,12 @@ from roll.configs.base import Config
 from roll.configs.problems import ConfigErrors, ConfigProblem
 from roll.data.control_text import ControlText
 from roll.data.templates import read_template
+from roll.models.tensor_parallel import uneven_heads
 from roll.rewards.batching import MicroBatcher
-from roll.rewards.classifiers import Adapter, load_classifier, load_sizes, load_tokenizer_of
+from roll.rewards.classifiers import Adapter, Classifier, Padding, load_classifier, load_sizes, load_tokenizer_of
+from roll.rewards.held_classifier import LocalClassifier
 from roll.rewards.remote_classifier import RemoteClassifier, RemoteClassifierConfig
+from roll.rewards.sharded_classifier import ShardedClassifier
 from roll.rewards.types import RewardError, Sample, Verdict, Verifier
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PROBE = "\u241fanswer\u241f"
+_PLAN = "base_model_tp_plan"
 
 
 class RewardModelConfig(Config):
@@ -63,6 +65,12 @@ class RewardModelConfig(Config):
         default=False, description="Run Python files that come with the model, as in model_args; only if you know them."
     )
     device: str = Field(default="auto", description="cpu, cuda, cuda:1 …; `auto`: cuda where one is visible, else cpu.")
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="Devices of a reward worker that the model is divided over, as the domain's num_gpus_per_worker "
+        "follows from it. Without device_mapping: processes on the CPU.",
+    )
     attn_implementation: str | None = Field(
         default=None, description="sdpa, eager, flash_attention_2 …; null: the library's choice."
     )
@@ -111,9 +119,31 @@ class RewardModelConfig(Config):
             yield self.problem("sigmoid", "false beside probability: true: one of the two", "probability")
         if isinstance(self.label, int) and self.label < 0:
             yield self.problem("label", "0 or more")
-        for key in ("dtype", "device", "attn_implementation") if self.remote is not None else ():
+        for key in (
+            ("dtype", "device", "tensor_parallel_size", "attn_implementation") if self.remote is not None else ()
+        ):
             if getattr(self, key) != type(self).model_fields[key].default:
                 yield self.problem(key, "no such key with remote: the server decides", "remote")
+        if self.tensor_parallel_size > 1 and self.remote is None:
+            yield from self._undivided()
+
+    def _undivided(self) -> Iterator[ConfigProblem]:
+        """What is in the way of a model on several devices."""
+        key = "tensor_parallel_size"
+        if ":" in self.device:
+            yield self.problem("device", f"auto, cpu or cuda with {key}: the first ones that are visible", key)
+        if Adapter.of(Path(self.model_path).expanduser()) is not None:
+            hint = f"roll export {self.model_path} -o FOLDER --merge-adapter makes one"
+            yield self.problem("model_path", f"a whole model with {key}", key, hint=hint)
+            return
+        try:
+            sizes = load_sizes(self)
+        except ValueError:
+            return  # told of elsewhere
+        if not (getattr(sizes, _PLAN, None) or getattr(sizes.get_text_config(), _PLAN, None)):
+            yield self.problem(key, f"1: Transformers has no plan for dividing {sizes.model_type}", "model_path")
+        elif (expected := uneven_heads(sizes, self.tensor_parallel_size)) is not None:
+            yield self.problem(key, expected, "model_path")
 
     def threshold(self) -> float:
         """Lowest score that counts as solved."""
@@ -123,7 +153,7 @@ class RewardModelConfig(Config):
 
 
 class RewardModelVerifier(Verifier):
-    """Scores the conversation with the answer in it. Serves one event loop; the model runs in one thread.
+    """Scores the conversation with the answer in it. Serves one event loop.
 
     ``Verdict.parts`` has ``output`` (the logit or probability before scale and shift), ``truncated`` (1 where the
     conversation was cut) and ``control_tokens`` (how many control tokens the answer spells out).
@@ -143,24 +173,24 @@ class RewardModelVerifier(Verifier):
         self._template = read_template(config.template)
         self._control = ControlText(self.tokenizer)
         self._check_template()
-        self._remote: RemoteClassifier | None = None
-        if config.remote is None:
-            self._device = _resolve_device(config.device)
-            self.model = load_classifier(config).to(self._device)  # type: ignore[arg-type]
-            sizes = self.model.config
-        else:
-            sizes = load_sizes(config)
-            self._remote = RemoteClassifier(config.remote, int(sizes.num_labels or 0))
+        sizes = load_sizes(config)
         self._label = _label_index(config, sizes)
         self._text_config = sizes.get_text_config()
-        self._own_pad = _own_pad_id(self._text_config)
+        self._own_pad = Padding(sizes).own
         self._max_length = _max_length(config, self._text_config)
         self._warned: set[str] = set()
-        self._there = asyncio.Event()
-        self._there.set()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="reward-model")
+        self.classifier = _classifier(config, sizes)
         most = 1 if config.remote is None else config.remote.max_concurrency
-        self._batches = MicroBatcher(self._forward_beside, config.batch_size, config.batch_wait, most)
+        self._batches = MicroBatcher(self.classifier.forward, config.batch_size, config.batch_wait, most)
+
+    @classmethod
+    def num_devices(cls, config: Config) -> int:
+        assert isinstance(config, RewardModelConfig)
+        return config.tensor_parallel_size
+
+    async def start(self) -> None:
+        """Loads a model that is divided; one that is not is there."""
+        await self.classifier.start()
 
     async def score(self, sample: Sample) -> Verdict:
         """Scores together with the samples that others bring at the same time; the score does not depend on them.
@@ -177,36 +207,17 @@ class RewardModelVerifier(Verifier):
         return Verdict(score=score, correct=score >= self._args.threshold(), parts=parts, seeks_answer=False)
 
     async def close(self) -> None:
-        """Ends the thread, closes connections."""
+        """Ends threads and processes, closes connections."""
         await self._batches.close()
-        if self._remote is not None:
-            await self._remote.close()
-        await asyncio.to_thread(self._thread.shutdown)
+        await self.classifier.close()
 
     async def offload(self) -> None:
         """Takes the model to host memory, after the batch that runs."""
-        if self._remote is None:
-            self._there.clear()
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._move, "cpu")
+        await self.classifier.offload()
 
     async def onload(self) -> None:
         """Takes it back to its device."""
-        if self._remote is None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._move, self._device)
-            self._there.set()
-
-    def _move(self, device: torch.device | str) -> None:
-        import torch
-
-        self.model.to(device)  # type: ignore[arg-type]
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    async def _forward_beside(self, rows: list[list[int]]) -> list[list[float]]:
-        if self._remote is not None:
-            return await self._remote.forward(rows)
-        await self._there.wait()  # nothing awaits between here and the thread, which does one thing after the other
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.forward, rows)
+        await self.classifier.onload()
 
     def render(self, sample: Sample) -> tuple[str, int]:
         """The conversation as the reward model reads it, and how many of its control tokens the answer spells out.
@@ -217,20 +228,6 @@ class RewardModelVerifier(Verifier):
         asked = sample.messages or ({"role": "user", "content": sample.prompt},)
         messages = [*map(dict, asked), _assistant(sample.response)]
         return self._apply_template(self._control.hide(messages)), self._control.count(sample.response)
-
-    def forward(self, rows: list[list[int]]) -> list[list[float]]:
-        """Logits of every label for every row of token ids, in one pass over a rectangle padded on the right."""
-        import torch
-
-        pad_id = self._pad_id(rows)
-        longest = max(map(len, rows))
-        ids_BS = torch.tensor([row + [pad_id] * (longest - len(row)) for row in rows])
-        lengths_B = torch.tensor([len(row) for row in rows])
-        mask_BS = (torch.arange(longest) < lengths_B[:, None]).long()
-        with torch.inference_mode():
-            output = self.model(input_ids=ids_BS.to(self._device), attention_mask=mask_BS.to(self._device))
-        logits_BL = output.logits.float().cpu()
-        return [[float(value) for value in row] for row in logits_BL]
 
     def _check_template(self) -> None:
         """Finds out at start whether the template works and shows the answer."""
@@ -277,21 +274,6 @@ class RewardModelVerifier(Verifier):
         head = ids[:1] if limit > 1 and ids[0] in (self.tokenizer.bos_token_id, self.tokenizer.cls_token_id) else []
         return head + ids[len(ids) - limit + len(head) :], True
 
-    def _pad_id(self, rows: list[list[int]]) -> int:
-        """Token to pad with, so that the classification head finds each row's last token.
-
-        The head reads the score at the last token that differs from ``config.pad_token_id``, or, without one, at the
-        last position, which would be padding. Such a model gets an id that no row contains; the mask hides it.
-        """
-        if self._own_pad is not None:
-            return self._own_pad
-        used = set().union(*rows)
-        unused = next((index for index in range(self._text_config.vocab_size) if index not in used), None)
-        if unused is None:
-            raise RewardError("batch_size: the batch uses the whole vocabulary, which leaves no id for padding")
-        self._text_config.pad_token_id = unused
-        return unused
-
     def _to_score(self, logits: list[float]) -> tuple[float, float]:
         import torch
 
@@ -308,6 +290,20 @@ class RewardModelVerifier(Verifier):
 
 def _assistant(answer: str) -> dict[str, str]:
     return {"role": "assistant", "content": answer}
+
+
+def _classifier(config: RewardModelConfig, sizes: PreTrainedConfig) -> Classifier:
+    """The model, where the configuration says.
+
+    Raises:
+        ValueError: it cannot be there.
+    """
+    if config.remote is not None:
+        return RemoteClassifier(config.remote, int(sizes.num_labels or 0))
+    device = _resolve_device(config.device, config.tensor_parallel_size)
+    if config.tensor_parallel_size > 1:
+        return ShardedClassifier(config, sizes)
+    return LocalClassifier(load_classifier(config), device)
 
 
 def _label_index(config: RewardModelConfig, sizes: PreTrainedConfig) -> int:
@@ -329,12 +325,6 @@ def _label_index(config: RewardModelConfig, sizes: PreTrainedConfig) -> int:
     raise ValueError(f"label: seen {label!r}, expected one of the model's {count} outputs: {known}")
 
 
-def _own_pad_id(text_config: Any) -> int | None:
-    """The padding id that the model's head knows. The tokenizer's is not asked: the head would not recognise it."""
-    pad_id = getattr(text_config, "pad_token_id", None)
-    return pad_id if isinstance(pad_id, int) and 0 <= pad_id < text_config.vocab_size else None
-
-
 def _max_length(config: RewardModelConfig, text_config: Any) -> int | None:
     positions = getattr(text_config, "max_position_embeddings", None)
     if config.max_length is None:
@@ -344,12 +334,14 @@ def _max_length(config: RewardModelConfig, text_config: Any) -> int | None:
     return config.max_length
 
 
-def _resolve_device(name: str) -> torch.device:
+def _resolve_device(name: str, count: int) -> torch.device:
+    """The device, or the first of several."""
     import torch
 
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device: seen {name!r}, but this process sees {torch.cuda.device_count()} CUDA devices")
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    visible = torch.cuda.device_count() if device.type == "cuda" else count
+    if (device.index or 0) >= visible:
+        raise ValueError(f"device: seen {name!r}, but this process sees {visible} CUDA devices")
+    if count > visible:
+        raise ValueError(f"tensor_parallel_size: seen {count}, but this process sees {visible} CUDA devices")
     return device

@@ -55,6 +55,8 @@ def check_rewards(config: RewardConfig) -> Iterator[ConfigProblem]:
             continue
         found = section_problems(cls.config_class, verifier.args)
         yield from [problem.under(f"{base}.args") for problem in found]
+        if not found:
+            yield from _device_problems(f"{base}.args", cls.num_devices(cls.config_class(**verifier.args)), config)
         if issubclass(cls, RuleVerifier) and not found:
             yield from _spec_problems(f"{base}.name", cls)
             batching = _batching(cls, verifier)
@@ -75,6 +77,14 @@ def _unknown_verifier(path: str, name: str, error: UnknownNameError) -> ConfigPr
         return ConfigProblem(path, name, "a class that can be imported", str(error))
     hint = did_you_mean(name, VERIFIERS.names()) or f"known: {', '.join(VERIFIERS.names())}"
     return ConfigProblem(path, name, "a registered verifier or package.module:Class", hint)
+
+
+def _device_problems(path: str, needed: int, config: RewardConfig) -> Iterator[ConfigProblem]:
+    """A verifier with more devices than its worker has. Without any, it takes processes on the CPU."""
+    if config.device_mapping is not None and needed > config.num_gpus_per_worker:
+        expected = f"at most num_gpus_per_worker = {config.num_gpus_per_worker}, the devices of one worker"
+        involved = ("num_gpus_per_worker", "device_mapping")
+        yield ConfigProblem(f"{path}.tensor_parallel_size", needed, expected, involves=involved)
 
 
 def _spec_problems(path: str, cls: type[RuleVerifier]) -> Iterator[ConfigProblem]:
@@ -147,16 +157,19 @@ class DomainScorer:
             self._batches[i] = MicroBatcher(check, batching.size, batching.wait, num_processes)
 
     async def start(self) -> None:
-        """Starts the child processes ahead of the first sample.
+        """Starts the child processes, and verifiers that take long, ahead of the first sample.
 
         Raises:
             RewardError: a verifier could not be built there.
+            ValueError: a verifier cannot load what it needs.
         """
-        if self._pool is not None:
-            try:
+        try:
+            if self._pool is not None:
                 await self._pool.start()
-            except RewardError as error:
-                raise RewardError(f"rewards.{self.name}: {error}") from error
+            for verifier in self._others.values():
+                await verifier.start()
+        except RewardError as error:
+            raise RewardError(f"rewards.{self.name}: {error}") from error
 
     async def score(self, sample: Sample) -> Verdict:
         """All verifiers' say about a sample, as one verdict.

@@ -80,6 +80,15 @@ class Verifier(ABC):
     def __init__(self, config: Config) -> None:
         self.config = config
 
+    @classmethod
+    def num_devices(cls, config: Config) -> int:
+        """Devices that one takes, of its reward worker's."""
+        return 1
+
+    async def start(self) -> None:
+        """Does ahead of the first sample what takes long."""
+        return None
+
     @abstractmethod
     async def score(self, sample: Sample) -> Verdict:
         """Judges one sample.

@@ -1,7 +1,8 @@
 """Child processes that answer requests, one at a time each, and can be killed with all that they have started.
 
-The parent side is ``ChildPool``; a module whose ``main`` calls ``serve`` is a child. They speak JSON, one line per
-message: first what the child shall hold, then a request and its reply at a time. A child is no sandbox.
+The parent side is ``ChildPool``, or ``Child`` where each has a part of its own; a module whose ``main`` calls ``serve``
+is a child. They speak JSON, one line per message: first what the child shall hold, then a request and its reply at a
+time. A child is no sandbox.
 """
 
 from __future__ import annotations
@@ -61,10 +62,11 @@ class ChildPool:
         max_reply_bytes: int = MAX_REPLY_BYTES,
     ) -> None:
         assert num_processes >= 1, num_processes
-        first = encode({"setup": setup, "max_reply_bytes": max_reply_bytes})
         self._what = what
-        self._children = [_Child(module, first, what, max_reply_bytes) for _ in range(num_processes)]
-        self._idle: asyncio.LifoQueue[_Child] = asyncio.LifoQueue()  # one that runs is found before one to be started
+        self._children = [
+            Child(module, setup, what=what, max_reply_bytes=max_reply_bytes) for _ in range(num_processes)
+        ]
+        self._idle: asyncio.LifoQueue[Child] = asyncio.LifoQueue()  # one that runs is found before one to be started
         for child in self._children:
             self._idle.put_nowait(child)
         self._restarts: set[asyncio.Task[None]] = set()
@@ -125,13 +127,13 @@ class ChildPool:
         await asyncio.gather(*self._restarts, return_exceptions=True)
         await asyncio.gather(*(child.close() for child in self._children))
 
-    def _replace(self, child: _Child) -> None:
+    def _replace(self, child: Child) -> None:
         child.kill()
         task = asyncio.create_task(self._restart(child))
         self._restarts.add(task)
         task.add_done_callback(self._restarts.discard)
 
-    async def _restart(self, child: _Child) -> None:
+    async def _restart(self, child: Child) -> None:
         try:
             await child.start()
         except ChildError as error:
@@ -140,12 +142,19 @@ class ChildPool:
             self._idle.put_nowait(child)
 
 
-class _Child:
-    """One child process, seen from the parent; it can be started again after it died."""
+class Child:
+    """One process of ``python -m module``, seen from the parent; it can be started again after it died.
 
-    def __init__(self, module: str, setup: bytes, what: str, max_reply_bytes: int) -> None:
+    It dies with the thread that started it, see ``ChildPool``. One request at a time.
+
+    Args:
+        setup: what it shall hold; JSON.
+        what: its name in messages.
+    """
+
+    def __init__(self, module: str, setup: object, *, what: str, max_reply_bytes: int = MAX_REPLY_BYTES) -> None:
         self._module = module
-        self._setup = setup
+        self._setup = encode({"setup": setup, "max_reply_bytes": max_reply_bytes})
         self._what = what
         self._max_reply_bytes = max_reply_bytes
         self._process: asyncio.subprocess.Process | None = None
@@ -156,6 +165,7 @@ class _Child:
 
     @property
     def pid(self) -> int | None:
+        """Its process id; ``None`` while it does not run."""
         if self._process is None or self._process.returncode is not None or self._killed:
             return None
         return self._process.pid

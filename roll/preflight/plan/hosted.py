@@ -38,9 +38,12 @@ class Hosted:
     """Settings for asking it, if it generates."""
     longest: int | None = None
     """Tokens that it reads at most, if its configuration says so."""
+    ranks: int = 1
+    """Processes that a reward model is divided over, each with a device."""
 
     def role(self, shape: ModelShape) -> Role:
-        return Role(self.cluster, self.worker, shape, "lm" if self.judge else "score", trained=False)
+        head = "lm" if self.judge else "score"
+        return Role(self.cluster, self.worker, shape, head, trained=False, ranks=self.ranks)  # type: ignore[arg-type]
 
 
 def hosted_models(config: PipelineConfig) -> Iterator[Hosted]:
@@ -81,6 +84,7 @@ def _reward_model(args: RewardModelConfig, cluster: str, key: str, workers: Work
         workers.num_workers,
         args.trust_remote_code,
         longest=args.max_length,
+        ranks=args.tensor_parallel_size,
     )
 
 

@@ -40,6 +40,11 @@ class RoleMemory:
         """Bytes in a phase; those that stay, where it does nothing in it."""
         return sum(self.phases.get(phase, self.resident).values())
 
+    def times(self, count: int) -> RoleMemory:
+        """Memory of so many processes like this one."""
+        phases = {phase: {part: count * size for part, size in parts.items()} for phase, parts in self.phases.items()}
+        return RoleMemory({part: count * size for part, size in self.resident.items()}, phases)
+
     def that_works_in(self, phase: str, as_in: str) -> RoleMemory:
         """The memory of a model that is loaded and works in one phase alone, as this one does in another."""
         return RoleMemory(self.resident, {"load": self.resident, phase: self.phases[as_in]})
@@ -99,7 +104,7 @@ def _with_heap(parts: Parts, share: float) -> Parts:
 
 
 def _states(role: Role, layout: Layout) -> Parts:
-    own, adapter, c = role.parameters, role.adapter, role.compute_bytes
+    own, adapter, c = role.held, role.adapter, role.compute_bytes
     stored = c if role.frozen or layout.low_weights else FLOAT
     trained = role.updated if role.trained else 0
     moments = 2 * FLOAT + (FLOAT if layout.low_weights else 0)

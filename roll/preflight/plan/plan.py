@@ -122,7 +122,7 @@ class Plan:
             shared = any(self.placement.shares_devices(slot.role, other) for other in self.roles if other != slot.role)
             waiting = sum(size for part, size in kept.items() if part in ("weights", "moments")) if shared else 0
             read = 4 * role.parameters if slot.rank == 0 else 0  # one rank reads the checkpoint as float32
-            total += PROCESS_BYTES + max(waiting, read)
+            total += PROCESS_BYTES + max(waiting * len(slot.devices), read)
         return total
 
     def _active(self, phase: str) -> list[str]:
@@ -290,7 +290,8 @@ def _hosted_memory(config: PipelineConfig, hosted: Hosted, role: Role, device: D
         device_bytes=device.memory,
     )
     if judge is None:
-        return trainer_memory(role, around).that_works_in("rollout", as_in="logprobs")
+        memory = trainer_memory(role, around).that_works_in("rollout", as_in="logprobs")
+        return memory.times(hosted.ranks) if on_cpu else memory  # on GPUs it is that of each
     return _generator_memory(role, around).that_works_in("rollout", as_in="rollout")
 
 

@@ -45,11 +45,19 @@ class Role:
     trained: bool = True
     lora: tuple[int, tuple[str, ...]] | None = None
     """Rank and targets of an adapter."""
+    ranks: int = 1
+    """Processes that share each layer of a reward model; the rest is whole in each."""
 
     @property
     def parameters(self) -> int:
         """Of the whole model, without an adapter."""
         return self.shape.parameters if self.head == "lm" else self.shape.trunk + self.shape.hidden + 1
+
+    @property
+    def held(self) -> int:
+        """Parameters of one rank's part, where an engine has not dealt them out."""
+        layers = self.shape.layer * self.shape.layers
+        return self.parameters - layers + layers // self.ranks
 
     @property
     def adapter(self) -> int:
@@ -164,4 +172,4 @@ def layout_of(role: Role) -> Layout:
         return Layout(
             model, model, model * copies, tensor, stages, options.context_parallel_size, low_weights=role.trained
         )
-    return Layout(sequence=ulysses)
+    return Layout(tensor=role.ranks, sequence=ulysses)

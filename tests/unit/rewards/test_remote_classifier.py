@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -13,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from roll.rewards.reward_model import RewardModelConfig, RewardModelVerifier
+from roll.rewards.classifiers import Padding, load_classifier, logits_of
+from roll.rewards.reward_model import RewardModelConfig
 from roll.rewards.types import RewardError
 from tests.unit.rewards.test_reward_model import SAMPLES, close_to, llama, qwen, score_all
 
@@ -32,7 +32,7 @@ class Handler(BaseHTTPRequestHandler):
         self.server.bodies.append((self.path, self.headers.get("Authorization"), body))
         rows = body.get("input") or body["input_ids"]
         with self.server.lock:
-            logits = self.server.model.forward(rows)
+            logits = logits_of(self.server.model, rows, Padding(self.server.model.config).of(rows), "cpu")
         if "input" in body:
             assert body["use_activation"] is False
             data = [{"index": i, "probs": row, "label": None, "num_classes": len(row)} for i, row in enumerate(logits)]
@@ -54,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def served(folder: Path, *breaks: Any) -> Iterator[Any]:
     server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.model = RewardModelVerifier(RewardModelConfig(model_path=str(folder), device="cpu", label=0))
+    server.model = load_classifier(RewardModelConfig(model_path=str(folder)))
     server.lock, server.bodies, server.breaks = threading.Lock(), [], list(breaks)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -63,7 +63,6 @@ def served(folder: Path, *breaks: Any) -> Iterator[Any]:
     finally:
         server.shutdown()
         server.server_close()
-        asyncio.run(server.model.close())
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

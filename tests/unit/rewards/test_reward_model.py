@@ -210,7 +210,9 @@ def test_concurrent_calls_share_forward_passes(qwen: Path):
     async def run() -> list[int]:
         verifier = RewardModelVerifier(RewardModelConfig(model_path=str(qwen), device="cpu", batch_size=4))
         sizes: list[int] = []
-        verifier.model.register_forward_hook(lambda module, args, output: sizes.append(output.logits.shape[0]))
+        verifier.classifier.model.register_forward_hook(
+            lambda module, args, output: sizes.append(output.logits.shape[0])
+        )
         await asyncio.gather(*map(verifier.score, SAMPLES))
         await verifier.score(SAMPLES[0])
         await verifier.close()
@@ -229,7 +231,7 @@ def test_one_failed_batch_fails_its_samples_only_and_cancelled_ones_leave_the_qu
             if len(sizes) == 1:
                 raise torch.OutOfMemoryError("injected")
 
-        verifier.model.register_forward_pre_hook(break_the_first, with_kwargs=True)
+        verifier.classifier.model.register_forward_pre_hook(break_the_first, with_kwargs=True)
         tasks = [asyncio.create_task(verifier.score(sample)) for sample in SAMPLES[:6]]
         await asyncio.sleep(0)
         tasks[4].cancel()
@@ -335,7 +337,7 @@ def test_the_model_was_made_for_so_many_tokens(qwen: Path):
 def test_a_score_that_is_no_number_is_an_error(qwen: Path):
     async def run() -> None:
         verifier = RewardModelVerifier(RewardModelConfig(model_path=str(qwen), device="cpu"))
-        torch.nn.init.constant_(verifier.model.score.weight, float("nan"))
+        torch.nn.init.constant_(verifier.classifier.model.score.weight, float("nan"))
         try:
             await verifier.score(SAMPLES[0])
         finally:
@@ -437,16 +439,16 @@ def test_number_formats(qwen: Path):
 
 async def score_around_a_turn(verifier: RewardModelVerifier) -> tuple[list[Verdict], list[str], int]:
     """Verdicts before, asked while the model is away, and after; its places; what is left on a GPU meanwhile."""
-    before, places, left = await verifier.score(SAMPLES[0]), [verifier.model.device.type], 0
+    before, places, left = await verifier.score(SAMPLES[0]), [verifier.classifier.model.device.type], 0
     await verifier.offload()
-    places.append(verifier.model.device.type)
+    places.append(verifier.classifier.model.device.type)
     if torch.cuda.is_initialized():
         left = torch.cuda.memory_allocated()
     waiting = asyncio.create_task(verifier.score(SAMPLES[0]))
     await asyncio.sleep(0.1)
     assert not waiting.done()
     await verifier.onload()
-    places.append(verifier.model.device.type)
+    places.append(verifier.classifier.model.device.type)
     verdicts = [before, await waiting, await verifier.score(SAMPLES[0])]
     await verifier.close()
     return verdicts, places, left
@@ -462,7 +464,7 @@ def test_samples_wait_while_the_model_has_left_its_device(qwen: Path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_model_that_leaves_a_gpu_gives_its_memory_back(qwen: Path):
     verifier = RewardModelVerifier(RewardModelConfig(model_path=str(qwen)))
-    held = sum(weight.numel() * weight.element_size() for weight in verifier.model.parameters())
+    held = sum(weight.numel() * weight.element_size() for weight in verifier.classifier.model.parameters())
     there = torch.cuda.memory_allocated()
     (before, meanwhile, after), places, left = asyncio.run(score_around_a_turn(verifier))
     assert places == ["cuda", "cpu", "cuda"] and there - left >= held
@@ -473,7 +475,7 @@ def test_a_model_that_leaves_a_gpu_gives_its_memory_back(qwen: Path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_auto_takes_the_gpu(qwen: Path):
     verifier = RewardModelVerifier(RewardModelConfig(model_path=str(qwen)))
-    assert verifier.model.device.type == "cuda"
+    assert verifier.classifier.model.device.type == "cuda"
     expected = [verdict.score for verdict in score_all(qwen)]
     assert [verdict.score for verdict in score_all(qwen, device="cuda")] == pytest.approx(expected, abs=1e-3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,8 +232,8 @@ def test_models_of_rewards_count(seven_billion: str, tmp_path: Path, capsys: pyt
     words = [seven_billion, "actor_train.model_args.dtype=bf16", "--devices", "H200", "--json"]
     shipped = yaml.safe_load((SHIPPED / "rlvr_math.yaml").read_text())
 
-    def planned(*verifiers: dict[str, Any]) -> dict[str, Any]:
-        domain = {"tag_included": ["arithmetic"], "verifiers": list(verifiers), "device_mapping": [1]}
+    def planned(*verifiers: dict[str, Any], devices: Sequence[int] = (1,)) -> dict[str, Any]:
+        domain = {"tag_included": ["arithmetic"], "verifiers": list(verifiers), "device_mapping": list(devices)}
         file.write_text(yaml.safe_dump({**shipped, "rewards": {"arithmetic": domain}}))
         code, told = main(["plan", str(file), *words]), capsys.readouterr()
         assert code in (0, 1), told.err
@@ -243,6 +244,9 @@ def test_models_of_rewards_count(seven_billion: str, tmp_path: Path, capsys: pyt
     weights = {name: ModelShape.of(QWEN_7B | {"num_hidden_layers": layers}) for name, layers in (("s", 4), ("j", 28))}
     held = 2 * (weights["s"].trunk + QWEN_7B["hidden_size"] + 1)
     assert scored["memory_bytes"]["reward_arithmetic"]["load"]["weights"] == held
+    half = planned(scorer | {"args": scorer["args"] | {"tensor_parallel_size": 2}}, devices=[0, 1])
+    layers = 4 * weights["s"].layer
+    assert half["memory_bytes"]["reward_arithmetic"]["load"]["weights"] == held - 2 * layers + layers
     own = both["memory_bytes"]["reward_arithmetic"]
     assert own["load"]["weights"] == held + 2 * weights["j"].parameters and own["rollout"]["kv cache"] > 0
     assert own["rollout"]["process"] == scored["memory_bytes"]["reward_arithmetic"]["rollout"]["process"]

@@ -1,0 +1,258 @@
+"""A reward model divided over processes: the scores of the whole one, and nothing left of it however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll.configs.derive import derive
+from roll.configs.problems import ConfigErrors, ConfigProblem
+from roll.configs.rewards import RewardConfig
+from roll.models.tiny import make_tokenizer
+from roll.rewards import sharded_classifier
+from roll.rewards.reward_model import RewardModelConfig, RewardModelVerifier
+from roll.rewards.scorer import check_rewards
+from roll.rewards.types import RewardError, Verdict
+from tests.unit.rewards.test_reward_model import SAMPLES, SHAPE, llama, qwen, save, score_all
+
+__all__ = ["llama", "qwen"]  # fixtures
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Qwen3Config": {"head_dim": 8},
+    "Gemma2Config": {"head_dim": 8},  # the embedding is divided too
+    "MistralConfig": {},
+    "GPTNeoXConfig": {},
+    "Phi3Config": {"bos_token_id": 1, "eos_token_id": 2},
+    "Qwen3MoeConfig": {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+def make(name: str, folder: Path, **fields: Any) -> Path:
+    import transformers
+
+    tokenizer = make_tokenizer()
+    sizes = {"vocab_size": len(tokenizer), "num_labels": 1, "pad_token_id": tokenizer.pad_token_id}
+    return save(folder / name, getattr(transformers, name)(**SHAPE | sizes | fields), tokenizer)
+
+
+def sharded(folder: Path, **args: Any) -> RewardModelVerifier:
+    return RewardModelVerifier(
+        RewardModelConfig(**{"model_path": str(folder), "device": "cpu", "tensor_parallel_size": 2, **args})
+    )
+
+
+def pids(verifier: RewardModelVerifier) -> list[int]:
+    assert isinstance(verifier.classifier, sharded_classifier.ShardedClassifier)
+    return verifier.classifier.pids
+
+
+def running(process_ids: Iterable[int]) -> list[int]:
+    """Those of the processes that are there and no zombies."""
+    found = []
+    for pid in process_ids:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            continue
+        found += [pid] if state != "Z" else []
+    return found
+
+
+def values(verdicts: Iterable[Verdict]) -> list[float]:
+    return [verdict.score for verdict in verdicts]
+
+
+def test_its_scores_are_those_of_the_whole_model_before_and_after_a_turn_of_others(llama: Path) -> None:
+    async def run() -> tuple[list[Verdict], list[Verdict], list[int]]:
+        verifier = sharded(llama, label=1)
+        try:
+            first = await asyncio.gather(*map(verifier.score, SAMPLES))
+            ranks = pids(verifier)
+            await verifier.offload()
+            waiting = asyncio.gather(*map(verifier.score, SAMPLES))
+            await asyncio.sleep(0.1)
+            assert not waiting.done()
+            await verifier.onload()
+            return first, await waiting, ranks
+        finally:
+            await verifier.close()
+
+    whole = values(score_all(llama, label=1))
+    before, after, ranks = asyncio.run(run())
+    assert values(before) == pytest.approx(whole, abs=1e-5) and values(after) == pytest.approx(whole, abs=1e-5)
+    assert len(ranks) == 2 and not running(ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_that_are_divided_in_other_ways(family: str, tmp_path: Path) -> None:
+    folder = make(family, tmp_path, **FAMILIES[family])
+    whole = values(score_all(folder))
+    assert values(score_all(folder, tensor_parallel_size=2)) == pytest.approx(whole, abs=1e-5)
+    if family == "GPTNeoXConfig":
+        assert values(score_all(folder, tensor_parallel_size=4)) == pytest.approx(whole, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_costs_its_batch_and_all_start_anew(qwen: Path) -> None:
+    async def run() -> list[Verdict]:
+        verifier = sharded(qwen)
+        try:
+            await verifier.start()
+            first = pids(verifier)
+            os.kill(first[1], signal.SIGKILL)
+            with pytest.raises(RewardError, match=r"rank 1 of the 2 of the reward model: its process died \(SIGKILL\)"):
+                await verifier.score(SAMPLES[0])
+            assert not running(first)
+            verdicts = await asyncio.gather(*map(verifier.score, SAMPLES))
+            os.kill(pids(verifier)[0], signal.SIGKILL)
+            await verifier.offload()  # nobody fails for it: it is told, and the next batch starts them
+            await verifier.onload()
+            again = await verifier.score(SAMPLES[0])
+            assert again.score == pytest.approx(verdicts[0].score, abs=1e-5)
+            return verdicts
+        finally:
+            await verifier.close()
+
+    assert values(asyncio.run(run())) == pytest.approx(values(score_all(qwen)), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_a_failure_too(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded_classifier, "PASS_TIMEOUT", 2.0)
+
+    async def run() -> list[int]:
+        verifier = sharded(qwen)
+        await verifier.start()
+        ranks = pids(verifier)
+        os.kill(ranks[1], signal.SIGSTOP)
+        with pytest.raises(RewardError, match=r"rank 0, 1 of the 2 of the reward model took longer than 2 s"):
+            await verifier.score(SAMPLES[0])
+        await verifier.close()
+        return ranks
+
+    assert not running(asyncio.run(run()))
+
+
+@pytest.mark.slow
+def test_ranks_die_with_a_worker_that_is_killed(qwen: Path, tmp_path: Path) -> None:
+    program = """
+import asyncio, sys
+from pathlib import Path
+from tests.unit.rewards.test_sharded_reward_model import pids, sharded
+
+async def main():
+    verifier = sharded(Path(sys.argv[1]))
+    await verifier.start()
+    print(*pids(verifier), flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    before = set(os.listdir("/dev/shm"))
+    worker = subprocess.Popen(
+        [sys.executable, "-c", program, str(qwen)], stdout=subprocess.PIPE, env=environment, text=True
+    )
+    assert worker.stdout is not None
+    ranks = [int(pid) for pid in worker.stdout.readline().split()]
+    assert len(ranks) == 2 and running(ranks) == ranks
+    worker.kill()
+    worker.wait()
+    deadline = time.monotonic() + 10
+    while running(ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not running(ranks) and not list(tmp_path.iterdir()) and set(os.listdir("/dev/shm")) <= before
+
+
+@pytest.mark.slow
+def test_what_cannot_be_loaded_is_told_in_words(qwen: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    headless = tmp_path / "headless"
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(qwen)).save_pretrained(headless)
+    make_tokenizer().save_pretrained(headless)
+    odd = make("LlamaConfig", tmp_path, intermediate_size=49)
+
+    async def start(folder: Path) -> str:
+        verifier = sharded(folder)
+        try:
+            with pytest.raises(ValueError) as caught:
+                await verifier.start()
+            assert not running(pids(verifier))
+        finally:
+            await verifier.close()
+        return str(caught.value)
+
+    assert "rank 0 of the 2 of the reward model: model_path: 1 weights are missing" in asyncio.run(start(headless))
+    assert "tensor_parallel_size: 2, expected a divisor of 49, the size of model.layers.0.mlp" in asyncio.run(
+        start(odd)
+    )
+
+
+def problems(folder: Path, **args: Any) -> list[ConfigProblem]:
+    return list(RewardModelConfig(**{"model_path": str(folder), "tensor_parallel_size": 2, **args}).problems())
+
+
+def test_what_cannot_be_divided_is_told_before_the_run(qwen: Path, tmp_path: Path) -> None:
+    import json
+
+    from transformers import BertConfig
+
+    [uneven] = problems(qwen, tensor_parallel_size=4)
+    assert (uneven.path, uneven.seen, uneven.expected) == (
+        "tensor_parallel_size",
+        4,
+        "a divisor of num_key_value_heads = 2",
+    )
+    BertConfig(hidden_size=32).save_pretrained(tmp_path / "bert")
+    [unplanned] = problems(tmp_path / "bert")
+    assert unplanned.expected == "1: Transformers has no plan for dividing bert"
+    [chosen] = problems(qwen, device="cuda:1")
+    assert chosen.path == "device" and "the first ones that are visible" in chosen.expected
+    [served] = problems(qwen, remote={"url": "http://10.0.0.5:8000"})
+    assert (served.path, served.expected) == ("tensor_parallel_size", "no such key with remote: the server decides")
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"task_type": "SEQ_CLS", "base_model_name_or_path": str(qwen)})
+    )
+    (adapter / "adapter_model.safetensors").touch()
+    assert "a whole model with tensor_parallel_size" in [problem.expected for problem in problems(adapter)]
+    with pytest.raises(ConfigErrors, match="num_key_value_heads = 2"):
+        sharded(qwen, tensor_parallel_size=4)
+    assert not problems(qwen)
+
+
+def domain(folder: Path, **keys: Any) -> dict[str, Any]:
+    args = {"model_path": str(folder), "tensor_parallel_size": 2}
+    return {"tag_included": ["chat"], "verifiers": [{"name": "reward_model", "args": args}], **keys}
+
+
+def derived(section: Mapping[str, Any]) -> RewardConfig:
+    return RewardConfig.model_validate(derive({"rewards": {"chat": section}})["rewards"]["chat"])
+
+
+def test_a_worker_takes_as_many_devices_as_the_model_is_divided_over(qwen: Path) -> None:
+    config = derived(domain(qwen, device_mapping=[0, 1, 2, 3], num_gpus_per_worker=None))
+    assert config.num_gpus_per_worker == 2 and config.worker_config().num_workers == 2
+    assert not list(check_rewards(config))
+    on_the_cpu = derived(domain(qwen))
+    assert on_the_cpu.num_gpus_per_worker == 1 and not list(check_rewards(on_the_cpu))
+    [wrong] = derived(domain(qwen, device_mapping=[0, 1, 2])).problems()
+    assert (wrong.path, wrong.expected) == ("num_gpus_per_worker", "a divisor of 3, the devices of device_mapping")
+
+
+def test_a_model_on_more_devices_than_its_worker_has_is_told(qwen: Path) -> None:
+    [wrong] = check_rewards(derived(domain(qwen, device_mapping=[0, 1], num_gpus_per_worker=1)))
+    assert wrong.path == "verifiers.0.args.tensor_parallel_size" and wrong.seen == 2
+    assert wrong.expected == "at most num_gpus_per_worker = 1, the devices of one worker"
