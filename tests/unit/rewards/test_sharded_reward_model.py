@@ -30,7 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Config": {"head_dim": 8},
     "Gemma2Config": {"head_dim": 8},  # the embedding is divided too
     "MistralConfig": {},
-    "GPTNeoXConfig": {},
+    "GPTNeoXConfig": {"num_key_value_heads": 4},
     "Phi3Config": {"bos_token_id": 1, "eos_token_id": 2},
     "Qwen3MoeConfig": {"head_dim": 8, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2},
 }
