@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from roll.configs.devices import parse_device_mapping
 from roll.configs.importers.common import public_domains, to_do
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.transforms import TRANSFORMS, Untranslatable
@@ -272,7 +273,11 @@ def set_rewards(draft: Draft) -> None:
         to_do(draft, f"{where}.path", note)
     elif model := _reward_model(draft):
         trusted = {"trust_remote_code": True} if draft.theirs("reward_model.model.trust_remote_code") else {}
-        _one_domain(draft, model, "reward_model", {"model_path": draft.theirs(model), **trusted})
+        size = int(draft.theirs(_ranks_key(model)) or 1)
+        divided = {"tensor_parallel_size": size} if size > 1 else {}
+        _one_domain(draft, model, "reward_model", {"model_path": draft.theirs(model), **trusted, **divided})
+        if divided:
+            _set_devices_of(draft, model, size)
         if trusted:
             note = "Python files that come with the reward model run: read them"
             draft.tell(
@@ -322,6 +327,24 @@ def _set_sandbox(draft: Draft) -> None:
             draft.tell(
                 Kind.DERIVED, f"{base}.{key}", draft.theirs(f"{base}.{key}"), "rewards.code.verifiers", note=note
             )
+
+
+def _ranks_key(model: str) -> str:
+    """The key that says how many devices a reward model is divided over, by the key that names it."""
+    section = "reward.reward_model" if model == _SERVED else "reward_model"
+    return f"{section}.rollout.tensor_model_parallel_size"
+
+
+def _set_devices_of(draft: Draft, model: str, size: int) -> None:
+    """Devices of a reward model that is divided: those of the trainer, where they take turns."""
+    key, ours = _ranks_key(model), "rewards.reward_model.device_mapping"
+    draft.tell(Kind.DERIVED, key, size, "rewards.reward_model.verifiers", note="args.tensor_parallel_size")
+    mapping = draft.get("actor_train.device_mapping")
+    own = draft.theirs(f"{key.removesuffix('.rollout.tensor_model_parallel_size')}.enable_resource_pool")
+    if own or draft.get("async_generation_ratio") or len(parse_device_mapping(mapping) or ()) % size:
+        to_do(draft, key, f"give {ours} devices of its own, {size} for each worker", size, ours)
+        return
+    draft.derive(key, ours, mapping, "on the devices of the trainer, by turns")
 
 
 _SANDBOXES = ("reward_model.sandbox_fusion", "reward.sandbox_fusion")

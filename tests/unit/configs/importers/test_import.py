@@ -549,6 +549,15 @@ def test_a_reward_model_of_verl_and_an_older_spelling(tmp_path: Path) -> None:
     config = loaded(convert("verl", [SCRIPT], words), tmp_path)
     assert isinstance(config, RLVRConfig)
     assert config.rewards["reward_model"].verifiers[0].args == {"model_path": str(tmp_path)}
+    for word in ("reward.reward_model.rollout.tensor_model_parallel_size=2", "trainer.n_gpus_per_node=4"):
+        words.append(word)
+    config = loaded(convert("verl", [SCRIPT], words), tmp_path)
+    assert isinstance(config, RLVRConfig)
+    domain = config.rewards["reward_model"]
+    assert domain.verifiers[0].args == {"model_path": str(tmp_path), "tensor_parallel_size": 2}
+    assert domain.num_gpus_per_worker == 2 and domain.device_mapping == config.actor_train.device_mapping
+    apart = convert("verl", [SCRIPT], [*words, "reward.reward_model.enable_resource_pool=true"])
+    assert words[2].partition("=")[0] in kinds(apart, Kind.TO_DO)
     asking = convert("verl", [SCRIPT], [*words, "reward.custom_reward_function.path=score.py"])
     assert "reward.reward_model.model_path" in kinds(asking, Kind.IMPOSSIBLE)
 
