@@ -68,8 +68,8 @@ class RewardModelConfig(Config):
     tensor_parallel_size: int = Field(
         default=1,
         ge=1,
-        description="Devices of a reward worker that the model is divided over, as the domain's num_gpus_per_worker "
-        "follows from it. Without device_mapping: processes on the CPU.",
+        description="Devices of a reward worker that the model is divided over; num_gpus_per_worker follows from it. "
+        "Without device_mapping: processes on the CPU.",
     )
     attn_implementation: str | None = Field(
         default=None, description="sdpa, eager, flash_attention_2 …; null: the library's choice."
@@ -130,7 +130,7 @@ class RewardModelConfig(Config):
     def _undivided(self) -> Iterator[ConfigProblem]:
         """What is in the way of a model on several devices."""
         key = "tensor_parallel_size"
-        if ":" in self.device:
+        if self.device not in ("auto", "cpu", "cuda"):
             yield self.problem("device", f"auto, cpu or cuda with {key}: the first ones that are visible", key)
         if Adapter.of(Path(self.model_path).expanduser()) is not None:
             hint = f"roll export {self.model_path} -o FOLDER --merge-adapter makes one"

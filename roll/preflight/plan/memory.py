@@ -40,10 +40,13 @@ class RoleMemory:
         """Bytes in a phase; those that stay, where it does nothing in it."""
         return sum(self.phases.get(phase, self.resident).values())
 
-    def times(self, count: int) -> RoleMemory:
-        """Memory of so many processes like this one."""
-        phases = {phase: {part: count * size for part, size in parts.items()} for phase, parts in self.phases.items()}
-        return RoleMemory({part: count * size for part, size in self.resident.items()}, phases)
+    def of_ranks(self, count: int) -> RoleMemory:
+        """Memory of so many processes like this one, and of the one that they belong to."""
+
+        def summed(parts: Parts) -> Parts:
+            return {part: size * (count + (part == "process")) for part, size in parts.items()}
+
+        return RoleMemory(summed(self.resident), {phase: summed(parts) for phase, parts in self.phases.items()})
 
     def that_works_in(self, phase: str, as_in: str) -> RoleMemory:
         """The memory of a model that is loaded and works in one phase alone, as this one does in another."""

@@ -291,7 +291,7 @@ def _hosted_memory(config: PipelineConfig, hosted: Hosted, role: Role, device: D
     )
     if judge is None:
         memory = trainer_memory(role, around).that_works_in("rollout", as_in="logprobs")
-        return memory.times(hosted.ranks) if on_cpu else memory  # on GPUs it is that of each
+        return memory.of_ranks(hosted.ranks) if on_cpu and hosted.ranks > 1 else memory  # on GPUs, of each
     return _generator_memory(role, around).that_works_in("rollout", as_in="rollout")
 
 

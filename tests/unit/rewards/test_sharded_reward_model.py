@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from roll.configs.derive import derive
 from roll.configs.problems import ConfigErrors, ConfigProblem
@@ -197,6 +198,24 @@ def test_what_cannot_be_loaded_is_told_in_words(qwen: Path, tmp_path: Path) -> N
     assert "tensor_parallel_size: 2, expected a divisor of 49, the size of model.layers.0.mlp" in asyncio.run(
         start(odd)
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_it_leaves_its_gpus_and_comes_back(qwen: Path) -> None:
+    async def run() -> list[Verdict]:
+        verifier = sharded(qwen, device="auto")
+        try:
+            before = await verifier.score(SAMPLES[0])
+            await verifier.offload()
+            waiting = asyncio.create_task(verifier.score(SAMPLES[0]))
+            await verifier.onload()
+            return [before, await waiting]
+        finally:
+            await verifier.close()
+
+    whole = score_all(qwen, SAMPLES[:1], device="cuda")[0].score
+    assert values(asyncio.run(run())) == pytest.approx([whole] * 2, abs=1e-3)
 
 
 def problems(folder: Path, **args: Any) -> list[ConfigProblem]:
