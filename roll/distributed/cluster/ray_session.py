@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import signal
@@ -12,7 +13,6 @@ import sys
 import sysconfig
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.distributed.cluster.errors import RaySessionError
+from roll.distributed.cluster.ray_start import bare_node, patience, started_too_slowly
 from roll.distributed.cluster.reaper import MARK, Reaper
 
 logger = logging.getLogger(__name__)
@@ -146,6 +147,7 @@ def _start_daemons(options: Mapping[str, Any]) -> tuple[Path, Reaper]:
 
     # Ray puts Unix sockets below this folder, and their paths may hold 107 characters.
     short = "/tmp" if os.access("/tmp", os.W_OK) else tempfile.gettempdir()
+    last: BaseException | None = None
     for seconds in _START_TIMEOUTS_S:
         temp_dir = Path(tempfile.mkdtemp(prefix="roll-", dir=short))
         defaults = {
@@ -161,7 +163,11 @@ def _start_daemons(options: Mapping[str, Any]) -> tuple[Path, Reaper]:
             },
         }
         settings = {**defaults, **options}
-        marks = {MARK: str(temp_dir), "RAY_USAGE_STATS_ENABLED": "0"}
+        marks = {
+            MARK: str(temp_dir),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_gcs_server_port_wait_time_s": str(math.ceil(seconds)),
+        }
         reaper = Reaper(temp_dir)
         try:
             with (
@@ -169,8 +175,8 @@ def _start_daemons(options: Mapping[str, Any]) -> tuple[Path, Reaper]:
                 _loopback_only(),
                 _environment(marks),
                 _unstoppable_children(),
-                _patience(seconds),
-                nullcontext() if settings["include_dashboard"] or settings["log_to_driver"] else _bare_node(),
+                patience(seconds),
+                nullcontext() if settings["include_dashboard"] or settings["log_to_driver"] else bare_node(),
             ):
                 ray.init(address="local", **settings)
             _shut_down_by_kill()
@@ -178,71 +184,14 @@ def _start_daemons(options: Mapping[str, Any]) -> tuple[Path, Reaper]:
         except BaseException as error:
             ray.shutdown()
             reaper.finish()
-            if _STARTED_TOO_SLOWLY not in str(error):
+            if not started_too_slowly(error):
                 raise
+            last = error
             logger.warning("Ray did not come up within %.0f s", seconds)
     raise RaySessionError(
         f"no local Ray cluster came up within {_START_TIMEOUTS_S[-1]:.0f} s, at the second try; expected its head and "
         "node to answer: is the machine overloaded or short of memory?"
-    )
-
-
-_STARTED_TOO_SLOWLY = "timed out during startup"
-"""In the message of the plain Exception that ``ray.init`` raises."""
-
-
-@contextmanager
-def _patience(seconds: float) -> Iterator[None]:
-    """Lets Ray's node take so long to register with its head; Ray itself gives up after 30 s."""
-    from ray._private import services
-
-    ask = services.get_node
-    deadline = time.monotonic() + seconds
-
-    def ask_until(*args: Any, **options: Any) -> Any:
-        while True:
-            try:
-                return ask(*args, **options)
-            except RuntimeError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
-
-    services.get_node = ask_until
-    try:
-        yield
-    finally:
-        services.get_node = ask
-
-
-@contextmanager
-def _bare_node() -> Iterator[None]:
-    """Leaves out what Ray starts beside its head and node and this library does not use.
-
-    The autoscaler's monitor, the reader of log files (whose output nobody asks for) and the dashboard's server, for
-    whose start ``ray.init`` waits, are a Python process each: they would take seconds from the start of a run.
-    """
-    from ray._private.node import Node
-
-    def start_api_server(node: Any, **options: Any) -> None:
-        node._webui_url = ""  # what Ray notes of a server without a page
-
-    def start_nothing(node: Any) -> None:
-        pass
-
-    stand_ins = {
-        "start_api_server": start_api_server,
-        "start_log_monitor": start_nothing,
-        "start_monitor": start_nothing,
-    }
-    previous = {name: getattr(Node, name) for name in stand_ins}
-    for name, stand_in in stand_ins.items():
-        setattr(Node, name, stand_in)
-    try:
-        yield
-    finally:
-        for name, method in previous.items():
-            setattr(Node, name, method)
+    ) from last
 
 
 @contextmanager
