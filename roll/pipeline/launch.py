@@ -31,6 +31,7 @@ from roll.pipeline.workers import InferWorker, ScoreWorker, TrainWorker
 from roll.preflight.choices import role_requests
 from roll.preflight.models import trusted_code
 from roll.preflight.templates import describe_template
+from roll.tracking.display import NOTED
 from roll.tracking.manifest import CheckpointError
 from roll.utils.collector import calm_collector
 from roll.utils.memory import keep_freed_memory
@@ -150,8 +151,9 @@ def start_clusters(
     plan = plan_placement(role_requests(config), discover_nodes())
     if any(node.kind == "cpu" for node in plan.nodes):
         torch.set_num_threads(1)  # workers have all cores: a second thread of the driver would wait for theirs to pause
-    for line in plan.describe():
-        logger.info("%s", line)
+    for line in plan.describe():  # as wide as a terminal, which would wrap it behind a record's date and level
+        session.display.note(line)
+        logger.info("%s", line, extra=NOTED)
     placement = create_placement(plan)
     clusters: dict[str, Cluster] = {}
     try:

@@ -48,6 +48,8 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|[\x00-\x08\x0b-\x1f\x7f\x9b]")
 _ASIDE = ("eval", "eval greedy", "checkpoint")
 """Phases that only some steps have: the time that is left counts them apart."""
+NOTED = {"noted": True}
+"""``extra`` of a log record that is a note already: it goes to the log file alone."""
 _Z_95 = 1.959964
 """Standard normal quantile of a two-sided interval of 95%."""
 _QUIET_SECONDS = 20.0
@@ -176,7 +178,7 @@ class Display:
     def _remember(self, record: logging.LogRecord) -> bool:
         if record.levelno >= logging.WARNING:
             self.warnings.append(_clean(record.getMessage()).splitlines()[0][:160])
-        return True
+        return not getattr(record, "noted", False)
 
     def _stop(self) -> None:
         if self._panel is not None:

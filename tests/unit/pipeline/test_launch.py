@@ -1,0 +1,49 @@
+"""What the terminal shows while a run starts."""
+
+import io
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from roll.configs.agentic import AgenticConfig
+from roll.configs.loader import load_config
+from roll.distributed.cluster.resources import plan_placement, pretend_nodes
+from roll.pipeline import launch
+from roll.preflight.choices import role_requests
+from roll.tracking.display import Display
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Stop(Exception):
+    """Ends the start before Ray is asked for anything."""
+
+
+def test_the_table_of_roles_is_whole_on_a_terminal_of_80_columns_and_in_the_log_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def stop(plan: Any) -> None:
+        raise Stop
+
+    nodes = pretend_nodes(2, 1)
+    monkeypatch.setattr(launch, "discover_nodes", lambda: nodes)
+    monkeypatch.setattr(launch, "create_placement", stop)
+    out = Terminal()
+    display = Display(stream=out)
+    display.console = Console(file=out, width=80, force_terminal=True, color_system=None, highlight=False)
+    config = load_config(AgenticConfig, "agentic_sokoban")
+    session: Any = SimpleNamespace(display=display)
+    monkeypatch.setattr(root := logging.getLogger("roll"), "level", logging.INFO)
+    monkeypatch.setattr(root, "handlers", [display.log_handler(), logging.FileHandler(tmp_path / "roll.log")])
+    with pytest.raises(Stop), launch.start_clusters(config, session, {}):
+        pass
+    table = plan_placement(role_requests(config), nodes).describe()
+    assert [line.rstrip() for line in out.getvalue().splitlines()] == table
+    assert (tmp_path / "roll.log").read_text().splitlines() == table
