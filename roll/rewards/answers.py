@@ -62,7 +62,7 @@ def _boxes(text: str) -> list[tuple[int, int, int]]:
     """Start, begin and end of the content of every closed ``\\boxed{}``, in the order in which they close."""
     found = []
     open_braces: list[tuple[int, int] | None] = []
-    for match in re.finditer(r"\\f?boxed\s*\{|\\.|[{}]", text, re.DOTALL):
+    for match in re.finditer(r"\\(?:f?boxed|fbox)\s*\{|\\.|[{}]", text, re.DOTALL):
         if match[0] == "}":
             box = open_braces.pop() if open_braces else None
             if box is not None:

@@ -123,7 +123,7 @@ _MATHY = re.compile(
     r"(?:[\d+\-−*/^=<>≤≥()\[\]{}|.,:;!%°$€£±×·÷√π∞∪∩′_&~]|\\[a-zA-Z]+|\\.|(?<![^\W\d_])[^\W\d_](?![^\W\d_])"
     r"|sqrt|sin|cos|tan|log|ln|exp|pi|infinity|frac)+"
 )
-_SUBSTANCE = re.compile(r"\d|\\(?!f?boxed\b)[a-zA-Z]|π|∞|√")
+_SUBSTANCE = re.compile(r"\d|\\(?!f?boxed\b|fbox\b)[a-zA-Z]|π|∞|√")
 
 
 def last_expression(text: str) -> str | None:

@@ -113,7 +113,7 @@ def _same_quantity(gold: Value, answer: Value) -> bool:
         )
     measured, plain = (gold, answer) if isinstance(gold, Quantity) else (answer, gold)
     assert isinstance(measured, Quantity)
-    if len(measured.parts) != 1 or not isinstance(plain, Term):
+    if len(measured.parts) != 1 or not isinstance(plain, Term) or plain.expr.has(PERCENT):
         return False
     term, unit = measured.parts[0]
     # ``5 m`` without a mark is a product.

@@ -89,10 +89,14 @@ class Factors(ABC):
 
     def factor(self) -> Value:
         value = self.atom()
+        raised = False
         while True:
             if self._accept("°") or self._degree():
                 value = Term(self._scalar(value) * DEGREE)
             elif self._accept("^"):
+                if raised:  # 2^3^2 is written for both orders
+                    self._fail()
+                raised = True
                 value = Term(operations.power(self._term(value).expr, self._scalar(self._argument())))
             elif self._accept("!"):
                 double = self._accept("!") is not None

@@ -1,7 +1,8 @@
 r"""Products of letters that stand for matrices: ``AB^{-1}`` is not ``B^{-1}A``, ``X^T X`` is not ``XX^T``.
 
-Matrices are meant where capital letters are transposed, or inverted among several, or stand in both orders. Such
-letters do not commute, and terms of them are compared by their values for random matrices.
+Matrices are meant where capital letters are transposed, or inverted among several, or stand in both orders; sets or
+vectors where they have a cross between them (``A \times B``). Such letters do not commute, and terms of them are
+compared by their values for random matrices.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ TRANSPOSED = sympy.Symbol("⊤")
 _SIGN = r"(?:T|\\(?:top|intercal)(?![a-zA-Z])|\\(?:math(?:rm|sf|bf|tt)|text|operatorname)\s*(?:\{\s*T\s*\}|\s+T))"
 _TRANSPOSE = re.compile(rf"(?<=[A-Z)\]}}])\s*\^\s*(?:{_SIGN}|\{{\s*{_SIGN}\s*\}})")
 _INVERSE = re.compile(r"[A-Z)\]}]\s*\^\s*\{\s*-\s*\d+\s*\}")
+_CROSSED = re.compile(r"(?<![\\a-zA-Z])[A-Z]\s*\\times\s*[A-Z](?![a-zA-Z])")
 _ROWS = 4
 """Of the matrices: smaller ones have identities of their own."""
 _DIGITS = 120
@@ -38,7 +40,7 @@ def in_order(text: str) -> list[Token] | None:
     capitals = [token.text for token in tokens if _is_capitals(token)]
     words = {word for word in capitals if len(word) > 1}
     turned = any(sorted(one) == sorted(other) for one, other in itertools.combinations(words, 2))
-    inverted = _INVERSE.search(text) is not None
+    inverted = (_INVERSE.search(text) or _CROSSED.search(text)) is not None
     if not capitals or not (transposes or (len(set("".join(capitals))) > 1 and (inverted or turned))):
         return None
     found: list[Token] = []

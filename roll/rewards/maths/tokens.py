@@ -30,8 +30,8 @@ _CHARACTERS = {
 _TRANSLATION = str.maketrans({char: text for chars, text in _CHARACTERS.items() for char in chars})
 _THIN = r"(?:\\[,;:! ]|~|\{,\}|\\(?:thinspace|enspace)\b)"
 _DECORATION = re.compile(
-    r"(?<!\\)\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|!|,|;|:| |(?:q?quad|enspace|thinspace)\b)"
-    r"(?![a-zA-Z])|~|\\(?:left|right)(?=\\)"
+    r"(?<!\\)\\(?:(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits|q?quad|enspace|thinspace)(?![a-zA-Z])"
+    r"|[!,;: ])|~|\\(?:left|right)(?=\\)"
 )
 _SAME = {
     r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\cfrac": r"\frac", r"\dbinom": r"\binom", r"\tbinom": r"\binom",
