@@ -19,6 +19,8 @@ from roll.configs.worker import WorkerConfig
 from roll.models.adapter_files import ADAPTER_CONFIG, CLASSIFIES, GENERATES
 from roll.models.tiny import MAX_POSITIONS
 from roll.models.tokenizer import check_same_ids, load_tokenizer
+from roll.tracking.manifest import CheckpointError
+from roll.tracking.saved import find_saved
 from roll.utils.registry import import_path
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -37,9 +39,7 @@ def check_models(config: PipelineConfig) -> Iterator[ConfigProblem]:
                 yield ConfigProblem(key, model, "a model that Transformers knows", problem)
             continue
         if folder.exists():
-            merge = f"an adapter: roll export {model} -o FOLDER --merge-adapter makes a model of it"
-            hint = merge if (folder / ADAPTER_CONFIG).is_file() else ""
-            yield ConfigProblem(key, model, "a folder that holds a config.json in Hugging Face format", hint)
+            yield ConfigProblem(key, model, "a folder that holds a config.json in Hugging Face format", _meant(model))
         elif not _HUB_ID.fullmatch(model):
             near = nearest(folder.name, [path.name for path in folder.parent.glob("*")])
             hint = f"did you mean {folder.parent / near}?" if near else "there is nothing at this path"
@@ -47,6 +47,18 @@ def check_models(config: PipelineConfig) -> Iterator[ConfigProblem]:
     seen = config.resume_from_checkpoint
     if isinstance(seen, str) and not Path(seen).expanduser().is_dir():
         yield ConfigProblem("resume_from_checkpoint", seen, "true, false or an existing checkpoint folder")
+
+
+def _meant(model: str) -> str:
+    """What to do about a folder that is no model's."""
+    folder = Path(model).expanduser()
+    if (folder / ADAPTER_CONFIG).is_file():
+        return f"an adapter: roll export {model} -o FOLDER --merge-adapter makes a model of it"
+    try:
+        saved = find_saved(model)
+    except CheckpointError as error:
+        return str(error)
+    return f"the model that was saved last in it is {saved.model}" if saved.checkpoint is not None else ""
 
 
 def check_trust(config: PipelineConfig) -> Iterator[ConfigProblem]:

@@ -468,6 +468,19 @@ def test_a_hub_name_is_accepted_and_a_folder_without_a_model_is_not(load, proble
     assert load(f"pretrain={tmp_path}/model").pretrain
 
 
+def test_the_folder_of_a_run_is_answered_with_the_model_saved_in_it(problems, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").touch()
+    assert "no whole checkpoint" in problems(f"pretrain={run}")["pretrain"].hint
+    checkpoint = run / "checkpoints" / "checkpoint-30"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").write_text('{"files": {}}')
+    (run / "summary.json").write_text(f'{{"checkpoint": "{checkpoint}"}}')
+    for folder in (run, checkpoint):
+        assert problems(f"pretrain={folder}")["pretrain"].hint.endswith(f"is {checkpoint}/actor_train")
+
+
 def test_models_and_checkpoints_may_lie_in_the_home_folder(load, problems, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("adapter", "checkpoint-3"):
