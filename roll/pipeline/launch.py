@@ -19,7 +19,7 @@ from roll.configs.worker import WorkerConfig
 from roll.distributed.cluster.cluster import Cluster
 from roll.distributed.cluster.errors import ClusterError, PlacementError, RaySessionError
 from roll.distributed.cluster.placement import Placement, create_placement, discover_nodes
-from roll.distributed.cluster.ray_session import ray_session
+from roll.distributed.cluster.ray_session import dead_daemons, ray_session
 from roll.distributed.cluster.resources import plan_placement
 from roll.distributed.cluster.worker import Worker
 from roll.pipeline.profiling import nsight_options
@@ -166,9 +166,10 @@ def start_clusters(
                     cluster.wait_ready()
             yield clusters
     finally:
-        for cluster in clusters.values():
-            cluster.shutdown()
-        placement.remove()
+        if not dead_daemons():  # without its head, Ray would wait for a minute and then end this process
+            for cluster in clusters.values():
+                cluster.shutdown()
+            placement.remove()
 
 
 def _cluster(config: PipelineConfig, name: str, placement: Placement, workers: WorkerClasses, profile: Path) -> Cluster:

@@ -121,7 +121,7 @@ def _local_cluster(
         over.set()
         try:
             reaper.look()
-            complete = not _dead_daemons()
+            complete = not dead_daemons()
             if complete:
                 ray.shutdown()
             if log_dir is not None:
@@ -218,8 +218,8 @@ def _daemons() -> dict[str, subprocess.Popen[bytes]]:
     return {name: infos[0].process for name, infos in node.all_processes.items()} if node is not None else {}
 
 
-def _dead_daemons() -> list[str]:
-    """Those that no run can do without and that have ended."""
+def dead_daemons() -> list[str]:
+    """Daemons of a local cluster that no run can do without and that have ended; calls of Ray may then not return."""
     return [name for name, process in _daemons().items() if name in _VITAL and process.poll() is not None]
 
 
@@ -228,7 +228,7 @@ _VITAL = {"gcs_server": "head", "raylet": "node"}
 
 def _watch_daemons(tell: Callable[[RaySessionError], None], over: threading.Event) -> None:
     while not over.wait(_WATCH_S):
-        if dead := _dead_daemons():
+        if dead := dead_daemons():
             words = " and ".join(f"{_VITAL[name]} process ({name})" for name in dead)
             tell(RaySessionError(f"Ray's {words} ended: killed, or out of memory; expected it to outlive the run"))
             return

@@ -2,6 +2,7 @@
 
 import io
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ class Terminal(io.StringIO):
 
 
 class Stop(Exception):
-    """Ends the start before Ray is asked for anything."""
+    """Ends a start."""
 
 
 def test_the_table_of_roles_is_whole_on_a_terminal_of_80_columns_and_in_the_log_file(
@@ -47,3 +48,32 @@ def test_the_table_of_roles_is_whole_on_a_terminal_of_80_columns_and_in_the_log_
     table = plan_placement(role_requests(config), nodes).describe()
     assert [line.rstrip() for line in out.getvalue().splitlines()] == table
     assert (tmp_path / "roll.log").read_text().splitlines() == table
+
+
+@pytest.mark.parametrize("dead", [[], ["gcs_server"]], ids=["alive", "dead"])
+def test_ray_is_asked_to_end_workers_only_while_its_daemons_are_there(
+    monkeypatch: pytest.MonkeyPatch, dead: Any
+) -> None:
+    """Without its head each such call waits for a minute, after which Ray ends the process, and no reason is left."""
+    calls: list[str] = []
+
+    def part(name: str) -> Any:
+        return SimpleNamespace(
+            launch=lambda: None,
+            wait_ready=lambda: None,
+            shutdown=lambda: calls.append(name),
+            remove=lambda: calls.append(name),
+        )
+
+    monkeypatch.setattr(launch, "discover_nodes", lambda: pretend_nodes(1, 2))
+    monkeypatch.setattr(launch, "create_placement", lambda plan: part("placement"))
+    monkeypatch.setattr(launch, "_cluster", lambda config, name, *_: part(name))
+    monkeypatch.setattr(launch, "dead_daemons", lambda: dead)
+    config = load_config(AgenticConfig, "agentic_sokoban")
+    folder = SimpleNamespace(logs=Path("logs"), profile=Path("profile"))
+    session: Any = SimpleNamespace(
+        display=Display(stream=io.StringIO()), folder=folder, phase=lambda name: nullcontext()
+    )
+    with pytest.raises(Stop), launch.start_clusters(config, session, {}):
+        raise Stop
+    assert calls == ([] if dead else [*config.clusters, "placement"])
