@@ -95,7 +95,12 @@ class SignalGuard:
             raise Interrupted(self._exit_code)
 
     def stop_for(self, failure: Exception) -> None:
-        """Stops the main thread as SIGTERM does, and raises ``failure`` from the block; to be called in any thread."""
+        """Stops the main thread as SIGTERM does, and raises ``failure`` from the block; to be called in any thread.
+
+        Where it was asked to stop before, that goes on: it is no second press.
+        """
+        if self._exit_code:
+            return
         self._failure = failure
         main = threading.main_thread().ident
         assert main is not None

@@ -74,6 +74,20 @@ def test_a_failure_beside_the_main_thread_stops_it_and_is_raised_from_the_block(
     assert isinstance(caught.value.__cause__, Interrupted)
 
 
+def test_a_failure_while_a_run_stops_is_no_second_press_and_hides_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "_SAME_PRESS_S", -1.0)  # a second press would end this process
+    saved = []
+    with pytest.raises(Interrupted, match="stopped by SIGTERM"), SignalGuard() as guard:
+        try:
+            kill_self(signal.SIGTERM)
+        finally:
+            thread = threading.Thread(target=guard.stop_for, args=(OSError("gone"),))
+            thread.start()
+            thread.join()
+            saved.append(True)
+    assert saved
+
+
 def test_a_signal_that_is_ignored_stays_so() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
