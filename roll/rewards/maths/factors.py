@@ -89,13 +89,11 @@ class Factors(ABC):
 
     def factor(self) -> Value:
         value = self.atom()
-        raised = False
+        raised = hundredths = False
         while True:
             if self._accept("°") or self._degree():
                 value = Term(self._scalar(value) * DEGREE)
-            elif self._accept("^"):
-                if raised:  # 2^3^2 is written for both orders
-                    self._fail()
+            elif not raised and self._accept("^"):  # 2^3^2 is written for both orders
                 raised = True
                 value = Term(operations.power(self._term(value).expr, self._scalar(self._argument())))
             elif self._accept("!"):
@@ -103,7 +101,8 @@ class Factors(ABC):
                 if self._is("!"):
                     self._fail()
                 value = Term(operations.factorial(self._scalar(value), double))
-            elif self._accept(r"\%", "%"):
+            elif not hundredths and self._accept(r"\%", "%"):
+                hundredths = True
                 value = Term(self._scalar(value) * PERCENT, self._term(value).decimals)
             else:
                 return value

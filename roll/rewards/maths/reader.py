@@ -43,8 +43,8 @@ _LABEL = re.compile(r"(?:\\text(?:bf)?\s*\{\s*)?\(?([A-J])[).:]\s*\}?\s+(\S.*)",
 _OTHER_LABEL = re.compile(r"^(?:,|and\b|or\b|&|/|\\text\s*\{\s*(?:and|or))|\([A-J]\)|^[A-J]\b")
 """``(A) or (B)`` is no choice."""
 _DERIVATIVE = re.compile(r"\\frac\s*\{\s*(?:d|\\partial)[^{}]*\}\s*\{\s*(?:d\s*[a-zA-Z]|\\partial)|d[a-z]/d[a-z]")
-_DATE = re.compile(r"(?<![\w.])\d{4}-\d{2}-\d{2}(?![\w.])")
-"""No difference: it would be the same for many dates."""
+_DATE = re.compile(r"(?<![\w.])(?:\d{4}-\d{2}-\d{2}|\d{1,2}/\d{1,2}/\d{4})(?![\w.])")
+"""No difference and no quotient: it would be the same for many dates."""
 _BARE_WORDS = re.compile(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*")
 
 
