@@ -166,7 +166,10 @@ class HfInfer(Generator[WeightUpdate]):
 
     def move_out(self, leaving: States) -> Future[None]:
         def apply() -> None:
-            self._batching.preempt()
+            # In the host's memory keys and values of requests in flight stay: computed again for the same weights they
+            # would differ in the last bits, from a moment on that no schedule knows.
+            if self._device.type != "cpu" or not self._batching.running:
+                self._batching.preempt()
             if States.WEIGHTS in leaving:
                 self._model.to("cpu")  # type: ignore[arg-type]
             if self._device.type == "cuda":
