@@ -220,6 +220,19 @@ def test_a_special_token_can_be_a_stop_string(engine: Any, oracle: PreTrainedMod
             assert completion.finish_reason is FinishReason.STOP
 
 
+def test_no_token_ends_an_answer_that_ignores_the_end(engine: Any, oracle: PreTrainedModel) -> None:
+    prompt_list = prompts(12, seed=1)
+    usual, on = (
+        asyncio.run(burst(engine, requests_of(prompt_list, temperature=0.0, max_new_tokens=24, ignore_eos=ignores)))
+        for ignores in (False, True)
+    )
+    assert any(completion.finish_reason is FinishReason.STOP for completion in usual)
+    for short, long, prompt in zip(usual, on, prompt_list, strict=True):
+        assert (len(long.token_ids), long.finish_reason) == (24, FinishReason.LENGTH)
+        assert long.token_ids[: len(short.token_ids)].tolist() == short.token_ids.tolist()
+        np.testing.assert_allclose(long.logprobs, forward_logprobs(oracle, prompt, long.token_ids, 1.0), atol=1e-4)
+
+
 def test_the_context_bounds_a_completion(engine: Any, oracle: PreTrainedModel, endless: np.ndarray) -> None:
     tail = np.array(greedy_oracle(oracle, endless, 1))
     prompt = np.concatenate([np.resize(endless, SEQUENCE_LENGTH - 4), tail])
