@@ -28,8 +28,8 @@ class ProfilerConfig(Config):
     stacks: bool = Field(default=False, description="Record where in the program operators are called; slow.")
     memory: bool = Field(
         default=False,
-        description="Record allocations in the trace, and on GPUs a snapshot of all memory with its history "
-        "(a file for pytorch.org/memory_viz).",
+        description="Record the resident memory of the process as a counter of the trace, and on GPUs a snapshot of "
+        "all memory with its history (a file for pytorch.org/memory_viz).",
     )
     ray_timeline: bool = Field(
         default=False, description="Write Ray's timeline of all calls (ray_timeline.json) when the run ends."

@@ -1,8 +1,10 @@
-"""Memory that a process has freed and will want again."""
+"""Memory of this process: what it holds, and what it has freed and will want again."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+from pathlib import Path
 
 KEPT_BYTES = 256 * 2**20
 """Most that stays with the process at the end of its heap."""
@@ -26,3 +28,9 @@ def keep_freed_memory() -> bool:
         mallopt(option, value)
         for option, value in ((_M_MMAP_THRESHOLD, _LARGEST_IN_HEAP), (_M_TRIM_THRESHOLD, KEPT_BYTES))
     )
+
+
+def resident_bytes() -> int | None:
+    """Bytes of this process that are in memory; ``None`` where the system does not tell (outside of Linux)."""
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * mmap.PAGESIZE if pages.exists() else None

@@ -31,6 +31,8 @@ def test_a_recorded_step_computes_what_another_does(rlvr: Rlvr) -> None:
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
         matrices = [event for event in events if event.get("name") in ("aten::mm", "aten::addmm")]
         assert len(matrices) > 5 and all("Input Dims" in event["args"] for event in matrices), role
+        resident = [event["args"]["MiB"] for event in events if event["name"] == "resident memory"]
+        assert len(resident) > 5 and min(resident) > 100, role
     timeline = json.loads((folder / "ray_timeline.json").read_text())
     assert any("train" in event["name"] for event in timeline)
     for metrics in (run.metrics[1], run.metrics[2]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import resource
 import signal
@@ -14,7 +13,7 @@ from pathlib import Path
 from roll.distributed.cluster.reaper import MARK
 from roll.distributed.cluster.recording import Recording, RecordingOptions
 from roll.distributed.cluster.stacks import Whereabouts, write_stacks_on_signal
-from roll.utils.memory import keep_freed_memory
+from roll.utils.memory import keep_freed_memory, resident_bytes
 from roll.utils.plugins import load_inherited_plugins
 from roll.utils.signals import outlive
 
@@ -107,8 +106,8 @@ class Worker:
                 "allocated_gb": sum(torch.cuda.memory_allocated(device) for device in devices) / 2**30,
                 "device_gb": sum(total - free for free, total in free_and_total) / 2**30,
             }
-        pages = Path("/proc/self/statm")
-        return {"resident_gb": int(pages.read_text().split()[1]) * mmap.PAGESIZE / 2**30} if pages.exists() else {}
+        resident = resident_bytes()
+        return {} if resident is None else {"resident_gb": resident / 2**30}
 
     def peak_memory_mb(self) -> float:
         """Largest resident memory of this process so far, in MiB."""

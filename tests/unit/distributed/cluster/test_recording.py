@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -42,3 +43,24 @@ def test_a_worker_records_from_one_call_to_another(tmp_path: Path) -> None:
     assert len(files) == 1 + torch.cuda.is_available()
     Recording(RecordingOptions()).stop(tmp_path / "again")
     assert "aten::exp" not in operators(tmp_path / "again.trace.json.gz"), "of the time in between"
+
+
+def test_memory_is_a_counter_beside_the_operators(tmp_path: Path) -> None:
+    worker = Worker("actor_train", 0, 1, {})
+    worker.start_recording(RecordingOptions(memory=True))
+    worker.start_recording(RecordingOptions(memory=True))  # what was under way is given up
+    time.sleep(0.05)
+    assert [thread.name for thread in threading.enumerate()].count("resident-memory") == 1
+    large = torch.ones(2**24).sqrt()  # 2 × 64 MiB
+    time.sleep(0.03)
+    [file, *_] = worker.stop_recording(tmp_path / "step")
+    assert len(large) and "resident-memory" not in [thread.name for thread in threading.enumerate()]
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    counted = [(event["ts"], event["args"]["MiB"]) for event in events if event["name"] == "resident memory"]
+    [moment] = [event["ts"] for event in events if event["name"] == "aten::sqrt"]
+    before = next(size for _, size in counted)
+    after = [size for when, size in counted if when > moment][-1]
+    assert 60 < after - before < 200, counted
+    worker.start_recording(RecordingOptions())
+    [file] = worker.stop_recording(tmp_path / "plain")
+    assert b"resident memory" not in gzip.decompress(file.read_bytes())
