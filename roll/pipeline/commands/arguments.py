@@ -129,7 +129,9 @@ def _add_sampling(parser: argparse.ArgumentParser, *, engines: bool = True) -> N
     """Options of everything that samples; ``generating_args`` has the others."""
     if engines:
         parser.add_argument("--engine", metavar="NAME", help="hf_infer, vllm or sglang (hf_infer)")
-    parser.add_argument("--system", metavar="TEXT", help="message of the system, where a conversation has none")
+    parser.add_argument(
+        "--system", type=_text, metavar="TEXT", help="message of the system, where a conversation has none"
+    )
     parser.add_argument("--temperature", type=float, help="0 is greedy (1)")
     parser.add_argument("--top-p", type=float, help="mass of the most likely tokens (1)")
     parser.add_argument("--top-k", type=int, help="most likely tokens; 0: all (0)")
@@ -138,6 +140,13 @@ def _add_sampling(parser: argparse.ArgumentParser, *, engines: bool = True) -> N
         "--max-length", type=int, metavar="N", help="most tokens of prompt and answer (the model's, to 8192)"
     )
     parser.add_argument("--seed", type=int, default=42, help="(42)")
+
+
+def _text(words: str) -> str:
+    """An option that is a text: not empty, and of characters alone."""
+    if not words or any("\ud800" <= character <= "\udfff" for character in words):
+        raise argparse.ArgumentTypeError(f"seen {words!a}, expected a text")
+    return words
 
 
 def _sampling(options: argparse.Namespace) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,6 +81,8 @@ def _talk(conversation: Conversation) -> None:
 
 def _lines() -> Iterator[str]:
     """Lines that are typed, with a prompt and the line editing of a terminal; or those of a pipe."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # else a byte that is no UTF-8 ends the conversation
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

@@ -16,6 +16,7 @@ from roll.configs.loader import plugin_problems
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rewards import RewardConfig
 from roll.data.answered import AnswerColumns, Answered, read_answered
+from roll.data.files.find import find_files
 from roll.data.files.rows import DataError, Problems
 from roll.pipeline.cli import report
 from roll.pipeline.commands.figures import page
@@ -119,6 +120,8 @@ def _check(job: Job, domains: Mapping[str, RewardConfig]) -> int:
         DataError: everything that is wrong in them.
     """
     problems, count = Problems(), 0
+    if job.output and job.output.resolve() in [path.resolve() for path in find_files(job.files, Problems())]:
+        problems.add("--output", f"seen {job.output}, a file of answers, expected another")
     for row in read_answered(job.files, job.columns, problems, without=job.score_key):
         count += 1
         try:

@@ -142,6 +142,15 @@ def test_a_key_given_as_an_option_is_told_its_spelling(capsys, words):
         assert "a key of the configuration is given as max_steps=" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words", [["score", "x.jsonl", "--verifier", "math", "--overwrite"], ["chat", "x", "--engine"]]
+)
+def test_an_unknown_option_that_is_no_key_is_not_taken_for_one(capsys, words):
+    with pytest.raises(SystemExit):
+        main(words)
+    assert capsys.readouterr().err.endswith(f"unrecognized arguments: {words[-1]}\n")
+
+
 @pytest.mark.parametrize("words", [["max_steps", "=", "3"], ["max_steps=", "3"], ["max_steps", "=3"]])
 def test_spaces_around_an_equals_sign_are_one_problem(capsys, words):
     assert main(["validate", "rlvr_math", *words, "seed=1"]) == 2

@@ -41,6 +41,22 @@ def test_a_conversation_through_pipes(model, monkeypatch, capsys) -> None:
     assert "/what: no such command" in err and "/reset begins anew" in err
 
 
+def test_bytes_that_are_no_text_are_asked_as_marks(model, monkeypatch, capsys) -> None:
+    renderer, oracle = ChatRenderer(make_tokenizer()), load(model)
+    expected = greedy_oracle(oracle, renderer.prompt([said("Up\ufffd?")]), 6)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Up\xff?\n"), "utf-8", "surrogateescape"))
+    assert main(["chat", model, "--temperature", "0", "--max-tokens", "6"]) == 0
+    assert capsys.readouterr().out == renderer.decode(np.array(expected)) + "\n"
+
+
+@pytest.mark.parametrize("words", ["", "a\udcff"])
+def test_a_system_message_is_a_text(words, capsys) -> None:
+    for command in (["chat", "."], ["generate", ".", "x.jsonl", "-o", "y.jsonl", "--chat"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, "--system", words])
+        assert ended.value.code == 2 and "--system: seen" in capsys.readouterr().err
+
+
 def test_words_come_as_they_are_sampled_and_what_was_said_counts_when_one_stops_listening(model, monkeypatch) -> None:
     monkeypatch.setattr(conversation, "POLL_S", 0.002)
     worker: WorkerConfig = generator_section("hf_infer", {})

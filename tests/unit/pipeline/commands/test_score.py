@@ -112,6 +112,12 @@ def test_everything_that_is_wrong_is_told_at_once(rows, tmp_path, capsys) -> Non
     assert main(["score", rows("empty.jsonl", []), "--verifier", "math"]) == 2
 
 
+def test_scores_do_not_take_the_place_of_the_answers(rows, capsys) -> None:
+    file = rows("a.jsonl", SUMS)
+    assert main(["score", file, "--verifier", "math", "-o", file]) == 2
+    assert "--output: seen" in capsys.readouterr().err and read(file) == SUMS
+
+
 def test_scores_that_are_not_all_there_leave_no_file(tmp_path) -> None:
     with pytest.raises(KeyboardInterrupt), _written(tmp_path / "scores.jsonl") as file:
         assert file is not None
