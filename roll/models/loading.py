@@ -42,9 +42,19 @@ def resolve_dtype(name: str | None, config: PreTrainedConfig | None = None) -> t
 
 
 def load_config(
-    path: str, config_kwargs: Mapping[str, Any] | None = None, *, trust_remote_code: bool = False
+    path: str,
+    config_kwargs: Mapping[str, Any] | None = None,
+    *,
+    trust_remote_code: bool = False,
+    asks_hub: bool = True,
 ) -> PreTrainedConfig:
     """The model's configuration, with entries replaced by ``config_kwargs``.
+
+    Args:
+        path: folder in Hugging Face format, or a hub name.
+        config_kwargs: entries to replace.
+        trust_remote_code: whether Python files that come with the model may run.
+        asks_hub: whether the hub is asked about a name; otherwise what is in its cache counts.
 
     Raises:
         ValueError: no such folder, no ``config.json`` in it, an entry that the configuration does not have, or a model
@@ -54,7 +64,9 @@ def load_config(
 
     path, local = locate_model(path)
     with asking_for_trust(path):
-        config = AutoConfig.from_pretrained(path, local_files_only=local, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            path, local_files_only=local or not asks_hub, trust_remote_code=trust_remote_code
+        )
     for key, value in (config_kwargs or {}).items():
         if not hasattr(config, key):
             raise ValueError(f"model_config_kwargs.{key}: {type(config).__name__} has no such entry")

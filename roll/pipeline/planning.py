@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import json as jsonlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from roll.pipeline.cli import EXIT_CONFIG, read_config, report
 
@@ -91,7 +92,6 @@ def model_shapes(config: PipelineConfig) -> dict[str, ModelShape]:
     """
     from roll.configs.problems import ConfigErrors
     from roll.configs.val_infer import VAL_INFER
-    from roll.models.loading import load_config
     from roll.preflight.models import model_config
     from roll.preflight.plan.hosted import hosted_models
     from roll.preflight.plan.plan import model_workers
@@ -105,9 +105,7 @@ def model_shapes(config: PipelineConfig) -> dict[str, ModelShape]:
             sizes = model_config(config, "actor_infer" if role == VAL_INFER else role)
             if sizes is None:
                 args = worker.model_args
-                sizes = load_config(
-                    model, args.model_config_kwargs, trust_remote_code=args.trust_remote_code
-                ).get_text_config()
+                sizes = _sizes(model, args.model_config_kwargs, args.trust_remote_code)
             shapes[role] = ModelShape.of(sizes.to_dict())
         except (OSError, ValueError) as error:
             key = next((key for key, name in config.models.items() if name == model), "pretrain")
@@ -115,13 +113,29 @@ def model_shapes(config: PipelineConfig) -> dict[str, ModelShape]:
     for hosted in hosted_models(config):
         try:
             kwargs = hosted.worker.model_args.model_config_kwargs
-            sizes = load_config(hosted.model, kwargs, trust_remote_code=hosted.trust_remote_code).get_text_config()
+            sizes = _sizes(hosted.model, kwargs, hosted.trust_remote_code)
             shapes[hosted.key] = ModelShape.of(sizes.to_dict())
         except (OSError, ValueError) as error:
             problems[hosted.key] = _unreadable(hosted.key, hosted.model, error)
     if problems:
         raise ConfigErrors(list(problems.values()))
     return shapes
+
+
+def _sizes(model: str, kwargs: Mapping[str, Any], trusts: bool) -> Any:
+    """The text part of a model's configuration, from its folder, the hub, or the hub's cache where it is silent."""
+    from roll.models.loading import load_config
+
+    here = Path(model).expanduser().is_dir()
+    return load_config(model, kwargs, trust_remote_code=trusts, asks_hub=here or _hub_answers()).get_text_config()
+
+
+@functools.cache
+def _hub_answers() -> bool:
+    """Tells whether the hub may be asked and answers: Transformers would try for half a minute, for every role."""
+    from roll.preflight.inputs import HUB_SECONDS, ask_hub, hub_is_off
+
+    return not hub_is_off() and ask_hub("models?limit=1", HUB_SECONDS) is not None
 
 
 def _unreadable(key: str, model: str, error: Exception) -> ConfigProblem:

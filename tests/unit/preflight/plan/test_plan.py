@@ -21,6 +21,7 @@ from roll.models.freezing import freeze
 from roll.models.lora import LoraSpec, inject_adapter
 from roll.models.slot_cache import SlotCache
 from roll.models.tiny import make_tokenizer
+from roll.pipeline import planning
 from roll.preflight.plan.activations import CHUNK_LOGITS, kept_per_token
 from roll.preflight.plan.devices import GPUS, parse_devices
 from roll.preflight.plan.memory import Surroundings, hf_generator_memory, trainer_memory
@@ -324,3 +325,16 @@ def test_advice_is_what_the_plan_with_it_says(capsys: pytest.CaptureFixture[str]
 def test_a_wrong_command_line_is_told(words: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *words]) == 2
     assert expected in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_silent_hub_is_asked_once_and_its_cache_counts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[str] = []
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("roll.preflight.inputs.ask_hub", lambda what, seconds: asked.append(what))
+    planning._hub_answers.cache_clear()
+    assert main(["plan", "rlvr_math_qwen2.5_0.5b", "pretrain=nobody/has-it", "--devices", "H100"]) == 2
+    planning._hub_answers.cache_clear()
+    said = " ".join(capsys.readouterr().err.split())
+    assert len(asked) == 1 and "1 problem" in said and "nothing but its config.json" in said
