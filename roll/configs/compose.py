@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from roll.configs.expansion import MAX_VALUES, check_expansion, values_of
@@ -89,9 +91,41 @@ def _compose(name: str, config_path: Path) -> DictConfig:
         with initialize_config_dir(config_dir=str(folder), version_base="1.3"):
             tree = compose(name, overrides=[search_path])
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigErrors([_uncomposable(name, folder, error)]) from error
+        unlike = _unlike(name, folder, search_path) if "Cannot merge" in str(error) else None
+        if unlike is None:
+            raise ConfigErrors([_uncomposable(name, folder, error)]) from error
+        tree = unlike
     OmegaConf.set_struct(tree, False)
     return tree
+
+
+def _unlike(name: str, folder: Path, search_path: str) -> DictConfig | None:
+    """A file that has a list where one that it includes has a mapping, or the reverse, which Hydra cannot lay over
+    each other: its own value counts, and is told with all else that is wrong. ``None`` if the file is not to blame."""
+    own: Any = OmegaConf.to_container(OmegaConf.load(folder / f"{name}.yaml"), resolve=False)
+    included = {"defaults": [each for each in own.pop("defaults", []) if each != "_self_"]}
+    with tempfile.TemporaryDirectory() as alone, contextlib.suppress(HydraException, OmegaConfBaseException):
+        file = Path(alone) / f"{name}.yaml"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(yaml.safe_dump(included), encoding="utf-8")
+        with initialize_config_dir(config_dir=alone, version_base="1.3"):
+            tree = compose(name, overrides=[search_path.replace("=[", f"=['file://{folder}',")])
+        OmegaConf.set_struct(tree, False)
+        _drop_unlike(tree, own)
+        merged = OmegaConf.merge(tree, own)
+        assert isinstance(merged, DictConfig)
+        return merged
+    return None
+
+
+def _drop_unlike(tree: DictConfig, own: Mapping[str, Any]) -> None:
+    """Takes out what is of the other kind in ``own``."""
+    for key, value in own.items():
+        there = tree._get_node(key)
+        if isinstance(there, DictConfig) and isinstance(value, Mapping) and not there._is_interpolation():
+            _drop_unlike(there, value)
+        elif isinstance(there, DictConfig | ListConfig) and isinstance(value, Mapping | list):
+            tree.pop(key)
 
 
 def _uncomposable(name: str, folder: Path, error: Exception) -> ConfigProblem:

@@ -80,9 +80,9 @@ def check_roles(config: PipelineConfig) -> Iterator[ConfigProblem]:
 def check_sampling(path: str, arguments: GeneratingArguments) -> Iterator[ConfigProblem]:
     """Training answers are sampled: equal ones have nothing to compare."""
     if arguments.is_greedy:
-        expected = "do_sample true and a temperature above 0: greedy rollouts have nothing to compare"
-        seen = {"do_sample": arguments.do_sample, "temperature": arguments.temperature}
-        yield ConfigProblem(path, seen, expected)
+        name, expected = ("temperature", "more than 0") if arguments.do_sample else ("do_sample", "true")
+        why = "greedy rollouts have nothing to compare"
+        yield ConfigProblem(f"{path}.{name}", getattr(arguments, name), f"{expected}: {why}")
 
 
 def check_frozen(config: PipelineConfig) -> Iterator[ConfigProblem]:

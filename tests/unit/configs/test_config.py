@@ -13,6 +13,7 @@ from roll.configs.engines.megatron import MegatronConfig
 from roll.configs.env import EnvManagerConfig
 from roll.configs.loader import load_config
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
+from roll.configs.rlvr import RLVRConfig
 from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 from roll.pipeline.cli import report
@@ -393,7 +394,7 @@ def test_both_spellings_at_once_are_an_error(problems):
         (["actor_infer.training_args.learning_rate=1"], "actor_infer.training_args"),
         (["actor_train.generating_args.temperature=0.5"], "actor_train.generating_args"),
         (["actor_infer.data_args.template=x.jinja"], "actor_infer.data_args"),
-        (["actor_infer.generating_args.do_sample=false"], "actor_infer.generating_args"),
+        (["actor_infer.generating_args.do_sample=false"], "actor_infer.generating_args.do_sample"),
         (["train_env_manager.generating_args.temperature=0.5"], "train_env_manager.generating_args.temperature"),
         (["actor_train.training_args.warmup_ratio=0.1", "actor_train.training_args.warmup_steps=3"],
          "actor_train.training_args.warmup_ratio"),
@@ -833,6 +834,25 @@ def test_lists_outside_of_hydras_grammar_are_lists(problems, load):
 def test_a_list_in_place_of_a_section_hides_no_other_problem(problems, override, path, expected):
     found = problems(override, "max_stepz=1")
     assert expected in found[path].expected and "max_stepz" in found
+
+
+def test_a_file_with_another_kind_than_what_it_includes_hides_no_problem(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [rlvr_math, _self_]\n"
+        "max_stepz: 3\n"
+        "actor_train: {training_args: {learning_rate: -1e-3}, data_args: {file_name: '${exp_name}'}}\n"
+        "rewards: {arithmetic: {verifiers: {name: math}}}\n"
+        "actor_infer: [1]\n"
+    )
+    with pytest.raises(ConfigErrors) as told:
+        load_config(RLVRConfig, "mine", tmp_path)
+    seen = {problem.path: problem.seen for problem in told.value.problems}
+    assert seen == {
+        "actor_infer": [1],
+        "actor_train.training_args.learning_rate": -1e-3,
+        "max_stepz": 3,
+        "rewards.arithmetic.verifiers": {"name": "math"},
+    }
 
 
 def test_a_wrong_item_of_a_list_is_one_problem(problems):

@@ -150,8 +150,8 @@ WRONG = [
         "actor_infer.generating_args.num_return_sequences",
         "1 or num_return_sequences_in_group = 4",
     ),
-    (["actor_infer.generating_args.temperature=0"], "actor_infer.generating_args", "nothing to compare"),
-    (["actor_infer.generating_args.do_sample=false"], "actor_infer.generating_args", "nothing to compare"),
+    (["actor_infer.generating_args.temperature=0"], "actor_infer.generating_args.temperature", "nothing to compare"),
+    (["actor_infer.generating_args.do_sample=false"], "actor_infer.generating_args.do_sample", "nothing to compare"),
     (
         ["actor_infer.generating_args.max_new_tokens=51"],
         "actor_infer.generating_args.max_new_tokens",
@@ -185,6 +185,11 @@ def test_all_mistakes_are_told_at_once(problems: Problems) -> None:
         f"{VERIFIER}=[{{name: nope}}]", f"{TRAIN}.file_name=null", "adv_estimator=gigpo", "rewards.choice.timeout=-1"
     )
     assert set(found) == {f"{VERIFIER}.0.name", f"{TRAIN}.file_name", "adv_estimator", "rewards.choice.timeout"}
+
+
+def test_a_wrong_mass_hides_no_greedy_rollout(problems: Problems) -> None:
+    found = problems("actor_infer.generating_args.temperature=0", "actor_infer.generating_args.top_p=2")
+    assert found.keys() == {"actor_infer.generating_args.temperature", "actor_infer.generating_args.top_p"}
 
 
 def test_domains_clusters_and_sampling_follow_from_the_sections(load: Load) -> None:
