@@ -7,16 +7,17 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from roll import __version__
 from roll.configs.importers import SYSTEMS
 from roll.configs.shipped import SHIPPED, config_groups
+from roll.pipeline import completion
 from roll.pipeline.cli import EXIT_CONFIG, locate, perform, refuse
 from roll.pipeline.commands.arguments import add_commands
-from roll.pipeline.programs import PROGRAMS, configurations
+from roll.pipeline.programs import configurations
 
 EXAMPLES = """\
 examples:
@@ -101,12 +102,12 @@ def _add_run(commands: Any, action: str, text: str, do: Any = None) -> argparse.
     parser = _add(commands, action, text, do or _perform)
     parser.set_defaults(action=action)
     name = parser.add_argument("config", metavar="NAME", help="a configuration of `roll config list`, or a YAML file")
-    name.completer = _complete_names  # type: ignore[attr-defined]
+    completion.completed_by(name, completion.names)
     parser.add_argument("--config-path", "--config_path", default=str(SHIPPED), help="folder to look for NAME in")
     changes = parser.add_argument(
         "overrides", nargs="*", default=(), metavar="key=value", help="changes to the configuration"
     )
-    changes.completer = _complete_overrides  # type: ignore[attr-defined]
+    completion.completed_by(changes, completion.overrides)
     return parser
 
 
@@ -114,9 +115,10 @@ def _add_plan(commands: Any) -> None:
     """The command that says what a configuration takes, without running it."""
     text = "say where a configuration's parts would stand, what memory and time they take, and what to change"
     parser = _add_run(commands, "plan", text, _plan)
-    parser.add_argument(
+    devices = parser.add_argument(
         "--devices", metavar="NAME[,key=value]", help="kind of device, such as H100 or CPU (this one's)"
     )
+    completion.completed_by(devices, completion.devices)
     parser.add_argument("--json", action="store_true", help="machine-readable")
     parser.add_argument("--write", choices=["slurm", "kuberay"], help="write a launcher for the plan instead")
     parser.add_argument("-o", "--output", metavar="FILE", help="where the launcher goes (standard output)")
@@ -170,7 +172,7 @@ def _add_env_check(commands: Any) -> None:
     text = "try an environment: seeds, resets, rewards, tricks, threads, processes"
     parser = _add(commands, "check", text, _check_env)
     name = parser.add_argument("env_type", help="an environment of `roll env list`, or package.module:Class")
-    name.completer = _complete_envs  # type: ignore[attr-defined]
+    completion.completed_by(name, completion.environments)
     for option, kind, about in (
         ("--episodes", int, "how many to play in each way (6)"),
         ("--max-steps", int, "most steps of an episode (32)"),
@@ -196,12 +198,6 @@ def _check_env(options: argparse.Namespace) -> int:
     names = ("episodes", "max_steps", "timeout", "slow", "max_chars", "judge_says")
     effort = {name: getattr(options, name) for name in names if hasattr(options, name)}
     return check(options.env_type, options.overrides, answers=options.answers, allow=options.allow, **effort)
-
-
-def _complete_envs(**_: Any) -> list[str]:
-    import roll.agentic.env as envs
-
-    return envs.registered()
 
 
 def _add_template_check(commands: Any) -> None:
@@ -271,42 +267,6 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join(lines) + "\n"
-
-
-def _complete_names(parsed_args: argparse.Namespace, **_: Any) -> list[str]:
-    return list(configurations(Path(parsed_args.config_path).expanduser()))
-
-
-def _complete_overrides(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> Iterator[str]:
-    """Groups with their choices, every key of the configuration's pipeline, and behind ``key=`` its choices."""
-    from roll.configs.base import Config
-    from roll.configs.schema import choices, leaf_paths
-    from roll.utils.registry import import_path
-
-    name, folder = locate(parsed_args.config, parsed_args.config_path)
-    yield from (f"{group}={choice}" for group, choices in config_groups(folder).items() for choice in choices)
-    pipeline, _comment = configurations(folder).get(name, (None, ""))
-    if pipeline is not None:
-        schema = import_path(PROGRAMS[pipeline].schema)
-        assert isinstance(schema, type) and issubclass(schema, Config), "an entry of PROGRAMS"
-        key, given, _value = prefix.partition("=")
-        for path, field in leaf_paths(schema):
-            if not given:
-                yield f"{path}="
-            elif path == key:
-                yield from (f"{path}={choice}" for choice in choices(field.annotation) or _registered(key))
-
-
-def _registered(key: str) -> Iterable[str]:
-    """The names that a key takes beside a path of the user's."""
-    from roll.configs.algorithm_names import ADV_ESTIMATORS, PG_VARIANTS
-    from roll.configs.engines import strategy_names
-    from roll.tracking import TRACKERS
-
-    if key.endswith("strategy_args.strategy_name"):
-        return strategy_names()
-    names = {"adv_estimator": ADV_ESTIMATORS, "pg_variant": PG_VARIANTS, "track_with": TRACKERS.names()}
-    return names.get(key, ())
 
 
 if __name__ == "__main__":

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from roll.configs.shipped import SHIPPED
+from roll.pipeline import completion
 from roll.pipeline.cli import locate
 
 MODEL = "a run's folder, a checkpoint, a model's folder, or a name on the hub"
@@ -36,8 +37,10 @@ def add_commands(commands: Any, add: Add) -> None:
 def _add_eval(commands: Any, add: Add) -> None:
     parser = add(commands, "eval", "evaluate a saved model on held-out data, as its run would", _eval)
     parser.add_argument("model", metavar="MODEL", help=MODEL)
-    parser.add_argument("--config", metavar="NAME", help="a configuration or file in place of the run's own")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
+    config = parser.add_argument("--config", metavar="NAME", help="a configuration or file in place of the run's own")
+    completion.completed_by(config, completion.names)
+    changes = parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to the configuration")
+    completion.completed_by(changes, completion.overrides_of_run)
 
 
 def _eval(options: argparse.Namespace) -> int:
@@ -105,9 +108,10 @@ def _generate(options: argparse.Namespace) -> int:
 def _add_chat(commands: Any, add: Add) -> None:
     parser = add(commands, "chat", "talk with a saved model on the terminal", _chat)
     parser.add_argument("model", metavar="MODEL", help=MODEL)
-    parser.add_argument(
+    words = parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="of actor_infer, such as model_args.dtype=bf16"
     )
+    completion.completed_by(words, completion.generator_keys)
     _add_sampling(parser, engines=False)
 
 
@@ -128,7 +132,8 @@ def _chat(options: argparse.Namespace) -> int:
 def _add_sampling(parser: argparse.ArgumentParser, *, engines: bool = True) -> None:
     """Options of everything that samples; ``generating_args`` has the others."""
     if engines:
-        parser.add_argument("--engine", metavar="NAME", help="hf_infer, vllm or sglang (hf_infer)")
+        engine = parser.add_argument("--engine", metavar="NAME", help="hf_infer, vllm or sglang (hf_infer)")
+        completion.completed_by(engine, completion.generators)
     parser.add_argument(
         "--system", type=_text, metavar="TEXT", help="message of the system, where a conversation has none"
     )
@@ -166,8 +171,14 @@ def _add_score(commands: Any, add: Add) -> None:
         "key=value: of the configuration, or arguments of the verifier",
     )
     by = parser.add_mutually_exclusive_group(required=True)
-    by.add_argument("--config", metavar="NAME", help="the configuration, file or run folder whose rewards score")
-    by.add_argument("--verifier", metavar="NAME", help="one of `roll verifiers list`, or package.module:Class")
+    config = by.add_argument(
+        "--config", metavar="NAME", help="the configuration, file or run folder whose rewards score"
+    )
+    completion.completed_by(config, completion.names)
+    verifier = by.add_argument(
+        "--verifier", metavar="NAME", help="one of `roll verifiers list`, or package.module:Class"
+    )
+    completion.completed_by(verifier, completion.verifiers)
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the rows with their scores, as JSON lines")
     parser.add_argument("--summary", type=Path, metavar="FILE", help="the figures as JSON")
     parser.add_argument("--answer-key", metavar="COLUMN", help="of the answers (answers)")
@@ -251,19 +262,10 @@ def _add_explain(commands: Any, add: Add) -> None:
         commands, "explain", "tell what a key means, here and in ROLL, verl, ChatLearn, MindSpeed RL", _explain
     )
     key = parser.add_argument("key", metavar="KEY", help="of any of them; its last parts are enough")
-    key.completer = _complete_keys  # type: ignore[attr-defined]
+    completion.completed_by(key, completion.explained)
 
 
 def _explain(options: argparse.Namespace) -> int:
     from roll.pipeline.commands.explaining import run
 
     return run(options.key)
-
-
-def _complete_keys(prefix: str, **_: Any) -> Iterator[str]:
-    """Keys by any of their parts: whole ones, and the names that begin as the word does."""
-    from roll.pipeline.commands.explaining import names
-
-    for place in names():
-        yield place
-        yield place.rpartition(".")[2]

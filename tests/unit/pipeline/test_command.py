@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
+import argcomplete
 import pytest
 import yaml
 
 from roll import __version__
-from roll.__main__ import main
+from roll.__main__ import command_line, main
 from roll.configs.shipped import SHIPPED
 from roll.models.tiny import make_tokenizer
 from roll.pipeline import cli
@@ -22,7 +24,8 @@ HEAVY = {"pydantic", "hydra", "yaml", "numpy", "torch", "ray", "transformers", "
 def test_help_loads_nothing_heavy():
     code = f"""
 import sys
-from roll.__main__ import main
+from pathlib import Path
+from roll.__main__ import command_line, main
 try:
     main(["--help"])
 except SystemExit as ended:
@@ -158,26 +161,54 @@ def test_spaces_around_an_equals_sign_are_one_problem(capsys, words):
     assert "1 problem" in err and "max_steps=3" in err and "no spaces around =" in err
 
 
-def test_completion_offers_configurations_groups_and_keys(tmp_path):
-    def offered(line: str) -> set[str]:
-        out = tmp_path / "offered"
-        environment = {
-            "_ARGCOMPLETE": "1",
-            "_ARGCOMPLETE_STDOUT_FILENAME": str(out),
-            "COMP_LINE": line,
-            "COMP_POINT": str(len(line)),
-            "PYTHONPATH": str(SHIPPED.parents[1]),
-        }
-        code = "import sys; sys.argv[0] = 'roll'; from roll.__main__ import main; main()"
-        subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
-        return set(out.read_text().split("\013"))
+def test_a_shell_is_offered_completions(tmp_path):
+    out = tmp_path / "offered"
+    line = "roll train agentic_sok"
+    environment = {
+        "_ARGCOMPLETE": "1",
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(out),
+        "COMP_LINE": line,
+        "COMP_POINT": str(len(line)),
+        "PYTHONPATH": str(SHIPPED.parents[1]),
+    }
+    code = "import sys; sys.argv[0] = 'roll'; from roll.__main__ import main; main()"
+    subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
+    assert set(out.read_text().split("\013")) == {"agentic_sokoban", "agentic_sokoban_qwen2.5_0.5b"}
 
-    assert offered("roll train agentic_sok") == {"agentic_sokoban", "agentic_sokoban_qwen2.5_0.5b"}
-    assert any("max_steps=" in each for each in offered("roll train rlvr_math max_st"))
-    assert any("train=megatron" in each for each in offered("roll train rlvr_math tra"))
-    assert {"async_save=true", "async_save=false"} == offered("roll train rlvr_math async_save=")
-    assert {"pg_variant=dppo_kl", "pg_variant=dppo_tv"} == offered("roll train rlvr_math pg_variant=dp")
-    assert any("max_steps" in each for each in offered("roll explain max_st"))
+
+@pytest.mark.parametrize(
+    ("line", "some"),
+    [
+        ("roll train rlvr_math max_st", "max_steps="),
+        ("roll train rlvr_math tra", "train=megatron"),
+        ("roll train rlvr_math async_save=t", "async_save=true"),
+        ("roll train rlvr_math pg_variant=dp", "pg_variant=dppo_kl"),
+        ("roll train rlvr_math actor_train.strategy_args.strategy_config.fs", ".fsdp_size="),
+        ("roll train rlvr_math train=megatron actor_train.strategy_args.strategy_config.recompute_m", "_modules="),
+        ("roll train rlvr_math rewards.arithmetic.timeout_", "rewards.arithmetic.timeout_score="),
+        ("roll train rlvr_math rewards.arithmetic.verifiers.0.name=gs", "verifiers.0.name=gsm8k"),
+        ("roll train agentic_sokoban custom_envs.SimpleSokoban.env_type=sok", ".env_type=sokoban"),
+        ("roll train ./mine.yaml rewards.own.retr", "rewards.own.retries="),
+        ("roll eval run/checkpoints/checkpoint-3 rewards.saved.retr", "rewards.saved.retries="),
+        ("roll eval --config rlvr_mcp run rewards.prod", "rewards.products.timeout="),
+        ("roll chat model generating_args.ignore", "generating_args.ignore_eos="),
+        ("roll generate model x.jsonl --engine hf", "hf_infer"),
+        ("roll score x.jsonl --verifier gs", "gsm8k"),
+        ("roll plan rlvr_math --devices H10", "H100"),
+        ("roll env check sok", "sokoban"),
+        ("roll explain max_st", "max_steps"),
+    ],
+)
+def test_completion_offers_names_keys_and_values(line, some, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    domain = "actor_train: {}\nrewards: {%s: {tag_included: [a], verifiers: [{name: math}]}}\n"
+    Path("mine.yaml").write_text(domain % "own")
+    Path("run/checkpoints/checkpoint-3").mkdir(parents=True)
+    Path("run/config.yaml").write_text(domain % "saved")
+    *words, prefix = line.split(" ")
+    found = argcomplete.CompletionFinder(command_line())._get_completions(words, prefix, "", None)
+    assert any(each.strip().endswith(some) for each in found), found
+    assert all(each.startswith(prefix) for each in found)
 
 
 def test_a_chat_template_is_checked(capsys, tmp_path):
