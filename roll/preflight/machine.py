@@ -43,15 +43,27 @@ def check_machine(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 
 def _output_problems(config: PipelineConfig) -> Iterator[ConfigProblem]:
-    """The run's folder is there, or can be made."""
-    folder = Path(config.output_dir).expanduser()
+    """Folders that the run writes to are there, or can be made; the one that it reads has the steps of a run."""
+    written = {"output_dir": config.output_dir, "checkpoint_config.output_dir": config.checkpoint_config.output_dir}
+    if isinstance(config, RLConfig):
+        written["rollout_dump_dir"] = config.rollout_dump_dir
+        replayed = config.rollout_replay_dir
+        if replayed is not None and not config.eval_only and not any(Path(replayed).expanduser().glob("step-*")):
+            expected = "the rollout_dump_dir of a run"
+            yield ConfigProblem("rollout_replay_dir", replayed, expected, "there are no rollouts of steps in it")
+    for key, folder in written.items():
+        if folder is not None and (hint := _unwritable(Path(folder).expanduser())):
+            yield ConfigProblem(key, folder, "a folder that is there or can be made", hint)
+
+
+def _unwritable(folder: Path) -> str:
+    """Why a folder can neither be written to nor be made; empty where it can."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryDirectory(prefix=".roll-", dir=nearest):
-            return
+            return ""
     except OSError as error:  # root may write anywhere by its rights, but not in /proc
-        hint = f"{nearest} is {'not writable' if nearest.is_dir() else 'no folder'}: {error.strerror}"
-        yield ConfigProblem("output_dir", config.output_dir, "a folder that is there or can be made", hint)
+        return f"{nearest} is {'not writable' if nearest.is_dir() else 'no folder'}: {error.strerror}"
 
 
 def _device_problems(config: PipelineConfig) -> Iterator[ConfigProblem]:

@@ -182,6 +182,19 @@ def test_an_output_folder_that_cannot_be_made_is_told_before_the_run(
     assert not [each for each in check_machine(load("output_dir=new/er")) if each.path == "output_dir"]
 
 
+def test_rollouts_that_cannot_be_kept_or_are_not_there_are_told_before_the_run(load: Load, tmp_path: Path) -> None:
+    def told(*words: str) -> set[str]:
+        return {each.path for each in check_machine(load(*words))} - {"actor_train.device_mapping"}
+
+    assert told("rollout_dump_dir=/proc/x", "checkpoint_config.output_dir=/proc/y", "rollout_replay_dir=/nope") == {
+        "rollout_dump_dir",
+        "checkpoint_config.output_dir",
+        "rollout_replay_dir",
+    }
+    (tmp_path / "step-00001").mkdir()
+    assert not told(f"rollout_replay_dir={tmp_path}", f"rollout_dump_dir={tmp_path}/new")
+
+
 def test_an_output_folder_where_even_root_cannot_write_is_told_before_the_run(load: Load) -> None:
     (problem,) = (each for each in check_machine(load("output_dir=/proc/x")) if each.path == "output_dir")
     assert problem.hint.startswith("/proc is not writable")
