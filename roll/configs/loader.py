@@ -153,7 +153,7 @@ def _adviser(schema: type[Config], variables: Sequence[str] | frozenset[str] = (
     """Advice for keys that the configuration of a pipeline does not know."""
 
     def advise(section: type[Config], path: Sequence[str | int], value: Any) -> tuple[str, str | None]:
-        elsewhere = _PIPELINES.get(str(path[0])) if len(path) == 1 else None
+        elsewhere = _belongs(str(path[0]), schema) if len(path) == 1 else None
         if hint := elsewhere or _elsewhere(schema, path) or advice([str(part) for part in path]):
             return hint, None
         return nearest_key(section, path, value, variables if len(path) == 1 else ())
@@ -161,18 +161,39 @@ def _adviser(schema: type[Config], variables: Sequence[str] | frozenset[str] = (
     return advise
 
 
-_PIPELINES = {
-    "num_return_sequences_in_group": "it belongs to RLVR; here train_env_manager.group_size makes several episodes",
-    "is_num_return_sequences_expand": "it belongs to RLVR; here each episode asks for one completion",
-    "custom_envs": "it belongs to the agentic pipeline; here rewards and data_args say what is played",
-    "train_env_manager": "it belongs to the agentic pipeline; use num_return_sequences_in_group",
-    "val_env_manager": "it belongs to the agentic pipeline; here validation",
-    "distill_on_prompt": "it belongs to the distillation of given answers; here only what the policy says is learnt",
-    "teacher_prompt": "it belongs to RLVR; here nothing says which row a teacher would be told of",
-    "rewards": "it belongs to RLVR; here the environments pay",
-    "validation": "it belongs to RLVR; here val_env_manager",
+_PIPELINES: dict[type[PipelineConfig], str] = {
+    AgenticConfig: "the agentic pipeline",
+    RLVRConfig: "RLVR",
+    SFTConfig: "SFT",
+    DPOConfig: "preferences (DPO)",
+    DistillConfig: "the distillation of given answers",
+    RewardTrainingConfig: "reward models",
 }
-"""Top-level keys of one pipeline, in a configuration of another."""
+_INSTEAD: dict[type[PipelineConfig], dict[str, str]] = {
+    AgenticConfig: {
+        "num_return_sequences_in_group": "here train_env_manager.group_size makes several episodes",
+        "is_num_return_sequences_expand": "here each episode asks for one completion",
+        "teacher_prompt": "here nothing says which row a teacher would be told of",
+        "rewards": "here the environments pay",
+        "validation": "here val_env_manager",
+    },
+    RLVRConfig: {
+        "custom_envs": "here rewards and data_args say what is played",
+        "train_env_manager": "use num_return_sequences_in_group",
+        "val_env_manager": "here validation",
+        "distill_on_prompt": "here only what the policy says is learnt",
+    },
+}
+"""What a pipeline has in the place of other pipelines' top-level keys."""
+
+
+def _belongs(key: str, schema: type[Config]) -> str | None:
+    """Hint at the pipelines that know a top-level key which this one does not."""
+    owners = [_PIPELINES[other] for other in PIPELINE_RULES if key in other.model_fields]
+    if key in schema.model_fields or not owners:
+        return None
+    instead = next((texts.get(key) for known, texts in _INSTEAD.items() if known is schema), None)
+    return f"it belongs to {' and '.join(owners)}" + (f"; {instead}" if instead else "")
 
 
 def _elsewhere(schema: type[Config], path: Sequence[str | int]) -> str | None:

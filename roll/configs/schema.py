@@ -163,8 +163,10 @@ def leaf_paths(root: type[Config], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The most similar known name, if one is similar enough."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    """The most similar known name, if one is similar enough; one that goes on where it ends comes first."""
+    names = list(known)
+    longer = [each for each in names if len(name) > 2 and each.startswith(f"{name}_")]
+    found = difflib.get_close_matches(name, longer or names, n=1, cutoff=cutoff)
     return found[0] if found else None
 
 

@@ -8,7 +8,7 @@ import logging
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, get_type_hints
 
@@ -128,15 +128,15 @@ def tracker_options(names: str | Sequence[str], kwargs: Mapping[str, Any] | None
 
     Raises:
         UnknownNameError: no such tracker.
-        ValueError: an option that a tracker does not take, or a flat mapping with several trackers.
+        ValueError: all options that trackers do not take, or a flat mapping with several trackers.
     """
     chosen = [names] if isinstance(names, str) else list(dict.fromkeys(names))
     for name in chosen:
         TRACKERS.check(name)
-    given = dict(kwargs or {})
+    given, wrong = dict(kwargs or {}), list[str]()
     if given and all(key in chosen or key in TRACKERS for key in given):
-        if unused := [key for key in given if key not in chosen]:
-            raise ValueError(f"tracker_kwargs.{unused[0]}: this tracker is not in track_with, which is {chosen}")
+        text = "this tracker is not in track_with, which is"
+        wrong += [f"tracker_kwargs.{key}: {text} {chosen}" for key in given if key not in chosen]
         by_name = {name: given.get(name) or {} for name in chosen}
     elif given and len(chosen) != 1:
         raise ValueError(
@@ -144,18 +144,20 @@ def tracker_options(names: str | Sequence[str], kwargs: Mapping[str, Any] | None
         )
     else:
         by_name = dict.fromkeys(chosen, given)
-    for name, options in by_name.items():
-        if not isinstance(options, Mapping):
-            raise ValueError(f"tracker_kwargs.{name}: got {options!r}, expected a mapping of options")
-        _check_options(name, options)
+    wrong += [each for name, options in by_name.items() for each in _option_errors(name, options)]
+    if wrong:
+        raise ValueError("; ".join(wrong))
     return {name: dict(options) for name, options in by_name.items()}
 
 
-def _check_options(name: str, options: Mapping[str, Any]) -> None:
+def _option_errors(name: str, options: Any) -> Iterator[str]:
     """Names of a tracker's options, and their values where its signature says a type."""
+    if not isinstance(options, Mapping):
+        yield f"tracker_kwargs.{name}: got {options!r}, expected a mapping of options"
+        return
     tracker = TRACKERS.get(name)
     parameters = list(inspect.signature(tracker).parameters.values())[1:]
-    _check_values(name, options, _types_of(tracker))
+    yield from _value_errors(name, options, _types_of(tracker))
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     known = [parameter.name for parameter in parameters]
@@ -164,7 +166,7 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             expected = ", ".join(known) or "no options"
-            raise ValueError(f"tracker_kwargs: {name} does not know {key!r}, expected {expected}{hint}")
+            yield f"tracker_kwargs: {name} does not know {key!r}, expected {expected}{hint}"
 
 
 def _types_of(tracker: Any) -> dict[str, Any]:
@@ -174,7 +176,7 @@ def _types_of(tracker: Any) -> dict[str, Any]:
         return {}
 
 
-def _check_values(name: str, options: Mapping[str, Any], types: Mapping[str, Any]) -> None:
+def _value_errors(name: str, options: Mapping[str, Any], types: Mapping[str, Any]) -> Iterator[str]:
     for key, value in options.items():
         if key not in types:
             continue
@@ -182,7 +184,7 @@ def _check_values(name: str, options: Mapping[str, Any], types: Mapping[str, Any
             TypeAdapter(types[key]).validate_python(value, strict=True)
         except ValidationError as error:
             told = "; ".join(dict.fromkeys(each["msg"] for each in error.errors(include_input=False)))
-            raise ValueError(f"tracker_kwargs: {name}.{key} is {type(value).__name__}: {told}") from None
+            yield f"tracker_kwargs: {name}.{key} is {type(value).__name__}: {told}"
         except PydanticSchemaGenerationError:  # a class of the user's, which pydantic has no rule for
             continue
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from roll.configs.env import EnvManagerConfig
 from roll.configs.loader import load_config
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rlvr import RLVRConfig
+from roll.configs.sft import SFTConfig
+from roll.configs.shipped import SHIPPED
 from roll.configs.strategy import StrategyArguments
 from roll.configs.worker import WorkerConfig
 from roll.pipeline.cli import report
@@ -853,6 +856,33 @@ def test_a_file_with_another_kind_than_what_it_includes_hides_no_problem(tmp_pat
         "max_stepz": 3,
         "rewards.arithmetic.verifiers": {"name": "math"},
     }
+
+
+def test_all_wrong_options_of_trackers_are_told(problems):
+    found = problems("track_with=[wandb,tensorboard]", "tracker_kwargs={wandb:{projekt:x,mode:1},mlflow:{}}")
+    assert all(each in found["tracker_kwargs"].hint for each in ("'project'", "wandb.mode", "tracker_kwargs.mlflow"))
+
+
+@pytest.mark.parametrize(
+    ("schema", "name", "key", "hint"),
+    [
+        (AgenticConfig, "agentic_sokoban", "rewards", "it belongs to RLVR and SFT and .*; here the environments pay"),
+        (RLVRConfig, "rlvr_math", "judge", "it belongs to the agentic pipeline$"),
+        (RLVRConfig, "rlvr_math", "custom_envs", "it belongs to the agentic pipeline; here rewards"),
+        (SFTConfig, "sft_math", "num_return_sequences_in_group", "it belongs to RLVR$"),
+        (SFTConfig, "sft_math", "preference_loss", r"it belongs to preferences \(DPO\)$"),
+        (SFTConfig, "sft_math", "teacher", "it belongs to the agentic pipeline and RLVR and .*answers$"),
+    ],
+)
+def test_a_key_of_another_pipeline_is_told_whose_it_is(schema, name, key, hint):
+    with pytest.raises(ConfigErrors) as told:
+        load_config(schema, name, SHIPPED, [f"{key}={{}}"])
+    (found,) = [problem for problem in told.value.problems if problem.path == key]
+    assert re.match(hint, found.hint), found.hint
+
+
+def test_names_that_go_on_where_a_word_ends_are_meant(problems):
+    assert problems("pg_variant=dppo")["pg_variant"].hint.startswith("did you mean dppo_")
 
 
 def test_a_wrong_item_of_a_list_is_one_problem(problems):
