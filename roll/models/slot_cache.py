@@ -69,9 +69,10 @@ class SlotLayer(CacheLayerMixin):
             assert plan.write_index_B is not None
             memory.view(-1, heads * size).index_copy_(0, plan.write_index_B, tokens[:, 0])
             return memory[:rows, : plan.width].view(rows, plan.width, heads, size).transpose(1, 2)
+        tokens = tokens[:, : memory.shape[1]]  # what does not fit is padding
         if plan.source_B is not None:
             tokens = tokens[plan.source_B]
-        memory[plan.first_slot : plan.first_slot + len(tokens), :length] = tokens
+        memory[plan.first_slot : plan.first_slot + len(tokens), : tokens.shape[1]] = tokens
         return states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -174,12 +174,12 @@ class RewardModelVerifier(Verifier):
         self._control = ControlText(self.tokenizer)
         self._check_template()
         sizes = load_sizes(config)
+        self.classifier = _classifier(config, sizes)  # first: a model without a head has no labels to speak of
         self._label = _label_index(config, sizes)
         self._text_config = sizes.get_text_config()
         self._own_pad = Padding(sizes).own
         self._max_length = _max_length(config, self._text_config)
         self._warned: set[str] = set()
-        self.classifier = _classifier(config, sizes)
         most = 1 if config.remote is None else config.remote.max_concurrency
         self._batches = MicroBatcher(self.classifier.forward, config.batch_size, config.batch_wait, most)
 

@@ -137,17 +137,17 @@ def _answer(tool: Tool, memory: int, max_chars: int, request: Mapping[str, Any])
 
 def _wait(pid: int, reading: int, deadline: float) -> tuple[bytes, int | None]:
     """Output of the fork up to a line's end, and its status if it ended without one; neither: it took too long."""
-    line = bytearray()
+    line, pipe = bytearray(), select.poll()  # which knows descriptors above 1,023 too
+    pipe.register(reading, select.POLLIN)
     while (left := deadline - time.monotonic()) > 0:
-        ready, _, _ = select.select([reading], [], [], min(left, _LOOK_S))
-        part = os.read(reading, 1 << 16) if ready else b""
+        part = os.read(reading, 1 << 16) if pipe.poll(1000 * min(left, _LOOK_S)) else b""
         line += part
         if line.endswith(b"\n"):
             break
         if not part:  # its own children may hold the pipe open
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:  # it may have written since the look at the pipe
-                while select.select([reading], [], [], 0)[0] and (part := os.read(reading, 1 << 16)):
+                while pipe.poll(0) and (part := os.read(reading, 1 << 16)):
                     line += part
                 return bytes(line), status
     return bytes(line), None

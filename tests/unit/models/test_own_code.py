@@ -163,7 +163,7 @@ def test_a_reward_model_has_a_switch_of_its_own(own: str, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=KEY):
         RewardModelVerifier(RewardModelConfig(model_path=folder))
     verifier = RewardModelVerifier(RewardModelConfig(model_path=folder, trust_remote_code=True))
-    assert type(verifier.model).__name__ == "OwnForSequenceClassification"
+    assert type(verifier.classifier.model).__name__ == "OwnForSequenceClassification"
     sample = Sample([{"role": "user", "content": "1+1="}], "2", None, "sums")
     assert isinstance(asyncio.run(verifier.score(sample)).score, float)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import select
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,8 +178,10 @@ def test_a_reply_that_comes_between_the_looks_at_the_pipe_and_at_the_process_cou
         os._exit(1)
     os.close(writing)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    looks, look = iter([([], [], [])]), select.select
-    monkeypatch.setattr(tool_process.select, "select", lambda *args: next(looks, None) or look(*args))
+    pipe, first = select.poll(), itertools.chain([True], itertools.repeat(False))
+    pipe.register(reading, select.POLLIN)
+    nothing_yet = SimpleNamespace(register=lambda *_: None, poll=lambda wait: [] if next(first) else pipe.poll(wait))
+    monkeypatch.setattr(tool_process.select, "poll", lambda: nothing_yet)
     line, status = tool_process._wait(pid, reading, time.monotonic() + 10)
     os.close(reading)
     assert line == b'{"text": "done"}\n' and status is not None

@@ -81,7 +81,7 @@ def test_prompts_have_keys_of_their_own():
         ({}, r"items: seen \[\], expected at least one, or a generator"),
         ({"scorer": "exakt"}, "scorer: .*unknown scorer 'exakt'. Did you mean 'exact'"),
         ({"generator": "no_such_module:f"}, "generator: .*no_such_module"),
-        ({"items": ITEMS, "generator": f"{__name__}:addition"}, "generator: seen .* beside 3 items"),
+        ({"items": ITEMS, "generator": f"{__name__}:addition"}, "generator: seen .* beside items"),
         ({"answer_pattern": "("}, "answer_pattern: seen"),
         ({"items": [{"prompt": "x"}]}, "items.0.answer: seen nothing"),
     ],

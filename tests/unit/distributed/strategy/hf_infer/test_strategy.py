@@ -166,6 +166,17 @@ def test_on_a_cpu_the_rest_of_the_batch_changes_not_one_bit(
             assert a.logprobs.tobytes() == b.logprobs.tobytes()
 
 
+def test_padding_of_a_prompt_needs_no_room(tmp_path: Path) -> None:
+    """520 tokens are computed as 640, of which a cache of 576 positions keeps what it needs."""
+    model = make_model("qwen2", 0, max_position_embeddings=1024)
+    model.save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    (prompt,) = prompts(1, low=520, high=520)
+    with engine_of(str(tmp_path), sequence_length=560) as engine:
+        (completion,) = asyncio.run(burst(engine, requests_of([prompt], temperature=0, max_new_tokens=4)))
+    assert completion.token_ids.tolist() == greedy_oracle(model, prompt, 4)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_staggered_greedy_requests_equal_transformers_generate(family: str, model_path: Callable[..., str]) -> None:
     path = model_path(family)
