@@ -11,10 +11,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from roll.configs.base import Config
+from roll.configs.data import DataArguments
 from roll.configs.problems import ConfigProblem
-from roll.data.files.read import read_rows
-from roll.data.files.rows import DataError, Problems
 from roll.data.prompt_rows import RowError, lookup
+from roll.data.reading import Reading
 
 _KEPT = 8
 """Datasets that a process keeps."""
@@ -70,16 +70,9 @@ def read_questions(config: QuestionsConfig) -> Questions:
 
 @lru_cache(maxsize=_KEPT)
 def _read(files: tuple[str, ...], prompt: str, answer: str) -> Questions:
-    problems = Problems()
-    items = []
-    for row in read_rows(files, problems):
-        try:
-            items.append(Item(prompt=_text(row.values, prompt), answer=_text(row.values, answer)))
-        except RowError as error:
-            problems.add(row.place, str(error))
-    problems.raise_any()
-    if not items:
-        raise DataError([f"{', '.join(files)}: no rows"])
+    reading = Reading(DataArguments(file_name=list(files)), seed=0)  # which draws nothing here
+    items = list(reading.each(lambda row: Item(prompt=_text(row.values, prompt), answer=_text(row.values, answer))))
+    reading.require(items)
     return Questions(items)
 
 

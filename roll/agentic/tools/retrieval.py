@@ -30,7 +30,10 @@ class RetrievalTool(Tool):
     def __init__(self, url: str, num_results: int = 3, seconds: float = 30.0) -> None:
         import httpx
 
-        address = httpx.URL(url)
+        try:
+            address = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise ValueError(f"url: seen {url!r}, expected http://… or https://… ({error})") from error
         if address.scheme not in ("http", "https"):
             raise ValueError(f"url: seen {url!r}, expected http://… or https://…")
         if not 1 <= num_results <= _MAX_RESULTS:

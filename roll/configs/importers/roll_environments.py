@@ -15,6 +15,7 @@ _TOLD_BY_TEMPLATE = {"sokoban_native_env": "sokoban"}
 _QUESTIONS = {"roll_math": ("problem", "answer", "math"), "roll_qa": ("question", "answer", "words")}
 """Environments there that ask the questions of a dataset: its columns, and who scores the answers here."""
 _COLUMNS = {"question_key": "prompt", "answer_key": "answer"}
+"""Keys there that name a column, and those here."""
 _NEAREST = {
     "webshop": "the nearest here is shop",
     "math": "the nearest here is single_turn, with a dataset of questions, and tools",
@@ -32,28 +33,8 @@ def set_environments(draft: Draft) -> None:
         if tag not in played:
             draft.drop_ours(base, "no manager plays it")
             continue
-        kind = draft.theirs(f"{base}.env_type")
-        draft.set(f"{base}.env_type", kind)
-        if kind in _ENVIRONMENTS or "." in str(kind).partition(":")[0]:
-            draft.tell(Kind.KEPT, f"{base}.env_type", kind, f"{base}.env_type", kind)
-        elif ":" in str(kind):
-            _gem(draft, base, str(kind))
-        elif kind in _TOLD_BY_TEMPLATE:
-            draft.derive(f"{base}.env_type", f"{base}.env_type", _TOLD_BY_TEMPLATE[kind], "told by agent_template")
-            for key in ("agent_system_template", "agent_template"):
-                if "{" not in str(draft.get(f"{base}.{key}", "{")):
-                    draft.drop_ours(f"{base}.{key}", f"{kind} writes its own messages")
-        elif kind in _QUESTIONS:
-            _questions(draft, base, str(kind))
-        else:
-            note = "no environment of this name: write it as a class, and give package.module:Class or register the "
-            note += f"name, roll.agentic.env.register({kind!r}, …) (docs/environments.md)"
-            note += "".join(f"; {near}" for word, near in _NEAREST.items() if word in str(kind))
-            draft.tell(Kind.IMPOSSIBLE, f"{base}.env_type", kind, f"{base}.env_type", note=note)
-        if (runner := draft.theirs(f"{base}.agent_runner_cls")) is not None:
-            turns = str(runner).endswith(".GEMRunner")
-            words = "turn after turn, as traj plays" if turns else "a program talks to the endpoint: a section agent"
-            draft.tell(Kind.DROPPED if turns else Kind.IMPOSSIBLE, f"{base}.agent_runner_cls", runner, note=words)
+        _environment(draft, base)
+        _runner(draft, f"{base}.agent_runner_cls")
         if draft.has(f"{base}.tool_wrapper"):
             set_wrapped_tools(draft, tag)
         if not draft.get(f"{base}.env_manager_cls"):
@@ -93,6 +74,38 @@ def set_environments(draft: Draft) -> None:
             _manager_sampling(draft, manager, sampling)
 
 
+def _environment(draft: Draft, base: str) -> None:
+    """The environment of a tag, or the nearest one."""
+    key = f"{base}.env_type"
+    kind = draft.theirs(key)
+    draft.set(key, kind)
+    if kind in _ENVIRONMENTS or "." in str(kind).partition(":")[0]:
+        draft.tell(Kind.KEPT, key, kind, key, kind)
+    elif ":" in str(kind):
+        _gem(draft, base, str(kind))
+    elif kind in _TOLD_BY_TEMPLATE:
+        draft.derive(key, key, _TOLD_BY_TEMPLATE[kind], "told by agent_template")
+        for template in ("agent_system_template", "agent_template"):
+            if "{" not in str(draft.get(f"{base}.{template}", "{")):
+                draft.drop_ours(f"{base}.{template}", f"{kind} writes its own messages")
+    elif kind in _QUESTIONS:
+        _questions(draft, base, str(kind))
+    else:
+        note = "no environment of this name: write it as a class, and give package.module:Class or register the name, "
+        note += f"roll.agentic.env.register({kind!r}, …) (docs/environments.md)"
+        note += "".join(f"; {near}" for word, near in _NEAREST.items() if word in str(kind))
+        draft.tell(Kind.IMPOSSIBLE, key, kind, key, note=note)
+
+
+def _runner(draft: Draft, key: str) -> None:
+    """What plays an environment through a proxy there."""
+    runner = draft.theirs(key)
+    if str(runner).endswith(".GEMRunner"):
+        draft.tell(Kind.DROPPED, key, runner, note="turn after turn, as traj plays")
+    elif runner is not None:
+        draft.tell(Kind.IMPOSSIBLE, key, runner, note="a program talks to the endpoint: a section agent")
+
+
 def _gem(draft: Draft, base: str, name: str) -> None:
     """An environment of the package GEM, whose own keys become arguments of it."""
     note = "of the package gem: pip install 'roll-rl[gem]'"
@@ -111,7 +124,8 @@ def _questions(draft: Draft, base: str, kind: str) -> None:
     prompt, answer, scorer = _QUESTIONS[kind]
     draft.derive(f"{base}.env_type", f"{base}.env_type", "single_turn", f"scored by {scorer}")
     columns = {"prompt": given.get("question_key") or prompt, "answer": given.get("answer_key") or answer}
-    own = {"dataset": {"file_name": str(given.get("dataset_name")), **columns}, "scorer": scorer}
+    place = {"file_name": str(given["dataset_name"])} if given.get("dataset_name") else {}
+    own = {"dataset": {**place, **columns}, "scorer": scorer}
     draft.forget(f"{base}.env_config")
     draft.set(f"{base}.env_config", own)
     for key, value in given.items():
