@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from roll.tracking.manifest import find_damage
@@ -57,6 +59,28 @@ def test_a_signal_while_ray_starts_leaves_nothing_behind(launch: Launch) -> None
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 143, run.output
     assert run.summary["status"] == "interrupted"
+    run.assert_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("daemon", "words"), [("gcs_server", "head"), ("raylet", "node")])
+def test_the_death_of_a_daemon_of_a_runs_own_cluster_ends_it_soon_with_the_reason(
+    launch: Launch, daemon: str, words: str
+) -> None:
+    hold = "hold-actor_train-0-train-3"
+    run = launch("max_steps=50", "save_steps=1", local=True, orders=(hold,))
+    run.pid_at("actor_train-0-train-3")
+    (victim,) = (pid for pid in run.processes() if psutil.Process(pid).name() == daemon)
+    os.kill(victim, signal.SIGKILL)
+    killed = time.monotonic()
+    run.release(hold)
+    assert run.wait() == 1, run.output
+    assert time.monotonic() - killed < 45  # 7 to 14 s when nothing else uses the machine
+    reason = f"{words} process ({daemon}) ended"
+    assert reason in " ".join(run.output.split()) and "Traceback" not in run.output, run.output
+    assert run.summary["status"] == "failed" and reason in run.summary["error"]
+    assert reason in (run.path / "renders" / "index.html").read_text()
+    assert find_damage(run.checkpoint(2)) is None
     run.assert_nothing_left()
 
 
