@@ -16,6 +16,14 @@ class Omitted(Exception):
     """A value that is said here by saying nothing. The message says why."""
 
 
+class Partial(Exception):
+    """A value of which a part has a counterpart."""
+
+    def __init__(self, value: Any, why: str) -> None:
+        super().__init__(why)
+        self.value = value
+
+
 def _choice(names: Mapping[Any, Any], why: str = "") -> Transform:
     def choose(value: Any) -> Any:
         if value in names:
@@ -26,18 +34,8 @@ def _choice(names: Mapping[Any, Any], why: str = "") -> Transform:
     return choose
 
 
-def _opposite(value: Any) -> Any:
-    return not value
-
-
 def _commas(value: Any) -> Any:
-    if isinstance(value, list):
-        return ",".join(map(str, value))
-    return value
-
-
-def _bf16(value: Any) -> Any:
-    return "bf16" if value else "fp32"
+    return ",".join(map(str, value)) if isinstance(value, list) else value
 
 
 def _parts(value: Any) -> Any:
@@ -84,11 +82,6 @@ def _period(value: Any) -> Any:
     return max(0, _steps(value) or 0)
 
 
-def _all_of_them(value: Any) -> Any:
-    """A bound that none stands for as null."""
-    return None if value is None or value < 0 else value
-
-
 def _first_of(value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
@@ -98,35 +91,56 @@ def _listed(value: Any) -> Any:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
-def _text_none(value: Any) -> Any:
-    return None if value in ("None", "none", "null") else value
-
-
 _TRACKERS = ("stdout", "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 
 
 def _trackers(value: Any) -> Any:
-    names = {"console": "stdout"} | {name: name for name in _TRACKERS}
-    given = [value] if isinstance(value, str) else list(value or [])
-    kept = [names[name] for name in given if name in names]
-    if unknown := [name for name in given if name not in names]:
+    given = ["stdout" if name == "console" else name for name in ([value] if isinstance(value, str) else value or [])]
+    kept = [name for name in given if name in _TRACKERS]
+    if unknown := [name for name in given if name not in _TRACKERS]:
         if kept:
             raise Partial(_first_of(kept), f"no tracker {', '.join(unknown)} here")
         raise Omitted(f"no tracker {', '.join(unknown)} here; package.module:Class may name your own")
     return _first_of(kept)
 
 
-class Partial(Exception):
-    """A value of which a part has a counterpart."""
-
-    def __init__(self, value: Any, why: str) -> None:
-        super().__init__(why)
-        self.value = value
+def _optimizer(value: Any) -> Any:
+    """A class or name of an optimizer; null is AdamW."""
+    names = {"adam": "adamw", "adamw": "adamw", "muon": "muon"}
+    return _choice(names)("adamw" if value is None else str(value).lower())
 
 
-def _attention(value: Any) -> Any:
-    """``fa2`` and its other spellings."""
-    return _choice(
+def _env_manager(value: Any) -> Any:
+    name = str(value).rpartition(".")[2]
+    known = {
+        "TrajEnvManager": "traj",
+        "StepEnvManager": "step",
+        "StepConcatEnvManager": "step",
+        "AgentNativeStepEnvManager": "step",
+        "ProxyEnvManager": "traj",
+        "traj": "traj",
+        "step": "step",
+    }
+    if name in known:
+        return known[name]
+    if str(value).startswith("roll."):
+        raise Untranslatable(f"{name} has no counterpart here: there are traj and step")
+    return value
+
+
+TRANSFORMS: dict[str, Transform] = {
+    "opposite": lambda value: not value,
+    "commas": _commas,
+    "bf16-or-fp32": lambda value: "bf16" if value else "fp32",
+    "above-zero": _switch,
+    "parts": _parts,
+    "unless-true": _unless_true,
+    "never": _never,
+    "period": _period,
+    "all": lambda value: None if value is None or value < 0 else value,
+    "text-none": lambda value: None if value in ("None", "none", "null") else value,
+    "trackers": _trackers,
+    "attention": _choice(
         {
             "fa2": "fa2",
             "flash_attention_2": "fa2",
@@ -137,11 +151,8 @@ def _attention(value: Any) -> Any:
             None: "auto",
             False: "auto",
         }
-    )(value)
-
-
-def _schedule(value: Any) -> Any:
-    return _choice(
+    ),
+    "schedule": _choice(
         {
             "constant": "constant_with_warmup",
             "constant_with_warmup": "constant_with_warmup",
@@ -157,35 +168,9 @@ def _schedule(value: Any) -> Any:
             None: "constant_with_warmup",
         },
         "no such schedule",
-    )(value)
-
-
-def _optimizer(value: Any) -> Any:
-    """A class or name of an optimizer; null is AdamW."""
-    names = {"adam": "adamw", "adamw": "adamw", "muon": "muon"}
-    return _choice(names)("adamw" if value is None else str(value).lower())
-
-
-def _resume(value: Any) -> Any:
-    return {"auto": True, "disable": False}.get(value, value)
-
-
-TRANSFORMS: dict[str, Transform] = {
-    "opposite": _opposite,
-    "commas": _commas,
-    "bf16-or-fp32": _bf16,
-    "above-zero": _switch,
-    "parts": _parts,
-    "unless-true": _unless_true,
-    "never": _never,
-    "period": _period,
-    "all": _all_of_them,
-    "text-none": _text_none,
-    "trackers": _trackers,
-    "attention": _attention,
-    "schedule": _schedule,
+    ),
     "optimizer": _optimizer,
-    "resume": _resume,
+    "resume": lambda value: {"auto": True, "disable": False}.get(value, value),
     "first": _first_of,
     "listed": _listed,
     "replay": _choice({"disabled": "disable", "disable": "disable", "R2": "R2", "R3": "R3"}),
@@ -205,13 +190,10 @@ TRANSFORMS: dict[str, Transform] = {
     "trainer": _choice(
         {"fsdp": "fsdp2_train", "fsdp2": "fsdp2_train", "megatron": "megatron_train", "veomni": "fsdp2_train"}
     ),
-    "scorer": _choice(
-        {"fsdp": "fsdp2_infer", "fsdp2": "fsdp2_infer", "megatron": "megatron_infer", "veomni": "fsdp2_infer"}
-    ),
     "generator": _choice(
         {"vllm": "vllm", "vllm_async": "vllm", "sglang": "sglang", "sglang_async": "sglang", "hf": "hf_infer"}
     ),
-    "env-manager": lambda value: _env_manager(value),
+    "env-manager": _env_manager,
     "grouping": _choice(
         {
             "state": "state",
@@ -232,11 +214,6 @@ TRANSFORMS: dict[str, Transform] = {
         "grpo_vectorized": "grpo",
         "rloo_vectorized": "rloo",
     }.get(value, value),
-    "aggregation": lambda value: value,
-    "recompute": lambda value: {"sel": "selective"}.get(value, value),
-    "tracker-wandb": lambda value: _if_true(value, "wandb"),
-    "tracker-tensorboard": lambda value: _if_true(value, "tensorboard"),
-    "seq-if": lambda value: _if_true(value, "seq"),
     "policy-loss": _choice(
         {
             "vanilla": "ppo",
@@ -256,27 +233,3 @@ TRANSFORMS: dict[str, Transform] = {
     "truncation": _choice({"error": "error", "left": "left", "right": "right"}, "prompts are cut at one end"),
 }
 """By name: from a value there to the one here. They raise ``Untranslatable``, ``Omitted`` or ``Partial``."""
-
-
-def _if_true(value: Any, meaning: str) -> str:
-    if not value:
-        raise Omitted("false asks for nothing")
-    return meaning
-
-
-def _env_manager(value: Any) -> Any:
-    name = str(value).rpartition(".")[2]
-    known = {
-        "TrajEnvManager": "traj",
-        "StepEnvManager": "step",
-        "StepConcatEnvManager": "step",
-        "AgentNativeStepEnvManager": "step",
-        "ProxyEnvManager": "traj",
-        "traj": "traj",
-        "step": "step",
-    }
-    if name in known:
-        return known[name]
-    if str(value).startswith("roll."):
-        raise Untranslatable(f"{name} has no counterpart here: there are traj and step")
-    return value
