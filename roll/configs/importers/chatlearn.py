@@ -30,8 +30,6 @@ _MEGATRON = {
     "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
     "sequence_parallel": "sequence_parallel",
 }
-
-
 _WANDB = {"wandb_project": "project", "wandb_name": "name", "wandb_id": "id", "wandb_dir": "log_dir"}
 
 
@@ -46,10 +44,9 @@ def derive(draft: Draft) -> None:
     draft.set("actor_train.data_args.prompt_overflow", "drop")
     public_domains(draft, f"{RUN}.data_path")
     for domain in draft.get("rewards", {}):
-        workers = int(draft.theirs("models.reward.num_cpu")) // max(
-            1, int(draft.theirs("models.reward.cpu_per_process"))
-        )
-        draft.derive("models.reward.num_cpu", f"rewards.{domain}.world_size", max(1, workers))
+        each = max(1, int(draft.theirs("models.reward.cpu_per_process")))
+        workers = max(1, int(draft.theirs("models.reward.num_cpu")) // each)
+        draft.derive("models.reward.num_cpu", f"rewards.{domain}.world_size", workers)
     _validation(draft)
     _batches(draft)
     drop_unread(draft)
@@ -115,8 +112,8 @@ def _roles(draft: Draft) -> None:
     key = "mem_fraction_static" if name == "sglang" else "gpu_memory_utilization"
     share = draft.theirs(f"{POLICY}.gpu_memory_utilization")
     draft.derive(f"{POLICY}.gpu_memory_utilization", f"actor_infer.{_OPTIONS}.{key}", float(share))
-    if name == "vllm" and draft.theirs(f"{POLICY}.enforce_eager"):
-        draft.derive(f"{POLICY}.enforce_eager", f"actor_infer.{_OPTIONS}.enforce_eager", True)
+    if name == "vllm":
+        draft.carry_set(f"{POLICY}.enforce_eager", f"actor_infer.{_OPTIONS}.enforce_eager", bool)
     draft.set("actor_infer.model_args.dtype", "bf16")
     pretrain = draft.get("pretrain") or draft.theirs(f"{TRAINER}.load") or draft.theirs(f"{TRAINER}.tokenizer_model")
     if pretrain:
@@ -140,24 +137,19 @@ def _trained(draft: Draft, role: str, theirs: str, trainer: str) -> None:
             if value is not None:
                 draft.derive(f"{theirs}.{key}", f"{options}.{ours}", value)
         if role == "actor_train":
-            if draft.theirs(f"{theirs}.use_distributed_optimizer") is not None:
-                value = draft.theirs(f"{theirs}.use_distributed_optimizer")
-                draft.derive(f"{theirs}.use_distributed_optimizer", f"{options}.use_distributed_optimizer", value)
-            kind = draft.theirs(f"{theirs}.recompute_granularity")
-            if kind:
-                kind = {"sel": "selective"}.get(kind, kind)
-                draft.derive(f"{theirs}.recompute_granularity", f"{options}.recompute_granularity", kind)
+            draft.carry(f"{theirs}.use_distributed_optimizer", f"{options}.use_distributed_optimizer")
+            if kind := draft.theirs(key := f"{theirs}.recompute_granularity"):
+                draft.derive(key, f"{options}.recompute_granularity", "selective" if kind == "sel" else kind)
             else:
                 off = f"{role}.model_args.disable_gradient_checkpointing"
-                draft.derive(f"{theirs}.recompute_granularity", off, True, "null computes nothing again there")
+                draft.derive(key, off, True, "null computes nothing again there")
     elif role == "actor_train":
         size, count = draft.theirs(f"{theirs}.fsdp_size"), int(draft.theirs(f"{TRAINER}.num_gpu"))
         if size and 0 < int(size) < count:
             draft.derive(f"{theirs}.fsdp_size", f"{options}.fsdp_size", int(size))
     if role == "reference":
         draft.derive(f"{theirs}.bf16", f"{role}.model_args.dtype", draft.get("actor_train.model_args.dtype"))
-        if size := draft.theirs(f"{theirs}.generation_batch_size"):
-            draft.derive(f"{theirs}.generation_batch_size", f"{role}.infer_batch_size", int(size))
+        draft.carry_set(f"{theirs}.generation_batch_size", f"{role}.infer_batch_size", int)
 
 
 def _validation(draft: Draft) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -93,26 +93,24 @@ class Draft:
             if isinstance(value, dict):
                 self._settle_variables(value, here)
             elif isinstance(value, str) and (variable := _VARIABLE.fullmatch(value)):
-                found = find(self.system, here)
-                if found is not None and isinstance(found[0].default, int | float) and variable[1] in os.environ:
+                if isinstance(usual := self._usual(here), int | float) and variable[1] in os.environ:
                     values[name] = yaml.safe_load(os.environ[variable[1]])
-                    continue
-                if found is not None and isinstance(found[0].default, int | float):
-                    key, known = ".".join(here), found[0].default
-                    note = f"no line of the files sets it: {known} is taken; give {key}=…"
-                    self.tell(Kind.IMPOSSIBLE, key, value, note=note)
-                    del values[name]
+                elif isinstance(usual, int | float):
+                    self._take_usual(values, here, usual, "no line of the files sets it")
             elif isinstance(value, str) and not _may_be_a_number(value):
-                self._replace_text(values, here)
+                usual = self._usual(here, ("", table.DERIVE))
+                if isinstance(usual, int | float) and not isinstance(usual, bool):
+                    self._take_usual(values, here, usual, "it is no number")
 
-    def _replace_text(self, values: dict[str, Any], path: tuple[str, ...]) -> None:
-        """Takes the usual number where a text stands that is none."""
+    def _usual(self, path: Sequence[str], hows: Container[str] | None = None) -> Any:
+        """Value that a key of theirs has when it is not given, if a row (that says one of ``hows``) knows it."""
         found = find(self.system, path)
-        usual = found[0].default if found is not None and found[0].how in ("", table.DERIVE) else NOTHING
-        if isinstance(usual, int | float) and not isinstance(usual, bool):
-            key = ".".join(path)
-            note = f"it is no number: {usual} is taken; give {key}=…"
-            self.tell(Kind.IMPOSSIBLE, key, values.pop(path[-1]), note=note)
+        return NOTHING if found is None or (hows is not None and found[0].how not in hows) else found[0].default
+
+    def _take_usual(self, values: dict[str, Any], path: tuple[str, ...], usual: Any, why: str) -> None:
+        """Takes out a value that cannot be read, so that the usual one stands for it."""
+        key = ".".join(path)
+        self.tell(Kind.IMPOSSIBLE, key, values.pop(path[-1]), note=f"{why}: {usual} is taken; give {key}=…")
 
     def _tell_unread(self) -> None:
         """Notes what only a shell can tell, unless it is given after all."""
@@ -148,7 +146,7 @@ class Draft:
                 self.tell(Kind.DROPPED, key, value, note=row.note)
             return
         if row.how == table.IMPOSSIBLE:
-            harmless = any(value == each and type(value) is type(each) for each in row.harmless)
+            harmless = any(_same(value, each) for each in row.harmless)
             if given is None or not harmless:
                 note = "it asks for what happens here anyway" if harmless else row.note
                 self.tell(Kind.DROPPED if harmless else Kind.IMPOSSIBLE, key, value, note=note)
@@ -182,25 +180,22 @@ class Draft:
 
     def theirs(self, key: str, default: Any = None) -> Any:
         """Value of a key of theirs; else the default of its row, else ``default``."""
-        value = _at(self.given.values, key)
-        if value is not NOTHING:
-            return value
-        found = find(self.system, key.split("."))
-        if found is not None and found[0].default is not NOTHING:
-            return found[0].default
-        return default
+        value = value_at(self.given.values, key)
+        if value is NOTHING:
+            value = self._usual(key.split("."))
+        return default if value is NOTHING else value
 
     def has(self, key: str) -> bool:
         """Tells whether the files give a key of theirs."""
-        return _at(self.given.values, key) is not NOTHING
+        return value_at(self.given.values, key) is not NOTHING
 
     def link(self, key: str) -> Any:
         """Value of a key of theirs in the files, before links are followed."""
-        return _at(self.given.links, key)
+        return value_at(self.given.links, key)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Value of a key of ours, as far as it is known."""
-        value = _at(self.ours, key)
+        value = value_at(self.ours, key)
         return default if value is NOTHING else value
 
     def set(self, key: str, value: Any) -> None:
@@ -217,7 +212,7 @@ class Draft:
     def remove(self, key: str) -> Any:
         """Takes a key of ours out, and the sections that it leaves empty; returns its value."""
         *above, last = key.split(".")
-        node = _at(self.ours, ".".join(above)) if above else self.ours
+        node = value_at(self.ours, ".".join(above)) if above else self.ours
         value = node.pop(last, NOTHING) if isinstance(node, dict) else NOTHING
         if above and node == {}:
             self.remove(".".join(above))
@@ -233,6 +228,28 @@ class Draft:
         self.set(ours, value)
         given = [key for key in keys if self.has(key)] or list(keys[:1]) or ["its algorithm and data"]
         self.tell(Kind.DERIVED, ", ".join(given), NOTHING, ours, value, note)
+
+    def carry(self, key: str, ours: str, kind: Callable[[Any], Any] | None = None, note: str = "") -> None:
+        """Gives a key of ours the value of one of theirs, of a kind if asked, where they have one that is not null."""
+        if (value := self.theirs(key)) is not None:
+            self.derive(key, ours, value if kind is None else kind(value), note)
+
+    def carry_set(self, key: str, ours: str, kind: Callable[[Any], Any] | None = None, note: str = "") -> None:
+        """The same where it is not false, 0 or empty either: it asks for nothing then."""
+        if self.theirs(key):
+            self.carry(key, ours, kind, note)
+
+    def keep(self, key: str, value: Any) -> None:
+        """Takes a key of theirs, which is one of ours, with its value."""
+        self.set(key, value)
+        self.tell(Kind.KEPT, key, value, key, value)
+
+    def translate(self, keys: Sequence[str], ours: str, how: str, value: Any) -> None:
+        """Gives a key of ours what a value of theirs is here by one of ``TRANSFORMS``; that there is none is told."""
+        try:
+            self.derive(keys, ours, TRANSFORMS[how](value))
+        except Untranslatable as error:
+            self.tell(Kind.IMPOSSIBLE, keys[0], value, ours, note=str(error))
 
     def drop_ours(self, key: str, note: str) -> None:
         """Takes out a key of ours that the configuration does not need, and says so."""
@@ -262,7 +279,8 @@ class Draft:
                 yield role, section
 
 
-def _at(values: Any, key: str) -> Any:
+def value_at(values: Any, key: str) -> Any:
+    """Value at a dotted key; ``NOTHING`` where there is none."""
     for part in key.split("."):
         if not isinstance(values, Mapping) or part not in values:
             return NOTHING

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll.configs.importers.common import devices, drop_unread, set_batch, set_budget, tidy_engines, to_do, use_wandb
+from roll.configs.importers.common import (
+    GPUS_OF_A_NODE,
+    devices,
+    drop_unread,
+    set_batch,
+    set_budget,
+    tidy_engines,
+    to_do,
+    use_wandb,
+)
 from roll.configs.importers.draft import Draft, Kind
-from roll.configs.importers.mindspeed_tools import set_tools
 from roll.configs.importers.profiling import profiler_of_mindspeed
+from roll.configs.importers.verl_tools import read_tools, set_form
 from roll.configs.pipeline import PARTS
 
-MEGATRON, ACTOR, CRITIC, RL, GENERATE = (
-    "megatron_training",
-    "actor_config",
-    "critic_config",
-    "rl_config",
-    "generate_config",
-)
+MEGATRON, RL, GENERATE = "megatron_training", "rl_config", "generate_config"
+ACTOR, CRITIC = "actor_config", "critic_config"
 _OPTIONS = "strategy_args.strategy_config"
 _VERIFIERS = {
     "acc": "math",
@@ -29,8 +33,6 @@ _VERIFIERS = {
     "strict_format": "format",
     "base_model_format": "format",
 }
-_PER_NODE = 8
-"""Devices of a node, of which their files do not speak."""
 _SHARED = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel")
 
 
@@ -39,7 +41,7 @@ def derive(draft: Draft) -> None:
     draft.set("actor_train.strategy_args.strategy_name", "megatron_train")
     draft.set("actor_infer.strategy_args.strategy_name", "vllm")
     _model_and_data(draft)
-    set_tools(draft)
+    _tools(draft)
     _algorithm(draft)
     _checkpoints(draft)
     _trackers(draft)
@@ -52,9 +54,7 @@ def derive(draft: Draft) -> None:
 
 
 def _model_and_data(draft: Draft) -> None:
-    folder = draft.theirs(f"{MEGATRON}.tokenizer_name_or_path")
-    if folder:
-        draft.derive(f"{MEGATRON}.tokenizer_name_or_path", "pretrain", folder, "the folder in Hugging Face format")
+    draft.carry_set(f"{MEGATRON}.tokenizer_name_or_path", "pretrain", note="the folder in Hugging Face format")
     if draft.has(f"{ACTOR}.load"):
         note = "Megatron's checkpoints are not read: see that pretrain is the same model in Hugging Face format"
         to_do(draft, f"{ACTOR}.load", note, draft.theirs(f"{ACTOR}.load"))
@@ -79,6 +79,29 @@ def _least_rate(draft: Draft, theirs: str, role: str) -> None:
         draft.derive([f"{theirs}.min_lr", f"{theirs}.lr"], f"{role}.training_args.min_lr_ratio", ratio)
 
 
+def _tools(draft: Draft) -> None:
+    """The section ``tools``, of what the file beside the run's says; its form is that of verl's."""
+    switch, file, total = f"{RL}.multi_turn_enable", f"{RL}.tool_config_path", f"{RL}.max_total_response_length"
+    if not draft.theirs(switch):
+        return
+    if not draft.theirs(file):
+        note = "no tool_config_path says which tools there are: name them in tools.use or tools.servers"
+        draft.tell(Kind.IMPOSSIBLE, switch, True, "tools", note=note)
+        return
+    if not read_tools(draft, file) or not draft.get("tools"):
+        return
+    draft.tell(Kind.DERIVED, switch, True, "tools")
+    draft.carry_set(f"{RL}.max_tool_calls", "tools.max_turns", int, "turns with calls")
+    draft.carry_set(f"{RL}.max_parallel_calls", "tools.max_parallel_calls", int)
+    draft.carry_set(f"{RL}.max_tool_response_length", "tools.max_tool_response_tokens", int)
+    set_form(draft, f"{RL}.tool_response_truncate_side", f"{RL}.tool_parser_format")
+    if draft.theirs(total):  # of all turns and results of an episode together
+        whole, note = int(draft.theirs(total)), "the prompt, and all turns and results of an episode"
+        prompt = int(draft.get("prompt_length"))
+        draft.derive([total, f"{RL}.max_prompt_length"], "sequence_length", prompt + whole, note)
+        draft.set("response_length", min(int(draft.get("response_length")), whole))
+
+
 def _algorithm(draft: Draft) -> None:
     stage = str(draft.theirs(f"{MEGATRON}.stage"))
     if stage == "ray_ppo":
@@ -96,12 +119,10 @@ def _algorithm(draft: Draft) -> None:
         target = draft.theirs(f"{RL}.kl_target")
         if kind == "adaptive" and target:
             draft.derive([f"{RL}.kl_target", f"{RL}.kl_ctrl_type"], "kl_loss_target", float(target))
-            if horizon := draft.theirs(f"{RL}.kl_horizon"):
-                draft.derive(f"{RL}.kl_horizon", "kl_horizon", int(horizon))
+            draft.carry_set(f"{RL}.kl_horizon", "kl_horizon", int)
         else:
-            draft.tell(
-                Kind.IMPOSSIBLE, f"{RL}.kl_ctrl_type", kind, note="adaptive needs a target: write kl_loss_target"
-            )
+            note = "adaptive needs a target: write kl_loss_target"
+            draft.tell(Kind.IMPOSSIBLE, f"{RL}.kl_ctrl_type", kind, note=note)
     if draft.has(f"{RL}.clip_ratio_low") and not draft.theirs(f"{RL}.clip_higher_enable", True):
         draft.remove("use_pg_clip_range")
 
@@ -125,8 +146,8 @@ def _trackers(draft: Draft) -> None:
 
 def _roles(draft: Draft) -> None:
     count = int(draft.theirs(f"{RL}.actor_resource.num_npus"))
-    if (nodes := -(-count // _PER_NODE)) > 1:
-        note = f"of {_PER_NODE} devices; on machines with more give num_nodes and num_gpus_per_node"
+    if (nodes := -(-count // GPUS_OF_A_NODE)) > 1:
+        note = f"of {GPUS_OF_A_NODE} devices; on machines with more give num_nodes and num_gpus_per_node"
         draft.derive(f"{RL}.actor_resource.num_npus", "num_nodes", nodes, note)
     roles = ["actor_train", "actor_infer", *(["reference"] if draft.get("use_kl_loss") else [])]
     for role in roles:
@@ -140,8 +161,7 @@ def _roles(draft: Draft) -> None:
             if (value := draft.get(f"actor_train.{_OPTIONS}.{key}")) is not None:
                 draft.set(f"{base}.strategy_config.{key}", value)
         draft.set("reference.model_args.dtype", draft.get("actor_train.model_args.dtype"))
-        if size := draft.theirs(f"{RL}.ref_forward_micro_batch_size"):
-            draft.derive(f"{RL}.ref_forward_micro_batch_size", "reference.infer_batch_size", int(size))
+        draft.carry_set(f"{RL}.ref_forward_micro_batch_size", "reference.infer_batch_size", int)
     limit = draft.theirs(f"{GENERATE}.max_model_len")
     if limit and int(limit) >= draft.get("sequence_length"):
         draft.derive(f"{GENERATE}.max_model_len", f"actor_infer.{_OPTIONS}.max_model_len", int(limit))
@@ -161,8 +181,8 @@ def _critic(draft: Draft, count: int) -> None:
     own = int(draft.theirs(key) or count)
     first = 0 if draft.theirs(f"{RL}.use_integrated_worker") else count
     draft.derive(key, "critic.device_mapping", devices(first, own))
-    if (nodes := -(-(first + own) // _PER_NODE)) > int(draft.get("num_nodes") or 1):
-        draft.derive(key, "num_nodes", nodes, f"of {_PER_NODE} devices")
+    if (nodes := -(-(first + own) // GPUS_OF_A_NODE)) > int(draft.get("num_nodes") or 1):
+        draft.derive(key, "num_nodes", nodes, f"of {GPUS_OF_A_NODE} devices")
     _least_rate(draft, CRITIC, "critic")
     draft.derive(f"{RL}.cliprange_value", "value_clip", float(draft.theirs(f"{RL}.cliprange_value", 0.5)))
     whitens = bool(draft.theirs(f"{RL}.advantage_whiten", True))

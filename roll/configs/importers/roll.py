@@ -11,7 +11,7 @@ from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.profiling import profiler_of_roll
 from roll.configs.importers.roll_distillation import is_distillation, set_distillation, set_teacher, set_teachers
 from roll.configs.importers.roll_engines import drop_adapter, set_engine, set_model_kwargs
-from roll.configs.importers.roll_environments import evaluate_alone, set_environments
+from roll.configs.importers.roll_environments import evaluate_alone, set_environments, tell_worker
 from roll.configs.importers.roll_judges import judge_arguments, set_asked_model
 from roll.configs.importers.roll_offline import offline_schema, set_offline
 from roll.configs.importers.table import ROLES
@@ -100,31 +100,25 @@ def _run(draft: Draft) -> None:
         elif value is not None and draft.get("track_with") == "swanlab" and key in _SWANLAB:
             draft.derive(path, f"tracker_kwargs.{_SWANLAB[key]}", value)
         elif value is not None:
-            draft.set(path, value)
-            draft.tell(Kind.KEPT, path, value, path, value)
+            draft.keep(path, value)
 
 
 def _roles(draft: Draft) -> None:
     for role in ROLES:
         if not isinstance(draft.theirs(role), dict):
             continue
-        worker = draft.theirs(f"{role}.worker_cls")
-        if worker and str(worker).startswith("roll."):
-            draft.tell(Kind.DROPPED, f"{role}.worker_cls", worker, note="the role's own class does it")
-        elif worker:
-            draft.tell(Kind.IMPOSSIBLE, f"{role}.worker_cls", worker, note="a class of another library's interface")
-        model = draft.theirs(f"{role}.model_args.model_name_or_path")
-        if model:
+        tell_worker(draft, role, "the role's own class does it")
+        if model := draft.theirs(theirs := f"{role}.model_args.model_name_or_path"):
             key = {"critic": "reward_pretrain", "teacher": "teacher_pretrain"}.get(role, "pretrain")
             if role == "reference" and draft.get(key) not in (None, model):
                 key = "reference_pretrain"
             if not draft.get(key):
-                draft.derive(f"{role}.model_args.model_name_or_path", key, model)
+                draft.derive(theirs, key, model)
             elif draft.get(key) != model:
                 words = f"{role} starts from {key}, {draft.get(key)}"
-                draft.tell(Kind.IMPOSSIBLE, f"{role}.model_args.model_name_or_path", model, note=words)
+                draft.tell(Kind.IMPOSSIBLE, theirs, model, note=words)
             else:
-                draft.tell(Kind.DROPPED, f"{role}.model_args.model_name_or_path", model, note=f"it is {key}")
+                draft.tell(Kind.DROPPED, theirs, model, note=f"it is {key}")
         set_engine(draft, role)
         set_model_kwargs(draft, role)
         if role == "actor_infer":
@@ -145,16 +139,10 @@ def _template(draft: Draft) -> None:
         draft.derive(f"tag_to_template.{tag}", f"actor_train.data_args.tag_templates.{tag}", taken, note)
     template = draft.theirs("actor_train.data_args.template") or draft.theirs("global_template")
     if template and _is_template(template):
-        draft.set("actor_train.data_args.template", template)
-        draft.tell(Kind.KEPT, "actor_train.data_args.template", template, "actor_train.data_args.template", template)
+        draft.keep("actor_train.data_args.template", template)
     elif template:
-        draft.remove("actor_train.data_args.template")
-        draft.derive(
-            "actor_train.data_args.template",
-            "actor_train.data_args.template",
-            "native",
-            f"{template}: the tokenizer's own",
-        )
+        key = "actor_train.data_args.template"
+        draft.derive(key, key, "native", f"{template}: the tokenizer's own")
 
 
 def _data(draft: Draft, agentic: bool) -> None:
@@ -191,8 +179,7 @@ def _validation(draft: Draft) -> None:
     if "messages" in own:
         own.pop("prompt", None)
     for key, value in own.items():
-        draft.set(f"validation.data_args.{key}", value)
-        draft.tell(Kind.KEPT, f"validation.data_args.{key}", value, f"validation.data_args.{key}", value)
+        draft.keep(f"validation.data_args.{key}", value)
 
 
 def _lengths(draft: Draft, agentic: bool) -> None:
@@ -212,9 +199,7 @@ def _lengths(draft: Draft, agentic: bool) -> None:
         longest = max([*asked, *([int(response)] if response and not asked else [])], default=1024)
         draft.derive("response_length", "response_length", longest, "the longest answer of a turn")
     else:
-        draft.set("response_length", int(response))
-        draft.tell(Kind.KEPT, "response_length", response, "response_length", response)
-        longest = int(response)
+        draft.keep("response_length", longest := int(response))
         for key in ("actor_infer.generating_args", "validation.generating_args"):
             if (draft.get(f"{key}.max_new_tokens") or 0) > longest:
                 draft.drop_ours(f"{key}.max_new_tokens", f"response_length {longest} bounds every answer")
@@ -223,16 +208,14 @@ def _lengths(draft: Draft, agentic: bool) -> None:
         prompt = int(prompt or 1024)
         draft.derive(["prompt_length", "response_length"], "sequence_length", prompt + longest)
     else:
-        draft.set("sequence_length", int(whole))
-        draft.tell(Kind.KEPT, "sequence_length", whole, "sequence_length", whole)
+        draft.keep("sequence_length", int(whole))
         room = max(1, int(whole) - longest)
         if prompt is None or int(prompt) > room:
             note = "what is left of sequence_length"
             draft.derive(["sequence_length", "prompt_length"], "prompt_length", room, note)
             prompt = None
     if prompt is not None:
-        draft.set("prompt_length", int(prompt))
-        draft.tell(Kind.KEPT, "prompt_length", prompt, "prompt_length", prompt)
+        draft.keep("prompt_length", int(prompt))
     for role, _ in list(draft.roles()):
         key = f"{role}.strategy_args.strategy_config.max_model_len"
         limit = draft.theirs(key)
@@ -240,8 +223,7 @@ def _lengths(draft: Draft, agentic: bool) -> None:
             words = f"the engine holds a whole sample of sequence_length {draft.get('sequence_length')}"
             draft.tell(Kind.DROPPED, key, limit, note=words)
         elif limit:
-            draft.set(key, int(limit))
-            draft.tell(Kind.KEPT, key, limit, key, limit)
+            draft.keep(key, int(limit))
 
 
 def _reward(draft: Draft, name: str) -> None:

@@ -9,6 +9,7 @@ from roll.configs.distill import DistillConfig
 from roll.configs.importers.common import drop_unread, tidy_engines
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.reading import Given
+from roll.configs.importers.roll_offline import set_extent
 from roll.configs.worker import WorkerConfig
 
 _STUDENTS = {
@@ -18,7 +19,6 @@ _STUDENTS = {
     "sft_train": "actor_train",
 }
 """Sections of the trained model under other names."""
-_EPOCHS = "actor_train.training_args.num_train_epochs"
 _SKEWED = ("skewed_forward_kl", "skewed_reverse_kl")
 _THEIR_TOPK, _THEIR_WEIGHT = 64, 0.5
 _SOLUTION = "reference_solution"
@@ -80,8 +80,7 @@ def _set_teacher_prompt(draft: Draft) -> None:
     column, given = draft.theirs("opsd_solution_key", _SOLUTION), draft.theirs("opsd_teacher_template")
     text = (given or _TEACHER_PROMPT).replace("{problem}", "{prompt}").replace("{solution}", f"{{{column}}}")
     draft.derive(["opsd_mode", "opsd_teacher_template", "opsd_solution_key"], "teacher_prompt", text)
-    if (most := draft.theirs("opsd_max_solution_length")) is not None:
-        draft.derive("opsd_max_solution_length", "teacher_column_length", int(most))
+    draft.carry("opsd_max_solution_length", "teacher_column_length", int)
     if given is None:
         note = "the words of teacher_prompt are this library's own: see that they suit the policy"
         draft.tell(Kind.TO_DO, "opsd_teacher_template", None, note=note)
@@ -133,14 +132,8 @@ def set_distillation(draft: Draft) -> None:
         if not draft.get(key):
             name = "question" if key.endswith("prompt") else "answer"
             draft.derive(f"{name}_key", key, name, "ROLL's default")
-    if (epochs := draft.theirs(_EPOCHS)) is not None:
-        draft.derive(_EPOCHS, "num_train_epochs", int(epochs))
-        draft.drop_ours("max_steps", "num_train_epochs is how long the run is")
+    set_extent(draft)
     draft.derive("sequence_length", "sample_overflow", "truncate", "what is too long loses its end")
-    if (whole := draft.theirs("sequence_length")) is not None:
-        draft.set("sequence_length", int(whole))
-        draft.tell(Kind.KEPT, "sequence_length", whole, "sequence_length", whole)
-    draft.drop_ours("actor_train.data_args.preprocessing_num_workers", "rows are read by one process")
     unread = ("actor_infer", "prompt_length", "response_length")
     for key in [*unread, *(key for key in draft.ours if key not in DistillConfig.model_fields)]:
         draft.drop_ours(key, "a distillation of given answers does not read it")

@@ -40,12 +40,8 @@ def set_engine(draft: Draft, role: str) -> None:
     name = draft.get(f"{role}.strategy_args.strategy_name", "")
     if draft.theirs(f"{base}.save_only_model"):
         draft.derive(f"{base}.save_only_model", "checkpoint_config.save_contents", ["model"])
-    if (
-        role in TRAINED
-        and (norm := draft.theirs(f"{base}.max_grad_norm")) is not None
-        and not draft.has("max_grad_norm")
-    ):
-        draft.derive(f"{base}.max_grad_norm", "max_grad_norm", norm)
+    if role in TRAINED and not draft.has("max_grad_norm"):
+        draft.carry(f"{base}.max_grad_norm", "max_grad_norm")
     _precision(draft, role)
     if (reduced := draft.theirs(f"{base}.reduce_dtype")) is not None:
         reduced = _SHORT.get(str(reduced), reduced)
@@ -53,16 +49,10 @@ def set_engine(draft: Draft, role: str) -> None:
             draft.derive(f"{base}.reduce_dtype", f"{base}.reduce_dtype", reduced)
     if name in ("vllm", "sglang"):
         _engine_precision(draft, role)
-        size = next(
-            (
-                int(draft.get(f"{base}.{key}"))
-                for key in ("tensor_parallel_size", "tp_size")
-                if draft.get(f"{base}.{key}")
-            ),
-            int(draft.theirs(f"{role}.num_gpus_per_worker") or 1),
-        )
-        if (sizes := draft.theirs(f"{base}.cuda_graph_sizes")) is not None:
-            draft.derive(f"{base}.cuda_graph_sizes", f"{base}.cudagraph_capture_sizes", sizes, "its name in vLLM now")
+        split = draft.get(f"{base}.tensor_parallel_size") or draft.get(f"{base}.tp_size")
+        size = int(split or draft.theirs(f"{role}.num_gpus_per_worker") or 1)
+        key, ours = f"{base}.cuda_graph_sizes", f"{base}.cudagraph_capture_sizes"
+        draft.carry(key, ours, note="its name in vLLM now")
         limit = draft.theirs(f"{base}.max_num_seqs")
         if limit and name == "vllm" and draft.get("max_running_requests") is None:
             draft.derive(f"{base}.max_num_seqs", "max_running_requests", int(limit))

@@ -51,19 +51,14 @@ def set_environments(draft: Draft) -> None:
     for manager, episodes in (("train_env_manager", "rollout_batch_size"), ("val_env_manager", "val_batch_size")):
         if not isinstance(draft.theirs(manager), dict):
             continue
-        worker = draft.theirs(f"{manager}.worker_cls")
-        if worker and not str(worker).startswith("roll."):
-            draft.tell(Kind.IMPOSSIBLE, f"{manager}.worker_cls", worker, note="a class of another library's interface")
-        elif worker:
-            draft.tell(Kind.DROPPED, f"{manager}.worker_cls", worker, note="the manager's own class does it")
+        tell_worker(draft, manager, "the manager's own class does it")
         if draft.get(episodes, 128) is None:
             draft.drop_ours(episodes, "environments have no end: give a number of episodes")
         size = draft.get(f"{manager}.group_size", 1)
         slots = draft.get(f"{manager}.env_groups", 8) * size
         most, needed = draft.theirs(f"{manager}.max_traj_per_env", -1), draft.get(episodes, 128)
         if most > 0 and most * slots >= needed:
-            draft.set(f"{manager}.max_traj_per_env", most)
-            draft.tell(Kind.KEPT, f"{manager}.max_traj_per_env", most, f"{manager}.max_traj_per_env", most)
+            draft.keep(f"{manager}.max_traj_per_env", most)
         elif most > 0:
             words = f"{slots} environments of {most} episodes are fewer than {episodes} {needed}"
             draft.tell(Kind.DROPPED, f"{manager}.max_traj_per_env", most, note=words)
@@ -74,13 +69,20 @@ def set_environments(draft: Draft) -> None:
             _manager_sampling(draft, manager, sampling)
 
 
+def tell_worker(draft: Draft, section: str, own: str) -> None:
+    """A class of theirs that runs a role or manager: one of ROLL's has a counterpart, which ``own`` names."""
+    if worker := draft.theirs(key := f"{section}.worker_cls"):
+        theirs = str(worker).startswith("roll.")
+        note = own if theirs else "a class of another library's interface"
+        draft.tell(Kind.DROPPED if theirs else Kind.IMPOSSIBLE, key, worker, note=note)
+
+
 def _environment(draft: Draft, base: str) -> None:
     """The environment of a tag, or the nearest one."""
     key = f"{base}.env_type"
     kind = draft.theirs(key)
-    draft.set(key, kind)
     if kind in _ENVIRONMENTS or "." in str(kind).partition(":")[0]:
-        draft.tell(Kind.KEPT, key, kind, key, kind)
+        draft.keep(key, kind)
     elif ":" in str(kind):
         _gem(draft, base, str(kind))
     elif kind in _TOLD_BY_TEMPLATE:
@@ -94,6 +96,7 @@ def _environment(draft: Draft, base: str) -> None:
         note = "no environment of this name: write it as a class, and give package.module:Class or register the name, "
         note += f"roll.agentic.env.register({kind!r}, …) (docs/environments.md)"
         note += "".join(f"; {near}" for word, near in _NEAREST.items() if word in str(kind))
+        draft.set(key, kind)
         draft.tell(Kind.IMPOSSIBLE, key, kind, key, note=note)
 
 

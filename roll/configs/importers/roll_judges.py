@@ -18,8 +18,7 @@ def set_asked_model(draft: Draft) -> None:
         return
     model = (reward.get("model_args") or {}).get("model_name_or_path") or draft.get("reward_pretrain")
     engine = _judge_engine(draft, "reward", reward, "judge")
-    if size := reward.get("num_gpus_per_worker"):
-        draft.derive("reward.num_gpus_per_worker", "judge.num_gpus_per_worker", size)
+    draft.carry_set("reward.num_gpus_per_worker", "judge.num_gpus_per_worker")
     draft.derive("reward", "judge.model", model or draft.get("pretrain"), "the model that environments ask")
     draft.set("judge.engine", engine)
     for key, value in _sampling(reward).items():

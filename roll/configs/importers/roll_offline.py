@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from roll.configs.dpo import DPOConfig
 from roll.configs.importers.common import drop_unread_of_roles, to_do
-from roll.configs.importers.draft import Draft, Kind
+from roll.configs.importers.draft import Draft
 from roll.configs.offline import OfflineConfig
 from roll.configs.sft import SFTConfig
 
@@ -27,21 +27,24 @@ def set_offline(draft: Draft, schema: type[OfflineConfig]) -> None:
         _preferences(draft)
     else:
         _imitation(draft)
-    if (epochs := draft.theirs(_EPOCHS)) is not None:
-        draft.derive(_EPOCHS, "num_train_epochs", int(epochs))
-        draft.drop_ours("max_steps", "num_train_epochs is how long the run is")
-    if (whole := draft.theirs("sequence_length")) is not None:
-        draft.set("sequence_length", int(whole))
-        draft.tell(Kind.KEPT, "sequence_length", whole, "sequence_length", whole)
+    set_extent(draft)
     if draft.get("validation.data_args.file_name"):
         draft.derive("val_batch_size", "val_batch_size", None, "all samples that are held out")
-    if draft.get(f"{_DATA}.preprocessing_num_workers") is not None:
-        draft.drop_ours(f"{_DATA}.preprocessing_num_workers", "rows are read by one process")
     drop_unread_of_roles(draft)
     for key in [key for key in draft.ours if key not in schema.model_fields]:
         draft.drop_ours(key, "a run on given samples does not read it")
     for key in ("actor_infer", "prompt_length", "response_length"):
         draft.drop_ours(key, "nothing is generated")
+
+
+def set_extent(draft: Draft) -> None:
+    """Length of the run and of its samples, which are read by one process."""
+    if draft.theirs(_EPOCHS) is not None:
+        draft.carry(_EPOCHS, "num_train_epochs", int)
+        draft.drop_ours("max_steps", "num_train_epochs is how long the run is")
+    if (whole := draft.theirs("sequence_length")) is not None:
+        draft.keep("sequence_length", int(whole))
+    draft.drop_ours(f"{_DATA}.preprocessing_num_workers", "rows are read by one process")
 
 
 def _imitation(draft: Draft) -> None:

@@ -89,10 +89,8 @@ def _length(draft: Draft) -> None:
     frequency = draft.theirs(key := key_of_evaluations(draft)) or 0
     if not isinstance(frequency, str) and int(frequency) <= 0:
         draft.derive(key, "val_after_train", False)
-    if draft.theirs("trainer.max_actor_ckpt_to_keep"):
-        draft.derive(
-            "trainer.max_actor_ckpt_to_keep", "max_ckpt_to_keep", int(draft.theirs("trainer.max_actor_ckpt_to_keep"))
-        )
+    if kept := draft.theirs("trainer.max_actor_ckpt_to_keep"):
+        draft.derive("trainer.max_actor_ckpt_to_keep", "max_ckpt_to_keep", int(kept))
     elif draft.theirs("trainer.remove_previous_ckpt_in_save"):
         draft.derive("trainer.remove_previous_ckpt_in_save", "max_ckpt_to_keep", 1)
 
@@ -125,10 +123,7 @@ def set_run(draft: Draft, checkpoint: str, libraries: Sequence[str]) -> None:
         if ours := PROJECTS.get(name):
             key = f"tracker_kwargs.{name}.{ours}" if isinstance(trackers, list) else f"tracker_kwargs.{ours}"
             draft.derive("trainer.project_name", key, str(draft.theirs("trainer.project_name")))
-    if draft.theirs("trainer.default_local_dir"):
-        draft.derive(
-            "trainer.default_local_dir", "checkpoint_config.output_dir", draft.theirs("trainer.default_local_dir")
-        )
+    draft.carry_set("trainer.default_local_dir", "checkpoint_config.output_dir")
     if draft.get("resume_from_checkpoint") == "resume_path":
         path = draft.theirs("trainer.resume_from_path")
         draft.derive("trainer.resume_from_path", "resume_from_checkpoint", path)
@@ -141,10 +136,6 @@ def _listed(names: object) -> list[str]:
 
 def _data(draft: Draft) -> None:
     data = "actor_train.data_args"
-    for key in (f"{data}.file_name", "validation.data_args.file_name"):
-        names = draft.get(key)
-        if isinstance(names, list) and len(names) == 1:
-            draft.set(key, names[0])
     draft.derive("data.reward_fn_key", f"{data}.response", "reward_model.ground_truth", "where verl's rows have it")
     drop = draft.theirs("data.filter_overlong_prompts")
     truncation = draft.theirs("data.truncation")
@@ -153,13 +144,10 @@ def _data(draft: Draft) -> None:
         draft.derive(["data.filter_overlong_prompts", "data.truncation"], f"{data}.prompt_overflow", overflow)
     except Untranslatable as error:
         draft.tell(Kind.IMPOSSIBLE, "data.truncation", truncation, note=str(error))
-    if draft.has("data.seed") and draft.theirs("data.seed") is not None:
-        draft.derive("data.seed", "seed", int(draft.theirs("data.seed")))
-    draft.derive(
-        ["data.max_prompt_length", "data.max_response_length"],
-        "sequence_length",
-        int(draft.get("prompt_length", 512)) + int(draft.get("response_length", 512)),
-    )
+    if draft.has("data.seed"):
+        draft.carry("data.seed", "seed", int)
+    whole = int(draft.get("prompt_length", 512)) + int(draft.get("response_length", 512))
+    draft.derive(["data.max_prompt_length", "data.max_response_length"], "sequence_length", whole)
     if not draft.get("actor_train.data_args.dataset_filter.num_samples", 1):
         draft.remove("actor_train.data_args.dataset_filter.num_samples")
 
@@ -223,9 +211,7 @@ def _batches(draft: Draft) -> None:
         if dynamic:
             budget = draft.theirs(key) or draft.theirs(f"{ACTOR}.ppo_max_token_len_per_gpu")
             set_budget(draft, role, "infer", int(budget) * sequence_ranks(draft, role), [switch, key])
-        elif role == "reference" and (share := per_device(draft, size := f"{REF}.log_prob_micro_batch_size")):
-            draft.derive([f"{size}{PER_GPU}", size], "reference.infer_batch_size", share)
-        elif role == "actor_train" and (share := per_device(draft, size := f"{ROLLOUT}.log_prob_micro_batch_size")):
-            draft.derive([f"{size}{PER_GPU}", size], "actor_train.infer_batch_size", share)
+        elif role != "critic" and (share := per_device(draft, size := f"{theirs}.log_prob_micro_batch_size")):
+            draft.derive([f"{size}{PER_GPU}", size], f"{role}.infer_batch_size", share)
     if (packs := draft.get("actor_train.use_sequence_packing")) is not None and "reference" in draft.ours:
         draft.set("reference.use_sequence_packing", packs)

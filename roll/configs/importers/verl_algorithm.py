@@ -7,7 +7,7 @@ from typing import Any
 from roll.configs.devices import parse_device_mapping
 from roll.configs.importers.common import public_domains, to_do
 from roll.configs.importers.draft import Draft, Kind
-from roll.configs.importers.transforms import TRANSFORMS, Untranslatable
+from roll.configs.importers.transforms import Untranslatable
 from roll.configs.importers.verl_rejections import NO_BOUND, filter_of, rejections
 from roll.configs.problems import NOTHING
 
@@ -23,7 +23,6 @@ _BUFFERS = (
 _KWARGS = ("reward_model.reward_kwargs", "reward.reward_kwargs")
 _SERVED = "reward.reward_model.model_path"
 _READ_KWARGS = ("overlong_buffer_cfg", "max_resp_len")
-_SCHEDULES = TRANSFORMS["schedule"]
 _HARDLY_EVER = 100.0
 """Ratio of a token's probabilities that no run reaches within a divergence threshold."""
 
@@ -38,10 +37,7 @@ def set_algorithm(draft: Draft) -> None:
         draft.derive(f"{ACTOR}.clip_ratio_low", "use_pg_clip_range", True)
         draft.derive(f"{ACTOR}.clip_ratio_low", "pg_clip_low", _below(low), _unbounded(low))
         draft.derive(f"{ACTOR}.clip_ratio_high", "pg_clip_high", float(high))
-    try:
-        draft.derive(f"{ACTOR}.policy_loss.loss_mode", "pg_variant", TRANSFORMS["policy-loss"](loss))
-    except Untranslatable as error:
-        draft.tell(Kind.IMPOSSIBLE, f"{ACTOR}.policy_loss.loss_mode", loss, "pg_variant", note=str(error))
+    draft.translate([f"{ACTOR}.policy_loss.loss_mode"], "pg_variant", "policy-loss", loss)
     if draft.theirs(f"{ACTOR}.use_gpg_loss"):
         draft.derive(f"{ACTOR}.use_gpg_loss", "pg_variant", "vanilla")
         loss = "gpg"
@@ -71,8 +67,8 @@ def set_algorithm(draft: Draft) -> None:
         if len({_kl(each) for each in kinds}) > 1:
             draft.derive(f"{ACTOR}.kl_loss_type", "kl_loss_penalty", _kl(kinds[0]))
     if in_reward and draft.theirs("algorithm.kl_ctrl.type") == "adaptive":
-        draft.derive("algorithm.kl_ctrl.target_kl", "target_kl", float(draft.theirs("algorithm.kl_ctrl.target_kl")))
-        draft.derive("algorithm.kl_ctrl.horizon", "kl_horizon", int(draft.theirs("algorithm.kl_ctrl.horizon")))
+        draft.carry("algorithm.kl_ctrl.target_kl", "target_kl", float)
+        draft.carry("algorithm.kl_ctrl.horizon", "kl_horizon", int)
     if draft.get("adv_estimator") == "gae":
         draft.derive("algorithm.adv_estimator", "whiten_advantages", True, "gae always whitens there")
     if draft.get("norm_adv_by_std_in_grpo") is True or draft.get("adv_estimator") not in ("grpo", "grpo_passk"):
@@ -80,24 +76,22 @@ def set_algorithm(draft: Draft) -> None:
     if (cap := draft.theirs(f"{ACTOR}.tis_imp_ratio_cap")) and float(cap) > 0:
         draft.derive(f"{ACTOR}.tis_imp_ratio_cap", "train_infer_correction.is_weight.enabled", True)
         draft.derive(f"{ACTOR}.tis_imp_ratio_cap", "train_infer_correction.is_weight.upper_bound", float(cap))
-    correction = CORRECTION
-    if (level := draft.theirs(f"{correction}.rollout_is")) in ("token", "sequence"):
+    if (level := draft.theirs(f"{CORRECTION}.rollout_is")) in ("token", "sequence"):
         weight = "train_infer_correction.is_weight"
-        draft.derive(f"{correction}.rollout_is", f"{weight}.enabled", True)
-        draft.derive(f"{correction}.rollout_is", f"{weight}.weight_type", level)
-        bound = draft.theirs(f"{correction}.rollout_is_threshold", 2.0)
+        draft.derive(f"{CORRECTION}.rollout_is", f"{weight}.enabled", True)
+        draft.derive(f"{CORRECTION}.rollout_is", f"{weight}.weight_type", level)
+        bound = draft.theirs(f"{CORRECTION}.rollout_is_threshold", 2.0)
         if "_" in str(bound):
             note = "weights outside of two bounds are 0 there, and still count in the loss's mean: write a filter"
-            draft.tell(Kind.IMPOSSIBLE, f"{correction}.rollout_is_threshold", bound, f"{weight}.upper_bound", note=note)
+            draft.tell(Kind.IMPOSSIBLE, f"{CORRECTION}.rollout_is_threshold", bound, f"{weight}.upper_bound", note=note)
         else:
-            draft.derive(f"{correction}.rollout_is_threshold", f"{weight}.upper_bound", float(bound))
-        if draft.theirs(f"{correction}.rollout_is_batch_normalize"):
-            draft.derive(f"{correction}.rollout_is_batch_normalize", f"{weight}.batch_normalize", True)
-    _set_rejections(draft, correction)
+            draft.derive(f"{CORRECTION}.rollout_is_threshold", f"{weight}.upper_bound", float(bound))
+        draft.carry_set(f"{CORRECTION}.rollout_is_batch_normalize", f"{weight}.batch_normalize", bool)
+    _set_rejections(draft)
     _set_bounds(draft)
-    if draft.theirs(key := f"{correction}.bypass_mode"):
+    if draft.theirs(key := f"{CORRECTION}.bypass_mode"):
         set_bypass(draft, [key], rejects=True)
-    elif draft.theirs(key := f"{correction}.bypass_old_logprob_for_rollout"):
+    elif draft.theirs(key := f"{CORRECTION}.bypass_old_logprob_for_rollout"):
         set_bypass(draft, [key], rejects=False)
     if draft.get("loss_agg_mode") == "seq-mean-token-sum-norm":
         if scale := draft.theirs(f"{ACTOR}.loss_scale_factor"):
@@ -145,10 +139,10 @@ def _unbounded(bound: Any) -> str:
     return "a ratio cannot fall below 0: there is no lower bound" if float(bound) > 1 else ""
 
 
-def _set_rejections(draft: Draft, correction: str) -> None:
+def _set_rejections(draft: Draft) -> None:
     """Rejections and the token veto, as filters."""
-    theirs, ours = f"{correction}.rollout_rs", "train_infer_correction.filters"
-    keys = [theirs, f"{theirs}_threshold", f"{theirs}_threshold_lower", f"{correction}.rollout_token_veto_threshold"]
+    theirs, ours = f"{CORRECTION}.rollout_rs", "train_infer_correction.filters"
+    keys = [theirs, f"{theirs}_threshold", f"{theirs}_threshold_lower", f"{CORRECTION}.rollout_token_veto_threshold"]
     options, bounds, least, veto = (draft.theirs(key) for key in keys)
     try:
         found = rejections(options, bounds, least)
@@ -209,13 +203,9 @@ def set_optimizer(draft: Draft, theirs: str, role: str, updates: int = 1) -> Non
         draft.derive(ratios, f"{base}.warmup_ratio", float(ratio))
     styles = [f"{theirs}.{key}" for key in ("lr_scheduler_type", "lr_scheduler", "warmup_style", "lr_decay_style")]
     style = next((name for key in styles if (name := draft.theirs(key))), "constant")
-    try:
-        draft.derive(styles, f"{base}.lr_scheduler_type", _SCHEDULES(style))
-    except Untranslatable as error:
-        draft.tell(Kind.IMPOSSIBLE, f"{theirs}.lr_scheduler_type", style, f"{base}.lr_scheduler_type", note=str(error))
+    draft.translate(styles, f"{base}.lr_scheduler_type", "schedule", style)
     schedule, rate = draft.get(f"{base}.lr_scheduler_type"), draft.get(f"{base}.learning_rate")
-    if least := draft.theirs(f"{theirs}.min_lr_ratio"):
-        draft.derive(f"{theirs}.min_lr_ratio", f"{base}.min_lr_ratio", float(least))
+    draft.carry_set(f"{theirs}.min_lr_ratio", f"{base}.min_lr_ratio", float)
     for key, ours in (("min_lr", "min_lr_ratio"), ("lr_warmup_init", "warmup_init_ratio")):
         if (value := draft.theirs(f"{theirs}.{key}")) and rate:
             draft.derive([f"{theirs}.{key}", f"{theirs}.lr"], f"{base}.{ours}", min(1.0, float(value) / float(rate)))
@@ -230,10 +220,7 @@ def set_optimizer(draft: Draft, theirs: str, role: str, updates: int = 1) -> Non
             value = int(value) * updates if steps else value
             draft.derive(f"{theirs}.{key}", f"{base}.{key}", value, counted if steps else "")
     if role == "critic" and (name := draft.theirs(f"{theirs}.optimizer")) is not None:
-        try:
-            draft.derive(f"{theirs}.optimizer", f"{base}.optimizer", TRANSFORMS["optimizer"](name))
-        except Untranslatable as error:
-            draft.tell(Kind.IMPOSSIBLE, f"{theirs}.optimizer", name, f"{base}.optimizer", note=str(error))
+        draft.translate([f"{theirs}.optimizer"], f"{base}.optimizer", "optimizer", name)
     betas = draft.theirs(f"{theirs}.betas")
     if isinstance(betas, list) and len(betas) == 2:
         for number, beta in enumerate(betas, 1):

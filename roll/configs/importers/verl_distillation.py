@@ -103,8 +103,7 @@ def _set_loss(draft: Draft) -> None:
         if float(draft.theirs(f"{_LOSS}.kd_temperature") or 1) != 1:
             note = "the term of a sampled token is at the temperature of sampling"
             _tell(draft, f"{_LOSS}.kd_temperature", draft.theirs(f"{_LOSS}.kd_temperature"), "kd_temperature", note)
-        if (least := draft.theirs(f"{_LOSS}.log_prob_min_clamp")) is not None:
-            draft.derive(f"{_LOSS}.log_prob_min_clamp", "opd_logprob_min", float(least))
+        draft.carry(f"{_LOSS}.log_prob_min_clamp", "opd_logprob_min", float)
         return
     for key in ("loss_max_clamp", "log_prob_min_clamp"):
         if (seen := draft.theirs(f"{_LOSS}.{key}")) is not None:
@@ -115,13 +114,13 @@ def _set_loss(draft: Draft) -> None:
         _tell(draft, at_mode, mode, "kd_objective", "reverse_kl over the likeliest tokens is taken for an estimate")
         objective = "reverse_kl"
     draft.derive(at_mode, "kd_objective", objective, "all other tokens are one more outcome")
-    draft.derive(f"{_LOSS}.topk", "logits_topk", int(draft.theirs(f"{_LOSS}.topk")))
+    draft.carry(f"{_LOSS}.topk", "logits_topk", int)
     if (warmth := draft.theirs(f"{_LOSS}.kd_temperature")) is not None and float(warmth) != 1:
         sampled = float(draft.get("actor_infer.generating_args.temperature", 1.0))
         note = f"it divides logits that the temperature of sampling, {sampled:g}, has divided" if sampled != 1 else ""
         draft.derive(f"{_LOSS}.kd_temperature", "kd_temperature", float(warmth) * sampled, note)
     if objective == "js_divergence" and draft.has(f"{_LOSS}.jsd_beta"):
-        draft.derive(f"{_LOSS}.jsd_beta", "jsd_beta", float(draft.theirs(f"{_LOSS}.jsd_beta")))
+        draft.carry(f"{_LOSS}.jsd_beta", "jsd_beta", float)
 
 
 def _tell(draft: Draft, key: str, seen: Any, ours: str, note: str) -> None:

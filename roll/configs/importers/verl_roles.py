@@ -106,10 +106,8 @@ def _adapter(draft: Draft) -> None:
     draft.derive(keys["rank"], f"{base}.lora_rank", int(rank))
     draft.derive(keys["alpha"], f"{base}.lora_alpha", int(draft.theirs(keys["alpha"], 16 if alone else 32)))
     draft.derive(keys["target"], f"{base}.lora_target", _layers(draft.theirs(keys["target"]) or "all-linear"))
-    if excluded := draft.theirs(keys["exclude"]):
-        draft.derive(keys["exclude"], f"{base}.lora_exclude", _layers(excluded))
-    if path:
-        draft.derive(keys["path"], f"{base}.adapter_name_or_path", path)
+    draft.carry_set(keys["exclude"], f"{base}.lora_exclude", _layers)
+    draft.carry_set(keys["path"], f"{base}.adapter_name_or_path")
 
 
 def _layers(names: Any) -> str:
@@ -135,16 +133,13 @@ def _fsdp(draft: Draft, role: str, theirs: str) -> None:
         size = draft.theirs(f"{config}.fsdp_size", -1)
         if size and 0 < int(size) < _devices(draft):
             draft.derive(f"{config}.fsdp_size", f"{options}.fsdp_size", int(size))
-        if draft.theirs(f"{config}.offload_policy"):
-            draft.derive(f"{config}.offload_policy", f"{options}.cpu_offload", True)
+        draft.carry_set(f"{config}.offload_policy", f"{options}.cpu_offload", bool)
         if draft.theirs(f"{config}.reshard_after_forward", True) is False:
             draft.derive(f"{config}.reshard_after_forward", f"{options}.reshard_after_forward", False)
-    elif (
-        size := draft.theirs(
-            f"{theirs}.ulysses_sequence_parallel_size", draft.get("actor_train.model_args.ulysses_size", 1)
-        )
-    ) != 1:
-        draft.derive(f"{theirs}.ulysses_sequence_parallel_size", f"{role}.model_args.ulysses_size", int(size))
+        return
+    key, shared = f"{theirs}.ulysses_sequence_parallel_size", draft.get("actor_train.model_args.ulysses_size", 1)
+    if (size := draft.theirs(key, shared)) != 1:
+        draft.derive(key, f"{role}.model_args.ulysses_size", int(size))
 
 
 def _megatron(draft: Draft, role: str, theirs: str) -> None:
@@ -164,8 +159,7 @@ def _megatron(draft: Draft, role: str, theirs: str) -> None:
     if role == "actor_train":
         extra = f"{ACTOR}.megatron.override_transformer_config"
         for key in ("recompute_granularity", "recompute_method", "recompute_num_layers"):
-            if draft.theirs(f"{extra}.{key}") is not None:
-                draft.derive(f"{extra}.{key}", f"{options}.{key}", draft.theirs(f"{extra}.{key}"))
+            draft.carry(f"{extra}.{key}", f"{options}.{key}")
 
 
 def set_engine(draft: Draft, role: str, theirs: str) -> None:
@@ -176,12 +170,11 @@ def set_engine(draft: Draft, role: str, theirs: str) -> None:
     if name == "vllm":
         draft.derive(f"{theirs}.gpu_memory_utilization", f"{options}.gpu_memory_utilization", share)
         for key in ("enforce_eager", "max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching"):
-            if draft.has(f"{theirs}.{key}") and draft.theirs(f"{theirs}.{key}") is not None:
-                draft.derive(f"{theirs}.{key}", f"{options}.{key}", draft.theirs(f"{theirs}.{key}"))
+            if draft.has(f"{theirs}.{key}"):
+                draft.carry(f"{theirs}.{key}", f"{options}.{key}")
     elif name == "sglang":
         draft.derive(f"{theirs}.gpu_memory_utilization", f"{options}.mem_fraction_static", share)
-        if draft.theirs(f"{theirs}.enforce_eager"):
-            draft.derive(f"{theirs}.enforce_eager", f"{options}.disable_cuda_graph", True)
+        draft.carry_set(f"{theirs}.enforce_eager", f"{options}.disable_cuda_graph", bool)
     else:
         draft.remove(f"{role}.num_gpus_per_worker")
     own = draft.theirs(f"{theirs}.engine_kwargs.{name}")
@@ -214,31 +207,15 @@ def set_critic(draft: Draft, updates: int) -> None:
         draft.set(f"critic.{key}", _copy(draft.get(f"actor_train.{key}", {})))
     if (path := draft.theirs("critic.model.path")) and path != draft.get("pretrain"):
         draft.derive("critic.model.path", "reward_pretrain", path)
-    if draft.has("critic.model.enable_gradient_checkpointing"):
-        off = not draft.theirs("critic.model.enable_gradient_checkpointing")
-        draft.derive(
-            "critic.model.enable_gradient_checkpointing", "critic.model_args.disable_gradient_checkpointing", off
-        )
-    if draft.has("critic.model.use_remove_padding"):
-        draft.derive(
-            "critic.model.use_remove_padding",
-            "critic.use_sequence_packing",
-            draft.theirs("critic.model.use_remove_padding"),
-        )
-    if draft.theirs("critic.ulysses_sequence_parallel_size"):
-        draft.derive(
-            "critic.ulysses_sequence_parallel_size",
-            "critic.model_args.ulysses_size",
-            int(draft.theirs("critic.ulysses_sequence_parallel_size")),
-        )
-    draft.derive("critic.optim.lr", "critic.training_args.learning_rate", float(draft.theirs("critic.optim.lr")))
-    draft.derive(
-        "critic.optim.weight_decay",
-        "critic.training_args.weight_decay",
-        float(draft.theirs("critic.optim.weight_decay")),
-    )
+    if draft.has(key := "critic.model.enable_gradient_checkpointing"):
+        draft.derive(key, "critic.model_args.disable_gradient_checkpointing", not draft.theirs(key))
+    if draft.has(key := "critic.model.use_remove_padding"):
+        draft.derive(key, "critic.use_sequence_packing", draft.theirs(key))
+    draft.carry_set("critic.ulysses_sequence_parallel_size", "critic.model_args.ulysses_size", int)
+    draft.carry("critic.optim.lr", "critic.training_args.learning_rate", float)
+    draft.carry("critic.optim.weight_decay", "critic.training_args.weight_decay", float)
     set_optimizer(draft, "critic.optim", "critic", updates)
-    draft.derive("critic.cliprange_value", "value_clip", float(draft.theirs("critic.cliprange_value")))
+    draft.carry("critic.cliprange_value", "value_clip", float)
     if size := per_device(draft, "critic.forward_micro_batch_size"):
         draft.derive(f"critic.forward_micro_batch_size{PER_GPU}", "critic.infer_batch_size", size)
 

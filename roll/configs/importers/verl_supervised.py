@@ -55,9 +55,8 @@ def _length(draft: Draft) -> None:
     if resumed and draft.get("resume_from_checkpoint") in (None, "resume_path"):
         keys = ["trainer.resume_path", "trainer.resume_from_path"]
         draft.derive(keys, "resume_from_checkpoint", resumed)
-        to_do(
-            draft, keys[not draft.has(keys[0])], "checkpoints of verl are not read: give one of this library", resumed
-        )
+        note = "checkpoints of verl are not read: give one of this library"
+        to_do(draft, keys[not draft.has(keys[0])], note, resumed)
 
 
 def _columns(draft: Draft, engine: bool) -> None:
@@ -79,15 +78,10 @@ def _columns(draft: Draft, engine: bool) -> None:
         if draft.theirs(key) not in (None, "tools"):
             note = "tools of a row are not told: put them into its system message"
             draft.tell(Kind.IMPOSSIBLE, key, draft.theirs(key), note=note)
-    if template := draft.theirs("data.chat_template"):
-        draft.derive("data.chat_template", f"{_DATA}.template", template)
+    draft.carry_set("data.chat_template", f"{_DATA}.template")
 
 
 def _samples(draft: Draft) -> None:
-    for section in (_DATA, "validation.data_args"):
-        names = draft.get(f"{section}.file_name")
-        if isinstance(names, list) and len(names) == 1:
-            draft.set(f"{section}.file_name", names[0])
     if int(most := draft.theirs("data.train_max_samples") or -1) > 0:
         draft.derive("data.train_max_samples", f"{_DATA}.dataset_filter.num_samples", int(most))
     if not draft.get("validation.data_args.file_name"):
@@ -108,8 +102,7 @@ def _strategy(draft: Draft) -> None:
     if trainer == "megatron_train":
         draft.derive(keys, f"{_MODEL}.dtype", "bf16", "Megatron computes in bf16")
         for key in MEGATRON_KEYS:
-            if (value := draft.theirs(f"engine.{key}")) is not None:
-                draft.derive(f"engine.{key}", f"{_OPTIONS}.{key}", value)
+            draft.carry(f"engine.{key}", f"{_OPTIONS}.{key}")
         return
     given = next((key for key in ("engine.model_dtype", "model.fsdp_config.model_dtype") if draft.has(key)), None)
     dtype = TRANSFORMS["dtype"](draft.theirs(given or "model.fsdp_config.model_dtype"))
@@ -117,8 +110,7 @@ def _strategy(draft: Draft) -> None:
     if dtype == "fp32":
         draft.derive("model.fsdp_config.model_dtype", f"{_OPTIONS}.param_dtype", "bf16", "weights in fp32")
     for key in ("model.fsdp_config.cpu_offload", "model.fsdp_config.offload_params", "engine.offload_policy"):
-        if draft.theirs(key):
-            draft.derive(key, f"{_OPTIONS}.cpu_offload", True)
+        draft.carry_set(key, f"{_OPTIONS}.cpu_offload", bool)
     if 0 < int(size := draft.theirs("engine.fsdp_size") or -1) < count:
         draft.derive("engine.fsdp_size", f"{_OPTIONS}.fsdp_size", int(size))
     if draft.theirs("engine.reshard_after_forward", True) is False:

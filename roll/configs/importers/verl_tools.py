@@ -20,7 +20,7 @@ _PATHS = (f"{_TURNS}.tool_config_path", "data.tool_config_path")
 _RETRIEVAL = "SearchTool"
 _PROGRAMS = ("SandboxFusionTool", "CodeInterpreter", "PythonTool")
 _MOST_TURNS = 100
-DIALECTS = {"hermes": "hermes", "gpt-oss": "harmony"}
+_DIALECTS = {"hermes": "hermes", "gpt-oss": "harmony"}
 """Ways to write calls, by their names."""
 _NAME = re.compile(r"[^\w-]+")
 
@@ -156,9 +156,14 @@ def _limits(draft: Draft) -> None:
     length = int(draft.theirs(f"{_TURNS}.max_tool_response_length") or 256)
     key = f"{_TURNS}.max_tool_response_length"
     draft.derive(key, "tools.max_tool_response_tokens", length, "tokens here, characters there")
-    if (side := draft.theirs(f"{_TURNS}.tool_response_truncate_side")) in ("left", "middle", "right"):
-        draft.derive(f"{_TURNS}.tool_response_truncate_side", "tools.tool_response_truncate_side", side)
-    if (dialect := DIALECTS.get(str(draft.theirs(f"{_TURNS}.format")))) is not None:
-        draft.derive(f"{_TURNS}.format", "tools.dialect", dialect)
+    set_form(draft, f"{_TURNS}.tool_response_truncate_side", f"{_TURNS}.format")
     if draft.theirs(f"{_TURNS}.enable"):
         draft.tell(Kind.DERIVED, f"{_TURNS}.enable", True, "tools")
+
+
+def set_form(draft: Draft, side: str, form: str) -> None:
+    """Form of results and of calls, by their keys for it."""
+    if draft.theirs(side) in ("left", "middle", "right"):
+        draft.carry(side, "tools.tool_response_truncate_side")
+    if (dialect := _DIALECTS.get(str(draft.theirs(form)))) is not None:
+        draft.derive(form, "tools.dialect", dialect)
