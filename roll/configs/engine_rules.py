@@ -25,7 +25,7 @@ _SCORING = (
     "sequence_length_round_in_infer",
     "use_sequence_packing",
 )
-_UNREAD = {
+UNREAD = {
     "actor_infer": (_TRAINING + _SCORING + _UPDATES + _EXPERTS, "actor_infer generates; set it in actor_train"),
     "reference": (_TRAINING + _UPDATES + _EXPERTS, "reference only scores; set it in actor_train"),
     "teacher": (_TRAINING + _UPDATES + _EXPERTS, "teacher only scores; set it in actor_train"),
@@ -38,7 +38,7 @@ def check_unread(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """No role is told what it never reads. What it says like ``actor_train`` may come from a shared section."""
     default = WorkerConfig()
     for role, worker in sections(config):
-        keys, hint = _UNREAD.get(kind_of(role), ((), ""))
+        keys, hint = UNREAD.get(kind_of(role), ((), ""))
         card = worker.strategy_args.card
         if task_of(role) == "scores" and card is not None and card.scores_prompts:
             keys, hint = keys + _SCORING, f"{worker.strategy_args.strategy_name} forms batches itself"

@@ -7,6 +7,7 @@ from typing import Any
 
 from roll.configs.algorithm_names import SWITCHES
 from roll.configs.devices import parse_device_mapping
+from roll.configs.engine_rules import UNREAD
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.inert import unread
 from roll.configs.problems import NOTHING
@@ -14,29 +15,17 @@ from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import TRAINED
 
 _MEGATRON_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-_TRAINING_KEYS = (
-    "training_args",
-    "use_dynamic_batching_in_train",
-    "max_tokens_per_microbatch_in_train",
-    "sequence_length_round_in_train",
-    "model_update_frequency",
-)
 _UNREAD = {
-    "actor_infer": (
-        *_TRAINING_KEYS,
-        "data_args",
-        "infer_batch_size",
-        "use_dynamic_batching_in_infer",
-        "max_tokens_per_microbatch_in_infer",
-        "sequence_length_round_in_infer",
-        "use_sequence_packing",
-    ),
-    "actor_train": ("generating_args",),
-    "reference": (*_TRAINING_KEYS, "data_args", "generating_args"),
-    "teacher": (*_TRAINING_KEYS, "data_args", "generating_args"),
-    "critic": ("model_update_frequency", "data_args", "generating_args"),
+    role: (*sections, *(key for key in UNREAD.get(role, ((), ""))[0] if key != "router_replay"))
+    for role, sections in {
+        "actor_infer": ("training_args", "data_args"),
+        "actor_train": ("generating_args",),
+        "reference": ("training_args", "data_args", "generating_args"),
+        "teacher": ("training_args", "data_args", "generating_args"),
+        "critic": ("data_args", "generating_args"),
+    }.items()
 }
-"""By role: what is read elsewhere."""
+"""By role: what is read elsewhere. ``router_replay`` stays: their files say it of both of the policy's roles."""
 
 GPUS_OF_A_NODE = 8
 
@@ -139,8 +128,8 @@ def tidy_engines(draft: Draft) -> None:
     """Makes every role's options such as its engine takes: sizes of 1 that mean nothing, null sections, kernels."""
     names = {role: draft.get(f"{role}.strategy_args.strategy_name", "") for role, _ in draft.roles()}
     megatron = any(name.startswith("megatron") for name in names.values())
-    for role, section in list(draft.roles()):
-        base, name = f"{role}.strategy_args.strategy_config", names[role]
+    for role, name in names.items():
+        base = f"{role}.strategy_args.strategy_config"
         if megatron and draft.get(f"{role}.model_args.trust_remote_code"):
             note = "Megatron computes models in code of its own; with fsdp2_train give it to every role"
             draft.drop_ours(f"{role}.model_args.trust_remote_code", note)
@@ -155,7 +144,6 @@ def tidy_engines(draft: Draft) -> None:
         if name in ("vllm", "sglang"):
             draft.drop_ours(f"{role}.model_args.attn_implementation", f"{name} has kernels of its own")
             draft.drop_ours(f"{role}.model_args.disable_gradient_checkpointing", f"{role} has no backward pass")
-        del section
 
 
 def parallel_sizes(draft: Draft, role: str) -> int:
@@ -239,8 +227,7 @@ def use_wandb(draft: Draft, section: str, switch: str, names: Mapping[str, str])
     """Tracks with Weights & Biases, by its options under the names that a section of theirs has for them."""
     draft.derive(f"{section}.{switch}", "track_with", "wandb")
     for key, ours in names.items():
-        if value := draft.theirs(f"{section}.{key}"):
-            draft.derive(f"{section}.{key}", f"tracker_kwargs.{ours}", value)
+        draft.carry_set(f"{section}.{key}", f"tracker_kwargs.{ours}")
 
 
 def trust_code(
@@ -262,18 +249,19 @@ def trust_code(
 
 def drop_nulls(draft: Draft, takes_null: Callable[[str], bool]) -> None:
     """Takes out what is null where null is no value here: it asks for the default."""
-    for key in list(_leaves(draft.ours)):
+    for key, _ in list(leaves(draft.ours)):
         if draft.get(key, 0) is None and not takes_null(key):
             draft.remove(key)
             draft.retell(key, Kind.DROPPED, "null asks for the default")
 
 
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[str]:
+def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys that hold no further ones, dotted, with their values."""
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}"
+            yield f"{prefix}{key}", value
 
 
 def devices(first: int, count: int) -> str:

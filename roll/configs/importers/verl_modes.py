@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from roll.configs.importers.common import leaves
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.verl_roles import ACTOR
 
@@ -75,26 +76,23 @@ def _set_version(draft: Draft, count: int) -> None:
 
 def _tell_others(draft: Draft, mode: str) -> None:
     """Notes the keys of the mode that are not read here: what they do is not known."""
-    for key, value in _leaves(draft.theirs(_SECTION) or {}, _SECTION):
+    for key, value in _given(draft):
         own = key.removeprefix(f"{_SECTION}.").split(".")
         other = {SHARED, APART, "sync"} - {mode}
-        if own[-1] in (*_READ, "trainer_mode") or own[0] in other or value is None:
-            continue
-        draft.tell(Kind.IMPOSSIBLE, key, value, note=f"nothing is known of it here: see what it does in {mode}")
+        if own[-1] not in (*_READ, "trainer_mode") and own[0] not in other:
+            draft.tell(Kind.IMPOSSIBLE, key, value, note=f"nothing is known of it here: see what it does in {mode}")
 
 
 def _found(draft: Draft, name: str) -> tuple[str, Any]:
     """A key of the newer trainer by its last part, wherever a release has it, and its value."""
     other = {SHARED: APART, APART: SHARED}.get(mode_of(draft), "")
-    for key, value in _leaves(draft.theirs(_SECTION) or {}, _SECTION):
-        if key.endswith(f".{name}") and not key.startswith(f"{_SECTION}.{other}.") and value is not None:
+    for key, value in _given(draft):
+        if key.endswith(f".{name}") and not key.startswith(f"{_SECTION}.{other}."):
             return key, value
     return "", None
 
 
-def _leaves(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}.{name}")
-        else:
-            yield f"{prefix}.{name}", value
+def _given(draft: Draft) -> Iterator[tuple[str, Any]]:
+    """Keys of the newer trainer that say something, with their values."""
+    found = leaves(draft.theirs(_SECTION) or {}, f"{_SECTION}.")
+    return ((key, value) for key, value in found if value not in (None, {}))
