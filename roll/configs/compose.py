@@ -23,8 +23,7 @@ from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.schema import did_you_mean
 from roll.configs.shipped import SHIPPED, config_groups, config_names
 
-_REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*)")
-_PREFIX = re.compile(r"^\+{1,2}")
+REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*)")
 _SPACED = re.compile(r"(?:^|(?<=\0))([^\0=]+)(?:\0=\0?|=\0)([^\0=]+)(?=\0|$)")
 _OPTIONAL_ROLES = ("critic", "reference")
 
@@ -62,7 +61,7 @@ def compose_config(config_name: str, config_path: Path, overrides: Sequence[str]
     before = _references(tree)
     # Overrides inside a linked section wait until those of the section it links to are applied.
     others = [item for item in parsed if item not in chosen]
-    for override in sorted(others, key=lambda item: _crosses_link(tree, _path(item))):
+    for override in sorted(others, key=lambda item: any(True for _ in _links_on(tree, _path(item)))):
         problems += apply_override(tree, override)
     references = _references(tree)
     for key, names in before.items():  # what an override has replaced was read by the file
@@ -178,7 +177,7 @@ def _drop_replaced_engines(tree: DictConfig, file: DictConfig) -> None:
 def _references(tree: DictConfig) -> dict[str, frozenset[str]]:
     plain = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(plain, dict)
-    return {str(key): frozenset(_REFERENCE.findall(str(value))) for key, value in plain.items()}
+    return {str(key): frozenset(REFERENCE.findall(str(value))) for key, value in plain.items()}
 
 
 def parse_overrides(texts: Sequence[str]) -> tuple[list[tuple[Override, Any]], list[ConfigProblem]]:
@@ -232,11 +231,7 @@ def _set_apart_spaced(texts: Sequence[str]) -> tuple[list[str], list[ConfigProbl
 
 
 def _path(item: tuple[Override, Any]) -> list[str]:
-    return _PREFIX.sub("", item[0].key_or_group).split(".")
-
-
-def _crosses_link(tree: DictConfig, path: list[str]) -> bool:
-    return any(True for _ in _links_on(tree, path))
+    return re.sub(r"^\+{1,2}", "", item[0].key_or_group).split(".")
 
 
 def _links_on(tree: DictConfig, path: list[str]) -> Iterator[tuple[DictConfig, str]]:

@@ -10,19 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from roll.configs.agentic import AgenticConfig
-from roll.configs.compose import compose_config
 from roll.configs.distill import DistillConfig
 from roll.configs.importers import SYSTEMS, chatlearn, mindspeed, roll, verl, verl_supervised
 from roll.configs.importers.common import drop_nulls
-from roll.configs.importers.draft import Draft, Kind, Outcome
+from roll.configs.importers.draft import Draft, Kind, Outcome, value_at
 from roll.configs.importers.reading import read
 from roll.configs.importers.recognise import variant_of
 from roll.configs.importers.roll_distillation import is_distillation, read_students
 from roll.configs.importers.roll_offline import offline_schema
 from roll.configs.importers.writing import shorten, text_of
-from roll.configs.loader import load_composed
+from roll.configs.loader import load_config
 from roll.configs.pipeline import PipelineConfig
-from roll.configs.problems import ConfigErrors, ConfigProblem
+from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import Rule
 from roll.configs.schema import locate, type_text
@@ -44,6 +43,8 @@ _OPEN = (".strategy_config.", ".env_config.")
 _UNKNOWN = ("no such key", "an option of ", "an argument of ")
 """Beginnings of what is expected instead of an option that is not known, in the sections that pass options on."""
 
+_VARIABLE = re.compile(r"[^.]*_(pattern|template|penalty)")
+"""Names of the texts and patterns in files of environments, which only links read."""
 _PRESET = re.compile(r"\$\{(deepspeed_zero\w*)\}")
 
 
@@ -124,8 +125,10 @@ def convert(
             draft.tell(Kind.TO_DO, problem.path, problem.seen, note="set the variable before the run")
         else:
             problems.append(problem)
-    outcomes = [each for each in draft.outcomes if each.kind != Kind.THEIRS or _has(values, each.ours)]
-    return Imported(text, schema, tuple(outcomes), tuple(problems), tuple(given.notes))
+    written = [
+        each for each in draft.outcomes if each.kind != Kind.THEIRS or value_at(values, each.ours) is not NOTHING
+    ]
+    return Imported(text, schema, tuple(written), tuple(problems), tuple(given.notes))
 
 
 def _written(draft: Draft, schema: type[PipelineConfig], header: str) -> tuple[dict[str, Any], str]:
@@ -157,30 +160,15 @@ def _settle_unknown(draft: Draft, schema: type[PipelineConfig]) -> None:
     for key, value in draft.unknown:
         top = key.partition(".")[0]
         if draft.system == "roll" and locate(schema, key.split(".")) is not None:
-            draft.set(key, value)
-            draft.tell(Kind.KEPT, key, value, key, value)
+            draft.keep(key, value)
         elif top in draft.given.read_by_links:
             draft.tell(Kind.DROPPED, key, value, note="its value stands where links read it")
         elif key.rpartition(".")[2].startswith("_") and key.endswith("_"):
             draft.tell(Kind.DROPPED, key, value, note="it names a class of the other library")
-        elif (
-            isinstance(value, str | int | float)
-            and "." not in key
-            and not isinstance(value, bool)
-            and _is_variable(key)
-        ):
+        elif isinstance(value, str | int | float) and not isinstance(value, bool) and _VARIABLE.fullmatch(key):
             draft.tell(Kind.DROPPED, key, value, note="nothing reads it")
         else:
             draft.tell(Kind.IMPOSSIBLE, key, value, note="no row of the table knows it: see what it does")
-
-
-def _has(values: Mapping[str, Any], key: str) -> bool:
-    node: Any = values
-    for part in key.split("."):
-        if not isinstance(node, Mapping) or part not in node:
-            return False
-        node = node[part]
-    return True
 
 
 def _takes_null(schema: type[PipelineConfig], key: str) -> bool:
@@ -188,17 +176,12 @@ def _takes_null(schema: type[PipelineConfig], key: str) -> bool:
     return found is not None and ".strategy_config." not in key and "null" in type_text(found[0], found[1])
 
 
-def _is_variable(key: str) -> bool:
-    """Names of the texts and patterns in files of environments, which only links read."""
-    return key.endswith(("_pattern", "_template", "_penalty"))
-
-
 def problems_of(text: str, schema: type[PipelineConfig], checks: Sequence[Rule] = ()) -> list[ConfigProblem]:
     """Problems of a configuration, read back as ``roll train`` would read it."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "imported.yaml").write_text(text, encoding="utf-8")
         try:
-            load_composed(schema, "imported", compose_config("imported", Path(folder), ()), checks)
+            load_config(schema, "imported", folder, extra_checks=checks)
         except ConfigErrors as errors:
             return errors.problems
     return []

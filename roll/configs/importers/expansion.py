@@ -6,7 +6,7 @@ import ast
 import operator
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import translate
 
@@ -148,9 +148,8 @@ def _closing(text: str, start: int) -> int | None:
     return None
 
 
-def _changed(value: str, how: str, replace: object) -> str | None:
+def _changed(value: str, how: str, replace: Callable[[str], str]) -> str | None:
     """``${A%b}``, ``${A##b}``, ``${A//b/c}``, ``${A,,}``, ``${A:1:2}``; ``None`` for other changes."""
-    assert callable(replace)
     if how in (",,", "^^"):
         return value.lower() if how == ",," else value.upper()
     if cut := re.fullmatch(r":(\d+)(?::(\d+))?", how):

@@ -46,12 +46,7 @@ def profiler_of_verl(draft: Draft) -> None:
         kept = {key: str(value) for key, value in given.items() if value is not None and key not in _BY_STEP}
         draft.derive([options, "global_profiler.tool"], "profiler.nsight", kept, "whole processes, not single steps")
         return
-    contents = [
-        name for theirs in chosen for name in draft.theirs(f"{theirs}.profiler.tool_config.torch.contents") or ()
-    ]
-    switches = (
-        ["memory"] if tool == "torch_memory" else [_VERL_CONTENTS[name] for name in contents if name in _VERL_CONTENTS]
-    )
+    switches = _verl_switches(draft, tool, [f"{theirs}.profiler" for theirs in chosen])
     _record(draft, ["global_profiler.steps", "global_profiler.tool"], steps, switches)
 
 
@@ -61,16 +56,21 @@ def profiler_of_verl_supervised(draft: Draft) -> None:
     if not draft.theirs("profiler.enable") or not isinstance(interval, list) or int(interval[0]) < 1:
         return
     keys = ["trainer.profile_interval", "profiler.enable", "profiler.tool"]
-    tool, contents = draft.theirs("profiler.tool"), draft.theirs("profiler.tool_config.torch.contents") or ()
+    tool = draft.theirs("profiler.tool")
     ranks = None if draft.theirs("profiler.all_ranks") else [int(rank) for rank in draft.theirs("profiler.ranks") or ()]
     draft.derive(["profiler.all_ranks", "profiler.ranks"], "profiler.ranks", [0] if ranks == [] else ranks)
     if tool == "nsys":
         draft.derive(keys, "profiler.nsight", {}, "whole processes, not single steps")
         return
-    switches = (
-        ["memory"] if tool == "torch_memory" else [_VERL_CONTENTS[name] for name in contents if name in _VERL_CONTENTS]
-    )
+    switches = _verl_switches(draft, tool, ["profiler"])
     _record(draft, keys, range(int(interval[0]), int(interval[1]) + 1), switches)
+
+
+def _verl_switches(draft: Draft, tool: object, sections: Sequence[str]) -> list[str]:
+    """What is recorded beside times, by the tool and its sections."""
+    contents = [name for each in sections for name in draft.theirs(f"{each}.tool_config.torch.contents") or ()]
+    asked = [_VERL_CONTENTS[name] for name in contents if name in _VERL_CONTENTS]
+    return ["memory"] if tool == "torch_memory" else asked
 
 
 _TIMELINES = ("ray_kwargs.timeline_json_file", "ray_init.timeline_json_file")

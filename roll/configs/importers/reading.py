@@ -15,11 +15,9 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from roll.configs.compose import apply_override, parse_overrides
+from roll.configs.compose import REFERENCE, apply_override, parse_overrides
 from roll.configs.importers.shell import ScriptError, read_script
 from roll.configs.shipped import SHIPPED
-
-_REFERENCE = re.compile(r"\$\{\s*([A-Za-z_]\w*)")
 
 
 class UnreadableError(ValueError):
@@ -69,8 +67,8 @@ def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
         notes += script.notes
         program = script.program
         if script.config is not None:
-            named = _named(script.config, file)
-            if named is None:
+            path = script.config if script.config.endswith((".yaml", ".yml")) else f"{script.config}.yaml"
+            if (named := find_file(path, _around(file))) is None:
                 notes.append(f"{script.config} is not beside the script: the defaults of {system} stand for it")
                 missing.append(script.config)
             else:
@@ -84,7 +82,7 @@ def read(system: str, files: Sequence[Path], overrides: Sequence[str]) -> Given:
         raise UnreadableError("; ".join(map(str, problems)))
     links = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(links, dict)
-    read_by_links = frozenset(_REFERENCE.findall(str(links)))
+    read_by_links = frozenset(REFERENCE.findall(str(links)))
     folders = list(dict.fromkeys(folder for file in files for folder in _around(file)))
     unresolved = {str(key): value for key, value in links.items()}
     return Given(_plain(tree), unresolved, read_by_links, notes, missing, folders, unread, program)
@@ -94,12 +92,6 @@ def find_file(path: str, folders: Sequence[Path]) -> Path | None:
     """The file that a script names by a path of its own, in the first of the folders that has it."""
     relative = Path(re.sub(r"^\$\{oc\.env:\w+\}/|^\$\(pwd\)/", "", path)).expanduser()
     return next((folder / relative for folder in folders if (folder / relative).is_file()), None)
-
-
-def _named(config: str, script: Path) -> Path | None:
-    """The configuration that a script names."""
-    path = config if config.endswith((".yaml", ".yml")) else f"{config}.yaml"
-    return find_file(path, _around(script))
 
 
 def _around(file: Path) -> list[Path]:

@@ -41,8 +41,7 @@ def _lines(imported: Imported) -> Iterator[str]:
             yield from textwrap.wrap(keys, WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
         else:
             yield from _told(outcomes)
-    counts = ", ".join(f"{sum(each.kind == kind for each in imported.outcomes)} {kind}" for kind in Kind)
-    yield counts
+    yield ", ".join(f"{sum(each.kind == kind for each in imported.outcomes)} {kind}" for kind in Kind)
     if imported.problems:
         count = len(imported.problems)
         yield f"the result needs {count} {'edit' if count == 1 else 'edits'}:"
@@ -54,7 +53,7 @@ def _lines(imported: Imported) -> Iterator[str]:
 
 def _told(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """One line for each key, notes below where they are long; what has the same note is told together."""
-    together: dict[tuple[str, str], list[str]] = {}
+    together: dict[str, list[str]] = {}
     for outcome in outcomes:
         if outcome.ours:
             seen = "" if outcome.seen is NOTHING else f" {show(outcome.seen)}"
@@ -65,7 +64,7 @@ def _told(outcomes: Sequence[Outcome]) -> Iterator[str]:
                 line + note, WIDTH, initial_indent="  ", subsequent_indent="      ", break_long_words=False
             )
         else:
-            together.setdefault((outcome.note, ""), []).append(outcome.key)
-    for (note, _), keys in together.items():
+            together.setdefault(outcome.note, []).append(outcome.key)
+    for note, keys in together.items():
         line = f"{', '.join(keys)}{f': {note}' if note else ''}"
         yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import functools
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -182,16 +183,10 @@ def advice(path: Sequence[str]) -> str | None:
 
 
 def _alike(parts: Sequence[str], path: Sequence[str]) -> int:
-    def same() -> Iterator[bool]:
-        for part, name in zip(reversed(parts), reversed(path), strict=False):
-            yield part == name or (part == _ROLE and name in ROLES)
-
-    count = 0
-    for equal in same():
-        if not equal:
-            break
-        count += 1
-    return count
+    """Last parts that are the same."""
+    pairs = zip(reversed(parts), reversed(path), strict=False)
+    same = (part == name or (part == _ROLE and name in ROLES) for part, name in pairs)
+    return sum(1 for _ in itertools.takewhile(bool, same))
 
 
 def yaml_text(value: Any) -> str:

@@ -98,21 +98,16 @@ def shorten(section: type[Config], values: Mapping[str, Any]) -> dict[str, Any]:
         if field is None:
             short[name] = value
             continue
-        inner = section_of(field.annotation)
-        entry = element_of(field.annotation)
+        inner, entry = section_of(field.annotation), section_of(element_of(field.annotation))
         if inner is not None and isinstance(value, dict):
             left = shorten(inner, value)
             if left or field.default is None:
                 short[name] = left
-        elif entry is not None and section_of(entry) is not None and isinstance(value, dict):
-            short[name] = {key: _entry(section_of(entry), each) for key, each in value.items()}
+        elif entry is not None and isinstance(value, dict):
+            short[name] = {key: shorten(entry, each) if isinstance(each, dict) else each for key, each in value.items()}
         elif name in ALWAYS or not _is_default(field, value):
             short[name] = value
     return short
-
-
-def _entry(section: type[Config] | None, value: Any) -> Any:
-    return shorten(section, value) if section is not None and isinstance(value, dict) else value
 
 
 def _is_default(field: FieldInfo, value: Any) -> bool:
