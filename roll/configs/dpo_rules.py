@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roll.configs.dpo import DPOConfig
-from roll.configs.offline_rules import OFFLINE_RULES, start_problems
-from roll.configs.preference import LOGISTIC, AnswerColumns
+from roll.configs.offline_rules import OFFLINE_RULES, column_problems
+from roll.configs.preference import LOGISTIC
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.rules import Rule
 
@@ -36,28 +36,14 @@ def check_reference(config: DPOConfig) -> Iterator[ConfigProblem]:
 
 def check_columns(config: DPOConfig) -> Iterator[ConfigProblem]:
     """No column is named that the loss does not read, and a pair is of two."""
-    columns, default = config.preferences, AnswerColumns()
     unread = ["label"] if config.in_pairs else ["chosen", "rejected", "margin"]
     if config.preference_loss not in LOGISTIC and config.in_pairs:
         unread.append("margin")
-    yield from [
-        ConfigProblem(
-            f"preferences.{key}",
-            getattr(columns, key),
-            f"nothing: {config.preference_loss} does not read it",
-            involves=("preference_loss",),
-        )
-        for key in unread
-        if getattr(columns, key) != getattr(default, key)
-    ]
+    columns = config.preferences
+    yield from column_problems("preferences", columns, unread, config.preference_loss, "preference_loss")
     if config.in_pairs and columns.chosen == columns.rejected:
         expected = "another column than preferences.chosen"
         yield ConfigProblem("preferences.rejected", columns.rejected, expected, involves=("preferences.chosen",))
 
 
-def check_start(config: DPOConfig) -> Iterator[ConfigProblem]:
-    """See ``start_problems``."""
-    yield from start_problems(config, "warm_start", config.warm_start, "pretrain")
-
-
-DPO_RULES: tuple[Rule, ...] = (*OFFLINE_RULES, check_reference, check_columns, check_start)
+DPO_RULES: tuple[Rule, ...] = (*OFFLINE_RULES, check_reference, check_columns)

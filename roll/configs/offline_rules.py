@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from roll.configs.data import DataArguments
 from roll.configs.offline import OfflineConfig
 from roll.configs.pipeline import TINY
+from roll.configs.preference import PairColumns
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompt_rules import TRAIN_DATA, VAL_DATA, check_datasets, check_templates
 from roll.configs.rules import Rule, sections, too_many_tokens
@@ -68,25 +69,35 @@ def check_responses(config: OfflineConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"{path}.response", None, "the column of the answer to imitate")
 
 
-def start_problems(
-    config: OfflineConfig, section: str, start: PromptWarmStartConfig, key: str
+def column_problems(
+    section: str, columns: PairColumns, unread: Iterable[str], loss: str, loss_key: str
 ) -> Iterator[ConfigProblem]:
-    """A warm start teaches a tiny model, and measures what it has learnt by its answers.
-
-    Args:
-        section: its section.
-        start: what that says.
-        key: the key of the model.
-    """
-    if not start.file_name:
-        return
-    path = f"{section}.file_name"
-    if getattr(config, key) != TINY:
-        yield ConfigProblem(path, start.file_name, "nothing: only a tiny model is taught", involves=(key,))
-    if config.actor_infer is None or not config.rewards:
-        expected = "nothing without actor_infer and rewards: answers tell how far the start has come"
-        yield ConfigProblem(path, start.file_name, expected, involves=("actor_infer", "rewards"))
+    """Columns that are named and that the loss does not read."""
+    for key in unread:
+        if (seen := getattr(columns, key)) != type(columns).model_fields[key].default:
+            yield ConfigProblem(f"{section}.{key}", seen, f"nothing: {loss} does not read it", involves=(loss_key,))
 
 
-OFFLINE_RULES: tuple[Rule, ...] = (check_datasets, check_templates, check_data_keys, check_answers, check_budgets)
+def check_starts(config: OfflineConfig) -> Iterator[ConfigProblem]:
+    """A warm start teaches a tiny model, and measures what it has learnt by its answers."""
+    for section, key in (("warm_start", "pretrain"), ("teacher_warm_start", "teacher_pretrain")):
+        start: PromptWarmStartConfig | None = getattr(config, section, None)
+        if start is None or not start.file_name:
+            continue
+        path = f"{section}.file_name"
+        if getattr(config, key) != TINY:
+            yield ConfigProblem(path, start.file_name, "nothing: only a tiny model is taught", involves=(key,))
+        if config.actor_infer is None or not config.rewards:
+            expected = "nothing without actor_infer and rewards: answers tell how far the start has come"
+            yield ConfigProblem(path, start.file_name, expected, involves=("actor_infer", "rewards"))
+
+
+OFFLINE_RULES: tuple[Rule, ...] = (
+    check_datasets,
+    check_templates,
+    check_data_keys,
+    check_answers,
+    check_budgets,
+    check_starts,
+)
 SFT_RULES: tuple[Rule, ...] = (*OFFLINE_RULES, check_responses)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from roll.configs.offline_rules import OFFLINE_RULES, datasets
+from roll.configs.offline_rules import OFFLINE_RULES, column_problems, datasets
 from roll.configs.problems import ConfigProblem
-from roll.configs.reward_training import RewardColumns, RewardTrainingConfig
+from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rules import Rule
 
 _READ_BY = {
@@ -30,17 +30,9 @@ def check_roles(config: RewardTrainingConfig) -> Iterator[ConfigProblem]:
 
 def check_columns(config: RewardTrainingConfig) -> Iterator[ConfigProblem]:
     """No column is named that the loss does not read; the answer's own is known where there is one."""
-    loss, default = config.reward_loss, RewardColumns()
-    yield from [
-        ConfigProblem(
-            f"answers.{key}",
-            getattr(config.answers, key),
-            f"nothing: {loss} does not read it",
-            involves=("reward_loss",),
-        )
-        for key, reader in _READ_BY.items()
-        if reader != loss and getattr(config.answers, key) != getattr(default, key)
-    ]
+    loss = config.reward_loss
+    unread = [key for key, reader in _READ_BY.items() if reader != loss]
+    yield from column_problems("answers", config.answers, unread, loss, "reward_loss")
     if loss == "regression":
         yield from [
             ConfigProblem(f"{path}.response", None, "the column of the answer", involves=("reward_loss",))

@@ -8,7 +8,7 @@ from roll.configs.algorithm import AlgorithmConfig
 from roll.configs.algorithm_names import STATE_ESTIMATORS
 from roll.configs.pipeline import TINY
 from roll.configs.problems import NOTHING, ConfigProblem
-from roll.configs.prompt_rules import TRAIN_DATA, VAL_DATA, check_datasets, check_templates
+from roll.configs.prompt_rules import TRAIN_DATA, VAL_DATA, check_datasets, check_templates, check_tiny_teacher
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import Rule, check_sampling, too_many_tokens
 from roll.configs.schema import did_you_mean
@@ -80,13 +80,6 @@ def check_demonstrations(config: RLVRConfig) -> Iterator[ConfigProblem]:
     if config.pretrain == TINY and not config.warm_start.file_name:
         expected = "demonstrations to warm-start the tiny model with"
         yield ConfigProblem("warm_start.file_name", NOTHING, expected, involves=("pretrain",))
-
-
-def check_teacher(config: RLVRConfig) -> Iterator[ConfigProblem]:
-    """A teacher that is made on the spot has something to imitate."""
-    if config.teacher_pretrain == TINY and not config.teacher_warm_start.file_name:
-        expected = "demonstrations to teach a tiny teacher with"
-        yield ConfigProblem("teacher_warm_start.file_name", NOTHING, expected, involves=("teacher_pretrain",))
 
 
 def check_teacher_prompt(config: RLVRConfig) -> Iterator[ConfigProblem]:
@@ -177,7 +170,7 @@ RLVR_RULES: tuple[Rule, ...] = (
     check_user,
     check_templates,
     check_demonstrations,
-    check_teacher,
+    check_tiny_teacher,
     check_teacher_prompt,
     check_answers,
     check_estimator,
