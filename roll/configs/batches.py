@@ -86,9 +86,10 @@ def _offline_lines(config: OfflineConfig) -> Iterator[str]:
     if not config.eval_only:
         epochs, total = config.num_train_epochs, config.max_steps
         steps = f"{_count(epochs, 'epoch')} of optimizer steps" if epochs else _count(total, "optimizer step")
+        each = "" if config.sequences_per_sample == 1 else f"{config.sequences_per_sample} × "
         yield (
             f"{steps}, each on {_global_batch(worker, samples)} of at most "
-            f"{_each(config)}{config.sequence_length} tokens; {_micro_batches(worker, samples)}"
+            f"{each}{config.sequence_length} tokens; {_micro_batches(worker, samples)}"
             f"{_warm_up(worker, None if epochs else total)}"
         )
     if config.validation is not None:
@@ -96,10 +97,6 @@ def _offline_lines(config: OfflineConfig) -> Iterator[str]:
         most = config.val_batch_size
         samples = f"every held-out {config.sample}" if most is None else f"at most {_count(most, config.sample)}"
         yield f"each evaluation: {samples}{answers}"
-
-
-def _each(config: OfflineConfig) -> str:
-    return "" if config.sequences_per_sample == 1 else f"{config.sequences_per_sample} × "
 
 
 def _global_batch(worker: WorkerConfig, noun: str) -> str:

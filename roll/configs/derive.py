@@ -26,14 +26,9 @@ def derive(values: Mapping[str, Any]) -> dict[str, Any]:
     for role in _ROLES:
         if isinstance(section := whole.get(role), dict):
             whole[role] = _role(section)
-    if isinstance(rewards := whole.get("rewards"), dict):
-        whole["rewards"] = {
-            name: _domain(section) if isinstance(section, dict) else section for name, section in rewards.items()
-        }
-    if isinstance(teachers := whole.get("teachers"), dict):
-        whole["teachers"] = {
-            name: _role(section) if isinstance(section, dict) else section for name, section in teachers.items()
-        }
+    for key, complete in (("rewards", _domain), ("teachers", _role)):
+        if isinstance(entries := whole.get(key), dict):
+            whole[key] = {name: complete(each) if isinstance(each, dict) else each for name, each in entries.items()}
     if whole.get("sequence_length") is None:
         lengths = [whole.get(key, _LENGTH) for key in ("prompt_length", "response_length")]
         if all(type(length) is int for length in lengths):
@@ -69,9 +64,8 @@ def _domain(section: Mapping[str, Any]) -> dict[str, Any]:
     if domain.get("num_gpus_per_worker") is None:
         domain.pop("num_gpus_per_worker", None)
         verifiers = domain.get("verifiers")
-        given = (
-            [each.get("args") for each in verifiers if isinstance(each, dict)] if isinstance(verifiers, list) else []
-        )
+        entries = verifiers if isinstance(verifiers, list) else []
+        given = [each.get("args") for each in entries if isinstance(each, dict)]
         sizes = [args.get("tensor_parallel_size") for args in given if isinstance(args, dict)]
         most = max((size for size in sizes if type(size) is int), default=1)
         if most > 1 and domain.get("device_mapping") is not None:

@@ -105,7 +105,9 @@ def explain(word: str, schemas: Schemas, parts: Sequence[Part]) -> Explanation:
     path = tuple(ALIASES.get(part, part) for part in word.partition("=")[0].split("."))
     known = all_keys(schemas, parts)
     named = [key for key in known if key.name == path[-1]]
-    exact = [key for key in named if any(_is(place, path) for place in key.places)]
+    exact = [
+        key for key in named if any(_ends(place, path) and place.count(".") + 1 == len(path) for place in key.places)
+    ]
     keys = exact or [key for key in named if any(_ends(place, path) for place in key.places)]
     foreign = [Foreign(system, row) for system in SYSTEMS for row in rows(system) if _calls(row, path)]
     passes = not keys and (len(path) == 1 or "strategy_config" in path)
@@ -180,10 +182,6 @@ def _ends(place: str, path: Sequence[str]) -> bool:
     return all(_same(part, name) for part, name in zip(parts[-len(path) :], path, strict=True))
 
 
-def _is(place: str, path: Sequence[str]) -> bool:
-    return _ends(place, path) and place.count(".") + 1 == len(path)
-
-
 def _calls(row: Row, path: Sequence[str]) -> bool:
     if (row.how == SECTION and not row.note) or not _same(row.parts[-1].replace("**", "<"), path[-1]):
         return False
@@ -195,7 +193,8 @@ def _means(target: str, key: Key) -> bool:
     last = target.rpartition(".")[2]
     if last == "**" or (last != key.name and not last.startswith("<")):
         return False
-    return any(target == place or _pattern(target).match(_concrete(place)) is not None for place in key.places)
+    concrete = [place.replace("<role>", ROLES[0]).split(".") for place in key.places]
+    return target in key.places or any(_pattern(target).match(place) is not None for place in concrete)
 
 
 @functools.cache
@@ -203,16 +202,10 @@ def _pattern(target: str) -> Row:
     return Row(target, None, "", (), "", (), "")
 
 
-def _concrete(place: str) -> list[str]:
-    return place.replace("<role>", ROLES[0]).split(".")
-
-
 def _passed_on(name: str) -> Iterator[Passed]:
-    for card in cards():
-        if card.source is not None:
-            arguments = card.source.signature(None).arguments
-            if name in arguments:
-                yield Passed(card.source.engine, name, arguments[name])
+    for source in (card.source for card in cards() if card.source is not None):
+        if name in (arguments := source.signature(None).arguments):
+            yield Passed(source.engine, name, arguments[name])
 
 
 def _alike(path: Sequence[str], known: Sequence[Key]) -> list[str]:

@@ -225,13 +225,10 @@ def _library_problems(library: Any, chosen: Any) -> Iterator[ConfigProblem]:
         if not isinstance(entry, dict):
             yield ConfigProblem(path, entry, "section")
         elif entry not in used:
-            yield from [problem.under(path) for problem in _entry_problems(entry)]
-
-
-def _entry_problems(entry: Mapping[str, Any]) -> list[ConfigProblem]:
-    given = {"env_type": "?", **entry}
-    missing = [] if "env_type" in entry else [ConfigProblem("env_type", NOTHING, "str", "is the tag spelt correctly?")]
-    return missing + section_problems(CustomEnvConfig, given, advise=_adviser(CustomEnvConfig))
+            if "env_type" not in entry:
+                yield ConfigProblem(f"{path}.env_type", NOTHING, "str", "is the tag spelt correctly?")
+            found = section_problems(CustomEnvConfig, {"env_type": "?", **entry}, advise=_adviser(CustomEnvConfig))
+            yield from [problem.under(path) for problem in found]
 
 
 def _option_problems(config: PipelineConfig) -> list[ConfigProblem]:
@@ -262,11 +259,8 @@ def _option_rules(config: PipelineConfig) -> list[ConfigProblem]:
 def _broken_paths(problems: Sequence[ConfigProblem]) -> list[str]:
     """Keys whose values are defaults only because what was given is wrong: also what a misspelt key was meant for."""
     paths = [path for problem in problems for path in (problem.path, *problem.involves)]
-    return [_canonical(re.sub(rf"^{LIBRARY}\.", "custom_envs.", path)) for path in paths]
-
-
-def _canonical(path: str) -> str:
-    return ".".join(ALIASES.get(part, part) for part in path.split("."))
+    whole = [re.sub(rf"^{LIBRARY}\.", "custom_envs.", path) for path in paths]
+    return [".".join(ALIASES.get(part, part) for part in path.split(".")) for path in whole]
 
 
 def _rests_on(problem: ConfigProblem, broken: Sequence[str]) -> bool:

@@ -103,7 +103,6 @@ class ModelArguments(Config):
             if self.lora_exclude is not None and "all-linear" not in self.lora_targets:
                 expected = "null where lora_target names its layers: it leaves some of all-linear out"
                 yield self.problem("lora_exclude", expected, "lora_target")
-                return
             return
         if self.lora_target is not None:
             yield self.problem("lora_target", "names of layers, all-linear, or null")

@@ -88,11 +88,7 @@ class PromptsConfig(PipelineConfig):
         """Everything that gets worker processes: the model roles, the rollout workers and the rewards."""
         if self.actor_infer is None:
             return super().clusters
-        rollout = WorkerConfig(
-            world_size=self.rollout_workers.world_size,
-            worker_cls=self.rollout_workers.worker_cls,
-            system_envs=self.rollout_workers.system_envs,
-        )
+        rollout = WorkerConfig.model_validate(dict(self.rollout_workers))
         rewards = {f"{REWARD_CLUSTER}{name}": reward.worker_config() for name, reward in self.rewards.items()}
         return {**super().clusters, ROLLOUT_CLUSTER: rollout, **rewards}
 

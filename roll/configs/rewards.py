@@ -72,13 +72,7 @@ class RewardWorkers(Config):
 
     def worker_config(self) -> WorkerConfig:
         """The processes as a cluster."""
-        return WorkerConfig(
-            world_size=self.world_size,
-            device_mapping=self.device_mapping,
-            num_gpus_per_worker=self.num_gpus_per_worker,
-            worker_cls=self.worker_cls,
-            system_envs=self.system_envs,
-        )
+        return WorkerConfig.model_validate({key: getattr(self, key) for key in RewardWorkers.model_fields})
 
     def problems(self) -> Iterator[ConfigProblem]:
         yield from self.worker_config().problems()

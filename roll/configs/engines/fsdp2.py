@@ -98,11 +98,8 @@ class Fsdp2Card(EngineCard):
             yield ConfigProblem(f"{base}.fsdp_size", options.fsdp_size, expected, involves=devices)
         for key in ("save_contents", "load_contents") if options.checkpoint == "sharded" else ():
             if "optimizer" not in (seen := getattr(config.checkpoint_config, key)):
-                path, expected = (
-                    f"checkpoint_config.{key}",
-                    f"the optimizer too with {base}.checkpoint sharded: one file",
-                )
-                yield ConfigProblem(path, seen, expected, involves=(f"{base}.checkpoint",))
+                expected = f"the optimizer too with {base}.checkpoint sharded: one file"
+                yield ConfigProblem(f"checkpoint_config.{key}", seen, expected, involves=(f"{base}.checkpoint",))
         if role == "actor_train" and config.uses_lora and options.tensor_parallel_size > 1:
             expected = f"1 with {role}.model_args.lora_target, whose layers are not split"
             key, involved = f"{base}.tensor_parallel_size", (f"{role}.model_args.lora_target",)

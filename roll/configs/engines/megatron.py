@@ -268,8 +268,11 @@ class MegatronCard(EngineCard):
             name, key = worker.strategy_args.strategy_name, f"{role}.model_args.trust_remote_code"
             expected = f"false with {name}, which computes models in Megatron's own code; fsdp2 and hf_infer run theirs"
             yield ConfigProblem(key, True, expected)
-        if (options.model_extra or {}).get("moe_router_fusion") and role == "actor_train":
-            yield from _fusion_problems(worker)
+        mode, fused = worker.router_replay.mode, (options.model_extra or {}).get("moe_router_fusion")
+        if fused and role == "actor_train" and mode != "disable":  # a fused router does not ask which experts to take
+            key, replay = f"{role}.strategy_args.strategy_config.moe_router_fusion", f"{role}.router_replay.mode"
+            expected = f"false with router_replay {mode}: the fused kernel chooses by itself"
+            yield ConfigProblem(key, True, expected, involves=(replay,))
         if worker.num_workers % options.model_parallel_size == 0:
             yield from _expert_problems(role, worker, options)
             yield from _recompute_problems(role, worker, options)
@@ -281,14 +284,6 @@ class MegatronCard(EngineCard):
             yield options.problem("moe_grouped_gemm", "false").under(base)
         if options.attention_backend not in (None, "auto"):
             yield options.problem("attention_backend", "null or auto").under(base)
-
-
-def _fusion_problems(worker: WorkerConfig) -> Iterator[ConfigProblem]:
-    """A fused router does not ask which experts to take."""
-    if worker.router_replay.mode != "disable":
-        key, replay = "actor_train.strategy_args.strategy_config.moe_router_fusion", "actor_train.router_replay.mode"
-        expected = f"false with router_replay {worker.router_replay.mode}: the fused kernel chooses by itself"
-        yield ConfigProblem(key, True, expected, involves=(replay,))
 
 
 def _expert_problems(role: str, worker: WorkerConfig, options: MegatronConfig) -> Iterator[ConfigProblem]:
