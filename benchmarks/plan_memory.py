@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from roll.configs.worker import WorkerConfig
-from roll.preflight.plan.memory import RoleMemory, Surroundings, hf_generator_memory, trainer_memory
-from roll.preflight.plan.process import PROCESS_BYTES
+from roll.preflight.plan.memory import PROCESS_BYTES, RoleMemory, Surroundings, hf_generator_memory, trainer_memory
 from roll.preflight.plan.shapes import ModelShape
 from roll.preflight.plan.work import Lengths, Role
 

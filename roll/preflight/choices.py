@@ -209,23 +209,19 @@ def check_replay(config: PipelineConfig) -> Iterator[ConfigProblem]:
 
 def _workers(config: PipelineConfig) -> Iterator[tuple[str, WorkerConfig]]:
     """The key and section of everything that gets processes, and of roles that are given but not used."""
-    yield from (
-        dict(sections(config)) | {config.key_of(name): worker for name, worker in config.clusters.items()}
-    ).items()
+    clusters = {config.key_of(name): worker for name, worker in config.clusters.items()}
+    yield from (dict(sections(config)) | clusters).items()
 
 
 def check_strategies(config: PipelineConfig) -> Iterator[ConfigProblem]:
     """Strategies exist, and each does what its role needs."""
     for role, worker in sections(config):
-        name, card, path = worker.strategy_args.strategy_name, worker.strategy_args.card, f"{role}.strategy_args"
-        path, task = f"{path}.strategy_name", task_of(role)
-        able = strategy_names(task)
+        name, card, task = worker.strategy_args.strategy_name, worker.strategy_args.card, task_of(role)
+        path, able = f"{role}.strategy_args.strategy_name", strategy_names(task)
         if card is None and name not in STRATEGIES:
             yield from _path_problems(path, name, able)
         elif card is not None and not card.strategy(name).plays(role):
-            near = nearest_name(name, able)
-            hint = f"did you mean {near}?" if near else ""
-            yield ConfigProblem(path, name, f"a strategy that {task}: {', '.join(able)}", hint)
+            yield ConfigProblem(path, name, f"a strategy that {task}: {', '.join(able)}", _meant(name, able))
 
 
 def check_engine_options(config: PipelineConfig) -> Iterator[ConfigProblem]:
@@ -359,8 +355,7 @@ def _path_problems(key: str, path: str, names: Sequence[str], files: bool = Fals
     """
     module, colon, attribute = path.partition(":") if ":" in path else path.rpartition(".")
     known = ", ".join([*names, "package.module:attribute", *(["folder/file.py:attribute"] if files else [])])
-    near = nearest_name(path, names)
-    hint = f"did you mean {near}?" if near else ""
+    hint = _meant(path, names)
     if module.endswith(".py") and attribute.isidentifier() and files:
         if not Path(module).expanduser().is_file():
             yield ConfigProblem(key, path, f"a file that is there; there is no {module}")
@@ -371,11 +366,12 @@ def _path_problems(key: str, path: str, names: Sequence[str], files: bool = Fals
         yield ConfigProblem(key, path, f"a module that can be imported; there is no {module}", hint)
 
 
-def nearest_name(name: str, names: Sequence[str]) -> str | None:
-    """The most similar of the names: one that begins alike before one that is spelt alike."""
+def _meant(name: str, names: Sequence[str]) -> str:
+    """A hint at the most similar of the names: one that begins alike before one that is spelt alike."""
     word = name.partition("_")[0]
     alike = [each for each in names if word and each.startswith(word)]
-    return nearest(name, alike) or next(iter(alike), None) or nearest(name, names)
+    near = nearest(name, alike) or next(iter(alike), None) or nearest(name, names)
+    return f"did you mean {near}?" if near else ""
 
 
 def _exists(module: str) -> bool:

@@ -33,7 +33,8 @@ def check_models(config: PipelineConfig) -> Iterator[ConfigProblem]:
         if model == TINY:
             continue
         if (folder / "config.json").is_file():
-            trusts = any(worker.model_args.trust_remote_code for worker in _readers(config, model).values())
+            readers = [worker for role, worker in sections(config) if config.model_of(role) == model]
+            trusts = any(worker.model_args.trust_remote_code for worker in readers)
             _, problem = _read_config(model, trust_remote_code=trusts)
             if problem and "trust_remote_code" not in problem:  # see check_trust
                 yield ConfigProblem(key, model, "a model that Transformers knows", problem)
@@ -74,11 +75,6 @@ def check_trust(config: PipelineConfig) -> Iterator[ConfigProblem]:
             expected = f"true, for a model that comes with code of its own ({files}), once you have read it"
             key = f"{role}.model_args.trust_remote_code"
             yield ConfigProblem(key, False, expected, f"the model is {model}", involves=("pretrain",))
-
-
-def _readers(config: PipelineConfig, model: str) -> dict[str, WorkerConfig]:
-    """The roles that start from a model."""
-    return {role: worker for role, worker in sections(config) if config.model_of(role) == model}
 
 
 def trusted_code(config: PipelineConfig) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def doctor(
         from roll.preflight.doctor.nodes import check_cluster
 
         findings += examine("cluster", partial(check_cluster, address, output_dir))
-    findings = [Finding(**redact(_fields(finding))) for finding in findings]
+    findings = [Finding(**redact(asdict(finding))) for finding in findings]
     sys.stdout.write(as_json(findings) if json else page(findings))
     return exit_code(findings)
 
@@ -56,7 +57,3 @@ def machine_findings(output_dir: Path, more: Mapping[str, Check] | None = None) 
     }
     with ThreadPoolExecutor(len(checks)) as pool:
         return [finding for found in pool.map(examine, checks, checks.values()) for finding in found]
-
-
-def _fields(finding: Finding) -> dict[str, str]:
-    return {name: getattr(finding, name) for name in finding.__slots__}

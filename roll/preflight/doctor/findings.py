@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Literal, TypeAlias
 
 Level = Literal["ok", "warning", "error"]
@@ -43,11 +43,6 @@ def examine(name: str, check: Check) -> list[Finding]:
         return [
             Finding("warning", name, f"could not be checked: {type(error).__name__}: {error}", "Look at it by hand.")
         ]
-
-
-def on_node(node: str, findings: Iterable[Finding]) -> list[Finding]:
-    """The same findings as those of a machine of a cluster."""
-    return [replace(finding, node=node) for finding in findings]
 
 
 def exit_code(findings: Iterable[Finding]) -> int:

@@ -6,13 +6,13 @@ import platform
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from roll import __version__
-from roll.preflight.doctor.findings import Finding, judged, on_node
+from roll.preflight.doctor.findings import Finding, judged
 
 COMPARED = ("torch", "ray", "transformers", "numpy")
 SKEW_S, LARGE_SKEW_S = 1.0, 30.0
@@ -98,7 +98,8 @@ def _examine_nodes(output_dir: Path) -> Iterator[Finding]:
             fix = "Install the same environment, roll included, at the same place on every machine."
             yield Finding("error", "cluster", seen, fix)
             continue
-        reports.append(NodeReport(host, versions, ahead, doubt, on_node(f"{host} ({name[:8]})", findings)))
+        own = [replace(finding, node=f"{host} ({name[:8]})") for finding in findings]
+        reports.append(NodeReport(host, versions, ahead, doubt, own))
     yield Finding("ok", "cluster", f"{len(reports)} of {len(nodes)} machines examined")
     yield from compare(own_versions(), reports)
     yield from (finding for report in reports for finding in report.findings)

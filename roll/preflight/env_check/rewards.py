@@ -9,7 +9,7 @@ from roll.configs.schema import nearest
 from roll.preflight.env_check.findings import Finding
 from roll.preflight.env_check.plays import Episode, Moment, Play, shown
 from roll.preflight.env_check.texts import NONSENSE, tricks
-from roll.preflight.env_check.trial import Trial, once
+from roll.preflight.env_check.trial import Trial, said
 
 _MOST_REWARD = 1000.0
 _SAME = 1e-6
@@ -67,10 +67,10 @@ async def resists(trial: Trial) -> AsyncIterator[Finding]:
     for episode in trial.episodes[: 1 if trial.is_slow else _TRICKED_SEEDS]:
         if any(finding.endswith("timeout") for finding in broken):
             break  # it would take as long again
-        due = [(await once(trial, episode.seed, text)).moments[-1] for text in NONSENSE]
-        said = tricks(episode.moments[0].observation, trial.instruction, trial.names or trial.answers, won)
-        for name, text in said:
-            tricked = await once(trial, episode.seed, text)
+        due = [(await said(trial, episode.seed, text)).moments[-1] for text in NONSENSE]
+        first, answers = episode.moments[0].observation, trial.names or trial.answers
+        for name, text in tricks(first, trial.instruction, answers, won):
+            tricked = await said(trial, episode.seed, text)
             if tricked.failure is not None:
                 broken.setdefault(tricked.failure.finding, {})[name] = tricked.failure.words
                 continue
@@ -89,7 +89,7 @@ async def _bounty(trial: Trial, tricked: Episode, due: Sequence[Moment]) -> str 
     """Says what a trick was given that nonsense, or the action that it names, is not."""
     moment, action = tricked.moments[-1], tricked.moments[-1].info.get("action")
     if action in trial.names and re.search(rf"\b{re.escape(action)}\b", tricked.texts[-1], re.IGNORECASE):
-        due = [(await once(trial, tricked.seed, trial.form.format(action))).moments[-1]]
+        due = [(await said(trial, tricked.seed, trial.form.format(action))).moments[-1]]
     most = max(each.task_reward for each in due)
     if moment.task_reward > most + _SAME:
         return f"was paid {moment.task_reward:g} where {most:g} is due"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import random
 import statistics
@@ -117,7 +118,7 @@ async def plays(trial: Trial) -> AsyncIterator[Finding]:
         trial.form = FORMATS[0]
         understood: list[str | None] = []
         for form in FORMATS:
-            episode = await once(trial, subject.seeds[0], form.format(trial.names[0]))
+            episode = await said(trial, subject.seeds[0], form.format(trial.names[0]))
             if episode.failure is not None:
                 yield Finding(episode.failure.finding, episode.failure.words)
                 raise StopCheckError
@@ -125,15 +126,16 @@ async def plays(trial: Trial) -> AsyncIterator[Finding]:
         if trial.names[0] in understood:
             trial.form = FORMATS[understood.index(trial.names[0])]
         else:
-            said = trial.form.format(trial.names[0])
-            yield Finding("actions-not-understood", f"info['action'] was {understood[0]!r} after {said}")
+            action = trial.form.format(trial.names[0])
+            yield Finding("actions-not-understood", f"info['action'] was {understood[0]!r} after {action}")
     trial.answers = list(subject.answers) or [trial.form.format(name) for name in trial.names]
     started = time.perf_counter()
     for index, seed in enumerate(subject.seeds):
         share = _EXPERT_SHARES[index % len(_EXPERT_SHARES)]
         trial.episodes.append(await _scripted(trial, seed, share))
         if trial.episodes[-1].failure is None:
-            trial.idle.append(await _nonsense(trial, seed))
+            nonsense = itertools.islice(itertools.cycle(NONSENSE), subject.max_steps)
+            trial.idle.append(await said(trial, seed, *nonsense))
         failure = trial.episodes[-1].failure or trial.idle[-1].failure
         if failure is not None:
             yield Finding(failure.finding, failure.words)
@@ -175,18 +177,9 @@ async def _expert(trial: Trial, runner: EnvRunner) -> list[str]:
     return [] if odd else names
 
 
-async def _nonsense(trial: Trial, seed: int) -> Episode:
-    subject = trial.subject
-    play = Play(subject.runner(), seed)
-    texts = [NONSENSE[turn % len(NONSENSE)] for turn in range(subject.max_steps)]
-    episode = await play.finish(texts)
-    play.runner.close()
-    return episode
-
-
-async def once(trial: Trial, seed: int, text: str) -> Episode:
-    """One step of a new episode in a new environment."""
+async def said(trial: Trial, seed: int, *texts: str) -> Episode:
+    """A new episode in a new environment, as far as these texts bring it."""
     play = Play(trial.subject.runner(), seed)
-    episode = await play.finish([text])
+    episode = await play.finish(texts)
     play.runner.close()
     return episode

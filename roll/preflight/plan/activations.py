@@ -50,8 +50,7 @@ def _adapter_per_token(role: Role) -> int:
     """An adapter is float32: its input once more where the model is not, and its narrow middle."""
     assert role.lora is not None
     rank, targets = role.lora
-    sizes = role.shape.linear_sizes
-    chosen = [sizes[name] for name in sizes if name in targets or "all-linear" in targets]
+    chosen = role.shape.adapted(targets)
     copies = sum(inputs for inputs, _ in chosen) if role.compute_bytes < FLOAT else 0
     return FLOAT * (copies + rank * len(chosen))
 

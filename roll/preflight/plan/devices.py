@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
+from typing import Any
 
 from roll.preflight.doctor.limits import cores, memory_bytes
 from roll.preflight.plan import probe
@@ -76,14 +77,14 @@ def parse_devices(text: str) -> Device:
     Raises:
         ValueError: no such name, key or number.
     """
-    name, *changes = (part.strip() for part in text.split(","))
+    kind, *changes = (part.strip() for part in text.split(","))
     known = {each.lower(): device for each, device in GPUS.items()}
-    if name.upper() == CPU:
+    if kind.upper() == CPU:
         device = this_cpu()
-    elif name.lower() in known:
-        device = known[name.lower()]
+    elif kind.lower() in known:
+        device = known[kind.lower()]
     else:
-        raise ValueError(f"--devices: seen {name!r}, expected one of {CPU}, {', '.join(GPUS)}")
+        raise ValueError(f"--devices: seen {kind!r}, expected one of {CPU}, {', '.join(GPUS)}")
     for change in changes:
         key, _, value = change.partition("=")
         try:
@@ -93,18 +94,12 @@ def parse_devices(text: str) -> Device:
             raise ValueError(f"--devices: seen {change!r}, expected {expected}") from None
         if number <= 0:
             raise ValueError(f"--devices: seen {change!r}, expected a positive number")
-        device = _changed(device, key, number)
+        name = "flops" if key == "tflops" else key
+        changed: dict[str, Any] = {name: int(number) if key == "memory" else number}
+        if key == "tflops" and device.kind == "cpu":
+            changed["fp32_flops"] = number
+        device = replace(device, **changed)
     return device
-
-
-def _changed(device: Device, key: str, number: float) -> Device:
-    if key == "memory":
-        return replace(device, memory=int(number))
-    if key == "tflops":
-        return replace(device, flops=number, fp32_flops=number if device.kind == "cpu" else device.fp32_flops)
-    if key == "bandwidth":
-        return replace(device, bandwidth=number)
-    return replace(device, link=number) if key == "link" else replace(device, efficiency=number)
 
 
 def this_device() -> Device:
@@ -129,23 +124,7 @@ def known_gpu(name: str) -> Device | None:
 
 def this_cpu() -> Device:
     """The machine that this process is on; its rates are tried out, which takes about a quarter of a second."""
-    flops, bandwidth = _measured()
-    number = cores()
-    return Device(
-        CPU,
-        "cpu",
-        memory_bytes(),
-        flops,
-        flops,
-        bandwidth,
-        bandwidth / 2,
-        efficiency=0.5,
-        cores=number,
-    )
-
-
-def _measured() -> tuple[float, float]:
-    """Operations per second of float32 products on one core, and bytes per second of a copy."""
     told = subprocess.run([sys.executable, probe.__file__], capture_output=True, text=True, check=True).stdout
     flops, bandwidth = map(float, told.split())
-    return flops, bandwidth
+    rates = (flops, flops, bandwidth, bandwidth / 2)
+    return Device(CPU, "cpu", memory_bytes(), *rates, efficiency=0.5, cores=cores())

@@ -60,7 +60,9 @@ def hosted_models(config: PipelineConfig) -> Iterator[Hosted]:
                 if verifier.name == "reward_model":
                     found = _reward_model(RewardModelConfig.model_validate(verifier.args), cluster, key, workers)
                 elif verifier.name == "judge":
-                    found = _judge(JudgeConfig.model_validate(verifier.args), cluster, key, workers)
+                    args = JudgeConfig.model_validate(verifier.args)
+                    model_key, hosted = f"{key}.judge_model_name", args.judge_model_type == "inference"
+                    found = _asked(model_key, args.judge_model_name, args, cluster, workers) if hosted else None
                 else:
                     continue
             except ValidationError:
@@ -86,13 +88,6 @@ def _reward_model(args: RewardModelConfig, cluster: str, key: str, workers: Work
         longest=args.max_length,
         ranks=args.tensor_parallel_size,
     )
-
-
-def _judge(args: JudgeConfig, cluster: str, key: str, workers: WorkerConfig) -> Hosted | None:
-    """``None``: others serve it."""
-    if args.judge_model_type != "inference":
-        return None
-    return _asked(f"{key}.judge_model_name", args.judge_model_name, args, cluster, workers)
 
 
 def _asked(key: str, model: str, args: JudgeConfig | AskedModelConfig, cluster: str, workers: WorkerConfig) -> Hosted:

@@ -11,10 +11,19 @@ from roll.preflight.plan.activations import (
     logits_bytes,
     training_activations,
 )
-from roll.preflight.plan.process import HEAP_BYTES, HEAP_SHARES
 from roll.preflight.plan.work import Layout, Lengths, Role, layout_of
 
 MIB, GIB = 2**20, 2**30
+PROCESS_BYTES = 480 * 2**20
+"""Resident memory of a worker that has imported Ray, PyTorch and Transformers and computed something, on a CPU; this
+and the shares below are what ``benchmarks/plan_memory.py`` measures."""
+HEAP_SHARES, HEAP_BYTES = {"train": 0.6, "logprobs": 0.3}, 256 * 2**20
+"""Freed memory that the C library keeps and what libraries take beside PyTorch, in parts of what a phase uses, and at
+most (``roll.utils.memory.KEPT_BYTES``). The shares are fitted to measurements."""
+LIGHT_BYTES = 350 * 2**20
+"""Of a worker without a model: environments, rewards; and of Ray's own processes, each. An estimate."""
+CONTEXT_BYTES = 700 * 2**20
+"""Device memory of a CUDA context with the libraries of PyTorch. An estimate."""
 PARTS = ("weights", "gradients", "moments", "activations", "logits", "kv cache", "buckets", "heap", "process")
 PHASES = ("load", "sync", "rollout", "logprobs", "train")
 BUCKETS_HELD = {"cpu": 2, "gpu": 1}
@@ -83,7 +92,7 @@ def trainer_memory(role: Role, around: Surroundings) -> RoleMemory:
     """A worker that takes optimizer steps, or scores samples."""
     layout = layout_of(role)
     states = _states(role, layout) | {"process": around.process}
-    read = _loading(role) if around.on_cpu else 0
+    read = FLOAT * role.parameters if around.on_cpu else 0  # rank 0 reads the checkpoint as float32 beside its weights
     phases = {"load": states | {"weights": states["weights"] + read, "gradients": 0, "moments": 0}}
     if around.scores:
         phases["logprobs"] = _added(states, _scoring(role, layout, around))
@@ -111,28 +120,22 @@ def _states(role: Role, layout: Layout) -> Parts:
     stored = c if role.frozen or layout.low_weights else FLOAT
     trained = role.updated if role.trained else 0
     moments = 2 * FLOAT + (FLOAT if layout.low_weights else 0)
-    host = layout.host_states
     return {
         "weights": (stored * own + FLOAT * adapter) // layout.weights,
         # Those of shards exist from the backward pass to the optimizer step alone.
         "gradients": 0 if layout.gathered else FLOAT * trained // layout.gradients,
-        "moments": 0 if host else moments * trained // layout.moments,
+        "moments": 0 if layout.host_states else moments * trained // layout.moments,
     }
-
-
-def _loading(role: Role) -> int:
-    """Rank 0 reads the checkpoint as float32 beside its own weights."""
-    return FLOAT * role.parameters
 
 
 def _gathered(role: Role, layout: Layout) -> int:
     """Weights that are whole while they are used: the root's until the end, and two layers, or all that were used."""
     if not layout.gathered:
         return 0
-    shape, share = role.shape, role.compute_bytes
+    shape = role.shape
     root = shape.embedding * (1 if shape.tied or role.head != "lm" else 2)
     layers = shape.layer * (shape.layers if layout.keeps_gathered else min(2, shape.layers))
-    return share * (root + layers) // layout.tensor
+    return role.compute_bytes * (root + layers) // layout.tensor
 
 
 def _scoring(role: Role, layout: Layout, around: Surroundings) -> Parts:
@@ -160,8 +163,7 @@ def _training(role: Role, layout: Layout, around: Surroundings) -> Parts:
     largest = 0 if role.frozen else FLOAT * shape.embedding // layout.tensor
     extra = max(0, one + largest - logits)
     if layout.gathered:  # shards of gradients, and those of the largest parts before they are scattered
-        trained = role.updated
-        extra += FLOAT * trained // layout.gradients
+        extra += FLOAT * role.updated // layout.gradients
         extra += 0 if role.frozen else (role.compute_bytes + FLOAT) * (shape.embedding + shape.layer) // layout.tensor
     return {
         "weights": _gathered(role, layout) + copies,
@@ -176,8 +178,7 @@ def hf_generator_memory(role: Role, around: Surroundings) -> RoleMemory:
     shape, c = role.shape, role.compute_bytes
     weights = c * role.parameters + FLOAT * role.adapter
     if role.lora is not None:  # the base weights of adapted layers are kept beside the merged ones
-        sizes = shape.linear_sizes
-        weights += c * shape.layers * sum(a * b for name, (a, b) in sizes.items() if _adapted(role, name))
+        weights += c * shape.layers * sum(inputs * outputs for inputs, outputs in shape.adapted(role.lora[1]))
     states = {"weights": weights, "process": around.process}
     running = min(around.max_running, around.requests)
     rows = max(running, LEAST_ROWS) if around.on_cpu else running
@@ -232,10 +233,6 @@ def external_generator_memory(role: Role, around: Surroundings, share: float) ->
     # On a GPU the cache is away while weights come.
     receiving = states if around.on_cpu else states | {"kv cache": 0}
     return RoleMemory(states, {"sync": _added(receiving, arriving), "rollout": _added(states, {"logits": drawn})})
-
-
-def _adapted(role: Role, name: str) -> bool:
-    return role.lora is not None and ("all-linear" in role.lora[1] or name in role.lora[1])
 
 
 def _added(parts: Parts, more: Parts) -> Parts:

@@ -68,11 +68,8 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         for phase in plan.phases:
             if phase in memory.phases:
                 sizes = [memory.phases[phase].get(part, 0) for part in used]
-                yield (role, phase, *(f"{size / unit:.2f}" if size else "-" for size in sizes), _sum(sizes, unit))
-
-
-def _sum(sizes: Sequence[int], unit: int) -> str:
-    return f"{sum(sizes) / unit:.2f}"
+                shown = [f"{size / unit:.2f}" if size else "-" for size in sizes]
+                yield (role, phase, *shown, f"{sum(sizes) / unit:.2f}")
 
 
 def _room_rows(plan: Plan) -> Iterator[tuple[str, ...]]:

@@ -27,14 +27,16 @@ from roll.preflight.plan import timing
 from roll.preflight.plan.devices import Device
 from roll.preflight.plan.hosted import Hosted, hosted_models, together
 from roll.preflight.plan.memory import (
+    CONTEXT_BYTES,
+    LIGHT_BYTES,
     PHASES,
+    PROCESS_BYTES,
     RoleMemory,
     Surroundings,
     external_generator_memory,
     hf_generator_memory,
     trainer_memory,
 )
-from roll.preflight.plan.process import CONTEXT_BYTES, LIGHT_BYTES, PROCESS_BYTES
 from roll.preflight.plan.shapes import ModelShape
 from roll.preflight.plan.timing import Duration, Samples
 from roll.preflight.plan.work import Lengths, Role

@@ -149,11 +149,13 @@ class ModelShape:
             return self.inner
         return self.experts_per_token * self.expert_inner + self.shared_inner
 
+    def adapted(self, targets: Sequence[str]) -> list[tuple[int, int]]:
+        """Inputs and outputs of a layer's linear maps that get an adapter; ``all-linear`` are all of them."""
+        return [size for name, size in self.linear_sizes.items() if name in targets or "all-linear" in targets]
+
     def adapter(self, rank: int, targets: Sequence[str]) -> int:
-        """Parameters of a LoRA adapter on these linear maps; ``all-linear`` are all of a layer."""
-        sizes = self.linear_sizes
-        chosen = sizes if "all-linear" in targets else {name: sizes[name] for name in targets if name in sizes}
-        return self.layers * sum(rank * (inputs + outputs) for inputs, outputs in chosen.values())
+        """Parameters of a LoRA adapter on these linear maps."""
+        return self.layers * sum(rank * (inputs + outputs) for inputs, outputs in self.adapted(targets))
 
     def kv_bytes(self, number_bytes: int) -> int:
         """Keys and values of one token in all layers, in bytes."""
