@@ -8,13 +8,13 @@ from typing import Any
 from roll.configs.algorithm_names import SWITCHES
 from roll.configs.devices import parse_device_mapping
 from roll.configs.engine_rules import UNREAD
+from roll.configs.engines import card_of
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.inert import unread
 from roll.configs.problems import NOTHING
 from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import TRAINED
 
-_MEGATRON_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 _UNREAD = {
     role: (*sections, *(key for key in UNREAD.get(role, ((), ""))[0] if key != "router_replay"))
     for role, sections in {
@@ -148,13 +148,10 @@ def tidy_engines(draft: Draft) -> None:
 
 def parallel_sizes(draft: Draft, role: str) -> int:
     """Devices that hold one copy of a role's model and share its sequences."""
-    base = f"{role}.strategy_args.strategy_config"
-    size = draft.get(f"{role}.model_args.ulysses_size", 1) or 1
-    name = draft.get(f"{role}.strategy_args.strategy_name", "")
-    keys = _MEGATRON_SIZES if name.startswith("megatron") else ("tensor_parallel_size",)
-    for key in keys if name.startswith(("megatron", "fsdp2")) else ():
-        size *= draft.get(f"{base}.{key}", 1) or 1
-    return int(size)
+    card, size = card_of(draft.get(f"{role}.strategy_args.strategy_name", "")), 1
+    for key in card.options().parallel_sizes if card else ():
+        size *= draft.get(f"{role}.strategy_args.strategy_config.{key}", 1) or 1
+    return int(size * (draft.get(f"{role}.model_args.ulysses_size", 1) or 1))
 
 
 def sequence_ranks(draft: Draft, role: str) -> int:

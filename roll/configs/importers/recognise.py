@@ -28,7 +28,7 @@ def system_of(file: Path) -> str | None:
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".sh":
             words = [word.strip("\"'{}()") for word in text.replace("=", " ").split()]
-            return next((name for name in SYSTEMS if any(ENTRIES[name].search(word) for word in words)), None)
+            return next((name for name in SYSTEMS if any(ENTRIES[name][0].search(word) for word in words)), None)
         content = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
         return None

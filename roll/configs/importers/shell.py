@@ -11,21 +11,13 @@ from roll.configs.importers.branches import Branches
 from roll.configs.importers.expansion import HASH, LITERAL_DOLLAR, QUOTED, SPACE, Scope
 
 ENTRIES = {
-    "verl": re.compile(r"(?:^|[./])(?:main_\w+|fully_async_main)(?:\.py)?$"),
-    "verl_sft": re.compile(r"(?:^|[./])(?:\w+_)?sft_trainer(?:_\w+)?(?:\.py)?$"),
-    "chatlearn": re.compile(r"(?:^|/)entrypoint\.py$"),
-    "mindspeed": re.compile(r"(?:^|/)train_(?:grpo|ppo|dapo|orm)\.py$"),
-    "roll": re.compile(r"(?:^|/)start_\w+_pipeline\.py$"),
+    "verl": (re.compile(r"(?:^|[./])(?:main_\w+|fully_async_main)(?:\.py)?$"), "verl.trainer.main_ppo"),
+    "verl_sft": (re.compile(r"(?:^|[./])(?:\w+_)?sft_trainer(?:_\w+)?(?:\.py)?$"), "verl.trainer.sft_trainer"),
+    "chatlearn": (re.compile(r"(?:^|/)entrypoint\.py$"), "entrypoint.py"),
+    "mindspeed": (re.compile(r"(?:^|/)train_(?:grpo|ppo|dapo|orm)\.py$"), "train_grpo.py"),
+    "roll": (re.compile(r"(?:^|/)start_\w+_pipeline\.py$"), "start_rlvr_pipeline.py"),
 }
-"""The program that each system's scripts start."""
-_PROGRAMS = {
-    "verl": "verl.trainer.main_ppo",
-    "verl_sft": "verl.trainer.sft_trainer",
-    "chatlearn": "entrypoint.py",
-    "mindspeed": "train_grpo.py",
-    "roll": "start_rlvr_pipeline.py",
-}
-"""One of them by name, for a message."""
+"""The programs that each system's scripts start, and one of them by name, for a message."""
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 _DECLARES = ("export", "local", "readonly", "declare", "typeset")
@@ -81,7 +73,7 @@ def read_script(text: str, system: str, script: str = "run.sh") -> Script:
     if not reader.found:
         reader.read_functions()
     if not reader.found:
-        raise ScriptError(f"no command that starts a program of {system}, such as {_PROGRAMS[system]}")
+        raise ScriptError(f"no command that starts a program of {system}, such as {ENTRIES[system][1]}")
     first = next((each for each in reader.found if each.overrides), reader.found[0])
     if reader.branches.guessed:
         guessed = "the script has branches that only a shell can choose, or loops"
@@ -104,14 +96,14 @@ class _Reader:
         self.scope, self.branches = scope, Branches(scope)
         self.found: list[Script] = []
         self.notes: list[str] = []
-        self._system, self._depth = system, 0
+        self._system, self._entry, self._depth = system, ENTRIES[system][0], 0
         self._functions: dict[str, list[list[str]]] = {}
         self._body: list[list[str]] | None = None  # of the function whose end has not come
         self._open_brackets = 0
 
     def read(self, text: str) -> None:
         """Reads commands, those of functions when these are called."""
-        for words in _commands(_without_documents(text, ENTRIES[self._system]), self.notes):
+        for words in _commands(_without_documents(text, self._entry), self.notes):
             if words := self._outside_functions(words):
                 self._take(words)
 
@@ -175,7 +167,7 @@ class _Reader:
 
     def _start(self, words: list[str]) -> None:
         """Notes a command that starts the program."""
-        start = next((i for i, word in enumerate(words) if ENTRIES[self._system].search(word)), None)
+        start = next((i for i, word in enumerate(words) if self._entry.search(word)), None)
         if start is None:
             return
         script = _arguments(words[start + 1 :])
