@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -42,3 +42,13 @@ class Config(BaseModel):
         """
         value = functools.reduce(getattr, key.split("."), self) if seen is _ITS_VALUE else seen
         return ConfigProblem(key, value, expected, hint, involves=beside)
+
+    def unread(self, readers: Mapping[str, Sequence[str]], chosen: str) -> Iterator[tuple[str, Sequence[str]]]:
+        """Keys that are given though the choice does not read them, with the choices that do.
+
+        Args:
+            readers: by key of this section, the choices that read it.
+        """
+        for key, those in readers.items():
+            if chosen not in those and getattr(self, key) != type(self).model_fields[key].default:
+                yield key, those

@@ -44,8 +44,6 @@ class DivergenceConfig(Config):
 
     def problems(self) -> Iterator[ConfigProblem]:
         yield from super().problems()
-        for key, objectives in _READ_BY.items():
-            default = DivergenceConfig.model_fields[key].default
-            if self.kd_objective not in objectives and getattr(self, key) != default:
-                expected = f"nothing with kd_objective {self.kd_objective}: {' and '.join(objectives)} read it"
-                yield self.problem(key, expected, "kd_objective")
+        for key, objectives in self.unread(_READ_BY, self.kd_objective):
+            expected = f"nothing with kd_objective {self.kd_objective}: {' and '.join(objectives)} read it"
+            yield self.problem(key, expected, "kd_objective")

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from roll.configs.dpo import DPOConfig
-from roll.configs.offline_rules import OFFLINE_RULES, column_problems
-from roll.configs.preference import LOGISTIC
+from roll.configs.offline_rules import OFFLINE_RULES
+from roll.configs.preference import LOGISTIC, OF_PAIRS
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.rules import Rule
+
+_READ_BY = {"label": ("kto",), "chosen": OF_PAIRS, "rejected": OF_PAIRS, "margin": LOGISTIC}
+"""The losses that read a column."""
 
 
 def check_reference(config: DPOConfig) -> Iterator[ConfigProblem]:
@@ -36,11 +39,9 @@ def check_reference(config: DPOConfig) -> Iterator[ConfigProblem]:
 
 def check_columns(config: DPOConfig) -> Iterator[ConfigProblem]:
     """No column is named that the loss does not read, and a pair is of two."""
-    unread = ["label"] if config.in_pairs else ["chosen", "rejected", "margin"]
-    if config.preference_loss not in LOGISTIC and config.in_pairs:
-        unread.append("margin")
-    columns = config.preferences
-    yield from column_problems("preferences", columns, unread, config.preference_loss, "preference_loss")
+    columns, loss = config.preferences, config.preference_loss
+    for key, _ in columns.unread(_READ_BY, loss):
+        yield config.problem(f"preferences.{key}", f"nothing: {loss} does not read it", "preference_loss")
     if config.in_pairs and columns.chosen == columns.rejected:
         expected = "another column than preferences.chosen"
         yield ConfigProblem("preferences.rejected", columns.rejected, expected, involves=("preferences.chosen",))

@@ -40,11 +40,8 @@ class JudgeEngine(Config):
         name, card = self.strategy_args.strategy_name, self.strategy_args.card
         if card is None or (known := card.strategies.get(name)) is None or known.generates:
             return []
-        return [
-            self.problem(
-                "strategy_args.strategy_name", f"an engine that generates: {', '.join(strategy_names('generates'))}"
-            )
-        ]
+        expected = f"an engine that generates: {', '.join(strategy_names('generates'))}"
+        return [self.problem("strategy_args.strategy_name", expected)]
 
     def worker(self, num_gpus_per_worker: int) -> WorkerConfig:
         """The engine as a role of its own."""

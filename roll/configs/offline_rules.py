@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from roll.configs.data import DataArguments
 from roll.configs.offline import OfflineConfig
 from roll.configs.pipeline import TINY
-from roll.configs.preference import PairColumns
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompt_rules import TRAIN_DATA, VAL_DATA, check_datasets, check_templates
 from roll.configs.rules import Rule, sections, too_many_tokens
@@ -67,15 +66,6 @@ def check_responses(config: OfflineConfig) -> Iterator[ConfigProblem]:
     for path, data in datasets(config):
         if data.has_dataset and data.prompt is not None and data.response is None:
             yield ConfigProblem(f"{path}.response", None, "the column of the answer to imitate")
-
-
-def column_problems(
-    section: str, columns: PairColumns, unread: Iterable[str], loss: str, loss_key: str
-) -> Iterator[ConfigProblem]:
-    """Columns that are named and that the loss does not read."""
-    for key in unread:
-        if (seen := getattr(columns, key)) != type(columns).model_fields[key].default:
-            yield ConfigProblem(f"{section}.{key}", seen, f"nothing: {loss} does not read it", involves=(loss_key,))
 
 
 def check_starts(config: OfflineConfig) -> Iterator[ConfigProblem]:

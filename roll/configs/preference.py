@@ -17,11 +17,13 @@ WITHOUT_REFERENCE = ("simpo", "orpo")
 LOGISTIC = ("sigmoid", "simpo")
 """Losses that smooth labels and take a margin."""
 _OF_REWARDS = ("sigmoid", "ipo", "hinge")
+OF_PAIRS = (*_OF_REWARDS, *WITHOUT_REFERENCE)
+"""Losses that compare a chosen with a rejected answer."""
 _READ_BY: dict[str, tuple[str, ...]] = {
     "length_normalized": _OF_REWARDS,
     "target_margin": LOGISTIC,
     "label_smoothing": LOGISTIC,
-    "nll_coef": (*_OF_REWARDS, *WITHOUT_REFERENCE),
+    "nll_coef": OF_PAIRS,
     "desirable_weight": ("kto",),
     "undesirable_weight": ("kto",),
 }
@@ -105,10 +107,9 @@ class PreferenceConfig(Config):
     def problems(self) -> Iterator[ConfigProblem]:
         yield from super().problems()
         loss = self.preference_loss
-        for key, losses in _READ_BY.items():
-            default = type(self).model_fields[key].default
-            if loss not in losses and getattr(self, key) != default:
-                expected = f"{str(default).lower()} with {loss}: it is read with {', '.join(losses)}"
-                yield self.problem(key, expected, "preference_loss")
+        for key, losses in self.unread(_READ_BY, loss):
+            default = str(type(self).model_fields[key].default).lower()
+            expected = f"{default} with {loss}: it is read with {', '.join(losses)}"
+            yield self.problem(key, expected, "preference_loss")
         if loss == "orpo" and not self.nll_coef:
             yield self.problem("nll_coef", "more than 0 with orpo (its paper: 1)", "preference_loss")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from roll.configs.offline_rules import OFFLINE_RULES, column_problems, datasets
+from roll.configs.offline_rules import OFFLINE_RULES, datasets
 from roll.configs.problems import ConfigProblem
 from roll.configs.reward_training import RewardTrainingConfig
 from roll.configs.rules import Rule
 
 _READ_BY = {
-    "chosen": "bradley_terry",
-    "rejected": "bradley_terry",
-    "margin": "bradley_terry",
-    "score": "regression",
-    "steps": "process",
-    "step_labels": "process",
+    "chosen": ("bradley_terry",),
+    "rejected": ("bradley_terry",),
+    "margin": ("bradley_terry",),
+    "score": ("regression",),
+    "steps": ("process",),
+    "step_labels": ("process",),
 }
 
 
@@ -31,8 +31,8 @@ def check_roles(config: RewardTrainingConfig) -> Iterator[ConfigProblem]:
 def check_columns(config: RewardTrainingConfig) -> Iterator[ConfigProblem]:
     """No column is named that the loss does not read; the answer's own is known where there is one."""
     loss = config.reward_loss
-    unread = [key for key, reader in _READ_BY.items() if reader != loss]
-    yield from column_problems("answers", config.answers, unread, loss, "reward_loss")
+    for key, _ in config.answers.unread(_READ_BY, loss):
+        yield config.problem(f"answers.{key}", f"nothing: {loss} does not read it", "reward_loss")
     if loss == "regression":
         yield from [
             ConfigProblem(f"{path}.response", None, "the column of the answer", involves=("reward_loss",))

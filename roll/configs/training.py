@@ -92,14 +92,11 @@ class TrainingArguments(Config):
             yield self.problem("lr_scheduler_type", expected, "warmup_steps", "warmup_ratio")
         if self.warmup_init_ratio and not (self.warmup_steps or self.warmup_ratio):
             yield self.problem("warmup_init_ratio", "0 without a warm-up", "warmup_steps", "warmup_ratio")
-        for key, schedules in _ONLY_OF.items():
-            given = getattr(self, key) != type(self).model_fields[key].default
-            if given and self.lr_scheduler_type not in schedules:
-                expected = (
-                    f"no such key with lr_scheduler_type {self.lr_scheduler_type}: read by {', '.join(schedules)}"
-                )
-                yield self.problem(key, expected, "lr_scheduler_type")
-        if self.optimizer != "muon" and self.muon_momentum != type(self).model_fields["muon_momentum"].default:
-            yield self.problem("muon_momentum", f"no such key with optimizer {self.optimizer}", "optimizer")
+        schedule = self.lr_scheduler_type
+        for key, schedules in self.unread(_ONLY_OF, schedule):
+            expected = f"no such key with lr_scheduler_type {schedule}: read by {', '.join(schedules)}"
+            yield self.problem(key, expected, "lr_scheduler_type")
+        for key, _ in self.unread({"muon_momentum": ("muon",)}, self.optimizer):
+            yield self.problem(key, f"no such key with optimizer {self.optimizer}", "optimizer")
         if self.weight_decay_incr_style != "linear" and self.weight_decay_end is None:
             yield self.problem("weight_decay_incr_style", "nothing without weight_decay_end", "weight_decay_end")
