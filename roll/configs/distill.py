@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.divergence import DivergenceConfig
 from roll.configs.offline import OfflineConfig
-from roll.configs.pipeline import TINY
 from roll.configs.problems import ConfigProblem
-from roll.configs.teacher import TeacherConfig
+from roll.configs.teacher import TinyTeacherConfig
 from roll.configs.warm_start import PromptWarmStartConfig
 from roll.configs.worker import WorkerConfig
 
@@ -33,7 +32,7 @@ class DistillLossConfig(Config):
     )
 
 
-class DistillConfig(DistillLossConfig, DivergenceConfig, TeacherConfig, OfflineConfig):
+class DistillConfig(DistillLossConfig, DivergenceConfig, TinyTeacherConfig, OfflineConfig):
     """Everything that ``examples/start_distill_pipeline.py`` reads."""
 
     train_on: Literal["all", "last"] = Field(
@@ -61,13 +60,6 @@ class DistillConfig(DistillLossConfig, DivergenceConfig, TeacherConfig, OfflineC
         default_factory=PromptWarmStartConfig,
         description="Supervised start of the tiny model; read when pretrain is tiny and file_name is set.",
     )
-    teacher_warm_start: PromptWarmStartConfig = Field(
-        default_factory=PromptWarmStartConfig,
-        description="How a teacher is taught that is made on the spot; read when teacher_pretrain is tiny.",
-    )
-
-    def of_teacher(self) -> Self:
-        return self.model_copy(update={"pretrain": TINY, "warm_start": self.teacher_warm_start})
 
     @property
     def divergence(self) -> DivergenceConfig:

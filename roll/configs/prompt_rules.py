@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from roll.configs.distill import DistillConfig
 from roll.configs.pipeline import TINY
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompts import PromptsConfig
-from roll.configs.rlvr import RLVRConfig
+from roll.configs.teacher import TinyTeacherConfig
 
 TRAIN_DATA, VAL_DATA = "actor_train.data_args", "validation.data_args"
 
@@ -34,7 +33,7 @@ def check_templates(config: PromptsConfig) -> Iterator[ConfigProblem]:
             yield ConfigProblem(f"{VAL_DATA}.{key}", held_out, expected, involves=(f"{TRAIN_DATA}.{key}",))
 
 
-def check_tiny_teacher(config: RLVRConfig | DistillConfig) -> Iterator[ConfigProblem]:
+def check_tiny_teacher(config: TinyTeacherConfig) -> Iterator[ConfigProblem]:
     """A teacher that is made on the spot has something to imitate."""
     if config.teacher_pretrain == TINY and not config.teacher_warm_start.file_name:
         expected = "demonstrations to teach a tiny teacher with"

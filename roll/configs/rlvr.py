@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Self
 
 from pydantic import Field
 
 from roll.configs.agent import AgentConfig
 from roll.configs.generating import GeneratingArguments
-from roll.configs.pipeline import TINY
 from roll.configs.preference import PreferenceConfig
 from roll.configs.problems import NOTHING, ConfigProblem
 from roll.configs.prompts import PromptsConfig
 from roll.configs.rewards import RewardFilterConfig
 from roll.configs.rl import RLConfig
+from roll.configs.teacher import TinyTeacherConfig
 from roll.configs.user import UserConfig
 from roll.configs.warm_start import PromptWarmStartConfig
 
 
-class RLVRConfig(RLConfig, PromptsConfig):
+class RLVRConfig(TinyTeacherConfig, RLConfig, PromptsConfig):
     """Everything that ``examples/start_rlvr_pipeline.py`` reads."""
 
     num_return_sequences_in_group: int = Field(
@@ -62,14 +61,6 @@ class RLVRConfig(RLConfig, PromptsConfig):
         default_factory=PromptWarmStartConfig,
         description="Supervised start of the tiny model; read when pretrain is tiny.",
     )
-
-    teacher_warm_start: PromptWarmStartConfig = Field(
-        default_factory=PromptWarmStartConfig,
-        description="How a teacher is taught that is made on the spot; read when teacher_pretrain is tiny.",
-    )
-
-    def of_teacher(self) -> Self:
-        return self.model_copy(update={"pretrain": TINY, "warm_start": self.teacher_warm_start})
 
     def with_length(self, prompts: int) -> RLVRConfig:
         """The configuration with the ``max_steps`` that ``total_epochs`` of so many prompts make, in its place."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Literal, TypeAlias
+from typing import Literal, Self, TypeAlias
 
 from pydantic import Field
 
 from roll.configs.base import Config
 from roll.configs.divergence import DivergenceConfig
+from roll.configs.pipeline import TINY
 from roll.configs.problems import NOTHING, ConfigProblem
+from roll.configs.warm_start import PromptWarmStartConfig
 from roll.configs.worker import WorkerConfig
 
 OpdForm: TypeAlias = Literal["advantage", "reward", "loss"]
@@ -49,6 +51,19 @@ class TeacherConfig(Config):
     def teacher_models(self) -> Mapping[str, str]:
         """The teacher's model, by the key that names it."""
         return {} if self.teacher_pretrain is None else {"teacher_pretrain": self.teacher_pretrain}
+
+
+class TinyTeacherConfig(TeacherConfig):
+    """A teacher that may be made on the spot."""
+
+    teacher_warm_start: PromptWarmStartConfig = Field(
+        default_factory=PromptWarmStartConfig,
+        description="How a teacher is taught that is made on the spot; read when teacher_pretrain is tiny.",
+    )
+
+    def of_teacher(self) -> Self:
+        """The configuration of its start, as that of a policy."""
+        return self.model_copy(update={"pretrain": TINY, "warm_start": self.teacher_warm_start})
 
 
 class TaggedTeacherConfig(WorkerConfig):
