@@ -17,6 +17,7 @@ from roll.configs.importers.common import (
 )
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.profiling import profiler_of_chatlearn
+from roll.configs.rlvr import RLVRConfig
 
 TRAINER, REF, POLICY, RUN = "models.policy_trainer", "models.ref_policy", "models.policy", "runtime_args"
 _OPTIONS = "strategy_args.strategy_config"
@@ -33,8 +34,8 @@ _MEGATRON = {
 _WANDB = {"wandb_project": "project", "wandb_name": "name", "wandb_id": "id", "wandb_dir": "log_dir"}
 
 
-def derive(draft: Draft) -> None:
-    """Everything that no row of the table says by itself."""
+def derive(draft: Draft) -> type[RLVRConfig]:
+    """Everything that no row of the table says by itself; returns whose configuration it is."""
     draft.derive([], "adv_estimator", "grpo", "the algorithm of ChatLearn")
     _trackers(draft)
     _lengths(draft)
@@ -53,6 +54,7 @@ def derive(draft: Draft) -> None:
     trust_code(draft, [f"{section}.trust_remote_code" for section in (TRAINER, POLICY, REF)])
     tidy_engines(draft)
     profiler_of_chatlearn(draft)
+    return RLVRConfig
 
 
 def _trackers(draft: Draft) -> None:

@@ -9,32 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll.configs.agentic import AgenticConfig
-from roll.configs.distill import DistillConfig
 from roll.configs.importers import SYSTEMS, chatlearn, mindspeed, roll, verl, verl_supervised
 from roll.configs.importers.common import drop_nulls
 from roll.configs.importers.draft import Draft, Kind, Outcome, value_at
 from roll.configs.importers.reading import read
 from roll.configs.importers.recognise import variant_of
-from roll.configs.importers.roll_distillation import is_distillation, read_students
-from roll.configs.importers.roll_offline import offline_schema
+from roll.configs.importers.roll_distillation import read_students
 from roll.configs.importers.writing import shorten, text_of
 from roll.configs.loader import load_config
 from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING, ConfigErrors, ConfigProblem
-from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import Rule
 from roll.configs.schema import locate, type_text
-from roll.configs.sft import SFTConfig
 
-DERIVE: dict[str, Callable[[Draft], None]] = {
+DERIVE: dict[str, Callable[[Draft], type[PipelineConfig]]] = {
     "roll": roll.derive,
     "verl": verl.derive,
     "verl_sft": verl_supervised.derive,
     "chatlearn": chatlearn.derive,
     "mindspeed": mindspeed.derive,
 }
-"""By system: what its keys say together."""
+"""By system: what its keys say together, and for which pipeline."""
 
 _PATHS = ("pretrain", "reward_pretrain", "teacher_pretrain", "resume_from_checkpoint")
 """Keys with the paths of another machine."""
@@ -92,15 +87,7 @@ def convert(
         read_students(given)
     draft = Draft(system, given)
     draft.take_all()
-    DERIVE[system](draft)
-    agentic = any(key in draft.ours for key in ("custom_envs", "train_env_manager"))
-    schema: type[PipelineConfig] = AgenticConfig if agentic else RLVRConfig
-    if system == "verl_sft":
-        schema = SFTConfig
-    elif system == "roll" and is_distillation(draft):
-        schema = DistillConfig
-    elif system == "roll" and (offline := offline_schema(draft)) is not None:
-        schema = offline
+    schema = DERIVE[system](draft)
     draft.tell_unused()
     _settle_unknown(draft, schema)
     drop_nulls(draft, lambda key: _takes_null(schema, key))

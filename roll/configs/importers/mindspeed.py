@@ -18,6 +18,7 @@ from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.profiling import profiler_of_mindspeed
 from roll.configs.importers.verl_tools import read_tools, set_form
 from roll.configs.pipeline import PARTS
+from roll.configs.rlvr import RLVRConfig
 
 MEGATRON, RL, GENERATE = "megatron_training", "rl_config", "generate_config"
 ACTOR, CRITIC = "actor_config", "critic_config"
@@ -36,8 +37,8 @@ _VERIFIERS = {
 _SHARED = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "sequence_parallel")
 
 
-def derive(draft: Draft) -> None:
-    """Everything that no row of the table says by itself."""
+def derive(draft: Draft) -> type[RLVRConfig]:
+    """Everything that no row of the table says by itself; returns whose configuration it is."""
     draft.set("actor_train.strategy_args.strategy_name", "megatron_train")
     draft.set("actor_infer.strategy_args.strategy_name", "vllm")
     _model_and_data(draft)
@@ -51,6 +52,7 @@ def derive(draft: Draft) -> None:
     drop_unread(draft)
     tidy_engines(draft)
     profiler_of_mindspeed(draft)
+    return RLVRConfig
 
 
 def _model_and_data(draft: Draft) -> None:

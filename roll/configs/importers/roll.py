@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from roll.configs.agentic import MANAGERS
+from roll.configs.agentic import MANAGERS, AgenticConfig
 from roll.configs.devices import parse_device_mapping
+from roll.configs.distill import DistillConfig
 from roll.configs.importers.common import devices_of, drop_unread, parallel_sizes, set_batch, tidy_engines, to_do
 from roll.configs.importers.draft import Draft, Kind
 from roll.configs.importers.profiling import profiler_of_roll
@@ -15,7 +16,9 @@ from roll.configs.importers.roll_environments import evaluate_alone, set_environ
 from roll.configs.importers.roll_judges import judge_arguments, set_asked_model
 from roll.configs.importers.roll_offline import offline_schema, set_offline
 from roll.configs.importers.table import ROLES
+from roll.configs.pipeline import PipelineConfig
 from roll.configs.problems import NOTHING
+from roll.configs.rlvr import RLVRConfig
 from roll.configs.rules import TRAINED
 
 TEMPLATES = ("native", "chatml", "qwen2", "qwen2_5", "llama3", "gemma", "plain")
@@ -35,8 +38,8 @@ _SWANLAB = {"experiment_name": "name", "logdir": "log_dir"}
 _SECRETS = ("key", "token", "secret", "password", "login")
 
 
-def derive(draft: Draft) -> None:
-    """Everything that no row of the table says by itself."""
+def derive(draft: Draft) -> type[PipelineConfig]:
+    """Everything that no row of the table says by itself; returns whose configuration it is."""
     _run(draft)
     if is_distillation(draft):
         _roles(draft)
@@ -45,7 +48,7 @@ def derive(draft: Draft) -> None:
         drop_unread(draft)
         tidy_engines(draft)
         profiler_of_roll(draft)
-        return
+        return DistillConfig
     if (schema := offline_schema(draft)) is not None:
         _roles(draft)
         _template(draft)
@@ -53,7 +56,7 @@ def derive(draft: Draft) -> None:
         set_offline(draft, schema)
         tidy_engines(draft)
         profiler_of_roll(draft)
-        return
+        return schema
     agentic = any(draft.has(key) for key in ("custom_envs", *MANAGERS))
     rollouts_alone = not any(draft.has(f"actor_train.{key}") for key in ("strategy_args", "device_mapping"))
     _roles(draft)
@@ -78,6 +81,7 @@ def derive(draft: Draft) -> None:
     _batches(draft, agentic)
     if agentic and rollouts_alone:
         evaluate_alone(draft)
+    return AgenticConfig if any(key in draft.ours for key in ("custom_envs", "train_env_manager")) else RLVRConfig
 
 
 def _run(draft: Draft) -> None:

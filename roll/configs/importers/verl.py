@@ -38,6 +38,7 @@ from roll.configs.importers.verl_roles import (
     set_roles,
 )
 from roll.configs.importers.verl_tools import set_tools
+from roll.configs.rlvr import RLVRConfig
 
 PROJECTS = {"wandb": "project", "swanlab": "project", "trackio": "project", "mlflow": "experiment_name"}
 """By tracker: its name for a project."""
@@ -49,8 +50,8 @@ _NAMED = re.compile(r"[^\w.+-]+")
 _LINK = re.compile(r"(\$\{oc\.env:\w+\})")
 
 
-def derive(draft: Draft) -> None:
-    """Everything that no row of the table says by itself."""
+def derive(draft: Draft) -> type[RLVRConfig]:
+    """Everything that no row of the table says by itself; returns whose configuration it is."""
     _length(draft)
     set_run(draft, f"{ACTOR}.checkpoint", ("actor_rollout_ref.model.external_lib", "critic.model.external_lib"))
     _data(draft)
@@ -76,6 +77,7 @@ def derive(draft: Draft) -> None:
         trust_code(draft, ["critic.model.trust_remote_code"], ("critic",))
     tidy_engines(draft)
     profiler_of_verl(draft)
+    return RLVRConfig
 
 
 def _length(draft: Draft) -> None:

@@ -21,14 +21,15 @@ from roll.configs.importers.transforms import TRANSFORMS
 from roll.configs.importers.verl import set_run
 from roll.configs.importers.verl_algorithm import set_optimizer
 from roll.configs.importers.verl_roles import MEGATRON_KEYS
+from roll.configs.sft import SFTConfig
 
 _DATA, _MODEL = "actor_train.data_args", "actor_train.model_args"
 _OPTIONS = "actor_train.strategy_args.strategy_config"
 _BUDGET = 8192
 
 
-def derive(draft: Draft) -> None:
-    """Everything that no row of the table says by itself."""
+def derive(draft: Draft) -> type[SFTConfig]:
+    """Everything that no row of the table says by itself; returns whose configuration it is."""
     engine = any(draft.has(key) for key in ("engine", "model.path", "data.messages_key"))
     set_run(draft, "checkpoint", ("model.external_lib",))
     _length(draft)
@@ -42,6 +43,7 @@ def derive(draft: Draft) -> None:
     trust_code(draft, ["model.trust_remote_code"])
     tidy_engines(draft)
     profiler_of_verl_supervised(draft)
+    return SFTConfig
 
 
 def _length(draft: Draft) -> None:
