@@ -176,7 +176,6 @@ def set_batch(
     """Sets how many samples make an optimizer step: passes per device and their size.
 
     Args:
-        draft: the configuration.
         role: that is trained.
         samples: of one optimizer step.
         per_device: samples of one pass; all of a device's, if not given.

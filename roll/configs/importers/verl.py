@@ -101,7 +101,6 @@ def set_run(draft: Draft, checkpoint: str, libraries: Sequence[str]) -> None:
     """Name, trackers, plugins and checkpoints, which all of verl's trainers read alike.
 
     Args:
-        draft: the configuration.
         checkpoint: their section of what is saved.
         libraries: their keys of packages that are imported first.
     """

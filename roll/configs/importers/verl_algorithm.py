@@ -187,7 +187,6 @@ def set_optimizer(draft: Draft, theirs: str, role: str, updates: int = 1) -> Non
     """Warm-up, schedule and betas, and the critic's optimizer.
 
     Args:
-        draft: the configuration.
         theirs: their section of the optimizer.
         role: that it trains.
         updates: optimizer steps to one of their schedule's.

@@ -92,16 +92,18 @@ def judge_shm(total: int, free: int, memory: int) -> Finding:
 
 def judge_files(limit: int) -> Finding:
     """Open files: Ray and the environments hold a socket each."""
-    seen, fix = f"{_shown(limit)} (expected {GOOD_FILES})", "ulimit -n 65536"
-    return judged("ulimit -n", seen, error=_below(limit, LEAST_FILES), warning=_below(limit, GOOD_FILES), fix=fix)
+    return _judge_limit("ulimit -n", limit, LEAST_FILES, GOOD_FILES, "ulimit -n 65536")
 
 
 def judge_processes(limit: int) -> Finding:
     """Processes and threads of the user."""
-    seen, fix = f"{_shown(limit)} (expected {GOOD_PROCESSES})", f"ulimit -u {GOOD_PROCESSES}"
-    return judged(
-        "ulimit -u", seen, error=_below(limit, LEAST_PROCESSES), warning=_below(limit, GOOD_PROCESSES), fix=fix
-    )
+    return _judge_limit("ulimit -u", limit, LEAST_PROCESSES, GOOD_PROCESSES, f"ulimit -u {GOOD_PROCESSES}")
+
+
+def _judge_limit(name: str, limit: int, least: int, good: int, fix: str) -> Finding:
+    unlimited = limit == resource.RLIM_INFINITY
+    seen = f"{'unlimited' if unlimited else limit} (expected {good})"
+    return judged(name, seen, error=not unlimited and limit < least, warning=not unlimited and limit < good, fix=fix)
 
 
 def judge_locked(limit: int, *, rdma: bool) -> Finding:
@@ -140,14 +142,6 @@ def _can_bind(port: int) -> bool:
         except OSError:
             return False
     return True
-
-
-def _below(limit: int, least: int) -> bool:
-    return limit != resource.RLIM_INFINITY and limit < least
-
-
-def _shown(limit: int) -> str:
-    return "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
 
 
 def _meminfo(path: Path) -> dict[str, int]:

@@ -7,12 +7,12 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from roll import __version__
 from roll.preflight.doctor.findings import Finding, judged
+from roll.preflight.doctor.packages import installed_versions
 
 COMPARED = ("torch", "ray", "transformers", "numpy")
 SKEW_S, LARGE_SKEW_S = 1.0, 30.0
@@ -37,13 +37,8 @@ class NodeReport:
 
 def own_versions() -> dict[str, str]:
     """Versions that the processes of a run must agree on."""
-    found = {"roll": __version__, "python": platform.python_version()}
-    for name in COMPARED:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "none"
-    return found
+    own = {"roll": __version__, "python": platform.python_version()}
+    return own | dict.fromkeys(COMPARED, "none") | installed_versions(COMPARED)
 
 
 class Examiner:

@@ -6,7 +6,7 @@ import importlib.metadata
 import platform
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -26,7 +26,7 @@ def check_packages() -> Iterator[Finding]:
     """Python, the packages that every run needs, and of those of extras the ones that are there."""
     python, requirements = stated()
     yield from check_python(platform.python_version(), python)
-    yield from check_requirements(requirements, installed_versions(requirements))
+    yield from check_requirements(requirements, installed_versions(each.name for each in requirements))
     if TESTED.is_file():
         yield compare_tested(TESTED.read_text(encoding="utf-8"), requirements)
 
@@ -52,10 +52,10 @@ def check_python(version: str, wanted: str) -> Iterator[Finding]:
     yield judged("python", f"{version} (expected {wanted})", error=not right, fix=fix)
 
 
-def installed_versions(requirements: list[Requirement]) -> dict[str, str]:
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
     """Versions by name, of the packages that are there."""
     found = {}
-    for name in {requirement.name for requirement in requirements}:
+    for name in names:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -86,7 +86,7 @@ def check_requirements(requirements: list[Requirement], versions: dict[str, str]
 def compare_tested(constraints: str, requirements: list[Requirement]) -> Finding:
     """Compares the packages that are asked for with the versions that the tests run with."""
     pins = {name.lower().replace("_", "-"): version for name, version in _PIN.findall(constraints)}
-    versions = installed_versions(requirements)
+    versions = installed_versions(each.name for each in requirements)
     others = [
         f"{name} {version} (tested: {pins[name]})"
         for name, version in sorted(versions.items())

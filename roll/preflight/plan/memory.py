@@ -215,8 +215,6 @@ def external_generator_memory(role: Role, around: Surroundings, share: float) ->
     """A worker of ``vllm`` or ``sglang``: a GPU's share for weights and cache, or a cache for all that run on a CPU.
 
     Args:
-        role: the generating role.
-        around: the run.
         share: ``gpu_memory_utilization`` or ``mem_fraction_static``.
     """
     shape, c = role.shape, role.compute_bytes

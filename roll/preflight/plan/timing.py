@@ -53,7 +53,6 @@ def samples_flops(shape: ModelShape, tokens: int, squares: float, loss_tokens: i
     """Operations of a forward pass: matrices, causal attention (half of all pairs), and the output layer.
 
     Args:
-        shape: of the model.
         tokens: of all samples.
         squares: sum of the squares of their lengths.
         loss_tokens: for which the output layer is computed.
@@ -87,9 +86,6 @@ def rollout_time(role: Role, samples: Samples, device: Device, workers: int, eac
     """Prompts by the rate of products; tokens one after the other by the memory's bandwidth, or products if slower.
 
     Args:
-        role: the generating role.
-        samples: of a step.
-        device: of the role.
         workers: replicas.
         each: devices of one.
         running: most requests that one runs at a time.
